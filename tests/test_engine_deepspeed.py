@@ -1,0 +1,61 @@
+"""The DeepSpeed engine against plain PyTorch in one process: losses, every gradient, norms, weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.training import GPT2, LLAMA, Case, assert_same, train_by_engine, train_plainly
+
+CASES = {
+    "ddp": Case(zero_stage=0),
+    "zero1": Case(zero_stage=1),
+    "zero2": Case(zero_stage=2),
+    "zero3": Case(zero_stage=3),
+    "one rank": Case(world_size=1, zero_stage=2),
+    "no accumulation": Case(zero_stage=2, micro_batch=4),
+    "micro-batch of one": Case(zero_stage=3, micro_batch=1),
+    "gpt2, ddp": Case(zero_stage=0, model=GPT2),
+    "gpt2, zero2": Case(zero_stage=2, model=GPT2),
+    "gpt2, zero3": Case(zero_stage=3, model=GPT2),
+    "untied, zero3": Case(zero_stage=3, model={**LLAMA, "tie_word_embeddings": False}),
+    "gpt2, zero2, full": Case(zero_stage=2, model=GPT2, recompute="full"),
+    "gpt2, zero2, every 2": Case(zero_stage=2, model=GPT2, recompute="every", every=2),
+    "gpt2, zero2, selective": Case(zero_stage=2, model=GPT2, recompute="selective"),
+    "gpt2, zero3, full": Case(zero_stage=3, model=GPT2, recompute="full"),
+    "gpt2, zero3, every 2": Case(zero_stage=3, model=GPT2, recompute="every", every=2),
+    "gpt2, zero3, selective": Case(zero_stage=3, model=GPT2, recompute="selective"),
+    "zero2, optimizer on the host": Case(zero_stage=2, offload_optimizer="cpu"),
+    "zero3, all on the host": Case(zero_stage=3, offload_optimizer="cpu", offload_param="cpu"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_one_process_does(pools, name):
+    case = CASES[name]
+    reference = train_plainly(case)
+    for outcome in pools[case.world_size].run(train_by_engine, case=case):
+        assert_same(outcome, reference, 2e-6)
+
+
+LOW_PRECISION = [
+    Case(precision=precision, zero_stage=stage) for precision in ("bfloat16", "float16") for stage in (0, 1, 2, 3)
+]
+
+
+@pytest.mark.parametrize("case", LOW_PRECISION, ids=lambda case: f"{case.precision}, zero{case.zero_stage}")
+def test_low_precision_stays_near_float32(pools, case):
+    case = replace(case, model={**LLAMA, "attention_dropout": 0.0})
+    reference = train_plainly(case)
+    for outcome in pools[case.world_size].run(train_by_engine, case=case):
+        # a gradient of low precision is a few bits of each number: wrong scaling shows, rounding does not
+        assert outcome.losses == pytest.approx(reference.losses, rel=0.02)
+        assert outcome.norms == pytest.approx(reference.norms, rel=0.05)
+        assert outcome.gradients[0].keys() == reference.gradients[0].keys()
+        for name, gradient in reference.gradients[0].items():
+            mine = outcome.gradients[0][name].reshape(gradient.shape)
+            assert float((mine - gradient).norm() / gradient.norm()) < 0.05, name
+        for name, weight in reference.weights.items():
+            mine = outcome.weights[name].reshape(weight.shape)
+            assert float((mine - weight).norm() / weight.norm()) < 0.05, name

@@ -1,0 +1,255 @@
+"""One small training run in two ways: by an engine of ours on several ranks, and by plain PyTorch in one process.
+
+Dropout, ragged samples, very unequal target counts, accumulation and clipping are on: what these two agree on
+is what the engine is right about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+STEPS, TRAIN_BATCH, VOCABULARY = 3, 8, 61
+
+LLAMA: dict[str, Any] = dict(
+    model_type="llama",
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    attention_dropout=0.1,
+    tie_word_embeddings=True,
+)
+GPT2: dict[str, Any] = dict(
+    model_type="gpt2", vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
+)
+"""Has dropout in embeddings, attention and MLP; learned positions; biases."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout and what it is trained with."""
+
+    world_size: int = 2
+    zero_stage: int = 2
+    micro_batch: int = 2
+    precision: str = "float32"
+    recompute: str = "none"
+    every: int = 1
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
+    model: dict[str, Any] = field(default_factory=lambda: LLAMA)
+    clip: float = 0.3
+    # a large eps: at 1e-8 Adam's first steps turn rounding noise of tiny gradients into differences of 1e-4
+    optimizer: dict[str, Any] = field(
+        default_factory=lambda: {
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1},
+        }
+    )
+
+    @property
+    def accumulation(self) -> int:
+        return TRAIN_BATCH // (self.micro_batch * self.world_size)
+
+    def deepspeed(self) -> dict[str, Any]:
+        zero: dict[str, Any] = {"stage": self.zero_stage}
+        for key in ("offload_optimizer", "offload_param"):
+            if getattr(self, key) != "none":
+                zero[key] = {"device": getattr(self, key), "pin_memory": False}
+        if self.zero_stage == 3:
+            # the default keeps every tiny parameter whole, and nothing would be sharded
+            zero["stage3_param_persistence_threshold"] = 0
+        precision = {"float16": {"fp16": {"enabled": True, "initial_scale_power": 8}}, "bfloat16": {"bf16": {"enabled": True}}}
+        return {
+            "train_batch_size": TRAIN_BATCH,
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clip,
+            "optimizer": self.optimizer,
+            "zero_optimization": zero,
+            **precision.get(self.precision, {}),
+        }
+
+
+@dataclass
+class Outcome:
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, torch.Tensor]]
+    weights: dict[str, torch.Tensor]
+    evaluation: float = 0.0
+
+
+def samples(step: int) -> list[dict[str, np.ndarray]]:
+    """The global batch of a step: ragged, with some samples that have a single target."""
+    rng = np.random.default_rng(step)
+    found = []
+    for index in range(TRAIN_BATCH):
+        length = int(rng.integers(3, 14))
+        ids = rng.integers(0, VOCABULARY, length + 1)
+        targets = ids[1:].astype(np.int64)
+        targets[: length - 1 if index % 3 == 0 else int(rng.integers(0, 2))] = -100
+        found.append({"input_ids": ids[:-1].astype(np.int32), "targets": targets})
+    return found
+
+
+def spec_of(model: dict[str, Any], path: str | None = None) -> Any:
+    from trainer.models import huggingface
+
+    options = SimpleNamespace(
+        name_or_path=path, config=None if path else model, revision=None, trust_remote_code=False, attention=None
+    )
+    return huggingface.spec_of(huggingface.read_config(options), options)
+
+
+def task_of(spec: Any) -> Any:
+    from trainer.tasks.causal_lm import CausalLM
+
+    return CausalLM(fused_head=spec.plain_head)
+
+
+def shares(case: Case, step: int, rank: int) -> list[list[dict[str, np.ndarray]]]:
+    """The micro-batches of one rank: the global batch seen as [accumulation, ranks, micro-batch]."""
+    batch = samples(step)
+    starts = [(m * case.world_size + rank) * case.micro_batch for m in range(case.accumulation)]
+    return [batch[start : start + case.micro_batch] for start in starts]
+
+
+def build(case: Case, rank: int, path: str | None = None, seed: int = 5) -> Any:
+    from trainer.engines import ENGINES, Job, Machine
+    from trainer.layout import Layout, Recompute
+    from trainer.ranks import Ranks
+
+    spec = spec_of(case.model, path)
+    sharded = case.zero_stage > 0
+    layout = Layout(
+        world_size=case.world_size,
+        pipeline=1,
+        replicate=1 if sharded else case.world_size,
+        shard=case.world_size if sharded else 1,
+        tensor=1,
+        micro_batch=case.micro_batch,
+        accumulation=case.accumulation,
+        train_batch=TRAIN_BATCH,
+        zero_stage=case.zero_stage,
+        offload_optimizer=case.offload_optimizer,
+        offload_param=case.offload_param,
+        precision=case.precision,
+        recompute=Recompute(case.recompute, case.every),
+    )
+    kind = ENGINES["deepspeed"]
+    assert kind.refusal(layout) is None
+    machine = Machine(torch.device("cpu"), Ranks(rank, case.world_size))
+    return kind.build(Job(layout, spec, task_of(spec), case.deepspeed(), seed, machine))
+
+
+def train_by_engine(case: Case, path: str | None = None) -> Outcome:
+    """Runs on each rank of a pool."""
+    import torch.distributed as dist
+
+    from trainer.optimizers import Update
+
+    if case.precision == "float16":
+        from deepspeed.accelerator import get_accelerator
+
+        # DeepSpeed allows float16 only on processors that are fast at it; PyTorch computes it on all
+        type(get_accelerator()).is_fp16_supported = lambda self: True
+    rank = dist.get_rank()
+    engine = build(case, rank, path)
+    task = task_of(spec_of(case.model, path))
+    outcome = Outcome([], [], [], {})
+    for step in range(STEPS):
+        gradients: dict[str, torch.Tensor] = {}
+        batches = [task.collate(share) for share in shares(case, step, rank)]
+        metrics = engine.step(step, batches, Update(1e-2), lambda name, g, into=gradients: into.update({name: g.clone()}))
+        outcome.losses.append(float(metrics.loss()))
+        outcome.norms.append(float(metrics.gradient_norm))
+        outcome.gradients.append(gradients)
+    loss_sum, targets = engine.evaluate([task.collate(s) for s in shares(case, 99, rank)])
+    outcome.evaluation = float(loss_sum / targets)
+    outcome.weights = whole_weights(engine, case)
+    engine.close()
+    return outcome
+
+
+def whole_weights(engine: Any, case: Case) -> dict[str, torch.Tensor]:
+    """Every weight on every rank: each is read on its owner and sent round."""
+    import torch.distributed as dist
+
+    found = {}
+    wanted = "master" if case.precision != "float32" else "weight"
+    for piece in engine.pieces():
+        value = piece.read()
+        if piece.part == wanted:
+            value = torch.empty(piece.shape) if value is None else value.detach().float().cpu().clone().contiguous()
+            if case.world_size > 1:
+                dist.broadcast(value, piece.owner)
+            found[piece.name] = value
+    return found
+
+
+def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome:
+    """The same run with nothing of ours but the order of seeds: Hugging Face's forward, PyTorch's loss and AdamW."""
+    from trainer.models.materialise import materialise
+    from trainer.seeding import seed_dropout
+
+    spec = spec_of(case.model, path)
+    model = spec.build()
+    materialise(model, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
+    outcome = Outcome([], [], [], {})
+    collate = task_of(spec).collate
+
+    def summed(step: int, train: bool) -> tuple[torch.Tensor, int]:
+        counted = sum(int((s["targets"] != -100).sum()) for s in samples(step))
+        total = torch.zeros(())
+        for index in range(case.accumulation):
+            for rank in range(case.world_size):
+                batch = collate(shares(case, step, rank)[index])
+                seed_dropout(seed, step, index, rank)
+                logits = model(input_ids=batch["input_ids"]).logits
+                loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum", ignore_index=-100)
+                total += loss.detach()
+                if train:
+                    (loss / counted).backward()
+        return total, counted
+
+    model.train()
+    for step in range(STEPS):
+        total, counted = summed(step, train=True)
+        outcome.losses.append(float(total / counted))
+        outcome.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        outcome.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        total, counted = summed(99, train=False)
+    outcome.evaluation = float(total / counted)
+    outcome.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return outcome
+
+
+def assert_same(ours: Outcome, reference: Outcome, tolerance: float) -> None:
+    """Losses, norms, every gradient by name and every weight; relative to the largest entry of each tensor."""
+    torch.testing.assert_close(ours.losses, reference.losses, rtol=tolerance, atol=0)
+    torch.testing.assert_close(ours.norms, reference.norms, rtol=tolerance * 5, atol=0)
+    torch.testing.assert_close(ours.evaluation, reference.evaluation, rtol=tolerance, atol=0)
+    for step, (mine, theirs) in enumerate(zip(ours.gradients, reference.gradients, strict=True)):
+        _assert_close(mine, theirs, tolerance * 20, f"gradient of step {step}")
+    _assert_close(ours.weights, reference.weights, tolerance * 20, "weight")
+
+
+def _assert_close(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float, what: str) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        error = (mine[name].reshape(value.shape) - value).abs().max() / value.abs().max().clamp_min(1e-12)
+        assert error <= tolerance, f"{what} of {name}: relative error {float(error):.2e} > {tolerance:.0e}"

@@ -1,0 +1,30 @@
+"""The engines, in the order in which `"engine": "auto"` prefers them."""
+
+from __future__ import annotations
+
+from trainer.engines import deepspeed
+from trainer.engines.engine import Engine, EngineKind, Job, Machine, Metrics
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
+
+ENGINES: dict[str, EngineKind] = {"deepspeed": deepspeed.KIND}
+
+__all__ = ["ENGINES", "Engine", "EngineKind", "Job", "Machine", "Metrics", "select"]
+
+
+def select(wanted: str, layout: Layout) -> tuple[str, EngineKind]:
+    """The engine `wanted`, or for "auto" the first that can run the layout.
+
+    Raises ConfigError with each engine's reason when none can.
+    """
+    candidates = ENGINES if wanted == "auto" else {wanted: ENGINES[wanted]}
+    refusals = {name: kind.refusal(layout) for name, kind in candidates.items()}
+    for name, refusal in refusals.items():
+        if refusal is None:
+            return name, candidates[name]
+    raise ConfigError(
+        *(
+            Problem(f"engine {name}", f"{layout.describe()}", "a layout that it can run", refusal or "")
+            for name, refusal in refusals.items()
+        )
+    )

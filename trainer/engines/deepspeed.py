@@ -1,0 +1,181 @@
+"""The DeepSpeed engine: ZeRO 0 to 3, offload, mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.engines.deepspeed_state import MasterState
+from trainer.engines.engine import EngineKind, Job, Metrics, Observer
+from trainer.layout import Layout
+from trainer.models.materialise import materialise
+from trainer.optimizers import Update
+from trainer.parallel import recompute
+from trainer.seeding import seed_dropout
+from trainer.state import Piece
+from trainer.tasks.task import Batch, Trainee, bare_name
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def refusal(layout: Layout) -> str | None:
+    """Why DeepSpeed can't run a layout."""
+    if layout.pipeline > 1:
+        return "Its pipeline needs a model rewritten as PipelineModule, and stops with an assertion under ZeRO-2 and 3."
+    if layout.tensor > 1:
+        return "Tensor parallel training through AutoTP is not offered yet."
+    if layout.replicate > 1 and layout.shard > 1:
+        return "DeepSpeed removed MiCS, and hpZ replicates weights only: it has no sharding within replicas (HSDP)."
+    if layout.zero_stage > 0 and layout.replicate > 1:
+        return f"ZeRO-{layout.zero_stage} shards over all data ranks; replicate must be 1."
+    return None
+
+
+def build(job: Job) -> DeepSpeedEngine:
+    """Materialise the model (under ZeRO-3 each unit is partitioned as it comes) and hand it to DeepSpeed."""
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel("WARNING")
+    deepspeed.init_distributed(dist.get_backend())
+    config = _runtime_config(job)
+    dtype = DTYPES[job.layout.precision]
+    model = job.task.prepare(job.spec.build())
+
+    def partition(parameters: list[nn.Parameter]) -> None:
+        unit = nn.Module()
+        for index, parameter in enumerate(parameters):
+            unit.register_parameter(str(index), parameter)
+        deepspeed.zero.Init(module=unit, config_dict_or_path=config, dtype=dtype)
+
+    place: dict[str, Callable[..., None]] = {"place": partition} if job.layout.zero_stage == 3 else {}
+    with torch.device("cpu"):
+        materialise(model, job.spec, seed=job.seed, device=_home(job), dtype=dtype, **place)
+    recompute.apply(model, job.spec, job.layout.recompute)
+    trainee = Trainee(model, job.task)
+    engine, *_ = deepspeed.initialize(
+        model=trainee, model_parameters=[p for p in trainee.parameters() if p.requires_grad], config=config
+    )
+    return DeepSpeedEngine(engine, job)
+
+
+KIND = EngineKind(refusal, build)
+
+
+def _has_plain_optimizer(layout: Layout) -> bool:
+    """Without ZeRO in float32 DeepSpeed steps PyTorch's optimizer itself, with nothing around it."""
+    return layout.zero_stage == 0 and layout.precision == "float32"
+
+
+def _home(job: Job) -> torch.device:
+    """Where new values go: under parameter offload they never have to fit on the accelerator."""
+    return torch.device("cpu") if job.layout.offload_param != "none" else job.machine.device
+
+
+def _runtime_config(job: Job) -> dict[str, Any]:
+    """The user's JSON as this machine needs it; nothing here changes what is computed."""
+    config = {**job.deepspeed, "steps_per_print": 2**31 - 1}
+    optimizer = config["optimizer"]
+    if optimizer["type"].lower() in ("adam", "adamw") and job.layout.offload_optimizer == "none":
+        # PyTorch's own fused kernel: the same update as DeepSpeed's FusedAdam, without a compiler at run time
+        defaults = {"torch_adam": True, "fused": True}
+        config["optimizer"] = {**optimizer, "params": {**defaults, **optimizer["params"]}}
+        if not config["optimizer"]["params"]["torch_adam"]:
+            config["optimizer"]["params"].pop("fused")
+    if _has_plain_optimizer(job.layout):
+        # DeepSpeed reports no norm here, so this engine takes it and clips
+        config.pop("gradient_clipping", None)
+    return config
+
+
+class DeepSpeedEngine:
+    """Runs `deepspeed.DeepSpeedEngine` by contract 1.
+
+    DeepSpeed divides a loss by the accumulation steps and averages gradients over the data ranks; so that
+    the gradient is that of (sum of token losses) / (targets of the global batch), each micro-batch's sum is
+    multiplied by data ranks x accumulation / targets.
+    """
+
+    def __init__(self, engine: Any, job: Job) -> None:
+        self._engine = engine
+        self._job = job
+        self._state = MasterState(engine, job.machine.ranks)
+        self._own_norm = _has_plain_optimizer(job.layout)
+        self._clip = float(job.deepspeed.get("gradient_clipping", 0.0))
+        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+
+    def step(
+        self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
+    ) -> Metrics:
+        job, engine = self._job, self._engine
+        if not engine.module.training:
+            engine.train()
+        self._set(update)
+        targets = torch.stack([job.task.targets(batch) for batch in micro_batches]).sum()
+        self._all_reduce(targets)
+        scale = job.layout.data_ranks * job.layout.accumulation / targets
+        loss_sum = torch.zeros((), device=targets.device)
+        for index, batch in enumerate(micro_batches):
+            seed_dropout(job.seed, step, index, job.machine.ranks.rank)
+            loss = engine(batch)
+            loss_sum += loss.detach()
+            engine.backward(loss * (scale * self._state.unapplied_scale()))
+            if index + 1 < len(micro_batches):
+                engine.step()
+        if observe is not None:
+            self._state.gradients(observe)
+        norm = self._clip_and_norm() if self._own_norm else None
+        engine.step()
+        if norm is None:
+            norm = engine.get_global_grad_norm() / self._state.unapplied_scale()
+        return Metrics(
+            loss_sum=loss_sum,
+            targets=targets,
+            gradient_norm=torch.as_tensor(norm),
+            skipped=bool(getattr(engine.optimizer, "overflow", False)),
+            pending=self._all_reduce(loss_sum, async_op=True),
+        )
+
+    def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+        totals = torch.zeros(2, dtype=torch.float64, device=self._job.machine.device)
+        self._engine.eval()
+        with torch.no_grad():
+            for batch in micro_batches:
+                totals[0] += self._engine(batch)
+                totals[1] += self._job.task.targets(batch)
+        self._all_reduce(totals)
+        return totals[0], totals[1]
+
+    def pieces(self) -> list[Piece]:
+        # a tied parameter is listed once, under the name that comes first
+        return [replace(piece, name=bare_name(piece.name)) for piece in self._state.pieces()]
+
+    def scalars(self) -> dict[str, float]:
+        return self._state.scalars()
+
+    def restore(self, scalars: Mapping[str, float]) -> None:
+        self._state.restore(scalars)
+
+    def close(self) -> None:
+        self._engine.destroy()
+
+    def _set(self, update: Update) -> None:
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = update.learning_rate
+            if update.betas is not None:
+                group["betas"] = update.betas
+
+    def _clip_and_norm(self) -> torch.Tensor:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self._clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm)
+        return norm
+
+    def _all_reduce(self, tensor: torch.Tensor, async_op: bool = False) -> dist.Work | None:
+        return dist.all_reduce(tensor, async_op=async_op) if self._job.machine.ranks.world_size > 1 else None

@@ -1,0 +1,223 @@
+"""Where DeepSpeed keeps weights, float32 masters and moments under each ZeRO stage, as whole tensors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from torch import nn
+
+from trainer.engines.engine import Observer, owners
+from trainer.ranks import Ranks
+from trainer.state import WEIGHT, Piece
+from trainer.tasks.task import bare_name
+
+MASTER = "master"
+
+
+class MasterState:
+    """Reads and writes the training state of a `deepspeed.DeepSpeedEngine`."""
+
+    def __init__(self, engine: Any, ranks: Ranks) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._partitioned = engine.zero_optimization_stage() == 3
+        self._optimizer = engine.optimizer
+        # without ZeRO in float32 the engine's optimizer is PyTorch's own, over the model's parameters
+        self._inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        self._low_precision = any(p.dtype != torch.float32 for p in engine.module.parameters())
+        self._unfused = _unfused_masters(engine.optimizer)
+        self._flat = next((name for name in _FLAT if hasattr(engine.optimizer, name)), None)
+
+    def pieces(self) -> list[Piece]:
+        """Every parameter's weight, then its float32 master and optimizer state; then persistent buffers."""
+        self._make_states()
+        parts = [MASTER] if self._low_precision else []
+        parts += self._state_keys()
+        named = list(self._engine.module.named_parameters())
+        ranks = owners([self._size(p) for _, p in named], self._ranks.world_size)
+        found = []
+        for owner, (name, parameter) in zip(ranks, named, strict=True):
+            found.append(self._piece(name, WEIGHT, parameter, owner))
+            if parameter.requires_grad:
+                found.extend(self._piece(name, part, parameter, owner) for part in parts)
+        return found + [self._buffer(name, buffer) for name, buffer in _persistent_buffers(self._engine.module)]
+
+    def gradients(self, observe: Observer) -> None:
+        """Tell `observe` every gradient, whole, averaged and unscaled. Collective; before `engine.step`."""
+        scale = float(getattr(self._optimizer, "loss_scale", 1.0))
+        for name, parameter in self._engine.module.named_parameters():
+            if parameter.requires_grad:
+                gradient = safe_get_full_grad(parameter)
+                observe(bare_name(name), gradient.detach().float() / scale)
+
+    def unapplied_scale(self) -> float:
+        """The loss scale that DeepSpeed divides by in its update without having multiplied the loss by it.
+
+        So it is in float16 at stage 0, where only `ZeROOptimizer`s scale the loss (`engine.backward`, 0.19.8):
+        left alone, gradients come out 65536 times too small, and nothing says so.
+        """
+        return float(self._optimizer.loss_scale) if self._unfused else 1.0
+
+    def scalars(self) -> dict[str, float]:
+        found = {"optimizer_step": max((float(s["step"]) for s in self._inner.state.values() if "step" in s), default=0)}
+        scaler = self._scaler()
+        found |= {f"scaler.{key}": float(getattr(scaler, key)) for key in _SCALER_KEYS if hasattr(scaler, key)}
+        return found
+
+    def restore(self, scalars: Mapping[str, float]) -> None:
+        self._make_states()
+        for state in self._inner.state.values():
+            step = scalars["optimizer_step"]
+            if torch.is_tensor(state.get("step")):
+                state["step"].fill_(step)
+            elif "step" in state:
+                state["step"] = int(step)
+        scaler = self._scaler()
+        for key in _SCALER_KEYS:
+            if f"scaler.{key}" in scalars and hasattr(scaler, key):
+                kind = type(getattr(scaler, key))
+                setattr(scaler, key, kind(scalars[f"scaler.{key}"]))
+
+    # Reading and writing one tensor
+
+    def _piece(self, name: str, part: str, parameter: nn.Parameter, owner: int) -> Piece:
+        def read() -> torch.Tensor | None:
+            value = self._read(parameter, part)
+            return value.detach() if owner == self._ranks.rank else None
+
+        return Piece(
+            name=name,
+            part=part,
+            shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),
+            dtype=parameter.dtype if part == WEIGHT else torch.float32,
+            owner=owner,
+            read=read,
+            write=lambda value: self._write(parameter, part, value),
+        )
+
+    def _buffer(self, name: str, buffer: torch.Tensor) -> Piece:
+        read = buffer.detach if self._ranks.first else lambda: None
+        return Piece(name, WEIGHT, tuple(buffer.shape), buffer.dtype, 0, read, lambda value: _copy(buffer, value))
+
+    def _read(self, parameter: nn.Parameter, part: str) -> torch.Tensor:
+        if part == WEIGHT:
+            if not self._partitioned:
+                return parameter
+            with GatheredParameters([parameter]):
+                return parameter.detach().clone()
+        if part == MASTER:
+            if parameter in self._unfused:
+                return self._unfused[parameter]
+            return safe_get_full_fp32_param(parameter)
+        if self._flat is None:
+            return self._inner.state[self._unfused.get(parameter, parameter)][part]
+        return safe_get_full_optimizer_state(parameter, part)
+
+    def _write(self, parameter: nn.Parameter, part: str, value: torch.Tensor) -> None:
+        if part == WEIGHT:
+            self._write_weight(parameter, value)
+        elif part == MASTER and parameter in self._unfused:
+            _copy(self._unfused[parameter], value)
+        elif part == MASTER:
+            self._write_master(parameter, value)
+        elif self._flat is None:
+            _copy(self._inner.state[self._unfused.get(parameter, parameter)][part], value)
+        else:
+            safe_set_full_optimizer_state(parameter, value.to(parameter.device, torch.float32), part)
+
+    def _write_weight(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        if self._partitioned:
+            with GatheredParameters([parameter], modifier_rank=0):
+                if self._ranks.first:
+                    _copy(parameter, value)
+        else:
+            _copy(parameter, value)
+        if not self._low_precision and self._flat is not None:
+            self._write_master(parameter, value)
+
+    def _write_master(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        safe_set_full_fp32_param(parameter, value.to(parameter.device, torch.float32))
+
+    # What the optimizer keeps
+
+    def _updated(self) -> list[torch.Tensor]:
+        """The tensors that the inner optimizer really updates: flat partitions, masters, or the parameters."""
+        if self._flat is not None:
+            return list(getattr(self._optimizer, self._flat))
+        return list(self._unfused.values()) or [p for p in self._engine.module.parameters() if p.requires_grad]
+
+    def _state_keys(self) -> list[str]:
+        first = self._updated()[0]
+        return sorted(k for k, v in self._inner.state[first].items() if torch.is_tensor(v) and v.shape == first.shape)
+
+    def _make_states(self) -> None:
+        """Have the optimizer make its moments, as it would in its first step, without moving a weight.
+
+        A step at learning rate 0 with zero gradients; the step count is put back to 0.
+        """
+        updated = self._updated()
+        if all(self._inner.state.get(tensor) for tensor in updated):
+            return
+        groups = self._inner.param_groups
+        kept = [(group["params"], group["lr"]) for group in groups]
+        for tensor in updated:
+            gradient, tensor.grad = tensor.grad, torch.zeros_like(tensor)
+            for group in groups[:1]:
+                group["params"], group["lr"] = [tensor], 0.0
+            for group in groups[1:]:
+                group["params"] = []
+            self._inner.step()
+            tensor.grad = gradient
+        for group, (parameters, rate) in zip(groups, kept, strict=True):
+            group["params"], group["lr"] = parameters, rate
+        for state in self._inner.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"].zero_()
+            elif "step" in state:
+                state["step"] = 0
+        link: Callable[[], None] | None = getattr(self._optimizer, "_lazy_init_hp_params_optimizer_state", None)
+        if link is not None:
+            link()
+
+    def _scaler(self) -> Any:
+        for attribute in ("loss_scaler", "loss_scale_config"):
+            if hasattr(self._optimizer, attribute):
+                return getattr(self._optimizer, attribute)
+        return None
+
+    def _size(self, parameter: nn.Parameter) -> int:
+        return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+# where ZeRO-3, ZeRO-1/2 and the bfloat16 optimizer of ZeRO-1 keep their float32 partitions
+_FLAT = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def _unfused_masters(optimizer: Any) -> dict[nn.Parameter, torch.Tensor]:
+    """Low-precision parameter -> float32 master, where DeepSpeed keeps masters one by one (stage 0)."""
+    if not hasattr(optimizer, "fp32_groups") or not hasattr(optimizer, "fp16_groups"):
+        return {}
+    low = [p for group in optimizer.fp16_groups for p in group]
+    high = [p for group in optimizer.fp32_groups for p in group]
+    return dict(zip(low, high, strict=True))
+
+
+def _persistent_buffers(root: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    stored = set(root.state_dict(keep_vars=True)) if any(True for _ in root.buffers()) else set()
+    return [(name, buffer) for name, buffer in root.named_buffers() if name in stored]
+
+
+def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(value)

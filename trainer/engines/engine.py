@@ -1,0 +1,112 @@
+"""`Engine`: what executes a layout. A protocol, not a base class; and the few types that it speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from trainer.layout import Layout
+from trainer.models.spec import ModelSpec
+from trainer.optimizers import Update
+from trainer.ranks import Ranks
+from trainer.state import Piece
+from trainer.tasks.task import Batch, Task
+
+Observer = Callable[[str, torch.Tensor], None]
+"""Told each parameter's Hugging Face name and its whole, unclipped gradient of the step."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this process runs on."""
+
+    device: torch.device
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that an engine is built from."""
+
+    layout: Layout
+    spec: ModelSpec
+    task: Task
+    deepspeed: Mapping[str, Any]
+    """The resolved DeepSpeed JSON."""
+    seed: int
+    machine: Machine
+
+
+@dataclass
+class Metrics:
+    """One optimizer step, as tensors on the device; reading them is the caller's synchronisation."""
+
+    loss_sum: torch.Tensor
+    """Summed over the global batch once `loss` was called, before that perhaps over this rank alone."""
+    targets: torch.Tensor
+    """Target tokens of the global batch."""
+    gradient_norm: torch.Tensor
+    """Over every axis of the mesh, before clipping."""
+    skipped: bool = False
+    """True when a float16 overflow made the engine leave the weights alone."""
+    pending: dist.Work | None = None
+
+    def loss(self) -> torch.Tensor:
+        """Mean loss of the global batch, nats per target (contract 1)."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+        return self.loss_sum / self.targets
+
+
+class Engine(Protocol):
+    def step(
+        self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
+    ) -> Metrics:
+        """One optimizer step over this rank's micro-batches. Collective.
+
+        `observe` is for verification: it is called between the last backward pass and the update.
+        """
+        ...
+
+    def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed loss and number of targets over all ranks. Collective; every rank has as many micro-batches."""
+        ...
+
+    def pieces(self) -> list[Piece]:
+        """Weights and optimizer state, to read or to write. The same list on every rank."""
+        ...
+
+    def scalars(self) -> dict[str, float]:
+        """What a resumed run needs back beside the pieces: step counts, the loss scale."""
+        ...
+
+    def restore(self, scalars: Mapping[str, float]) -> None:
+        """Take back what `scalars` gave. Comes before the pieces are written."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """One engine as data: why it can't run a layout, and how it is built when it can."""
+
+    refusal: Callable[[Layout], str | None]
+    """A sentence for a person, or None."""
+    build: Callable[[Job], Engine]
+
+
+def owners(sizes: Sequence[int], world_size: int) -> list[int]:
+    """Which rank keeps each tensor when a checkpoint is written: the least loaded so far, in order."""
+    loads = [0] * world_size
+    chosen = []
+    for size in sizes:
+        rank = loads.index(min(loads))
+        loads[rank] += size
+        chosen.append(rank)
+    return chosen

@@ -1,0 +1,44 @@
+"""`Task`: what is trained. Owns the collation, the batch's keys and the loss; knows no engine and no file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+Batch = dict[str, torch.Tensor]
+
+
+class Task(Protocol):
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
+        """Samples of the data as one micro-batch of tensors."""
+        ...
+
+    def targets(self, batch: Batch) -> torch.Tensor:
+        """How many targets the batch has, an int64 scalar."""
+        ...
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The loss summed over the targets, in nats, a float32 scalar."""
+        ...
+
+
+class Trainee(nn.Module):
+    """A model together with its loss: one forward call of it is all that an engine has to wrap.
+
+    Parameters are named `model.<name>`; `bare_name` gives the Hugging Face name back.
+    """
+
+    def __init__(self, model: nn.Module, task: Task) -> None:
+        super().__init__()
+        self.model = model
+        self._task = task
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self._task.loss_sum(self.model, batch)
+
+
+def bare_name(name: str) -> str:
+    return name.removeprefix("model.")
