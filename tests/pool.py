@@ -10,9 +10,10 @@ import multiprocessing
 import os
 import socket
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 
@@ -26,20 +27,24 @@ class Pool:
             self._start()
         for _, pipe in self._workers:
             pipe.send((function, arguments))
-        results = []
-        for rank, (_, pipe) in enumerate(self._workers):
-            try:
-                if not pipe.poll(timeout):
-                    raise TimeoutError(f"rank {rank} of {self.world_size} did not answer in {timeout} s")
-                results.append(pipe.recv())
-            except (TimeoutError, EOFError) as error:
-                self.close()
-                raise AssertionError(f"{function.__name__}: {error!r}") from error
-        failures = [f"rank {rank}:\n{value}" for rank, (failed, value) in enumerate(results) if failed]
+        results: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) < self.world_size and time.monotonic() < deadline:
+            open_pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers) if rank not in results}
+            for pipe in wait(list(open_pipes), timeout=1):
+                try:
+                    results[open_pipes[pipe]] = pipe.recv()
+                except EOFError:
+                    results[open_pipes[pipe]] = (True, "the process died")
+                if results[open_pipes[pipe]][0]:  # the others may be waiting for this rank in a collective
+                    deadline = min(deadline, time.monotonic() + 3)
+        for rank in range(self.world_size):
+            results.setdefault(rank, (True, f"no answer from {function.__name__}"))
+        failures = [f"rank {rank}:\n{value}" for rank, (failed, value) in sorted(results.items()) if failed]
         if failures:
             self.close()  # the ranks may be out of step with one another
             raise AssertionError("\n".join(failures))
-        return [value for _, value in results]
+        return [results[rank][1] for rank in range(self.world_size)]
 
     def close(self) -> None:
         for process, _ in self._workers:

@@ -1,0 +1,388 @@
+"""`load`: reading, overrides, checks and the exact text of errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trainer.config import Config, load
+from trainer.config.grammar import unknown
+from trainer.config.keys import KEYS, OPTIMIZERS, SCHEDULERS
+from trainer.config.read import leaves, override
+from trainer.config.sections import known_keys
+from trainer.errors import ConfigError
+
+HERE = Path(__file__).parent
+SHIPPED = sorted((HERE.parent / "ds_configs").glob("*.json"))
+FOREIGN = sorted((HERE / "foreign_configs").glob("*.json"))
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def compile_(folder: Path, content: Any, *overrides: str) -> Config:
+    path = folder / "c.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return load(path, overrides)
+
+
+def errors(folder: Path, content: Any, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compile_(folder, content, *overrides)
+    assert caught.value.exit_code == 64
+    return [str(problem).replace(f"{folder}/", "") for problem in caught.value.problems]
+
+
+def test_compiling_imports_nothing_heavy_and_takes_less_than_a_second() -> None:
+    code = (
+        "import sys, time; from trainer.config import load; from trainer.layout import Layout; load(sys.argv[1]);"
+        "assert not {'torch', 'transformers', 'deepspeed', 'datasets'} & set(sys.modules); print(time.process_time())"
+    )
+    command = [sys.executable, "-c", code, str(SHIPPED[0])]
+    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1.0
+
+
+@pytest.mark.parametrize("path", FOREIGN, ids=lambda path: path.stem)
+def test_configs_of_other_trainers_compile(path: Path) -> None:
+    config = load(path)
+    assert json.loads(path.read_text()) == config.raw
+    assert config.optimizer.type in OPTIMIZERS
+    assert len(set(config.notes)) == len(config.notes)
+
+
+def test_the_shipped_configs_are_short_and_complete() -> None:
+    assert [path.stem for path in SHIPPED] == ["ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]
+    for path in SHIPPED:
+        config = load(path)
+        assert len(path.read_text().splitlines()) < 40 and not config.notes
+        assert (config.trainer.steps, config.trainer.generate.prompt) == (150, "def ")
+
+
+def test_what_deepspeed_swallows_is_rejected_all_at_once(tmp_path: Path) -> None:
+    content = {
+        "zero_optimisation": {"stage": 3},
+        "gradient_clip": 1,
+        "optimzer": {},
+        "offload_param": {"device": "cpu"},
+        "gradient_clipping": -1,
+        "zero_optimization": {"stage": "auto", "reduce_bucket_size": 1.5, "offload_optimizer": {"device": "gpu"}},
+        "optimizer": {"type": "Adamw", "params": {"lrr": 1, "max_grad_norm": 1, "betas": [0.9]}},
+        "activation_checkpointing": {"partitioned_activations": True},
+        "steps_per_print": "often",
+    }
+    known = "expected a known key of the top level. Did you mean"
+    assert errors(tmp_path, content) == [
+        f'zero_optimisation: saw {{"stage": 3}}; {known} "zero_optimization"?',
+        f'gradient_clip: saw 1; {known} "gradient_clipping"?',
+        f'optimzer: saw {{}}; {known} "optimizer"?',
+        f'offload_param: saw {{"device": "cpu"}}; {known} zero_optimization.offload_param?',
+        'gradient_clipping: saw -1; expected a number of at least 0 or "auto"',
+        'zero_optimization.stage: saw "auto"; expected a whole number from 0 to 3',
+        'zero_optimization.reduce_bucket_size: saw 1.5; expected a whole number of at least 1 or "auto"',
+        'zero_optimization.offload_optimizer.device: saw "gpu"; expected "none" or "cpu" or "nvme" or "auto"',
+        'activation_checkpointing.partitioned_activations: saw true; expected a known key of the section '
+        '"activation_checkpointing". Did you mean "partition_activations"?',
+        'steps_per_print: saw "often"; expected a whole number of at least 0 or "auto" or null',
+        'optimizer.params.lrr: saw 1; expected a known key of the section "optimizer.params". Did you mean "lr"?',
+        "optimizer.params.betas: saw [0.9]; expected two numbers from 0 to below 1",
+        'optimizer.params.max_grad_norm: saw 1; expected no clipping here. Use the top-level "gradient_clipping".',
+    ]
+
+
+ZERO1, ZERO3 = {"stage": 1}, {"stage": 3}
+CONFLICTS = [
+    (
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        "fp16.enabled: saw true, and bf16.enabled true; expected at most one of the two",
+    ),
+    (
+        {"fp16": {"enabled": True, "loss_scale_window": 0}},
+        "fp16.loss_scale_window: saw 0; expected at least 1 where the loss scale is dynamic",
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        'zero_optimization.offload_param: saw device "cpu" with ZeRO stage 2; expected stage 3. '
+        'Set zero_optimization.stage, or the device "none".',
+    ),
+    (
+        {"zero_optimization": {"cpu_offload": True}},
+        'zero_optimization.offload_optimizer: saw device "cpu" with ZeRO stage 0; expected stage 1, 2 or 3. '
+        'Set zero_optimization.stage, or the device "none".',
+    ),
+    (
+        {"zero_optimization": ZERO3 | {"offload_optimizer": {"device": "nvme"}}},
+        "zero_optimization.offload_optimizer.nvme_path: saw none; expected a folder on the NVMe device",
+    ),
+    (
+        {"zero_optimization": ZERO1 | {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        "zero_optimization.offload_optimizer.ratio: saw 0.5 with ZeRO stage 1; expected 1, or stage 3",
+    ),
+    (
+        {"zero_optimization": ZERO1 | {"compute_grad_norm": False}},
+        "zero_optimization.compute_grad_norm: saw false with ZeRO stage 1 and gradient_clipping 1.0; "
+        "expected stage 1 or 2, and gradient_clipping 0",
+    ),
+    (
+        {"bf16": {"bf16_master_weights_and_grads": True}},
+        "bf16.bf16_master_weights_and_grads: saw true with ZeRO stage 0; expected ZeRO stage 1, 2 or 3",
+    ),
+    (
+        {"zero_optimization": ZERO1, "bf16": {"bf16_optimizer_states": True}},
+        "bf16.bf16_optimizer_states: saw true; expected bf16_master_weights_and_grads true with it",
+    ),
+    (
+        {"bf16": {}, "bfloat16": {"enabled": True}},
+        'bfloat16: saw it beside "bf16"; expected one name for one key. Remove bfloat16.',
+    ),
+    (
+        {"zero_optimization": ZERO3 | {"cpu_offload": True, "offload_optimizer": {}}},
+        'zero_optimization.cpu_offload: saw it beside "offload_optimizer"; expected one of the two. '
+        "Remove cpu_offload.",
+    ),
+    (
+        {"zero_optimization": ZERO3 | {"mics_shard_size": 4}, "trainer": {"mesh": {"shard": 2}}},
+        "zero_optimization.mics_shard_size: saw 4 beside trainer.mesh.shard 2; expected one size of a shard",
+    ),
+    (
+        {"elasticity": {"enabled": True}},
+        'elasticity: saw {"enabled": true}; expected no such key: Elastic training was removed from DeepSpeed. '
+        "Set the batch sizes themselves.",
+    ),
+    ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: saw "sum"; expected "mean"'),
+    (
+        {"optimizer": {"type": "OneBitAdam", "params": {}}},
+        f'optimizer.type: saw "OneBitAdam"; expected one of {", ".join(OPTIMIZERS)}. '
+        "DeepSpeed removed it: use Adam or Lamb.",
+    ),
+    ({"optimizer": {"type": "SGD", "params": {}}}, "optimizer.params: saw no lr; expected a learning rate"),
+    (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {}}},
+        "scheduler.params: saw no total_num_steps; expected total_num_steps for WarmupDecayLR. "
+        'Set "total_num_steps" to "auto".',
+    ),
+    (
+        {"scheduler": {"type": "CosineLR"}},
+        f'scheduler.type: saw "CosineLR"; expected one of {", ".join(SCHEDULERS)}. Did you mean "WarmupCosineLR"?',
+    ),
+    (
+        {"trainer": {"model": {"name_or_path": "m", "config": {}}}},
+        'trainer.model: saw name_or_path "m" and a config; expected one of the two. '
+        "name_or_path loads weights, config starts from scratch.",
+    ),
+    ({"trainer": {"steps": 3, "epochs": 1}}, "trainer: saw steps 3 and epochs 1; expected one of the two"),
+    (
+        {"trainer": {"data": {"prompt_column": "q"}}},
+        'trainer.data: saw prompt_column "q" and completion_column null; expected both or neither',
+    ),
+    (
+        {"trainer": {"mesh": {"shard": -1, "replicate": -1}}},
+        "trainer.mesh: saw -1 for both axes; expected -1 for at most one of them",
+    ),
+    (
+        {"trainer": {"data": {"pth": 1}}},
+        'trainer.data.pth: saw 1; expected a known key of the section "trainer.data". Did you mean "path"?',
+    ),
+    ({"trainer": {"steps": True}}, "trainer.steps: saw true; expected a number"),
+    ({"trainer": {"steps": 1.5}}, "trainer.steps: saw 1.5; expected a whole number"),
+    ({"trainer": {"seed": -1}}, "trainer.seed: saw -1; expected a number of at least 0"),
+    ({"trainer": {"epochs": 0}}, "trainer.epochs: saw 0; expected a number above 0"),
+    (
+        {"trainer": {"data": {"evaluation_fraction": 0.7}}},
+        "trainer.data.evaluation_fraction: saw 0.7; expected a number of at most 0.5",
+    ),
+    ({"trainer": {"data": {"path": 3}}}, "trainer.data.path: saw 3; expected text or a list"),
+    ({"trainer": {"data": {"path": []}}}, "trainer.data.path: saw []; expected text or a list that is not empty"),
+    ({"trainer": {"engine": "mesh"}}, 'trainer.engine: saw "mesh"; expected "auto" or "deepspeed"'),
+    ({"trainer": {"model": 3}}, "trainer.model: saw 3; expected a section {...}"),
+    ({"trainer": {"model": {"config": 3}}}, "trainer.model.config: saw 3; expected a section {...} or text"),
+    (
+        {"trainer": {"log": {"trackers": ["wandb"]}}},
+        'trainer.log.trackers[0]: saw "wandb"; expected "tensorboard" or "mlflow"',
+    ),
+    ({"trainer": {"log": {"sample_ids": "maybe"}}}, 'trainer.log.sample_ids: saw "maybe"; expected true or false'),
+    ({"trainer": {"run": {"name": "a/b"}}}, 'trainer.run.name: saw "a/b"; expected a name without a slash'),
+    (
+        {"trainer": {"activation_checkpointing": "every:0"}},
+        'trainer.activation_checkpointing: saw "every:0"; '
+        'expected "none", "full", "selective" or "every:N" with N of at least 1',
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "text"), CONFLICTS, ids=[text.split(":")[0] for _, text in CONFLICTS])
+def test_the_text_of_each_error(tmp_path: Path, content: dict[str, Any], text: str) -> None:
+    assert errors(tmp_path, content) == [text]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("[1]", "c.json: saw [1]; expected a JSON object {...}"),
+        ('{"a": 1, "a": 2}', 'c.json: saw the key "a" twice in one section; expected once'),
+        ('{"a": NaN}', "c.json: saw NaN; expected a finite number"),
+    ],
+)
+def test_json_that_is_no_config(tmp_path: Path, content: str, text: str) -> None:
+    assert errors(tmp_path, content) == [text]
+
+
+def test_bad_json_says_line_and_column(tmp_path: Path) -> None:
+    assert errors(tmp_path, '{\n "a" 1}') == [
+        "c.json:2:6: Expecting ':' delimiter; expected JSON. Comments and trailing commas are not JSON."
+    ]
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    (tmp_path / "zero2.json").write_bytes(b"{\xff}")
+    said = {}
+    for name in ("zero9.json", ".", "zero2.json"):
+        with pytest.raises(ConfigError) as caught:
+            load(tmp_path / name)
+        said[name] = str(caught.value).replace(str(tmp_path), "F")
+    assert said == {
+        "zero9.json": "F/zero9.json: no such file; expected a DeepSpeed JSON config. In F: zero2.json",
+        ".": "F: a folder; expected a DeepSpeed JSON config. In F: zero2.json",
+        "zero2.json": "F/zero2.json: byte 1 is not UTF-8; expected a UTF-8 text file",
+    }
+
+
+def test_overrides_are_json_or_text_and_make_sections(tmp_path: Path) -> None:
+    config = compile_(
+        tmp_path, {"zero_optimization": ZERO1}, "zero_optimization.stage=2", "trainer.steps=7", "trainer.run.name=x=y"
+    )
+    assert config.settings["zero_optimization"]["stage"] == 2
+    assert (config.trainer.steps, config.trainer.run.name) == (7, "x=y")
+    assert {config.origins[key] for key in ("zero_optimization.stage", "trainer.steps")} == {"override"}
+    assert config.origins["trainer.seed"] == "default"
+    assert config.raw["trainer"] == {"steps": 7, "run": {"name": "x=y"}}
+
+
+def test_bad_overrides(tmp_path: Path) -> None:
+    assert errors(tmp_path, {"train_batch_size": 8}, "nonsense", "train_batch_size.x=1", ".a=1") == [
+        "nonsense: saw an override without a key path; expected key.path=value",
+        'train_batch_size.x=1: "train_batch_size" is 8; expected a section {...}. Set that key itself instead.',
+        ".a=1: saw an override without a key path; expected key.path=value",
+    ]
+
+
+names = st.text("abcdefgh_", min_size=1, max_size=4)
+values = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False)
+
+
+@quick
+@given(st.lists(names, min_size=1, max_size=4), values)
+def test_an_override_round_trips(path: list[str], value: Any) -> None:
+    text = f"{'.'.join(path)}={json.dumps(value)}"
+    result, paths, problems = override({}, [text])
+    assert not problems and paths == [".".join(path)]
+    assert dict(leaves(result)) == {".".join(path): value}
+
+
+def one_edit(name: str, kind: int, at: int, letter: str) -> str:
+    at %= len(name)
+    return [
+        name[:at] + name[at + 1 :],
+        name[:at] + letter + name[at:],
+        name[:at] + letter + name[at + 1 :],
+        name[:at] + name[at + 1 : at + 2] + name[at] + name[at + 2 :],
+    ][kind]
+
+
+EVERY_KEY = [*KEYS, *known_keys()]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(EVERY_KEY), st.integers(0, 3), st.integers(0, 60), st.sampled_from("xqz_s"))
+def test_one_wrong_letter_names_the_right_key(path: str, kind: int, at: int, letter: str) -> None:
+    section, dot, name = path.rpartition(".")
+    if len(name) < 3:
+        return
+    wrong = section + dot + one_edit(name, kind, at, letter)
+    if wrong in EVERY_KEY or wrong.startswith(("_", f"{section}{dot}_")):
+        return
+    problem = unknown(wrong, 1, EVERY_KEY)
+    assert f'"{name}"' in problem.mend, problem
+
+
+def test_a_misspelt_key_fails_through_load(tmp_path: Path) -> None:
+    for path in EVERY_KEY[::9]:
+        name = path.rpartition(".")[2] + "x"
+        found = errors(tmp_path, {}, f"{path.rpartition('.')[0]}.{name}=1".removeprefix("."))
+        assert any("expected a known key" in text and f'Did you mean "{name[:-1]}"' in text for text in found), path
+
+
+def test_values_are_coerced_as_deepspeed_does(tmp_path: Path) -> None:
+    zero = {"stage": 3.0, "reduce_bucket_size": 5e8, "overlap_comm": "true", "offload_param": {"device": "CPU"}}
+    settings_ = compile_(tmp_path, {"zero_optimization": zero, "gradient_clipping": "0.5"}).settings
+    assert settings_["zero_optimization"] == {
+        "stage": 3,
+        "reduce_bucket_size": 500_000_000,
+        "overlap_comm": True,
+        "offload_param": {"device": "cpu"},
+    }
+    assert isinstance(settings_["zero_optimization"]["reduce_bucket_size"], int)
+    assert settings_["gradient_clipping"] == 0.5
+
+
+@pytest.mark.parametrize("value", [True, "x", [1], {"a": 1}, 1e999, 10**400, None])
+def test_what_is_no_number(tmp_path: Path, value: Any) -> None:
+    (text,) = errors(tmp_path, json.dumps({"gradient_predivide_factor": value}).replace("Infinity", "1e999"))
+    assert text.endswith("expected a number above 0")
+
+
+def test_older_keys_become_the_present_ones(tmp_path: Path) -> None:
+    zero = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True, "mics_shard_size": 2, "max_reuse_distance": 5}
+    content = {"zero_optimization": zero, "bfloat16": {"enabled": True}, "activation_checkpointing": {"profile": False}}
+    config = compile_(tmp_path, content)
+    assert config.deepspeed == {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+            "stage3_max_reuse_distance": 5,
+        },
+        "bf16": {"enabled": True},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+        },
+        "gradient_clipping": 1.0,
+    }
+    assert (config.trainer.mesh.shard, config.trainer.activation_checkpointing) == (2, "full")
+    assert config.origins["trainer.activation_checkpointing"] == "auto: from the activation_checkpointing section"
+    assert config.origins["optimizer.type"] == config.origins["optimizer.params.lr"] == "default"
+    assert config.origins["trainer.mesh.shard"] == "auto: from zero_optimization.mics_shard_size"
+
+
+def test_the_users_own_recompute_wins(tmp_path: Path) -> None:
+    content = {"activation_checkpointing": {"profile": True}, "trainer": {"activation_checkpointing": "every:2"}}
+    config = compile_(tmp_path, content)
+    assert config.trainer.activation_checkpointing == "every:2"
+    (note,) = config.notes
+    assert note == "activation_checkpointing.profile has no effect here: only deepspeed.checkpointing reads it"
+
+
+def test_notes_name_keys_without_effect_and_deepspeed_never_sees_them(tmp_path: Path) -> None:
+    content = {
+        "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9},
+        "steps_per_print": 10,
+        "wandb": {"enabled": True},
+        "csv_monitor": {"enabled": False},
+        "scheduler": {"type": "warmuplr", "params": {"warmup_num_steps": 0}},
+        "_comment": "mine",
+    }
+    config = compile_(tmp_path, content)
+    assert config.notes == (
+        "steps_per_print has no effect here: trainer.log.every says how often a line is printed",
+        "wandb has no effect here: use trainer.log.trackers",
+        "scheduler.params.warmup_num_steps: 0 is read as 1, the least that DeepSpeed takes",
+        "zero_optimization.stage3_max_live_parameters has no effect here: the ZeRO stage is 2",
+    )
+    assert set(config.deepspeed) == {"zero_optimization", "optimizer", "gradient_clipping"}
+    assert config.scheduler is not None and config.scheduler.type == "WarmupLR"

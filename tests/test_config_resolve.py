@@ -1,0 +1,249 @@
+"""`resolve`: "auto" values, batch sizes, mesh sizes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.config import Config, Facts, load, mesh_sizes, origin_table, resolve
+from trainer.config.read import leaves
+from trainer.errors import ConfigError
+
+FACTS = Facts(world_size=2, hidden_size=64, total_steps=200, bf16=True, device="cuda")
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+quick = settings(max_examples=60, deadline=None)
+
+
+def config_of(content: dict[str, Any]) -> Config:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(content, file)
+        file.flush()
+        return load(Path(file.name))
+
+
+def resolved(content: dict[str, Any], facts: Facts = FACTS) -> dict[str, Any]:
+    return dict(leaves(resolve(config_of(content), facts).settings))
+
+
+def failure(content: dict[str, Any], facts: Facts = FACTS) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(config_of(content), facts)
+    return str(caught.value)
+
+
+AUTOS = {
+    "zero_optimization.reduce_bucket_size": 4096,
+    "zero_optimization.stage3_prefetch_bucket_size": 3686,
+    "zero_optimization.stage3_param_persistence_threshold": 640,
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "scheduler.params.warmup_min_lr": 0.0,
+    "scheduler.params.warmup_max_lr": 5e-5,
+    "scheduler.params.warmup_num_steps": 6,
+    "scheduler.params.total_num_steps": 200,
+    "gradient_clipping": 1.0,
+    "fp16.enabled": False,
+    "bf16.enabled": True,
+    "pipeline.stages": 1,
+    "train_batch_size": 2,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+}
+DROPPED = ("zero_optimization.overlap_comm", "zero_optimization.offload_param.device", "fp16.loss_scale")
+
+
+def with_autos(paths: Any) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "zero_optimization": {"stage": 3, "offload_param": {}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-5}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 200}},
+    }
+    for path in paths:
+        section = content
+        *sections, name = path.split(".")
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = "auto"
+    return content
+
+
+@quick
+@given(st.sets(st.sampled_from([*AUTOS, *DROPPED])))
+def test_every_subset_of_autos_is_resolved_in_one_call_or_two(paths: set[str]) -> None:
+    config = config_of(with_autos(paths))
+    once = resolve(config, FACTS)
+    values = dict(leaves(once.settings))
+    assert "auto" not in [value for value in values.values() if isinstance(value, str)]
+    assert {path: values[path] for path in paths if path in AUTOS} == {p: AUTOS[p] for p in paths if p in AUTOS}
+    assert not set(DROPPED) & set(values)
+    assert all(once.origins[path].startswith("auto: ") for path in paths)
+    assert paths <= {key for key, _, _ in origin_table(once)}
+    early = resolve(config, replace(FACTS, hidden_size=None, total_steps=None))
+    assert resolve(early, FACTS) == once
+
+
+def test_values_wait_for_their_facts() -> None:
+    content = with_autos(["zero_optimization.reduce_bucket_size", "scheduler.params.total_num_steps"])
+    early = resolve(config_of(content), replace(FACTS, hidden_size=None, total_steps=None))
+    assert early.settings["zero_optimization"]["reduce_bucket_size"] == "auto"
+    assert early.scheduler is not None and early.scheduler.params["total_num_steps"] == "auto"
+    waiting = {"zero_optimization.reduce_bucket_size", "scheduler.params.total_num_steps"}
+    assert not waiting & {key for key, _, _ in origin_table(early)}
+
+
+def test_the_origin_table() -> None:
+    config = config_of({"bf16": {"enabled": "auto"}, "train_batch_size": 8, "fp16": {"loss_scale": "auto"}})
+    facts = replace(FACTS, device="cpu")
+    assert origin_table(resolve(config, facts)) == [
+        ("bf16.enabled", "False", "auto: from the device cpu: float32"),
+        ("fp16.loss_scale", "-", "auto: DeepSpeed's default"),
+        ("gradient_accumulation_steps", "1", "auto: 1, for want of other batch sizes"),
+        ("gradient_clipping", "1.0", "default"),
+        ("optimizer.params.betas", "[0.9, 0.999]", "default"),
+        ("optimizer.params.eps", "1e-08", "default"),
+        ("optimizer.params.lr", "5e-05", "default"),
+        ("optimizer.params.weight_decay", "0.0", "default"),
+        ("optimizer.type", "AdamW", "default"),
+        ("train_micro_batch_size_per_gpu", "4", "auto: from train_batch_size, 2 data ranks"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("facts", "fp16", "bf16"),
+    [
+        (FACTS, "auto", True),
+        (replace(FACTS, bf16=False), "auto", False),
+        (replace(FACTS, device="cpu"), "auto", False),
+        (FACTS, True, False),
+    ],
+)
+def test_precision(facts: Facts, fp16: Any, bf16: bool) -> None:
+    values = resolved({"bf16": {"enabled": "auto"}, "fp16": {"enabled": fp16}}, facts)
+    assert (values["fp16.enabled"], values["bf16.enabled"]) == (fp16 is True, bf16)
+
+
+def test_warm_up_follows_the_written_learning_rate_and_is_at_least_one_step() -> None:
+    content = {
+        "optimizer": {"type": "Adam", "params": {"lr": 0.25}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    }
+    values = resolved(content, replace(FACTS, total_steps=4))
+    assert (values["scheduler.params.warmup_max_lr"], values["scheduler.params.warmup_num_steps"]) == (0.25, 1)
+
+
+def fill(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> tuple[int, ...]:
+    given_ = dict(zip(BATCH, (train, micro, accumulation), strict=True))
+    content = {name: value for name, value in given_.items() if value is not None}
+    values = resolved(content, replace(FACTS, world_size=ranks))
+    return tuple(values[name] for name in BATCH)
+
+
+sizes = st.integers(1, 12)
+
+
+@quick
+@given(sizes, sizes, sizes, st.sets(st.sampled_from(range(3)), max_size=1))
+def test_any_two_batch_sizes_give_the_third(micro: int, accumulation: int, ranks: int, hidden: set[int]) -> None:
+    whole = (micro * accumulation * ranks, micro, accumulation)
+    part = [None if at in hidden else value for at, value in enumerate(whole)]
+    assert fill(part[0], part[1], part[2], ranks) == whole
+
+
+@quick
+@given(sizes, sizes, sizes, st.integers(1, 300))
+def test_three_batch_sizes_that_do_not_fit_are_an_error(micro: int, accumulation: int, ranks: int, train: int) -> None:
+    product = micro * accumulation * ranks
+    if train == product:
+        return
+    content = dict(zip(BATCH, (train, micro, accumulation), strict=True))
+    assert failure(content, replace(FACTS, world_size=ranks)) == (
+        f"train_batch_size: saw {train}, but {micro} (micro-batch) x {accumulation} (accumulation) x {ranks} "
+        f'(data ranks) = {product}; expected the two to be equal. Set one of the three to "auto".'
+    )
+
+
+def test_one_batch_size_or_none() -> None:
+    assert fill(12, None, None, 2) == (12, 6, 1)
+    assert fill(None, 3, None, 2) == (6, 3, 1)
+    assert fill(None, None, 3, 2) == (6, 1, 3)
+    assert fill(None, None, None, 2) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({BATCH[0]: 7}, "saw 7; expected a multiple of 2 (data ranks) = 2"),
+        ({BATCH[0]: 16, BATCH[1]: 3}, "saw 16; expected a multiple of 3 (micro-batch) x 2 (data ranks) = 6"),
+        ({BATCH[0]: 2, BATCH[2]: 4}, "saw 2; expected a multiple of 4 (accumulation) x 2 (data ranks) = 8"),
+    ],
+)
+def test_batches_that_can_not_be_divided(content: dict[str, int], text: str) -> None:
+    assert failure(content) == f"train_batch_size: {text}"
+
+
+def mesh_content(pipeline: int, tensor: int, stage: int, **mesh: int) -> dict[str, Any]:
+    return {
+        "pipeline": {"stages": pipeline},
+        "tensor_parallel": {"autotp_size": tensor},
+        "zero_optimization": {"stage": stage},
+        "trainer": {"mesh": mesh},
+    }
+
+
+axis = st.integers(1, 4)
+
+
+@quick
+@given(axis, axis, axis, axis, st.sampled_from(["replicate", "shard", ""]), st.booleans())
+def test_mesh_sizes_multiply_to_the_world(p: int, r: int, s: int, t: int, free: str, written: bool) -> None:
+    mesh = {"replicate": r, "shard": s}
+    if free:
+        mesh = mesh | {free: -1} if written else {name: size for name, size in mesh.items() if name != free}
+    found = mesh_sizes(config_of(mesh_content(p, t, 2, **mesh)), p * r * s * t)
+    assert (found.pipeline, found.replicate, found.shard, found.tensor) == (p, r, s, t)
+    assert found.data_ranks == r * s
+
+
+@quick
+@given(axis, axis, axis, st.integers(0, 3))
+def test_without_a_mesh_the_stage_decides(p: int, t: int, ranks: int, stage: int) -> None:
+    found = mesh_sizes(config_of(mesh_content(p, t, stage)), p * t * ranks)
+    assert (found.replicate, found.shard) == ((1, ranks) if stage else (ranks, 1))
+
+
+def test_batch_sizes_count_data_ranks_not_processes() -> None:
+    content = mesh_content(2, 2, 1) | {"train_batch_size": 12, "gradient_accumulation_steps": 2}
+    assert resolved(content, replace(FACTS, world_size=8))["train_micro_batch_size_per_gpu"] == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (
+            mesh_content(3, 2, 0),
+            "world size: 8 processes are not divisible by 3 (pipeline) x 2 (tensor); "
+            "expected a multiple of 6 processes. Change pipeline.stages or tensor_parallel.autotp_size.",
+        ),
+        (
+            mesh_content(1, 1, 3, replicate=2, shard=3),
+            "trainer.mesh: saw 2 (replicate) x 3 (shard); expected a product of 8 data ranks. "
+            "Set one of them to -1, for what is left, or change the number of processes.",
+        ),
+        (
+            mesh_content(1, 1, 0, shard=4),
+            "trainer.mesh.shard: saw 4 with ZeRO stage 0; expected 1. "
+            "Set zero_optimization.stage to 1, 2 or 3, or shard to 1.",
+        ),
+    ],
+)
+def test_meshes_that_do_not_fit(content: dict[str, Any], text: str) -> None:
+    assert failure(content, replace(FACTS, world_size=8)) == text

@@ -1,0 +1,94 @@
+"""The embedded default: the corpus that comes with Python, and its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.data import corpus
+from trainer.data.cache import cached_folder
+from trainer.data.tokenizer import embedded_tokenizer, end_of_text, load_tokenizer, tokenizer_key
+from trainer.errors import DataError, DiskError
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def test_corpus_is_real_text_in_a_fixed_order() -> None:
+    texts = list(corpus.documents())
+    assert texts == list(corpus.documents())
+    assert 3_000_000 < sum(map(len, texts)) <= corpus.MAX_CHARACTERS
+    assert any("def dataclass(" in text for text in texts)
+
+
+def test_tokenizer_is_trained_once_and_gives_text_back(cache: Path) -> None:
+    tokenizer = embedded_tokenizer(cache, 1024)
+    (folder,) = cache.iterdir()
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    again = embedded_tokenizer(cache, 1024)
+    assert before == {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert len(tokenizer) == 1024
+    text = "def f(x):\n\treturn  'é — 😀'\n"
+    ids = again(text)["input_ids"]
+    assert again.decode(ids) == text
+    assert again.decode([end_of_text(again)]) == "<|endoftext|>"
+
+
+def test_training_the_tokenizer_is_deterministic(cache: Path, tmp_path: Path) -> None:
+    first, second = embedded_tokenizer(cache, 1024), embedded_tokenizer(tmp_path, 1024)
+    assert tokenizer_key(first) == tokenizer_key(second)
+    assert tokenizer_key(first) != tokenizer_key(embedded_tokenizer(tmp_path, 512))
+
+
+def test_the_saved_tokenizer_opens_with_transformers(cache: Path) -> None:
+    embedded = embedded_tokenizer(cache, 1024)
+    (folder,) = cache.iterdir()
+    assert tokenizer_key(load_tokenizer(str(folder))) == tokenizer_key(embedded)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(str(tmp_path))
+    (problem,) = caught.value.problems
+    assert problem.place == str(tmp_path)
+    assert problem.seen.startswith("no tokenizer could be loaded (")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_tokenizer_without_an_end_is_refused(cache: Path) -> None:
+    tokenizer = embedded_tokenizer(cache, 1024)
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="a tokenizer without an end-of-text token; expected eos_token. Set eos_token"):
+        end_of_text(tokenizer)
+
+
+def test_a_killed_writer_leaves_no_folder_behind(tmp_path: Path) -> None:
+    def dies(folder: Path) -> None:
+        (folder / "half").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached_folder(tmp_path, "name", dies)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_writers_at_once_agree(tmp_path: Path) -> None:
+    def slower(folder: Path) -> None:
+        cached_folder(tmp_path, "name", lambda other: (other / "file").write_text("first"))
+        (folder / "file").write_text("second")
+
+    assert (cached_folder(tmp_path, "name", slower) / "file").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["name"]
+
+
+def test_a_cache_that_cannot_be_written_is_a_disk_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskError) as caught:
+        cached_folder(tmp_path / "file", "name", lambda folder: None)
+    assert str(caught.value) == (
+        f"{tmp_path / 'file'}: File exists; expected a cache folder that can be written. "
+        "Free space there, or mend its permissions"
+    )

@@ -1,0 +1,231 @@
+"""Where documents come from, and what is said of each kind of broken input."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trainer.data.formats import Document, Location, locate, read_documents
+from trainer.errors import DataError
+
+COLUMNS = {"text_column": "text", "prompt_column": None, "completion_column": None, "name": None, "split": "train"}
+TEXTS = ["one", "zwei ü", 'a, "quoted"\nline']
+
+
+def read(path: Any, format: str = "auto", **columns: Any) -> list[Document | None]:
+    return list(read_documents(locate(path, format), SimpleNamespace(**{**COLUMNS, **columns})))
+
+
+def message(path: Any, format: str = "auto", **columns: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        read(path, format, **columns)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def write(folder: Path, name: str, texts: list[str]) -> Path:
+    """`texts` as the column `text` of a file of the format that the name tells."""
+    path, rows = folder / name, [{"text": text} for text in texts]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    table = "text\n" + "".join('"' + text.replace('"', '""') + '"\n' for text in texts)
+    match name.split(".", 1)[1]:
+        case "parquet":
+            pq.write_table(pa.table({"text": texts, "other": [1] * len(texts)}), path)
+        case "jsonl":
+            path.write_text(lines, encoding="utf-8")
+        case "jsonl.gz":
+            path.write_bytes(gzip.compress(lines.encode()))
+        case "json":
+            path.write_text(json.dumps(rows, indent=1))
+        case "csv":
+            path.write_text(table, encoding="utf-8-sig")
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.parquet"])
+def test_each_format_gives_its_texts(tmp_path: Path, name: str) -> None:
+    assert read(str(write(tmp_path, name, TEXTS))) == [Document(text) for text in TEXTS]
+
+
+def test_a_long_csv_field_is_read(tmp_path: Path) -> None:
+    text = "x" * 200_000
+    assert read(str(write(tmp_path, "a.csv", [text]))) == [Document(text)]
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes("ü\r\nsecond".encode())
+    (tmp_path / "a.txt").write_text("first\n")
+    assert read(str(tmp_path)) == [Document("first\n"), Document("ü\r\nsecond")]
+
+
+def test_folders_globs_and_lists(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl", "_meta.jsonl", ".hidden.jsonl"):
+        write(tmp_path, name, [name]) if not name.startswith(".") else (tmp_path / name).write_text("{}")
+    (tmp_path / "README.md").write_text("not data")
+    names = lambda found: [Path(file).name for file in found.files]  # noqa: E731
+    assert names(locate(str(tmp_path))) == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert names(locate(f"{tmp_path}/**/[bc].jsonl")) == ["b.jsonl", "c.jsonl"]
+    both = [f"{tmp_path}/b.jsonl", f"{tmp_path}/?.jsonl"]
+    assert names(locate(both)) == ["b.jsonl", "a.jsonl"]
+    assert "README.md" in names(locate(str(tmp_path), "text"))
+    assert locate(None) == Location()
+
+
+def test_prompts_and_completions(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"q": "2+2=", "a": "4"}\n\n{"q": null, "a": "5"}\n{"q": "3", "a": " "}\n')
+    documents = read(str(path), prompt_column="q", completion_column="a")
+    assert documents == [Document("4", "2+2="), Document("5", ""), None]
+
+
+def test_rows_without_text_are_marked(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": ""}\n{"text": null}\n{"text": " \\n"}\n{"text": "x"}\n')
+    assert read(str(path)) == [None, None, None, Document("x")]
+
+
+def test_strings_that_look_like_dates_stay_text(tmp_path: Path) -> None:
+    assert read(str(write(tmp_path, "a.jsonl", ["2024-01-01T00:00:00"]))) == [Document("2024-01-01T00:00:00")]
+
+
+def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(path: str, name: str | None, split: str) -> datasets.Dataset:
+        assert (path, name, split) == ("owner/set", "subset", "train[:1%]")
+        return datasets.Dataset.from_dict({"body": ["x", ""], "n": [1, 2]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    asked = {"name": "subset", "split": "train[:1%]"}
+    assert read("owner/set", text_column="body", **asked) == [Document("x"), None]
+    assert message("owner/set", **asked).startswith('owner/set: no column "text"; expected one of "body", "n". Set')
+
+
+def test_a_hub_id_that_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: Any, **options: Any) -> None:
+        raise ConnectionError("Couldn't reach\nthe hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert message("owner/set") == (
+        "owner/set: no such file or folder, and the hub says: Couldn't reach the hub; "
+        "expected a file, a folder, a glob or a hub id. Mend path, name or split in trainer.data"
+    )
+
+
+WANTED = "expected a file, a folder, a glob or a hub id. Mend the path in trainer.data"
+
+
+def test_paths_that_match_nothing(tmp_path: Path) -> None:
+    missing, glob = tmp_path / "missing", str(tmp_path / "*.jsonl")
+    assert message(str(missing)) == f"{missing}: no such file or folder; {WANTED}"
+    assert message("missing.jsonl") == f"missing.jsonl: no such file or folder; {WANTED}"
+    assert message(glob) == f"{glob}: matches no file; {WANTED}"
+    assert message([]) == "trainer.data: an empty list of paths; expected a file, a folder, a glob or a hub id"
+    assert message(str(tmp_path)) == (
+        f"{tmp_path}: a folder without data files; "
+        "expected a file ending in .jsonl, .json, .parquet, .csv, .txt. Mend the path in trainer.data"
+    )
+
+
+def test_endings(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.csv"):
+        write(tmp_path, name, ["x"])
+    assert message(str(tmp_path)) == (
+        f"{tmp_path}: {tmp_path}/b.csv (csv) and {tmp_path}/a.jsonl (jsonl); "
+        "expected files of one format. Name one with a glob such as *.jsonl"
+    )
+    (tmp_path / "a.docx").write_text("x")
+    assert message(f"{tmp_path}/a.docx") == (
+        f'{tmp_path}/a.docx: a file ending in ".docx"; expected one of .jsonl, .json, .parquet, .csv, .txt. '
+        "Set trainer.data.format to one of jsonl, parquet, csv, text"
+    )
+    assert read(f"{tmp_path}/a.docx", "text") == [Document("x")]
+
+
+SET = "Set trainer.data.text_column, or prompt_column and completion_column"
+BROKEN = {
+    "not JSON": (
+        b'{"text": "ok"}\n\n{"text": broken, and then a long rest of the line that is not shown in full\n',
+        ':3: not JSON: {"text": broken, and then a long rest of the line that is no; '
+        "expected one JSON object on each line",
+    ),
+    "cut JSON": (b'{"text": "ok"}\n{"te', ':2: not JSON: {"te; expected one JSON object on each line'),
+    "cut array": (b'[{"text": "ok"},\n{"text": "o', ':2: not JSON: {"text": "o; expected one JSON object on each line'),
+    "not an object": (b'{"text": "ok"}\n[1]\n', ":2: not a JSON object: [1]; expected one with named columns"),
+    "array of texts": (b'["a"]', ': item 0: not a JSON object: "a"; expected one with named columns'),
+    "missing column": (
+        b'{"texts": "x", "id": 1}\n',
+        f':1: no column "text"; expected one of "texts", "id". Did you mean "texts"? {SET}',
+    ),
+    "later missing column": (
+        b'{"text": "x"}\n{"id": 1}\n',
+        f':2: no column "text"; expected one of "id". {SET}',
+    ),
+    "not text": (b'{"text": ["a", "b"]}\n', ":1: column \"text\" holds list ['a', 'b']; expected text"),
+    "surrogate": (
+        b'{"text": "ab\\ud83d"}\n',
+        ':1: column "text" holds half of a surrogate pair at character 2; expected valid Unicode',
+    ),
+    "latin-1": (
+        b'{"text": "ok"}\n{"text": "caf\xe9"}\n',
+        ": byte 28: byte 0xe9, which is not UTF-8; expected text in UTF-8. Convert the file, e.g. with iconv",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "expected"), BROKEN.values(), ids=BROKEN.keys())
+def test_broken_jsonl(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    assert message(str(path)) == f"{path}{expected}"
+
+
+BROKEN_CSV = {
+    "missing column": ("body\nx\n", f':2: no column "text"; expected one of "body". {SET}'),
+    "more fields": ("text,id\nx,1\ny,2,3\n", ":3: a row with more or fewer fields; expected 2, as the header has"),
+    "fewer fields": ("text,id\nx\n", ":2: a row with more or fewer fields; expected 2, as the header has"),
+    "open quote": (
+        'text\n"x\n',
+        ":2: not CSV: unexpected end of data; expected comma-separated fields",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "expected"), BROKEN_CSV.values(), ids=BROKEN_CSV.keys())
+def test_broken_csv(tmp_path: Path, content: str, expected: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(content)
+    assert message(str(path)) == f"{path}{expected}"
+
+
+def test_broken_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"not parquet at all")
+    assert message(str(path)).startswith(f"{path}: not parquet: ")
+    pq.write_table(pa.table({"body": ["x"], "n": [3]}), path)
+    assert message(str(path)) == f'{path}: no column "text"; expected one of "body", "n". {SET}'
+    assert message(str(path), text_column="n") == f'{path}: row 0: column "n" holds int 3; expected text'
+
+
+def test_broken_gzip(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.jsonl.gz", ["x" * 100, "y" * 100])
+    path.write_bytes(path.read_bytes()[:-9])
+    assert message(str(path)) == (
+        f"{path}: Compressed file ended before the end-of-stream marker was reached; expected a file that can be read"
+    )
+
+
+def test_the_key_changes_with_the_files(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.jsonl", ["x"])
+    before = locate(str(path)).key()
+    assert before == locate(str(tmp_path)).key()
+    write(tmp_path, "a.jsonl", ["xy"])
+    assert locate(str(path)).key() != before

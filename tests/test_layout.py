@@ -1,0 +1,109 @@
+"""`Layout` can't exist wrong, and says what it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.config import Facts, load, resolve
+from trainer.errors import ConfigError
+from trainer.layout import Layout, Recompute, layout_of
+
+size = st.integers(1, 5)
+AXES = ("world_size", "pipeline", "replicate", "shard", "tensor", "micro_batch", "accumulation", "train_batch")
+
+
+def layout(pipeline: int, replicate: int, shard: int, tensor: int, micro: int, accumulation: int) -> Layout:
+    return Layout(
+        world_size=pipeline * replicate * shard * tensor,
+        pipeline=pipeline,
+        replicate=replicate,
+        shard=shard,
+        tensor=tensor,
+        micro_batch=micro,
+        accumulation=accumulation,
+        train_batch=micro * accumulation * replicate * shard,
+        zero_stage=1,
+        offload_optimizer="none",
+        offload_param="none",
+        precision="float32",
+        recompute=Recompute(),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(size, size, size, size, size, size, st.sampled_from(AXES), st.integers(-1, 700))
+def test_a_layout_exists_only_with_sizes_that_fit(
+    p: int, r: int, s: int, t: int, m: int, a: int, name: str, value: int
+) -> None:
+    right = layout(p, r, s, t, m, a)
+    assert right.data_ranks == r * s
+    if getattr(right, name) == value:
+        return
+    # one size alone is changed: its product can't fit any more
+    with pytest.raises(ConfigError):
+        replace(right, **{name: value})
+
+
+def test_the_arithmetic_is_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(layout(1, 2, 3, 1, 2, 2), world_size=8, train_batch=25)
+    assert str(caught.value) == (
+        "mesh: 1 (pipeline) x 2 (replicate) x 3 (shard) x 1 (tensor) = 6; "
+        "expected 8 processes from sizes of at least 1\n"
+        "train_batch_size: 2 (micro-batch) x 2 (accumulation) x 6 (data ranks) = 24; "
+        "expected 25 samples from sizes of at least 1"
+    )
+
+
+def test_sizes_below_one_are_refused_even_where_the_product_fits() -> None:
+    with pytest.raises(ConfigError):
+        replace(layout(1, 1, 1, 1, 1, 1), pipeline=-1, tensor=-1)
+
+
+def laid_out(folder: Path, content: dict[str, Any], world_size: int) -> Layout:
+    path = folder / "c.json"
+    path.write_text(json.dumps(content))
+    facts = Facts(world_size=world_size, hidden_size=None, total_steps=None, bf16=True, device="cuda")
+    return layout_of(resolve(load(path), facts), world_size)
+
+
+def test_a_full_config(tmp_path: Path) -> None:
+    offload = {"device": "cpu"}
+    content = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "offload_optimizer": offload, "offload_param": offload},
+        "pipeline": {"stages": 2},
+        "tensor_parallel": {"autotp_size": 2},
+        "trainer": {"mesh": {"shard": 2}, "activation_checkpointing": "every:2"},
+    }
+    found = laid_out(tmp_path, content, 16)
+    assert found == Layout(16, 2, 2, 2, 2, 3, 2, 24, 3, "cpu", "cpu", "bfloat16", Recompute("every", 2))
+    assert found.describe() == (
+        "pipeline 2 x replicate 2 x shard 2 x tensor 2, ZeRO-3, optimizer on cpu, parameters on cpu, bfloat16, "
+        "batch 24 = 3 x 2 x 4, recompute every 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "world_size", "text"),
+    [
+        ({}, 1, "one process, ZeRO-0, float32, batch 1 = 1 x 1 x 1"),
+        ({"fp16": {"enabled": True}}, 4, "replicate 4, ZeRO-0, float16, batch 4 = 1 x 1 x 4"),
+        (
+            {"activation_checkpointing": {"profile": False}, "zero_optimization": {"stage": 1, "offload_param": None}},
+            2,
+            "shard 2, ZeRO-1, float32, batch 2 = 1 x 1 x 2, recompute full",
+        ),
+    ],
+)
+def test_describe(tmp_path: Path, content: dict[str, Any], world_size: int, text: str) -> None:
+    assert laid_out(tmp_path, content, world_size).describe() == text

@@ -1,0 +1,1 @@
+"""Documents, tokens, samples, and the order in which they are trained on."""

@@ -1,0 +1,44 @@
+"""The embedded default data: text that every machine with Python has, its standard library's own sources."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_CHARACTERS = 8_000_000
+_SKIPPED = frozenset({"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "dist-packages"})
+_TABLES = frozenset({"encodings"})  # character tables: long, and nothing to learn in them
+
+
+def name() -> str:
+    """Names the text: it changes with Python's version only, e.g. `cpython-3.12.3`."""
+    return f"{platform.python_implementation().lower()}-{platform.python_version()}"
+
+
+def documents() -> Iterator[str]:
+    """The sources in the order of their names, up to `MAX_CHARACTERS` in all."""
+    left = MAX_CHARACTERS
+    for path in _sources(Path(sysconfig.get_path("stdlib"))):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        left -= len(text)
+        if left < 0:
+            return
+        if text.strip():
+            yield text
+
+
+def _sources(root: Path) -> list[Path]:
+    skipped = _SKIPPED | _TABLES
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped]
+        # _sysconfigdata holds the folders of the machine that built this Python
+        sources = [file for file in files if file.endswith(".py") and not file.startswith("_sysconfigdata")]
+        found += [Path(folder, file) for file in sources]
+    return sorted(found)

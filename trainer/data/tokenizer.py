@@ -1,0 +1,85 @@
+"""Tokenizers: one that the user names, or a small one trained on the embedded corpus at first use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.data import corpus
+from trainer.data.cache import cached_folder
+from trainer.errors import DataError, Problem
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def load_tokenizer(name_or_path: str, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+    """The tokenizer of a local folder or a hub id. Raises DataError if there is none, or if it can't end a text."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, revision=revision)
+    except Exception as error:  # from a dozen libraries: OSError, ValueError, KeyError, bare Exception
+        seen = f"no tokenizer could be loaded ({_first_line(error)})"
+        expected = "a folder with a tokenizer, or a hub id"
+        raise DataError(Problem(name_or_path, seen, expected, "Set trainer.data.tokenizer")) from error
+    end_of_text(tokenizer)
+    return tokenizer
+
+
+def embedded_tokenizer(cache_folder: Path, vocabulary: int = 4096) -> Any:
+    """A byte-level BPE of `vocabulary` tokens for the embedded corpus, trained at first use (seconds) and cached.
+
+    Deterministic. Raises DiskError if the cache can't be written.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    folder = cached_folder(
+        cache_folder, f"tokenizer-{corpus.name()}-{vocabulary}", lambda folder: _train(vocabulary, folder)
+    )
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def end_of_text(tokenizer: Any) -> int:
+    """The id of the token that ends a document; raises DataError if the tokenizer has none."""
+    if tokenizer.eos_token_id is None:
+        mend = "Set eos_token in its tokenizer_config.json"
+        raise DataError(Problem(_name(tokenizer), "a tokenizer without an end-of-text token", "eos_token", mend))
+    return int(tokenizer.eos_token_id)
+
+
+def tokenizer_key(tokenizer: Any) -> str:
+    """A digest that two tokenizers share only if they turn the same text into the same tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = backend.to_str() if backend is not None else json.dumps([_name(tokenizer), tokenizer.get_vocab()])
+    parts = (content, str(tokenizer.bos_token_id), str(tokenizer.eos_token_id))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _train(vocabulary: int, folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus.documents(), trainer)
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    ).save_pretrained(folder)
+
+
+def _name(tokenizer: Any) -> str:
+    return str(getattr(tokenizer, "name_or_path", "")) or type(tokenizer).__name__
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

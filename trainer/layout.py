@@ -1,0 +1,120 @@
+"""The resolved parallel plan of a run, as one object that can't exist wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from trainer.config import Config, mesh_sizes
+from trainer.errors import ConfigError, Problem
+
+Device = Literal["none", "cpu", "nvme"]
+Precision = Literal["float32", "bfloat16", "float16"]
+RecomputeMode = Literal["none", "full", "every", "selective"]
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Which blocks recompute their activations in the backward pass."""
+
+    mode: RecomputeMode = "none"
+    every: int = 1
+    """With mode `every`: each Nth block."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Mesh axes, batch sizes and how state is sharded. Raises ConfigError when made of sizes that do not fit."""
+
+    world_size: int
+    pipeline: int
+    replicate: int
+    shard: int
+    tensor: int
+    micro_batch: int
+    """Samples of one forward pass of one data rank."""
+    accumulation: int
+    """Micro-batches per step."""
+    train_batch: int
+    """Samples per step, over all data ranks."""
+    zero_stage: int
+    offload_optimizer: Device
+    offload_param: Device
+    precision: Precision
+    recompute: Recompute
+
+    def __post_init__(self) -> None:
+        axes = {name: getattr(self, name) for name in ("pipeline", "replicate", "shard", "tensor")}
+        batch = {"micro-batch": self.micro_batch, "accumulation": self.accumulation, "data ranks": self.data_ranks}
+        problems = [
+            *_product("mesh", axes, self.world_size, "processes"),
+            *_product("train_batch_size", batch, self.train_batch, "samples"),
+        ]
+        if problems:
+            raise ConfigError(*problems)
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of processes that see different samples."""
+        return self.replicate * self.shard
+
+    def describe(self) -> str:
+        """The layout on one line."""
+        axes = [f"{name} {getattr(self, name)}" for name in ("pipeline", "replicate", "shard", "tensor")]
+        mesh = " x ".join(axis for axis in axes if not axis.endswith(" 1")) or "one process"
+        offloads = {"optimizer": self.offload_optimizer, "parameters": self.offload_param}
+        words = [
+            mesh,
+            f"ZeRO-{self.zero_stage}",
+            *(f"{what} on {device}" for what, device in offloads.items() if device != "none"),
+            self.precision,
+            f"batch {self.train_batch} = {self.micro_batch} x {self.accumulation} x {self.data_ranks}",
+        ]
+        if self.recompute.mode != "none":
+            every = f" {self.recompute.every}" if self.recompute.mode == "every" else ""
+            words.append(f"recompute {self.recompute.mode}{every}")
+        return ", ".join(words)
+
+
+def layout_of(config: Config, world_size: int) -> Layout:
+    """The layout of a resolved config. Raises ConfigError where it does not fit `world_size` processes."""
+    sizes = mesh_sizes(config, world_size)
+    settings = config.settings
+    zero = settings.get("zero_optimization", {})
+    return Layout(
+        world_size=world_size,
+        pipeline=sizes.pipeline,
+        replicate=sizes.replicate,
+        shard=sizes.shard,
+        tensor=sizes.tensor,
+        micro_batch=settings["train_micro_batch_size_per_gpu"],
+        accumulation=settings["gradient_accumulation_steps"],
+        train_batch=settings["train_batch_size"],
+        zero_stage=zero.get("stage", 0),
+        offload_optimizer=(zero.get("offload_optimizer") or {}).get("device", "none"),
+        offload_param=(zero.get("offload_param") or {}).get("device", "none"),
+        precision=_precision(config),
+        recompute=_recompute(config.trainer.activation_checkpointing),
+    )
+
+
+def _precision(config: Config) -> Precision:
+    if config.settings.get("bf16", {}).get("enabled"):
+        return "bfloat16"
+    return "float16" if config.settings.get("fp16", {}).get("enabled") else "float32"
+
+
+def _recompute(text: str) -> Recompute:
+    mode, _, every = text.partition(":")
+    return Recompute(cast(RecomputeMode, mode), int(every or 1))
+
+
+def _product(place: str, factors: dict[str, int], whole: int, unit: str) -> list[Problem]:
+    """The problem of sizes whose product is not `whole`, or that are below 1."""
+    product = 1
+    for size in factors.values():
+        product *= size
+    if product == whole and min(factors.values()) >= 1:
+        return []
+    text = " x ".join(f"{size} ({name})" for name, size in factors.items())
+    return [Problem(place, f"{text} = {product}", f"{whole} {unit} from sizes of at least 1")]
