@@ -66,6 +66,11 @@ def build(job: Job) -> DeepSpeedEngine:
 
 KIND = EngineKind(refusal, build)
 
+STAGE_0_NOTE = (
+    "ZeRO-0 in {} runs as ZeRO-1, with the same gradients and less memory: DeepSpeed's own path for it divides "
+    "gradients by a loss scale that it never applied, and clips twice"
+)
+
 
 def _has_plain_optimizer(layout: Layout) -> bool:
     """Without ZeRO in float32 DeepSpeed steps PyTorch's optimizer itself, with nothing around it."""
@@ -89,7 +94,9 @@ def _runtime_config(job: Job) -> dict[str, Any]:
             config["optimizer"]["params"].pop("fused")
     if _has_plain_optimizer(job.layout):
         # DeepSpeed reports no norm here, so this engine takes it and clips
-        config.pop("gradient_clipping", None)
+        config["gradient_clipping"] = 0.0
+    elif job.layout.zero_stage == 0:
+        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": 1}
     return config
 
 
@@ -107,6 +114,8 @@ class DeepSpeedEngine:
         self._state = MasterState(engine, job.machine.ranks)
         self._own_norm = _has_plain_optimizer(job.layout)
         self._clip = float(job.deepspeed.get("gradient_clipping", 0.0))
+        plain = job.layout.zero_stage > 0 or self._own_norm
+        self.notes = () if plain else (STAGE_0_NOTE.format(job.layout.precision),)
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
 
     def step(
@@ -124,15 +133,14 @@ class DeepSpeedEngine:
             seed_dropout(job.seed, step, index, job.machine.ranks.rank)
             loss = engine(batch)
             loss_sum += loss.detach()
-            engine.backward(loss * (scale * self._state.unapplied_scale()))
+            engine.backward(loss * scale)
             if index + 1 < len(micro_batches):
                 engine.step()
         if observe is not None:
             self._state.gradients(observe)
         norm = self._clip_and_norm() if self._own_norm else None
         engine.step()
-        if norm is None:
-            norm = engine.get_global_grad_norm() / self._state.unapplied_scale()
+        norm = engine.get_global_grad_norm() if norm is None else norm
         return Metrics(
             loss_sum=loss_sum,
             targets=targets,

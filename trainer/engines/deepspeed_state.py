@@ -35,7 +35,6 @@ class MasterState:
         # without ZeRO in float32 the engine's optimizer is PyTorch's own, over the model's parameters
         self._inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
         self._low_precision = any(p.dtype != torch.float32 for p in engine.module.parameters())
-        self._unfused = _unfused_masters(engine.optimizer)
         self._flat = next((name for name in _FLAT if hasattr(engine.optimizer, name)), None)
 
     def pieces(self) -> list[Piece]:
@@ -59,14 +58,6 @@ class MasterState:
             if parameter.requires_grad:
                 gradient = safe_get_full_grad(parameter)
                 observe(bare_name(name), gradient.detach().float() / scale)
-
-    def unapplied_scale(self) -> float:
-        """The loss scale that DeepSpeed divides by in its update without having multiplied the loss by it.
-
-        So it is in float16 at stage 0, where only `ZeROOptimizer`s scale the loss (`engine.backward`, 0.19.8):
-        left alone, gradients come out 65536 times too small, and nothing says so.
-        """
-        return float(self._optimizer.loss_scale) if self._unfused else 1.0
 
     def scalars(self) -> dict[str, float]:
         found = {"optimizer_step": max((float(s["step"]) for s in self._inner.state.values() if "step" in s), default=0)}
@@ -116,22 +107,18 @@ class MasterState:
             with GatheredParameters([parameter]):
                 return parameter.detach().clone()
         if part == MASTER:
-            if parameter in self._unfused:
-                return self._unfused[parameter]
             return safe_get_full_fp32_param(parameter)
         if self._flat is None:
-            return self._inner.state[self._unfused.get(parameter, parameter)][part]
+            return self._inner.state[parameter][part]
         return safe_get_full_optimizer_state(parameter, part)
 
     def _write(self, parameter: nn.Parameter, part: str, value: torch.Tensor) -> None:
         if part == WEIGHT:
             self._write_weight(parameter, value)
-        elif part == MASTER and parameter in self._unfused:
-            _copy(self._unfused[parameter], value)
         elif part == MASTER:
             self._write_master(parameter, value)
         elif self._flat is None:
-            _copy(self._inner.state[self._unfused.get(parameter, parameter)][part], value)
+            _copy(self._inner.state[parameter][part], value)
         else:
             safe_set_full_optimizer_state(parameter, value.to(parameter.device, torch.float32), part)
 
@@ -151,10 +138,10 @@ class MasterState:
     # What the optimizer keeps
 
     def _updated(self) -> list[torch.Tensor]:
-        """The tensors that the inner optimizer really updates: flat partitions, masters, or the parameters."""
+        """The tensors that the inner optimizer really updates: flat partitions, or the parameters themselves."""
         if self._flat is not None:
             return list(getattr(self._optimizer, self._flat))
-        return list(self._unfused.values()) or [p for p in self._engine.module.parameters() if p.requires_grad]
+        return [p for p in self._engine.module.parameters() if p.requires_grad]
 
     def _state_keys(self) -> list[str]:
         first = self._updated()[0]
@@ -190,10 +177,7 @@ class MasterState:
             link()
 
     def _scaler(self) -> Any:
-        for attribute in ("loss_scaler", "loss_scale_config"):
-            if hasattr(self._optimizer, attribute):
-                return getattr(self._optimizer, attribute)
-        return None
+        return getattr(self._optimizer, "loss_scaler", None)
 
     def _size(self, parameter: nn.Parameter) -> int:
         return int(getattr(parameter, "ds_numel", parameter.numel()))
@@ -202,15 +186,6 @@ class MasterState:
 # where ZeRO-3, ZeRO-1/2 and the bfloat16 optimizer of ZeRO-1 keep their float32 partitions
 _FLAT = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-def _unfused_masters(optimizer: Any) -> dict[nn.Parameter, torch.Tensor]:
-    """Low-precision parameter -> float32 master, where DeepSpeed keeps masters one by one (stage 0)."""
-    if not hasattr(optimizer, "fp32_groups") or not hasattr(optimizer, "fp16_groups"):
-        return {}
-    low = [p for group in optimizer.fp16_groups for p in group]
-    high = [p for group in optimizer.fp32_groups for p in group]
-    return dict(zip(low, high, strict=True))
 
 
 def _persistent_buffers(root: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

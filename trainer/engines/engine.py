@@ -64,6 +64,9 @@ class Metrics:
 
 
 class Engine(Protocol):
+    notes: tuple[str, ...]
+    """What a person should know of how the layout is run, a line each."""
+
     def step(
         self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
     ) -> Metrics:

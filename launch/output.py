@@ -1,0 +1,34 @@
+"""What reaches the terminal: the run's own lines. What libraries print goes to the rank's log."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TextIO
+
+
+class Output:
+    """Takes over standard output and error; `terminal` still reaches the person.
+
+    Until the log's place is known, a temporary file keeps what is written. Works on file descriptors, so that
+    compilers and C++ warnings are caught too.
+    """
+
+    def __init__(self) -> None:
+        self.terminal: TextIO = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
+        self._log = tempfile.TemporaryFile("w+b")
+        self._redirect(self._log.fileno())
+
+    def log_to(self, path: Path) -> None:
+        """From now on, and with all that was written so far, the log is `path`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            self._log.seek(0)
+            file.write(self._log.read())
+            self._redirect(file.fileno())
+        self._log.close()
+
+    def _redirect(self, descriptor: int) -> None:
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)

@@ -1,0 +1,63 @@
+"""Training state made of plain tensors: what an engine's pieces are to the checkpoint, without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from trainer.ranks import Ranks
+from trainer.state import WEIGHT, Piece, RunState
+
+ALONE = Ranks()
+DESCRIPTION = {"seed": 7, "config": {"trainer": {"steps": 9}}}
+STATE = RunState(step=100, samples=3200, tokens=51_000, engine={"optimizer_step": 100.0})
+
+
+class Live:
+    """Live state by (name, part): read from, and written to."""
+
+    def __init__(self, tensors: dict[tuple[str, str], torch.Tensor], ranks: Ranks = ALONE) -> None:
+        self.tensors = tensors
+        self._ranks = ranks
+
+    def pieces(self) -> list[Piece]:
+        return [self._piece(index, *key) for index, key in enumerate(self.tensors)]
+
+    def blank(self) -> Live:
+        """The same names and shapes, with other values."""
+        return Live({key: torch.full_like(tensor, 1) for key, tensor in self.tensors.items()}, self._ranks)
+
+    def _piece(self, index: int, name: str, part: str) -> Piece:
+        tensor = self.tensors[name, part]
+        owner = index % self._ranks.world_size
+
+        def read() -> torch.Tensor | None:
+            self._ranks.barrier()  # as an engine gathers: who does not come here leaves the others waiting
+            return tensor if owner == self._ranks.rank else None
+
+        return Piece(name, part, tuple(tensor.shape), tensor.dtype, owner, read, tensor.copy_)
+
+
+def live(ranks: Ranks = ALONE, seed: int = 0) -> Live:
+    made = torch.Generator().manual_seed(seed)
+    tensors: dict[tuple[str, str], torch.Tensor] = {}
+    for name, shape in {"a.weight": (4, 3), "b.weight": (5,), "scale": (), "empty": (0, 2)}.items():
+        for part in (WEIGHT, "exp_avg", "exp_avg_sq"):
+            tensors[name, part] = torch.randn(shape, generator=made)
+    tensors["c.buffer", WEIGHT] = torch.tensor([1, 2**40])
+    return Live(tensors, ranks)
+
+
+def same(one: Live, other: Live) -> bool:
+    return one.tensors.keys() == other.tensors.keys() and all(
+        torch.equal(tensor, other.tensors[key]) for key, tensor in one.tensors.items()
+    )
+
+
+def model_files(folder: Path) -> None:
+    (folder / "config.json").write_text("{}\n")
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

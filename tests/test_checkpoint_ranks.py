@@ -1,0 +1,102 @@
+"""Checkpoints of two processes: files per owner, one error for all, and nobody left waiting."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.checkpoint_pieces import ALONE, DESCRIPTION, STATE, files, live, model_files, same
+from tests.pool import Pool
+from trainer.checkpoint import export, load, newest, save, verify
+from trainer.checkpoint.safetensors_stream import TensorWriter
+from trainer.errors import MeshloomError
+from trainer.ranks import Ranks
+
+
+def _save_and_load(folder: Path) -> tuple[bool, bool]:
+    ranks = Ranks(torch.distributed.get_rank(), 2)
+    state, back = live(ranks), live(ranks).blank()
+    path = save(folder / "checkpoints", STATE, state.pieces(), DESCRIPTION, model_files, ranks)
+    export(folder / "final", state.pieces(), model_files, ranks)
+    return load(path, back.pieces(), ranks) == STATE, same(state, back)
+
+
+def _fail(folder: Path, phase: str) -> str:
+    """Save on two ranks, of which one meets an error in `phase`; returns what this rank raised."""
+    ranks = Ranks(torch.distributed.get_rank(), 2)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    rank, target, name = {
+        "tensors of rank 1": (1, TensorWriter, "write"),
+        "end of rank 1": (1, TensorWriter, "finish"),
+        "manifest": (0, os, "fsync"),
+        "rename": (0, os, "rename"),
+    }[phase]
+    if phase == "manifest":
+        real, calls = os.fsync, iter(range(99))  # rank 0 flushes its two files first
+        broken = patch.object(os, "fsync", lambda handle: real(handle) if next(calls) < 2 else _raise(full))
+    else:
+        broken = patch.object(target, name, lambda *_: _raise(full))
+    state = live(ranks, seed=1)
+    try:
+        if ranks.rank == rank:
+            with broken:
+                save(folder, STATE, state.pieces(), DESCRIPTION, model_files, ranks)
+        else:
+            save(folder, STATE, state.pieces(), DESCRIPTION, model_files, ranks)
+    except MeshloomError as error:
+        ranks.barrier()
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_two_ranks_write_their_own_files_and_one_process_reads_them(tmp_path: Path, pools: dict[int, Pool]) -> None:
+    assert pools[2].run(_save_and_load, timeout=30, folder=tmp_path) == [(True, True)] * 2
+    path = tmp_path / "checkpoints/step-000100"
+    assert files(path) == [
+        "manifest.json",
+        "model/config.json",
+        "model/model-00001-of-00002.safetensors",
+        "model/model-00002-of-00002.safetensors",
+        "model/model.safetensors.index.json",
+        "optimizer/optimizer-00001-of-00002.safetensors",
+        "optimizer/optimizer-00002-of-00002.safetensors",
+        "optimizer/optimizer.safetensors.index.json",
+        "trainer.json",
+    ]
+    assert verify(path) == verify(tmp_path / "final") == []
+    back = live().blank()
+    assert load(path, back.pieces(), ALONE) == STATE
+    assert same(back, live())
+
+
+def test_the_index_is_that_of_transformers(tmp_path: Path, pools: dict[int, Pool]) -> None:
+    from transformers.utils.hub import get_checkpoint_shard_files
+
+    pools[2].run(_save_and_load, timeout=30, folder=tmp_path)
+    index = tmp_path / "final/model.safetensors.index.json"
+    found, metadata = get_checkpoint_shard_files(tmp_path / "final", index)
+    assert [Path(name).name for name in found] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    assert sorted(metadata["all_checkpoint_keys"]) == ["a.weight", "b.weight", "c.buffer", "empty", "scale"]
+    assert metadata["total_size"] == 4 * (12 + 5 + 1) + 16
+
+
+@pytest.mark.parametrize("phase", ["tensors of rank 1", "end of rank 1", "manifest", "rename"])
+def test_an_error_of_one_rank_is_raised_on_both(tmp_path: Path, pools: dict[int, Pool], phase: str) -> None:
+    older = save(tmp_path, STATE.__class__(step=50), live().pieces(), DESCRIPTION, model_files, ALONE)
+    one, other = pools[2].run(_fail, timeout=30, folder=tmp_path, phase=phase)
+    assert one == other
+    assert one.startswith(f"DiskError: {tmp_path / 'step-000100.partial'}: No space left on device, ")
+    assert newest(tmp_path) == (older, [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000050"]

@@ -1,0 +1,233 @@
+"""What a person watches: the console's text, and files that other tools can read."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console as Terminal
+
+from trainer import trackers
+from trainer.errors import ConfigError
+from trainer.trackers import Console, Evaluation, JsonLines, Record, SampleLog, open_trackers, peak_flops, progress_line
+
+RECORD = Record(
+    step=120,
+    total_steps=150,
+    samples=3840,
+    tokens=983_040,
+    loss=3.2141,
+    learning_rate=9.1e-4,
+    gradient_norm=0.831,
+    tokens_per_second=21_400.0,
+    step_seconds=0.38,
+    mfu=0.412,
+    memory_gib=1.93,
+    data_wait=0.0031,
+    eta_seconds=11.8,
+)
+EVALUATION = Evaluation(step=120, loss=3.4567, targets=12_345)
+
+
+# The console
+
+
+def test_the_line() -> None:
+    assert progress_line(RECORD) == (
+        "step 120/150 | loss 3.214 | lr 9.1e-4 | |g| 0.83 | 21.4k tok/s | MFU 41% | 1.9 GiB | data 0.3% | ETA 0:12"
+    )
+
+
+def test_the_line_leaves_out_what_is_not_known() -> None:
+    sparse = replace(
+        RECORD, mfu=None, gradient_norm=None, learning_rate=0.0, tokens_per_second=812.4, eta_seconds=3_723.0,
+        loss=math.nan, loss_scale=65536.0, skipped=2,
+    )  # fmt: skip
+    assert progress_line(sparse) == (
+        "step 120/150 | loss nan | lr 0 | 812 tok/s | 1.9 GiB | data 0.3% | scale 65536 | skipped 2 | ETA 1:02:03"
+    )
+    assert progress_line(replace(RECORD, eta_seconds=math.inf)).endswith("| ETA ?")
+    assert "| 1.3M tok/s |" in progress_line(replace(RECORD, tokens_per_second=1.26e6))
+
+
+def run(console: Console, steps: int, every: int, start: int = 0) -> None:
+    for step in range(start + every, steps + 1, every):
+        console.record(replace(RECORD, step=step, total_steps=steps))
+    console.close()
+
+
+@pytest.mark.parametrize(("steps", "every", "start"), [(1, 1, 0), (15, 1, 0), (150, 10, 0), (9999, 1, 0), (150, 1, 77)])
+def test_plain_progress_is_at_most_fifteen_lines(steps: int, every: int, start: int) -> None:
+    text = StringIO()
+    run(Console(Terminal(file=text, force_terminal=False, width=40)), steps, every, start)
+    lines = text.getvalue().splitlines()
+    assert min(7, (steps - start) // every) <= len(lines) <= Console.PLAIN_LINES
+    assert lines[0] == progress_line(replace(RECORD, step=start + every, total_steps=steps))
+    assert lines[-1] == progress_line(replace(RECORD, step=steps, total_steps=steps))
+
+
+def test_an_evaluation_is_a_line_of_its_own() -> None:
+    text = StringIO()
+    Console(Terminal(file=text, force_terminal=False)).evaluation(EVALUATION)
+    assert text.getvalue() == "step 120 | evaluation loss 3.457 | 12,345 targets\n"
+
+
+def test_a_terminal_has_one_live_line_and_evaluations_above_it() -> None:
+    text = StringIO()
+    console = Console(Terminal(file=text, force_terminal=True, width=60, color_system=None))
+    console.record(replace(RECORD, step=119))
+    console.evaluation(EVALUATION)
+    console.record(RECORD)
+    console.close()
+    screen: list[str] = []
+    for line in text.getvalue().replace("\x1b[2K", "").splitlines():
+        screen = screen[:-1] if "\x1b[1A" in line else screen  # what moves up writes over the line above
+        screen.append(line.rpartition("\r")[2])
+    shown = [line for line in screen if line.strip("\x1b[?25hl ")]
+    assert shown[-1].startswith("step 120/150 | loss 3.214 | lr 9.1e-4")
+    assert len(shown[-1]) == 60
+    assert shown[-1].endswith("…")
+    assert "step 120 | evaluation loss 3.457 | 12,345 targets" in text.getvalue()
+
+
+# Files
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    def refuse(constant: str) -> object:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "metrics.jsonl"
+    tracker = JsonLines(path)
+    tracker.record(replace(RECORD, mfu=None))
+    tracker.evaluation(EVALUATION)
+    tracker.record(replace(RECORD, step=121, loss=math.nan, gradient_norm=-math.inf, skipped=1))
+    first, second, third = read(path)  # before it is closed: each line is there at once
+    tracker.close()
+    assert first == {
+        "step": 120, "total_steps": 150, "samples": 3840, "tokens": 983_040, "loss": 3.2141, "learning_rate": 9.1e-4,
+        "gradient_norm": 0.831, "tokens_per_second": 21_400.0, "step_seconds": 0.38, "memory_gib": 1.93,
+        "data_wait": 0.0031, "eta_seconds": 11.8,
+    }  # fmt: skip
+    assert second == {"step": 120, "evaluation_loss": 3.4567, "evaluation_targets": 12_345}
+    assert (third["loss"], third["gradient_norm"], third["skipped"]) == (None, None, 1)
+    assert third["non_finite"] == {"loss": "nan", "gradient_norm": "-inf"}
+
+
+@pytest.mark.parametrize("torn", ['{"step": 5, "lo', '{"step": 4}\n{"st', ""])
+def test_json_lines_go_on_after_a_killed_run(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(torn)
+    tracker = JsonLines(path)
+    tracker.evaluation(EVALUATION)
+    tracker.close()
+    whole = [{"step": 4}] if "\n" in torn else []
+    assert read(path) == [*whole, {"step": 120, "evaluation_loss": 3.4567, "evaluation_targets": 12_345}]
+
+
+def test_sample_ids(tmp_path: Path) -> None:
+    log = SampleLog(tmp_path / "logs", rank=3)
+    log.write(1, range(4, 7))
+    log.write(2, [9])
+    log.close()
+    assert read(tmp_path / "logs/samples-rank-3.jsonl") == [
+        {"step": 1, "rank": 3, "ids": [4, 5, 6]},
+        {"step": 2, "rank": 3, "ids": [9]},
+    ]
+
+
+# Other people's tools
+
+
+def watched(folder: Path, *names: str) -> None:
+    opened = open_trackers(names, folder, Terminal(file=StringIO()))
+    for tracker in opened:
+        tracker.record(RECORD)
+        tracker.record(replace(RECORD, step=130, loss=3.0))
+        tracker.evaluation(EVALUATION)
+        tracker.close()
+    assert len(opened) == 2 + len(names)
+    assert len(read(folder / "metrics.jsonl")) == 3
+
+
+def test_no_tracker_is_named(tmp_path: Path) -> None:
+    watched(tmp_path)
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    watched(tmp_path, "tensorboard")
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, round(event.value, 4)) for event in events.Scalars("loss")] == [(120, 3.2141), (130, 3.0)]
+    assert [round(event.value, 4) for event in events.Scalars("evaluation_loss")] == [3.4567]
+
+
+@pytest.fixture
+def no_tracking_uri(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    yield
+
+
+def test_mlflow(tmp_path: Path, no_tracking_uri: None) -> None:
+    for package in ("mlflow", "sqlalchemy", "alembic"):
+        pytest.importorskip(package)
+    from mlflow import MlflowClient
+
+    watched(tmp_path / "mine", "mlflow")
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mine/mlflow.db'}")
+    experiment = client.get_experiment_by_name("meshloom")
+    [found] = client.search_runs([experiment.experiment_id])
+    assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
+    assert [(point.step, point.value) for point in client.get_metric_history(found.info.run_id, "loss")] == [
+        (120, 3.2141),
+        (130, 3.0),
+    ]
+    assert found.data.metrics["evaluation_loss"] == 3.4567
+
+
+@pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboard"), ("mlflow", "mlflow")])
+def test_a_tracker_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda wanted: None if wanted == package else sys)
+    with pytest.raises(ConfigError) as caught:
+        open_trackers([name], tmp_path, Terminal(file=StringIO()))
+    assert str(caught.value) == (
+        f'trainer.log.trackers: "{name}" without the package {package}; expected trackers that are installed. '
+        f"pip install meshloom[{name}]"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+# Devices
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA L400", None),
+        ("cpu", None),
+    ],
+)
+def test_peak_flops(device: str, peak: float | None) -> None:
+    assert peak_flops(device) == peak

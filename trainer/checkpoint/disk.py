@@ -1,0 +1,90 @@
+"""Files and renames that have reached the disk, and what to tell a person when they can't."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from trainer.errors import DiskError, Problem
+
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def ensure_writable(folder: Path, needed_bytes: int = 0) -> None:
+    """Create `folder`, write a small file there, and see that `needed_bytes` are free.
+
+    Raises DiskError.
+    """
+    with disk_errors(folder, needed_bytes):
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, prefix=".writable-") as probe:
+            probe.write(b"0" * 512)
+            probe.flush()
+        free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        mend = "Free space there, or choose another folder"
+        raise DiskError(Problem(str(folder), f"{size(free)} free", f"at least {size(needed_bytes)} free", mend))
+
+
+@contextmanager
+def disk_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
+    """Turn an OSError inside into a DiskError that names the place, what is free there, and what is needed."""
+    try:
+        yield
+    except OSError as error:
+        seen = f"{error.strerror or error}, {_free(path)} free"
+        expected = f"a place that takes {size(needed_bytes)}" if needed_bytes else "a place that can be written"
+        raise DiskError(Problem(str(path), seen, expected, "Free space there, or mend its permissions")) from error
+
+
+def size(count: int) -> str:
+    """`count` bytes for a person."""
+    for unit, name in _UNITS:
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"
+
+
+def to_json(value: Any) -> bytes:
+    """The one form in which a checkpoint's own JSON files are written. Raises TypeError, ValueError."""
+    return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write `path` and flush it to the disk."""
+    path.write_bytes(content)
+    flush(path)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Give `path` new content: a reader sees the old or the new one, never a part."""
+    beside = path.with_name(f".{path.name}.new")
+    write_file(beside, content)
+    os.replace(beside, path)
+    flush(path.parent)
+
+
+def rename_folder(old: Path, new: Path) -> None:
+    """Rename in one atomic step, and flush the folder that holds both."""
+    os.rename(old, new)
+    flush(new.parent)
+
+
+def flush(path: Path) -> None:
+    """Have the disk hold what was written to a file, or the list of names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _free(path: Path) -> str:
+    existing = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
+    return size(shutil.disk_usage(existing).free)

@@ -1,0 +1,123 @@
+"""The safetensors format, written one tensor at a time and hashed in the same pass.
+
+Format: https://huggingface.co/docs/safetensors - the header's length as 8 little-endian bytes, the header as JSON
+padded with spaces to a multiple of 8, then the tensors' bytes without gaps. The library's own writer wants all
+tensors at once; here memory holds the largest one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.errors import ConfigError, Problem
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """What a tensor is before its values are known."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A finished file."""
+
+    size: int
+    """In bytes."""
+    sha256: str
+
+
+class TensorWriter:
+    """One safetensors file in the making. `types` are all its tensors, in the order in which they will be written.
+
+    Raises ConfigError for a dtype that the format does not have, and OSError.
+    """
+
+    def __init__(self, path: Path, types: Mapping[str, TensorType]) -> None:
+        header = _header(types)
+        self._waiting = list(types.items())[::-1]
+        self._hash = hashlib.sha256()
+        self._size = 0
+        self._file = path.open("wb", buffering=0)
+        self._write(len(header).to_bytes(8, "little"))
+        self._write(header)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the next tensor, from any device; it is converted to the dtype that was announced."""
+        expected, kind = self._waiting.pop()
+        if (name, tuple(tensor.shape)) != (expected, kind.shape):
+            raise ValueError(f"{name} {tuple(tensor.shape)} came where {expected} {kind.shape} was announced")
+        flat = tensor.detach().to("cpu", kind.dtype).contiguous().reshape(-1)
+        self._write(flat.view(torch.uint8).numpy().data)
+
+    def finish(self) -> FileRecord:
+        """Flush the file to the disk."""
+        if self._waiting:
+            raise ValueError(f"{self._file.name}: {len(self._waiting)} tensors were announced and not written")
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileRecord(self._size, self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Close what will not be finished."""
+        self._file.close()
+
+    def _write(self, content: bytes | memoryview) -> None:
+        self._hash.update(content)
+        self._size += len(content)
+        rest = memoryview(content)
+        while rest:  # one call takes at most 2 GiB
+            rest = rest[self._file.write(rest) :]
+
+
+def read_types(path: Path) -> dict[str, TensorType]:
+    """The tensors that a safetensors file announces. Raises OSError, ValueError or KeyError for a broken one."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    dtypes = {name: dtype for dtype, name in _NAMES.items()}
+    return {
+        name: TensorType(tuple(entry["shape"]), dtypes[entry["dtype"]])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _header(types: Mapping[str, TensorType]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+    end = 0
+    for name, kind in types.items():
+        if kind.dtype not in _NAMES:
+            raise ConfigError(Problem(name, f"a tensor of {kind.dtype}", f"one of {', '.join(map(str, _NAMES))}"))
+        start, end = end, end + kind.size
+        entries[name] = {"dtype": _NAMES[kind.dtype], "shape": list(kind.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)

@@ -1,0 +1,96 @@
+"""A run in words and files: the plan that is printed, and what is saved beside the results."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer import __version__
+from trainer.config import origin_table
+from trainer.data.preview import preview
+from trainer.models.spec import flops_per_token
+
+if TYPE_CHECKING:
+    from trainer.run import Prepared
+
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
+
+
+def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
+    """What is about to happen, a line each; `in_full` adds every resolved value, the whole config and samples."""
+    config, spec, data = prepared.config, prepared.spec, prepared.data
+    section, sequence = config.trainer, config.trainer.data.sequence_length
+    samples = prepared.steps * prepared.layout.train_batch
+    yield f"layout  {prepared.layout.describe()} (engine {prepared.engine_name})"
+    yield f"model   {spec.name}: {spec.parameters / 1e6:,.1f} M parameters, {len(spec.blocks)} blocks"
+    yield f"data    {data.summary.describe()}"
+    yield (
+        f"plan    {prepared.steps:,} steps, {samples:,} samples ({samples / len(data.train):.2f} epochs), "
+        f"at most {samples * sequence / 1e6:,.1f} M tokens, {flops_per_token(spec, sequence) / 1e6:,.0f} MFLOP a token"
+    )
+    for note in config.notes:
+        yield f"note    {note}"
+    if not in_full:
+        return
+    yield "resolved values"
+    for key, value, origin in origin_table(config):
+        yield f"  {key} = {json.dumps(value)}  <- {origin}"
+    yield "config"
+    yield json.dumps(resolved(prepared), indent=2)
+    yield "samples"
+    yield preview(data.train, prepared.tokenizer)
+    yield f"evaluation: {len(data.evaluation) if data.evaluation else 0} held-out samples, seed {section.seed}"
+
+
+def resolved(prepared: Prepared) -> dict[str, Any]:
+    """The whole config with nothing left to resolve; itself a config that starts the same run."""
+    return {**prepared.config.settings, "trainer": prepared.config.trainer.model_dump()}
+
+
+def run_description(prepared: Prepared) -> dict[str, Any]:
+    """What `trainer.json` of a checkpoint says beside the position."""
+    return {
+        "seed": prepared.config.trainer.seed,
+        "engine": prepared.engine_name,
+        "layout": asdict(prepared.layout),
+        "config": resolved(prepared),
+        "data_fingerprint": prepared.data.fingerprint,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"meshloom": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write(folder: Path, prepared: Prepared, overrides: Sequence[str]) -> None:
+    """`config.json` and `environment.json` of a run folder."""
+    _write_json(folder / "config.json", resolved(prepared))
+    environment = {
+        "versions": versions(),
+        "platform": platform.platform(),
+        "command": sys.argv,
+        "config": str(prepared.config.path),
+        "overrides": list(overrides),
+    }
+    _write_json(folder / "environment.json", environment)
+
+
+def framed_sample(text: str) -> str:
+    return "sample  " + "\n        ".join(text.splitlines())
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

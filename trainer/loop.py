@@ -1,0 +1,59 @@
+"""The loop, on one page. Knows types only: any engine, any data, anything that watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trainer.data.feed import Feed, StepBatches
+from trainer.engines.engine import Engine, Metrics
+from trainer.optimizers import Schedule, Update
+from trainer.state import RunState
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long, and what happens when. Counts are optimizer steps; None: only at the end."""
+
+    steps: int
+    train_batch: int
+    log_every: int
+    save_every: int | None
+    evaluate_every: int | None
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop calls. All are collective: every rank calls them at the same steps."""
+
+    log: Callable[[RunState, Metrics, Update], None]
+    evaluate: Callable[[RunState], None]
+    save: Callable[[RunState], None]
+    seen: Callable[[StepBatches], None] = lambda batches: None
+    """Told each step's sample ids."""
+
+
+def train(engine: Engine, feed: Feed, schedule: Schedule, plan: Plan, hooks: Hooks, state: RunState) -> RunState:
+    """Train from `state` to `plan.steps`; returns the last state. The only host synchronisation is in the hooks."""
+    tokens = None
+    for batches in feed:
+        update = schedule(batches.step)
+        metrics = engine.step(batches.step, batches.micro_batches, update)
+        hooks.seen(batches)
+        tokens = metrics.targets if tokens is None else tokens + metrics.targets
+        done = batches.step + 1
+        logs, saves = due(done, plan.steps, plan.log_every), due(done, plan.steps, plan.save_every)
+        if logs or saves:
+            state = RunState(done, state.samples + (done - state.step) * plan.train_batch, state.tokens + int(tokens))
+            tokens = None
+        if logs:
+            hooks.log(state, metrics, update)
+        if due(done, plan.steps, plan.evaluate_every):
+            hooks.evaluate(state)
+        if saves:
+            hooks.save(state)
+    return state
+
+
+def due(step: int, last: int, every: int | None) -> bool:
+    return step == last or (every is not None and step % every == 0)

@@ -1,0 +1,76 @@
+"""From what the loop hands over to a `Record` of numbers: rates, shares, peaks. This is where the host waits."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from trainer.data.feed import Feed
+from trainer.engines.engine import Metrics
+from trainer.errors import NumericsError, Problem
+from trainer.optimizers import Update
+from trainer.state import RunState
+from trainer.trackers import Record
+
+
+@dataclass
+class Meter:
+    """Made when the first step starts; each call covers the steps since the last one."""
+
+    total_steps: int
+    device: torch.device
+    world_size: int
+    flops_per_token: float
+    peak_flops: float | None
+    feed: Feed
+    state: RunState
+    started: float = field(default_factory=time.perf_counter)
+    waited: float = 0.0
+
+    def record(self, state: RunState, metrics: Metrics, update: Update) -> Record:
+        """Collective. Raises NumericsError when the loss is not finite and the step was not skipped."""
+        loss, norm = float(metrics.loss()), float(metrics.gradient_norm)
+        if not math.isfinite(loss) and not metrics.skipped:
+            raise NumericsError(
+                Problem(
+                    f"step {state.step}",
+                    f"the loss is {loss}",
+                    "a finite number",
+                    "Lower the learning rate, clip gradients, or look at the samples of this step",
+                )
+            )
+        now = time.perf_counter()
+        elapsed, steps = now - self.started, state.step - self.state.step
+        rate = (state.tokens - self.state.tokens) / elapsed
+        waited, self.waited = self.feed.waited_seconds - self.waited, self.feed.waited_seconds
+        self.started, self.state = now, state
+        peak = self.peak_flops
+        return Record(
+            step=state.step,
+            total_steps=self.total_steps,
+            samples=state.samples,
+            tokens=state.tokens,
+            loss=loss,
+            learning_rate=update.learning_rate,
+            gradient_norm=norm,
+            tokens_per_second=rate,
+            step_seconds=elapsed / steps,
+            mfu=rate * self.flops_per_token / (peak * self.world_size) if peak else None,
+            memory_gib=_peak_memory(self.device) / 2**30,
+            data_wait=min(1.0, waited / elapsed),
+            eta_seconds=(self.total_steps - state.step) * elapsed / steps,
+            loss_scale=state.engine.get("scaler.cur_scale"),
+        )
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: what torch allocated on a GPU, or the process's largest resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,356 @@
+"""A run from its config to its folder: the only place where everything meets."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from trainer import checkpoint, describe
+from trainer.config import Config, Facts, resolve
+from trainer.data.feed import Feed, StepBatches
+from trainer.data.prepare import Data, open_data
+from trainer.data.tokenizer import embedded_tokenizer, load_tokenizer
+from trainer.engines import EngineKind, Job, Machine, Metrics, select
+from trainer.errors import ConfigError, DataError, MeshloomError, Problem
+from trainer.evaluate import continuation, held_out_loss
+from trainer.layout import Layout, layout_of
+from trainer.loop import Hooks, Plan, train
+from trainer.meter import Meter
+from trainer.models import huggingface
+from trainer.models.spec import ModelSpec, flops_per_token
+from trainer.optimizers import Update, schedule_of
+from trainer.ranks import Ranks
+from trainer.state import RunState
+from trainer.tasks.causal_lm import CausalLM
+from trainer.trackers import Evaluation, SampleLog, open_trackers, peak_flops
+
+TIMEOUT = datetime.timedelta(minutes=30)
+"""Longer than any step or save; a rank that is lost shows at the latest then."""
+
+
+class World(Protocol):
+    @property
+    def rank(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def local_world_size(self) -> int: ...
+
+
+class Output(Protocol):
+    terminal: TextIO
+
+    def log_to(self, path: Path) -> None: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for beside the config."""
+
+    resume: str | None = None
+    dry_run: bool = False
+    overrides: Sequence[str] = ()
+    started: float = 0.0
+    """time.monotonic() at the start of the command."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that is known before the first byte of the model is allocated."""
+
+    config: Config
+    layout: Layout
+    engine_name: str
+    engine: EngineKind
+    spec: ModelSpec
+    task: CausalLM
+    tokenizer: Any
+    data: Data
+    steps: int
+
+
+def run(config: Config, request: Request, world: World, output: Output) -> int:
+    """Train, or with `dry_run` show what would be trained; returns the exit code. Collective."""
+    console = Console(file=output.terminal, highlight=False, quiet=world.rank != 0)
+    log = None
+    try:
+        machine = _join(config, world)
+        _quiet_libraries()
+        folder = machine.ranks.on_first(lambda: _run_folder(config, request))
+        if not request.dry_run:
+            machine.ranks.on_first(lambda: checkpoint.ensure_writable(folder))
+            log = folder / "logs" / f"rank-{world.rank}.log"
+            output.log_to(log)
+        prepared = prepare(config, machine)
+        for line in describe.plan_lines(prepared, request.dry_run):
+            console.print(line, markup=False, soft_wrap=True)
+        if not request.dry_run:
+            _train(prepared, request, machine, folder, console)
+        if machine.ranks.world_size > 1:
+            dist.barrier()
+        return 0
+    except MeshloomError as error:
+        print(error.render(), file=sys.stderr)
+        _tell(world, output, error.render())
+        return error.exit_code
+    except BaseException as error:  # noqa: BLE001 - the last place where it can become an exit code
+        traceback.print_exc()
+        where = f"; the whole trace is in {log}" if log else f"\n{traceback.format_exc()}"
+        _tell(world, output, f"internal error on rank {world.rank}: {type(error).__name__}: {error}{where}")
+        return 130 if isinstance(error, KeyboardInterrupt) else 70
+
+
+def prepare(config: Config, machine: Machine) -> Prepared:
+    """Everything that can be wrong, checked, in the order in which it is cheap to find out. Collective."""
+    ranks, section = machine.ranks, config.trainer
+    facts = Facts(ranks.world_size, None, None, _has_bf16(machine.device), _kind(machine.device))
+    config = resolve(config, facts)
+    layout = layout_of(config, ranks.world_size)
+    name, engine = select(section.engine, layout)
+    tokenizer = _tokenizer(config, ranks)
+    architecture = ranks.on_each(lambda: huggingface.read_config(section.model, len(tokenizer)))[ranks.rank]
+    data = open_data(section.data, tokenizer, _cache_folder(), ranks)
+    spec = huggingface.spec_of(architecture, section.model)
+    _check_vocabulary(data.largest_token_id, spec)
+    _check_length(section.data.sequence_length, architecture)
+    steps = section.steps or max(1, math.ceil((section.epochs or 1) * len(data.train) / layout.train_batch))
+    config = resolve(config, replace(facts, hidden_size=spec.hidden_size, total_steps=steps))
+    task = CausalLM(fused_head=spec.plain_head, padding_id=tokenizer.pad_token_id or 0)
+    return Prepared(config, layout, name, engine, spec, task, tokenizer, data, steps)
+
+
+def _train(prepared: Prepared, request: Request, machine: Machine, folder: Path, console: Console) -> None:
+    config, layout, spec, ranks = prepared.config, prepared.layout, prepared.spec, machine.ranks
+    section, position = config.trainer, RunState()
+    shelf = folder / "checkpoints"
+    # weights, float32 masters and two moments
+    ranks.on_first(lambda: checkpoint.ensure_writable(shelf, 16 * spec.parameters))
+    ranks.on_first(lambda: describe.write(folder, prepared, request.overrides))
+    source = ranks.on_first(lambda: _resume_from(request, shelf))
+    engine = prepared.engine.build(
+        Job(layout, spec, prepared.task, config.deepspeed, section.seed, machine)
+    )
+    for note in engine.notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+    if source is not None:
+        stored = ranks.on_first(lambda: checkpoint.read_description(source)["position"]["engine"])
+        engine.restore(stored)
+        position = checkpoint.load(source, engine.pieces(), ranks)
+        console.print(f"resumed from {source}: step {position.step}, {position.samples:,} samples seen", markup=False)
+
+    def write_model_files(target: Path) -> None:
+        spec.save_config(target)
+        prepared.tokenizer.save_pretrained(target)
+
+    with ExitStack() as stack:
+        trackers = open_trackers(section.log.trackers, folder, console) if ranks.first else []
+        for tracker in trackers:
+            stack.callback(tracker.close)
+        feed = stack.enter_context(
+            Feed(
+                prepared.data.train,
+                prepared.task.collate,
+                seed=section.seed,
+                micro_batch=layout.micro_batch,
+                accumulation=layout.accumulation,
+                data_ranks=layout.data_ranks,
+                data_rank=ranks.rank,
+                position=position.samples,
+                start_step=position.step,
+                end_step=prepared.steps,
+                device=machine.device,
+            )
+        )
+        samples = SampleLog(folder / "logs", ranks.rank) if section.log.sample_ids else None
+        peak = peak_flops(torch.cuda.get_device_name(machine.device)) if machine.device.type == "cuda" else None
+        flops = flops_per_token(spec, section.data.sequence_length)
+        meter = Meter(prepared.steps, machine.device, ranks.world_size, flops, peak, feed, position)
+
+        def log(state: RunState, metrics: Metrics, update: Update) -> None:
+            record = meter.record(replace(state, engine=engine.scalars()), metrics, update)
+            for tracker in trackers:
+                tracker.record(record)
+
+        def evaluate(state: RunState) -> None:
+            if prepared.data.evaluation is None:
+                return
+            found = held_out_loss(
+                engine,
+                prepared.data.evaluation,
+                prepared.task.collate,
+                layout,
+                section.evaluation.samples,
+                ranks.rank,
+                machine.device,
+            )
+            for tracker in trackers:
+                tracker.evaluation(Evaluation(state.step, *found))
+
+        def save(state: RunState) -> None:
+            state = replace(state, engine=engine.scalars())
+            checkpoint.save(shelf, state, engine.pieces(), describe.run_description(prepared), write_model_files, ranks)
+            ranks.on_first(lambda: checkpoint.prune(shelf, section.checkpoint.keep_last))
+
+        def seen(batches: StepBatches) -> None:
+            if samples is not None:
+                samples.write(batches.step, [int(i) for part in batches.ids for i in part])
+
+        plan = Plan(
+            prepared.steps,
+            layout.train_batch,
+            section.log.every,
+            section.checkpoint.every,
+            section.evaluation.every,
+        )
+        hooks = Hooks(log, evaluate, save, seen)
+        train(engine, feed, schedule_of(vars(config.optimizer), _mapping(config.scheduler)), plan, hooks, position)
+        checkpoint.export(folder / "final", engine.pieces(), write_model_files, ranks)
+    engine.close()
+    _finish(prepared, folder, console, ranks)
+
+
+def _finish(prepared: Prepared, folder: Path, console: Console, ranks: Ranks) -> None:
+    if not ranks.first:
+        return
+    wanted = prepared.config.trainer.generate
+    if wanted.prompt is not None:
+        text = continuation(folder / "final", prepared.tokenizer, wanted.prompt, wanted.tokens, seed=0)
+        console.print(describe.framed_sample(text), markup=False, soft_wrap=True)
+    console.print(f"done: {folder / 'final'} opens with AutoModelForCausalLM.from_pretrained", markup=False)
+
+
+# The machine
+
+
+def _join(config: Config, world: World) -> Machine:
+    """This process's device, and the process group of all."""
+    section = config.trainer.device
+    cuda = section == "cuda" or (section == "auto" and torch.cuda.is_available())
+    if cuda and torch.cuda.device_count() < world.local_world_size:
+        raise ConfigError(
+            Problem(
+                "processes on this machine",
+                f"{world.local_world_size} for {torch.cuda.device_count()} GPUs",
+                "at most one process per GPU",
+                'Start fewer, or set trainer.device="cpu"',
+            )
+        )
+    device = torch.device("cuda", world.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # set for forks after use, which warn otherwise
+    if not cuda:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT, device_id=device if cuda else None)
+    return Machine(device, Ranks(world.rank, world.world_size))
+
+
+def _kind(device: torch.device) -> Any:
+    return device.type
+
+
+def _has_bf16(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_bf16_supported()
+
+
+def _quiet_libraries() -> None:
+    """Progress bars and advice that a person can do nothing about."""
+    import datasets
+    import transformers
+
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+def _tell(world: World, output: Output, text: str) -> None:
+    """One message per mistake: rank 0's, or that of a rank which failed alone, once rank 0 has had its time."""
+    if world.rank != 0:
+        time.sleep(3)
+        text = f"rank {world.rank}: {text}"
+    print(text, file=output.terminal, flush=True)
+
+
+# What a run is made of
+
+
+def _tokenizer(config: Config, ranks: Ranks) -> Any:
+    data, model = config.trainer.data, config.trainer.model
+    name = data.tokenizer or model.name_or_path
+    if name is None:
+        load = lambda: embedded_tokenizer(_cache_folder())  # noqa: E731
+        ranks.on_first(load)
+        return load()
+    return ranks.on_each(lambda: load_tokenizer(name, model.trust_remote_code, model.revision))[ranks.rank]
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "meshloom"
+
+
+def _check_vocabulary(largest: int, spec: ModelSpec) -> None:
+    if largest >= spec.vocabulary:
+        raise DataError(
+            Problem(
+                "tokenizer",
+                f"the data has token id {largest}",
+                f"ids below {spec.vocabulary}, the rows of the embedding of {spec.name}",
+                "Use the model's own tokenizer (trainer.data.tokenizer), or a vocab_size that holds all ids",
+            )
+        )
+
+
+def _check_length(sequence: int, architecture: Any) -> None:
+    longest = getattr(architecture.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and sequence > longest:
+        raise ConfigError(
+            Problem("trainer.data.sequence_length", str(sequence), f"at most the model's {longest} positions")
+        )
+
+
+def _run_folder(config: Config, request: Request) -> Path:
+    """`runs/NAME`; a run that is not resumed takes the first free of NAME, NAME-2, NAME-3, ..."""
+    section = config.trainer.run
+    base = Path(section.folder) / (section.name or config.path.stem)
+    taken = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 10_000))]
+    used = [path for path in taken if path.exists()]
+    if request.resume is not None:
+        return used[-1] if used else base
+    return next(path for path in taken if not path.exists())
+
+
+def _resume_from(request: Request, shelf: Path) -> Path | None:
+    if request.resume is None:
+        return None
+    if request.resume != "auto":
+        if not Path(request.resume).is_dir():
+            raise ConfigError(
+                Problem(f"--resume: {request.resume}", "no such folder", "auto, or a folder such as runs/NAME/checkpoints/step-000100")
+            )
+        return Path(request.resume)
+    found, skipped = checkpoint.newest(shelf)
+    for reason in skipped:
+        print(f"skipped: {reason}")
+    return found
+
+
+def _mapping(choice: Any) -> dict[str, Any] | None:
+    return None if choice is None else vars(choice)
