@@ -232,6 +232,7 @@ def test_a_run_that_dies_while_saving_leaves_the_last_good_one(
             saved(tmp_path, 100)  # the same step again, over what the dead run left
         assert not list(tmp_path.glob("*.partial"))
         shutil.rmtree(tmp_path / "step-000100")
+        (tmp_path / "latest").write_text(older.name)
     assert survived == {"os.fsync": 11, "os.rename": 1, "os.replace": 1}[phase]
 
 

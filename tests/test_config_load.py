@@ -86,7 +86,7 @@ def test_what_deepspeed_swallows_is_rejected_all_at_once(tmp_path: Path) -> None
         'zero_optimization.stage: saw "auto"; expected a whole number from 0 to 3',
         'zero_optimization.reduce_bucket_size: saw 1.5; expected a whole number of at least 1 or "auto"',
         'zero_optimization.offload_optimizer.device: saw "gpu"; expected "none" or "cpu" or "nvme" or "auto"',
-        'activation_checkpointing.partitioned_activations: saw true; expected a known key of the section '
+        "activation_checkpointing.partitioned_activations: saw true; expected a known key of the section "
         '"activation_checkpointing". Did you mean "partition_activations"?',
         'steps_per_print: saw "often"; expected a whole number of at least 0 or "auto" or null',
         'optimizer.params.lrr: saw 1; expected a known key of the section "optimizer.params". Did you mean "lr"?',

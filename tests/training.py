@@ -28,7 +28,14 @@ LLAMA: dict[str, Any] = dict(
     tie_word_embeddings=True,
 )
 GPT2: dict[str, Any] = dict(
-    model_type="gpt2", vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
+    model_type="gpt2",
+    vocab_size=VOCABULARY,
+    n_embd=32,
+    n_layer=3,
+    n_head=4,
+    n_positions=64,
+    bos_token_id=0,
+    eos_token_id=0,
 )
 """Has dropout in embeddings, attention and MLP; learned positions; biases."""
 
@@ -67,7 +74,10 @@ class Case:
         if self.zero_stage == 3:
             # the default keeps every tiny parameter whole, and nothing would be sharded
             zero["stage3_param_persistence_threshold"] = 0
-        precision = {"float16": {"fp16": {"enabled": True, "initial_scale_power": 8}}, "bfloat16": {"bf16": {"enabled": True}}}
+        precision = {
+            "float16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+            "bfloat16": {"bf16": {"enabled": True}},
+        }
         return {
             "train_batch_size": TRAIN_BATCH,
             "train_micro_batch_size_per_gpu": self.micro_batch,
@@ -169,7 +179,9 @@ def train_by_engine(case: Case, path: str | None = None) -> Outcome:
     for step in range(STEPS):
         gradients: dict[str, torch.Tensor] = {}
         batches = [task.collate(share) for share in shares(case, step, rank)]
-        metrics = engine.step(step, batches, Update(1e-2), lambda name, g, into=gradients: into.update({name: g.clone()}))
+        metrics = engine.step(
+            step, batches, Update(1e-2), lambda name, g, into=gradients: into.update({name: g.clone()})
+        )
         outcome.losses.append(float(metrics.loss()))
         outcome.norms.append(float(metrics.gradient_norm))
         outcome.gradients.append(gradients)
@@ -216,7 +228,9 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
                 batch = collate(shares(case, step, rank)[index])
                 seed_dropout(seed, step, index, rank)
                 logits = model(input_ids=batch["input_ids"]).logits
-                loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum", ignore_index=-100)
+                loss = F.cross_entropy(
+                    logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum", ignore_index=-100
+                )
                 total += loss.detach()
                 if train:
                     (loss / counted).backward()

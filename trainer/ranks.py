@@ -52,7 +52,7 @@ class Ranks:
         failed = False
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
+        except Exception as error:  # raised again below, on every rank
             result, failed = error, True
         outcomes = self.gather((failed, result))
         for peer, (peer_failed, outcome) in enumerate(outcomes):

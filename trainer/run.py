@@ -36,7 +36,7 @@ from trainer.optimizers import Update, schedule_of
 from trainer.ranks import Ranks
 from trainer.state import RunState
 from trainer.tasks.causal_lm import CausalLM
-from trainer.trackers import Evaluation, SampleLog, open_trackers, peak_flops
+from trainer.trackers import Evaluation, SampleLog, open_trackers, peak_flops, require
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """Longer than any step or save; a rank that is lost shows at the latest then."""
@@ -109,7 +109,7 @@ def run(config: Config, request: Request, world: World, output: Output) -> int:
         print(error.render(), file=sys.stderr)
         _tell(world, output, error.render())
         return error.exit_code
-    except BaseException as error:  # noqa: BLE001 - the last place where it can become an exit code
+    except BaseException as error:  # the last place where it can become an exit code
         traceback.print_exc()
         where = f"; the whole trace is in {log}" if log else f"\n{traceback.format_exc()}"
         _tell(world, output, f"internal error on rank {world.rank}: {type(error).__name__}: {error}{where}")
@@ -123,6 +123,7 @@ def prepare(config: Config, machine: Machine) -> Prepared:
     config = resolve(config, facts)
     layout = layout_of(config, ranks.world_size)
     name, engine = select(section.engine, layout)
+    ranks.on_first(lambda: require(section.log.trackers))
     tokenizer = _tokenizer(config, ranks)
     architecture = ranks.on_each(lambda: huggingface.read_config(section.model, len(tokenizer)))[ranks.rank]
     data = open_data(section.data, tokenizer, _cache_folder(), ranks)
@@ -143,9 +144,7 @@ def _train(prepared: Prepared, request: Request, machine: Machine, folder: Path,
     ranks.on_first(lambda: checkpoint.ensure_writable(shelf, 16 * spec.parameters))
     ranks.on_first(lambda: describe.write(folder, prepared, request.overrides))
     source = ranks.on_first(lambda: _resume_from(request, shelf))
-    engine = prepared.engine.build(
-        Job(layout, spec, prepared.task, config.deepspeed, section.seed, machine)
-    )
+    engine = prepared.engine.build(Job(layout, spec, prepared.task, config.deepspeed, section.seed, machine))
     for note in engine.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     if source is not None:
@@ -343,7 +342,11 @@ def _resume_from(request: Request, shelf: Path) -> Path | None:
     if request.resume != "auto":
         if not Path(request.resume).is_dir():
             raise ConfigError(
-                Problem(f"--resume: {request.resume}", "no such folder", "auto, or a folder such as runs/NAME/checkpoints/step-000100")
+                Problem(
+                    f"--resume: {request.resume}",
+                    "no such folder",
+                    "auto, or a folder such as runs/NAME/checkpoints/step-000100",
+                )
             )
         return Path(request.resume)
     found, skipped = checkpoint.newest(shelf)

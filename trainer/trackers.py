@@ -66,12 +66,7 @@ class Tracker(Protocol):
 
 
 def open_trackers(names: Sequence[str], run_folder: Path, terminal: Terminal) -> list[Tracker]:
-    """The trackers of rank 0: console and `metrics.jsonl`, and those of TRACKERS that are named.
-
-    Raises ConfigError if the package of one is not installed.
-    """
-    for name in names:
-        _require(name)
+    """The trackers of rank 0: console and `metrics.jsonl`, and those of TRACKERS that are named."""
     always: list[Tracker] = [Console(terminal), JsonLines(run_folder / "metrics.jsonl")]
     return always + [TRACKERS[name](run_folder) for name in names]
 
@@ -274,12 +269,14 @@ _PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy",
 _EXPERIMENT = "meshloom"
 
 
-def _require(name: str) -> None:
-    missing = [package for package in _PACKAGES[name] if find_spec(package) is None]
-    if missing:
-        seen = f'"{name}" without the package {missing[0]}'
-        mend = f"pip install meshloom[{name}]"
-        raise ConfigError(Problem("trainer.log.trackers", seen, "trackers that are installed", mend))
+def require(names: Sequence[str]) -> None:
+    """Raises ConfigError if the package of a tracker is not installed."""
+    for name in names:
+        missing = [package for package in _PACKAGES[name] if find_spec(package) is None]
+        if missing:
+            seen = f'"{name}" without the package {missing[0]}'
+            mend = f"pip install meshloom[{name}]"
+            raise ConfigError(Problem("trainer.log.trackers", seen, "trackers that are installed", mend))
 
 
 def _fields(item: Record | Evaluation) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def indexes(slots: Sequence[Slot]) -> dict[str, dict[str, object]]:
 
 def _file_names(stem: str, owners: set[int]) -> dict[int, str]:
     if len(owners) == 1:
-        return {owner: f"{stem}.safetensors" for owner in owners}
+        return dict.fromkeys(owners, f"{stem}.safetensors")
     count = len(owners)
     return {
         owner: f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number, owner in enumerate(sorted(owners), start=1)

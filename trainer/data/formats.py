@@ -16,28 +16,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from trainer.config import DataSection
 from trainer.data import corpus
 from trainer.errors import DataError, Problem
 
 _GLOB = frozenset("*?[")
-
-
-class DataOptions(Protocol):
-    """What this room asks of the config's `trainer.data` section."""
-
-    path: str | Sequence[str] | None
-    format: str
-    split: str
-    name: str | None
-    text_column: str
-    prompt_column: str | None
-    completion_column: str | None
-    sequence_length: int
-    documents: str
-    evaluation_path: str | Sequence[str] | None
-    evaluation_fraction: float
 
 
 class Row(NamedTuple):
@@ -101,7 +86,7 @@ def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
     return Location(formats[files[0]], files)
 
 
-def read_documents(location: Location, options: DataOptions) -> Iterator[Document | None]:
+def read_documents(location: Location, options: DataSection) -> Iterator[Document | None]:
     """The documents in order; None stands for one with nothing in it to train on.
 
     Raises DataError at the first row that can't be read, that lacks a column, or whose column is not text.
@@ -118,7 +103,7 @@ def read_documents(location: Location, options: DataOptions) -> Iterator[Documen
         yield None if empty else Document(texts[-1] or "", (texts[0] or "") if prompted else None)
 
 
-def _rows(location: Location, options: DataOptions, columns: Sequence[str]) -> Iterator[Row]:
+def _rows(location: Location, options: DataSection, columns: Sequence[str]) -> Iterator[Row]:
     if location.hub:
         yield from _hub(location.hub, options, columns)
     for file in location.files:
@@ -282,7 +267,7 @@ def _parquet(file: Path, columns: Sequence[str]) -> Iterator[Row]:
         raise DataError(Problem(str(file), f"not parquet: {_short(str(error))}", "a parquet file")) from error
 
 
-def _hub(name: str, options: DataOptions, columns: Sequence[str]) -> Iterator[Row]:
+def _hub(name: str, options: DataSection, columns: Sequence[str]) -> Iterator[Row]:
     from datasets import load_dataset
 
     try:

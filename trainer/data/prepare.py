@@ -11,8 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from trainer.config import DataSection
 from trainer.data.cache import cached_folder
-from trainer.data.formats import DataOptions, Document, Location, locate, read_documents
+from trainer.data.formats import Document, Location, locate, read_documents
 from trainer.data.source import Encoded, PreparedSource, Summary, write_part
 from trainer.data.tokenizer import end_of_text, tokenizer_key
 from trainer.errors import DataError, Problem
@@ -42,7 +43,7 @@ class Data:
         return max(part.summary.largest_token_id for part in parts)
 
 
-def open_data(options: DataOptions, tokenizer: Any, cache_folder: Path, ranks: Ranks) -> Data:
+def open_data(options: DataSection, tokenizer: Any, cache_folder: Path, ranks: Ranks) -> Data:
     """Prepare the data on rank 0, or find it prepared, and open it on every rank. Collective.
 
     Raises the same DataError (the input) or DiskError (the cache) on every rank.
@@ -59,7 +60,7 @@ def open_data(options: DataOptions, tokenizer: Any, cache_folder: Path, ranks: R
     return data
 
 
-def prepare(options: DataOptions, tokenizer: Any, cache_folder: Path) -> Path:
+def prepare(options: DataSection, tokenizer: Any, cache_folder: Path) -> Path:
     """The folder of the prepared data: `train`, and `evaluation` where there is any; written if it is not there.
 
     Deterministic, and the folder appears whole or not at all. The name tells the input: paths, sizes and times of
@@ -90,7 +91,7 @@ def _open(folder: Path) -> Data:
     return Data(train, evaluation, train.summary, train.summary.fingerprint)
 
 
-def _write(folder: Path, train: Location, evaluation: Location | None, options: DataOptions, tokenizer: Any) -> None:
+def _write(folder: Path, train: Location, evaluation: Location | None, options: DataSection, tokenizer: Any) -> None:
     fraction = 0.0 if evaluation else options.evaluation_fraction
 
     def write(part: str, location: Location, held: bool) -> Summary:
@@ -108,7 +109,7 @@ def _write(folder: Path, train: Location, evaluation: Location | None, options: 
         (folder / "evaluation").rmdir()
 
 
-def _documents(location: Location, options: DataOptions) -> Iterator[Document]:
+def _documents(location: Location, options: DataSection) -> Iterator[Document]:
     """The documents with something to train on. Raises DataError if there are none."""
     rows = used = 0
     for document in read_documents(location, options):

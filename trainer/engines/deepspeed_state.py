@@ -60,7 +60,9 @@ class MasterState:
                 observe(bare_name(name), gradient.detach().float() / scale)
 
     def scalars(self) -> dict[str, float]:
-        found = {"optimizer_step": max((float(s["step"]) for s in self._inner.state.values() if "step" in s), default=0)}
+        found = {
+            "optimizer_step": max((float(s["step"]) for s in self._inner.state.values() if "step" in s), default=0)
+        }
         scaler = self._scaler()
         found |= {f"scaler.{key}": float(getattr(scaler, key)) for key in _SCALER_KEYS if hasattr(scaler, key)}
         return found

@@ -46,7 +46,7 @@ def read_config(options: Any, vocabulary: int | None = None) -> PreTrainedConfig
         raise ConfigError(Problem(place, "no model_type", 'an architecture, such as "model_type": "llama"'))
     try:
         return AutoConfig.for_model(**values)
-    except Exception as error:  # noqa: BLE001 - transformers raises many kinds for a bad value
+    except Exception as error:  # transformers raises many kinds for a bad value
         raise ConfigError(Problem(place, _first_line(error), "a config that transformers accepts")) from error
 
 
@@ -147,7 +147,7 @@ def _has_plain_head(model: PreTrainedModel) -> bool:
     base.forward = lambda *args, **kwargs: _BelowHead(last_hidden_state=hidden)  # type: ignore[assignment]
     try:
         logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta")).logits
-    except Exception:  # noqa: BLE001 - a forward that needs more than this has no plain head
+    except Exception:  # a forward that needs more than this has no plain head
         return False
     finally:
         hook.remove()
@@ -198,7 +198,7 @@ def _pretrained_config(options: Any) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(
             options.name_or_path, revision=options.revision, trust_remote_code=options.trust_remote_code
         )
-    except Exception as error:  # noqa: BLE001 - network, JSON and value errors alike
+    except Exception as error:  # network, JSON and value errors alike
         raise ConfigError(Problem(place, _first_line(error), "a folder or hub id that transformers opens")) from error
 
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which activations of a block are kept, and which are computed again in the backward pass."""
+"""Activation checkpointing: which activations of a block are kept, and which are computed again for the gradient."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def apply(model: nn.Module, spec: ModelSpec, recompute: Recompute) -> None:
 def _recomputed(forward: Callable[..., Any], selective: bool, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **contexts, **kwargs)
+    contexts: dict[str, Any] = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+    )
+    return checkpoint(forward, *args, **contexts, **kwargs, use_reentrant=False, preserve_rng_state=True)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

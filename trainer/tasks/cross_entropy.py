@@ -88,7 +88,7 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(logits.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=logits.device)
         gradient = torch.empty_like(logits) if with_gradients and ctx.needs_input_grad[0] else None
-        for rows in _chunks(*logits.shape, wide):
+        for rows in _chunks(logits.shape[0], logits.shape[1], wide):
             loss, grad = _chunk_loss(logits[rows].to(wide, copy=True), targets[rows])
             total += loss
             if gradient is not None:

@@ -12,6 +12,10 @@ Batch = dict[str, torch.Tensor]
 
 
 class Task(Protocol):
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """The model on the meta device, changed in place where the loss needs it to be."""
+        ...
+
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
         """Samples of the data as one micro-batch of tensors."""
         ...
