@@ -198,17 +198,14 @@ def test_mlflow(tmp_path: Path, no_tracking_uri: None) -> None:
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboard"), ("mlflow", "mlflow")])
-def test_a_tracker_that_is_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
-) -> None:
+def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda wanted: None if wanted == package else sys)
     with pytest.raises(ConfigError) as caught:
-        open_trackers([name], tmp_path, Terminal(file=StringIO()))
+        trackers.require([name])
     assert str(caught.value) == (
         f'trainer.log.trackers: "{name}" without the package {package}; expected trackers that are installed. '
         f"pip install meshloom[{name}]"
     )
-    assert list(tmp_path.iterdir()) == []
 
 
 # Devices

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from trainer import __version__
 from trainer.config import origin_table
 from trainer.data.preview import preview
+from trainer.engines import ENGINES
+from trainer.layout import Layout, Recompute
 from trainer.models.spec import flops_per_token
 
 if TYPE_CHECKING:
@@ -94,3 +96,35 @@ def framed_sample(text: str) -> str:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+# layout -> what a Layout needs beside the sizes of one that is plain
+_OFFERED: dict[str, dict[str, Any]] = {
+    "DDP (ZeRO-0)": {"replicate": 4},
+    "ZeRO-1": {"shard": 4, "zero_stage": 1},
+    "ZeRO-2": {"shard": 4, "zero_stage": 2},
+    "ZeRO-3": {"shard": 4, "zero_stage": 3},
+    "ZeRO-2, optimizer on the CPU": {"shard": 4, "zero_stage": 2, "offload_optimizer": "cpu"},
+    "ZeRO-3, all on the CPU": {"shard": 4, "zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+    "HSDP": {"replicate": 2, "shard": 2, "zero_stage": 3},
+    "pipeline": {"pipeline": 2, "replicate": 2},
+    "pipeline x ZeRO-2": {"pipeline": 2, "shard": 2, "zero_stage": 2},
+    "tensor parallel": {"tensor": 2, "replicate": 2},
+}
+
+
+def layout_table() -> str:
+    """Which engine runs which layout, as Markdown, from the engines' own refusals."""
+    plain: dict[str, Any] = dict.fromkeys(
+        ("pipeline", "replicate", "shard", "tensor", "micro_batch", "accumulation"), 1
+    )
+    plain |= {"zero_stage": 0, "offload_optimizer": "none", "offload_param": "none", "precision": "float32"}
+    lines = ["| layout | " + " | ".join(f"`{name}`" for name in ENGINES) + " |", "| --- |" + " --- |" * len(ENGINES)]
+    for name, given in _OFFERED.items():
+        sizes = plain | given
+        ranks = sizes["replicate"] * sizes["shard"]
+        world = ranks * sizes["pipeline"] * sizes["tensor"]
+        layout = Layout(**sizes, world_size=world, train_batch=ranks, recompute=Recompute())
+        cells = [f"no: {kind.refusal(layout)}" if kind.refusal(layout) else "yes" for kind in ENGINES.values()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)

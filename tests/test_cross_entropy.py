@@ -1,0 +1,107 @@
+"""The chunked loss against PyTorch's own, in value and in every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.tasks import cross_entropy
+from trainer.tasks.cross_entropy import linear_cross_entropy, logits_cross_entropy
+
+
+def plain(hidden, weight, bias, targets):
+    return F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="sum", ignore_index=-100)
+
+
+def inputs(tokens=13, width=8, vocabulary=17, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
+    bias = torch.randn(vocabulary, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (tokens,))
+    targets[::3] = -100
+    return hidden, weight, bias, targets
+
+
+@settings(deadline=None, max_examples=40)
+@given(tokens=st.integers(1, 40), vocabulary=st.integers(2, 30), rows=st.integers(1, 9), with_bias=st.booleans())
+def test_equals_pytorch_whatever_the_chunks(tokens, vocabulary, rows, with_bias):
+    hidden, weight, bias, targets = inputs(tokens, 8, vocabulary)
+    bias = bias if with_bias else None
+    wanted = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_entropy, "CHUNK_BYTES", rows * vocabulary * 8)
+        loss = linear_cross_entropy(hidden, weight, bias, targets)
+    reference = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum", ignore_index=-100)
+    torch.testing.assert_close(loss, reference)
+    for mine, theirs in zip(
+        torch.autograd.grad(loss * 3, wanted), torch.autograd.grad(reference * 3, wanted), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_the_gradient_is_the_derivative(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 3 * 17 * 8)
+    hidden, weight, bias, targets = inputs()
+    assert torch.autograd.gradcheck(lambda *tensors: linear_cross_entropy(*tensors, targets), (hidden, weight, bias))
+    logits = torch.randn(7, 11, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: logits_cross_entropy(x, torch.arange(7)), logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_rounds_once(dtype):
+    hidden, weight, _, targets = inputs(64, 32, 50, dtype=torch.float32)
+    low = [tensor.detach().to(dtype).requires_grad_() for tensor in (hidden, weight)]
+    loss = linear_cross_entropy(low[0], low[1], None, targets)
+    exact = [tensor.detach().double().requires_grad_() for tensor in low]
+    reference = F.cross_entropy(F.linear(*exact), targets, reduction="sum", ignore_index=-100)
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(float(reference), rel=3e-3)
+    for mine, theirs in zip(torch.autograd.grad(loss, low), torch.autograd.grad(reference, exact), strict=True):
+        assert mine.dtype == dtype
+        assert float((mine.double() - theirs).norm() / theirs.norm()) < 0.01
+
+
+def test_nothing_is_counted_where_there_is_no_target():
+    hidden, weight, bias, targets = inputs()
+    loss = linear_cross_entropy(hidden, weight, bias, torch.full_like(targets, -100))
+    assert float(loss) == 0
+    assert all(float(g.abs().max()) == 0 for g in torch.autograd.grad(loss, (hidden, weight, bias)))
+
+
+def test_all_logits_are_never_whole(monkeypatch):
+    """No tensor of [tokens, vocabulary] is made, forward or backward."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                largest = max(largest, result.numel())
+            return result
+
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 10 * 300 * 4)
+    hidden, weight, _, targets = inputs(200, 16, 300, dtype=torch.float32)
+    with Watch():
+        linear_cross_entropy(hidden, weight, None, targets).backward()
+    assert largest == weight.numel()  # 4,800; the logits would be 60,000
+    with Watch():
+        plain(hidden, weight, None, targets)
+    assert largest == 200 * 300
+
+
+def test_no_gradient_is_made_without_need():
+    hidden, weight, bias, targets = inputs()
+    with torch.no_grad():
+        assert not linear_cross_entropy(hidden, weight, bias, targets).requires_grad
+    weight.requires_grad_(False)
+    loss = linear_cross_entropy(hidden, weight, None, targets)
+    assert loss.grad_fn.saved_tensors[1] is None
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    assert gradient.shape == hidden.shape
