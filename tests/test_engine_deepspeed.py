@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-from tests.training import GPT2, LLAMA, Case, assert_same, train_by_engine, train_plainly
+from tests.training import GPT2, LLAMA, Case, assert_same, resume_by_engine, train_by_engine, train_plainly
 
 CASES = {
     "ddp": Case(zero_stage=0),
@@ -59,3 +60,32 @@ def test_low_precision_stays_near_float32(pools, case):
         for name, weight in reference.weights.items():
             mine = outcome.weights[name].reshape(weight.shape)
             assert float((mine - weight).norm() / weight.norm()) < 0.05, name
+
+
+RESUMED = [
+    *(Case(zero_stage=stage) for stage in (0, 1, 2, 3)),
+    *(Case(zero_stage=stage, precision="bfloat16") for stage in (0, 1, 2, 3)),
+    *(Case(zero_stage=stage, precision="float16") for stage in (1, 3)),
+    Case(zero_stage=2, offload_optimizer="cpu"),
+    Case(zero_stage=3, offload_optimizer="cpu", offload_param="cpu"),
+    Case(zero_stage=2, model=GPT2),
+]
+
+
+def label(case: Case) -> str:
+    return f"{case.precision}, zero{case.zero_stage}, {case.offload_optimizer}, {case.model['model_type']}"
+
+
+@pytest.mark.parametrize("case", RESUMED, ids=label)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(pools, tmp_path, case):
+    for losses, weights in pools[2].run(resume_by_engine, before=case, after=case, folder=tmp_path):
+        assert losses[0] == losses[1]
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 2), (2, 1), (1, 0)])
+def test_a_checkpoint_goes_on_under_another_stage(pools, tmp_path, before, after):
+    cases = {"before": Case(zero_stage=before), "after": Case(zero_stage=after)}
+    for losses, weights in pools[2].run(resume_by_engine, folder=tmp_path, **cases):
+        assert losses[0] == pytest.approx(losses[1], rel=2e-6)
+        assert all(torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=2e-6) for name in weights[1])

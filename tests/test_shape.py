@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
     "errors": 0,
     "seeding": 0,
-    "ranks": 0,
+    "ranks": 1,
     "config": 1,
     "state": 1,
     "layout": 2,
@@ -113,7 +113,8 @@ def test_no_room_without_a_noun(name):
 
 
 def test_the_budget():
-    lines = {path: len(path.read_text().splitlines()) for path, _ in sources("trainer", "launch")}
+    """Small enough to read in an afternoon. Blank lines cost no reading."""
+    lines = {path: sum(map(bool, map(str.strip, path.read_text().splitlines()))) for path, _ in sources("trainer", "launch")}
     assert sum(lines.values()) <= 6000
     assert {str(path): count for path, count in lines.items() if count > 400} == {}
 

@@ -6,7 +6,8 @@ is what the engine is right about.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,11 +168,7 @@ def train_by_engine(case: Case, path: str | None = None) -> Outcome:
 
     from trainer.optimizers import Update
 
-    if case.precision == "float16":
-        from deepspeed.accelerator import get_accelerator
-
-        # DeepSpeed allows float16 only on processors that are fast at it; PyTorch computes it on all
-        type(get_accelerator()).is_fp16_supported = lambda self: True
+    allow_float16(case)
     rank = dist.get_rank()
     engine = build(case, rank, path)
     task = task_of(spec_of(case.model, path))
@@ -190,6 +187,57 @@ def train_by_engine(case: Case, path: str | None = None) -> Outcome:
     outcome.weights = whole_weights(engine, case)
     engine.close()
     return outcome
+
+
+def resume_by_engine(
+    before: Case, after: Case, folder: Path
+) -> tuple[list[list[float]], list[dict[str, torch.Tensor]]]:
+    """Two steps, a checkpoint, a new engine, two more steps; and beside it the same four without a pause.
+
+    Returns the losses of the last two steps of [resumed, uninterrupted], and the final weights of both. Runs on each
+    rank of a pool. `after` is the layout that goes on, in both.
+    """
+    import torch.distributed as dist
+
+    from trainer import checkpoint
+    from trainer.optimizers import Update
+    from trainer.ranks import Ranks
+    from trainer.state import RunState
+
+    rank = dist.get_rank()
+    ranks = Ranks(rank, before.world_size)
+    allow_float16(before)
+    task = task_of(spec_of(before.model))
+
+    def steps(engine: Any, case: Case, first: int) -> list[float]:
+        batches = [[task.collate(share) for share in shares(case, step, rank)] for step in (first, first + 1)]
+        metrics = [engine.step(first + i, batch, Update(1e-2)) for i, batch in enumerate(batches)]
+        return [float(m.loss()) for m in metrics]
+
+    engine = build(before, rank)
+    steps(engine, before, 0)
+    state = RunState(step=2, samples=2 * TRAIN_BATCH, engine=engine.scalars())
+    path = checkpoint.save(folder, state, engine.pieces(), {}, lambda target: None, ranks)
+    whole = steps(engine, before, 2)
+    whole_end = whole_weights(engine, before)
+    engine.close()
+
+    engine = build(after, rank, seed=77)  # other initial values: all that counts comes from the checkpoint
+    engine._job = replace(engine._job, seed=5)
+    engine.restore(checkpoint.read_description(path)["position"]["engine"])
+    assert checkpoint.load(path, engine.pieces(), ranks) == state
+    resumed = steps(engine, after, 2)
+    resumed_end = whole_weights(engine, after)
+    engine.close()
+    return [resumed, whole], [resumed_end, whole_end]
+
+
+def allow_float16(case: Case) -> None:
+    if case.precision == "float16":
+        from deepspeed.accelerator import get_accelerator
+
+        # DeepSpeed allows float16 only on processors that are fast at it; PyTorch computes it on all
+        type(get_accelerator()).is_fp16_supported = lambda self: True
 
 
 def whole_weights(engine: Any, case: Case) -> dict[str, torch.Tensor]:

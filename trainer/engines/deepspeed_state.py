@@ -34,7 +34,9 @@ class MasterState:
         self._optimizer = engine.optimizer
         # without ZeRO in float32 the engine's optimizer is PyTorch's own, over the model's parameters
         self._inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-        self._low_precision = any(p.dtype != torch.float32 for p in engine.module.parameters())
+        dtypes = {p.dtype for p in engine.module.parameters()}
+        self._low_precision = dtypes != {torch.float32}
+        self._scaler = getattr(engine.optimizer, "loss_scaler", None) if torch.float16 in dtypes else None
         self._flat = next((name for name in _FLAT if hasattr(engine.optimizer, name)), None)
 
     def pieces(self) -> list[Piece]:
@@ -63,9 +65,8 @@ class MasterState:
         found = {
             "optimizer_step": max((float(s["step"]) for s in self._inner.state.values() if "step" in s), default=0)
         }
-        scaler = self._scaler()
-        found |= {f"scaler.{key}": float(getattr(scaler, key)) for key in _SCALER_KEYS if hasattr(scaler, key)}
-        return found
+        known = [key for key in _SCALER_KEYS if hasattr(self._scaler, key)]
+        return found | {f"scaler.{key}": float(getattr(self._scaler, key)) for key in known}
 
     def restore(self, scalars: Mapping[str, float]) -> None:
         self._make_states()
@@ -75,11 +76,10 @@ class MasterState:
                 state["step"].fill_(step)
             elif "step" in state:
                 state["step"] = int(step)
-        scaler = self._scaler()
         for key in _SCALER_KEYS:
-            if f"scaler.{key}" in scalars and hasattr(scaler, key):
-                kind = type(getattr(scaler, key))
-                setattr(scaler, key, kind(scalars[f"scaler.{key}"]))
+            if f"scaler.{key}" in scalars and hasattr(self._scaler, key):
+                kind = type(getattr(self._scaler, key))
+                setattr(self._scaler, key, kind(scalars[f"scaler.{key}"]))
 
     # Reading and writing one tensor
 
@@ -159,12 +159,11 @@ class MasterState:
             return
         groups = self._inner.param_groups
         kept = [(group["params"], group["lr"]) for group in groups]
-        for tensor in updated:
+        for group in groups:
+            group["params"], group["lr"] = [], 0.0
+        for tensor in updated:  # one at a time, so that one tensor's gradient is all that is needed beside it
             gradient, tensor.grad = tensor.grad, torch.zeros_like(tensor)
-            for group in groups[:1]:
-                group["params"], group["lr"] = [tensor], 0.0
-            for group in groups[1:]:
-                group["params"] = []
+            groups[0]["params"] = [tensor]
             self._inner.step()
             tensor.grad = gradient
         for group, (parameters, rate) in zip(groups, kept, strict=True):
@@ -177,9 +176,6 @@ class MasterState:
         link: Callable[[], None] | None = getattr(self._optimizer, "_lazy_init_hp_params_optimizer_state", None)
         if link is not None:
             link()
-
-    def _scaler(self) -> Any:
-        return getattr(self._optimizer, "loss_scaler", None)
 
     def _size(self, parameter: nn.Parameter) -> int:
         return int(getattr(parameter, "ds_numel", parameter.numel()))
