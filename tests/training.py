@@ -45,7 +45,13 @@ GPT2: dict[str, Any] = dict(
 class Case:
     """One layout and what it is trained with."""
 
+    engine: str = "deepspeed"
     world_size: int = 2
+    pipeline: int = 1
+    replicate: int = 1
+    """Of the data ranks; without ZeRO all of them."""
+    tensor: int = 1
+    schedule: str = "1F1B"
     zero_stage: int = 2
     micro_batch: int = 2
     precision: str = "float32"
@@ -64,8 +70,12 @@ class Case:
     )
 
     @property
+    def data_ranks(self) -> int:
+        return self.world_size // (self.pipeline * self.tensor)
+
+    @property
     def accumulation(self) -> int:
-        return TRAIN_BATCH // (self.micro_batch * self.world_size)
+        return TRAIN_BATCH // (self.micro_batch * self.data_ranks)
 
     def deepspeed(self) -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.zero_stage}
@@ -127,11 +137,15 @@ def task_of(spec: Any) -> Any:
     return CausalLM(fused_head=spec.plain_head)
 
 
-def shares(case: Case, step: int, rank: int) -> list[list[dict[str, np.ndarray]]]:
-    """The micro-batches of one rank: the global batch seen as [accumulation, ranks, micro-batch]."""
+def shares(case: Case, step: int, data_rank: int) -> list[list[dict[str, np.ndarray]]]:
+    """The micro-batches of one data rank: the global batch seen as [accumulation, data ranks, micro-batch]."""
     batch = samples(step)
-    starts = [(m * case.world_size + rank) * case.micro_batch for m in range(case.accumulation)]
+    starts = [(m * case.data_ranks + data_rank) * case.micro_batch for m in range(case.accumulation)]
     return [batch[start : start + case.micro_batch] for start in starts]
+
+
+def data_rank_of(case: Case, rank: int) -> int:
+    return rank // case.tensor % case.data_ranks
 
 
 def build(case: Case, rank: int, path: str | None = None, seed: int = 5) -> Any:
@@ -140,13 +154,13 @@ def build(case: Case, rank: int, path: str | None = None, seed: int = 5) -> Any:
     from trainer.ranks import Ranks
 
     spec = spec_of(case.model, path)
-    sharded = case.zero_stage > 0
+    replicate = case.replicate if case.zero_stage else case.data_ranks
     layout = Layout(
         world_size=case.world_size,
-        pipeline=1,
-        replicate=1 if sharded else case.world_size,
-        shard=case.world_size if sharded else 1,
-        tensor=1,
+        pipeline=case.pipeline,
+        replicate=replicate,
+        shard=case.data_ranks // replicate,
+        tensor=case.tensor,
         micro_batch=case.micro_batch,
         accumulation=case.accumulation,
         train_batch=TRAIN_BATCH,
@@ -155,8 +169,9 @@ def build(case: Case, rank: int, path: str | None = None, seed: int = 5) -> Any:
         offload_param=case.offload_param,
         precision=case.precision,
         recompute=Recompute(case.recompute, case.every),
+        schedule=case.schedule,
     )
-    kind = ENGINES["deepspeed"]
+    kind = ENGINES[case.engine]
     assert kind.refusal(layout) is None
     machine = Machine(torch.device("cpu"), Ranks(rank, case.world_size))
     return kind.build(Job(layout, spec, task_of(spec), case.deepspeed(), seed, machine))
@@ -175,14 +190,14 @@ def train_by_engine(case: Case, path: str | None = None) -> Outcome:
     outcome = Outcome([], [], [], {})
     for step in range(STEPS):
         gradients: dict[str, torch.Tensor] = {}
-        batches = [task.collate(share) for share in shares(case, step, rank)]
+        batches = [task.collate(share) for share in shares(case, step, data_rank_of(case, rank))]
         metrics = engine.step(
             step, batches, Update(1e-2), lambda name, g, into=gradients: into.update({name: g.clone()})
         )
         outcome.losses.append(float(metrics.loss()))
         outcome.norms.append(float(metrics.gradient_norm))
         outcome.gradients.append(gradients)
-    loss_sum, targets = engine.evaluate([task.collate(s) for s in shares(case, 99, rank)])
+    loss_sum, targets = engine.evaluate([task.collate(s) for s in shares(case, 99, data_rank_of(case, rank))])
     outcome.evaluation = float(loss_sum / targets)
     outcome.weights = whole_weights(engine, case)
     engine.close()
@@ -210,7 +225,10 @@ def resume_by_engine(
     task = task_of(spec_of(before.model))
 
     def steps(engine: Any, case: Case, first: int) -> list[float]:
-        batches = [[task.collate(share) for share in shares(case, step, rank)] for step in (first, first + 1)]
+        batches = [
+            [task.collate(share) for share in shares(case, step, data_rank_of(case, rank))]
+            for step in (first, first + 1)
+        ]
         metrics = [engine.step(first + i, batch, Update(1e-2)) for i, batch in enumerate(batches)]
         return [float(m.loss()) for m in metrics]
 
@@ -272,9 +290,9 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
         counted = sum(int((s["targets"] != -100).sum()) for s in samples(step))
         total = torch.zeros(())
         for index in range(case.accumulation):
-            for rank in range(case.world_size):
-                batch = collate(shares(case, step, rank)[index])
-                seed_dropout(seed, step, index, rank)
+            for data_rank in range(case.data_ranks):
+                batch = collate(shares(case, step, data_rank)[index])
+                seed_dropout(seed, step, index, data_rank)
                 logits = model(input_ids=batch["input_ids"]).logits
                 loss = F.cross_entropy(
                     logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum", ignore_index=-100

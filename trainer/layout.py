@@ -10,6 +10,7 @@ from trainer.errors import ConfigError, Problem
 
 Device = Literal["none", "cpu", "nvme"]
 Precision = Literal["float32", "bfloat16", "float16"]
+Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 RecomputeMode = Literal["none", "full", "every", "selective"]
 
 
@@ -42,6 +43,8 @@ class Layout:
     offload_param: Device
     precision: Precision
     recompute: Recompute
+    schedule: Schedule = "1F1B"
+    """How a pipeline orders its micro-batches; says nothing without one."""
 
     def __post_init__(self) -> None:
         axes = {name: getattr(self, name) for name in ("pipeline", "replicate", "shard", "tensor")}
@@ -58,6 +61,10 @@ class Layout:
         """Groups of processes that see different samples."""
         return self.replicate * self.shard
 
+    def data_rank(self, rank: int) -> int:
+        """Which share of the samples process `rank` sees: the mesh is row-major, tensor innermost."""
+        return rank // self.tensor % self.data_ranks
+
     def describe(self) -> str:
         """The layout on one line."""
         axes = [f"{name} {getattr(self, name)}" for name in ("pipeline", "replicate", "shard", "tensor")]
@@ -70,6 +77,8 @@ class Layout:
             self.precision,
             f"batch {self.train_batch} = {self.micro_batch} x {self.accumulation} x {self.data_ranks}",
         ]
+        if self.pipeline > 1:
+            words.append(f"schedule {self.schedule}")
         if self.recompute.mode != "none":
             every = f" {self.recompute.every}" if self.recompute.mode == "every" else ""
             words.append(f"recompute {self.recompute.mode}{every}")
@@ -95,6 +104,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         offload_param=(zero.get("offload_param") or {}).get("device", "none"),
         precision=_precision(config),
         recompute=_recompute(config.trainer.activation_checkpointing),
+        schedule=config.trainer.pipeline_schedule,
     )
 
 

@@ -143,7 +143,9 @@ def _train(prepared: Prepared, request: Request, machine: Machine, folder: Path,
     # weights, float32 masters and two moments
     ranks.on_first(lambda: checkpoint.ensure_writable(shelf, 16 * spec.parameters))
     ranks.on_first(lambda: describe.write(folder, prepared, request.overrides))
-    source = ranks.on_first(lambda: _resume_from(request, shelf))
+    source, skipped = ranks.on_first(lambda: _resume_from(request, shelf))
+    for reason in skipped:
+        console.print(f"skipped: {reason}", markup=False, soft_wrap=True)
     engine = prepared.engine.build(Job(layout, spec, prepared.task, config.deepspeed, section.seed, machine))
     for note in engine.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
@@ -169,7 +171,7 @@ def _train(prepared: Prepared, request: Request, machine: Machine, folder: Path,
                 micro_batch=layout.micro_batch,
                 accumulation=layout.accumulation,
                 data_ranks=layout.data_ranks,
-                data_rank=ranks.rank,
+                data_rank=layout.data_rank(ranks.rank),
                 position=position.samples,
                 start_step=position.step,
                 end_step=prepared.steps,
@@ -195,7 +197,7 @@ def _train(prepared: Prepared, request: Request, machine: Machine, folder: Path,
                 prepared.task.collate,
                 layout,
                 section.evaluation.samples,
-                ranks.rank,
+                layout.data_rank(ranks.rank),
                 machine.device,
             )
             for tracker in trackers:
@@ -336,9 +338,10 @@ def _run_folder(config: Config, request: Request) -> Path:
     return next(path for path in taken if not path.exists())
 
 
-def _resume_from(request: Request, shelf: Path) -> Path | None:
+def _resume_from(request: Request, shelf: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, and why newer ones were left alone."""
     if request.resume is None:
-        return None
+        return None, []
     if request.resume != "auto":
         if not Path(request.resume).is_dir():
             raise ConfigError(
@@ -348,11 +351,8 @@ def _resume_from(request: Request, shelf: Path) -> Path | None:
                     "auto, or a folder such as runs/NAME/checkpoints/step-000100",
                 )
             )
-        return Path(request.resume)
-    found, skipped = checkpoint.newest(shelf)
-    for reason in skipped:
-        print(f"skipped: {reason}")
-    return found
+        return Path(request.resume), []
+    return checkpoint.newest(shelf)
 
 
 def _mapping(choice: Any) -> dict[str, Any] | None:

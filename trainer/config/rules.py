@@ -11,7 +11,7 @@ def conflicts(settings: Json) -> list[Problem]:
     """The problems of keys that do not go together."""
     zero = settings.get("zero_optimization", {})
     stage = zero.get("stage", 0)
-    return [*_precision(settings, stage), *_offload(zero, stage), *_norm(settings, zero, stage)]
+    return [*_precision(settings, stage), *_autocast(settings), *_offload(zero, stage), *_norm(settings, zero, stage)]
 
 
 def notes_of(settings: Json) -> list[str]:
@@ -40,6 +40,12 @@ def _precision(settings: Json, stage: int) -> list[Problem]:
     if bf16.get("bf16_optimizer_states") is True and bf16.get("bf16_master_weights_and_grads") is not True:
         found.append(Problem("bf16.bf16_optimizer_states", "saw true", "bf16_master_weights_and_grads true with it"))
     return found
+
+
+def _autocast(settings: Json) -> list[Problem]:
+    if settings.get("torch_autocast", {}).get("enabled") is not True:
+        return []
+    return [Problem("torch_autocast.enabled", "saw true", "false, or no such section", "Set bf16.enabled instead.")]
 
 
 def _offload(zero: Json, stage: int) -> list[Problem]:

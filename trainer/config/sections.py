@@ -131,6 +131,9 @@ class TrainerSection(Section):
     generate: GenerateSection = GenerateSection()
     engine: Literal["auto", "deepspeed"] = "auto"
     mesh: MeshSection = MeshSection()
+    pipeline_schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
     activation_checkpointing: Annotated[str, AfterValidator(_recompute)] = "none"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
@@ -168,6 +171,9 @@ def _conflicts(section: TrainerSection) -> list[Problem]:
         found.append(Problem("trainer.data", seen, "both or neither"))
     if section.mesh.replicate == -1 and section.mesh.shard == -1:
         found.append(Problem("trainer.mesh", "saw -1 for both axes", "-1 for at most one of them"))
+    elif data.path is None and data.prompt_column is not None:
+        seen = f"saw {show(data.prompt_column)} without trainer.data.path"
+        found.append(Problem("trainer.data.prompt_column", seen, "data of yours that has such a column"))
     return found
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.engines.deepspeed_state import MasterState
 from trainer.engines.engine import EngineKind, Job, Metrics, Observer
+from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.materialise import materialise
 from trainer.optimizers import Update
@@ -43,6 +44,7 @@ def build(job: Job) -> DeepSpeedEngine:
 
     logger.setLevel("WARNING")
     deepspeed.init_distributed(dist.get_backend())
+    _check_precision(job)
     config = _runtime_config(job)
     dtype = DTYPES[job.layout.precision]
     model = job.task.prepare(job.spec.build())
@@ -70,6 +72,17 @@ STAGE_0_NOTE = (
     "ZeRO-0 in {} runs as ZeRO-1, with the same gradients and less memory: DeepSpeed's own path for it divides "
     "gradients by a loss scale that it never applied, and clips twice"
 )
+
+
+def _check_precision(job: Job) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if job.layout.precision == "float16" and not get_accelerator().is_fp16_supported():
+        seen, expected = (
+            "true on a processor without float16 arithmetic",
+            "a GPU, or a processor with AVX512-FP16 or AMX",
+        )
+        raise ConfigError(Problem("fp16.enabled", seen, expected, 'Set bf16.enabled, or trainer.device="cuda"'))
 
 
 def _has_plain_optimizer(layout: Layout) -> bool:
@@ -130,7 +143,7 @@ class DeepSpeedEngine:
         scale = job.layout.data_ranks * job.layout.accumulation / targets
         loss_sum = torch.zeros((), device=targets.device)
         for index, batch in enumerate(micro_batches):
-            seed_dropout(job.seed, step, index, job.machine.ranks.rank)
+            seed_dropout(job.seed, step, index, job.layout.data_rank(job.machine.ranks.rank))
             loss = engine(batch)
             loss_sum += loss.detach()
             engine.backward(loss * scale)
