@@ -181,6 +181,14 @@ CONFLICTS = [
         'trainer.data: saw prompt_column "q" and completion_column null; expected both or neither',
     ),
     (
+        {"trainer": {"data": {"prompt_column": "q", "completion_column": "a"}}},
+        'trainer.data.prompt_column: saw "q" without trainer.data.path; expected data of yours that has such a column',
+    ),
+    (
+        {"torch_autocast": {"enabled": True}},
+        "torch_autocast.enabled: saw true; expected false, or no such section. Set bf16.enabled instead.",
+    ),
+    (
         {"trainer": {"mesh": {"shard": -1, "replicate": -1}}},
         "trainer.mesh: saw -1 for both axes; expected -1 for at most one of them",
     ),

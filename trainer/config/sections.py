@@ -171,7 +171,7 @@ def _conflicts(section: TrainerSection) -> list[Problem]:
         found.append(Problem("trainer.data", seen, "both or neither"))
     if section.mesh.replicate == -1 and section.mesh.shard == -1:
         found.append(Problem("trainer.mesh", "saw -1 for both axes", "-1 for at most one of them"))
-    elif data.path is None and data.prompt_column is not None:
+    if data.path is None and data.prompt_column is not None and data.completion_column is not None:
         seen = f"saw {show(data.prompt_column)} without trainer.data.path"
         found.append(Problem("trainer.data.prompt_column", seen, "data of yours that has such a column"))
     return found
