@@ -132,7 +132,7 @@ def test_the_map_of_files_is_the_tree():
     named = set(re.findall(r"^\| `([\w/.]+)`", section, re.MULTILINE))
     rooms = {f"trainer/{path.name}{'/' if path.is_dir() else ''}" for path in (ROOT / "trainer").iterdir()}
     rooms = {room for room in rooms if "__" not in room}
-    others = {"launch/", "ds_configs/", "examples/", "tests/", "benchmarks/"}
+    others = {"launch/", "ds_configs/", "examples/", "docs/", "tests/", "benchmarks/"}
     present = rooms | {folder for folder in others if (ROOT / folder).is_dir()}
     assert named == present
 
