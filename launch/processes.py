@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 GRACE_SECONDS = 5.0
@@ -109,8 +110,8 @@ def missing_hostfile(pid: int) -> str | None:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             return None
-        named = [b if a in ("-H", "--hostfile") else a.partition("=")[2] for a, b in zip(arguments, arguments[1:] + [""])
-                 if a in ("-H", "--hostfile") or a.startswith("--hostfile=")]
+        named = [after for word, after in pairwise(arguments) if word in ("-H", "--hostfile")]
+        named += [word.partition("=")[2] for word in arguments if word.startswith("--hostfile=")]
         if named and any("deepspeed" in argument for argument in arguments):
             return None if Path(named[0]).is_file() else named[0]
     return None

@@ -12,7 +12,7 @@ from pathlib import Path
 STARTED = time.monotonic()
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.processes import World, environment_of, free_port, gpu_count, missing_hostfile, start, world_of  # noqa: E402
+from launch.processes import World, environment_of, free_port, gpu_count, missing_hostfile, start, world_of
 
 EPILOG = """
 any key of the config can be overridden:
