@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 2.0
 """How long the others may take to end by themselves when one process has failed."""
 
 

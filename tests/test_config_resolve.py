@@ -104,7 +104,7 @@ def test_the_origin_table() -> None:
     config = config_of({"bf16": {"enabled": "auto"}, "train_batch_size": 8, "fp16": {"loss_scale": "auto"}})
     facts = replace(FACTS, device="cpu")
     assert origin_table(resolve(config, facts)) == [
-        ("bf16.enabled", "False", "auto: from the device cpu: float32"),
+        ("bf16.enabled", "false", "auto: from the device cpu: float32"),
         ("fp16.loss_scale", "-", "auto: DeepSpeed's default"),
         ("gradient_accumulation_steps", "1", "auto: 1, for want of other batch sizes"),
         ("gradient_clipping", "1.0", "default"),
@@ -112,7 +112,7 @@ def test_the_origin_table() -> None:
         ("optimizer.params.eps", "1e-08", "default"),
         ("optimizer.params.lr", "5e-05", "default"),
         ("optimizer.params.weight_decay", "0.0", "default"),
-        ("optimizer.type", "AdamW", "default"),
+        ("optimizer.type", '"AdamW"', "default"),
         ("train_micro_batch_size_per_gpu", "4", "auto: from train_batch_size, 2 data ranks"),
     ]
 

@@ -42,7 +42,7 @@ def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
         return
     yield "resolved values"
     for key, value, origin in origin_table(config):
-        yield f"  {key} = {json.dumps(value)}  <- {origin}"
+        yield f"  {key} = {value}  <- {origin}"
     yield "config"
     yield json.dumps(resolved(prepared), indent=2)
     yield "samples"

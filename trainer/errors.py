@@ -24,6 +24,8 @@ class MeshloomError(Exception):
 
     exit_code = 70
     kind = "internal"
+    shared = False
+    """True once every rank has raised it, so that one of them can speak for all."""
 
     def __init__(self, *problems: Problem) -> None:
         super().__init__("\n".join(map(str, problems)))

@@ -57,7 +57,10 @@ class Ranks:
         outcomes = self.gather((failed, result))
         for peer, (peer_failed, outcome) in enumerate(outcomes):
             if peer_failed:
-                if peer == self.rank or isinstance(outcome, MeshloomError):
+                if isinstance(outcome, MeshloomError):
+                    outcome.shared = True
+                    raise outcome
+                if peer == self.rank:
                     raise outcome
                 raise RuntimeError(f"rank {peer} failed: {outcome!r}")
         return [outcome for _, outcome in outcomes]

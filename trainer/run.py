@@ -97,17 +97,21 @@ def run(config: Config, request: Request, world: World, output: Output) -> int:
             machine.ranks.on_first(lambda: checkpoint.ensure_writable(folder))
             log = folder / "logs" / f"rank-{world.rank}.log"
             output.log_to(log)
+        source, skipped = machine.ranks.on_first(lambda: _resume_from(request, folder / "checkpoints"))
         prepared = prepare(config, machine)
         for line in describe.plan_lines(prepared, request.dry_run):
             console.print(line, markup=False, soft_wrap=True)
         if not request.dry_run:
-            _train(prepared, request, machine, folder, console)
+            for reason in skipped:
+                console.print(f"skipped: {reason}", markup=False, soft_wrap=True)
+            _train(prepared, request, machine, folder, source, console)
         if machine.ranks.world_size > 1:
             dist.barrier()
         return 0
     except MeshloomError as error:
         print(error.render(), file=sys.stderr)
-        _tell(world, output, error.render())
+        if world.rank == 0 or not error.shared:
+            _tell(world, output, error.render())
         return error.exit_code
     except BaseException as error:  # the last place where it can become an exit code
         traceback.print_exc()
@@ -124,8 +128,8 @@ def prepare(config: Config, machine: Machine) -> Prepared:
     layout = layout_of(config, ranks.world_size)
     name, engine = select(section.engine, layout)
     ranks.on_first(lambda: require(section.log.trackers))
+    architecture = ranks.on_each(lambda: huggingface.read_config(section.model))[ranks.rank]
     tokenizer = _tokenizer(config, ranks)
-    architecture = ranks.on_each(lambda: huggingface.read_config(section.model, len(tokenizer)))[ranks.rank]
     data = open_data(section.data, tokenizer, _cache_folder(), ranks)
     spec = huggingface.spec_of(architecture, section.model)
     _check_vocabulary(data.largest_token_id, spec)
@@ -136,16 +140,15 @@ def prepare(config: Config, machine: Machine) -> Prepared:
     return Prepared(config, layout, name, engine, spec, task, tokenizer, data, steps)
 
 
-def _train(prepared: Prepared, request: Request, machine: Machine, folder: Path, console: Console) -> None:
+def _train(
+    prepared: Prepared, request: Request, machine: Machine, folder: Path, source: Path | None, console: Console
+) -> None:
     config, layout, spec, ranks = prepared.config, prepared.layout, prepared.spec, machine.ranks
     section, position = config.trainer, RunState()
     shelf = folder / "checkpoints"
     # weights, float32 masters and two moments
     ranks.on_first(lambda: checkpoint.ensure_writable(shelf, 16 * spec.parameters))
     ranks.on_first(lambda: describe.write(folder, prepared, request.overrides))
-    source, skipped = ranks.on_first(lambda: _resume_from(request, shelf))
-    for reason in skipped:
-        console.print(f"skipped: {reason}", markup=False, soft_wrap=True)
     engine = prepared.engine.build(Job(layout, spec, prepared.task, config.deepspeed, section.seed, machine))
     for note in engine.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
@@ -153,7 +156,11 @@ def _train(prepared: Prepared, request: Request, machine: Machine, folder: Path,
         stored = ranks.on_first(lambda: checkpoint.read_description(source)["position"]["engine"])
         engine.restore(stored)
         position = checkpoint.load(source, engine.pieces(), ranks)
-        console.print(f"resumed from {source}: step {position.step}, {position.samples:,} samples seen", markup=False)
+        console.print(
+            f"resumed from {source}: step {position.step}, {position.samples:,} samples seen",
+            markup=False,
+            soft_wrap=True,
+        )
 
     def write_model_files(target: Path) -> None:
         spec.save_config(target)
@@ -233,7 +240,9 @@ def _finish(prepared: Prepared, folder: Path, console: Console, ranks: Ranks) ->
     if wanted.prompt is not None:
         text = continuation(folder / "final", prepared.tokenizer, wanted.prompt, wanted.tokens, seed=0)
         console.print(describe.framed_sample(text), markup=False, soft_wrap=True)
-    console.print(f"done: {folder / 'final'} opens with AutoModelForCausalLM.from_pretrained", markup=False)
+    console.print(
+        f"done: {folder / 'final'} opens with AutoModelForCausalLM.from_pretrained", markup=False, soft_wrap=True
+    )
 
 
 # The machine

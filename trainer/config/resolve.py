@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from trainer.config.compiled import FILE, OVERRIDE, Config
-from trainer.config.grammar import AUTO
+from trainer.config.grammar import AUTO, show
 from trainer.config.mesh import mesh_sizes
 from trainer.config.read import Json, leaves
 from trainer.errors import ConfigError, Problem
@@ -54,7 +54,7 @@ def origin_table(config: Config) -> list[tuple[str, str, str]]:
     """(key, value, origin) of every value that was decided rather than written, for printing."""
     values = dict(leaves(config.settings)) | dict(leaves({"trainer": config.trainer.model_dump()}))
     return [
-        (path, str(values.get(path, "-")), origin)
+        (path, show(values[path]) if path in values else "-", origin)
         for path, origin in sorted(config.origins.items())
         if origin not in (FILE, OVERRIDE)
         and not (origin == "default" and path.startswith("trainer."))

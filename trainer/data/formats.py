@@ -219,8 +219,9 @@ def _json(file: Path, text: str, number: int) -> Any:
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        line = number + getattr(error, "lineno", 1) - 1
-        seen = _short(text.split("\n")[line - number])
+        lines = text.rstrip("\n").split("\n")
+        at = min(getattr(error, "lineno", 1), len(lines)) - 1  # what ends too early fails on the line after its last
+        line, seen = number + at, _short(lines[at])
         raise DataError(Problem(f"{file}:{line}", f"not JSON: {seen}", "one JSON object on each line")) from error
 
 

@@ -20,6 +20,7 @@ from trainer.models.weights import open_weights
 
 EMBEDDED: dict[str, Any] = {
     "model_type": "llama",
+    "vocab_size": 4096,
     "hidden_size": 256,
     "intermediate_size": 688,
     "num_hidden_layers": 6,
@@ -28,17 +29,14 @@ EMBEDDED: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-"""What is trained when no model is named: 5.4 million parameters with the embedded tokenizer's vocabulary."""
+"""What is trained when no model is named: 5.4 million parameters, for the embedded tokenizer."""
 
 
-def read_config(options: Any, vocabulary: int | None = None) -> PreTrainedConfig:
-    """The architecture that `trainer.model` asks for, checked, nothing built.
-
-    `vocabulary` is the size that the embedded default takes. Raises ConfigError.
-    """
+def read_config(options: Any) -> PreTrainedConfig:
+    """The architecture that `trainer.model` asks for, checked, nothing built. Raises ConfigError."""
     if options.name_or_path is not None:
         return _pretrained_config(options)
-    values = EMBEDDED | {"vocab_size": vocabulary or 4096} if options.config is None else options.config
+    values = EMBEDDED if options.config is None else options.config
     place = "trainer.model.config"
     if isinstance(values, str):
         place, values = f"trainer.model.config: {values}", _read_json(Path(values))

@@ -1,0 +1,238 @@
+"""`launch/train.py` as a person meets it: help, dry runs, mistakes, a rank that dies, and going on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import ROOT, TRAIN, Result, losses, metrics, run, sample_ids, train, write_job
+
+HEAVY = {"torch", "transformers", "deepspeed", "datasets", "accelerate", "pydantic", "rich", "numpy"}
+
+
+def loaded_by(*arguments: str) -> tuple[Result, set[str]]:
+    """The command's result and the heavy modules that it had imported at its end."""
+    code = (
+        "import sys, runpy, atexit, os\n"
+        f"sys.argv = {[TRAIN, *arguments]!r}\n"
+        "os._exit = lambda code: sys.exit(code)\n"
+        "atexit.register(lambda: print('LOADED', *sorted({name.split('.')[0] for name in sys.modules})))\n"
+        f"runpy.run_path({TRAIN!r}, run_name='__main__')\n"
+    )
+    result = run(sys.executable, "-c", code)
+    head, _, loaded = result.output.rpartition("LOADED")
+    return Result(result.code, head), HEAVY & set(loaded.split())
+
+
+def test_help_is_short_and_light():
+    result, loaded = loaded_by("--help")
+    assert result.code == 0
+    assert len(result.output.splitlines()) < 60
+    assert "deepspeed launch/train.py --config ds_configs/zero2.json" in result.output
+    assert loaded == set()
+
+
+def test_config_errors_come_before_torch(tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_text('{"zero_optimisation": {"stage": 3}, "train_batch_size": 3, "gradient_accumulation_steps": 2}')
+    result, loaded = loaded_by("--config", str(path), "--processes", "1")
+    assert result.code == 64
+    assert 'Did you mean "zero_optimization"?' in result.output
+    assert not loaded & {"torch", "transformers", "deepspeed", "datasets", "accelerate"}
+
+
+def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path):
+    job = write_job(tmp_path, generate={"prompt": "def "})
+    result = train("--config", job, "trainer.seed=11", "--dry-run")
+    assert result.code == 0, result.output
+    for text in (
+        "layout  one process, ZeRO-2, float32, batch 8 = 4 x 2 x 1 (engine deepspeed)",
+        "plan    3 steps, 24 samples",
+        "train_micro_batch_size_per_gpu = 4  <- auto: from",
+        '"seed": 11',
+        "sample 0: 16 tokens, 15 count in the loss (+)",
+        "f0(x): return x + 0<|endoftext|>",
+    ):
+        assert text in result.output, result.output
+    config = result.output.split("config\n", 1)[1].split("\nsamples", 1)[0]
+    assert json.loads(config)["scheduler"]["params"]["total_num_steps"] == 3
+    assert not (tmp_path / "runs").exists()
+
+
+def text_file(name: str, content: bytes) -> Any:
+    def make(folder: Path) -> list[str]:
+        (folder / name).write_bytes(content)
+        return [f"trainer.data.path={folder / name}"]
+
+    return make
+
+
+def folder_without_weights(folder: Path) -> list[str]:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
+    embedded = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "meshloom"
+    tokenizer = next(path for path in embedded.iterdir() if (path / "tokenizer.json").is_file())
+    return [
+        "trainer.model.config=null",
+        f"trainer.model.name_or_path={folder / 'model'}",
+        f"trainer.data.tokenizer={tokenizer}",
+    ]
+
+
+def folder_is_a_file(folder: Path) -> list[str]:
+    (folder / "runs").write_text("")
+    return []
+
+
+# what is wrong -> (overrides, exit code, what the message says)
+MISTAKES: dict[str, tuple[Any, int, str]] = {
+    "missing model": (
+        ["trainer.model.config=null", "trainer.model.name_or_path=./nowhere", "trainer.data.tokenizer=null"],
+        64,
+        "./nowhere",
+    ),
+    "model without weights": (folder_without_weights, 64, "no weights; expected model.safetensors"),
+    "missing data": (["trainer.data.path=/nowhere/*.jsonl"], 65, "/nowhere/*.jsonl"),
+    "a line that is not JSON": (text_file("bad.jsonl", b'{"text": "a"}\n{"text": \n'), 65, "bad.jsonl:2: "),
+    "a missing column": (text_file("other.jsonl", b'{"txt": "a"}\n'), 65, 'Did you mean "txt"'),
+    "an empty file": (text_file("empty.jsonl", b""), 65, "empty.jsonl: "),
+    "not UTF-8": (text_file("latin.txt", "na\u00efve".encode("latin-1") * 9), 65, "latin.txt: byte 2"),
+    "a small embedding": (["trainer.model.config.vocab_size=100"], 65, "ids below 100, the rows of the embedding"),
+    "a long sequence": (
+        ["trainer.model.config.max_position_embeddings=8"],
+        64,
+        "trainer.data.sequence_length: 16; expected at most the model's 8 positions",
+    ),
+    "a run folder that can't be made": (folder_is_a_file, 74, "runs"),
+    "a batch that does not fit": (["train_batch_size=7"], 64, "train_batch_size"),
+    "a mesh that does not fit": (
+        ["trainer.mesh.replicate=2", "trainer.mesh.shard=1"],
+        64,
+        "trainer.mesh: saw 2 (replicate) x 1 (shard); expected a product of 1 data ranks",
+    ),
+    "an axis that no engine has": (
+        ["pipeline.stages=2", "--processes", "2"],
+        64,
+        "expected a layout that it can run. Its pipeline needs a model rewritten as PipelineModule",
+    ),
+    "a checkpoint that is not there": (
+        ["--resume", "/nowhere/step-1"],
+        64,
+        "--resume: /nowhere/step-1: no such folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_message(name, tmp_path):
+    given, code, text = MISTAKES[name]
+    job = write_job(tmp_path)
+    arguments = given if isinstance(given, list) else given(tmp_path)
+    result = train("--config", job, *arguments)
+    assert result.code == code, result.output
+    assert text in result.output
+    assert "Traceback" not in result.output
+    assert result.output.count(" error:") == 1, result.output
+    assert len(result.output.splitlines()) <= 4, result.output
+    assert not list(tmp_path.glob("runs/**/checkpoints/*")), "half-written"
+
+
+def test_a_mistake_on_two_ranks_is_one_message(tmp_path):
+    job = write_job(tmp_path)
+    result = train("--config", job, "--processes", "2", "trainer.data.path=/nowhere/x.jsonl")
+    assert result.code == 65
+    assert result.output.count("/nowhere/x.jsonl") == 1, result.output
+    assert result.output.count("error") == 1
+
+
+DYING = """
+import sys, runpy, os
+sys.path.insert(0, {root!r})
+sys.argv[0] = {train!r}
+import trainer.engines.deepspeed as engine
+step = engine.DeepSpeedEngine.step
+def dying(self, number, *args, **kwargs):
+    if number == 1 and os.environ["RANK"] == "1":
+        raise RuntimeError("planted")
+    return step(self, number, *args, **kwargs)
+engine.DeepSpeedEngine.step = dying
+runpy.run_path({train!r}, run_name="__main__")
+"""
+
+
+def test_a_rank_that_dies_ends_the_run(tmp_path):
+    job = write_job(tmp_path)
+    script = tmp_path / "dying.py"
+    script.write_text(DYING.format(root=str(ROOT), train=TRAIN))
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from launch.processes import start; "
+        f"sys.exit(start(2, [{str(script)!r}, '--config', {str(job)!r}]))"
+    )
+    result = run(sys.executable, "-c", code, timeout=90)
+    assert result.code == 70, result.output
+    assert "internal error on rank 1: RuntimeError: planted; the whole trace is in " in result.output
+    assert "planted" in (tmp_path / "runs" / "job" / "logs" / "rank-1.log").read_text()
+    left = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True, check=False).stdout.split()
+    assert left == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stage):
+    from safetensors.torch import load_file
+
+    job = write_job(tmp_path, steps=4, checkpoint={"every": 2, "keep_last": 9}, data={"sequence_length": 16})
+    common = ["--config", job, "--processes", "2", f"zero_optimization.stage={stage}"]
+    whole = train(*common)
+    assert whole.code == 0, whole.output
+    first, second = tmp_path / "runs" / "job", tmp_path / "runs" / "again"
+    resumed = train(*common, "--resume", first / "checkpoints" / "step-000002", "trainer.run.name=again")
+    assert resumed.code == 0, resumed.output
+    assert f"resumed from {first / 'checkpoints' / 'step-000002'}: step 2, 16 samples seen" in resumed.output
+    assert losses(second) == losses(first)[2:]
+    assert sample_ids(second) == {step: ids for step, ids in sample_ids(first).items() if step >= 2}
+    ours, theirs = ({}, {})
+    for found, folder in ((ours, first), (theirs, second)):
+        for path in (folder / "final").glob("*.safetensors"):
+            found.update(load_file(path))
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def test_resume_auto_takes_the_newest_good_one_and_says_what_it_skipped(tmp_path):
+    job = write_job(tmp_path, steps=2, checkpoint={"every": 1})
+    assert train("--config", job).code == 0
+    shelf = tmp_path / "runs" / "job" / "checkpoints"
+    damaged = next((shelf / "step-000002" / "model").glob("*.safetensors"))
+    content = bytearray(damaged.read_bytes())
+    content[-5] ^= 1
+    damaged.write_bytes(content)
+    (shelf / "step-000002").rename(shelf / "step-000009")  # out of the way of the step that is trained again
+    result = train("--config", job, "--resume", "auto")
+    assert result.code == 0, result.output
+    assert "skipped: " in result.output
+    assert f"resumed from {shelf / 'step-000001'}: step 1, 8 samples seen" in result.output
+    assert [line["step"] for line in metrics(tmp_path / "runs" / "job") if "loss" in line] == [1, 2, 2]
+
+
+def test_the_trained_model_opens_anywhere(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    job = write_job(tmp_path)
+    assert train("--config", job).code == 0
+    folder = tmp_path / "runs" / "job"
+    for path in (folder / "final", folder / "checkpoints" / "step-000003" / "model"):
+        model, notes = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+        assert not notes["missing_keys"]
+        assert not notes["unexpected_keys"]
+        assert len(AutoTokenizer.from_pretrained(path)) <= model.config.vocab_size
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["train_micro_batch_size_per_gpu"] == 4
+    again = train("--config", folder / "config.json", "trainer.run.name=again")
+    assert again.code == 0, again.output
+    assert losses(tmp_path / "runs" / "again") == losses(folder)
