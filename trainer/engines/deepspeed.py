@@ -138,14 +138,17 @@ class DeepSpeedEngine:
         if not engine.module.training:
             engine.train()
         self._set(update)
-        targets = torch.stack([job.task.targets(batch) for batch in micro_batches]).sum()
-        self._all_reduce(targets)
-        scale = job.layout.data_ranks * job.layout.accumulation / targets
-        loss_sum = torch.zeros((), device=targets.device)
+        targets = sum((job.task.targets(batch) for batch in micro_batches[1:]), job.task.targets(micro_batches[0]))
+        counting = self._all_reduce(targets, async_op=True)  # while the first forward pass runs
+        losses, scale = [], None
         for index, batch in enumerate(micro_batches):
             seed_dropout(job.seed, step, index, job.layout.data_rank(job.machine.ranks.rank))
             loss = engine(batch)
-            loss_sum += loss.detach()
+            losses.append(loss.detach())
+            if scale is None:
+                if counting is not None:
+                    counting.wait()
+                scale = job.layout.data_ranks * job.layout.accumulation / targets
             engine.backward(loss * scale)
             if index + 1 < len(micro_batches):
                 engine.step()
@@ -155,11 +158,11 @@ class DeepSpeedEngine:
         engine.step()
         norm = engine.get_global_grad_norm() if norm is None else norm
         return Metrics(
-            loss_sum=loss_sum,
+            loss_sum=sum(losses[1:], losses[0]),
             targets=targets,
             gradient_norm=torch.as_tensor(norm),
             skipped=bool(getattr(engine.optimizer, "overflow", False)),
-            pending=self._all_reduce(loss_sum, async_op=True),
+            shared=job.machine.ranks.world_size > 1,
         )
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,20 +46,21 @@ class Metrics:
     """One optimizer step, as tensors on the device; reading them is the caller's synchronisation."""
 
     loss_sum: torch.Tensor
-    """Summed over the global batch once `loss` was called, before that perhaps over this rank alone."""
+    """Over this rank's share of the global batch; over all of it once `loss` was called."""
     targets: torch.Tensor
     """Target tokens of the global batch."""
     gradient_norm: torch.Tensor
     """Over every axis of the mesh, before clipping."""
     skipped: bool = False
     """True when a float16 overflow made the engine leave the weights alone."""
-    pending: dist.Work | None = None
+    shared: bool = False
+    """Whether other ranks hold the rest of `loss_sum`."""
 
     def loss(self) -> torch.Tensor:
-        """Mean loss of the global batch, nats per target (contract 1)."""
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
+        """Mean loss of the global batch, nats per target (contract 1). Collective; unread, a step sends nothing."""
+        if self.shared:
+            dist.all_reduce(self.loss_sum)
+            self.shared = False
         return self.loss_sum / self.targets
 
 
