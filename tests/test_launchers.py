@@ -89,6 +89,26 @@ def test_two_torchrun_agents(reference, tmp_path):
     assert_same_run(tmp_path / "runs" / "job", reference[0])
 
 
+def test_hsdp_over_two_nodes_of_two_ranks(tmp_path):
+    """Sharded inside each node, replicated across: the losses are those of one process."""
+    folder = tmp_path / "runs"
+    job, port = write_job(tmp_path, mesh={"replicate": -1, "shard": 2}), free_port()
+    # one process and four draw other dropout
+    overrides = ["zero_optimization.stage=3", "trainer.model.config.attention_dropout=0", "train_batch_size=8"]
+    common = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    commands = [
+        ["torchrun", *common, "--node-rank", str(node), TRAIN, "--config", job, "trainer.run.name=hsdp", *overrides]
+        for node in range(2)
+    ]
+    results = agents(*commands)
+    for result in results:
+        assert result.code == 0, result.output
+    assert any("layout  replicate 2 x shard 2, ZeRO-3" in result.output for result in results)
+    alone = train("--config", job, "trainer.run.name=alone", "trainer.mesh.shard=1", *overrides)
+    assert alone.code == 0, alone.output
+    assert_same_run(folder / "hsdp", folder / "alone")
+
+
 def test_two_deepspeed_nodes_without_ssh(reference, tmp_path):
     job, port = write_job(tmp_path), free_port()
     hostfile = tmp_path / "hosts"

@@ -124,7 +124,7 @@ def test_no_more_than_a_unit_is_whole_at_once():
     model = spec.build()
     alive: list[int] = []
 
-    def take_away(parameters):
+    def take_away(module, parameters):
         alive.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
         for parameter in parameters:
             parameter.data = torch.empty(0)

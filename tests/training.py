@@ -263,7 +263,7 @@ def whole_weights(engine: Any, case: Case) -> dict[str, torch.Tensor]:
     import torch.distributed as dist
 
     found = {}
-    wanted = "master" if case.precision != "float32" else "weight"
+    wanted = "master" if case.precision != "float32" and case.engine == "deepspeed" else "weight"
     for piece in engine.pieces():
         value = piece.read()
         if piece.part == wanted:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,25 @@ class Update:
 
 
 Schedule = Callable[[int], Update]
+
+OPTIMIZERS = ("adam", "adamw", "sgd")
+"""DeepSpeed's optimizers that PyTorch has too, by their lower-case names."""
+
+
+def optimizer_of(parameters: list[torch.nn.Parameter], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """PyTorch's optimizer for a resolved `optimizer` section whose type is one of OPTIMIZERS.
+
+    As in DeepSpeed, "Adam" is AdamW unless `adam_w_mode` is false.
+    """
+    import torch
+
+    params = dict(settings["params"])
+    decoupled = params.pop("adam_w_mode", True)
+    params.pop("torch_adam", None)
+    if settings["type"].lower() == "sgd":
+        return torch.optim.SGD(parameters, **params)
+    kind = torch.optim.AdamW if decoupled or settings["type"].lower() == "adamw" else torch.optim.Adam
+    return kind(parameters, **{"fused": True, **params})
 
 
 def schedule_of(optimizer: Mapping[str, Any], scheduler: Mapping[str, Any] | None) -> Schedule:

@@ -129,7 +129,7 @@ class TrainerSection(Section):
     evaluation: EvaluationSection = EvaluationSection()
     log: LogSection = LogSection()
     generate: GenerateSection = GenerateSection()
-    engine: Literal["auto", "deepspeed"] = "auto"
+    engine: Literal["auto", "deepspeed", "accelerate", "mesh"] = "auto"
     mesh: MeshSection = MeshSection()
     pipeline_schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from trainer.engines import deepspeed
+from trainer.engines import accelerate, deepspeed, mesh
 from trainer.engines.engine import Engine, EngineKind, Job, Machine, Metrics
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 
-ENGINES: dict[str, EngineKind] = {"deepspeed": deepspeed.KIND}
+ENGINES: dict[str, EngineKind] = {
+    "deepspeed": deepspeed.KIND,
+    "accelerate": accelerate.KIND,
+    "mesh": mesh.KIND,
+}
 
 __all__ = ["ENGINES", "Engine", "EngineKind", "Job", "Machine", "Metrics", "select"]
 

@@ -49,7 +49,7 @@ def build(job: Job) -> DeepSpeedEngine:
     dtype = DTYPES[job.layout.precision]
     model = job.task.prepare(job.spec.build())
 
-    def partition(parameters: list[nn.Parameter]) -> None:
+    def partition(module: nn.Module, parameters: list[nn.Parameter]) -> None:
         unit = nn.Module()
         for index, parameter in enumerate(parameters):
             unit.register_parameter(str(index), parameter)

@@ -22,12 +22,12 @@ def materialise(
     seed: int,
     device: torch.device,
     dtype: torch.dtype,
-    place: Callable[[list[nn.Parameter]], None] = lambda parameters: None,
+    place: Callable[[nn.Module, list[nn.Parameter]], None] = lambda module, parameters: None,
 ) -> None:
     """Give every parameter and buffer of `root` its value: pretrained where there is one, else initial.
 
-    Initial values depend on `seed` and the module's name alone. `place` is called with each unit's new
-    parameters, in order; afterwards they may be empty shards. Raises ConfigError if a pretrained model
+    Initial values depend on `seed` and the module's name alone. `place` is called with each unit and its
+    new parameters, in order; afterwards they may be empty shards. Raises ConfigError if a pretrained model
     lacks a parameter or has it in another shape.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}  # from meta to real: a tied parameter is made once
@@ -49,7 +49,7 @@ def materialise(
                     if buffer.is_floating_point() and bool(buffer.isnan().any()):
                         missing.append(_uninitialised(spec, f"{name}.{key}"))
                     module._buffers[key] = buffer.to(device)
-        place(fresh)
+        place(unit[-1][1], fresh)
     if missing:
         raise ConfigError(*missing)
 

@@ -1,0 +1,85 @@
+"""The accelerate engine: DDP, FSDP2 and HSDP through Accelerate, over the DeviceMesh of its ParallelismConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainer.engines.engine import EngineKind, Job
+from trainer.engines.mesh import ZERO_1_NOTE
+from trainer.engines.mesh import refusal as mesh_refusal
+from trainer.engines.torch_engine import TorchEngine, prove_replicas, prove_units
+from trainer.layout import Layout
+from trainer.models.materialise import materialise
+from trainer.optimizers import optimizer_of
+from trainer.parallel import recompute, shard
+from trainer.tasks.task import Trainee
+
+WHOLE_NOTE = "Accelerate shards a model that is whole: each process holds it in memory once, while it starts"
+
+
+def refusal(layout: Layout) -> str | None:
+    """Why Accelerate can't run a layout."""
+    if layout.pipeline > 1:
+        return "Accelerate has no pipeline for training."
+    if layout.zero_stage > 0 and layout.world_size == 1:
+        return "Accelerate shards over several processes only."
+    return mesh_refusal(layout)
+
+
+def build(job: Job) -> TorchEngine:
+    """Materialise the model whole, and let Accelerate wrap it and its optimizer."""
+    layout, device = job.layout, job.machine.device
+    model = job.task.prepare(job.spec.build())
+    # our own wrapping: Accelerate's loses the random state, and with dropout the gradient
+    recompute.apply(model, job.spec, layout.recompute)
+    materialise(model, job.spec, seed=job.seed, device=device, dtype=torch.float32)
+    trainee = Trainee(model, job.task)
+    parameters = [p for p in trainee.parameters() if p.requires_grad]
+    accelerator = _accelerator(job)
+    module, optimizer = accelerator.prepare(trainee, optimizer_of(parameters, job.deepspeed["optimizer"]))
+    notes: tuple[str, ...] = ()
+    if layout.zero_stage > 0:
+        prove_units(module, job.spec)
+        notes = (WHOLE_NOTE, ZERO_1_NOTE) if layout.zero_stage == 1 else (WHOLE_NOTE,)
+    prove_replicas(module, layout, job.machine.ranks)
+    return TorchEngine(module, optimizer.optimizer, job, notes)
+
+
+KIND = EngineKind(refusal, build)
+
+
+def _accelerator(job: Job) -> Any:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+
+    layout, cpu = job.layout, job.machine.device.type == "cpu"
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    if cpu:
+        _let_cpu_shard(layout)
+    if layout.zero_stage == 0:
+        return Accelerator(cpu=cpu)
+    blocks = {type(job.spec.build().get_submodule(name)).__name__ for name in job.spec.blocks}
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=layout.zero_stage == 3,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=sorted(blocks),
+        mixed_precision_policy=shard.policy_of(layout),
+        cpu_ram_efficient_loading=False,
+    )
+    axes = ParallelismConfig(dp_replicate_size=layout.replicate, dp_shard_size=layout.shard)
+    return Accelerator(cpu=cpu, fsdp_plugin=plugin, parallelism_config=axes)
+
+
+def _let_cpu_shard(layout: Layout) -> None:
+    """Accelerate takes an FSDP plugin only where it sees several devices, and ignores it on CPU without a word."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=True)
+    if layout.zero_stage > 0:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
