@@ -241,7 +241,7 @@ def resume_by_engine(
     engine.close()
 
     engine = build(after, rank, seed=77)  # other initial values: all that counts comes from the checkpoint
-    engine._job = replace(engine._job, seed=5)
+    engine.job = replace(engine.job, seed=5)
     engine.restore(checkpoint.read_description(path)["position"]["engine"])
     assert checkpoint.load(path, engine.pieces(), ranks) == state
     resumed = steps(engine, after, 2)

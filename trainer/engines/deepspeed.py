@@ -123,7 +123,7 @@ class DeepSpeedEngine:
 
     def __init__(self, engine: Any, job: Job) -> None:
         self._engine = engine
-        self._job = job
+        self.job = job
         self._state = MasterState(engine, job.machine.ranks)
         self._own_norm = _has_plain_optimizer(job.layout)
         self._clip = float(job.deepspeed.get("gradient_clipping", 0.0))
@@ -134,7 +134,7 @@ class DeepSpeedEngine:
     def step(
         self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
     ) -> Metrics:
-        job, engine = self._job, self._engine
+        job, engine = self.job, self._engine
         if not engine.module.training:
             engine.train()
         self._set(update)
@@ -166,12 +166,12 @@ class DeepSpeedEngine:
         )
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        totals = torch.zeros(2, dtype=torch.float64, device=self._job.machine.device)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.job.machine.device)
         self._engine.eval()
         with torch.no_grad():
             for batch in micro_batches:
                 totals[0] += self._engine(batch)
-                totals[1] += self._job.task.targets(batch)
+                totals[1] += self.job.task.targets(batch)
         self._all_reduce(totals)
         return totals[0], totals[1]
 
@@ -202,4 +202,4 @@ class DeepSpeedEngine:
         return norm
 
     def _all_reduce(self, tensor: torch.Tensor, async_op: bool = False) -> dist.Work | None:
-        return dist.all_reduce(tensor, async_op=async_op) if self._job.machine.ranks.world_size > 1 else None
+        return dist.all_reduce(tensor, async_op=async_op) if self.job.machine.ranks.world_size > 1 else None

@@ -65,6 +65,8 @@ class Metrics:
 
 
 class Engine(Protocol):
+    job: Job
+    """What it was built from; its seed is that of dropout."""
     notes: tuple[str, ...]
     """What a person should know of how the layout is run, a line each."""
 

@@ -37,7 +37,7 @@ class TorchEngine:
         self.notes = notes
         self._module = module
         self._optimizer = optimizer
-        self._job = job
+        self.job = job
         self._clip = float(job.deepspeed.get("gradient_clipping", 0.0))
         # DDP's own name stands before the trainee's
         named = [(bare_name(name.removeprefix("module.")), p) for name, p in module.named_parameters()]
@@ -48,7 +48,7 @@ class TorchEngine:
     def step(
         self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
     ) -> Metrics:
-        job = self._job
+        job = self.job
         self._module.train()
         for group in self._optimizer.param_groups:
             group["lr"] = update.learning_rate
@@ -72,13 +72,13 @@ class TorchEngine:
         return Metrics(sum(losses[1:], losses[0]), targets, norm, shared=job.layout.data_ranks > 1)
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        totals = torch.zeros(2, dtype=torch.float64, device=self._job.machine.device)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.job.machine.device)
         self._module.eval()
         with torch.no_grad():
             for batch in micro_batches:
                 totals[0] += self._module(batch)
-                totals[1] += self._job.task.targets(batch)
-        if self._job.layout.data_ranks > 1:
+                totals[1] += self.job.task.targets(batch)
+        if self.job.layout.data_ranks > 1:
             dist.all_reduce(totals)
         return totals[0], totals[1]
 

@@ -1,0 +1,127 @@
+"""A config made small enough to verify in a minute, and the samples that it is verified on."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer.config import Config, Facts, load, mesh_sizes, resolve
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout, layout_of
+from trainer.optimizers import OPTIMIZERS
+
+MICRO_BATCH, ACCUMULATION, STEPS, VOCABULARY, LONGEST = 2, 2, 4, 97, 13
+LARGEST_WORLD = 8
+
+# attribute of a transformers config -> what it becomes, where there is one and it is larger
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "sliding_window": 8,
+}
+
+
+@dataclass(frozen=True)
+class Small:
+    """What is verified instead of the run itself."""
+
+    config: Config
+    layout: Layout
+    changes: tuple[str, ...]
+    """What was changed that a person would not expect."""
+
+
+def shrink(path: str, overrides: list[str], world_size: int | None) -> Small:
+    """The config at `path` for a few tiny steps in float32. Raises ConfigError."""
+    config = load(path, overrides)
+    world_size = world_size or smallest_world(config)
+    if config.optimizer.type.lower() not in OPTIMIZERS:
+        raise ConfigError(
+            Problem(
+                "optimizer.type", config.optimizer.type, f"one with a reference in PyTorch: {', '.join(OPTIMIZERS)}"
+            )
+        )
+    sizes = mesh_sizes(config, world_size)
+    changes = [f"{STEPS} steps of {MICRO_BATCH} x {ACCUMULATION} samples a data rank"]
+    small = [
+        f"train_micro_batch_size_per_gpu={MICRO_BATCH}",
+        f"gradient_accumulation_steps={ACCUMULATION}",
+        f"train_batch_size={MICRO_BATCH * ACCUMULATION * sizes.data_ranks}",
+    ]
+    for section in ("bf16", "fp16"):
+        if config.settings.get(section, {}).get("enabled") in (True, "auto"):
+            small.append(f"{section}.enabled=false")
+            changes.append(f"float32 in place of {section}")
+    if config.settings.get("zero_optimization", {}).get("stage") == 3:
+        small.append("zero_optimization.stage3_param_persistence_threshold=0")
+    if config.optimizer.type.lower() != "sgd":
+        small.append("optimizer.params.eps=1e-3")
+        changes.append("Adam's eps is 1e-3, so that rounding of tiny gradients is not blown up")
+    config = load(path, [*overrides, *small])
+    config = resolve(config, Facts(world_size, SIZES["hidden_size"], 100, False, "cpu"))
+    return Small(config, layout_of(config, world_size), tuple(changes))
+
+
+def smallest_world(config: Config) -> int:
+    """The fewest processes, up to LARGEST_WORLD, on which every axis that the config uses is there."""
+    mesh = config.trainer.mesh
+    for world_size in range(2, LARGEST_WORLD + 1):
+        try:
+            sizes = mesh_sizes(config, world_size)
+        except ConfigError:
+            continue
+        if sizes.data_ranks == 1 and sizes.pipeline * sizes.tensor == 1:
+            continue
+        if (mesh.replicate == -1 and sizes.replicate < 2) or (mesh.shard == -1 and sizes.shard < 2):
+            continue
+        return world_size
+    seen = f"no number of processes up to {LARGEST_WORLD} fits its mesh"
+    raise ConfigError(Problem("--world-size", seen, "one that does", "Override trainer.mesh with smaller sizes"))
+
+
+def shrink_model(architecture: Any) -> Any:
+    """The same architecture with fewer, narrower blocks: same dropout, tying, attention, kinds of layers."""
+    small = copy.deepcopy(architecture)
+    heads, kv_heads = (getattr(small, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    kinds = getattr(small, "layer_types", None)
+    layers = 2 if not kinds else max(2, max(kinds.index(kind) for kind in set(kinds)) + 1)
+    for name, size in SIZES.items():
+        value = getattr(small, name, None)
+        if isinstance(value, int) and value > size:
+            setattr(small, name, size)
+    small.num_hidden_layers = min(layers, architecture.num_hidden_layers)
+    if kinds:
+        small.layer_types = kinds[: small.num_hidden_layers]
+    if kv_heads is not None:
+        small.num_key_value_heads = small.num_attention_heads if kv_heads == heads else min(kv_heads, 2)
+    small.vocab_size = VOCABULARY
+    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if isinstance(getattr(small, token, None), int):
+            setattr(small, token, 0)
+    return small
+
+
+def batch(layout: Layout, step: int, data_rank: int) -> list[list[dict[str, np.ndarray]]]:
+    """This data rank's samples of a step, [accumulation][micro-batch]: ragged, with very unequal target counts."""
+    rng = np.random.default_rng(step)
+    samples: list[dict[str, np.ndarray]] = []
+    for index in range(layout.train_batch):
+        length = int(rng.integers(3, LONGEST))
+        ids = rng.integers(1, VOCABULARY, length + 1)
+        targets = ids[1:].astype(np.int64)
+        targets[: length - 1 if index % 3 == 0 else int(rng.integers(0, 2))] = -100
+        samples.append({"input_ids": ids[:-1].astype(np.int32), "targets": targets})
+    starts = [(m * layout.data_ranks + data_rank) * layout.micro_batch for m in range(layout.accumulation)]
+    return [samples[start : start + layout.micro_batch] for start in starts]
