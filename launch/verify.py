@@ -37,6 +37,7 @@ def main() -> int:
         return error.exit_code
     if world is None:
         return start(small.layout.world_size, sys.argv)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from launch.output import Output
 
     output = Output()

@@ -32,6 +32,7 @@ LEVELS = {
     "meter": 7,
     "describe": 7,
     "run": 8,
+    "verify": 8,
 }
 WAITS = {"item", "tolist", "synchronize", "cpu", "numpy"}
 

@@ -16,7 +16,7 @@ from torch import nn
 
 IGNORED = -100
 CHUNK_BYTES = 64 << 20
-"""Size of one chunk of float32 logits: large enough for full speed, small beside any model."""
+"""Least size of one chunk of float32 logits: large enough for full speed, small beside any model."""
 
 
 def linear_cross_entropy(
@@ -55,7 +55,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # summed over chunks in full precision, rounded once at the end
         weight_grad = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         bias_grad = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
-        for rows in _chunks(hidden.shape[0], weight.shape[0], wide):
+        # each chunk passes over the whole weight gradient: with h / 2 rows its product costs more than that
+        for rows in _chunks(hidden.shape[0], weight.shape[0], wide, at_least=hidden.shape[1] // 2):
             part = hidden[rows]
             loss, grad = _chunk_loss(F.linear(part, weight, bias).to(wide), targets[rows])
             total += loss
@@ -102,8 +103,8 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         return gradient * grad.to(gradient.dtype), None, None
 
 
-def _chunks(tokens: int, vocabulary: int, dtype: torch.dtype) -> list[slice]:
-    size = max(1, CHUNK_BYTES // (vocabulary * dtype.itemsize))
+def _chunks(tokens: int, vocabulary: int, dtype: torch.dtype, at_least: int = 1) -> list[slice]:
+    size = max(at_least, CHUNK_BYTES // (vocabulary * dtype.itemsize))
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
