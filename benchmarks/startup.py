@@ -20,6 +20,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from launch.processes import environment_of, free_port
+
 MODEL = {
     "model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
@@ -56,6 +60,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats
+    # what a launcher sets: DeepSpeed under Trainer does not start without it
+    environment = {**os.environ, **environment_of(0, 1, free_port())}
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "meshloom"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -71,15 +77,15 @@ def main() -> None:
         }
         (folder / "ours.json").write_text(json.dumps({**DEEPSPEED, "trainer": section}))
         ours = [sys.executable, str(ROOT / "launch/train.py"), "--config", str(folder / "ours.json")]
-        subprocess.run(ours, check=True, capture_output=True)
+        subprocess.run(ours, check=True, capture_output=True, env=environment)
         tokenizer = next(path for path in cache.iterdir() if (path / "tokenizer.json").is_file())
         theirs = [sys.executable, str(folder / "trainer.py"), str(folder), str(tokenizer)]
-        subprocess.run(theirs, check=True, capture_output=True)
+        subprocess.run(theirs, check=True, capture_output=True, env=environment)
         times: dict[str, list[float]] = {"launch/train.py": [], "Trainer": []}
         for _ in range(repeats):
             for arm, command in (("launch/train.py", ours), ("Trainer", theirs)):
                 started = time.perf_counter()
-                subprocess.run(command, check=True, capture_output=True)
+                subprocess.run(command, check=True, capture_output=True, env=environment)
                 times[arm].append(time.perf_counter() - started)
     print("| arm | median (s) | all (s) |\n| --- | ---: | --- |")
     for arm, found in times.items():

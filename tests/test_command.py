@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -74,15 +73,11 @@ def text_file(name: str, content: bytes) -> Any:
 
 
 def folder_without_weights(folder: Path) -> list[str]:
-    (folder / "model").mkdir()
+    from trainer.data.tokenizer import embedded_tokenizer
+
+    embedded_tokenizer(folder / "cache").save_pretrained(folder / "model")
     (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
-    embedded = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "meshloom"
-    tokenizer = next(path for path in embedded.iterdir() if (path / "tokenizer.json").is_file())
-    return [
-        "trainer.model.config=null",
-        f"trainer.model.name_or_path={folder / 'model'}",
-        f"trainer.data.tokenizer={tokenizer}",
-    ]
+    return ["trainer.model.config=null", f"trainer.model.name_or_path={folder / 'model'}"]
 
 
 def folder_is_a_file(folder: Path) -> list[str]:

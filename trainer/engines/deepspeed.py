@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.engines.deepspeed_state import MasterState
-from trainer.engines.engine import EngineKind, Job, Metrics, Observer
+from trainer.engines.engine import EngineKind, Job, Metrics, Observer, evaluated, set_update
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.materialise import materialise
@@ -69,8 +69,8 @@ def build(job: Job) -> DeepSpeedEngine:
 KIND = EngineKind(refusal, build)
 
 STAGE_0_NOTE = (
-    "ZeRO-0 in {} runs as ZeRO-1, with the same gradients and less memory: DeepSpeed's own path for it divides "
-    "gradients by a loss scale that it never applied, and clips twice"
+    "ZeRO-0 in {} runs as ZeRO-1, with the same gradients and less memory: DeepSpeed's own path for float16 divides "
+    "gradients by a loss scale that it never applied"
 )
 
 
@@ -78,10 +78,8 @@ def _check_precision(job: Job) -> None:
     from deepspeed.accelerator import get_accelerator
 
     if job.layout.precision == "float16" and not get_accelerator().is_fp16_supported():
-        seen, expected = (
-            "true on a processor without float16 arithmetic",
-            "a GPU, or a processor with AVX512-FP16 or AMX",
-        )
+        seen = "true on a processor without float16 arithmetic"
+        expected = "a GPU, or a processor with AVX512-FP16 or AMX"
         raise ConfigError(Problem("fp16.enabled", seen, expected, 'Set bf16.enabled, or trainer.device="cuda"'))
 
 
@@ -137,9 +135,12 @@ class DeepSpeedEngine:
         job, engine = self.job, self._engine
         if not engine.module.training:
             engine.train()
-        self._set(update)
-        targets = sum((job.task.targets(batch) for batch in micro_batches[1:]), job.task.targets(micro_batches[0]))
-        counting = self._all_reduce(targets, async_op=True)  # while the first forward pass runs
+        set_update(engine.optimizer.param_groups, update)
+        targets = job.task.targets(micro_batches[0])
+        for batch in micro_batches[1:]:
+            targets += job.task.targets(batch)
+        # while the first forward pass runs
+        counting = dist.all_reduce(targets, async_op=True) if job.layout.data_ranks > 1 else None
         losses, scale = [], None
         for index, batch in enumerate(micro_batches):
             seed_dropout(job.seed, step, index, job.layout.data_rank(job.machine.ranks.rank))
@@ -162,18 +163,12 @@ class DeepSpeedEngine:
             targets=targets,
             gradient_norm=torch.as_tensor(norm),
             skipped=bool(getattr(engine.optimizer, "overflow", False)),
-            shared=job.machine.ranks.world_size > 1,
+            shared=job.layout.data_ranks > 1,
         )
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        totals = torch.zeros(2, dtype=torch.float64, device=self.job.machine.device)
         self._engine.eval()
-        with torch.no_grad():
-            for batch in micro_batches:
-                totals[0] += self._engine(batch)
-                totals[1] += self.job.task.targets(batch)
-        self._all_reduce(totals)
-        return totals[0], totals[1]
+        return evaluated(self._engine, micro_batches, self.job)
 
     def pieces(self) -> list[Piece]:
         # a tied parameter is listed once, under the name that comes first
@@ -188,18 +183,9 @@ class DeepSpeedEngine:
     def close(self) -> None:
         self._engine.destroy()
 
-    def _set(self, update: Update) -> None:
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = update.learning_rate
-            if update.betas is not None:
-                group["betas"] = update.betas
-
     def _clip_and_norm(self) -> torch.Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if self._clip > 0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm)
         return norm
-
-    def _all_reduce(self, tensor: torch.Tensor, async_op: bool = False) -> dist.Work | None:
-        return dist.all_reduce(tensor, async_op=async_op) if self.job.machine.ranks.world_size > 1 else None

@@ -107,6 +107,28 @@ class EngineKind:
     build: Callable[[Job], Engine]
 
 
+def set_update(groups: Iterable[dict[str, Any]], update: Update) -> None:
+    """Tell an optimizer's parameter groups what the schedule says."""
+    for group in groups:
+        group["lr"] = update.learning_rate
+        if update.betas is not None:
+            group["betas"] = update.betas
+
+
+def evaluated(
+    forward: Callable[[Batch], torch.Tensor], micro_batches: Iterable[Batch], job: Job
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss and number of targets over all data ranks. Collective."""
+    totals = torch.zeros(2, dtype=torch.float64, device=job.machine.device)
+    with torch.no_grad():
+        for batch in micro_batches:
+            totals[0] += forward(batch)
+            totals[1] += job.task.targets(batch)
+    if job.layout.data_ranks > 1:
+        dist.all_reduce(totals)
+    return totals[0], totals[1]
+
+
 def owners(sizes: Sequence[int], world_size: int) -> list[int]:
     """Which rank keeps each tensor when a checkpoint is written: the least loaded so far, in order."""
     loads = [0] * world_size

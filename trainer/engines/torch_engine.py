@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainer.engines.engine import Job, Metrics, Observer
+from trainer.engines.engine import Job, Metrics, Observer, evaluated, set_update
 from trainer.engines.torch_state import TorchState, local
 from trainer.errors import NumericsError, Problem
 from trainer.layout import Layout
@@ -50,11 +50,10 @@ class TorchEngine:
     ) -> Metrics:
         job = self.job
         self._module.train()
-        for group in self._optimizer.param_groups:
-            group["lr"] = update.learning_rate
-            if update.betas is not None:
-                group["betas"] = update.betas
-        targets = sum((job.task.targets(batch) for batch in micro_batches[1:]), job.task.targets(micro_batches[0]))
+        set_update(self._optimizer.param_groups, update)
+        targets = job.task.targets(micro_batches[0])
+        for batch in micro_batches[1:]:
+            targets += job.task.targets(batch)
         if job.layout.data_ranks > 1:
             dist.all_reduce(targets)
         losses = []
@@ -72,15 +71,8 @@ class TorchEngine:
         return Metrics(sum(losses[1:], losses[0]), targets, norm, shared=job.layout.data_ranks > 1)
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        totals = torch.zeros(2, dtype=torch.float64, device=self.job.machine.device)
         self._module.eval()
-        with torch.no_grad():
-            for batch in micro_batches:
-                totals[0] += self._module(batch)
-                totals[1] += self.job.task.targets(batch)
-        if self.job.layout.data_ranks > 1:
-            dist.all_reduce(totals)
-        return totals[0], totals[1]
+        return evaluated(self._module, micro_batches, self.job)
 
     def pieces(self) -> list[Piece]:
         return self._state.pieces()
