@@ -218,9 +218,10 @@ def test_resume_auto_takes_the_newest_good_one_and_says_what_it_skipped(tmp_path
 def test_the_trained_model_opens_anywhere(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    job = write_job(tmp_path)
+    job = write_job(tmp_path, log={"every": 1, "trackers": ["tensorboard"]})
     assert train("--config", job).code == 0
     folder = tmp_path / "runs" / "job"
+    assert list((folder / "tensorboard").glob("events.*"))
     for path in (folder / "final", folder / "checkpoints" / "step-000003" / "model"):
         model, notes = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
         assert not notes["missing_keys"]
