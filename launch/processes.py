@@ -74,15 +74,20 @@ def start(count: int, arguments: Sequence[str]) -> int:
     """
     port = free_port()
     children = [
-        subprocess.Popen([sys.executable, *arguments], env={**os.environ, **environment_of(rank, count, port)})
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**os.environ, **environment_of(rank, count, port)},
+            start_new_session=True,  # so that Ctrl-C comes once, from here
+        )
         for rank in range(count)
     ]
 
     def forward(number: int, frame: object) -> None:
         for child in children:
-            child.send_signal(number)
+            if child.poll() is None:
+                child.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, forward)
     failed = 0
     while any(child.poll() is None for child in children) and not failed:

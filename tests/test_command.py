@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.commands import ROOT, TRAIN, Result, losses, metrics, run, sample_ids, train, write_job
+from tests.commands import ROOT, TRAIN, Result, losses, metrics, run, sample_ids, start, train, write_job
 
 HEAVY = {"torch", "transformers", "deepspeed", "datasets", "accelerate", "pydantic", "rich", "numpy"}
 
@@ -232,3 +234,32 @@ def test_the_trained_model_opens_anywhere(tmp_path):
     again = train("--config", folder / "config.json", "trainer.run.name=again")
     assert again.code == 0, again.output
     assert losses(tmp_path / "runs" / "again") == losses(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
+    job = write_job(tmp_path, steps=400)
+    process = start(sys.executable, TRAIN, "--config", job, "--processes", "2")
+    folder = tmp_path / "runs" / "job"
+    deadline = time.monotonic() + 90
+    while not (folder / "metrics.jsonl").exists() or not metrics(folder):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "a signal asked the run to stop, and all is saved; expected to go on. Run the same command with" in output
+    assert output.count("preempted") == 1, output
+    (saved,) = (folder / "checkpoints").glob("step-*")
+    step = int(saved.name.removeprefix("step-"))
+    assert 0 < step < 400
+    assert not (folder / "final").exists()
+    # the rest would take long: it is enough that it starts at the right place
+    process = start(sys.executable, TRAIN, "--config", job, "--processes", "2", "--resume", "auto")
+    while not any(line["step"] > step for line in metrics(folder)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert f"resumed from {saved}: step {step}, {step * 8} samples seen" in output
+    assert sample_ids(folder).keys() == set(range(max(sample_ids(folder)) + 1)), "a step is missing"

@@ -23,7 +23,7 @@ class MeshloomError(Exception):
     """Base of every error that is the user's to mend; carries one or more problems."""
 
     exit_code = 70
-    kind = "internal"
+    kind = "internal error"
     shared = False
     """True once every rank has raised it, so that one of them can speak for all."""
 
@@ -34,7 +34,7 @@ class MeshloomError(Exception):
     def render(self) -> str:
         """The text for a terminal: one line per problem."""
         count = len(self.problems)
-        head = f"{self.kind} error" + (f" ({count} problems)" if count > 1 else "")
+        head = self.kind + (f" ({count} problems)" if count > 1 else "")
         return "\n".join([f"{head}:", *(f"  {problem}" for problem in self.problems)])
 
 
@@ -42,21 +42,21 @@ class ConfigError(MeshloomError):
     """The config, the command line, the layout or the model does not fit."""
 
     exit_code = 64
-    kind = "config"
+    kind = "config error"
 
 
 class DataError(MeshloomError):
     """The training data can't be read or does not fit."""
 
     exit_code = 65
-    kind = "data"
+    kind = "data error"
 
 
 class DiskError(MeshloomError):
     """The run folder can't be written, or is full."""
 
     exit_code = 74
-    kind = "disk"
+    kind = "disk error"
 
 
 class Preempted(MeshloomError):
@@ -70,4 +70,4 @@ class NumericsError(MeshloomError):
     """The numbers went wrong: a non-finite loss or gradient, or a failed comparison."""
 
     exit_code = 76
-    kind = "numerics"
+    kind = "numerics error"

@@ -31,6 +31,8 @@ class Hooks:
     save: Callable[[RunState], None]
     seen: Callable[[StepBatches], None] = lambda batches: None
     """Told each step's sample ids."""
+    stop: Callable[[], bool] = lambda: False
+    """Whether to save and leave early; asked after each logged step, where the ranks meet anyway."""
 
 
 def train(engine: Engine, feed: Feed, schedule: Schedule, plan: Plan, hooks: Hooks, state: RunState) -> RunState:
@@ -50,8 +52,11 @@ def train(engine: Engine, feed: Feed, schedule: Schedule, plan: Plan, hooks: Hoo
             hooks.log(state, metrics, update)
         if due(done, plan.steps, plan.evaluate_every):
             hooks.evaluate(state)
-        if saves:
+        stops = logs and hooks.stop()
+        if saves or stops:
             hooks.save(state)
+        if stops:
+            break
     return state
 
 

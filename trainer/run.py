@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import signal
 import sys
 import time
 import traceback
@@ -25,7 +26,7 @@ from trainer.data.feed import Feed, StepBatches
 from trainer.data.prepare import Data, open_data
 from trainer.data.tokenizer import embedded_tokenizer, load_tokenizer
 from trainer.engines import EngineKind, Job, Machine, Metrics, select
-from trainer.errors import ConfigError, DataError, MeshloomError, Problem
+from trainer.errors import ConfigError, DataError, MeshloomError, Preempted, Problem
 from trainer.evaluate import continuation, held_out_loss
 from trainer.layout import Layout, layout_of
 from trainer.loop import Hooks, Plan, train
@@ -219,6 +220,7 @@ def _train(
             if samples is not None:
                 samples.write(batches.step, [int(i) for part in batches.ids for i in part])
 
+        signals = StopSignals()
         plan = Plan(
             prepared.steps,
             layout.train_batch,
@@ -226,8 +228,11 @@ def _train(
             section.checkpoint.every,
             section.evaluation.every,
         )
-        hooks = Hooks(log, evaluate, save, seen)
-        train(engine, feed, schedule_of(vars(config.optimizer), _mapping(config.scheduler)), plan, hooks, position)
+        hooks = Hooks(log, evaluate, save, seen, stop=lambda: any(ranks.gather(signals.received)))
+        schedule = schedule_of(vars(config.optimizer), _mapping(config.scheduler))
+        position = train(engine, feed, schedule, plan, hooks, position)
+        if position.step < prepared.steps:
+            raise _preempted(position.step)
         checkpoint.export(folder / "final", engine.pieces(), write_model_files, ranks)
     engine.close()
     _finish(prepared, folder, console, ranks)
@@ -243,6 +248,29 @@ def _finish(prepared: Prepared, folder: Path, console: Console, ranks: Ranks) ->
     console.print(
         f"done: {folder / 'final'} opens with AutoModelForCausalLM.from_pretrained", markup=False, soft_wrap=True
     )
+
+
+class StopSignals:
+    """The first signal asks the run to save and leave; the second ends the process at once."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.received = False
+        for number in self.SIGNALS:
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: object) -> None:
+        self.received = True
+        for other in self.SIGNALS:
+            signal.signal(other, signal.SIG_DFL)
+
+
+def _preempted(step: int) -> Preempted:
+    seen, expected = "a signal asked the run to stop, and all is saved", "to go on"
+    error = Preempted(Problem(f"step {step}", seen, expected, "Run the same command with --resume auto"))
+    error.shared = True
+    return error
 
 
 # The machine

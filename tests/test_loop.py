@@ -1,0 +1,82 @@
+"""The loop with a fake engine: what is called when, and that a position is one number."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from trainer.engines.engine import Metrics, owners
+from trainer.loop import Hooks, Plan, due, train
+from trainer.optimizers import Update
+from trainer.state import RunState
+
+
+class FakeEngine:
+    """Every step has a loss of its number and 10 targets."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def step(self, step: int, batches: Any, update: Update, observe: Any = None) -> Metrics:
+        self.rates.append(update.learning_rate)
+        return Metrics(torch.tensor(10.0 * step), torch.tensor(10), torch.tensor(1.0))
+
+
+def run(first: int, last: int, stop: Any = lambda: False, **plan: int | None) -> tuple[RunState, list[tuple[Any, ...]]]:
+    calls: list[tuple[Any, ...]] = []
+    hooks = Hooks(
+        log=lambda state, metrics, update: calls.append(("log", state.step, state.tokens, float(metrics.loss()))),
+        evaluate=lambda state: calls.append(("evaluate", state.step)),
+        save=lambda state: calls.append(("save", state.step, state.samples)),
+        stop=stop,
+    )
+    feed: Any = [SimpleNamespace(step=step, micro_batches=[], ids=[]) for step in range(first, last)]
+    every: dict[str, Any] = {"log_every": 2, "save_every": None, "evaluate_every": None} | plan
+    engine: Any = FakeEngine()
+    state = train(
+        engine, feed, lambda step: Update(step / 100), Plan(last, 8, **every), hooks, RunState(first, first * 8)
+    )
+    assert engine.rates == [step / 100 for step in range(first, min(last, state.step))]
+    return state, calls
+
+
+def test_what_is_called_when():
+    state, calls = run(0, 5, save_every=3, evaluate_every=4)
+    assert calls == [
+        ("log", 2, 20, 1.0),
+        ("save", 3, 24),
+        ("log", 4, 40, 3.0),
+        ("evaluate", 4),
+        ("log", 5, 50, 4.0),
+        ("evaluate", 5),
+        ("save", 5, 40),
+    ]
+    assert state == RunState(step=5, samples=40, tokens=50)
+
+
+def test_a_resumed_loop_goes_on_counting():
+    state, calls = run(3, 5)
+    assert calls == [("log", 4, 10, 3.0), ("log", 5, 20, 4.0), ("evaluate", 5), ("save", 5, 40)]
+    assert state.samples == 40
+
+
+def test_a_loop_that_is_stopped_saves_where_it_stands():
+    state, calls = run(0, 50, stop=lambda: True)
+    assert calls == [("log", 2, 20, 1.0), ("save", 2, 16)]
+    assert state.step == 2
+
+
+def test_nothing_is_left_to_do():
+    assert run(5, 5) == (RunState(5, 40), [])
+
+
+def test_due():
+    assert [step for step in range(1, 8) if due(step, 7, 3)] == [3, 6, 7]
+    assert [step for step in range(1, 8) if due(step, 7, None)] == [7]
+
+
+def test_tensors_are_shared_out_by_size():
+    assert owners([8, 1, 1, 1, 5], 2) == [0, 1, 1, 1, 1]
+    assert owners([3], 4) == [0]
