@@ -57,7 +57,9 @@ def test_configs_of_other_trainers_compile(path: Path) -> None:
 
 
 def test_the_shipped_configs_are_short_and_complete() -> None:
-    assert [path.stem for path in SHIPPED] == ["ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]
+    assert [path.stem for path in SHIPPED] == [
+        *("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
+    ]
     for path in SHIPPED:
         config = load(path)
         assert len(path.read_text().splitlines()) < 40 and not config.notes
@@ -206,7 +208,10 @@ CONFLICTS = [
     ),
     ({"trainer": {"data": {"path": 3}}}, "trainer.data.path: saw 3; expected text or a list"),
     ({"trainer": {"data": {"path": []}}}, "trainer.data.path: saw []; expected text or a list that is not empty"),
-    ({"trainer": {"engine": "mesh"}}, 'trainer.engine: saw "mesh"; expected "auto" or "deepspeed"'),
+    (
+        {"trainer": {"engine": "fsdp"}},
+        'trainer.engine: saw "fsdp"; expected "auto", "deepspeed", "accelerate" or "mesh"',
+    ),
     ({"trainer": {"model": 3}}, "trainer.model: saw 3; expected a section {...}"),
     ({"trainer": {"model": {"config": 3}}}, "trainer.model.config: saw 3; expected a section {...} or text"),
     (

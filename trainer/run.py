@@ -25,7 +25,7 @@ from trainer.config import Config, Facts, resolve
 from trainer.data.feed import Feed, StepBatches
 from trainer.data.prepare import Data, open_data
 from trainer.data.tokenizer import embedded_tokenizer, load_tokenizer
-from trainer.engines import EngineKind, Job, Machine, Metrics, select
+from trainer.engines import Engine, EngineKind, Job, Machine, Metrics, select
 from trainer.errors import ConfigError, DataError, MeshloomError, Preempted, Problem
 from trainer.evaluate import continuation, held_out_loss
 from trainer.layout import Layout, layout_of
@@ -37,7 +37,7 @@ from trainer.optimizers import Update, schedule_of
 from trainer.ranks import Ranks
 from trainer.state import RunState
 from trainer.tasks.causal_lm import CausalLM
-from trainer.trackers import Evaluation, SampleLog, open_trackers, peak_flops, require
+from trainer.trackers import Evaluation, SampleLog, Tracker, open_trackers, peak_flops, require
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """Longer than any step or save; a rank that is lost shows at the latest then."""
@@ -101,10 +101,10 @@ def run(config: Config, request: Request, world: World, output: Output) -> int:
         source, skipped = machine.ranks.on_first(lambda: _resume_from(request, folder / "checkpoints"))
         prepared = prepare(config, machine)
         for line in describe.plan_lines(prepared, request.dry_run):
-            console.print(line, markup=False, soft_wrap=True)
+            _say(console, line)
         if not request.dry_run:
             for reason in skipped:
-                console.print(f"skipped: {reason}", markup=False, soft_wrap=True)
+                _say(console, f"skipped: {reason}")
             _train(prepared, request, machine, folder, source, console)
         if machine.ranks.world_size > 1:
             dist.barrier()
@@ -144,110 +144,116 @@ def prepare(config: Config, machine: Machine) -> Prepared:
 def _train(
     prepared: Prepared, request: Request, machine: Machine, folder: Path, source: Path | None, console: Console
 ) -> None:
-    config, layout, spec, ranks = prepared.config, prepared.layout, prepared.spec, machine.ranks
+    config, spec, ranks = prepared.config, prepared.spec, machine.ranks
     section, position = config.trainer, RunState()
-    shelf = folder / "checkpoints"
     # weights, float32 masters and two moments
-    ranks.on_first(lambda: checkpoint.ensure_writable(shelf, 16 * spec.parameters))
+    ranks.on_first(lambda: checkpoint.ensure_writable(folder / "checkpoints", 16 * spec.parameters))
     ranks.on_first(lambda: describe.write(folder, prepared, request.overrides))
-    engine = prepared.engine.build(Job(layout, spec, prepared.task, config.deepspeed, section.seed, machine))
+    engine = prepared.engine.build(Job(prepared.layout, spec, prepared.task, config.deepspeed, section.seed, machine))
     for note in engine.notes:
-        console.print(f"note: {note}", markup=False, soft_wrap=True)
+        _say(console, f"note: {note}")
     if source is not None:
-        stored = ranks.on_first(lambda: checkpoint.read_description(source)["position"]["engine"])
-        engine.restore(stored)
+        engine.restore(ranks.on_first(lambda: checkpoint.read_description(source)["position"]["engine"]))
         position = checkpoint.load(source, engine.pieces(), ranks)
-        console.print(
-            f"resumed from {source}: step {position.step}, {position.samples:,} samples seen",
-            markup=False,
-            soft_wrap=True,
-        )
-
-    def write_model_files(target: Path) -> None:
-        spec.save_config(target)
-        prepared.tokenizer.save_pretrained(target)
-
+        _say(console, f"resumed from {source}: step {position.step}, {position.samples:,} samples seen")
     with ExitStack() as stack:
         trackers = open_trackers(section.log.trackers, folder, console) if ranks.first else []
         for tracker in trackers:
             stack.callback(tracker.close)
-        feed = stack.enter_context(
-            Feed(
-                prepared.data.train,
-                prepared.task.collate,
-                seed=section.seed,
-                micro_batch=layout.micro_batch,
-                accumulation=layout.accumulation,
-                data_ranks=layout.data_ranks,
-                data_rank=layout.data_rank(ranks.rank),
-                position=position.samples,
-                start_step=position.step,
-                end_step=prepared.steps,
-                device=machine.device,
-            )
-        )
-        samples = SampleLog(folder / "logs", ranks.rank) if section.log.sample_ids else None
+        feed = stack.enter_context(_feed(prepared, machine, position))
         peak = peak_flops(torch.cuda.get_device_name(machine.device)) if machine.device.type == "cuda" else None
         flops = flops_per_token(spec, section.data.sequence_length)
         meter = Meter(prepared.steps, machine.device, ranks.world_size, flops, peak, feed, position)
-
-        def log(state: RunState, metrics: Metrics, update: Update) -> None:
-            record = meter.record(replace(state, engine=engine.scalars()), metrics, update)
-            for tracker in trackers:
-                tracker.record(record)
-
-        def evaluate(state: RunState) -> None:
-            if prepared.data.evaluation is None:
-                return
-            found = held_out_loss(
-                engine,
-                prepared.data.evaluation,
-                prepared.task.collate,
-                layout,
-                section.evaluation.samples,
-                layout.data_rank(ranks.rank),
-                machine.device,
-            )
-            for tracker in trackers:
-                tracker.evaluation(Evaluation(state.step, *found))
-
-        def save(state: RunState) -> None:
-            state = replace(state, engine=engine.scalars())
-            checkpoint.save(shelf, state, engine.pieces(), describe.run_description(prepared), write_model_files, ranks)
-            ranks.on_first(lambda: checkpoint.prune(shelf, section.checkpoint.keep_last))
-
-        def seen(batches: StepBatches) -> None:
-            if samples is not None:
-                samples.write(batches.step, [int(i) for part in batches.ids for i in part])
-
-        signals = StopSignals()
         plan = Plan(
             prepared.steps,
-            layout.train_batch,
+            prepared.layout.train_batch,
             section.log.every,
             section.checkpoint.every,
             section.evaluation.every,
         )
-        hooks = Hooks(log, evaluate, save, seen, stop=lambda: any(ranks.gather(signals.received)))
         schedule = schedule_of(vars(config.optimizer), _mapping(config.scheduler))
+        hooks = _hooks(prepared, machine, folder, engine, meter, trackers)
         position = train(engine, feed, schedule, plan, hooks, position)
         if position.step < prepared.steps:
             raise _preempted(position.step)
-        checkpoint.export(folder / "final", engine.pieces(), write_model_files, ranks)
+        checkpoint.export(folder / "final", engine.pieces(), lambda target: _write_model_files(prepared, target), ranks)
     engine.close()
-    _finish(prepared, folder, console, ranks)
+    if ranks.first:
+        _finish(prepared, folder, console)
 
 
-def _finish(prepared: Prepared, folder: Path, console: Console, ranks: Ranks) -> None:
-    if not ranks.first:
-        return
+def _feed(prepared: Prepared, machine: Machine, position: RunState) -> Feed:
+    layout = prepared.layout
+    return Feed(
+        prepared.data.train,
+        prepared.task.collate,
+        seed=prepared.config.trainer.seed,
+        micro_batch=layout.micro_batch,
+        accumulation=layout.accumulation,
+        data_ranks=layout.data_ranks,
+        data_rank=layout.data_rank(machine.ranks.rank),
+        position=position.samples,
+        start_step=position.step,
+        end_step=prepared.steps,
+        device=machine.device,
+    )
+
+
+def _hooks(
+    prepared: Prepared, machine: Machine, folder: Path, engine: Engine, meter: Meter, trackers: Sequence[Tracker]
+) -> Hooks:
+    """What the loop calls on every rank; only rank 0 has trackers."""
+    section, ranks, layout = prepared.config.trainer, machine.ranks, prepared.layout
+    shelf, signals = folder / "checkpoints", StopSignals()
+    samples = SampleLog(folder / "logs", ranks.rank) if section.log.sample_ids else None
+
+    def log(state: RunState, metrics: Metrics, update: Update) -> None:
+        record = meter.record(replace(state, engine=engine.scalars()), metrics, update)
+        for tracker in trackers:
+            tracker.record(record)
+
+    def evaluate(state: RunState) -> None:
+        source, data_rank = prepared.data.evaluation, layout.data_rank(ranks.rank)
+        if source is None:
+            return
+        limit, collate = section.evaluation.samples, prepared.task.collate
+        found = held_out_loss(engine, source, collate, layout, limit, data_rank, machine.device)
+        for tracker in trackers:
+            tracker.evaluation(Evaluation(state.step, *found))
+
+    def save(state: RunState) -> None:
+        checkpoint.save(
+            shelf,
+            replace(state, engine=engine.scalars()),
+            engine.pieces(),
+            describe.run_description(prepared),
+            lambda target: _write_model_files(prepared, target),
+            ranks,
+        )
+        ranks.on_first(lambda: checkpoint.prune(shelf, section.checkpoint.keep_last))
+
+    def seen(batches: StepBatches) -> None:
+        if samples is not None:
+            samples.write(batches.step, [int(i) for part in batches.ids for i in part])
+
+    return Hooks(log, evaluate, save, seen, stop=lambda: any(ranks.gather(signals.received)))
+
+
+def _write_model_files(prepared: Prepared, target: Path) -> None:
+    prepared.spec.save_config(target)
+    prepared.tokenizer.save_pretrained(target)
+
+
+def _finish(prepared: Prepared, folder: Path, console: Console) -> None:
     wanted = prepared.config.trainer.generate
     if wanted.prompt is not None:
         text = continuation(folder / "final", prepared.tokenizer, wanted.prompt, wanted.tokens, seed=0)
-        console.print(describe.framed_sample(text), markup=False, soft_wrap=True)
-    console.print(
-        f"done: {folder / 'final'} opens with AutoModelForCausalLM.from_pretrained", markup=False, soft_wrap=True
-    )
+        _say(console, describe.framed_sample(text))
+    _say(console, f"done: {folder / 'final'} opens with AutoModelForCausalLM.from_pretrained")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, soft_wrap=True)
 
 
 class StopSignals:
@@ -368,11 +374,12 @@ def _run_folder(config: Config, request: Request) -> Path:
     """`runs/NAME`; a run that is not resumed takes the first free of NAME, NAME-2, NAME-3, ..."""
     section = config.trainer.run
     base = Path(section.folder) / (section.name or config.path.stem)
-    taken = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 10_000))]
-    used = [path for path in taken if path.exists()]
-    if request.resume is not None:
-        return used[-1] if used else base
-    return next(path for path in taken if not path.exists())
+    number, newest, free = 1, base, base
+    # a run that failed its checks has written no config, and gives its name back
+    while (free / "config.json").exists():
+        number, newest = number + 1, free
+        free = base.with_name(f"{base.name}-{number}")
+    return free if request.resume is None else newest
 
 
 def _resume_from(request: Request, shelf: Path) -> tuple[Path | None, list[str]]:

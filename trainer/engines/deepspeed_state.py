@@ -62,9 +62,8 @@ class MasterState:
                 observe(bare_name(name), gradient.detach().float() / scale)
 
     def scalars(self) -> dict[str, float]:
-        found = {
-            "optimizer_step": max((float(s["step"]) for s in self._inner.state.values() if "step" in s), default=0)
-        }
+        # all are equal, and each is a wait for the device
+        found = {"optimizer_step": next((float(s["step"]) for s in self._inner.state.values() if "step" in s), 0.0)}
         known = [key for key in _SCALER_KEYS if hasattr(self._scaler, key)]
         return found | {f"scaler.{key}": float(getattr(self._scaler, key)) for key in known}
 

@@ -47,8 +47,8 @@ class TorchState:
                 observe(name, whole(parameter.grad).float())
 
     def scalars(self) -> dict[str, float]:
-        steps = [float(s["step"]) for s in self._optimizer.state.values() if "step" in s]
-        return {"optimizer_step": max(steps, default=0.0)}
+        # all are equal, and each is a wait for the device
+        return {"optimizer_step": next((float(s["step"]) for s in self._optimizer.state.values() if "step" in s), 0.0)}
 
     def restore(self, scalars: Mapping[str, float]) -> None:
         self._make_states()
