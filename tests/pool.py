@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from launch.processes import environment_of, free_port
 
 
 class Pool:
@@ -54,9 +55,7 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.world_size, port), daemon=True)
@@ -65,15 +64,7 @@ class Pool:
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
+    os.environ |= {**environment_of(rank, world_size, port), "OMP_NUM_THREADS": "1"}
     log = tempfile.TemporaryFile("w")
     os.dup2(log.fileno(), 1)
     import torch

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 
+from launch.processes import free_port
 from tests.commands import TRAIN, Result, losses, run, sample_ids, start, train, write_job
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +56,7 @@ def test_one_process_sees_the_same_samples(reference, tmp_path):
     ids=lambda command: command[0],
 )  # fmt: skip
 def test_under_a_launcher(launcher, reference, tmp_path):
-    command = [free_port() if word == "PORT" else word for word in launcher]
+    command = [str(free_port()) if word == "PORT" else word for word in launcher]
     result = run(*command, TRAIN, "--config", write_job(tmp_path))
     assert result.code == 0, result.output
     assert "done: " in result.output
@@ -81,7 +75,7 @@ def agents(first: list[str | Path], second: list[str | Path]) -> list[Result]:
 
 
 def test_two_torchrun_agents(reference, tmp_path):
-    job, port = write_job(tmp_path), free_port()
+    job, port = write_job(tmp_path), str(free_port())
     common = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
     commands = [["torchrun", *common, "--node-rank", str(node), TRAIN, "--config", job] for node in range(2)]
     for result in agents(*commands):
@@ -92,7 +86,7 @@ def test_two_torchrun_agents(reference, tmp_path):
 def test_hsdp_over_two_nodes_of_two_ranks(tmp_path):
     """Sharded inside each node, replicated across: the losses are those of one process."""
     folder = tmp_path / "runs"
-    job, port = write_job(tmp_path, mesh={"replicate": -1, "shard": 2}), free_port()
+    job, port = write_job(tmp_path, mesh={"replicate": -1, "shard": 2}), str(free_port())
     # one process and four draw other dropout
     overrides = ["zero_optimization.stage=3", "trainer.model.config.attention_dropout=0", "train_batch_size=8"]
     common = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port]
@@ -110,7 +104,7 @@ def test_hsdp_over_two_nodes_of_two_ranks(tmp_path):
 
 
 def test_two_deepspeed_nodes_without_ssh(reference, tmp_path):
-    job, port = write_job(tmp_path), free_port()
+    job, port = write_job(tmp_path), str(free_port())
     hostfile = tmp_path / "hosts"
     hostfile.write_text("node-a slots=1\nnode-b slots=1\n")
     common = ["--hostfile", hostfile, "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", port]

@@ -89,7 +89,7 @@ def test_a_full_config(tmp_path: Path) -> None:
     assert found == Layout(16, 2, 2, 2, 2, 3, 2, 24, 3, "cpu", "cpu", "bfloat16", Recompute("every", 2))
     assert found.describe() == (
         "pipeline 2 x replicate 2 x shard 2 x tensor 2, ZeRO-3, optimizer on cpu, parameters on cpu, bfloat16, "
-        "batch 24 = 3 x 2 x 4, schedule 1F1B, recompute every 2"
+        "batch 24 = 3 x 2 x 4, recompute every 2"
     )
 
 

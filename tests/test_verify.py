@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from launch.processes import environment_of, free_port
 from tests.commands import ROOT, run
 from tests.training import GPT2
 from trainer.errors import ConfigError
@@ -208,14 +209,7 @@ def test_a_failure_ends_with_76(tmp_path):
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     arguments = ["--config", config(tmp_path, "mesh", 0), "--output", str(tmp_path / "c.json")]
-    environment = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29717",
-    }
-    result = run(sys.executable, script, *arguments, **environment)
+    result = run(sys.executable, script, *arguments, **environment_of(0, 1, free_port()))
     assert result.code == 76, result.output
     assert "FAIL: first apart at step 0, on rank 0: gradient " in result.output
 

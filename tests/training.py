@@ -51,7 +51,6 @@ class Case:
     replicate: int = 1
     """Of the data ranks; without ZeRO all of them."""
     tensor: int = 1
-    schedule: str = "1F1B"
     zero_stage: int = 2
     micro_batch: int = 2
     precision: str = "float32"
@@ -169,7 +168,6 @@ def build(case: Case, rank: int, path: str | None = None, seed: int = 5) -> Any:
         offload_param=case.offload_param,
         precision=case.precision,
         recompute=Recompute(case.recompute, case.every),
-        schedule=case.schedule,
     )
     kind = ENGINES[case.engine]
     assert kind.refusal(layout) is None

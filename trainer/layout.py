@@ -10,7 +10,6 @@ from trainer.errors import ConfigError, Problem
 
 Device = Literal["none", "cpu", "nvme"]
 Precision = Literal["float32", "bfloat16", "float16"]
-Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 RecomputeMode = Literal["none", "full", "every", "selective"]
 
 
@@ -43,8 +42,6 @@ class Layout:
     offload_param: Device
     precision: Precision
     recompute: Recompute
-    schedule: Schedule = "1F1B"
-    """How a pipeline orders its micro-batches; says nothing without one."""
 
     def __post_init__(self) -> None:
         axes = {name: getattr(self, name) for name in ("pipeline", "replicate", "shard", "tensor")}
@@ -77,8 +74,6 @@ class Layout:
             self.precision,
             f"batch {self.train_batch} = {self.micro_batch} x {self.accumulation} x {self.data_ranks}",
         ]
-        if self.pipeline > 1:
-            words.append(f"schedule {self.schedule}")
         if self.recompute.mode != "none":
             every = f" {self.recompute.every}" if self.recompute.mode == "every" else ""
             words.append(f"recompute {self.recompute.mode}{every}")
@@ -104,7 +99,6 @@ def layout_of(config: Config, world_size: int) -> Layout:
         offload_param=(zero.get("offload_param") or {}).get("device", "none"),
         precision=_precision(config),
         recompute=_recompute(config.trainer.activation_checkpointing),
-        schedule=config.trainer.pipeline_schedule,
     )
 
 

@@ -131,9 +131,6 @@ class TrainerSection(Section):
     generate: GenerateSection = GenerateSection()
     engine: Literal["auto", "deepspeed", "accelerate", "mesh"] = "auto"
     mesh: MeshSection = MeshSection()
-    pipeline_schedule: Literal[
-        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-    ] = "1F1B"
     activation_checkpointing: Annotated[str, AfterValidator(_recompute)] = "none"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
