@@ -86,10 +86,12 @@ def sharded_share(case: Case) -> tuple[float, int]:
     from tests.training import build
 
     engine = build(case, dist.get_rank())
-    parameters = list(engine._module.parameters())
+    parameters = list(engine.modules[0].parameters())
     assert all(isinstance(parameter, DTensor) for parameter in parameters)
     kept = sum(parameter.to_local().numel() for parameter in parameters)
-    return kept / sum(p.numel() for p in parameters), sum(isinstance(m, FSDPModule) for m in engine._module.modules())
+    return kept / sum(p.numel() for p in parameters), sum(
+        isinstance(m, FSDPModule) for m in engine.modules[0].modules()
+    )
 
 
 def test_parameters_are_really_sharded(pools):

@@ -78,5 +78,5 @@ def test_due():
 
 
 def test_tensors_are_shared_out_by_size():
-    assert owners([8, 1, 1, 1, 5], 2) == [0, 1, 1, 1, 1]
-    assert owners([3], 4) == [0]
+    assert owners([8, 1, 1, 1, 5], [range(2)] * 5) == [0, 1, 1, 1, 1]
+    assert owners([3, 1], [range(2, 4), range(2)]) == [2, 0]

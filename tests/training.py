@@ -275,11 +275,13 @@ def whole_weights(engine: Any, case: Case) -> dict[str, torch.Tensor]:
 def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome:
     """The same run with nothing of ours but the order of seeds: Hugging Face's forward, PyTorch's loss and AdamW."""
     from trainer.models.materialise import materialise
-    from trainer.seeding import seed_dropout
+    from trainer.parallel.dropout import Dropout
+    from trainer.seeding import step_seed
 
     spec = spec_of(case.model, path)
     model = spec.build()
     materialise(model, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
+    dropout = Dropout(model, spec)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
     outcome = Outcome([], [], [], {})
     collate = task_of(spec).collate
@@ -290,7 +292,7 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
         for index in range(case.accumulation):
             for data_rank in range(case.data_ranks):
                 batch = collate(shares(case, step, data_rank)[index])
-                seed_dropout(seed, step, index, data_rank)
+                dropout.start(step_seed(seed, step, data_rank), index)
                 logits = model(input_ids=batch["input_ids"]).logits
                 loss = F.cross_entropy(
                     logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum", ignore_index=-100

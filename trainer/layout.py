@@ -9,8 +9,12 @@ from trainer.config import Config, mesh_sizes
 from trainer.errors import ConfigError, Problem
 
 Device = Literal["none", "cpu", "nvme"]
+Partition = Literal["best", "parameters", "uniform"]
 Precision = Literal["float32", "bfloat16", "float16"]
 RecomputeMode = Literal["none", "full", "every", "selective"]
+
+AXES = ("pipeline", "replicate", "shard", "tensor")
+"""The axes of the mesh, outermost first."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,44 @@ class Recompute:
     mode: RecomputeMode = "none"
     every: int = 1
     """With mode `every`: each Nth block."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order in which a pipeline runs its micro-batches, by PyTorch's name for it."""
+
+    name: str
+    stages_per_rank: int = 1
+    folded: bool = False
+    """Rank r of p holds the stages r and 2p - 1 - r, the first and the last being together; else r, r + p, ..."""
+    splits_backward: bool = False
+    """The gradients of weights are made apart from those of activations, to fill the bubble."""
+
+    def problem(self, micro_batches: int, ranks: int) -> tuple[str, str] | None:
+        """What is wrong with this many micro-batches on `ranks` pipeline ranks: (seen, expected)."""
+        stages = ranks * self.stages_per_rank
+        least = stages if self.folded else ranks
+        seen = f"{micro_batches} micro-batches for {stages} pipeline stages under {self.name}"
+        if micro_batches < least:
+            return seen, f"at least {least}"
+        rounds = micro_batches // ranks
+        if self.stages_per_rank > 1 and not self.folded and micro_batches % rounds:
+            return seen, f"a multiple of {rounds}, the rounds of {ranks} ranks"
+        return None
+
+
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("GPipe"),
+        Schedule("1F1B"),
+        Schedule("Interleaved1F1B", 2),
+        Schedule("InterleavedZeroBubble", 2, splits_backward=True),
+        Schedule("ZBVZeroBubble", 2, folded=True, splits_backward=True),
+        Schedule("DualPipeV", 2, folded=True, splits_backward=True),
+    )
+}
+"""GPipe: arXiv 1811.06965; 1F1B and interleaved: 2104.04473; zero bubble: 2401.10241; DualPipeV: 2412.19437."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +84,28 @@ class Layout:
     offload_param: Device
     precision: Precision
     recompute: Recompute
+    schedule: Schedule = SCHEDULES["1F1B"]
+    """Means nothing where `pipeline` is 1."""
+    partition: Partition = "best"
+    """How blocks are divided over pipeline stages."""
 
     def __post_init__(self) -> None:
-        axes = {name: getattr(self, name) for name in ("pipeline", "replicate", "shard", "tensor")}
+        axes = {name: getattr(self, name) for name in AXES}
         batch = {"micro-batch": self.micro_batch, "accumulation": self.accumulation, "data ranks": self.data_ranks}
         problems = [
             *_product("mesh", axes, self.world_size, "processes"),
             *_product("train_batch_size", batch, self.train_batch, "samples"),
         ]
+        if self.pipeline > 1 and (problem := self.schedule.problem(self.accumulation, self.pipeline)):
+            mend = "Raise gradient_accumulation_steps: a pipeline's micro-batches are its accumulation."
+            problems.append(Problem("gradient_accumulation_steps", *problem, mend))
         if problems:
             raise ConfigError(*problems)
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages in all."""
+        return self.pipeline * self.schedule.stages_per_rank if self.pipeline > 1 else 1
 
     @property
     def data_ranks(self) -> int:
@@ -64,7 +118,7 @@ class Layout:
 
     def describe(self) -> str:
         """The layout on one line."""
-        axes = [f"{name} {getattr(self, name)}" for name in ("pipeline", "replicate", "shard", "tensor")]
+        axes = [f"{name} {getattr(self, name)}" for name in AXES]
         mesh = " x ".join(axis for axis in axes if not axis.endswith(" 1")) or "one process"
         offloads = {"optimizer": self.offload_optimizer, "parameters": self.offload_param}
         words = [
@@ -74,6 +128,8 @@ class Layout:
             self.precision,
             f"batch {self.train_batch} = {self.micro_batch} x {self.accumulation} x {self.data_ranks}",
         ]
+        if self.pipeline > 1:
+            words.append(self.schedule.name)
         if self.recompute.mode != "none":
             every = f" {self.recompute.every}" if self.recompute.mode == "every" else ""
             words.append(f"recompute {self.recompute.mode}{every}")
@@ -99,6 +155,8 @@ def layout_of(config: Config, world_size: int) -> Layout:
         offload_param=(zero.get("offload_param") or {}).get("device", "none"),
         precision=_precision(config),
         recompute=_recompute(config.trainer.activation_checkpointing),
+        schedule=SCHEDULES[config.trainer.pipeline_schedule],
+        partition=settings.get("pipeline", {}).get("partition", "best"),
     )
 
 

@@ -13,11 +13,15 @@ def derive(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def seed_dropout(seed: int, step: int, micro_batch: int, data_rank: int) -> None:
-    """Set torch's generators for one forward and backward pass of one data-parallel rank."""
+def step_seed(seed: int, step: int, data_rank: int) -> int:
+    """What the dropout of one step on one data rank is derived from."""
+    return derive("dropout", seed, step, data_rank)
+
+
+def seed_generators(value: int) -> None:
+    """Set torch's generators, those of the devices that are in use."""
     import torch
 
-    value = derive("dropout", seed, step, micro_batch, data_rank)
     # torch.manual_seed does the same for devices that are not in use, for 70 microseconds
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():

@@ -131,8 +131,8 @@ thread_count : int ; it was renamed: use intra_op_parallelism
 
 [pipeline]
 stages : int >=1 auto
-partition : str
-seed_layers pipe_partitioned grad_partitioned use_reentrant : bool
+partition : str best|parameters|uniform
+seed_layers pipe_partitioned grad_partitioned use_reentrant : bool ; no engine here reads it
 activation_checkpoint_interval : int >=0
 
 [tensor_parallel]

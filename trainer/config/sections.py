@@ -131,6 +131,10 @@ class TrainerSection(Section):
     generate: GenerateSection = GenerateSection()
     engine: Literal["auto", "deepspeed", "accelerate", "mesh"] = "auto"
     mesh: MeshSection = MeshSection()
+    pipeline_schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """In which order pipeline stages run their micro-batches, by PyTorch's names."""
     activation_checkpointing: Annotated[str, AfterValidator(_recompute)] = "none"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 

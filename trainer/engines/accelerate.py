@@ -14,6 +14,9 @@ from trainer.layout import Layout
 from trainer.models.materialise import materialise
 from trainer.optimizers import optimizer_of
 from trainer.parallel import recompute, shard
+from trainer.parallel.dropout import Dropout
+from trainer.parallel.mesh import grid_of
+from trainer.parallel.passes import OneByOne
 from trainer.tasks.task import Trainee
 
 WHOLE_NOTE = "Accelerate shards a model that is whole: each process holds it in memory once, while it starts"
@@ -35,6 +38,7 @@ def build(job: Job) -> TorchEngine:
     # our own wrapping: Accelerate's loses the random state, and with dropout the gradient
     recompute.apply(model, job.spec, layout.recompute)
     materialise(model, job.spec, seed=job.seed, device=device, dtype=torch.float32)
+    dropout = Dropout(model, job.spec)
     trainee = Trainee(model, job.task)
     parameters = [p for p in trainee.parameters() if p.requires_grad]
     accelerator = _accelerator(job)
@@ -43,8 +47,8 @@ def build(job: Job) -> TorchEngine:
     if layout.zero_stage > 0:
         prove_units(module, job.spec)
         notes = (WHOLE_NOTE, ZERO_1_NOTE) if layout.zero_stage == 1 else (WHOLE_NOTE,)
-    prove_replicas(module, layout, job.machine.ranks)
-    return TorchEngine(module, optimizer.optimizer, job, notes)
+    prove_replicas([module], layout, job.machine.ranks)
+    return TorchEngine(OneByOne(module, dropout), optimizer.optimizer, job, grid_of(layout, device), notes)
 
 
 KIND = EngineKind(refusal, build)

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.engines.deepspeed_state import MasterState
-from trainer.engines.engine import EngineKind, Job, Metrics, Observer, evaluated, set_update
+from trainer.engines.engine import EngineKind, Job, Metrics, Observer, over_all, set_update
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.materialise import materialise
 from trainer.optimizers import Update
 from trainer.parallel import recompute
-from trainer.seeding import seed_dropout
+from trainer.parallel.dropout import Dropout
+from trainer.seeding import step_seed
 from trainer.state import Piece
 from trainer.tasks.task import Batch, Trainee, bare_name
 
@@ -59,11 +60,12 @@ def build(job: Job) -> DeepSpeedEngine:
     with torch.device("cpu"):
         materialise(model, job.spec, seed=job.seed, device=_home(job), dtype=dtype, **place)
     recompute.apply(model, job.spec, job.layout.recompute)
+    dropout = Dropout(model, job.spec)
     trainee = Trainee(model, job.task)
     engine, *_ = deepspeed.initialize(
         model=trainee, model_parameters=[p for p in trainee.parameters() if p.requires_grad], config=config
     )
-    return DeepSpeedEngine(engine, job)
+    return DeepSpeedEngine(engine, job, dropout)
 
 
 KIND = EngineKind(refusal, build)
@@ -119,9 +121,10 @@ class DeepSpeedEngine:
     multiplied by data ranks x accumulation / targets.
     """
 
-    def __init__(self, engine: Any, job: Job) -> None:
+    def __init__(self, engine: Any, job: Job, dropout: Dropout) -> None:
         self._engine = engine
         self.job = job
+        self._dropout = dropout
         self._state = MasterState(engine, job.machine.ranks)
         self._own_norm = _has_plain_optimizer(job.layout)
         self._clip = float(job.deepspeed.get("gradient_clipping", 0.0))
@@ -141,9 +144,9 @@ class DeepSpeedEngine:
             targets += job.task.targets(batch)
         # while the first forward pass runs
         counting = dist.all_reduce(targets, async_op=True) if job.layout.data_ranks > 1 else None
-        losses, scale = [], None
+        losses, scale, seed = [], None, step_seed(job.seed, step, job.data_rank)
         for index, batch in enumerate(micro_batches):
-            seed_dropout(job.seed, step, index, job.layout.data_rank(job.machine.ranks.rank))
+            self._dropout.start(seed, index)
             loss = engine(batch)
             losses.append(loss.detach())
             if scale is None:
@@ -168,7 +171,12 @@ class DeepSpeedEngine:
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         self._engine.eval()
-        return evaluated(self._engine, micro_batches, self.job)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.job.machine.device)
+        with torch.no_grad():
+            for batch in micro_batches:
+                totals[0] += self._engine(batch)
+                totals[1] += self.job.task.targets(batch)
+        return over_all(totals[0], totals[1], self.job.layout)
 
     def pieces(self) -> list[Piece]:
         # a tied parameter is listed once, under the name that comes first

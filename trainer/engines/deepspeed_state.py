@@ -45,7 +45,7 @@ class MasterState:
         parts = [MASTER] if self._low_precision else []
         parts += self._state_keys()
         named = list(self._engine.module.named_parameters())
-        ranks = owners([self._size(p) for _, p in named], self._ranks.world_size)
+        ranks = owners([self._size(p) for _, p in named], [range(self._ranks.world_size)] * len(named))
         found = []
         for owner, (name, parameter) in zip(ranks, named, strict=True):
             found.append(self._piece(name, WEIGHT, parameter, owner))

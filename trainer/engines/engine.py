@@ -40,6 +40,11 @@ class Job:
     seed: int
     machine: Machine
 
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples this process sees."""
+        return self.layout.data_rank(self.machine.ranks.rank)
+
 
 @dataclass
 class Metrics:
@@ -115,26 +120,23 @@ def set_update(groups: Iterable[dict[str, Any]], update: Update) -> None:
             group["betas"] = update.betas
 
 
-def evaluated(
-    forward: Callable[[Batch], torch.Tensor], micro_batches: Iterable[Batch], job: Job
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss and number of targets over all data ranks. Collective."""
-    totals = torch.zeros(2, dtype=torch.float64, device=job.machine.device)
-    with torch.no_grad():
-        for batch in micro_batches:
-            totals[0] += forward(batch)
-            totals[1] += job.task.targets(batch)
-    if job.layout.data_ranks > 1:
+def over_all(loss_sum: torch.Tensor, targets: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss and number of targets over all data ranks. Collective.
+
+    The last pipeline stage alone has a loss; the ranks of a tensor group have the same one.
+    """
+    totals = torch.stack([loss_sum.double() / layout.tensor, targets * layout.data_ranks / layout.world_size])
+    if layout.world_size > 1:
         dist.all_reduce(totals)
     return totals[0], totals[1]
 
 
-def owners(sizes: Sequence[int], world_size: int) -> list[int]:
-    """Which rank keeps each tensor when a checkpoint is written: the least loaded so far, in order."""
-    loads = [0] * world_size
+def owners(sizes: Sequence[int], candidates: Sequence[Sequence[int]]) -> list[int]:
+    """Which rank keeps each tensor when a checkpoint is written: of its candidates, in order, the least loaded."""
+    loads: dict[int, int] = {}
     chosen = []
-    for size in sizes:
-        rank = loads.index(min(loads))
-        loads[rank] += size
+    for size, ranks in zip(sizes, candidates, strict=True):
+        rank = min(ranks, key=lambda rank: loads.get(rank, 0))
+        loads[rank] = loads.get(rank, 0) + size
         chosen.append(rank)
     return chosen

@@ -12,6 +12,9 @@ from trainer.layout import Layout
 from trainer.models.materialise import materialise
 from trainer.optimizers import optimizer_of
 from trainer.parallel import recompute, shard
+from trainer.parallel.dropout import Dropout
+from trainer.parallel.mesh import Grid, grid_of
+from trainer.parallel.passes import OneByOne
 from trainer.tasks.task import Trainee
 
 ZERO_1_NOTE = "ZeRO-1 runs as ZeRO-2: FSDP2 shards the gradients with the optimizer, for less memory"
@@ -35,28 +38,37 @@ def refusal(layout: Layout) -> str | None:
 def build(job: Job) -> TorchEngine:
     """Materialise the model a unit at a time, each block sharded as soon as it has its values."""
     layout, device = job.layout, job.machine.device
+    grid = grid_of(layout, device)
     model = job.task.prepare(job.spec.build())
     recompute.apply(model, job.spec, layout.recompute)
-    trainee: nn.Module = Trainee(model, job.task)
-    if layout.zero_stage == 0:
-        materialise(model, job.spec, seed=job.seed, device=device, dtype=torch.float32)
-        if layout.replicate > 1:
-            trainee = DistributedDataParallel(trainee, device_ids=[device.index] if device.index is not None else None)
-    else:
-        mesh = shard.mesh_of(layout, device)
-        blocks = {model.get_submodule(name) for name in job.spec.blocks}
-
-        def place(module: nn.Module, parameters: list[nn.Parameter]) -> None:
-            if module in blocks:
-                shard.apply(module, layout, mesh)
-
-        materialise(model, job.spec, seed=job.seed, device=device, dtype=torch.float32, place=place)
-        shard.apply(trainee, layout, mesh)
-        prove_units(trainee, job.spec)
-    prove_replicas(trainee, layout, job.machine.ranks)
+    dropout = Dropout(model, job.spec)
+    trainee = Trainee(model, job.task)
+    place_in(trainee, job, grid)
+    prove_replicas([trainee], layout, job.machine.ranks)
+    module: nn.Module = trainee
+    if layout.zero_stage == 0 and layout.replicate > 1:
+        module = DistributedDataParallel(trainee, device_ids=[device.index] if device.index is not None else None)
     parameters = [p for p in trainee.parameters() if p.requires_grad]
     notes = (ZERO_1_NOTE,) if layout.zero_stage == 1 else ()
-    return TorchEngine(trainee, optimizer_of(parameters, job.deepspeed["optimizer"]), job, notes)
+    optimizer = optimizer_of(parameters, job.deepspeed["optimizer"])
+    return TorchEngine(OneByOne(module, dropout), optimizer, job, grid, notes)
+
+
+def place_in(trainee: Trainee, job: Job, grid: Grid) -> None:
+    """Give a trainee on the meta device its values; under ZeRO each block is sharded as soon as it has them."""
+    model, spec, device = trainee.model, job.spec, job.machine.device
+    if job.layout.zero_stage == 0:
+        materialise(model, spec, seed=job.seed, device=device, dtype=torch.float32)
+        return
+    blocks = {model.get_submodule(name) for name in spec.blocks}
+
+    def place(module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        if module in blocks:
+            shard.apply(module, grid)
+
+    materialise(model, spec, seed=job.seed, device=device, dtype=torch.float32, place=place)
+    shard.apply(trainee, grid)
+    prove_units(trainee, spec)
 
 
 KIND = EngineKind(refusal, build)

@@ -2,49 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.engines.engine import Observer, owners
+from trainer.parallel.mesh import Grid
+from trainer.parallel.replicate import local
 from trainer.ranks import Ranks
 from trainer.state import WEIGHT, Piece
+from trainer.tasks.task import bare_name
+
+Kind = tuple[str, str, tuple[int, ...], torch.dtype]
+"""Name, part, shape and dtype of a piece."""
 
 
 class TorchState:
-    """Reads and writes parameters, buffers and optimizer state; `named` are the parameters by Hugging Face name."""
+    """Reads and writes parameters, buffers and optimizer state of the stages that this rank holds."""
 
     def __init__(
-        self,
-        named: Sequence[tuple[str, nn.Parameter]],
-        buffers: Sequence[tuple[str, torch.Tensor]],
-        optimizer: torch.optim.Optimizer,
-        ranks: Ranks,
+        self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ranks: Ranks, grid: Grid
     ) -> None:
-        self._named = named
-        self._buffers = buffers
+        self._named: dict[str, list[nn.Parameter]] = {}
+        """By Hugging Face name; twice where the first and the last pipeline stage, on this rank, share a table."""
+        self._buffers: dict[str, list[torch.Tensor]] = {}
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                self._named.setdefault(bare_name(name), []).append(parameter)
+            for name, buffer in _persistent_buffers(module):
+                self._buffers.setdefault(bare_name(name), []).append(buffer)
         self._optimizer = optimizer
         self._ranks = ranks
+        self._grid = grid
 
     def pieces(self) -> list[Piece]:
-        """Every parameter's weight, then its optimizer state; then persistent buffers."""
+        """Every parameter's weight, then its optimizer state; then persistent buffers. Collective."""
         self._make_states()
-        found = []
-        ranks = owners([p.numel() for _, p in self._named], self._ranks.world_size)
-        for owner, (name, parameter) in zip(ranks, self._named, strict=True):
-            found.append(self._piece(name, WEIGHT, parameter, owner))
-            state = self._optimizer.state.get(parameter, {})
-            parts = sorted(k for k, v in state.items() if torch.is_tensor(v) and v.shape == parameter.shape)
-            found += [self._piece(name, part, state[part], owner) for part in parts]
-        return found + [self._piece(name, WEIGHT, buffer, 0) for name, buffer in self._buffers]
+        held: dict[Kind, list[torch.Tensor]] = {}
+        for name, parameters in self._named.items():
+            held[_kind(name, WEIGHT, parameters[0])] = list(parameters)
+            states = [self._optimizer.state.get(parameter, {}) for parameter in parameters]
+            parts = sorted(k for k, v in states[0].items() if torch.is_tensor(v) and v.shape == parameters[0].shape)
+            held |= {_kind(name, part, states[0][part]): [state[part] for state in states] for part in parts}
+        held |= {_kind(name, WEIGHT, buffers[0]): list(buffers) for name, buffers in self._buffers.items()}
+        homes = self._homes(held)
+        # all parts of a parameter go to one owner
+        sizes = {kind[0]: math.prod(kind[2]) for kind in homes}
+        stage = self._ranks.world_size // self._grid.layout.pipeline
+        candidates = [range(home * stage, (home + 1) * stage) for home in {k[0]: h for k, h in homes.items()}.values()]
+        owner = dict(zip(sizes, owners(list(sizes.values()), candidates), strict=True))
+        return [self._piece(kind, held.get(kind, []), home, owner[kind[0]]) for kind, home in homes.items()]
 
     def gradients(self, observe: Observer) -> None:
-        """Tell `observe` every gradient, whole. Collective."""
-        for name, parameter in self._named:
-            if parameter.grad is not None:
-                observe(name, whole(parameter.grad).float())
+        """Tell `observe` every gradient, whole, on every rank. Collective."""
+        found = {name: whole(p[0].grad).float() for name, p in self._named.items() if p[0].grad is not None}
+        homes = self._homes({(name, WEIGHT, tuple(value.shape), value.dtype): value for name, value in found.items()})
+        for (name, _, shape, dtype), home in homes.items():
+            value = found[name] if home == self._coordinate else torch.empty(shape, dtype=dtype)
+            if self._grid.layout.pipeline > 1:
+                dist.broadcast(value.contiguous(), group=self._grid.group("pipeline"), group_src=home)
+            observe(name, value)
+
+    @property
+    def _coordinate(self) -> int:
+        return self._grid.mesh.get_local_rank("pipeline")
+
+    def _homes(self, held: Iterable[Kind]) -> dict[Kind, int]:
+        """What all ranks hold, and at which place of the pipeline: the first that has it. Collective."""
+        mine: list[list[Kind]] = [list(held)]
+        if self._grid.layout.pipeline > 1:
+            mine = [[] for _ in range(self._grid.layout.pipeline)]
+            dist.all_gather_object(mine, list(held), group=self._grid.group("pipeline"))
+        homes: dict[Kind, int] = {}
+        for place, kinds in enumerate(mine):
+            for kind in kinds:
+                homes.setdefault(kind, place)
+        return homes
 
     def scalars(self) -> dict[str, float]:
         # all are equal, and each is a wait for the device
@@ -56,12 +93,18 @@ class TorchState:
             if "step" in state:
                 state["step"].fill_(scalars["optimizer_step"])
 
-    def _piece(self, name: str, part: str, tensor: torch.Tensor, owner: int) -> Piece:
+    def _piece(self, kind: Kind, held: list[torch.Tensor], home: int, owner: int) -> Piece:
         def read() -> torch.Tensor | None:
-            value = whole(tensor)  # on every rank: gathering is collective
+            if home != self._coordinate:
+                return None
+            value = whole(held[0])  # on every rank of the stage: gathering is collective
             return value.detach() if owner == self._ranks.rank else None
 
-        return Piece(name, part, tuple(tensor.shape), tensor.dtype, owner, read, lambda value: _keep_own(tensor, value))
+        def write(value: torch.Tensor) -> None:
+            for tensor in held:
+                _keep_own(tensor, value)
+
+        return Piece(*kind, owner, read, write)
 
     def _make_states(self) -> None:
         """Have the optimizer make its moments without moving a weight: a step at rate 0 with zero gradients."""
@@ -84,12 +127,12 @@ class TorchState:
                 state["step"].zero_()
 
 
+def _kind(name: str, part: str, tensor: torch.Tensor) -> Kind:
+    return name, part, tuple(tensor.shape), tensor.dtype
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _keep_own(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -100,3 +143,13 @@ def _keep_own(tensor: torch.Tensor, value: torch.Tensor) -> None:
                 value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
             ).to_local()
         local(tensor).copy_(value)
+
+
+def _persistent_buffers(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    named = dict(root.named_buffers())
+    transient = {
+        f"{name}.{key}".lstrip(".")
+        for name, module in root.named_modules()
+        for key in module._non_persistent_buffers_set
+    }
+    return [(name, buffer) for name, buffer in named.items() if name not in transient]

@@ -96,6 +96,7 @@ def describe(model: nn.Module, name: str, build: Callable[[], nn.Module], weight
         layers=getattr(text, "num_hidden_layers", 0),
         attention_width=heads * head_size,
         tied=aliases,
+        dropout=_drops(model),
         plain_head=_has_plain_head(model),
         weights=weights,
         save_config=lambda folder: _save_config(model, folder),
@@ -111,6 +112,12 @@ def _blocks(model: PreTrainedModel, layers: int) -> tuple[str, ...]:
     ]
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     return tuple(f"{outermost[0]}.{i}" for i in range(layers)) if len(outermost) == 1 else ()
+
+
+def _drops(model: PreTrainedModel) -> bool:
+    modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    values = model.config.get_text_config().to_dict().items()
+    return modules or any("drop" in key and isinstance(value, float) and value > 0 for key, value in values)
 
 
 @dataclass

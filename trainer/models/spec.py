@@ -47,6 +47,8 @@ class ModelSpec:
     """Heads x head size: what the attention products are wide."""
     tied: dict[str, str] = field(default_factory=dict)
     """Parameter name -> the name of the parameter that it is one with."""
+    dropout: bool = False
+    """Whether anything in it drops."""
     plain_head: bool = False
     """True when the logits are the head's product with the last hidden state and nothing else."""
     weights: Weights = field(default_factory=NoWeights)

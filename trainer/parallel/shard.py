@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from trainer.layout import Layout
-
-
-def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The mesh over which parameters are sharded; with `replicate` > 1 two-dimensional, `shard` innermost."""
-    if layout.replicate > 1:
-        return init_device_mesh(device.type, (layout.replicate, layout.shard), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device.type, (layout.shard,), mesh_dim_names=("shard",))
+from trainer.parallel.mesh import Grid
 
 
 def policy_of(layout: Layout) -> MixedPrecisionPolicy:
@@ -24,9 +17,10 @@ def policy_of(layout: Layout) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=getattr(torch, layout.precision), reduce_dtype=torch.float32)
 
 
-def apply(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
+def apply(module: nn.Module, grid: Grid) -> None:
     """Make `module` a unit: its parameters are gathered around its forward and backward pass.
 
     ZeRO-2 keeps them gathered in between, ZeRO-3 does not (arXiv 2304.11277, section 3.3.1).
     """
-    fully_shard(module, mesh=mesh, reshard_after_forward=layout.zero_stage == 3, mp_policy=policy_of(layout))
+    resharded = grid.layout.zero_stage == 3
+    fully_shard(module, mesh=grid.data, reshard_after_forward=resharded, mp_policy=policy_of(grid.layout))

@@ -16,8 +16,9 @@ from trainer.engines import Job, Machine, select
 from trainer.models.materialise import materialise
 from trainer.models.spec import ModelSpec
 from trainer.optimizers import Update, optimizer_of, schedule_of
+from trainer.parallel.dropout import Dropout
 from trainer.ranks import Ranks
-from trainer.seeding import seed_dropout
+from trainer.seeding import step_seed
 from trainer.state import WEIGHT, RunState
 from trainer.tasks.causal_lm import CausalLM
 from trainer.verify.shrink import STEPS, Small, batch
@@ -84,6 +85,7 @@ def by_one_process(small: Small, spec: ModelSpec) -> Trace:
     section, layout, schedule = small.config.trainer, small.layout, updates(small)
     model = spec.build()
     materialise(model, spec, seed=section.seed, device=torch.device("cpu"), dtype=torch.float32)
+    dropout = Dropout(model, spec)
     settings = vars(small.config.optimizer)
     optimizer = optimizer_of(list(model.parameters()), {**settings, "params": {**settings["params"], "fused": False}})
     collate = CausalLM(fused_head=False).collate
@@ -95,7 +97,7 @@ def by_one_process(small: Small, spec: ModelSpec) -> Trace:
         for micro in range(layout.accumulation):
             for data_rank, share in enumerate(shares):
                 inputs = collate(share[micro])
-                seed_dropout(section.seed, step, micro, data_rank)
+                dropout.start(step_seed(section.seed, step, data_rank), micro)
                 logits = model(input_ids=inputs["input_ids"], use_cache=False).logits.flatten(0, 1)
                 loss = F.cross_entropy(logits, inputs["targets"].flatten(), reduction="sum", ignore_index=-100)
                 (loss / counted).backward()
