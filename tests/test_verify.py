@@ -16,7 +16,8 @@ from launch.processes import environment_of, free_port
 from tests.commands import ROOT, run
 from tests.training import GPT2
 from trainer.errors import ConfigError
-from trainer.verify.shrink import shrink, shrink_model, smallest_world
+from trainer.models.shrink import shrink_model
+from trainer.verify.shrink import shrink, smallest_world
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 

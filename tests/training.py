@@ -54,6 +54,7 @@ class Case:
     zero_stage: int = 2
     micro_batch: int = 2
     precision: str = "float32"
+    schedule: str = "1F1B"
     recompute: str = "none"
     every: int = 1
     offload_optimizer: str = "none"
@@ -149,7 +150,7 @@ def data_rank_of(case: Case, rank: int) -> int:
 
 def build(case: Case, rank: int, path: str | None = None, seed: int = 5) -> Any:
     from trainer.engines import ENGINES, Job, Machine
-    from trainer.layout import Layout, Recompute
+    from trainer.layout import SCHEDULES, Layout, Recompute
     from trainer.ranks import Ranks
 
     spec = spec_of(case.model, path)
@@ -168,6 +169,7 @@ def build(case: Case, rank: int, path: str | None = None, seed: int = 5) -> Any:
         offload_param=case.offload_param,
         precision=case.precision,
         recompute=Recompute(case.recompute, case.every),
+        schedule=SCHEDULES[case.schedule],
     )
     kind = ENGINES[case.engine]
     assert kind.refusal(layout) is None
@@ -284,14 +286,15 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
     dropout = Dropout(model, spec)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
     outcome = Outcome([], [], [], {})
-    collate = task_of(spec).collate
+    task = task_of(spec)
 
     def summed(step: int, train: bool) -> tuple[torch.Tensor, int]:
         counted = sum(int((s["targets"] != -100).sum()) for s in samples(step))
         total = torch.zeros(())
-        for index in range(case.accumulation):
-            for data_rank in range(case.data_ranks):
-                batch = collate(shares(case, step, data_rank)[index])
+        for data_rank in range(case.data_ranks):
+            batches = [task.collate(share) for share in shares(case, step, data_rank)]
+            # a pipeline gives its micro-batches one shape, on which attention dropout depends
+            for index, batch in enumerate(task.padded(batches) if case.pipeline > 1 else batches):
                 dropout.start(step_seed(seed, step, data_rank), index)
                 logits = model(input_ids=batch["input_ids"]).logits
                 loss = F.cross_entropy(

@@ -1,6 +1,8 @@
-"""The mesh engine: PyTorch's own DDP and FSDP2 over a DeviceMesh."""
+"""The mesh engine: PyTorch's own DDP, FSDP2 and pipelines over a DeviceMesh."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -8,13 +10,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.engines.engine import EngineKind, Job
 from trainer.engines.torch_engine import TorchEngine, prove_replicas, prove_units
+from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
+from trainer.models.cut import cut, prove
 from trainer.models.materialise import materialise
+from trainer.models.spec import ModelSpec
 from trainer.optimizers import optimizer_of
-from trainer.parallel import recompute, shard
+from trainer.parallel import partition, recompute, shard
 from trainer.parallel.dropout import Dropout
 from trainer.parallel.mesh import Grid, grid_of
-from trainer.parallel.passes import OneByOne
+from trainer.parallel.passes import OneByOne, Passes
+from trainer.parallel.pipeline import Pipeline, Stage
 from trainer.tasks.task import Trainee
 
 ZERO_1_NOTE = "ZeRO-1 runs as ZeRO-2: FSDP2 shards the gradients with the optimizer, for less memory"
@@ -22,8 +28,11 @@ ZERO_1_NOTE = "ZeRO-1 runs as ZeRO-2: FSDP2 shards the gradients with the optimi
 
 def refusal(layout: Layout) -> str | None:
     """Why this engine can't run a layout."""
-    if layout.pipeline > 1:
-        return "Pipelines are not offered yet."
+    if layout.pipeline > 1 and layout.schedule.splits_backward and layout.zero_stage == 3:
+        return (
+            f"{layout.schedule.name} with ZeRO-3 gives wrong gradients without a word: FSDP2 frees parameters between "
+            "the two halves of the backward pass. Use ZeRO-2, or the schedule 1F1B."
+        )
     if layout.tensor > 1:
         return "Tensor parallel training is not offered yet."
     if layout.precision == "float16":
@@ -36,39 +45,77 @@ def refusal(layout: Layout) -> str | None:
 
 
 def build(job: Job) -> TorchEngine:
-    """Materialise the model a unit at a time, each block sharded as soon as it has its values."""
+    """Build and wrap what this rank holds: the whole model, or its pipeline stages."""
     layout, device = job.layout, job.machine.device
     grid = grid_of(layout, device)
-    model = job.task.prepare(job.spec.build())
-    recompute.apply(model, job.spec, layout.recompute)
-    dropout = Dropout(model, job.spec)
-    trainee = Trainee(model, job.task)
-    place_in(trainee, job, grid)
-    prove_replicas([trainee], layout, job.machine.ranks)
-    module: nn.Module = trainee
-    if layout.zero_stage == 0 and layout.replicate > 1:
-        module = DistributedDataParallel(trainee, device_ids=[device.index] if device.index is not None else None)
-    parameters = [p for p in trainee.parameters() if p.requires_grad]
     notes = (ZERO_1_NOTE,) if layout.zero_stage == 1 else ()
-    optimizer = optimizer_of(parameters, job.deepspeed["optimizer"])
-    return TorchEngine(OneByOne(module, dropout), optimizer, job, grid, notes)
+    passes: Passes
+    if layout.pipeline > 1:
+        stages, cut_note = _stages(job, grid)
+        passes, notes = Pipeline(stages, job.task, grid, _hidden_size(job.spec), device), (cut_note, *notes)
+    else:
+        passes = _whole(job, grid)
+    parameters = [p for module in passes.modules for p in module.parameters() if p.requires_grad]
+    return TorchEngine(passes, optimizer_of(parameters, job.deepspeed["optimizer"]), job, grid, notes)
 
 
-def place_in(trainee: Trainee, job: Job, grid: Grid) -> None:
+def _whole(job: Job, grid: Grid) -> OneByOne:
+    layout, device = job.layout, job.machine.device
+    model, dropout = _model(job)
+    trainee = Trainee(model, job.task)
+    _place(trainee, job.spec, job, grid)
+    prove_replicas([trainee], layout, job.machine.ranks)
+    if layout.zero_stage > 0 or layout.replicate == 1:
+        return OneByOne(trainee, dropout)
+    devices = [device.index] if device.index is not None else None
+    return OneByOne(DistributedDataParallel(trainee, device_ids=devices), dropout)
+
+
+def _stages(job: Job, grid: Grid) -> tuple[list[Stage], str]:
+    """The stages of this rank, and a line on how the model was cut."""
+    layout, spec = job.layout, job.spec
+    anatomy = job.machine.ranks.on_first(lambda: prove(spec, layout.stages))
+    parts = partition.parts(spec.build(), spec, layout.partition, layout.stages)
+    stages = []
+    for index in partition.stages_of(layout, grid.mesh.get_local_rank("pipeline")):
+        model, dropout = _model(job)
+        inlet = cut(model, spec, anatomy, parts[index])
+        stage = Stage(model, job.task, inlet, dropout, last=index + 1 == layout.stages)
+        _place(stage, replace(spec, blocks=tuple(spec.blocks[i] for i in parts[index])), job, grid)
+        stages.append(stage)
+    prove_replicas(stages, layout, job.machine.ranks)
+    blocks = " | ".join(str(len(part)) for part in parts)
+    bubble = (layout.pipeline - 1) / (layout.accumulation * layout.schedule.stages_per_rank + layout.pipeline - 1)
+    note = f"{layout.stages} pipeline stages of {blocks} blocks; idle for about {bubble:.0%} of a step by {{}}"
+    return stages, note.format(layout.schedule.name)
+
+
+def _model(job: Job) -> tuple[nn.Module, Dropout]:
+    """The whole model on the meta device, with all that is done to a block's forward."""
+    model = job.task.prepare(job.spec.build())
+    recompute.apply(model, job.spec, job.layout.recompute)
+    return model, Dropout(model, job.spec)
+
+
+def _place(trainee: Trainee, spec: ModelSpec, job: Job, grid: Grid) -> None:
     """Give a trainee on the meta device its values; under ZeRO each block is sharded as soon as it has them."""
-    model, spec, device = trainee.model, job.spec, job.machine.device
-    if job.layout.zero_stage == 0:
-        materialise(model, spec, seed=job.seed, device=device, dtype=torch.float32)
-        return
-    blocks = {model.get_submodule(name) for name in spec.blocks}
+    device = job.machine.device
+    blocks = {trainee.model.get_submodule(name) for name in spec.blocks} if job.layout.zero_stage > 0 else set()
 
     def place(module: nn.Module, parameters: list[nn.Parameter]) -> None:
         if module in blocks:
             shard.apply(module, grid)
 
-    materialise(model, spec, seed=job.seed, device=device, dtype=torch.float32, place=place)
-    shard.apply(trainee, grid)
-    prove_units(trainee, spec)
+    materialise(trainee.model, spec, seed=job.seed, device=device, dtype=torch.float32, place=place)
+    if job.layout.zero_stage > 0:
+        shard.apply(trainee, grid)
+        prove_units(trainee, spec)
+
+
+def _hidden_size(spec: ModelSpec) -> int:
+    if spec.hidden_size is None:
+        raise ConfigError(Problem(f"pipeline.stages: {spec.name}", "no hidden size", "a transformer"))
+    return spec.hidden_size
 
 
 KIND = EngineKind(refusal, build)

@@ -15,6 +15,7 @@ from transformers.initialization import guard_torch_init_functions
 from transformers.utils import ModelOutput
 
 from trainer.errors import ConfigError, Problem
+from trainer.models.shrink import shrink_model
 from trainer.models.spec import ModelSpec, NoWeights, Weights
 from trainer.models.weights import open_weights
 
@@ -50,7 +51,23 @@ def read_config(options: Any) -> PreTrainedConfig:
 
 def spec_of(config: PreTrainedConfig, options: Any) -> ModelSpec:
     """The spec of an architecture, with its weights where `trainer.model.name_or_path` names some."""
-    name = options.name_or_path or config.model_type
+    name, build = options.name_or_path or config.model_type, _builder(config, options)
+    try:
+        model = build()
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            Problem(f"trainer.model: {name}", _first_line(error), "an architecture with a causal language model head")
+        ) from error
+    weights = _weights(model, options) if options.name_or_path else NoWeights()
+
+    def shrunk() -> ModelSpec:
+        build = _builder(shrink_model(config, layers=3), options)
+        return describe(build(), name, build, NoWeights())
+
+    return describe(model, name, build, weights, shrunk)
+
+
+def _builder(config: PreTrainedConfig, options: Any) -> Callable[[], nn.Module]:
     attention = {"attn_implementation": options.attention} if options.attention else {}
 
     def build() -> nn.Module:
@@ -59,16 +76,16 @@ def spec_of(config: PreTrainedConfig, options: Any) -> ModelSpec:
                 config, trust_remote_code=options.trust_remote_code, dtype=torch.float32, **attention
             )
 
-    try:
-        model = build()
-    except (ValueError, ImportError) as error:
-        raise ConfigError(
-            Problem(f"trainer.model: {name}", _first_line(error), "an architecture with a causal language model head")
-        ) from error
-    return describe(model, name, build, _weights(model, options) if options.name_or_path else NoWeights())
+    return build
 
 
-def describe(model: nn.Module, name: str, build: Callable[[], nn.Module], weights: Weights) -> ModelSpec:
+def describe(
+    model: nn.Module,
+    name: str,
+    build: Callable[[], nn.Module],
+    weights: Weights,
+    shrunk: Callable[[], ModelSpec] | None = None,
+) -> ModelSpec:
     """Read a model on the meta device: its blocks, head, ties and sizes."""
     assert isinstance(model, PreTrainedModel)
     text = model.config.get_text_config()
@@ -99,6 +116,7 @@ def describe(model: nn.Module, name: str, build: Callable[[], nn.Module], weight
         dropout=_drops(model),
         plain_head=_has_plain_head(model),
         weights=weights,
+        shrunk=shrunk,
         save_config=lambda folder: _save_config(model, folder),
     )
 

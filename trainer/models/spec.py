@@ -52,6 +52,8 @@ class ModelSpec:
     plain_head: bool = False
     """True when the logits are the head's product with the last hidden state and nothing else."""
     weights: Weights = field(default_factory=NoWeights)
+    shrunk: Callable[[], ModelSpec] | None = None
+    """Makes a tiny copy of the same architecture, to try things on."""
     save_config: Callable[[Any], None] = lambda folder: None
     """Writes config.json and generation_config.json into a folder."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from trainer.tasks.cross_entropy import IGNORED, LossHead, logits_cross_entropy
@@ -40,12 +41,27 @@ class CausalLM:
             targets[row, : len(sample["targets"])] = sample["targets"]
         return {"input_ids": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
 
+    def shape(self, batch: Batch) -> tuple[int, int]:
+        rows, length = batch["input_ids"].shape
+        return rows, length
+
+    def padded(self, batches: Sequence[Batch]) -> list[Batch]:
+        longest = max(self.shape(batch)[1] for batch in batches)
+        fills = {"input_ids": self._padding_id, "targets": IGNORED}
+        return [
+            {name: F.pad(value, (0, longest - value.shape[1]), value=fills[name]) for name, value in batch.items()}
+            for batch in batches
+        ]
+
     def targets(self, batch: Batch) -> torch.Tensor:
         return (batch["targets"] != IGNORED).sum()
 
+    def below_head(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model.base_model(input_ids=batch["input_ids"], use_cache=False)[0]  # type: ignore[operator,no-any-return]
+
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         if self._fused_head:
-            hidden = model.base_model(input_ids=batch["input_ids"], use_cache=False)[0]  # type: ignore[operator]
+            hidden = self.below_head(model, batch)
             return model.get_output_embeddings()(hidden, batch["targets"])  # type: ignore[operator,no-any-return]
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
         return logits_cross_entropy(logits, batch["targets"])

@@ -20,8 +20,20 @@ class Task(Protocol):
         """Samples of the data as one micro-batch of tensors."""
         ...
 
+    def shape(self, batch: Batch) -> tuple[int, int]:
+        """[batch, sequence]: the first sizes of every hidden state."""
+        ...
+
+    def padded(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The same micro-batches in one shape, with no target more."""
+        ...
+
     def targets(self, batch: Batch) -> torch.Tensor:
         """How many targets the batch has, an int64 scalar."""
+        ...
+
+    def below_head(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """What the head would see, [batch, sequence, hidden]: what a pipeline stage sends on."""
         ...
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -13,8 +13,9 @@ import torch
 
 from trainer.describe import versions
 from trainer.models import huggingface
+from trainer.models.shrink import shrink_model
 from trainer.ranks import Ranks
-from trainer.verify.shrink import STEPS, Small, shrink_model
+from trainer.verify.shrink import STEPS, Small
 from trainer.verify.traces import Tensors, Trace, by_engine, by_one_process
 
 # check -> largest relative error that float32 arithmetic in another order may leave

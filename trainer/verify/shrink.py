@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from trainer.config import Config, Facts, load, mesh_sizes, resolve
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout, layout_of
+from trainer.models.shrink import SIZES, VOCABULARY
 from trainer.optimizers import OPTIMIZERS
 
-MICRO_BATCH, ACCUMULATION, STEPS, VOCABULARY, LONGEST = 2, 2, 4, 97, 13
+MICRO_BATCH, ACCUMULATION, STEPS, LONGEST = 2, 2, 4, 13
 LARGEST_WORLD = 8
-
-# attribute of a transformers config -> what it becomes, where there is one and it is larger
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "head_dim": 8,
-    "num_attention_heads": 4,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-    "sliding_window": 8,
-}
 
 
 @dataclass(frozen=True)
@@ -89,28 +72,6 @@ def smallest_world(config: Config) -> int:
         return world_size
     seen = f"no number of processes up to {LARGEST_WORLD} fits its mesh"
     raise ConfigError(Problem("--world-size", seen, "one that does", "Override trainer.mesh with smaller sizes"))
-
-
-def shrink_model(architecture: Any) -> Any:
-    """The same architecture with fewer, narrower blocks: same dropout, tying, attention, kinds of layers."""
-    small = copy.deepcopy(architecture)
-    heads, kv_heads = (getattr(small, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    kinds = getattr(small, "layer_types", None)
-    layers = 2 if not kinds else max(2, max(kinds.index(kind) for kind in set(kinds)) + 1)
-    for name, size in SIZES.items():
-        value = getattr(small, name, None)
-        if isinstance(value, int) and value > size:
-            setattr(small, name, size)
-    small.num_hidden_layers = min(layers, architecture.num_hidden_layers)
-    if kinds:
-        small.layer_types = kinds[: small.num_hidden_layers]
-    if kv_heads is not None:
-        small.num_key_value_heads = small.num_attention_heads if kv_heads == heads else min(kv_heads, 2)
-    small.vocab_size = VOCABULARY
-    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if isinstance(getattr(small, token, None), int):
-            setattr(small, token, 0)
-    return small
 
 
 def batch(layout: Layout, step: int, data_rank: int) -> list[list[dict[str, np.ndarray]]]:

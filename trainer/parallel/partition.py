@@ -1,0 +1,58 @@
+"""Which blocks go to which pipeline stage, and which stages to which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from trainer.layout import Layout, Partition
+from trainer.models.spec import ModelSpec
+
+
+def divide(costs: Sequence[float], first: float, last: float, stages: int) -> list[range]:
+    """Blocks with these costs as `stages` runs of at least one, so that the dearest stage is as cheap as can be.
+
+    `first` and `last` are what the first and the last stage bear beside their blocks. Of equally cheap divisions it
+    is the one with the least sum of squares. Raises ValueError for fewer blocks than stages.
+    """
+    if len(costs) < stages:
+        raise ValueError(f"{len(costs)} blocks for {stages} stages")
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[b]: (dearest stage, sum of squares, where each stage starts) of the blocks before b in the stages so far
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(stages):
+        extra = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+        left = stages - stage - 1
+        best = {
+            stop: min(
+                (max(dearest, cost := sums[stop] - sums[start] + extra), squares + cost * cost, (*starts, start))
+                for start, (dearest, squares, starts) in best.items()
+                if start < stop
+            )
+            for stop in range(stage + 1, len(costs) - left + 1)
+        }
+    starts = best[len(costs)][2]
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(costs)], strict=True)]
+
+
+def parts(model: nn.Module, spec: ModelSpec, partition: Partition, stages: int) -> list[range]:
+    """The blocks of each stage.
+
+    `uniform`: as many each. `parameters`: as many parameters each, with the input table on the first and the head on
+    the last. `best`: as much work each, 6 FLOPs a parameter and token in blocks and head; a look-up costs nothing.
+    """
+    if partition == "uniform":
+        return divide([1.0] * len(spec.blocks), 0.0, 0.0, stages)
+    costs = [float(sum(p.numel() for p in model.get_submodule(name).parameters())) for name in spec.blocks]
+    table = spec.embedding_parameters or spec.head_parameters
+    return divide(costs, table if partition == "parameters" else 0.0, spec.head_parameters, stages)
+
+
+def stages_of(layout: Layout, place: int) -> list[int]:
+    """The stages that the ranks at `place` of the pipeline hold, in order."""
+    if layout.schedule.folded:
+        return [place, layout.stages - 1 - place]
+    return list(range(place, layout.stages, layout.pipeline))

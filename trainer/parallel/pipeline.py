@@ -1,0 +1,134 @@
+"""Pipeline stages by `torch.distributed.pipelining`: a step's micro-batches run through all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from trainer.models.cut import Inlet
+from trainer.parallel.dropout import Dropout
+from trainer.parallel.mesh import Grid
+from trainer.parallel.partition import stages_of
+from trainer.tasks.task import Batch, Task, Trainee
+
+
+class Stage(Trainee):
+    """One stage of a model that was cut, with the loss if it is the last.
+
+    It takes the hidden state [batch, sequence, hidden] of the stage before (the first takes none), and gives its
+    own, or the summed loss, shape [1].
+    """
+
+    def __init__(self, model: nn.Module, task: Task, inlet: Inlet, dropout: Dropout, *, last: bool) -> None:
+        super().__init__(model, task)
+        self.dropout = dropout
+        self._inlet = inlet
+        self._last = last
+
+    def forward(self, *hidden: torch.Tensor, batch: Batch, seed: int, micro_batch: int) -> torch.Tensor:  # type: ignore[override]
+        self._inlet.hidden = hidden[0] if hidden else None
+        self.dropout.start(seed, micro_batch)
+        output = super().forward(batch).reshape(1) if self._last else self._task.below_head(self.model, batch)
+        self._inlet.hidden = None
+        return output
+
+
+class Pipeline:
+    """The stages of this rank, and the schedule in which micro-batches pass through them."""
+
+    def __init__(self, stages: Sequence[Stage], task: Task, grid: Grid, hidden_size: int, device: torch.device) -> None:
+        self._layout = grid.layout
+        self._stages = dict(zip(stages_of(grid.layout, grid.mesh.get_local_rank("pipeline")), stages, strict=True))
+        self._task = task
+        self._group = grid.group("pipeline")
+        self._hidden_size = hidden_size
+        self._device = device
+        self._schedules: dict[tuple[int, ...], Any] = {}
+        self._scale = torch.ones((), device=device)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return list(self._stages.values())
+
+    def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
+        self._scale = scale
+        for stage in self._stages.values():
+            stage.train()
+        batches = self._task.padded(micro_batches)
+        losses: list[torch.Tensor] = []
+        self._schedule(batches).step(
+            arg_mbs=[()] * len(batches),
+            kwarg_mbs=[{"batch": batch, "seed": seed, "micro_batch": i} for i, batch in enumerate(batches)],
+            target_mbs=[None] * len(batches),
+            losses=losses,
+            return_outputs=False,
+        )
+        return torch.stack(losses).sum().detach() / scale if losses else torch.zeros((), device=self._device)
+
+    def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """One after the other; a stage takes up the next while those behind it still work on the last."""
+        total = torch.zeros((), device=self._device)
+        for stage in self._stages.values():
+            stage.eval()
+        with torch.no_grad():
+            for batch in micro_batches:
+                for index in range(self._layout.stages):
+                    if index in self._stages:
+                        hidden = [self._received(index, batch)] if index else []
+                        output = self._stages[index](*hidden, batch=batch, seed=0, micro_batch=0)
+                        if index + 1 == self._layout.stages:
+                            total += output.squeeze(0)
+                        elif index + 1 in self._stages:
+                            self._kept = output
+                        else:
+                            dist.send(output.contiguous(), group=self._group, group_dst=self._place(index + 1))
+        return total
+
+    def _received(self, index: int, batch: Batch) -> torch.Tensor:
+        if index - 1 in self._stages:
+            return self._kept
+        hidden = self._hidden(batch)
+        dist.recv(hidden, group=self._group, group_src=self._place(index - 1))
+        return hidden
+
+    def _place(self, index: int) -> int:
+        return next(place for place in range(self._layout.pipeline) if index in stages_of(self._layout, place))
+
+    def _hidden(self, batch: Batch) -> torch.Tensor:
+        shape = self._task.shape(batch)
+        return torch.empty(*shape, self._hidden_size, dtype=getattr(torch, self._layout.precision), device=self._device)
+
+    def _schedule(self, batches: Sequence[Batch]) -> Any:
+        """The schedule for micro-batches of this shape, made when it first comes up."""
+        shape = self._task.shape(batches[0])
+        if shape not in self._schedules:
+            # that they require gradients says that gradients of this shape come back
+            hidden = self._hidden(batches[0]).to("meta").requires_grad_()
+            loss = torch.empty(1, device="meta", requires_grad=True)
+            last = self._layout.stages - 1
+            stages = [
+                PipelineStage(
+                    module,
+                    index,
+                    self._layout.stages,
+                    self._device,
+                    input_args=(hidden,) if index else (),
+                    output_args=(hidden,) if index < last else (loss,),
+                    group=self._group,
+                )
+                for index, module in self._stages.items()
+            ]
+            kind = get_schedule_class(self._layout.schedule.name)
+            self._schedules[shape] = kind(
+                stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
+                n_microbatches=self._layout.accumulation,
+                loss_fn=lambda output, target: output.squeeze(0) * self._scale,
+                scale_grads=False,
+            )
+        return self._schedules[shape]
