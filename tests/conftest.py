@@ -10,7 +10,7 @@ from tests.pool import Pool
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, Pool]]:
     """Worker pools by world size, started when first used."""
-    found = {size: Pool(size) for size in (1, 2, 4)}
+    found = {size: Pool(size) for size in (1, 2, 4, 8)}
     yield found
     for pool in found.values():
         pool.close()

@@ -46,3 +46,46 @@ def test_it_trains_as_one_process_does(pools, name):
     reference = train_plainly(case)
     for outcome in pools[case.world_size].run(train_by_engine, case=case):
         assert_same(outcome, reference, 2e-6)
+
+
+def test_with_hsdp_on_eight_ranks(pools):
+    """Every axis but `tensor`: pipeline 2 x replicate 2 x shard 2."""
+    case = replace(TWO, world_size=8, replicate=2, micro_batch=1, zero_stage=3, recompute="full")
+    reference = train_plainly(case)
+    for outcome in pools[8].run(train_by_engine, case=case):
+        assert_same(outcome, reference, 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (FOUR, FOUR),
+        (replace(FOUR, zero_stage=3), replace(FOUR, zero_stage=3)),
+        (replace(FOUR, zero_stage=2, schedule="DualPipeV"), replace(FOUR, zero_stage=2, schedule="DualPipeV")),
+    ],
+    ids=["replicas", "ZeRO-3", "DualPipeV"],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(pools, tmp_path, before, after):
+    for losses, weights in pools[4].run(resume_by_engine, before=before, after=after, folder=tmp_path):
+        assert losses[0] == losses[1]
+        assert weights[0].keys() == weights[1].keys()
+        assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+
+
+# nothing drops: another layout draws otherwise
+STILL = LLAMA_4 | {"attention_dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (FOUR, Case("mesh", world_size=4, zero_stage=3, micro_batch=1)),
+        (Case("deepspeed", world_size=4, zero_stage=1, micro_batch=1), replace(FOUR, zero_stage=2)),
+        (replace(FOUR, schedule="ZBVZeroBubble"), replace(FOUR, pipeline=4, zero_stage=0)),
+    ],
+    ids=["pipeline to FSDP", "DeepSpeed to pipeline", "folded to four stages"],
+)
+def test_a_checkpoint_goes_on_in_another_layout(pools, tmp_path, before, after):
+    before, after = replace(before, model=STILL), replace(after, model=STILL)
+    for losses, _ in pools[4].run(resume_by_engine, before=before, after=after, folder=tmp_path):
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
