@@ -40,9 +40,18 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
         "--resume", metavar="auto|PATH", help="go on from the run's newest good checkpoint, or from the one at PATH"
     )
     parser.add_argument("--dry-run", action="store_true", help="show the plan and the data; train nothing")
+    parser.add_argument("--engines", action=ShowEngines, nargs=0, help="show which engine runs which layout, and leave")
     parser.add_argument("--processes", type=int, metavar="N", help="how many processes to start (default: one per GPU)")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
     return parser.parse_intermixed_args(argv)
+
+
+class ShowEngines(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from trainer.describe import layout_table
+
+        print(layout_table())
+        parser.exit()
 
 
 def main() -> int:
@@ -52,7 +61,9 @@ def main() -> int:
     from trainer.errors import MeshloomError
 
     try:
-        config = checked_config(options, world.world_size if world else count)
+        config = checked_config(
+            options, world.world_size if world else count, world.local_world_size if world else count
+        )
     except MeshloomError as error:
         if world is None or world.rank == 0:
             print(error.render(), file=sys.stderr)
@@ -71,7 +82,7 @@ def main() -> int:
     return run(config, Request(options.resume, options.dry_run, options.overrides, STARTED), world, output)
 
 
-def checked_config(options: argparse.Namespace, world_size: int):  # type: ignore[no-untyped-def]
+def checked_config(options: argparse.Namespace, world_size: int, local_world_size: int):  # type: ignore[no-untyped-def]
     """The config, compiled, with the batch sizes and the mesh proved to fit; all before torch is imported."""
     from trainer.config import Facts, load, resolve
     from trainer.errors import ConfigError, Problem
@@ -88,7 +99,7 @@ def checked_config(options: argparse.Namespace, world_size: int):  # type: ignor
             )
         )
     config = load(options.config, options.overrides)
-    layout_of(resolve(config, Facts(world_size, None, None, False, "cpu")), world_size)
+    layout_of(resolve(config, Facts(world_size, None, None, False, "cpu", local_world_size)), world_size)
     return config
 
 

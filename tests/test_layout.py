@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trainer.config import Facts, load, resolve
 from trainer.errors import ConfigError
-from trainer.layout import Layout, Recompute, layout_of
+from trainer.layout import SCHEDULES, Layout, Recompute, layout_of
 
 size = st.integers(1, 5)
 AXES = ("world_size", "pipeline", "replicate", "shard", "tensor", "micro_batch", "accumulation", "train_batch")
@@ -42,7 +42,7 @@ def layout(pipeline: int, replicate: int, shard: int, tensor: int, micro: int, a
 def test_a_layout_exists_only_with_sizes_that_fit(
     p: int, r: int, s: int, t: int, m: int, a: int, name: str, value: int
 ) -> None:
-    right = layout(p, r, s, t, m, a)
+    right = layout(p, r, s, t, m, a * p)
     assert right.data_ranks == r * s
     if getattr(right, name) == value:
         return
@@ -87,9 +87,10 @@ def test_a_full_config(tmp_path: Path) -> None:
     }
     found = laid_out(tmp_path, content, 16)
     assert found == Layout(16, 2, 2, 2, 2, 3, 2, 24, 3, "cpu", "cpu", "bfloat16", Recompute("every", 2))
+    assert (found.schedule, found.stages) == (SCHEDULES["1F1B"], 2)
     assert found.describe() == (
         "pipeline 2 x replicate 2 x shard 2 x tensor 2, ZeRO-3, optimizer on cpu, parameters on cpu, bfloat16, "
-        "batch 24 = 3 x 2 x 4, recompute every 2"
+        "batch 24 = 3 x 2 x 4, 1F1B, recompute every 2"
     )
 
 
@@ -107,3 +108,75 @@ def test_a_full_config(tmp_path: Path) -> None:
 )
 def test_describe(tmp_path: Path, content: dict[str, Any], world_size: int, text: str) -> None:
     assert laid_out(tmp_path, content, world_size).describe() == text
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "text"),
+    [
+        ("1F1B", 3, "3 micro-batches for 4 pipeline stages under 1F1B; expected at least 4"),
+        ("GPipe", 1, "1 micro-batches for 4 pipeline stages under GPipe; expected at least 4"),
+        ("DualPipeV", 7, "7 micro-batches for 8 pipeline stages under DualPipeV; expected at least 8"),
+        ("Interleaved1F1B", 9, "9 micro-batches for 8 pipeline stages under Interleaved1F1B; expected a multiple of 2"),
+    ],
+)
+def test_micro_batches_that_do_not_fill_a_schedule(schedule: str, micro_batches: int, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(
+            layout(4, 1, 1, 1, 1, 8),
+            schedule=SCHEDULES[schedule],
+            accumulation=micro_batches,
+            train_batch=micro_batches,
+        )
+    assert str(caught.value).startswith(f"gradient_accumulation_steps: {text}")
+    assert str(caught.value).endswith(
+        "Raise gradient_accumulation_steps: a pipeline's micro-batches are its accumulation."
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 4), st.integers(1, 20))
+def test_pytorch_takes_what_a_schedule_takes(name: str, ranks: int, micro_batches: int) -> None:
+    """And where it raises, a layout did so before."""
+    from types import SimpleNamespace
+
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+    schedule, kind = SCHEDULES[name], get_schedule_class(name)
+    stages = [
+        SimpleNamespace(
+            stage_index=index,
+            num_stages=ranks * schedule.stages_per_rank,
+            group_size=ranks,
+            group_rank=0,
+            is_first=index == 0,
+            is_last=False,
+            submod=None,
+            stage_index_to_group_rank={},
+        )
+        for index in range(schedule.stages_per_rank)
+    ]
+    wants_list = issubclass(kind, PipelineScheduleMulti)
+    if ranks > 1 and schedule.problem(micro_batches, ranks) is None:
+        kind(stages if wants_list else stages[0], n_microbatches=micro_batches, loss_fn=lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "mesh", "sizes", "says"),
+    [
+        ("accelerate", {}, (2, 4), True),
+        ("mesh", {"shard": -1}, (1, 8), False),
+        ("mesh", {"replicate": 4}, (4, 2), False),
+        ("auto", {}, (1, 8), False),
+    ],
+)
+def test_fsdp_shards_within_a_machine_unless_told_otherwise(
+    tmp_path: Path, engine: str, mesh: dict[str, int], sizes: tuple[int, int], says: bool
+) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "trainer": {"engine": engine, "mesh": mesh}}))
+    config = resolve(load(path), Facts(8, None, None, False, "cpu", local_world_size=4))
+    found = layout_of(config, 8)
+    assert (found.replicate, found.shard) == sizes
+    note = "shards within each machine (4 ranks) and replicates across 2; trainer.mesh.shard=-1 shards over all"
+    assert (note in config.notes) is says
+    assert resolve(config, Facts(8, 64, 10, False, "cpu", 4)).notes == config.notes

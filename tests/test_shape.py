@@ -114,12 +114,12 @@ def test_no_room_without_a_noun(name):
 
 
 def test_the_budget():
-    """Small enough to read in an afternoon. Blank lines cost no reading."""
+    """Small enough to read in a day. Blank lines cost no reading."""
     lines = {
         path: sum(bool(line.strip()) for line in path.read_text().splitlines())
         for path, _ in sources("trainer", "launch")
     }
-    assert sum(lines.values()) <= 6000
+    assert sum(lines.values()) <= 7500
     assert {str(path): count for path, count in lines.items() if count > 400} == {}
 
 
@@ -142,9 +142,9 @@ def test_the_map_of_files_is_the_tree():
 
 
 def test_the_layout_table_is_what_the_engines_say():
-    from trainer.describe import layout_table
+    from trainer.describe import layout_table, proof
 
-    assert layout_table() in readme()
+    assert layout_table(proof) in readme()
 
 
 def test_the_files_that_the_readme_names_are_there():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +15,7 @@ from trainer import __version__
 from trainer.config import origin_table
 from trainer.data.preview import preview
 from trainer.engines import ENGINES
-from trainer.layout import Layout, Recompute
+from trainer.layout import AXES, SCHEDULES, Layout, Recompute
 from trainer.models.spec import flops_per_token
 
 if TYPE_CHECKING:
@@ -109,22 +109,45 @@ _OFFERED: dict[str, dict[str, Any]] = {
     "HSDP": {"replicate": 2, "shard": 2, "zero_stage": 3},
     "pipeline": {"pipeline": 2, "replicate": 2},
     "pipeline x ZeRO-2": {"pipeline": 2, "shard": 2, "zero_stage": 2},
+    "pipeline x ZeRO-3": {"pipeline": 2, "shard": 2, "zero_stage": 3},
+    "pipeline x HSDP": {"pipeline": 2, "replicate": 2, "shard": 2, "zero_stage": 3},
+    "zero-bubble pipeline x ZeRO-3": {
+        "pipeline": 2,
+        "shard": 2,
+        "zero_stage": 3,
+        "schedule": SCHEDULES["ZBVZeroBubble"],
+    },
     "tensor parallel": {"tensor": 2, "replicate": 2},
+    "tensor parallel x ZeRO-2": {"tensor": 2, "shard": 2, "zero_stage": 2},
+    "tensor parallel x ZeRO-3": {"tensor": 2, "shard": 2, "zero_stage": 3},
+    "pipeline x tensor parallel x ZeRO-2": {"pipeline": 2, "tensor": 2, "shard": 2, "zero_stage": 2},
 }
 
 
-def layout_table() -> str:
-    """Which engine runs which layout, as Markdown, from the engines' own refusals."""
-    plain: dict[str, Any] = dict.fromkeys(
-        ("pipeline", "replicate", "shard", "tensor", "micro_batch", "accumulation"), 1
-    )
-    plain |= {"zero_stage": 0, "offload_optimizer": "none", "offload_param": "none", "precision": "float32"}
+def layout_table(cell: Callable[[str, Layout], str] = lambda engine, layout: "yes") -> str:
+    """Which engine runs which layout, as Markdown, from the engines' own refusals; `cell` words the agreement."""
     lines = ["| layout | " + " | ".join(f"`{name}`" for name in ENGINES) + " |", "| --- |" + " --- |" * len(ENGINES)]
     for name, given in _OFFERED.items():
-        sizes = plain | given
-        ranks = sizes["replicate"] * sizes["shard"]
-        world = ranks * sizes["pipeline"] * sizes["tensor"]
-        layout = Layout(**sizes, world_size=world, train_batch=ranks, recompute=Recompute())
-        cells = [f"no: {kind.refusal(layout)}" if kind.refusal(layout) else "yes" for kind in ENGINES.values()]
+        layout = _plain_layout(given)
+        cells = [
+            f"no: {reason}" if (reason := kind.refusal(layout)) else cell(engine, layout)
+            for engine, kind in ENGINES.items()
+        ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def proof(engine: str, layout: Layout) -> str:
+    """A link to the test that an engine runs a layout as one process would."""
+    kind = "tensor" if layout.tensor > 1 else "pipeline" if layout.pipeline > 1 else "engine_torch"
+    return f"[yes](tests/test_{'engine_deepspeed' if engine == 'deepspeed' else kind}.py)"
+
+
+def _plain_layout(given: dict[str, Any]) -> Layout:
+    sizes: dict[str, Any] = dict.fromkeys((*AXES, "micro_batch"), 1)
+    sizes |= {"zero_stage": 0, "offload_optimizer": "none", "offload_param": "none", "precision": "float32", **given}
+    ranks, accumulation = sizes["replicate"] * sizes["shard"], 2 * sizes["pipeline"]
+    world_size, train_batch = ranks * sizes["pipeline"] * sizes["tensor"], accumulation * ranks
+    return Layout(
+        **sizes, world_size=world_size, accumulation=accumulation, train_batch=train_batch, recompute=Recompute()
+    )

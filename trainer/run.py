@@ -124,7 +124,8 @@ def run(config: Config, request: Request, world: World, output: Output) -> int:
 def prepare(config: Config, machine: Machine) -> Prepared:
     """Everything that can be wrong, checked, in the order in which it is cheap to find out. Collective."""
     ranks, section = machine.ranks, config.trainer
-    facts = Facts(ranks.world_size, None, None, _has_bf16(machine.device), _kind(machine.device))
+    bf16, kind = _has_bf16(machine.device), _kind(machine.device)
+    facts = Facts(ranks.world_size, None, None, bf16, kind, machine.local_world_size)
     config = resolve(config, facts)
     layout = layout_of(config, ranks.world_size)
     name, engine = select(section.engine, layout)
@@ -302,7 +303,7 @@ def _join(config: Config, world: World) -> Machine:
     if not cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT, device_id=device if cuda else None)
-    return Machine(device, Ranks(world.rank, world.world_size))
+    return Machine(device, Ranks(world.rank, world.world_size), world.local_world_size)
 
 
 def _kind(device: torch.device) -> Any:

@@ -27,6 +27,8 @@ class Facts:
     bf16: bool
     """The device computes in bfloat16."""
     device: Literal["cpu", "cuda"]
+    local_world_size: int | None = None
+    """Processes on one machine."""
 
 
 Decisions = dict[str, tuple[Any, str]]
@@ -38,6 +40,7 @@ def resolve(config: Config, facts: Facts) -> Config:
     May be called again when more facts are known: values that need a fact that is None stay "auto" until then.
     Raises ConfigError where the mesh or the batch sizes do not fit the world size.
     """
+    config = _within_machines(config, facts)
     decisions = _values(config, facts) | _batch(config.settings, mesh_sizes(config, facts.world_size).data_ranks)
     settings, origins = deepcopy(config.settings), dict(config.origins)
     for path, (value, reason) in decisions.items():
@@ -48,6 +51,23 @@ def resolve(config: Config, facts: Facts) -> Config:
         _drop(settings, path)
         origins[path] = "auto: DeepSpeed's default"
     return replace(config, settings=settings, origins=origins)
+
+
+def _within_machines(config: Config, facts: Facts) -> Config:
+    """FSDP over several machines shards within each and replicates across, unless `trainer.mesh` says otherwise."""
+    local, mesh = facts.local_world_size or facts.world_size, config.trainer.mesh
+    sizes = mesh_sizes(config, facts.world_size)
+    own, inside = config.trainer.engine in ("accelerate", "mesh"), local // sizes.tensor
+    machines = facts.world_size // local
+    if not own or mesh.replicate or mesh.shard or machines == 1 or sizes.shard == 1 or sizes.pipeline > 1:
+        return config
+    note = (
+        f"shards within each machine ({inside} ranks) and replicates across {machines}; "
+        "trainer.mesh.shard=-1 shards over all"
+    )
+    trainer = config.trainer.model_copy(update={"mesh": mesh.model_copy(update={"shard": inside})})
+    origins = config.origins | {"trainer.mesh.shard": f"auto: from {local} processes on a machine"}
+    return replace(config, trainer=trainer, origins=origins, notes=(*config.notes, note))
 
 
 def origin_table(config: Config) -> list[tuple[str, str, str]]:

@@ -26,6 +26,8 @@ class Machine:
 
     device: torch.device
     ranks: Ranks
+    local_world_size: int | None = None
+    """Processes on this machine, where more than one takes part."""
 
 
 @dataclass(frozen=True)

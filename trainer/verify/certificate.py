@@ -56,7 +56,8 @@ class Certificate:
 def certify(small: Small, ranks: Ranks) -> Certificate:
     """Run both and compare them on every rank. Collective; raises ConfigError where no engine can run the layout."""
     options = small.config.trainer.model
-    architecture = shrink_model(huggingface.read_config(options))
+    # a block more than stages: they need not be equal
+    architecture = shrink_model(huggingface.read_config(options), layers=max(2, small.layout.stages + 1))
     spec = huggingface.spec_of(architecture, options.model_copy(update={"name_or_path": None}))
     folder = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix="meshloom-verify-")))
     trace, resumed = by_engine(small, spec, ranks, folder)

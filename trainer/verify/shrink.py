@@ -8,7 +8,7 @@ import numpy as np
 
 from trainer.config import Config, Facts, load, mesh_sizes, resolve
 from trainer.errors import ConfigError, Problem
-from trainer.layout import Layout, layout_of
+from trainer.layout import SCHEDULES, Layout, layout_of
 from trainer.models.shrink import SIZES, VOCABULARY
 from trainer.optimizers import OPTIMIZERS
 
@@ -37,11 +37,14 @@ def shrink(path: str, overrides: list[str], world_size: int | None) -> Small:
             )
         )
     sizes = mesh_sizes(config, world_size)
-    changes = [f"{STEPS} steps of {MICRO_BATCH} x {ACCUMULATION} samples a data rank"]
+    schedule = SCHEDULES[config.trainer.pipeline_schedule]
+    # as many micro-batches as any schedule needs
+    accumulation = max(ACCUMULATION, sizes.pipeline * schedule.stages_per_rank if sizes.pipeline > 1 else 1)
+    changes = [f"{STEPS} steps of {MICRO_BATCH} x {accumulation} samples a data rank"]
     small = [
         f"train_micro_batch_size_per_gpu={MICRO_BATCH}",
-        f"gradient_accumulation_steps={ACCUMULATION}",
-        f"train_batch_size={MICRO_BATCH * ACCUMULATION * sizes.data_ranks}",
+        f"gradient_accumulation_steps={accumulation}",
+        f"train_batch_size={MICRO_BATCH * accumulation * sizes.data_ranks}",
     ]
     for section in ("bf16", "fp16"):
         if config.settings.get(section, {}).get("enabled") in (True, "auto"):

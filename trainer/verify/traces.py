@@ -88,15 +88,16 @@ def by_one_process(small: Small, spec: ModelSpec) -> Trace:
     dropout = Dropout(model, spec)
     settings = vars(small.config.optimizer)
     optimizer = optimizer_of(list(model.parameters()), {**settings, "params": {**settings["params"], "fused": False}})
-    collate = CausalLM(fused_head=False).collate
+    task = CausalLM(fused_head=False)
     clip, trace = float(small.config.settings.get("gradient_clipping", 0.0)), Trace()
     for step in range(STEPS):
         shares = [batch(layout, step, rank) for rank in range(layout.data_ranks)]
         counted = sum(int((s["targets"] != -100).sum()) for share in shares for part in share for s in part)
         total = torch.zeros(())
-        for micro in range(layout.accumulation):
-            for data_rank, share in enumerate(shares):
-                inputs = collate(share[micro])
+        for data_rank, share in enumerate(shares):
+            batches = [task.collate(samples) for samples in share]
+            # a pipeline gives its micro-batches one shape, and what attention drops depends on that
+            for micro, inputs in enumerate(task.padded(batches) if layout.pipeline > 1 else batches):
                 dropout.start(step_seed(section.seed, step, data_rank), micro)
                 logits = model(input_ids=inputs["input_ids"], use_cache=False).logits.flatten(0, 1)
                 loss = F.cross_entropy(logits, inputs["targets"].flatten(), reduction="sum", ignore_index=-100)
