@@ -46,7 +46,9 @@ def _data_axes(config: Config, ranks: int) -> tuple[int, int]:
     stage = config.settings.get("zero_optimization", {}).get("stage", 0)
     if mesh.replicate is None and mesh.shard is None:
         return (1, ranks) if stage else (ranks, 1)
-    replicate, shard = mesh.replicate or -1, mesh.shard or -1
+    # the one that is not given takes what is left; nothing is left of -1
+    replicate = mesh.replicate or (1 if mesh.shard == -1 else -1)
+    shard = mesh.shard or (1 if mesh.replicate == -1 else -1)
     given = max(replicate, 1) * max(shard, 1)
     if ranks % given or (given != ranks and -1 not in (replicate, shard)):
         seen = f"saw {replicate} (replicate) x {shard} (shard)"

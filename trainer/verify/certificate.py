@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -60,7 +61,11 @@ def certify(small: Small, ranks: Ranks) -> Certificate:
     architecture = shrink_model(huggingface.read_config(options), layers=max(2, small.layout.stages + 1))
     spec = huggingface.spec_of(architecture, options.model_copy(update={"name_or_path": None}))
     folder = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix="meshloom-verify-")))
-    trace, resumed = by_engine(small, spec, ranks, folder)
+    try:
+        trace, resumed = by_engine(small, spec, ranks, folder)
+    finally:
+        if ranks.first:
+            shutil.rmtree(folder, ignore_errors=True)
     mine = list(compare(trace, by_one_process(small, spec), ranks.rank)) + list(
         compare_resumed(resumed, trace, ranks.rank)
     )
