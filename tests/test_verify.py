@@ -22,15 +22,17 @@ from trainer.verify.shrink import shrink, smallest_world
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 
 
-def config(folder: Path, engine: str, stage: int, **trainer: Any) -> str:
-    """GPT-2: dropout in three places, tied, biases."""
+def config(folder: Path, engine: str, stage: int, stages: int = 1, **trainer: Any) -> str:
+    """GPT-2: dropout in three places, tied, biases; in so many pipeline stages."""
     content = {
         "train_batch_size": 64,
         "gradient_clipping": 0.1,
         "zero_optimization": {"stage": stage},
+        "pipeline": {"stages": stages},
+        "gradient_accumulation_steps": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": "auto"}},
-        "trainer": {"engine": engine, "model": {"config": GPT2}, **trainer},
+        "trainer": {"engine": engine, "model": {"config": GPT2 | {"n_layer": 6}}, **trainer},
     }
     path = folder / "config.json"
     path.write_text(json.dumps(content))
@@ -137,6 +139,26 @@ def dropout_not_replayed(engine: str) -> Any:
     return mock.patch.object(recompute, "checkpoint", forgetful)
 
 
+def norm_of_one_stage(engine: str) -> Any:
+    return norm_of_one_rank(engine)
+
+
+def tied_tables_apart(engine: str) -> Any:
+    from trainer.parallel.replicate import Copies
+
+    return mock.patch.object(Copies, "reduce", lambda self: None)
+
+
+def zero_bubble_with_resharding(engine: str) -> Any:
+    """The product that is refused: ZeRO-2 is asked for, and FSDP frees the parameters after each forward pass."""
+    from trainer.parallel import shard
+
+    real = shard.fully_shard
+    return mock.patch.object(
+        shard, "fully_shard", lambda module, **options: real(module, **{**options, "reshard_after_forward": True})
+    )
+
+
 # fault -> (engine, ZeRO stage, what the trainer section adds, the check that fails first)
 FAULTS: dict[Callable[[str], Any], tuple[str, int, dict[str, Any], str]] = {
     scaled_by_accumulation: ("deepspeed", 2, {}, "gradient"),
@@ -146,6 +168,9 @@ FAULTS: dict[Callable[[str], Any], tuple[str, int, dict[str, Any], str]] = {
     norm_of_one_rank: ("mesh", 3, {}, "norm"),
     untied_embedding: ("mesh", 0, {}, "loss"),
     dropout_not_replayed: ("mesh", 2, {"activation_checkpointing": "full"}, "gradient"),
+    norm_of_one_stage: ("mesh", 1, {"stages": 2}, "norm"),
+    tied_tables_apart: ("mesh", 0, {"stages": 2}, "gradient"),
+    zero_bubble_with_resharding: ("mesh", 2, {"stages": 2, "pipeline_schedule": "ZBVZeroBubble"}, "gradient"),
 }
 
 
