@@ -22,6 +22,7 @@ CASES = {
     "DualPipeV": replace(TWO, schedule="DualPipeV"),
     "untied": replace(TWO, model=LLAMA_4 | {"tie_word_embeddings": False}),
     "GPT-2: dropout after the tables": replace(TWO, model=GPT2_4),
+    "ZBVZeroBubble, hidden states that are views": replace(TWO, model=GPT2_4, schedule="ZBVZeroBubble"),
     "recompute full": replace(TWO, recompute="full", model=GPT2_4),
     "recompute every": replace(TWO, recompute="every", every=2),
     "recompute selective": replace(TWO, recompute="selective"),

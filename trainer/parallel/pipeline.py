@@ -34,9 +34,11 @@ class Stage(Trainee):
     def forward(self, *hidden: torch.Tensor, batch: Batch, seed: int, micro_batch: int) -> torch.Tensor:  # type: ignore[override]
         self._inlet.hidden = hidden[0] if hidden else None
         self.dropout.start(seed, micro_batch)
-        output = super().forward(batch).reshape(1) if self._last else self._task.below_head(self.model, batch)
+        output = super().forward(batch) if self._last else self._task.below_head(self.model, batch)
         self._inlet.hidden = None
-        return output
+        if self._last:
+            return torch.stack([output])
+        return output.clone() if output._is_view() else output  # schedules and FSDP change it in place
 
 
 class Pipeline:
