@@ -68,7 +68,7 @@ def _whole(job: Job, grid: Grid) -> OneByOne:
     if layout.zero_stage > 0 or layout.replicate == 1:
         return OneByOne(trainee, dropout)
     devices = [device.index] if device.index is not None else None
-    return OneByOne(DistributedDataParallel(trainee, device_ids=devices), dropout)
+    return OneByOne(DistributedDataParallel(trainee, device_ids=devices, gradient_as_bucket_view=True), dropout)
 
 
 def _stages(job: Job, grid: Grid) -> tuple[list[Stage], str]:

@@ -1,0 +1,261 @@
+"""What the PyTorch engines' layouts cost, on CPU: time beside hand-written PyTorch, memory and pipelines beside theory.
+
+    torchrun --nproc-per-node 2 benchmarks/layouts.py time [--rounds 40]
+    python benchmarks/layouts.py memory
+    torchrun --nproc-per-node 2 benchmarks/layouts.py pipeline [--rounds 10]
+
+time: one step (forward, backward, clipping, fused AdamW) of engine `mesh` (twice, for A/A) and `accelerate`, and of the
+same layout written by hand (DDP, or fully_shard on every block and the root), interleaved in random order. Median of
+ratios within a round.
+memory: the highest resident memory of a rank of its own process group while it trains, above what it had before the
+model was built, beside the bytes that the layout has to hold.
+pipeline: two equal stages, 1F1B, one thread a rank; efficiency is (time of the same micro-batches in one process) /
+(2 x time of the pipeline), beside m / (m + p - 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from launch.processes import environment_of, free_port, world_of
+from trainer.engines import ENGINES, Job, Machine
+from trainer.layout import Layout, Recompute
+from trainer.models import huggingface
+from trainer.models.materialise import materialise
+from trainer.optimizers import Update
+from trainer.ranks import Ranks
+from trainer.tasks.causal_lm import CausalLM
+from trainer.tasks.task import Batch, Trainee
+
+BATCH, CLIP, RATE = 2, 1.0, 1e-3
+OPTIMIZER = {"type": "AdamW", "params": {"lr": RATE, "fused": True}}
+SIZES = {
+    "time": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "vocab_size": 4096, "sequence": 64},
+    "memory": {
+        "hidden_size": 1024,
+        "intermediate_size": 2752,
+        "num_hidden_layers": 16,
+        "vocab_size": 4096,
+        "sequence": 16,
+    },
+    # next to no head, so that two stages of as many blocks are equal
+    "pipeline": {
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 8,
+        "vocab_size": 64,
+        "sequence": 128,
+    },
+}
+KINDS = {"DDP": 0, "ZeRO-2": 2, "ZeRO-3": 3}
+
+
+class Bench:
+    def __init__(self, measure: str, rank: int, world_size: int) -> None:
+        sizes = {**SIZES[measure]}
+        self.sequence, self.rank, self.world_size = sizes.pop("sequence"), rank, world_size
+        config = {"model_type": "llama", **sizes, "num_attention_heads": 8, "num_key_value_heads": 8}
+        options = SimpleNamespace(
+            name_or_path=None, config=config, revision=None, trust_remote_code=False, attention=None
+        )
+        self.spec = huggingface.spec_of(huggingface.read_config(options), options)
+        self.task = CausalLM(fused_head=self.spec.plain_head)
+
+    def batches(self, count: int = 1) -> list[Batch]:
+        ids = torch.randint(0, self.spec.vocabulary, (count, BATCH, self.sequence + 1))
+        return [{"input_ids": part[:, :-1].contiguous(), "targets": part[:, 1:].contiguous()} for part in ids]
+
+    def layout(self, stage: int, pipeline: int = 1, accumulation: int = 1, world_size: int | None = None) -> Layout:
+        world_size = world_size or self.world_size
+        ranks = world_size // pipeline
+        return Layout(
+            world_size=world_size,
+            pipeline=pipeline,
+            replicate=1 if stage else ranks,
+            shard=ranks if stage else 1,
+            tensor=1,
+            micro_batch=BATCH,
+            accumulation=accumulation,
+            train_batch=BATCH * accumulation * ranks,
+            zero_stage=stage,
+            offload_optimizer="none",
+            offload_param="none",
+            precision="float32",
+            recompute=Recompute(),
+            partition="uniform",
+        )
+
+    def engine(self, name: str, layout: Layout) -> Any:
+        machine = Machine(torch.device("cpu"), Ranks(self.rank if layout.world_size > 1 else 0, layout.world_size))
+        settings = {"optimizer": OPTIMIZER, "gradient_clipping": CLIP}
+        return ENGINES[name].build(Job(layout, self.spec, self.task, settings, 0, machine))
+
+    def ours(self, name: str, stage: int) -> Callable[[], None]:
+        engine, batches, counter = self.engine(name, self.layout(stage)), self.batches(), iter(range(10**9))
+
+        def step() -> None:
+            engine.step(next(counter), batches, Update(RATE))
+
+        return step
+
+    def by_hand(self, stage: int) -> Callable[[], None]:
+        """What one writes from the PyTorch tutorials for this layout."""
+        model = self.task.prepare(self.spec.build())
+        materialise(model, self.spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+        trainee: Any = Trainee(model, self.task).train()
+        if stage:
+            mesh = init_device_mesh("cpu", (self.world_size,))
+            for name in self.spec.blocks:
+                fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=stage == 3)
+            fully_shard(trainee, mesh=mesh, reshard_after_forward=stage == 3)
+        else:
+            trainee = DistributedDataParallel(trainee)
+        parameters = list(trainee.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=RATE, fused=True)
+        (batch,) = self.batches()
+
+        def step() -> None:
+            loss = trainee(batch) / (BATCH * self.sequence)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+
+def interleaved(arms: dict[str, Callable[[], None]], rounds: int, warm_up: int = 4) -> dict[str, list[float]]:
+    order, names, times = random.Random(0), list(arms), {name: [] for name in arms}
+    for number in range(warm_up + rounds):
+        order.shuffle(names)
+        for name in names:
+            dist.barrier()
+            started = time.perf_counter()
+            arms[name]()
+            dist.barrier()
+            if number >= warm_up:
+                times[name].append(time.perf_counter() - started)
+    return times
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def measure_time(bench: Bench, rounds: int) -> str:
+    lines = ["| layout | by hand (ms) | mesh / by hand | accelerate / by hand | A/A |", "| --- |" + " ---: |" * 4]
+    for kind, stage in KINDS.items():
+        arms = {
+            "mesh": bench.ours("mesh", stage),
+            "mesh again": bench.ours("mesh", stage),
+            "accelerate": bench.ours("accelerate", stage),
+            "by hand": bench.by_hand(stage),
+        }
+        times = interleaved(arms, rounds)
+        hand = times["by hand"]
+        numbers = [ratio(times[name], hand) for name in ("mesh", "accelerate")]
+        same = ratio(times["mesh"], times["mesh again"])
+        cells = " | ".join(f"{number:.3f}" for number in [*numbers, same])
+        lines.append(f"| {kind} | {statistics.median(hand) * 1e3:.1f} | {cells} |")
+    return "\n".join(lines)
+
+
+def measure_pipeline(bench: Bench, rounds: int) -> str:
+    lines = ["| micro-batches | efficiency | m / (m + p - 1) | of that |", "| ---: | ---: | ---: | ---: |"]
+    for count in (2, 4, 8, 16):
+        batches = bench.batches(count)
+        pipeline = bench.engine("mesh", bench.layout(0, pipeline=2, accumulation=count))
+        single = bench.engine("mesh", bench.layout(0, accumulation=count, world_size=1)) if bench.rank == 0 else None
+        arms = {
+            "pipeline": lambda: pipeline.step(0, batches, Update(RATE)),
+            "single": lambda: single.step(0, batches, Update(RATE)) if single else None,
+        }
+        times = interleaved(arms, rounds)
+        found, ideal = ratio(times["single"], times["pipeline"]) / 2, count / (count + 1)
+        lines.append(f"| {count} | {found:.3f} | {ideal:.3f} | {found / ideal:.3f} |")
+    return "\n".join(lines)
+
+
+def resident(key: str) -> int:
+    """Bytes of this process, from the kernel: VmRSS now, VmHWM at most so far."""
+    return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) * 1024
+
+
+def held(bench: Bench, stage: int) -> float:
+    """Bytes that a rank has to hold in float32: weights, gradients, two moments, and what is gathered.
+
+    ZeRO-2 keeps the weights gathered; both gather the root's (embedding, head, norm) for the whole step, hold one
+    block's whole gradient while it is reduced, and ZeRO-3 one block's whole weights and those of the next.
+    """
+    parameters, blocks = bench.spec.parameters, bench.spec.build().get_submodule(bench.spec.blocks[0])
+    block = sum(p.numel() for p in blocks.parameters())
+    root = parameters - block * len(bench.spec.blocks)
+    own = 16 * parameters / (bench.world_size if stage else 1)
+    extra = {0: 0, 2: 4 * parameters + 4 * max(block, root), 3: 4 * (2 * block + root) + 4 * max(block, root)}
+    return own + extra[stage]
+
+
+def measure_memory(bench: Bench, kind: str) -> str:
+    small = torch.nn.Linear(8, 8)  # what the first backward pass and step load is not the layout's
+    torch.optim.AdamW(small.parameters(), fused=True)
+    small(torch.ones(2, 8)).sum().backward()
+    before = resident("VmRSS")
+    step = bench.ours("mesh", KINDS[kind])
+    for _ in range(3):
+        step()
+    found, counted = resident("VmHWM") - before, held(bench, KINDS[kind])
+    return f"| {kind} | {counted / 2**20:.0f} | {found / 2**20:.0f} | {found / counted:.2f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("measure", choices=("time", "memory", "pipeline"))
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure == "memory" and options.kind is None:
+        print("| layout | counted (MiB) | measured (MiB) | measured / counted |\n| --- | ---: | ---: | ---: |")
+        for kind in KINDS:
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, "memory"]
+            done = subprocess.run([*command, "--kind", kind], check=True, capture_output=True, text=True, cwd=ROOT)
+            print("\n".join(line for line in done.stdout.splitlines() if line.startswith("|")), flush=True)
+        return
+    if world_of(os.environ) is None:
+        os.environ.update(environment_of(0, 1, free_port()))
+    world = world_of(os.environ)
+    assert world is not None
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_world_size))
+    dist.init_process_group("gloo")
+    torch.manual_seed(world.rank if options.measure == "time" else 0)
+    bench = Bench(options.measure, world.rank, world.world_size)
+    if options.measure == "memory":
+        report = measure_memory(bench, options.kind)
+    else:
+        report = {"time": measure_time, "pipeline": measure_pipeline}[options.measure](bench, options.rounds)
+    if world.rank == 0:
+        print(report, flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
