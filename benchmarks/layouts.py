@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,8 +187,8 @@ def measure_pipeline(bench: Bench, rounds: int) -> str:
         pipeline = bench.engine("mesh", bench.layout(0, pipeline=2, accumulation=count))
         single = bench.engine("mesh", bench.layout(0, accumulation=count, world_size=1)) if bench.rank == 0 else None
         arms = {
-            "pipeline": lambda: pipeline.step(0, batches, Update(RATE)),
-            "single": lambda: single.step(0, batches, Update(RATE)) if single else None,
+            "pipeline": partial(pipeline.step, 0, batches, Update(RATE)),
+            "single": partial(single.step, 0, batches, Update(RATE)) if single else lambda: None,
         }
         times = interleaved(arms, rounds)
         found, ideal = ratio(times["single"], times["pipeline"]) / 2, count / (count + 1)

@@ -24,6 +24,8 @@ CASES = {
     "hsdp, zero2": replace(HSDP, zero_stage=2),
     "hsdp, zero3": replace(HSDP, zero_stage=3),
     "gpt2, hsdp, zero3, selective": replace(HSDP, zero_stage=3, model=GPT2, recompute="selective"),
+    "zero2, optimizer offloaded": replace(MESH, zero_stage=2, offload_optimizer="cpu"),
+    "hsdp, zero3, all offloaded": replace(HSDP, zero_stage=3, offload_optimizer="cpu", offload_param="cpu"),
     "gpt2, ddp, full": replace(MESH, zero_stage=0, model=GPT2, recompute="full"),
     "gpt2, zero2, every 2": replace(MESH, zero_stage=2, model=GPT2, recompute="every", every=2),
     "gpt2, zero3, full": replace(MESH, zero_stage=3, model=GPT2, recompute="full"),

@@ -103,6 +103,11 @@ class Layout:
             raise ConfigError(*problems)
 
     @property
+    def offloads(self) -> bool:
+        """Whether any state lives off the device."""
+        return self.offload_optimizer != "none" or self.offload_param != "none"
+
+    @property
     def stages(self) -> int:
         """Pipeline stages in all."""
         return self.pipeline * self.schedule.stages_per_rank if self.pipeline > 1 else 1

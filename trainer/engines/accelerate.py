@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainer.engines.engine import EngineKind, Job
-from trainer.engines.mesh import ZERO_1_NOTE
+from trainer.engines.mesh import notes_of
 from trainer.engines.mesh import refusal as mesh_refusal
 from trainer.engines.torch_engine import TorchEngine, prove_replicas, prove_units
 from trainer.layout import Layout
@@ -43,10 +43,10 @@ def build(job: Job) -> TorchEngine:
     parameters = [p for p in trainee.parameters() if p.requires_grad]
     accelerator = _accelerator(job)
     module, optimizer = accelerator.prepare(trainee, optimizer_of(parameters, job.deepspeed["optimizer"]))
-    notes: tuple[str, ...] = ()
+    notes = notes_of(layout)
     if layout.zero_stage > 0:
         prove_units(module, job.spec)
-        notes = (WHOLE_NOTE, ZERO_1_NOTE) if layout.zero_stage == 1 else (WHOLE_NOTE,)
+        notes = (WHOLE_NOTE, *notes)
     prove_replicas([module], layout, job.machine.ranks)
     return TorchEngine(OneByOne(module, dropout), optimizer.optimizer, job, grid_of(layout, device), notes)
 
@@ -73,6 +73,7 @@ def _accelerator(job: Job) -> Any:
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=sorted(blocks),
         mixed_precision_policy=shard.policy_of(layout),
+        cpu_offload=shard.offload_of(layout, job.machine.device.type) if layout.offloads else None,
         cpu_ram_efficient_loading=False,
     )
     axes = ParallelismConfig(dp_replicate_size=layout.replicate, dp_shard_size=layout.shard)

@@ -23,6 +23,7 @@ from trainer.parallel.passes import OneByOne, Passes
 from trainer.parallel.pipeline import Pipeline, Stage
 from trainer.tasks.task import Trainee
 
+OFFLOAD_NOTE = "FSDP2 offloads a rank's share of weights, gradients and optimizer state together"
 ZERO_1_NOTE = "ZeRO-1 runs as ZeRO-2: FSDP2 shards the gradients with the optimizer, for less memory"
 
 
@@ -39,16 +40,24 @@ def refusal(layout: Layout) -> str | None:
         return "float16 needs a loss scale, which FSDP2 does not bring; the deepspeed engine has one."
     if layout.precision != "float32" and layout.zero_stage == 0:
         return "DDP in bfloat16 would keep no float32 weights; set a ZeRO stage, or use the deepspeed engine."
-    if layout.offload_optimizer != "none" or layout.offload_param != "none":
-        return "Offload is the deepspeed engine's."
+    if "nvme" in (layout.offload_optimizer, layout.offload_param):
+        return "FSDP2 offloads to the CPU only."
+    if layout.offloads and layout.pipeline * layout.tensor > 1:
+        return "Pipelines and tensor parallelism add gradients up on the device, where offload does not keep them."
     return None
+
+
+def notes_of(layout: Layout) -> tuple[str, ...]:
+    """What FSDP2 does otherwise than the config's words say."""
+    one = layout.offloads and "none" in (layout.offload_optimizer, layout.offload_param)
+    return ((ZERO_1_NOTE,) if layout.zero_stage == 1 else ()) + ((OFFLOAD_NOTE,) if one else ())
 
 
 def build(job: Job) -> TorchEngine:
     """Build and wrap what this rank holds: the whole model, or its pipeline stages."""
     layout, device = job.layout, job.machine.device
     grid = grid_of(layout, device)
-    notes = (ZERO_1_NOTE,) if layout.zero_stage == 1 else ()
+    notes = notes_of(layout)
     passes: Passes
     if layout.pipeline > 1:
         stages, cut_note = _stages(job, grid)

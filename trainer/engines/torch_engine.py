@@ -94,12 +94,12 @@ class TorchEngine:
         squares = torch.stack(torch._foreach_norm(parts)).float().square()
         if self._copies.any:
             squares *= torch.tensor([share for _, share in counted], device=squares.device)
-        total = squares.sum()
+        total = squares.sum().to(self.job.machine.device)  # gradients may be offloaded
         if self.job.layout.world_size > self.job.layout.replicate:
             dist.all_reduce(total, group=self._grid.replica)
         norm = total.sqrt()
         if self._clip > 0:
-            torch._foreach_mul_(parts, torch.clamp(self._clip / (norm + 1e-6), max=1.0))
+            torch._foreach_mul_(parts, torch.clamp(self._clip / (norm + 1e-6), max=1.0).to(squares.device))
         return norm
 
 

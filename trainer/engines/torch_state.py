@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -132,7 +133,12 @@ def _kind(name: str, part: str, tensor: torch.Tensor) -> Kind:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """All of a tensor, on every rank that holds a part. Collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # what is offloaded is gathered on the device, where the group can send
+    on_device = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
+    return on_device.full_tensor()
 
 
 def _keep_own(tensor: torch.Tensor, value: torch.Tensor) -> None:
