@@ -184,10 +184,10 @@ class Bench:
         )
         meter = Meter(steps, device, self.world_size, 1.0, None, feed, RunState())
         hooks = Hooks(
-            log=lambda state, metrics, update: lines.record(meter.record(state, metrics, update)),
+            log=lambda state, metrics, update: lines.record(meter.record(state, metrics, update, 0)),
             evaluate=lambda state: None,
             save=lambda state: None,
-            seen=lambda batches: turn(),
+            seen=lambda batches, metrics: turn(),
         )
         turn()
         schedule = schedule_of(self.json["optimizer"], self.scheduler)

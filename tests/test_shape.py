@@ -30,6 +30,7 @@ LEVELS = {
     "trackers": 6,
     "loop": 7,
     "meter": 7,
+    "numerics": 7,
     "describe": 7,
     "run": 8,
     "verify": 8,

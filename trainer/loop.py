@@ -29,8 +29,8 @@ class Hooks:
     log: Callable[[RunState, Metrics, Update], None]
     evaluate: Callable[[RunState], None]
     save: Callable[[RunState], None]
-    seen: Callable[[StepBatches], None] = lambda batches: None
-    """Told each step's sample ids."""
+    seen: Callable[[StepBatches, Metrics], None] = lambda batches, metrics: None
+    """Told each step, without a wait for the device."""
     stop: Callable[[], bool] = lambda: False
     """Whether to save and leave early; asked after each logged step, where the ranks meet anyway."""
 
@@ -41,7 +41,7 @@ def train(engine: Engine, feed: Feed, schedule: Schedule, plan: Plan, hooks: Hoo
     for batches in feed:
         update = schedule(batches.step)
         metrics = engine.step(batches.step, batches.micro_batches, update)
-        hooks.seen(batches)
+        hooks.seen(batches, metrics)
         tokens = metrics.targets if tokens is None else tokens + metrics.targets
         done = batches.step + 1
         logs, saves = due(done, plan.steps, plan.log_every), due(done, plan.steps, plan.save_every)

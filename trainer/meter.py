@@ -32,10 +32,13 @@ class Meter:
     started: float = field(default_factory=time.perf_counter)
     waited: float = 0.0
 
-    def record(self, state: RunState, metrics: Metrics, update: Update) -> Record:
-        """Collective. Raises NumericsError when the loss is not finite and the step was not skipped."""
+    def record(self, state: RunState, metrics: Metrics, update: Update, skipped: int) -> Record:
+        """Collective; `skipped` is the number of steps so far that changed nothing.
+
+        Raises NumericsError when the loss is not finite and the gradient is: then the step was made.
+        """
         loss, norm = float(metrics.loss()), float(metrics.gradient_norm)
-        if not math.isfinite(loss) and not metrics.skipped:
+        if not math.isfinite(loss) and math.isfinite(norm) and not metrics.skipped:
             raise NumericsError(
                 Problem(
                     f"step {state.step}",
@@ -64,6 +67,7 @@ class Meter:
             memory_gib=_peak_memory(self.device) / 2**30,
             data_wait=min(1.0, waited / elapsed),
             eta_seconds=(self.total_steps - state.step) * elapsed / steps,
+            skipped=skipped,
             loss_scale=state.engine.get("scaler.cur_scale"),
         )
 

@@ -46,6 +46,19 @@ def optimizer_of(parameters: list[torch.nn.Parameter], settings: Mapping[str, An
     return kind(parameters, **{"fused": True, **params})
 
 
+def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
+    """Update, unless the gradient's norm is not finite: then neither weights nor moments nor step counts change.
+
+    Fused kernels decide that on the device; for others the host waits for the norm.
+    """
+    if optimizer.defaults.get("fused"):
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif bool(norm.isfinite()):
+        optimizer.step()
+
+
 def schedule_of(optimizer: Mapping[str, Any], scheduler: Mapping[str, Any] | None) -> Schedule:
     """The schedule that a resolved config asks for; `type` and `params` as in DeepSpeed's JSON."""
     base = float(optimizer["params"]["lr"])

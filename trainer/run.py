@@ -33,6 +33,7 @@ from trainer.loop import Hooks, Plan, train
 from trainer.meter import Meter
 from trainer.models import huggingface
 from trainer.models.spec import ModelSpec, flops_per_token
+from trainer.numerics import Skipped
 from trainer.optimizers import Update, schedule_of
 from trainer.ranks import Ranks
 from trainer.state import RunState
@@ -173,7 +174,7 @@ def _train(
             section.evaluation.every,
         )
         schedule = schedule_of(vars(config.optimizer), _mapping(config.scheduler))
-        hooks = _hooks(prepared, machine, folder, engine, meter, trackers)
+        hooks = _hooks(prepared, machine, folder, engine, meter, trackers, console)
         position = train(engine, feed, schedule, plan, hooks, position)
         if position.step < prepared.steps:
             raise _preempted(position.step)
@@ -201,15 +202,25 @@ def _feed(prepared: Prepared, machine: Machine, position: RunState) -> Feed:
 
 
 def _hooks(
-    prepared: Prepared, machine: Machine, folder: Path, engine: Engine, meter: Meter, trackers: Sequence[Tracker]
+    prepared: Prepared,
+    machine: Machine,
+    folder: Path,
+    engine: Engine,
+    meter: Meter,
+    trackers: Sequence[Tracker],
+    console: Console,
 ) -> Hooks:
     """What the loop calls on every rank; only rank 0 has trackers."""
     section, ranks, layout = prepared.config.trainer, machine.ranks, prepared.layout
     shelf, signals = folder / "checkpoints", StopSignals()
     samples = SampleLog(folder / "logs", ranks.rank) if section.log.sample_ids else None
 
+    skipped = Skipped(ranks, watching=layout.precision != "float16")
+
     def log(state: RunState, metrics: Metrics, update: Update) -> None:
-        record = meter.record(replace(state, engine=engine.scalars()), metrics, update)
+        for line in skipped.lines():
+            _say(console, line)
+        record = meter.record(replace(state, engine=engine.scalars()), metrics, update, skipped.total)
         for tracker in trackers:
             tracker.record(record)
 
@@ -233,7 +244,8 @@ def _hooks(
         )
         ranks.on_first(lambda: checkpoint.prune(shelf, section.checkpoint.keep_last))
 
-    def seen(batches: StepBatches) -> None:
+    def seen(batches: StepBatches, metrics: Metrics) -> None:
+        skipped.seen(batches, metrics)
         if samples is not None:
             samples.write(batches.step, [int(i) for part in batches.ids for i in part])
 

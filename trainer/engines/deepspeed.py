@@ -65,6 +65,8 @@ def build(job: Job) -> DeepSpeedEngine:
     engine, *_ = deepspeed.initialize(
         model=trainee, model_parameters=[p for p in trainee.parameters() if p.requires_grad], config=config
     )
+    if hasattr(engine.optimizer, "check_grad_overflow"):
+        engine.optimizer.check_grad_overflow = True  # in float32 too, a step that is not finite is skipped
     return DeepSpeedEngine(engine, job, dropout)
 
 
@@ -159,6 +161,9 @@ class DeepSpeedEngine:
         if observe is not None:
             self._state.gradients(observe)
         norm = self._clip_and_norm() if self._own_norm else None
+        if norm is not None:
+            # DeepSpeed's own step, in which PyTorch's fused kernel does nothing where a norm is not finite
+            engine.optimizer.grad_scale, engine.optimizer.found_inf = None, (~norm.isfinite()).float()
         engine.step()
         norm = engine.get_global_grad_norm() if norm is None else norm
         return Metrics(

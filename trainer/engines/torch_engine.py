@@ -14,7 +14,7 @@ from trainer.engines.torch_state import TorchState
 from trainer.errors import NumericsError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
-from trainer.optimizers import Update
+from trainer.optimizers import Update, step_if_finite
 from trainer.parallel.mesh import Grid
 from trainer.parallel.passes import Passes
 from trainer.parallel.replicate import Copies, local
@@ -61,7 +61,7 @@ class TorchEngine:
         if observe is not None:
             self._state.gradients(observe)
         norm = self._clip_and_norm()
-        self._optimizer.step()
+        step_if_finite(self._optimizer, norm)
         self._optimizer.zero_grad()
         return Metrics(loss_sum / layout.tensor, targets, norm, shared=layout.world_size > 1)
 
