@@ -37,13 +37,18 @@ def optimizer_of(parameters: list[torch.nn.Parameter], settings: Mapping[str, An
     """
     import torch
 
+    # one call of a fused kernel takes tensors of one mesh
+    meshes: dict[Any, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    groups = [{"params": alike} for alike in meshes.values()]
     params = dict(settings["params"])
     decoupled = params.pop("adam_w_mode", True)
     params.pop("torch_adam", None)
     if settings["type"].lower() == "sgd":
-        return torch.optim.SGD(parameters, **params)
+        return torch.optim.SGD(groups, **params)
     kind = torch.optim.AdamW if decoupled or settings["type"].lower() == "adamw" else torch.optim.Adam
-    return kind(parameters, **{"fused": True, **params})
+    return kind(groups, **{"fused": True, **params})
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:

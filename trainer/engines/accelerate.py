@@ -26,6 +26,8 @@ def refusal(layout: Layout) -> str | None:
     """Why Accelerate can't run a layout."""
     if layout.pipeline > 1:
         return "Accelerate has no pipeline for training."
+    if layout.tensor > 1:
+        return "Accelerate leaves tensor parallelism to how transformers loads a model; the mesh engine has it."
     if layout.zero_stage > 0 and layout.world_size == 1:
         return "Accelerate shards over several processes only."
     return mesh_refusal(layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +56,7 @@ def build(job: Job) -> DeepSpeedEngine:
             unit.register_parameter(str(index), parameter)
         deepspeed.zero.Init(module=unit, config_dict_or_path=config, dtype=dtype)
 
-    place: dict[str, Callable[..., None]] = {"place": partition} if job.layout.zero_stage == 3 else {}
+    place: dict[str, Any] = {"place": partition} if job.layout.zero_stage == 3 else {}
     with torch.device("cpu"):
         materialise(model, job.spec, seed=job.seed, device=_home(job), dtype=dtype, **place)
     recompute.apply(model, job.spec, job.layout.recompute)

@@ -1,4 +1,4 @@
-"""The mesh engine: PyTorch's own DDP, FSDP2 and pipelines over a DeviceMesh."""
+"""The mesh engine: PyTorch's own DDP, FSDP2, pipelines and DTensor over a DeviceMesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.models.cut import cut, prove
 from trainer.models.materialise import materialise
 from trainer.models.spec import ModelSpec
 from trainer.optimizers import optimizer_of
-from trainer.parallel import partition, recompute, shard
+from trainer.parallel import partition, recompute, shard, tensor
 from trainer.parallel.dropout import Dropout
 from trainer.parallel.mesh import Grid, grid_of
 from trainer.parallel.passes import OneByOne, Passes
@@ -34,8 +34,6 @@ def refusal(layout: Layout) -> str | None:
             f"{layout.schedule.name} with ZeRO-3 gives wrong gradients without a word: FSDP2 frees parameters between "
             "the two halves of the backward pass. Use ZeRO-2, or the schedule 1F1B."
         )
-    if layout.tensor > 1:
-        return "Tensor parallel training is not offered yet."
     if layout.precision == "float16":
         return "float16 needs a loss scale, which FSDP2 does not bring; the deepspeed engine has one."
     if layout.precision != "float32" and layout.zero_stage == 0:
@@ -56,6 +54,8 @@ def notes_of(layout: Layout) -> tuple[str, ...]:
 def build(job: Job) -> TorchEngine:
     """Build and wrap what this rank holds: the whole model, or its pipeline stages."""
     layout, device = job.layout, job.machine.device
+    if layout.tensor > 1:
+        job.machine.ranks.on_first(lambda: tensor.check(job.spec, layout))
     grid = grid_of(layout, device)
     notes = notes_of(layout)
     passes: Passes
@@ -70,11 +70,11 @@ def build(job: Job) -> TorchEngine:
 
 def _whole(job: Job, grid: Grid) -> OneByOne:
     layout, device = job.layout, job.machine.device
-    model, dropout = _model(job)
+    model, dropout = _model(job, grid)
     trainee = Trainee(model, job.task)
     _place(trainee, job.spec, job, grid)
     prove_replicas([trainee], layout, job.machine.ranks)
-    if layout.zero_stage > 0 or layout.replicate == 1:
+    if layout.zero_stage > 0 or layout.replicate == 1 or layout.tensor > 1:  # `Copies` averages in place of DDP
         return OneByOne(trainee, dropout)
     devices = [device.index] if device.index is not None else None
     return OneByOne(DistributedDataParallel(trainee, device_ids=devices, gradient_as_bucket_view=True), dropout)
@@ -87,7 +87,7 @@ def _stages(job: Job, grid: Grid) -> tuple[list[Stage], str]:
     parts = partition.parts(spec.build(), spec, layout.partition, layout.stages)
     stages = []
     for index in partition.stages_of(layout, grid.mesh.get_local_rank("pipeline")):
-        model, dropout = _model(job)
+        model, dropout = _model(job, grid)
         inlet = cut(model, spec, anatomy, parts[index])
         stage = Stage(model, job.task, inlet, dropout, last=index + 1 == layout.stages)
         _place(stage, replace(spec, blocks=tuple(spec.blocks[i] for i in parts[index])), job, grid)
@@ -99,26 +99,25 @@ def _stages(job: Job, grid: Grid) -> tuple[list[Stage], str]:
     return stages, note.format(layout.schedule.name)
 
 
-def _model(job: Job) -> tuple[nn.Module, Dropout]:
+def _model(job: Job, grid: Grid) -> tuple[nn.Module, Dropout]:
     """The whole model on the meta device, with all that is done to a block's forward."""
     model = job.task.prepare(job.spec.build())
     recompute.apply(model, job.spec, job.layout.recompute)
+    if job.layout.tensor > 1:
+        tensor.apply(model, job.spec, grid)
     return model, Dropout(model, job.spec)
 
 
 def _place(trainee: Trainee, spec: ModelSpec, job: Job, grid: Grid) -> None:
-    """Give a trainee on the meta device its values; under ZeRO each block is sharded as soon as it has them."""
-    device = job.machine.device
-    blocks = {trainee.model.get_submodule(name) for name in spec.blocks} if job.layout.zero_stage > 0 else set()
-
-    def place(module: nn.Module, parameters: list[nn.Parameter]) -> None:
-        if module in blocks:
-            shard.apply(module, grid)
-
-    materialise(trainee.model, spec, seed=job.seed, device=device, dtype=torch.float32, place=place)
+    """Shard a trainee on the meta device, if ZeRO asks for it, and give this rank's part its values."""
     if job.layout.zero_stage > 0:
+        for name in spec.blocks:
+            shard.apply(trainee.model.get_submodule(name), grid)
         shard.apply(trainee, grid)
         prove_units(trainee, spec)
+    device = job.machine.device
+    home = torch.device("cpu") if job.layout.offloads else device
+    materialise(trainee.model, spec, seed=job.seed, device=device, dtype=torch.float32, home=home)
 
 
 def _hidden_size(spec: ModelSpec) -> int:

@@ -9,9 +9,10 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from trainer.engines.engine import Observer, owners
+from trainer.models.materialise import own_part
 from trainer.parallel.mesh import Grid
 from trainer.parallel.replicate import local
 from trainer.ranks import Ranks
@@ -145,9 +146,7 @@ def _keep_own(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Copy this rank's part of `value`, which every rank has, into `tensor`."""
     with torch.no_grad():
         if isinstance(tensor, DTensor):
-            value = distribute_tensor(
-                value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
-            ).to_local()
+            value = own_part(value, tensor)
         local(tensor).copy_(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,12 +100,13 @@ def describe(
         for alias, parameter in model.named_parameters(remove_duplicate=False)
         if alias not in named
     }
+    blocks = _blocks(model, getattr(text, "num_hidden_layers", 0))
     is_tied = head is not None and table is not None and head.weight is table.weight
     return ModelSpec(
         name=name,
         build=build,
         initialise=_initialise,
-        blocks=_blocks(model, getattr(text, "num_hidden_layers", 0)),
+        blocks=blocks,
         parameters=sum(parameter.numel() for parameter in named.values()),
         head_parameters=head.weight.numel() if head is not None else 0,
         embedding_parameters=0 if is_tied or table is None else table.weight.numel(),
@@ -112,6 +114,9 @@ def describe(
         hidden_size=text.hidden_size,
         layers=getattr(text, "num_hidden_layers", 0),
         attention_width=heads * head_size,
+        heads=heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        tensor_plan=_tensor_plan(model, blocks),
         tied=aliases,
         dropout=_drops(model),
         plain_head=_has_plain_head(model),
@@ -130,6 +135,14 @@ def _blocks(model: PreTrainedModel, layers: int) -> tuple[str, ...]:
     ]
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     return tuple(f"{outermost[0]}.{i}" for i in range(layers)) if len(outermost) == 1 else ()
+
+
+def _tensor_plan(model: PreTrainedModel, blocks: tuple[str, ...]) -> dict[str, str]:
+    """The rules of the model's plan, layer numbers filled in; those for what is no part of a block are left out."""
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    inside = [name for name in names if any(name.startswith(f"{block}.") for block in blocks)]
+    plan = {name: model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in inside}
+    return {name: style for name, style in plan.items() if style is not None}
 
 
 def _drops(model: PreTrainedModel) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec, NoWeights, units
@@ -22,34 +23,35 @@ def materialise(
     seed: int,
     device: torch.device,
     dtype: torch.dtype,
+    home: torch.device | None = None,
     place: Callable[[nn.Module, list[nn.Parameter]], None] = lambda module, parameters: None,
 ) -> None:
     """Give every parameter and buffer of `root` its value: pretrained where there is one, else initial.
 
-    Initial values depend on `seed` and the module's name alone. `place` is called with each unit and its
-    new parameters, in order; afterwards they may be empty shards. Raises ConfigError if a pretrained model
-    lacks a parameter or has it in another shape.
+    Initial values depend on `seed` and the module's name alone. Of a parameter that is a DTensor this process keeps
+    its own part, and reads no more than that of a pretrained one. `home` is where parameters live if not on `device`.
+    `place` is called with each unit and its new parameters, in order; afterwards they may be empty shards.
+    Raises ConfigError if a pretrained model lacks a parameter or has it in another shape.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}  # from meta to real: a tied parameter is made once
     missing: list[Problem] = []
     for unit in units(root, spec.blocks):
-        fresh: list[nn.Parameter] = []
+        whole: dict[nn.Parameter, nn.Parameter] = {}  # those of this unit, from meta to the value
         for name, module in unit:
-            _allocate(name, module, spec, made, fresh, missing)
+            _allocate(name, module, spec, made, whole, missing)
         for name, _ in unit:
             with torch.no_grad(), seeded_init(seed, name):
                 spec.initialise(root, name)
-        for parameter in fresh:
-            # a tied parameter keeps its first module's values: by its second it may be an empty shard
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-            parameter.data = parameter.data.to(device, dtype)
+        own = {value: _own(value, meta, home or device, dtype) for meta, value in whole.items()}
+        made |= {meta: own[value] for meta, value in whole.items()}
         for name, module in unit:
+            module._parameters.update({k: own[value] for k, value in module._parameters.items() if value in own})
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     if buffer.is_floating_point() and bool(buffer.isnan().any()):
                         missing.append(_uninitialised(spec, f"{name}.{key}"))
                     module._buffers[key] = buffer.to(device)
-        place(unit[-1][1], fresh)
+        place(unit[-1][1], list(own.values()))
     if missing:
         raise ConfigError(*missing)
 
@@ -59,16 +61,15 @@ def _allocate(
     module: nn.Module,
     spec: ModelSpec,
     made: dict[nn.Parameter, nn.Parameter],
-    fresh: list[nn.Parameter],
+    whole: dict[nn.Parameter, nn.Parameter],
     missing: list[Problem],
 ) -> None:
     for key, parameter in module._parameters.items():
         if parameter is None:
             continue
-        if parameter not in made:
-            made[parameter] = _filled(f"{name}.{key}".lstrip("."), parameter, spec, missing)
-            fresh.append(made[parameter])
-        module._parameters[key] = made[parameter]
+        if parameter not in made and parameter not in whole:
+            whole[parameter] = _filled(f"{name}.{key}".lstrip("."), parameter, spec, missing)
+        module._parameters[key] = made[parameter] if parameter in made else whole[parameter]
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = _buffer(f"{name}.{key}".lstrip("."), buffer, spec)
@@ -82,11 +83,43 @@ def _filled(name: str, meta: nn.Parameter, spec: ModelSpec, missing: list[Proble
         missing.append(Problem(f"{spec.name}: {name}", f"shape {tuple(value.shape)}", f"{tuple(meta.shape)}"))
         value = None
     dtype = meta.dtype if meta.dtype.is_floating_point else torch.float32
-    data = torch.empty(meta.shape, dtype=dtype) if value is None else value.to(dtype)
+    # what is pretrained stays mapped from its file until it is known how much of it this process keeps
+    data = torch.empty(meta.shape, dtype=dtype) if value is None else value
     parameter = nn.Parameter(data, requires_grad=meta.requires_grad)
     # transformers' initialisers leave a tensor with this mark alone
     parameter._is_hf_initialized = value is not None  # type: ignore[attr-defined]
     return parameter
+
+
+def _own(value: nn.Parameter, meta: nn.Parameter, home: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    """What this process keeps of a value; of a DTensor the part that its placements give it."""
+    if isinstance(meta, DTensor):
+        part = own_part(value.detach(), meta)
+        local = part.to(home, dtype, copy=True, memory_format=torch.contiguous_format)
+        kept: torch.Tensor = DTensor.from_local(
+            local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
+        )
+        parameter = nn.Parameter(kept, requires_grad=value.requires_grad)
+    else:
+        parameter = value
+        parameter.data = value.data.to(home, dtype)
+    # a tied parameter keeps its first module's values: by its second it may be an empty shard
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def own_part(value: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """The view of a whole tensor that is this process's part of `like`.
+
+    The innermost axis divides first: FSDP shards what tensor parallelism has left (DTensor's strided sharding).
+    """
+    for axis in reversed(range(like.device_mesh.ndim)):
+        dim = getattr(like.placements[axis], "dim", None)
+        if dim is not None:
+            chunks = value.chunk(like.device_mesh.size(axis), dim)
+            rank = like.device_mesh.get_local_rank(axis)
+            value = chunks[rank] if rank < len(chunks) else value.narrow(dim, 0, 0)
+    return value
 
 
 def _buffer(name: str, meta: torch.Tensor, spec: ModelSpec) -> torch.Tensor:

@@ -45,6 +45,10 @@ class ModelSpec:
     layers: int = 0
     attention_width: int = 0
     """Heads x head size: what the attention products are wide."""
+    heads: int = 0
+    kv_heads: int = 0
+    tensor_plan: dict[str, str] = field(default_factory=dict)
+    """Modules and parameters of the blocks that tensor parallelism splits -> how, by transformers' name for it."""
     tied: dict[str, str] = field(default_factory=dict)
     """Parameter name -> the name of the parameter that it is one with."""
     dropout: bool = False

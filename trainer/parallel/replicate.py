@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.models.spec import ModelSpec
 from trainer.parallel.mesh import Grid
+from trainer.parallel.tensor import SUMMED
 
 BUCKET_BYTES = 64 << 20
 
@@ -28,6 +29,8 @@ class Copies:
         layout = grid.layout
         named = [(name, p) for module in modules for name, p in module.named_parameters() if p.requires_grad]
         self._averaged = layout.zero_stage == 0 and layout.replicate > 1 and layout.pipeline * layout.tensor > 1
+        whole = [f"model.{name}" for name, style in spec.tensor_plan.items() if style == SUMMED]
+        self._partial = [p for name, p in named if name.rpartition(".")[0] in whole] if layout.tensor > 1 else []
         self._grid = grid
         self._parameters = [p for _, p in named]
         tied = {f"model.{name}" for name in spec.tied.values()} if layout.pipeline > 1 else set()
@@ -48,7 +51,10 @@ class Copies:
     def reduce(self) -> None:
         """Make the gradients of all copies one. Collective, after the last backward pass."""
         if self._averaged:
-            average([local(p.grad) for p in self._parameters if p.grad is not None], self._grid)
+            gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+            add_up(gradients, self._grid.group("replicate"), self._grid.layout.replicate)
+        if self._partial:
+            add_up([local(p.grad) for p in self._partial if p.grad is not None], self._grid.group("tensor"))
         for copies in self._tied.values():
             gradients = [local(p.grad) for p in copies if p.grad is not None]
             total = gradients[0]
@@ -75,8 +81,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def average(gradients: list[torch.Tensor], grid: Grid) -> None:
-    """Mean over `replicate`, in place, in buckets of like dtype. What DDP does where DDP can't: it knows no stages."""
+def add_up(gradients: list[torch.Tensor], group: dist.ProcessGroup, divisor: int = 1) -> None:
+    """Sum over a group, divided by `divisor`, in place, in buckets of like dtype."""
     for dtype in {gradient.dtype for gradient in gradients}:
         bucket: list[torch.Tensor] = []
         alike = [gradient for gradient in gradients if gradient.dtype == dtype]
@@ -84,7 +90,7 @@ def average(gradients: list[torch.Tensor], grid: Grid) -> None:
             bucket.append(gradient)
             if index + 1 == len(alike) or sum(g.nbytes for g in bucket) >= BUCKET_BYTES:
                 flat = _flatten_dense_tensors(bucket)
-                dist.all_reduce(flat, group=grid.group("replicate"))
-                flat /= grid.layout.replicate
+                dist.all_reduce(flat, group=group)
+                flat /= divisor
                 torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
                 bucket = []
