@@ -32,6 +32,8 @@ LAYOUTS = {
     "`mesh` HSDP on 4": replace(FOUR, replicate=2, zero_stage=3),
     "`mesh` 4 stages": replace(FOUR, pipeline=4, zero_stage=0),
     "`mesh` 2 folded stages x ZeRO-2 on 4": replace(FOUR, pipeline=2, schedule="ZBVZeroBubble"),
+    "`mesh` 2-way tensor x ZeRO-2 on 4": replace(FOUR, tensor=2),
+    "`mesh` 2 stages x 2-way tensor x ZeRO-3 on 8": replace(FOUR, world_size=8, pipeline=2, tensor=2, zero_stage=3),
     "`mesh` 2 stages x HSDP on 8": replace(FOUR, world_size=8, pipeline=2, replicate=2, zero_stage=3),
 }
 Losses = tuple[float, float]

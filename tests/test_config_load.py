@@ -58,8 +58,8 @@ def test_configs_of_other_trainers_compile(path: Path) -> None:
 
 def test_the_shipped_configs_are_short_and_complete() -> None:
     assert [path.stem for path in SHIPPED] == [
-        *("ddp", "fsdp", "hsdp", "pipeline_zero1", "pipeline_zero2", "pipeline_zero3"),
-        *("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"),
+        *("ddp", "fsdp", "hsdp", "megatron_3d", "pipeline_zero1", "pipeline_zero2", "pipeline_zero3"),
+        *("tensor_zero2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"),
     ]
     for path in SHIPPED:
         config = load(path)

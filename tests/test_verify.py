@@ -22,13 +22,14 @@ from trainer.verify.shrink import shrink, smallest_world
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 
 
-def config(folder: Path, engine: str, stage: int, stages: int = 1, **trainer: Any) -> str:
-    """GPT-2: dropout in three places, tied, biases; in so many pipeline stages."""
+def config(folder: Path, engine: str, stage: int, stages: int = 1, tensor: int = 1, **trainer: Any) -> str:
+    """GPT-2: dropout in three places, tied, biases; in so many pipeline stages, on so many tensor ranks."""
     content = {
         "train_batch_size": 64,
         "gradient_clipping": 0.1,
         "zero_optimization": {"stage": stage},
         "pipeline": {"stages": stages},
+        "tensor_parallel": {"autotp_size": tensor},
         "gradient_accumulation_steps": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": "auto"}},
@@ -159,6 +160,21 @@ def zero_bubble_with_resharding(engine: str) -> Any:
     )
 
 
+def part_of_a_norms_gradient(engine: str) -> Any:
+    """Norms of queries and keys see the heads of one rank; their gradients are a part, until they are added up."""
+    from trainer.parallel import replicate
+
+    return mock.patch.object(replicate, "add_up", lambda *arguments: None)
+
+
+def replicated_counted_twice(engine: str) -> Any:
+    from trainer.parallel.replicate import Copies
+
+    return mock.patch.object(Copies, "_share", lambda self, name, parameter, coordinate: 1.0)
+
+
+QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 2, "tie_word_embeddings": True}
+
 # fault -> (engine, ZeRO stage, what the trainer section adds, the check that fails first)
 FAULTS: dict[Callable[[str], Any], tuple[str, int, dict[str, Any], str]] = {
     scaled_by_accumulation: ("deepspeed", 2, {}, "gradient"),
@@ -170,6 +186,8 @@ FAULTS: dict[Callable[[str], Any], tuple[str, int, dict[str, Any], str]] = {
     dropout_not_replayed: ("mesh", 2, {"activation_checkpointing": "full"}, "gradient"),
     norm_of_one_stage: ("mesh", 1, {"stages": 2}, "norm"),
     tied_tables_apart: ("mesh", 0, {"stages": 2}, "gradient"),
+    part_of_a_norms_gradient: ("mesh", 2, {"tensor": 2, "model": {"config": QWEN3}}, "gradient"),
+    replicated_counted_twice: ("mesh", 2, {"tensor": 2, "model": {"config": QWEN3}}, "norm"),
     zero_bubble_with_resharding: ("mesh", 2, {"stages": 2, "pipeline_schedule": "ZBVZeroBubble"}, "gradient"),
 }
 
