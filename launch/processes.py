@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from trainer.errors import Preempted
+from trainer.signals import StopSignals
+
 GRACE_SECONDS = 2.0
 """How long the others may take to end by themselves when one process has failed."""
 
@@ -70,38 +73,49 @@ def free_port() -> int:
 def start(count: int, arguments: Sequence[str]) -> int:
     """Run this script once per process; returns the exit code of the first that failed, else 0.
 
-    When one fails, the others get `GRACE_SECONDS` and are then ended: no process is left behind.
+    When one fails, the others get `GRACE_SECONDS` and are then ended: no process is left behind. Signals go to all;
+    that one of them alone was asked to stop is told to the others.
     """
     port = free_port()
-    children = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            env={**os.environ, **environment_of(rank, count, port)},
-            start_new_session=True,  # so that Ctrl-C comes once, from here
-        )
-        for rank in range(count)
-    ]
+    children: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
 
-    def forward(number: int, frame: object) -> None:
+    def forward(number: int, frame: object = None) -> None:
+        received.append(number)
         for child in children:
             if child.poll() is None:
                 child.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, forward)
-    failed = 0
+    for number in (*StopSignals.NUMBERS, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, forward)
+    for rank in range(count):
+        if not received:
+            environment = {**os.environ, **environment_of(rank, count, port)}
+            # a session of its own, so that Ctrl-C comes once, from here
+            children.append(subprocess.Popen([sys.executable, *arguments], env=environment, start_new_session=True))
+    failed = Preempted.exit_code if len(children) < count else 0
     while any(child.poll() is None for child in children) and not failed:
         failed = next((child.returncode for child in children if child.poll() not in (None, 0)), 0)
         time.sleep(0.05)
-    deadline = time.monotonic() + GRACE_SECONDS
-    while failed and any(child.poll() is None for child in children) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    if len(received) == 1 and received[0] in StopSignals.NUMBERS and failed in (-received[0], 128 + received[0]):
+        failed = Preempted.exit_code  # it was so young that it knew no signals yet
+    _await(children)
+    if failed == Preempted.exit_code:
+        forward(signal.SIGTERM)
+        _await(children)
     for child in children:
         if child.poll() is None:
             child.kill()
         child.wait()
     failed = failed or next((child.returncode for child in children if child.returncode), 0)
     return 128 - failed if failed < 0 else failed
+
+
+def _await(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + GRACE_SECONDS
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def missing_hostfile(pid: int) -> str | None:

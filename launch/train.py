@@ -55,19 +55,22 @@ class ShowEngines(argparse.Action):
 
 
 def main() -> int:
-    options = arguments_of()
+    from trainer.errors import MeshloomError
+    from trainer.signals import StopSignals
+
+    terminal = os.dup(2)
+    try:
+        return command(arguments_of(), StopSignals())
+    except MeshloomError as error:
+        if os.environ.get("RANK", "0") == "0":
+            os.write(terminal, f"{error.render()}\n".encode())
+        return error.exit_code
+
+
+def command(options: argparse.Namespace, signals) -> int:  # type: ignore[no-untyped-def]
     world = world_of(os.environ)
     count = options.processes or gpu_count() or 1
-    from trainer.errors import MeshloomError
-
-    try:
-        config = checked_config(
-            options, world.world_size if world else count, world.local_world_size if world else count
-        )
-    except MeshloomError as error:
-        if world is None or world.rank == 0:
-            print(error.render(), file=sys.stderr)
-        return error.exit_code
+    config = checked_config(options, world.world_size if world else count, world.local_world_size if world else count)
     if world is None:
         if count > 1:
             return start(count, sys.argv)
@@ -79,7 +82,7 @@ def main() -> int:
     output = Output()
     from trainer.run import Request, run
 
-    return run(config, Request(options.resume, options.dry_run, options.overrides, STARTED), world, output)
+    return run(config, Request(options.resume, options.dry_run, options.overrides, STARTED), world, output, signals)
 
 
 def checked_config(options: argparse.Namespace, world_size: int, local_world_size: int):  # type: ignore[no-untyped-def]

@@ -16,6 +16,7 @@ LEVELS = {
     "errors": 0,
     "seeding": 0,
     "ranks": 1,
+    "signals": 1,
     "config": 1,
     "state": 1,
     "layout": 2,

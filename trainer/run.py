@@ -5,8 +5,6 @@ from __future__ import annotations
 import datetime
 import math
 import os
-import signal
-import sys
 import time
 import traceback
 import warnings
@@ -26,7 +24,7 @@ from trainer.data.feed import Feed, StepBatches
 from trainer.data.prepare import Data, open_data
 from trainer.data.tokenizer import embedded_tokenizer, load_tokenizer
 from trainer.engines import Engine, EngineKind, Job, Machine, Metrics, select
-from trainer.errors import ConfigError, DataError, MeshloomError, Preempted, Problem
+from trainer.errors import ConfigError, DataError, MeshloomError, Problem
 from trainer.evaluate import continuation, held_out_loss
 from trainer.layout import Layout, layout_of
 from trainer.loop import Hooks, Plan, train
@@ -36,6 +34,7 @@ from trainer.models.spec import ModelSpec, flops_per_token
 from trainer.numerics import Skipped
 from trainer.optimizers import Update, schedule_of
 from trainer.ranks import Ranks
+from trainer.signals import StopSignals, preempted
 from trainer.state import RunState
 from trainer.tasks.causal_lm import CausalLM
 from trainer.trackers import Evaluation, SampleLog, Tracker, open_trackers, peak_flops, require
@@ -87,7 +86,7 @@ class Prepared:
     steps: int
 
 
-def run(config: Config, request: Request, world: World, output: Output) -> int:
+def run(config: Config, request: Request, world: World, output: Output, signals: StopSignals) -> int:
     """Train, or with `dry_run` show what would be trained; returns the exit code. Collective."""
     console = Console(file=output.terminal, highlight=False, quiet=world.rank != 0)
     log = None
@@ -106,20 +105,22 @@ def run(config: Config, request: Request, world: World, output: Output) -> int:
         if not request.dry_run:
             for reason in skipped:
                 _say(console, f"skipped: {reason}")
-            _train(prepared, request, machine, folder, source, console)
+            _train(prepared, request, machine, folder, source, console, signals)
         if machine.ranks.world_size > 1:
             dist.barrier()
         return 0
-    except MeshloomError as error:
-        print(error.render(), file=sys.stderr)
-        if world.rank == 0 or not error.shared:
-            _tell(world, output, error.render())
-        return error.exit_code
     except BaseException as error:  # the last place where it can become an exit code
         traceback.print_exc()
+        if not isinstance(error, MeshloomError) and signals.explain_failure(others=world.world_size > 1):
+            error = preempted(0)
+        signals.release()
+        if isinstance(error, MeshloomError):
+            if world.rank == 0 or not error.shared:
+                _tell(world, output, error.render())
+            return error.exit_code
         where = f"; the whole trace is in {log}" if log else f"\n{traceback.format_exc()}"
         _tell(world, output, f"internal error on rank {world.rank}: {type(error).__name__}: {error}{where}")
-        return 130 if isinstance(error, KeyboardInterrupt) else 70
+        return 70
 
 
 def prepare(config: Config, machine: Machine) -> Prepared:
@@ -144,7 +145,13 @@ def prepare(config: Config, machine: Machine) -> Prepared:
 
 
 def _train(
-    prepared: Prepared, request: Request, machine: Machine, folder: Path, source: Path | None, console: Console
+    prepared: Prepared,
+    request: Request,
+    machine: Machine,
+    folder: Path,
+    source: Path | None,
+    console: Console,
+    signals: StopSignals,
 ) -> None:
     config, spec, ranks = prepared.config, prepared.spec, machine.ranks
     section, position = config.trainer, RunState()
@@ -174,11 +181,13 @@ def _train(
             section.evaluation.every,
         )
         schedule = schedule_of(vars(config.optimizer), _mapping(config.scheduler))
-        hooks = _hooks(prepared, machine, folder, engine, meter, trackers, console)
+        hooks = _hooks(prepared, machine, folder, engine, meter, trackers, console, signals)
+        signals.saving()
         position = train(engine, feed, schedule, plan, hooks, position)
-        if position.step < prepared.steps:
-            raise _preempted(position.step)
-        checkpoint.export(folder / "final", engine.pieces(), lambda target: _write_model_files(prepared, target), ranks)
+    if position.step < prepared.steps:
+        ranks.barrier()  # a launcher ends the others soon after the first has left
+        raise preempted(position.step)
+    checkpoint.export(folder / "final", engine.pieces(), lambda target: _write_model_files(prepared, target), ranks)
     engine.close()
     if ranks.first:
         _finish(prepared, folder, console)
@@ -209,10 +218,11 @@ def _hooks(
     meter: Meter,
     trackers: Sequence[Tracker],
     console: Console,
+    signals: StopSignals,
 ) -> Hooks:
     """What the loop calls on every rank; only rank 0 has trackers."""
     section, ranks, layout = prepared.config.trainer, machine.ranks, prepared.layout
-    shelf, signals = folder / "checkpoints", StopSignals()
+    shelf = folder / "checkpoints"
     samples = SampleLog(folder / "logs", ranks.rank) if section.log.sample_ids else None
 
     skipped = Skipped(ranks, watching=layout.precision != "float16")
@@ -267,29 +277,6 @@ def _finish(prepared: Prepared, folder: Path, console: Console) -> None:
 
 def _say(console: Console, line: str) -> None:
     console.print(line, markup=False, soft_wrap=True)
-
-
-class StopSignals:
-    """The first signal asks the run to save and leave; the second ends the process at once."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-    def __init__(self) -> None:
-        self.received = False
-        for number in self.SIGNALS:
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, frame: object) -> None:
-        self.received = True
-        for other in self.SIGNALS:
-            signal.signal(other, signal.SIG_DFL)
-
-
-def _preempted(step: int) -> Preempted:
-    seen, expected = "a signal asked the run to stop, and all is saved", "to go on"
-    error = Preempted(Problem(f"step {step}", seen, expected, "Run the same command with --resume auto"))
-    error.shared = True
-    return error
 
 
 # The machine

@@ -1,0 +1,170 @@
+"""Real runs of two processes that are killed or asked to stop, in every phase: the same command ends undisturbed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.commands import ROOT, TRAIN, run, sample_ids, start, write_job
+from trainer.checkpoint import newest
+
+# runs before the command, in each of its processes; `slow` holds a phase until the test has seen it
+SCRIPT = """
+import os, runpy, sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+sys.argv[0] = {train!r}
+rank, folder = int(os.environ["RANK"]), Path({folder!r})
+(folder / f"pid-{{rank}}").write_text(str(os.getpid()))
+
+def slow(module, name, when=lambda *arguments: True):
+    real = getattr(module, name)
+    def held(*arguments, **options):
+        if when(*arguments) and not (folder / f"reached-{{rank}}").exists():
+            (folder / f"reached-{{rank}}").touch()
+            time.sleep(2)
+        return real(*arguments, **options)
+    setattr(module, name, held)
+
+{code}
+runpy.run_path({train!r}, run_name="__main__")
+"""
+PHASES = {
+    "imports": """
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch" and not (folder / f"reached-{rank}").exists():
+            (folder / f"reached-{rank}").touch()
+            time.sleep(2)
+sys.meta_path.insert(0, Finder())""",
+    "data preparation": "import trainer.data.prepare as m; slow(m, '_write')",
+    "building the model": "import trainer.engines.mesh as m; slow(m, 'materialise')",
+    "first step": "import trainer.engines.torch_engine as m; slow(m.TorchEngine, 'step', lambda _, s, *a: s == 0)",
+    "evaluation": "import trainer.run as m; slow(m, 'held_out_loss')",
+    "saving": "import trainer.checkpoint.faults as m; slow(m, 'at', lambda phase: phase in ('flush', 'rename'))",
+}
+
+
+def job_in(folder: Path) -> Path:
+    return write_job(folder, steps=4, engine="mesh", checkpoint={"every": 2}, evaluation={"samples": 4, "every": 2})
+
+
+def command(folder: Path, job: Path, code: str = "", *arguments: str) -> list[str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(root=str(ROOT), train=TRAIN, folder=str(folder), code=code))
+    launch = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from launch.processes import start; "
+    launch += f"sys.exit(start(2, {[str(script), '--config', str(job), *arguments]!r}))"
+    return [sys.executable, "-c", launch]
+
+
+def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for path in (folder / "final").glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+def nothing_left(folder: Path) -> bool:
+    found = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True, check=False)
+    return found.stdout.split() == []
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of a run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("whole")
+    result = run(*command(folder, job_in(folder)), XDG_CACHE_HOME=str(folder / "cache"))
+    assert result.code == 0, result.output
+    return undisturbed(folder / "runs" / "job")
+
+
+def goes_on(folder: Path, job: Path, whole: dict[str, torch.Tensor], step: int) -> None:
+    """The same command once more ends as if nothing had happened."""
+    again = run(*command(folder, job, "", "--resume", "auto"), XDG_CACHE_HOME=str(folder / "cache"))
+    assert again.code == 0, again.output
+    assert f"step-{step:06d}: step {step}, {8 * step} samples seen" in again.output
+    found = undisturbed(folder / "runs" / "job")
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert sample_ids(folder / "runs" / "job").keys() == set(range(4))
+
+
+def reach(folder: Path, job: Path, phase: str) -> subprocess.Popen[str]:
+    """A run that has come to a phase, and stays there for two seconds."""
+    process = start(*command(folder, job, PHASES[phase]), XDG_CACHE_HOME=str(folder / "cache"))
+    deadline = time.monotonic() + 60
+    while not (folder / "reached-0").exists() or not (folder / "pid-1").exists():
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("phase", "number", "at"),
+    [
+        ("imports", signal.SIGINT, "launcher"),
+        ("data preparation", signal.SIGTERM, "launcher"),
+        ("data preparation", signal.SIGUSR1, "1"),
+        ("building the model", signal.SIGTERM, "0"),
+        ("first step", signal.SIGUSR1, "1"),
+        ("evaluation", signal.SIGINT, "launcher"),
+        ("saving", signal.SIGTERM, "0"),
+    ],
+)
+def test_a_signal_in_each_phase(
+    tmp_path: Path, whole: dict[str, torch.Tensor], phase: str, number: int, at: str
+) -> None:
+    job = job_in(tmp_path)
+    process = reach(tmp_path, job, phase)
+    os.kill(process.pid if at == "launcher" else int((tmp_path / f"pid-{at}").read_text()), number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "Traceback" not in output and "internal error" not in output, output
+    assert nothing_left(tmp_path)
+    assert not list(tmp_path.glob("cache/meshloom/.partial-*"))
+    found, skipped = newest(tmp_path / "runs" / "job" / "checkpoints")
+    assert not skipped
+    if phase in ("imports", "data preparation", "building the model"):
+        assert found is None
+        assert output.count("preempted") == 1, output
+        return
+    assert output.count("and all is saved") == 1
+    assert found and not (tmp_path / "runs" / "job" / "final").exists()
+    goes_on(tmp_path, job, whole, int(found.name[-6:]))
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    process = reach(tmp_path, job_in(tmp_path), "saving")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert nothing_left(tmp_path)
+    assert newest(tmp_path / "runs" / "job" / "checkpoints") == (None, [])
+
+
+KILL = """
+import signal
+import trainer.checkpoint.faults as m
+saves = []
+def at(phase):
+    saves.extend([phase] if phase == "before" else [])
+    if len(saves) == 2 and {when}:
+        os.kill(os.getpid(), signal.SIGKILL)
+m.at = at
+"""
+
+
+@pytest.mark.parametrize("when", ["phase == 'flush'", "phase == 'shard' and rank == 1"])
+def test_a_kill_in_the_second_save(tmp_path: Path, whole: dict[str, torch.Tensor], when: str) -> None:
+    job = job_in(tmp_path)
+    result = run(*command(tmp_path, job, KILL.format(when=when)), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert result.code == 128 + signal.SIGKILL, result.output
+    assert nothing_left(tmp_path)
+    goes_on(tmp_path, job, whole, step=2)
