@@ -116,7 +116,7 @@ MISTAKES: dict[str, tuple[Any, int, str]] = {
     ),
     "an axis that no engine has": (
         [
-            *("pipeline.stages=2", "--processes", "2", "zero_optimization.stage=3"),
+            *("pipeline.stages=2", "--processes", "2", "zero_optimization.stage=3", "gradient_accumulation_steps=4"),
             "trainer.pipeline_schedule=ZBVZeroBubble",
         ],
         64,
