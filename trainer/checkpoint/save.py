@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint import faults
 from trainer.checkpoint.disk import disk_errors, ensure_writable, rename_folder, to_json
 from trainer.checkpoint.manifest import write_manifest
 from trainer.checkpoint.plan import MODEL, Plan, Slot, indexes, plan
@@ -56,9 +57,12 @@ def save(
     def publish(records: Mapping[str, FileRecord], text: bytes) -> None:
         (partial / DESCRIPTION).write_bytes(text)
         _seal(partial, partial / MODEL, places, records, write_model_files)
+        faults.at("rename")
         rename_folder(partial, final)
+        faults.at("latest")
         point_at(final)
 
+    faults.at("before")
     with _removed_on_error(partial, ranks):
         text = ranks.on_first(prepare)
         records = _write_shards(partial, places, pieces, ranks)
@@ -144,11 +148,13 @@ class _Shards:
             if slot.file not in self._writers:
                 types = {other.name: other.type for other in self._slots if other.file == slot.file}
                 self._writers[slot.file] = TensorWriter(self._folder / slot.file, types)
+            faults.at("shard")
             self._writers[slot.file].write(slot.name, tensor)
 
     def finish(self) -> dict[str, FileRecord]:
         if missing := {slot.file for slot in self._slots} - set(self._writers):
             raise ValueError(f"no piece of {', '.join(sorted(missing))} was read on its owner")
+        faults.at("flush")
         return {name: writer.finish() for name, writer in self._writers.items()}
 
     def abandon(self) -> None:
@@ -180,6 +186,7 @@ def _seal(
     write_model_files(model)
     for name, index in indexes(_slots(places)).items():
         (partial / name).write_bytes(to_json(index))
+    faults.at("manifest")
     write_manifest(partial, records)
 
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from trainer.checkpoint import faults
 from trainer.checkpoint.disk import disk_errors, rename_folder, replace_file
 from trainer.checkpoint.manifest import check_sizes, verify
 
@@ -49,7 +50,9 @@ def prune(folder: Path, keep_last: int, keep: Collection[int] = ()) -> list[Path
     gone = [path for path in shelf if path not in stay]
     for path in gone:
         with disk_errors(path):
-            shutil.rmtree(set_aside(path))
+            aside = set_aside(path)
+            faults.at("prune")
+            shutil.rmtree(aside)
     return gone
 
 
