@@ -3,12 +3,15 @@
     torchrun --nproc-per-node 2 benchmarks/layouts.py time [--rounds 40]
     python benchmarks/layouts.py memory
     torchrun --nproc-per-node 2 benchmarks/layouts.py pipeline [--rounds 10]
+    python benchmarks/layouts.py build
 
 time: one step (forward, backward, clipping, fused AdamW) of engine `mesh` (twice, for A/A) and `accelerate`, and of the
 same layout written by hand (DDP, or fully_shard on every block and the root), interleaved in random order. Median of
 ratios within a round.
 memory: the highest resident memory of a rank of its own process group while it trains, above what it had before the
 model was built, beside the bytes that the layout has to hold.
+build: the most private memory of a rank (pages of the mapped file are not counted) while it builds its part from a
+folder of safetensors, beside what it keeps, the largest block, and the whole model.
 pipeline: two equal stages, 1F1B, one thread a rank; efficiency is (time of the same micro-batches in one process) /
 (2 x time of the pipeline), beside m / (m + p - 1).
 """
@@ -21,6 +24,8 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -66,6 +71,12 @@ SIZES = {
         "vocab_size": 64,
         "sequence": 128,
     },
+}
+# pipeline stages and ZeRO stage
+BUILDS = {"ZeRO-3": (1, 3), "2 stages x ZeRO-3": (2, 3), "2 stages": (2, 0), "DDP": (1, 0)}
+HEADS = {
+    "memory": "| layout | counted (MiB) | measured (MiB) | measured / counted |\n| --- | ---: | ---: | ---: |",
+    "build": "| layout | whole model (MiB) | one block (MiB) | kept (MiB) | most (MiB) |\n| --- |" + " ---: |" * 4,
 }
 KINDS = {"DDP": 0, "ZeRO-2": 2, "ZeRO-3": 3}
 
@@ -227,18 +238,58 @@ def measure_memory(bench: Bench, kind: str) -> str:
     return f"| {kind} | {counted / 2**20:.0f} | {found / 2**20:.0f} | {found / counted:.2f} |"
 
 
+class Peak(threading.Thread):
+    """Watches the private memory of this process, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most, self.over = resident("RssAnon"), threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.001):
+            self.most = max(self.most, resident("RssAnon"))
+
+
+def measure_build(bench: Bench, kind: str, folder: str) -> str:
+    options = SimpleNamespace(name_or_path=folder, config=None, revision=None, trust_remote_code=False, attention=None)
+    bench.spec = huggingface.spec_of(huggingface.read_config(options), options)
+    pipeline, stage = BUILDS[kind]
+    block = sum(p.numel() for p in bench.spec.build().get_submodule(bench.spec.blocks[0]).parameters())
+    before, peak = resident("RssAnon"), Peak()
+    peak.start()
+    engine = bench.engine("mesh", bench.layout(stage, pipeline, accumulation=2 * pipeline))
+    peak.over.set()
+    parts = [p.to_local() if hasattr(p, "to_local") else p for m in engine.modules for p in m.parameters()]
+    kept = sum(part.nbytes for part in parts)
+    cells = [4 * bench.spec.parameters, 4 * block, kept, peak.most - before]
+    return f"| {kind} | " + " | ".join(f"{cell / 2**20:.0f}" for cell in cells) + " |"
+
+
+def save_model(folder: str) -> None:
+    """The model of the memory measure as `save_pretrained` writes it, in shards."""
+    bench = Bench("memory", 0, 1)
+    model = bench.spec.build()
+    materialise(model, bench.spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    model.save_pretrained(folder, max_shard_size="200MB")  # type: ignore[operator]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measure", choices=("time", "memory", "pipeline"))
+    parser.add_argument("measure", choices=("time", "memory", "pipeline", "build"))
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--kind", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.measure == "memory" and options.kind is None:
-        print("| layout | counted (MiB) | measured (MiB) | measured / counted |\n| --- | ---: | ---: | ---: |")
-        for kind in KINDS:
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, "memory"]
-            done = subprocess.run([*command, "--kind", kind], check=True, capture_output=True, text=True, cwd=ROOT)
-            print("\n".join(line for line in done.stdout.splitlines() if line.startswith("|")), flush=True)
+    if options.measure in HEADS and options.kind is None:
+        print(HEADS[options.measure])
+        with tempfile.TemporaryDirectory() as folder:
+            if options.measure == "build":
+                save_model(folder)
+            for kind in KINDS if options.measure == "memory" else BUILDS:
+                command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__]
+                command += [options.measure, "--kind", kind, "--folder", folder]
+                done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+                print("\n".join(line for line in done.stdout.splitlines() if line.startswith("|")), flush=True)
         return
     if world_of(os.environ) is None:
         os.environ.update(environment_of(0, 1, free_port()))
@@ -247,9 +298,11 @@ def main() -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_world_size))
     dist.init_process_group("gloo")
     torch.manual_seed(world.rank if options.measure == "time" else 0)
-    bench = Bench(options.measure, world.rank, world.world_size)
+    bench = Bench("memory" if options.measure == "build" else options.measure, world.rank, world.world_size)
     if options.measure == "memory":
         report = measure_memory(bench, options.kind)
+    elif options.measure == "build":
+        report = measure_build(bench, options.kind, options.folder)
     else:
         report = {"time": measure_time, "pipeline": measure_pipeline}[options.measure](bench, options.rounds)
     if world.rank == 0:

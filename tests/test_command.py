@@ -115,9 +115,27 @@ MISTAKES: dict[str, tuple[Any, int, str]] = {
         "trainer.mesh: saw 2 (replicate) x 1 (shard); expected a product of 1 data ranks",
     ),
     "an axis that no engine has": (
-        ["pipeline.stages=2", "--processes", "2"],
+        [
+            *("pipeline.stages=2", "--processes", "2", "zero_optimization.stage=3", "gradient_accumulation_steps=4"),
+            "trainer.pipeline_schedule=ZBVZeroBubble",
+        ],
         64,
-        "expected a layout that it can run. Its pipeline needs a model rewritten as PipelineModule",
+        "expected a layout that it can run. ZBVZeroBubble with ZeRO-3 gives wrong gradients without a word",
+    ),
+    "micro-batches fewer than stages": (
+        ["pipeline.stages=4", "--processes", "4"],
+        64,
+        "gradient_accumulation_steps: 2 micro-batches for 4 pipeline stages under 1F1B; expected at least 4",
+    ),
+    "stages more than blocks": (
+        ["pipeline.stages=4", "--processes", "4", "gradient_accumulation_steps=4"],
+        64,
+        "pipeline.stages: llama: 2 blocks for 4 pipeline stages; expected at least one block for each stage",
+    ),
+    "heads that can't be divided": (
+        ["tensor_parallel.autotp_size=4", "--processes", "4"],
+        64,
+        "tensor_parallel.autotp_size: llama: 2 key-value heads = 0 x 4 + 2; expected a multiple of 4",
     ),
     "a checkpoint that is not there": (
         ["--resume", "/nowhere/step-1"],

@@ -136,6 +136,7 @@ def prepare(config: Config, machine: Machine) -> Prepared:
     tokenizer = _tokenizer(config, ranks)
     data = open_data(section.data, tokenizer, _cache_folder(), ranks)
     spec = huggingface.spec_of(architecture, section.model)
+    ranks.on_first(lambda: engine.check(spec, layout))
     _check_vocabulary(data.largest_token_id, spec)
     _check_length(section.data.sequence_length, architecture)
     steps = section.steps or max(1, math.ceil((section.epochs or 1) * len(data.train) / layout.train_batch))

@@ -112,6 +112,8 @@ class EngineKind:
     refusal: Callable[[Layout], str | None]
     """A sentence for a person, or None."""
     build: Callable[[Job], Engine]
+    check: Callable[[ModelSpec, Layout], None] = lambda spec, layout: None
+    """Raises ConfigError for a model that it can't run in a layout; allocates next to nothing."""
 
 
 def set_update(groups: Iterable[dict[str, Any]], update: Update) -> None:

@@ -51,11 +51,17 @@ def notes_of(layout: Layout) -> tuple[str, ...]:
     return ((ZERO_1_NOTE,) if layout.zero_stage == 1 else ()) + ((OFFLOAD_NOTE,) if one else ())
 
 
+def check(spec: ModelSpec, layout: Layout) -> None:
+    """Raises ConfigError for a model that can't be cut or split so."""
+    if layout.tensor > 1:
+        tensor.check(spec, layout)
+    if layout.pipeline > 1:
+        prove(spec, layout.stages)
+
+
 def build(job: Job) -> TorchEngine:
     """Build and wrap what this rank holds: the whole model, or its pipeline stages."""
     layout, device = job.layout, job.machine.device
-    if layout.tensor > 1:
-        job.machine.ranks.on_first(lambda: tensor.check(job.spec, layout))
     grid = grid_of(layout, device)
     notes = notes_of(layout)
     passes: Passes
@@ -126,4 +132,4 @@ def _hidden_size(spec: ModelSpec) -> int:
     return spec.hidden_size
 
 
-KIND = EngineKind(refusal, build)
+KIND = EngineKind(refusal, build, check)

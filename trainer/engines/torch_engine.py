@@ -114,7 +114,8 @@ def prove_units(module: nn.Module, spec: ModelSpec) -> None:
 
 def prove_replicas(modules: Sequence[nn.Module], layout: Layout, ranks: Ranks) -> None:
     """Raises NumericsError, on all ranks, unless ranks that should hold the same parameters do. Collective."""
-    sums = torch.stack([local(p.detach()).double().sum() for module in modules for p in module.parameters()])
+    with torch.no_grad():
+        sums = torch.stack([_checksum(local(p)) for module in modules for p in module.parameters()])
     found = ranks.gather([float(value) for value in sums])
     inner, outer = layout.shard * layout.tensor, layout.world_size // layout.pipeline
     for rank, theirs in enumerate(found):
@@ -122,3 +123,8 @@ def prove_replicas(modules: Sequence[nn.Module], layout: Layout, ranks: Ranks) -
         if theirs != found[first]:
             seen = f"other initial values on rank {rank} than on rank {first}"
             raise NumericsError(Problem("replicas", seen, "the same on all replicas"))
+
+
+def _checksum(values: torch.Tensor) -> torch.Tensor:
+    """Their sum in float64, a little at a time: this is where a rank is fullest."""
+    return torch.stack([part.sum(dtype=torch.float64) for part in values.reshape(-1).split(1 << 20)]).sum()

@@ -49,6 +49,7 @@ def by_engine(small: Small, spec: ModelSpec, ranks: Ranks, folder: Path) -> tupl
     section, layout = small.config.trainer, small.layout
     task = CausalLM(fused_head=spec.plain_head)
     _, kind = select(section.engine, layout)
+    kind.check(spec, layout)
     job = Job(layout, spec, task, small.config.deepspeed, section.seed, Machine(torch.device("cpu"), ranks))
     schedule, data_rank = updates(small), layout.data_rank(ranks.rank)
 
