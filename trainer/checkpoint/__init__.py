@@ -6,7 +6,7 @@ from trainer.checkpoint.disk import ensure_writable
 from trainer.checkpoint.load import load
 from trainer.checkpoint.manifest import ALL, PICKLES, WEIGHTS_ALONE, read_description, verify
 from trainer.checkpoint.save import export, save
-from trainer.checkpoint.shelf import DAMAGED, leftovers, newest, prune, step_name, step_of
+from trainer.checkpoint.shelf import DAMAGED, leftovers, newest, prune, published, step_name, step_of
 
 __all__ = [
     "ALL",
@@ -19,6 +19,7 @@ __all__ = [
     "load",
     "newest",
     "prune",
+    "published",
     "read_description",
     "save",
     "step_name",

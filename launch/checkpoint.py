@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""List, verify and look into checkpoints. See --help."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+EPILOG = """
+  launch/checkpoint.py list runs/zero2            the checkpoints of a run
+  launch/checkpoint.py verify runs/zero2          every byte of all of them against their manifests
+  launch/checkpoint.py show runs/zero2/checkpoints/step-000100
+
+PATH is a run's folder, its folder of checkpoints, or one checkpoint. Exit codes: 0 good, 64 nothing there, 74 damaged.
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="List, verify and look into checkpoints.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("path", type=Path, metavar="PATH")
+    options = parser.parse_args()
+    from trainer.checkpoint import leftovers
+    from trainer.errors import MeshloomError
+
+    try:
+        found = checkpoints(options.path)
+        code = max(COMMANDS[options.command](path) for path in found)
+        for path in leftovers(found[0].parent) if options.path != found[0] else []:
+            print(f"{path.name}  left over")
+        return code
+    except MeshloomError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
+
+
+def checkpoints(path: Path) -> list[Path]:
+    """What `path` holds, oldest first. Raises ConfigError if that is none."""
+    from trainer.checkpoint import published
+    from trainer.errors import ConfigError, Problem
+
+    if (path / "manifest.json").exists():
+        return [path]
+    found = published(path) or published(path / "checkpoints")
+    if not found:
+        expected = "a run's folder, its folder of checkpoints, or one checkpoint"
+        raise ConfigError(Problem(str(path), "no checkpoint", expected))
+    return found
+
+
+def summarise(path: Path) -> int:
+    """One line: step, size, what saved it; whether the files have their sizes."""
+    from trainer.checkpoint import read_description
+    from trainer.checkpoint.disk import size
+    from trainer.checkpoint.manifest import check_sizes, read_manifest
+
+    problems = check_sizes(path)
+    if problems:
+        print(f"{path.name}  damaged: {problems[0]}")
+        return 74
+    total, description = sum(record.size for record in read_manifest(path).values()), read_description(path)
+    position = description["position"]
+    print(f"{path.name}  {size(total)}  {position['samples']:,} samples  {_saved_by(description)}")
+    return 0
+
+
+def verify(path: Path) -> int:
+    """Every byte against the manifest."""
+    from trainer.checkpoint import verify as wrong
+
+    problems = wrong(path)
+    print(f"{path.name}  {'; '.join(map(str, problems)) if problems else 'good'}")
+    return 74 if problems else 0
+
+
+def show(path: Path) -> int:
+    """What is in it: position, what saved it, and every tensor."""
+    from trainer.checkpoint import read_description
+    from trainer.checkpoint.disk import size
+
+    if code := summarise(path):
+        return code
+    description = read_description(path)
+    print(
+        json.dumps({key: description[key] for key in ("position", "seed", "versions") if key in description}, indent=2)
+    )
+    for line, count in _tensors(path):
+        print(f"  {line}  {size(count)}")
+    return 0
+
+
+def _saved_by(description: dict[str, object]) -> str:
+    layout = description.get("layout")
+    if not isinstance(layout, dict):
+        return ""
+    axes = [f"{name} {layout[name]}" for name in ("pipeline", "replicate", "shard", "tensor") if layout[name] > 1]
+    return f"{description.get('engine')}: {' x '.join(axes) or 'one process'}, ZeRO-{layout['zero_stage']}"
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, int]]:
+    from trainer.checkpoint.manifest import read_manifest
+    from trainer.checkpoint.safetensors_stream import read_header
+
+    for name in sorted(read_manifest(path)):
+        if name.endswith(".safetensors"):
+            for tensor, (dtype, shape, count) in read_header(path / name).items():
+                yield f"{name}: {tensor}  {dtype} {' x '.join(map(str, shape)) or 'scalar'}", count
+
+
+COMMANDS: dict[str, Callable[[Path], int]] = {"list": summarise, "verify": verify, "show": show}
+
+if __name__ == "__main__":
+    sys.exit(main())
