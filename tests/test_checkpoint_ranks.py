@@ -12,7 +12,7 @@ import torch
 
 from tests.checkpoint_pieces import ALONE, DESCRIPTION, STATE, files, live, model_files, same
 from tests.pool import Pool
-from trainer.checkpoint import export, load, newest, save, verify
+from trainer.checkpoint import export, load, manifest, newest, save, verify
 from trainer.checkpoint.safetensors_stream import TensorWriter
 from trainer.errors import MeshloomError
 from trainer.ranks import Ranks
@@ -130,3 +130,46 @@ def test_a_value_that_is_not_finite_is_never_published(tmp_path: Path, pools: di
     )
     assert newest(tmp_path) == (older, [])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000050"]
+
+
+def _verify(folder: Path) -> tuple[list[str], list[str]]:
+    """The files that this rank hashed, and what was found."""
+    ranks, hashed = Ranks(torch.distributed.get_rank(), 2), []
+    real = manifest.hash_file
+    with patch.object(manifest, "hash_file", lambda path: hashed.append(path.name) or real(path)):
+        problems = [problem.seen for problem in verify(folder / "step-000100", ranks)]
+    return hashed, problems
+
+
+def _blind(folder: Path) -> str:
+    """What is raised where rank 1 does not see the folder of rank 0."""
+    ranks = Ranks(torch.distributed.get_rank(), 2)
+    try:
+        with patch.object(Path, "is_dir", lambda path: ranks.first):
+            newest(folder, ranks)
+    except MeshloomError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_each_rank_verifies_a_share_and_all_know_the_result(tmp_path: Path, pools: dict[int, Pool]) -> None:
+    pools[2].run(_save_and_load, timeout=30, folder=tmp_path)
+    path = tmp_path / "checkpoints/step-000100"
+    names = sorted(name.rpartition("/")[2] for name in files(path) if name != "manifest.json")
+    for name in ("optimizer/optimizer-00002-of-00002.safetensors", "model/model-00001-of-00002.safetensors"):
+        content = bytearray((path / name).read_bytes())
+        content[-1] ^= 1
+        (path / name).write_bytes(content)
+    (one, seen), (other, same_seen) = pools[2].run(_verify, timeout=30, folder=path.parent)
+    assert sorted(one + other) == names and len(one) == len(other)
+    assert seen == same_seen and [text[:8] for text in seen] == ["SHA-256 "] * 2
+
+
+def test_a_folder_that_not_all_ranks_see_is_no_damage(tmp_path: Path, pools: dict[int, Pool]) -> None:
+    path = save(tmp_path, STATE, live().pieces(), DESCRIPTION, model_files, ALONE)
+    for raised in pools[2].run(_blind, timeout=30, folder=tmp_path):
+        assert raised == (
+            f"{path}: not there for rank 1; expected a folder that all machines share. "
+            "Put trainer.run.folder on a shared file system"
+        )
+    assert newest(tmp_path) == (path, [])

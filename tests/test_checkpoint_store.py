@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint_pieces import ALONE, DESCRIPTION, STATE, Live, files, live, model_files, same
 from trainer.checkpoint import (
+    WEIGHTS_ALONE,
     ensure_writable,
     export,
     leftovers,
@@ -231,13 +232,52 @@ def test_the_text_of_damage(tmp_path: Path) -> None:
     assert newest(tmp_path / "nothing") == (None, [])
 
 
-def test_a_manifest_that_points_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [
+        ("../latest", "a path that leaves the folder: ../latest"),
+        ("/etc/passwd", "a path that leaves the folder: /etc/passwd"),
+        ("model/pytorch_model.bin", "a pickle, which is never opened: model/pytorch_model.bin"),
+    ],
+)
+def test_a_manifest_that_names_what_is_never_opened_is_refused(tmp_path: Path, name: str, seen: str) -> None:
     path = saved(tmp_path)
     manifest = path / "manifest.json"
     listed = json.loads(manifest.read_text())
-    listed["files"]["../latest"] = listed["files"].pop("trainer.json")
+    listed["files"][name] = listed["files"].pop("trainer.json")
     manifest.write_bytes(to_json(listed))
-    assert [problem.seen for problem in verify(path)] == ["a path that leaves the folder: ../latest"]
+    assert [problem.seen for problem in verify(path)] == [seen]
+
+
+def test_weights_alone_need_no_optimizer_state(tmp_path: Path) -> None:
+    state, path = live(), saved(tmp_path)
+    shutil.rmtree(path / "optimizer")
+    assert [problem.mend for problem in verify(path)] == [
+        "Resume from an older checkpoint, or without the optimizer's state by --resume-weights-only"
+    ]
+    assert newest(tmp_path, below=WEIGHTS_ALONE) == (path, [])
+    tensors = state.blank().tensors
+    tensors["a.weight", "master"] = torch.zeros(4, 3)
+    back = Live(tensors)
+    assert load(path, back.pieces(), ALONE, weights_only=True) == STATE
+    for (name, part), tensor in back.tensors.items():
+        kept = torch.full_like(tensor, 1)
+        assert torch.equal(tensor, state.tensors[name, WEIGHT] if part in (WEIGHT, "master") else kept)
+    (path / "model/model.safetensors").unlink()
+    with pytest.raises(DiskError):
+        load(path, back.pieces(), ALONE, weights_only=True)
+
+
+@pytest.mark.parametrize("part", [WEIGHT, "exp_avg"])
+def test_a_placeholder_is_never_written(tmp_path: Path, part: str) -> None:
+    """What is left of a partitioned parameter on one rank: no elements."""
+    pieces = [
+        replace(piece, read=lambda: torch.empty(0)) if (piece.name, piece.part) == ("a.weight", part) else piece
+        for piece in live().pieces()
+    ]
+    with pytest.raises(ValueError, match=r"a.weight[a-z_.]* \(0,\) came where a.weight[a-z_.]* \(4, 3\) was announced"):
+        save(tmp_path, STATE, pieces, DESCRIPTION, model_files, ALONE)
+    assert files(tmp_path) == []
 
 
 # A death between any two phases

@@ -155,22 +155,37 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, cache: Path) -> None:
     assert newest(tmp_path / "runs" / "job" / "checkpoints") == (None, [])
 
 
-KILL = """
-import signal
+IN_THE_SECOND_SAVE = """
+import resource, signal
 import trainer.checkpoint.faults as m
 saves = []
 def at(phase):
     saves.extend([phase] if phase == "before" else [])
     if len(saves) == 2 and {when}:
-        os.kill(os.getpid(), signal.SIGKILL)
+        {what}
 m.at = at
 """
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+FULL = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))"
 
 
-@pytest.mark.parametrize("when", ["phase == 'flush'", "phase == 'shard' and rank == 1"])
-def test_a_kill_in_the_second_save(tmp_path: Path, cache: Path, whole: dict[str, torch.Tensor], when: str) -> None:
+@pytest.mark.parametrize(
+    ("when", "what", "code"),
+    [
+        ("phase == 'flush'", KILL, 128 + signal.SIGKILL),
+        ("phase == 'shard' and rank == 1", KILL, 128 + signal.SIGKILL),
+        ("phase == 'before' and rank == 1", FULL, 74),
+    ],
+    ids=["all are killed", "one is killed", "the disk is full"],
+)
+def test_an_end_in_the_second_save(
+    tmp_path: Path, cache: Path, whole: dict[str, torch.Tensor], when: str, what: str, code: int
+) -> None:
     job = job_in(tmp_path)
-    result = run(*command(tmp_path, job, KILL.format(when=when)), XDG_CACHE_HOME=str(cache))
-    assert result.code == 128 + signal.SIGKILL, result.output
+    fault = IN_THE_SECOND_SAVE.format(when=when, what=what)
+    result = run(*command(tmp_path, job, fault), XDG_CACHE_HOME=str(cache))
+    assert result.code == code, result.output
+    assert "Traceback" not in result.output
+    assert result.output.count("step-000004.partial: File too large, ") == (what == FULL)
     assert nothing_left(tmp_path)
     goes_on(tmp_path, job, cache, whole, step=2)
