@@ -6,10 +6,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from pathlib import Path
 
-STARTED = time.monotonic()
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.processes import World, environment_of, free_port, gpu_count, missing_hostfile, start, world_of
@@ -36,9 +34,18 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--config", required=True, metavar="JSON", help="a DeepSpeed config")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides a key of the config")
-    parser.add_argument(
-        "--resume", metavar="auto|PATH", help="go on from the run's newest good checkpoint, or from the one at PATH"
+    whence = parser.add_mutually_exclusive_group()
+    whence.add_argument(
+        "--resume",
+        metavar="auto|PATH",
+        help="go on from the newest good checkpoint of the newest run of this name, or from the one at PATH; without "
+        "it, the same command goes on with a run that was not finished",
     )
+    whence.add_argument("--fresh", action="store_true", help="start a run of its own, and leave an unfinished one")
+    parser.add_argument(
+        "--resume-anyway", action="store_true", help="also where data, tokenizer or model changed since the checkpoint"
+    )
+    parser.add_argument("--resume-weights-only", action="store_true", help="leave the checkpoint's optimizer state out")
     parser.add_argument("--dry-run", action="store_true", help="show the plan and the data; train nothing")
     parser.add_argument("--engines", action=ShowEngines, nargs=0, help="show which engine runs which layout, and leave")
     parser.add_argument("--processes", type=int, metavar="N", help="how many processes to start (default: one per GPU)")
@@ -82,7 +89,15 @@ def command(options: argparse.Namespace, signals) -> int:  # type: ignore[no-unt
     output = Output()
     from trainer.run import Request, run
 
-    return run(config, Request(options.resume, options.dry_run, options.overrides, STARTED), world, output, signals)
+    request = Request(
+        options.resume,
+        options.fresh,
+        options.resume_anyway,
+        options.resume_weights_only,
+        options.dry_run,
+        options.overrides,
+    )
+    return run(config, request, world, output, signals)
 
 
 def checked_config(options: argparse.Namespace, world_size: int, local_world_size: int):  # type: ignore[no-untyped-def]

@@ -58,6 +58,19 @@ def _raise(error: Exception) -> None:
     raise error
 
 
+def _save_poisoned(folder: Path, value: float) -> tuple[int, str]:
+    ranks = Ranks(torch.distributed.get_rank(), 2)
+    state = live(ranks, seed=1)
+    state.tensors["b.weight", "exp_avg"][3] = value  # rank 0's
+    state.tensors["b.weight", "exp_avg_sq"][0] = value  # rank 1's
+    try:
+        save(folder, STATE, state.pieces(), DESCRIPTION, model_files, ranks)
+    except MeshloomError as error:
+        ranks.barrier()
+        return error.exit_code, str(error)
+    return 0, ""
+
+
 def test_two_ranks_write_their_own_files_and_one_process_reads_them(tmp_path: Path, pools: dict[int, Pool]) -> None:
     assert pools[2].run(_save_and_load, timeout=30, folder=tmp_path) == [(True, True)] * 2
     path = tmp_path / "checkpoints/step-000100"
@@ -98,5 +111,22 @@ def test_an_error_of_one_rank_is_raised_on_both(tmp_path: Path, pools: dict[int,
     one, other = pools[2].run(_fail, timeout=30, folder=tmp_path, phase=phase)
     assert one == other
     assert one.startswith(f"DiskError: {tmp_path / 'step-000100.partial'}: No space left on device, ")
+    assert newest(tmp_path) == (older, [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000050"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_is_never_published(tmp_path: Path, pools: dict[int, Pool], value: float) -> None:
+    older = save(tmp_path, STATE.__class__(step=50), live().pieces(), DESCRIPTION, model_files, ALONE)
+    one, other = pools[2].run(_save_poisoned, timeout=30, folder=tmp_path, value=value)
+    assert (
+        one
+        == other
+        == (
+            76,
+            "b.weight.exp_avg: a value that is not finite; expected finite numbers in a checkpoint. "
+            "The one before is good: go on from it with a lower learning rate, or other data",
+        )
+    )
     assert newest(tmp_path) == (older, [])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000050"]

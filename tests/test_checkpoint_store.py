@@ -15,7 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint_pieces import ALONE, DESCRIPTION, STATE, Live, files, live, model_files, same
-from trainer.checkpoint import ensure_writable, export, load, newest, prune, read_description, save, verify
+from trainer.checkpoint import (
+    ensure_writable,
+    export,
+    leftovers,
+    load,
+    newest,
+    prune,
+    read_description,
+    save,
+    verify,
+)
 from trainer.checkpoint.disk import to_json
 from trainer.checkpoint.safetensors_stream import TensorWriter
 from trainer.errors import ConfigError, DiskError
@@ -163,14 +173,45 @@ def test_damage_of_any_file_falls_back_to_the_checkpoint_before(tmp_path: Path, 
         path.unlink()
         if damage != "missing":
             path.write_bytes({"empty": b"", "truncated": content[:-1], "longer": content + b"\n"}[damage])
-        found, skipped = newest(tmp_path)
-        assert found == older
-        assert len(skipped) == 1
-        assert skipped[0].startswith(f"step-000100 is damaged: {path}: ")
         with pytest.raises(DiskError):
             load(newer, live().pieces(), ALONE)
+        before = {name: (newer / name).read_bytes() for name in files(newer)}
+        found, told = newest(tmp_path)
+        assert found == older
+        assert len(told) == 1
+        assert told[0].startswith(f"step-000100 is damaged: {path}: ")
+        assert told[0].endswith("; it is now step-000100.damaged, and 50 steps are lost")
+        aside = tmp_path / "step-000100.damaged"
+        assert {name: (aside / name).read_bytes() for name in files(aside)} == before
+        assert newest(tmp_path) == (older, [])
+        aside.rename(newer)
         path.write_bytes(content)
     assert newest(tmp_path) == (newer, [])
+
+
+@pytest.mark.parametrize("latest", [None, "", "step-000777\n", "\xff"])
+def test_latest_is_for_people(tmp_path: Path, latest: str | None) -> None:
+    newer = saved(tmp_path)
+    (tmp_path / "latest").unlink()
+    if latest is not None:
+        (tmp_path / "latest").write_text(latest, encoding="latin-1")
+    assert newest(tmp_path) == (newer, [])
+    saved(tmp_path, 200)
+    assert (tmp_path / "latest").read_text() == "step-000200\n"
+
+
+def test_what_is_set_aside_is_never_removed(tmp_path: Path) -> None:
+    older = saved(tmp_path, 50)
+    for number in range(3):
+        os.truncate(saved(tmp_path, 100, live(seed=number)) / "trainer.json", 3)
+        assert newest(tmp_path)[0] == older
+    for step in (110, 120, 130):
+        saved(tmp_path, step)
+        prune(tmp_path, 1)
+    names = ["step-000100.damaged", "step-000100.damaged-2", "step-000100.damaged-3"]
+    assert [path.name for path in leftovers(tmp_path)] == names
+    contents = {(tmp_path / name / "model/model.safetensors").read_bytes() for name in names}
+    assert len(contents) == 3
 
 
 def test_the_text_of_damage(tmp_path: Path) -> None:
@@ -184,7 +225,9 @@ def test_the_text_of_damage(tmp_path: Path) -> None:
         f"{path}/trainer.json: No such file or directory; expected a file that can be read. "
         "Resume from an older checkpoint",
     ]
-    assert newest(tmp_path)[1][0].endswith("(and 1 more)")
+    fault = f"{weights}: 5 bytes; expected {count} bytes (and 1 more)"
+    told = f"step-000100 is damaged: {fault}; it is now step-000100.damaged, and 100 steps are lost"
+    assert newest(tmp_path) == (None, [told])
     assert newest(tmp_path / "nothing") == (None, [])
 
 
@@ -316,12 +359,14 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in folder.glob("step-*"))
 
 
-def test_prune_keeps_the_last_and_the_named(tmp_path: Path) -> None:
-    for step in (10, 20, 30, 40, 1_000_000):
-        saved(tmp_path, step)
-    assert prune(tmp_path, 2, keep=[10]) == [tmp_path / "step-000020", tmp_path / "step-000030"]
-    assert steps(tmp_path) == [10, 40, 1_000_000]
-    prune(tmp_path, 0)
+def test_prune_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+    for step, loss in {10: 3.0, 20: 2.0, 30: None, 40: 2.5, 1_000_000: 2.2}.items():
+        description = DESCRIPTION | {"evaluation_loss": loss}
+        save(tmp_path, replace(STATE, step=step), live().pieces(), description, model_files, ALONE)
+    assert prune(tmp_path, 2, keep_best=True) == [tmp_path / "step-000010", tmp_path / "step-000030"]
+    assert steps(tmp_path) == [20, 40, 1_000_000]
+    (tmp_path / "step-000020/trainer.json").write_text("{")
+    prune(tmp_path, 0, keep_best=True)
     assert steps(tmp_path) == [1_000_000]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -231,8 +233,11 @@ def test_resume_auto_takes_the_newest_good_one_and_says_what_it_skipped(tmp_path
     (shelf / "step-000002").rename(shelf / "step-000009")  # out of the way of the step that is trained again
     result = train("--config", job, "--resume", "auto")
     assert result.code == 0, result.output
-    assert "skipped: " in result.output
+    assert f"resume  step-000009 is damaged: {shelf}" in result.output
+    assert "; it is now step-000009.damaged, and 8 steps are lost" in result.output
+    assert "resume  steps 2 to 2 came after the last good checkpoint and are made again" in result.output
     assert f"resumed from {shelf / 'step-000001'}: step 1, 8 samples seen" in result.output
+    assert (shelf / "step-000009.damaged" / "manifest.json").is_file()
     assert [line["step"] for line in metrics(tmp_path / "runs" / "job") if "loss" in line] == [1, 2, 2]
 
 
@@ -267,14 +272,14 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
-    assert "a signal asked the run to stop, and all is saved; expected to go on. Run the same command with" in output
+    assert "a signal asked the run to stop, and all is saved; expected to go on. Run the same command again" in output
     assert output.count("preempted") == 1, output
     (saved,) = (folder / "checkpoints").glob("step-*")
     step = int(saved.name.removeprefix("step-"))
     assert 0 < step < 400
     assert not (folder / "final").exists()
     # the rest would take long: it is enough that it starts at the right place
-    process = start(sys.executable, TRAIN, "--config", job, "--processes", "2", "--resume", "auto")
+    process = start(sys.executable, TRAIN, "--config", job, "--processes", "2")
     while not any(line["step"] > step for line in metrics(folder)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -282,3 +287,89 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
     output, _ = process.communicate(timeout=60)
     assert f"resumed from {saved}: step {step}, {step * 8} samples seen" in output
     assert sample_ids(folder).keys() == set(range(max(sample_ids(folder)) + 1)), "a step is missing"
+
+
+def cut_off(tmp_path: Path, **trainer: Any) -> Path:
+    """A config whose run ended after 2 of 4 steps, with a checkpoint; returns its path."""
+    job = write_job(tmp_path, steps=4, checkpoint={"every": 2, "keep_last": 9}, **trainer)
+    done = train("--config", job)
+    assert done.code == 0, done.output
+    folder = tmp_path / "runs" / "job"
+    shutil.rmtree(folder / "final")
+    shutil.rmtree(folder / "checkpoints" / "step-000004")
+    return job
+
+
+def test_the_same_command_goes_on_and_another_one_does_not(tmp_path):
+    job = cut_off(tmp_path)
+    whole = losses(tmp_path / "runs" / "job")
+    other = train("--config", job, "trainer.steps=2")
+    assert other.code == 0, other.output
+    assert "job was not finished and was started otherwise; --resume auto goes on with it" in other.output
+    assert (tmp_path / "runs" / "job-2" / "final").is_dir()
+    shutil.rmtree(tmp_path / "runs" / "job-2")
+    again = train("--config", job)
+    assert again.code == 0, again.output
+    assert "resume  steps 3 to 4 came after the last good checkpoint and are made again" in again.output
+    assert "step 2, 16 samples seen" in again.output
+    assert losses(tmp_path / "runs" / "job") == [*whole, *whole[2:]]
+    # finished: the next one is a run of its own
+    assert train("--config", job, "trainer.steps=4").code == 0
+    assert (tmp_path / "runs" / "job-2" / "final").is_dir()
+
+
+def test_fresh_leaves_the_unfinished_run_alone(tmp_path):
+    job = cut_off(tmp_path)
+    assert train("--config", job, "--fresh").code == 0
+    assert (tmp_path / "runs" / "job-2" / "final").is_dir()
+    assert not (tmp_path / "runs" / "job" / "final").exists()
+
+
+def test_what_changed_since_the_checkpoint_is_refused_with_the_difference(tmp_path):
+    job = cut_off(tmp_path)
+    text = tmp_path / "text.jsonl"
+    text.write_text(text.read_text().replace("x + 7", "x * 7"))
+    changed = train("--config", job)
+    assert changed.code == 65, changed.output
+    assert "data or tokenizer: " in changed.output and 'fingerprint "' in changed.output
+    assert "or go on in spite of it with --resume-anyway" in changed.output
+    assert train("--config", job, "--resume-anyway").code == 0
+
+
+def test_another_model_is_refused_and_another_rate_is_told(tmp_path):
+    job = cut_off(tmp_path)
+    path = tmp_path / "runs" / "job" / "checkpoints" / "step-000002"
+    model = train("--config", job, "--resume", path, "trainer.model.config.rope_theta=500", "trainer.run.name=other")
+    assert model.code == 64, model.output
+    assert f"model: {path}: " in model.output and "rope_theta" in model.output
+    rate = train("--config", job, "--resume", path, "optimizer.params.lr=0.02", "trainer.run.name=other")
+    assert rate.code == 0, rate.output
+    assert "resume  changed since the checkpoint: optimizer.params.lr 0.01 -> 0.02" in rate.output
+
+
+def test_missing_optimizer_state_is_an_error_unless_only_weights_are_wanted(tmp_path):
+    from trainer.checkpoint.manifest import MANIFEST, write_manifest
+
+    job = cut_off(tmp_path)
+    path = tmp_path / "runs" / "job" / "checkpoints" / "step-000002"
+    shutil.rmtree(path / "optimizer")
+    (path / MANIFEST).unlink()
+    write_manifest(path, {})
+    missing = train("--config", job)
+    assert missing.code == 64, missing.output
+    assert "tensors missing in the checkpoint (optimizer: " in missing.output
+    assert "or with --resume-weights-only" in missing.output
+    done = train("--config", job, "--resume-weights-only")
+    assert done.code == 0, done.output
+    assert "step 2, 16 samples seen" in done.output
+
+
+def test_a_running_run_is_left_alone(tmp_path):
+    job = cut_off(tmp_path)
+    from trainer.resume import hold
+
+    held = hold(tmp_path / "runs" / "job")
+    assert held is not None
+    assert train("--config", job).code == 0
+    os.close(held)
+    assert (tmp_path / "runs" / "job-2" / "final").is_dir()

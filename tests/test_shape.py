@@ -29,6 +29,7 @@ LEVELS = {
     "checkpoint": 5,
     "evaluate": 6,
     "trackers": 6,
+    "resume": 6,
     "loop": 7,
     "meter": 7,
     "numerics": 7,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import __version__
+from trainer.checkpoint.disk import disk_errors, replace_file
 from trainer.config import origin_table
 from trainer.data.preview import preview
 from trainer.engines import ENGINES
@@ -62,7 +63,8 @@ def run_description(prepared: Prepared) -> dict[str, Any]:
         "engine": prepared.engine_name,
         "layout": asdict(prepared.layout),
         "config": resolved(prepared),
-        "data_fingerprint": prepared.data.fingerprint,
+        "data": {"fingerprint": prepared.data.fingerprint, **asdict(prepared.data.summary)},
+        "model": prepared.spec.config,
         "versions": versions(),
     }
 
@@ -78,16 +80,17 @@ def versions() -> dict[str, str]:
 
 
 def write(folder: Path, prepared: Prepared, overrides: Sequence[str]) -> None:
-    """`config.json` and `environment.json` of a run folder."""
-    _write_json(folder / "config.json", resolved(prepared))
+    """`environment.json` and `config.json` of a run folder."""
     environment = {
         "versions": versions(),
         "platform": platform.platform(),
         "command": sys.argv,
         "config": str(prepared.config.path),
         "overrides": list(overrides),
+        "request": prepared.config.raw,
     }
     _write_json(folder / "environment.json", environment)
+    _write_json(folder / "config.json", resolved(prepared))
 
 
 def framed_sample(text: str) -> str:
@@ -95,7 +98,8 @@ def framed_sample(text: str) -> str:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    with disk_errors(path):
+        replace_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 # layout -> what a Layout needs beside the sizes of one that is plain

@@ -38,6 +38,12 @@ class MeshloomError(Exception):
         return "\n".join([f"{head}:", *(f"  {problem}" for problem in self.problems)])
 
 
+def shared(error: MeshloomError) -> MeshloomError:
+    """`error` as one that every rank raises."""
+    error.shared = True
+    return error
+
+
 class ConfigError(MeshloomError):
     """The config, the command line, the layout or the model does not fit."""
 

@@ -6,7 +6,7 @@ import math
 
 from trainer.data.feed import StepBatches
 from trainer.engines.engine import Metrics
-from trainer.errors import NumericsError, Problem
+from trainer.errors import MeshloomError, NumericsError, Problem, shared
 from trainer.ranks import Ranks
 
 IN_A_ROW = 3
@@ -53,9 +53,7 @@ class Skipped:
         self._recent = []
         return found
 
-    def _too_many(self, step: int, names: str) -> NumericsError:
+    def _too_many(self, step: int, names: str) -> MeshloomError:
         place, seen = f"steps {step - IN_A_ROW + 1} to {step}", f"no finite gradient {IN_A_ROW} times in a row"
         mend = f"Lower the learning rate, or look at the last samples ({names}); the last checkpoint is good"
-        error = NumericsError(Problem(place, seen, "a finite gradient", mend))
-        error.shared = True
-        return error
+        return shared(NumericsError(Problem(place, seen, "a finite gradient", mend)))

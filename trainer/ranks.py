@@ -64,3 +64,7 @@ class Ranks:
                     raise outcome
                 raise RuntimeError(f"rank {peer} failed: {outcome!r}")
         return [outcome for _, outcome in outcomes]
+
+
+ALONE = Ranks()
+"""One process by itself, with or without a process group."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from trainer import checkpoint, describe
+from trainer import checkpoint, describe, resume
 from trainer.config import Config, Facts, resolve
 from trainer.data.feed import Feed, StepBatches
 from trainer.data.prepare import Data, open_data
@@ -34,6 +34,7 @@ from trainer.models.spec import ModelSpec, flops_per_token
 from trainer.numerics import Skipped
 from trainer.optimizers import Update, schedule_of
 from trainer.ranks import Ranks
+from trainer.resume import Request, Start
 from trainer.signals import StopSignals, preempted
 from trainer.state import RunState
 from trainer.tasks.causal_lm import CausalLM
@@ -61,17 +62,6 @@ class Output(Protocol):
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the command line asks for beside the config."""
-
-    resume: str | None = None
-    dry_run: bool = False
-    overrides: Sequence[str] = ()
-    started: float = 0.0
-    """time.monotonic() at the start of the command."""
-
-
-@dataclass(frozen=True)
 class Prepared:
     """All that is known before the first byte of the model is allocated."""
 
@@ -93,19 +83,15 @@ def run(config: Config, request: Request, world: World, output: Output, signals:
     try:
         machine = _join(config, world)
         _quiet_libraries()
-        folder = machine.ranks.on_first(lambda: _run_folder(config, request))
-        if not request.dry_run:
-            machine.ranks.on_first(lambda: checkpoint.ensure_writable(folder))
-            log = folder / "logs" / f"rank-{world.rank}.log"
+        start = None if request.dry_run else resume.choose(config, request, machine.ranks)
+        if start is not None:
+            log = start.folder / "logs" / f"rank-{world.rank}.log"
             output.log_to(log)
-        source, skipped = machine.ranks.on_first(lambda: _resume_from(request, folder / "checkpoints"))
         prepared = prepare(config, machine)
         for line in describe.plan_lines(prepared, request.dry_run):
             _say(console, line)
-        if not request.dry_run:
-            for reason in skipped:
-                _say(console, f"skipped: {reason}")
-            _train(prepared, request, machine, folder, source, console, signals)
+        if start is not None:
+            _train(prepared, request, machine, start, console, signals)
         if machine.ranks.world_size > 1:
             dist.barrier()
         return 0
@@ -146,16 +132,15 @@ def prepare(config: Config, machine: Machine) -> Prepared:
 
 
 def _train(
-    prepared: Prepared,
-    request: Request,
-    machine: Machine,
-    folder: Path,
-    source: Path | None,
-    console: Console,
-    signals: StopSignals,
+    prepared: Prepared, request: Request, machine: Machine, start: Start, console: Console, signals: StopSignals
 ) -> None:
     config, spec, ranks = prepared.config, prepared.spec, machine.ranks
-    section, position = config.trainer, RunState()
+    section, position, folder, source = config.trainer, RunState(), start.folder, start.source
+    changed = []
+    if source is not None and not request.resume_anyway:
+        changed = ranks.on_first(lambda: resume.refuse_changed(source, describe.run_description(prepared)))
+    for line in [*start.lines, *changed]:
+        _say(console, f"resume  {line}")
     # weights, float32 masters and two moments
     ranks.on_first(lambda: checkpoint.ensure_writable(folder / "checkpoints", 16 * spec.parameters))
     ranks.on_first(lambda: describe.write(folder, prepared, request.overrides))
@@ -163,8 +148,9 @@ def _train(
     for note in engine.notes:
         _say(console, f"note: {note}")
     if source is not None:
-        engine.restore(ranks.on_first(lambda: checkpoint.read_description(source)["position"]["engine"]))
-        position = checkpoint.load(source, engine.pieces(), ranks)
+        if not request.weights_only:
+            engine.restore(ranks.on_first(lambda: checkpoint.read_description(source)["position"]["engine"]))
+        position = checkpoint.load(source, engine.pieces(), ranks, request.weights_only)
         _say(console, f"resumed from {source}: step {position.step}, {position.samples:,} samples seen")
     with ExitStack() as stack:
         trackers = open_trackers(section.log.trackers, folder, console) if ranks.first else []
@@ -227,6 +213,7 @@ def _hooks(
     samples = SampleLog(folder / "logs", ranks.rank) if section.log.sample_ids else None
 
     skipped = Skipped(ranks, watching=layout.precision != "float16")
+    held_out: dict[int, float] = {}
 
     def log(state: RunState, metrics: Metrics, update: Update) -> None:
         for line in skipped.lines():
@@ -241,6 +228,8 @@ def _hooks(
             return
         limit, collate = section.evaluation.samples, prepared.task.collate
         found = held_out_loss(engine, source, collate, layout, limit, data_rank, machine.device)
+        if math.isfinite(found[0]):
+            held_out[state.step] = found[0]
         for tracker in trackers:
             tracker.evaluation(Evaluation(state.step, *found))
 
@@ -249,11 +238,11 @@ def _hooks(
             shelf,
             replace(state, engine=engine.scalars()),
             engine.pieces(),
-            describe.run_description(prepared),
+            {**describe.run_description(prepared), "evaluation_loss": held_out.get(state.step)},
             lambda target: _write_model_files(prepared, target),
             ranks,
         )
-        ranks.on_first(lambda: checkpoint.prune(shelf, section.checkpoint.keep_last))
+        ranks.on_first(lambda: checkpoint.prune(shelf, section.checkpoint.keep_last, section.checkpoint.keep_best))
 
     def seen(batches: StepBatches, metrics: Metrics) -> None:
         skipped.seen(batches, metrics)
@@ -369,35 +358,6 @@ def _check_length(sequence: int, architecture: Any) -> None:
         raise ConfigError(
             Problem("trainer.data.sequence_length", str(sequence), f"at most the model's {longest} positions")
         )
-
-
-def _run_folder(config: Config, request: Request) -> Path:
-    """`runs/NAME`; a run that is not resumed takes the first free of NAME, NAME-2, NAME-3, ..."""
-    section = config.trainer.run
-    base = Path(section.folder) / (section.name or config.path.stem)
-    number, newest, free = 1, base, base
-    # a run that failed its checks has written no config, and gives its name back
-    while (free / "config.json").exists():
-        number, newest = number + 1, free
-        free = base.with_name(f"{base.name}-{number}")
-    return free if request.resume is None else newest
-
-
-def _resume_from(request: Request, shelf: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, and why newer ones were left alone."""
-    if request.resume is None:
-        return None, []
-    if request.resume != "auto":
-        if not Path(request.resume).is_dir():
-            raise ConfigError(
-                Problem(
-                    f"--resume: {request.resume}",
-                    "no such folder",
-                    "auto, or a folder such as runs/NAME/checkpoints/step-000100",
-                )
-            )
-        return Path(request.resume), []
-    return checkpoint.newest(shelf)
 
 
 def _mapping(choice: Any) -> dict[str, Any] | None:

@@ -67,6 +67,6 @@ def preempted(saved_step: int) -> Preempted:
     """What a run that was asked to stop ends with; 0: before its first step."""
     seen = "a signal asked the run to stop, and all is saved" if saved_step else "a signal asked the run to stop"
     place = f"step {saved_step}" if saved_step else "before the first step"
-    error = Preempted(Problem(place, seen, "to go on", "Run the same command with --resume auto"))
+    error = Preempted(Problem(place, seen, "to go on", "Run the same command again"))
     error.shared = True  # rank 0 tells it
     return error

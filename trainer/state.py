@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 WEIGHT = "weight"
 """The `part` of a piece that holds model weights; every other part is optimizer state of the same name."""
+MASTER = "master"
+"""The `part` of the exact float32 weight beside a 16-bit one."""
 
 
 @dataclass(frozen=True)

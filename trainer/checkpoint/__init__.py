@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from trainer.checkpoint.disk import ensure_writable
-from trainer.checkpoint.load import load, read_description
-from trainer.checkpoint.manifest import verify
+from trainer.checkpoint.load import load
+from trainer.checkpoint.manifest import ALL, PICKLES, WEIGHTS_ALONE, read_description, verify
 from trainer.checkpoint.save import export, save
-from trainer.checkpoint.shelf import newest, prune, published, step_name
+from trainer.checkpoint.shelf import DAMAGED, leftovers, newest, prune, published, step_name, step_of
 
 __all__ = [
+    "ALL",
+    "DAMAGED",
+    "PICKLES",
+    "WEIGHTS_ALONE",
     "ensure_writable",
     "export",
+    "leftovers",
     "load",
     "newest",
     "prune",
@@ -18,5 +23,6 @@ __all__ = [
     "read_description",
     "save",
     "step_name",
+    "step_of",
     "verify",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,13 +9,12 @@ from typing import Any
 
 from safetensors import safe_open
 
-from trainer.checkpoint.manifest import read_manifest, verify
+from trainer.checkpoint.manifest import ALL, WEIGHTS_ALONE, check_sizes, read_description, read_manifest
 from trainer.checkpoint.plan import MODEL, OPTIMIZER, optimizer_name
 from trainer.checkpoint.safetensors_stream import read_types
-from trainer.checkpoint.save import DESCRIPTION
 from trainer.errors import ConfigError, DiskError, Problem
 from trainer.ranks import Ranks
-from trainer.state import WEIGHT, Piece, RunState
+from trainer.state import MASTER, WEIGHT, Piece, RunState
 
 Stored = dict[tuple[str, str], tuple[str, tuple[int, ...]]]
 """File and shape of each tensor of a checkpoint, by (model or optimizer, name)."""
@@ -25,33 +23,29 @@ _NAMED = 5
 """How many names one message lists."""
 
 
-def read_description(path: Path) -> dict[str, Any]:
-    """What `save` was told of the run, and its `position`. Raises DiskError."""
-    try:
-        return json.loads((path / DESCRIPTION).read_bytes())
-    except (OSError, ValueError) as error:
-        raise DiskError(Problem(str(path / DESCRIPTION), str(error), "the description that was saved")) from error
+def load(path: Path, pieces: Sequence[Piece], ranks: Ranks, weights_only: bool = False) -> RunState:
+    """Write the checkpoint at `path`, which was verified, into `pieces`, and return its position. Collective.
 
-
-def load(path: Path, pieces: Sequence[Piece], ranks: Ranks) -> RunState:
-    """Write the checkpoint at `path` into `pieces`, one tensor at a time, and return its position. Collective.
-
-    Raises DiskError if the checkpoint does not verify, and ConfigError if names or shapes are not those of `pieces`:
-    on every rank, before anything is written.
+    One tensor at a time. A float32 run takes the exact masters of a 16-bit one for its weights, and the other way
+    round. `weights_only` reads the model's files alone, and leaves the optimizer's state as it is. Raises DiskError if
+    a file is missing or cut, and ConfigError if names or shapes are not those of `pieces`: on every rank, before it
+    writes.
     """
+    below = WEIGHTS_ALONE if weights_only else ALL
+    wanted = [piece for piece in pieces if piece.part in (WEIGHT, MASTER) or not weights_only]
 
     def check() -> Stored:
-        if problems := verify(path):
+        if problems := check_sizes(path, below):
             raise DiskError(*problems)
-        stored = _stored(path)
-        if misfits := _misfits(path, pieces, stored):
+        stored = _stored(path, below)
+        if misfits := _misfits(path, wanted, stored):
             raise ConfigError(*misfits)
         return stored
 
     stored = ranks.on_first(check)
     with ExitStack() as files:
         opened: dict[str, Any] = {}
-        for piece in pieces:
+        for piece in wanted:
             home = _home(piece, stored)
             name, _ = stored[home]
             if name not in opened:
@@ -60,8 +54,8 @@ def load(path: Path, pieces: Sequence[Piece], ranks: Ranks) -> RunState:
     return RunState(**read_description(path)["position"])
 
 
-def _stored(path: Path) -> Stored:
-    files = [name for name in read_manifest(path) if name.endswith(".safetensors")]
+def _stored(path: Path, below: tuple[str, ...]) -> Stored:
+    files = [name for name in read_manifest(path) if name.endswith(".safetensors") and name.startswith(below)]
     return {
         (file.partition("/")[0], name): (file, kind.shape)
         for file in files
@@ -69,15 +63,26 @@ def _stored(path: Path) -> Stored:
     }
 
 
-def _home(piece: Piece, stored: Stored) -> tuple[str, str]:
-    """Where a piece is read from: for a weight that was narrowed in the model's files, from its exact copy."""
+def _homes(piece: Piece) -> list[tuple[str, str]]:
+    """Where a piece may be read from, the best first."""
     exact = (OPTIMIZER, optimizer_name(piece))
-    return exact if piece.part != WEIGHT or exact in stored else (MODEL, piece.name)
+    if piece.part not in (WEIGHT, MASTER):
+        return [exact]
+    masters = [(OPTIMIZER, f"{piece.name}.{part}") for part in (WEIGHT, MASTER)]
+    # a 16-bit weight is the one in the model's files, not one that is rounded anew
+    found = masters if piece.part == MASTER or piece.dtype.itemsize == 4 else [exact]
+    return list(dict.fromkeys([exact, *found, (MODEL, piece.name)]))
+
+
+def _home(piece: Piece, stored: Stored) -> tuple[str, str]:
+    homes = _homes(piece)
+    return next((home for home in homes if home in stored), homes[-1])
 
 
 def _misfits(path: Path, pieces: Sequence[Piece], stored: Stored) -> list[Problem]:
     homes = {_home(piece, stored): piece for piece in pieces}
-    known = homes.keys() | {(MODEL, piece.name) for piece in pieces if piece.part == WEIGHT}
+    known = {home for piece in pieces for home in _homes(piece)}
+    known |= {(OPTIMIZER, f"{piece.name}.{MASTER}") for piece in pieces}
     kinds = {
         "missing in the checkpoint": [f"{home}: {name}" for home, name in homes if (home, name) not in stored],
         "not part of this run": [f"{home}: {name}" for home, name in stored if (home, name) not in known],
@@ -88,6 +93,8 @@ def _misfits(path: Path, pieces: Sequence[Piece], stored: Stored) -> list[Proble
         ],
     }
     mend = "Resume with the model and the optimizer that it was saved with"
+    if any(name.startswith(OPTIMIZER) for name in kinds["missing in the checkpoint"]):
+        mend += ", or with --resume-weights-only"
     return [
         Problem(str(path), f"{len(names)} tensors {kind} ({_listed(names)})", "the tensors of this run", mend)
         for kind, names in kinds.items()

@@ -1,4 +1,4 @@
-"""The list of a checkpoint's files with their sizes and SHA-256, and the check against it."""
+"""What a checkpoint says of itself: its files with sizes and SHA-256, checked against them, and the run it is of."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from trainer.checkpoint.disk import flush, to_json, write_file
 from trainer.checkpoint.safetensors_stream import FileRecord
-from trainer.errors import Problem
+from trainer.errors import DiskError, Problem
+from trainer.ranks import ALONE, Ranks
 
-MANIFEST = "manifest.json"
+MANIFEST, DESCRIPTION = "manifest.json", "trainer.json"
 FORMAT = 1
+PICKLES = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
+"""What such files hold can run code when it is opened, so none is."""
+ALL, WEIGHTS_ALONE = ("",), ("model/", DESCRIPTION)
+"""How the paths begin of all files, and of those that are read when optimizer state is not."""
 _MEND = "Resume from an older checkpoint"
+_MEND_OPTIMIZER = f"{_MEND}, or without the optimizer's state by --resume-weights-only"
 
 
 def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
@@ -52,34 +59,56 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         raise ValueError("damaged (it is not in the form in which it was written)")
     if astray := [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
         raise ValueError(f"a path that leaves the folder: {astray[0]}")
+    if pickles := [name for name in files if PurePosixPath(name).suffix in PICKLES]:
+        raise ValueError(f"a pickle, which is never opened: {pickles[0]}")
     return files
 
 
-def verify(path: Path) -> list[Problem]:
-    """What is wrong with the files of a checkpoint; empty if each is, byte for byte, what was saved."""
-    return check(path, _wrong_size) or check(path, _wrong_content)
-
-
-def check_sizes(path: Path) -> list[Problem]:
-    """The fast half of `verify`: reads no tensor."""
-    return check(path, _wrong_size)
-
-
-def check(path: Path, wrong: Callable[[Path, FileRecord], tuple[str, str] | None]) -> list[Problem]:
-    """A Problem for each file of the manifest for which `wrong` answers (seen, expected)."""
+def read_description(path: Path) -> dict[str, Any]:
+    """What `save` was told of the run, and its `position`. Raises DiskError."""
     try:
-        records = read_manifest(path)
+        return json.loads((path / DESCRIPTION).read_bytes())
+    except (OSError, ValueError) as error:
+        raise DiskError(Problem(str(path / DESCRIPTION), str(error), "the description that was saved")) from error
+
+
+def verify(path: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> list[Problem]:
+    """What is wrong with the files of a checkpoint; empty if each is, byte for byte, what was saved.
+
+    Looks at those alone whose path begins with one of `below`. Collective: each rank hashes its share.
+    """
+    found = ranks.gather(_check(path, _wrong_content, ranks, below))
+    return sorted({problem for problems in found for problem in problems}, key=lambda problem: problem.place)
+
+
+def check_sizes(path: Path, below: tuple[str, ...] = ALL) -> list[Problem]:
+    """The fast part of `verify`: reads no tensor. Not collective."""
+    return _check(path, _wrong_size, ALONE, below)
+
+
+def _check(
+    path: Path,
+    wrong: Callable[[Path, FileRecord], tuple[str, str] | None],
+    ranks: Ranks,
+    below: tuple[str, ...],
+) -> list[Problem]:
+    """A Problem for each file of this rank's share of the manifest for which `wrong` answers (seen, expected)."""
+    try:
+        records = {name: record for name, record in read_manifest(path).items() if name.startswith(below)}
     except (OSError, ValueError) as error:
         seen = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return [Problem(str(path / MANIFEST), seen, "the manifest that was saved", _MEND)]
     found = []
-    for name, record in records.items():
+    by_size = sorted(records, key=lambda name: (-records[name].size, name))
+    for name in by_size[ranks.rank :: ranks.world_size]:
+        record = records[name]
         try:
             fault = wrong(path / name, record)
         except OSError as error:
             fault = error.strerror or str(error), "a file that can be read"
         if fault:
-            found.append(Problem(str(path / name), *fault, _MEND))
+            mend = _MEND_OPTIMIZER if name.startswith("optimizer/") else _MEND
+            found.append(Problem(str(path / name), *fault, mend))
     return found
 
 
@@ -95,5 +124,7 @@ def _wrong_size(path: Path, record: FileRecord) -> tuple[str, str] | None:
 
 
 def _wrong_content(path: Path, record: FileRecord) -> tuple[str, str] | None:
+    if fault := _wrong_size(path, record):
+        return fault
     digest = hash_file(path).sha256
     return None if digest == record.sha256 else (f"SHA-256 {digest[:12]}...", f"{record.sha256[:12]}...")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from trainer.checkpoint.safetensors_stream import TensorType
 from trainer.state import WEIGHT, Piece
+
+if TYPE_CHECKING:
+    import torch
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The folders, and the first word of the safetensors files in them."""

@@ -14,23 +14,32 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
+from trainer.errors import ConfigError, NumericsError, Problem
 
-from trainer.errors import ConfigError, Problem
+if TYPE_CHECKING:
+    import torch
 
 _NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
 }
+"""The format's name of each dtype. By name, so that checkpoints can be listed and verified without torch."""
+
+_NOT_FINITE = (
+    "a value that is not finite",
+    "finite numbers in a checkpoint",
+    "The one before is good: go on from it with a lower learning rate, or other data",
+)
 
 
 @dataclass(frozen=True)
@@ -71,11 +80,19 @@ class TensorWriter:
         self._write(header)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor, from any device; it is converted to the dtype that was announced."""
+        """Write the next tensor, from any device; it is converted to the dtype that was announced.
+
+        Raises NumericsError for a value that is not finite.
+        """
+        import torch
+
         expected, kind = self._waiting.pop()
         if (name, tuple(tensor.shape)) != (expected, kind.shape):
             raise ValueError(f"{name} {tuple(tensor.shape)} came where {expected} {kind.shape} was announced")
         flat = tensor.detach().to("cpu", kind.dtype).contiguous().reshape(-1)
+        # an infinity or NaN anywhere shows in the extremes: one pass, and no mask as large as the tensor
+        if kind.dtype.is_floating_point and len(flat) and not all(end.isfinite() for end in flat.aminmax()):
+            raise NumericsError(Problem(name, *_NOT_FINITE))
         self._write(flat.view(torch.uint8).numpy().data)
 
     def finish(self) -> FileRecord:
@@ -98,16 +115,22 @@ class TensorWriter:
             rest = rest[self._file.write(rest) :]
 
 
-def read_types(path: Path) -> dict[str, TensorType]:
-    """The tensors that a safetensors file announces. Raises OSError, ValueError or KeyError for a broken one."""
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """`dtype`, `shape` and `data_offsets` of each tensor. Raises OSError or ValueError for a broken file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    dtypes = {name: dtype for dtype, name in _NAMES.items()}
+        header: dict[str, dict[str, Any]] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return header
+
+
+def read_types(path: Path) -> dict[str, TensorType]:
+    """The tensors that a safetensors file announces. Raises OSError, ValueError or KeyError for a broken one."""
+    import torch
+
+    dtypes = {name: getattr(torch, dtype.removeprefix("torch.")) for dtype, name in _NAMES.items()}
     return {
-        name: TensorType(tuple(entry["shape"]), dtypes[entry["dtype"]])
-        for name, entry in header.items()
-        if name != "__metadata__"
+        name: TensorType(tuple(entry["shape"]), dtypes[entry["dtype"]]) for name, entry in read_header(path).items()
     }
 
 
@@ -115,9 +138,9 @@ def _header(types: Mapping[str, TensorType]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
     end = 0
     for name, kind in types.items():
-        if kind.dtype not in _NAMES:
-            raise ConfigError(Problem(name, f"a tensor of {kind.dtype}", f"one of {', '.join(map(str, _NAMES))}"))
+        if str(kind.dtype) not in _NAMES:
+            raise ConfigError(Problem(name, f"a tensor of {kind.dtype}", f"one of {', '.join(_NAMES)}"))
         start, end = end, end + kind.size
-        entries[name] = {"dtype": _NAMES[kind.dtype], "shape": list(kind.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": _NAMES[str(kind.dtype)], "shape": list(kind.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import faults
 from trainer.checkpoint.disk import disk_errors, ensure_writable, rename_folder, to_json
-from trainer.checkpoint.manifest import write_manifest
+from trainer.checkpoint.manifest import DESCRIPTION, write_manifest
 from trainer.checkpoint.plan import MODEL, Plan, Slot, indexes, plan
 from trainer.checkpoint.safetensors_stream import FileRecord, TensorWriter
 from trainer.checkpoint.shelf import DELETING, PARTIAL, point_at, set_aside, step_name, sweep
@@ -21,7 +19,9 @@ from trainer.errors import DiskError, Problem
 from trainer.ranks import Ranks
 from trainer.state import WEIGHT, Piece, RunState
 
-DESCRIPTION = "trainer.json"
+if TYPE_CHECKING:
+    import torch
+
 WriteModelFiles = Callable[[Path], object]
 """Writes the config, tokenizer and generation config into a folder; called on rank 0."""
 

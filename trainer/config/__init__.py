@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainer.config.compiled import Choice, Config, load
 from trainer.config.mesh import MeshSizes, mesh_sizes
+from trainer.config.read import leaves
 from trainer.config.resolve import Facts, origin_table, resolve
 from trainer.config.sections import (
     CheckpointSection,
@@ -31,6 +32,7 @@ __all__ = [
     "ModelSection",
     "RunSection",
     "TrainerSection",
+    "leaves",
     "load",
     "mesh_sizes",
     "origin_table",

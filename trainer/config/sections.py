@@ -87,6 +87,8 @@ class CheckpointSection(Section):
     every: Count | None = None
     """Steps between checkpoints; None: only at the end."""
     keep_last: Count = 2
+    keep_best: bool = False
+    """Keep the one of the lowest held-out loss too."""
 
 
 class EvaluationSection(Section):
@@ -172,6 +174,10 @@ def _conflicts(section: TrainerSection) -> list[Problem]:
         found.append(Problem("trainer.data", seen, "both or neither"))
     if section.mesh.replicate == -1 and section.mesh.shard == -1:
         found.append(Problem("trainer.mesh", "saw -1 for both axes", "-1 for at most one of them"))
+    saves, evaluates = section.checkpoint.every, section.evaluation.every
+    if section.checkpoint.keep_best and saves and (evaluates is None or saves % evaluates):
+        seen = f"saw true, with trainer.checkpoint.every {saves} and trainer.evaluation.every {show(evaluates)}"
+        found.append(Problem("trainer.checkpoint.keep_best", seen, "an evaluation at each checkpoint"))
     if data.path is None and data.prompt_column is not None and data.completion_column is not None:
         seen = f"saw {show(data.prompt_column)} without trainer.data.path"
         found.append(Problem("trainer.data.prompt_column", seen, "data of yours that has such a column"))

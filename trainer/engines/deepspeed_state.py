@@ -18,10 +18,8 @@ from torch import nn
 
 from trainer.engines.engine import Observer, owners
 from trainer.ranks import Ranks
-from trainer.state import WEIGHT, Piece
+from trainer.state import MASTER, WEIGHT, Piece
 from trainer.tasks.task import bare_name
-
-MASTER = "master"
 
 
 class MasterState:

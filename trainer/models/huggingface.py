@@ -33,6 +33,9 @@ EMBEDDED: dict[str, Any] = {
 }
 """What is trained when no model is named: 5.4 million parameters, for the embedded tokenizer."""
 
+NOT_ARCHITECTURE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+"""What may differ in a model's config and leave the model the same."""
+
 
 def read_config(options: Any) -> PreTrainedConfig:
     """The architecture that `trainer.model` asks for, checked, nothing built. Raises ConfigError."""
@@ -122,6 +125,7 @@ def describe(
         plain_head=_has_plain_head(model),
         weights=weights,
         shrunk=shrunk,
+        config=_architecture(model),
         save_config=lambda folder: _save_config(model, folder),
     )
 
@@ -246,6 +250,11 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(Problem(f"trainer.model.config: {path}", type(values).__name__, "a JSON object"))
     return values
+
+
+def _architecture(model: Any) -> dict[str, Any]:
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    return {key: value for key, value in config.items() if key not in NOT_ARCHITECTURE}
 
 
 def _save_config(model: PreTrainedModel, folder: Path) -> None:

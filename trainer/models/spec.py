@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,6 +58,8 @@ class ModelSpec:
     weights: Weights = field(default_factory=NoWeights)
     shrunk: Callable[[], ModelSpec] | None = None
     """Makes a tiny copy of the same architecture, to try things on."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The architecture in numbers and words, to be compared."""
     save_config: Callable[[Any], None] = lambda folder: None
     """Writes config.json and generation_config.json into a folder."""
 

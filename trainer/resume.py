@@ -1,0 +1,192 @@
+"""Which folder a run writes to, which checkpoint it goes on from, and whether it may."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from trainer import checkpoint
+from trainer.config import Config, leaves
+from trainer.errors import ConfigError, DataError, DiskError, Problem
+from trainer.ranks import Ranks
+
+FINAL, LOCK, ENVIRONMENT = "final", ".lock", "environment.json"
+_NAMED = 5
+"""How many differences one message lists."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for beside the config."""
+
+    resume: str | None = None
+    """A checkpoint's path, or "auto" for the newest of the newest run of that name, whatever that was started with."""
+    fresh: bool = False
+    """Start a run of its own, also where the last one was not finished."""
+    resume_anyway: bool = False
+    """Also where data, tokenizer or model changed."""
+    weights_only: bool = False
+    """Go on with a new optimizer."""
+    dry_run: bool = False
+    overrides: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run writes, and what it goes on from."""
+
+    folder: Path
+    source: Path | None = None
+    """The checkpoint, whole and verified; None: from the beginning."""
+    lines: list[str] = field(default_factory=list)
+    """What to tell a person of it."""
+
+
+def choose(config: Config, request: Request, ranks: Ranks) -> Start:
+    """The folder `runs/NAME`, or the first free of NAME-2, NAME-3, ..., and the checkpoint. Collective.
+
+    The same command again goes on with a run that was not finished. The folder is held until this process ends.
+    Raises ConfigError for a path that is no checkpoint, and DiskError where the folder can't be written, or checkpoints
+    were saved and none is good.
+    """
+    folder, goes_on, lines = ranks.on_first(lambda: _folder(config, request))
+    below = checkpoint.WEIGHTS_ALONE if request.weights_only else checkpoint.ALL
+    if request.resume not in (None, "auto"):
+        given = ranks.on_first(lambda: _checkpoint(Path(str(request.resume))))
+        problems = checkpoint.verify(given, ranks, below)
+        ranks.on_first(lambda: _refuse(problems))
+        return Start(folder, given, lines)
+    if not goes_on:
+        return Start(folder, None, lines)
+    shelf = folder / "checkpoints"
+    source, damaged = checkpoint.newest(shelf, ranks, below)
+    left = ranks.on_first(lambda: [path.name for path in checkpoint.leftovers(shelf)])
+    lines = [*damaged, *([f"left over in {shelf}: {', '.join(left)}"] if left else [])]
+    if source is None and any(checkpoint.DAMAGED in name for name in left):
+        mend = "Mend one and give its path to --resume, or start a run of its own with --fresh"
+        problem = Problem(str(shelf), "; ".join(lines), "a checkpoint that is good", mend)
+        ranks.on_first(lambda: _refuse([problem]))
+    reached = ranks.on_first(lambda: _last_logged(folder / "metrics.jsonl"))
+    step = checkpoint.step_of(source) if source else 0
+    if reached > step:
+        lines.append(f"steps {step + 1} to {reached} came after the last good checkpoint and are made again")
+    return Start(folder, source, lines)
+
+
+def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
+    """What else changed since the checkpoint, a line each.
+
+    Raises DataError if data or tokenizer did, ConfigError if the model did: the run would not be the same one.
+    """
+    saved = checkpoint.read_description(source)
+    mend = "Undo the change, start a run of its own with --fresh, or go on in spite of it with --resume-anyway"
+    data = _differences(saved.get("data", {}), description["data"])
+    if data:
+        raise DataError(
+            Problem(f"data or tokenizer: {source}", _listed(data), "what the checkpoint was made with", mend)
+        )
+    model = _differences(saved.get("model", {}), description["model"])
+    if model:
+        raise ConfigError(Problem(f"model: {source}", _listed(model), "the model of the checkpoint", mend))
+    return [f"changed since the checkpoint: {line}" for line in _differences(_steering(saved), _steering(description))]
+
+
+def _folder(config: Config, request: Request) -> tuple[Path, bool, list[str]]:
+    """The run's folder, held; whether the run in it goes on; and what to tell of that."""
+    section = config.trainer.run
+    base = Path(section.folder) / (section.name or config.path.stem)
+    lines = []
+    # a run that failed its checks has written no config, and gives its name back
+    runs, free = [], base
+    while (free / "config.json").exists():
+        runs.append(free)
+        free = base.with_name(f"{base.name}-{len(runs) + 1}")
+    # one in which another process is at work is not this command's
+    held = next(((run, lock) for run in reversed(runs) if (lock := hold(run)) is not None), None)
+    if held is not None:
+        last, lock = held
+        same = _is_unfinished(last) and _request(last) == config.raw
+        if not request.fresh and (request.resume == "auto" or (request.resume is None and same)):
+            return last, True, []
+        os.close(lock)
+        if request.resume is None and _is_unfinished(last) and not request.fresh:
+            lines = [f"{last} was not finished and was started otherwise; --resume auto goes on with it"]
+    numbers = count(len(runs) + 2)
+    while hold(free) is None:  # another command was started at the same moment
+        free = base.with_name(f"{base.name}-{next(numbers)}")
+    return free, False, lines
+
+
+def hold(folder: Path) -> int | None:
+    """Take a folder for this process until it ends, however it ends; None if another one has it. Raises DiskError."""
+    checkpoint.ensure_writable(folder)
+    handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:  # a file system without locks
+        pass
+    return handle
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """A final model that is older than the last start is that of a run which then went on."""
+    final, environment = folder / FINAL, folder / ENVIRONMENT
+    return not final.exists() or (environment.exists() and final.stat().st_mtime < environment.stat().st_mtime)
+
+
+def _request(folder: Path) -> Any:
+    """The config as it was given to the run in `folder`."""
+    try:
+        return json.loads((folder / ENVIRONMENT).read_bytes()).get("request")
+    except (OSError, ValueError):
+        return None
+
+
+def _checkpoint(path: Path) -> Path:
+    pickles = [file.name for file in path.rglob("*") if file.suffix in checkpoint.PICKLES]
+    wrong = {
+        "no such folder": not path.is_dir(),
+        f"a folder with a pickle ({', '.join(pickles[:1])}), which is never opened": bool(pickles),
+        "a folder without a manifest.json": not (path / "manifest.json").is_file(),
+    }
+    if seen := next((text for text, holds in wrong.items() if holds), None):
+        expected = "auto, or a folder such as runs/NAME/checkpoints/step-000100"
+        raise ConfigError(Problem(f"--resume: {path}", seen, expected))
+    return path
+
+
+def _refuse(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise DiskError(*problems)
+
+
+def _last_logged(path: Path) -> int:
+    """The step of the last whole line of a metrics file; 0 where there is none."""
+    whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+    return int(json.loads(whole.rpartition(b"\n")[2])["step"]) if whole else 0
+
+
+def _steering(description: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the config decides the numbers of a run, beside data, model and layout."""
+    config = description.get("config", {})
+    wanted = ("optimizer", "scheduler", "gradient_clipping", "train_batch_size")
+    return {name: config.get(name) for name in wanted} | {"seed": description.get("seed")}
+
+
+def _differences(saved: Any, here: Any) -> list[str]:
+    before, now = dict(leaves(saved)), dict(leaves(here))
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    return [f"{key} {json.dumps(before.get(key))} -> {json.dumps(now.get(key))}" for key in sorted(keys)]
+
+
+def _listed(lines: list[str]) -> str:
+    return "; ".join(lines[:_NAMED]) + (f"; and {len(lines) - _NAMED} more" if len(lines) > _NAMED else "")
