@@ -29,11 +29,15 @@ def main() -> int:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("path", type=Path, metavar="PATH")
     options = parser.parse_args()
+    from trainer.checkpoint import leftovers
     from trainer.errors import MeshloomError
 
     try:
         found = checkpoints(options.path)
-        return max(COMMANDS[options.command](path) for path in found)
+        code = max(COMMANDS[options.command](path) for path in found)
+        for path in leftovers(found[0].parent) if options.path != found[0] else []:
+            print(f"{path.name}  left over")
+        return code
     except MeshloomError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
@@ -104,13 +108,12 @@ def _saved_by(description: dict[str, object]) -> str:
 
 def _tensors(path: Path) -> Iterator[tuple[str, int]]:
     from trainer.checkpoint.manifest import read_manifest
-    from trainer.checkpoint.safetensors_stream import read_types
+    from trainer.checkpoint.safetensors_stream import read_header
 
     for name in sorted(read_manifest(path)):
         if name.endswith(".safetensors"):
-            for tensor, kind in read_types(path / name).items():
-                shape = " x ".join(map(str, kind.shape)) or "scalar"
-                yield f"{name}: {tensor}  {str(kind.dtype).removeprefix('torch.')} {shape}", kind.size
+            for tensor, (dtype, shape, count) in read_header(path / name).items():
+                yield f"{name}: {tensor}  {dtype} {' x '.join(map(str, shape)) or 'scalar'}", count
 
 
 COMMANDS: dict[str, Callable[[Path], int]] = {"list": summarise, "verify": verify, "show": show}

@@ -37,6 +37,23 @@ def test_list(shelf):
         assert first.endswith("  3,200 samples  mesh: pipeline 2 x shard 4, ZeRO-3")
 
 
+def test_what_is_left_over_is_listed(shelf):
+    for name in ("step-000015.damaged", "step-000021.partial"):
+        (shelf / "checkpoints" / name).mkdir()
+    lines = ask("list", shelf).output.splitlines()
+    assert lines[2:] == ["step-000015.damaged  left over", "step-000021.partial  left over"]
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "show"])
+def test_torch_is_not_waited_for(shelf, command):
+    arguments = [str(ROOT / "launch" / "checkpoint.py"), command, str(shelf)]
+    code = (
+        f"import runpy, sys; sys.argv = {arguments!r}; sys.exit = print; runpy.run_path(sys.argv[0], None, '__main__')"
+    )
+    result = run(sys.executable, "-c", f"{code}; assert not {{'torch', 'numpy', 'transformers'}} & set(sys.modules)")
+    assert result.code == 0, result.output
+
+
 def test_verify_names_the_one_that_is_damaged(shelf):
     assert ask("verify", shelf).output == "step-000010  good\nstep-000020  good\n"
     path = next((shelf / "checkpoints" / "step-000010" / "optimizer").glob("*.safetensors"))

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.errors import ConfigError, NumericsError, Problem
 
@@ -115,23 +115,27 @@ class TensorWriter:
             rest = rest[self._file.write(rest) :]
 
 
-def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """`dtype`, `shape` and `data_offsets` of each tensor. Raises OSError or ValueError for a broken file."""
+def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Dtype (`float32`), shape and size in bytes of each tensor of a file, read without torch.
+
+    Raises OSError, ValueError or KeyError for a broken one.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header: dict[str, dict[str, Any]] = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return header
+        header = json.loads(file.read(length))
+    dtypes = {name: dtype.removeprefix("torch.") for dtype, name in _NAMES.items()}
+    return {
+        name: (dtypes[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def read_types(path: Path) -> dict[str, TensorType]:
-    """The tensors that a safetensors file announces. Raises OSError, ValueError or KeyError for a broken one."""
+    """The tensors that a file announces. Raises as `read_header`."""
     import torch
 
-    dtypes = {name: getattr(torch, dtype.removeprefix("torch.")) for dtype, name in _NAMES.items()}
-    return {
-        name: TensorType(tuple(entry["shape"]), dtypes[entry["dtype"]]) for name, entry in read_header(path).items()
-    }
+    return {name: TensorType(shape, getattr(torch, dtype)) for name, (dtype, shape, _) in read_header(path).items()}
 
 
 def _header(types: Mapping[str, TensorType]) -> bytes:
