@@ -97,6 +97,11 @@ def test_a_full_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "world_size", "text"),
     [
+        (
+            {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}, "gradient_accumulation_steps": 2},
+            2,
+            "pipeline 2, ZeRO-0, float32, batch 2 = 1 x 2 x 1, 1F1B, recompute full",
+        ),
         ({}, 1, "one process, ZeRO-0, float32, batch 1 = 1 x 1 x 1"),
         ({"fp16": {"enabled": True}}, 4, "replicate 4, ZeRO-0, float16, batch 4 = 1 x 1 x 4"),
         (

@@ -36,7 +36,10 @@ def modernise(checked: Json, trainer: TrainerSection, raw: Json) -> Modern:
     _rename(modern)
     _offload(modern)
     _mics(modern)
-    _recompute(modern, raw.get("activation_checkpointing"))
+    _recompute(modern, "the activation_checkpointing section", raw.get("activation_checkpointing"))
+    # DeepSpeed recomputes runs of so many layers as one; here each block is one, for the same gradient
+    interval = modern.settings.get("pipeline", {}).pop("activation_checkpoint_interval", 0)
+    _recompute(modern, "pipeline.activation_checkpoint_interval", interval)
     _fill(modern)
     return modern
 
@@ -86,10 +89,10 @@ def _mics(modern: Modern) -> None:
     modern.origins["trainer.mesh.shard"] = f"auto: from {place}"
 
 
-def _recompute(modern: Modern, section: Any) -> None:
-    if section and "activation_checkpointing" not in modern.trainer.model_fields_set:
+def _recompute(modern: Modern, place: str, asked: Any) -> None:
+    if asked and "activation_checkpointing" not in modern.trainer.model_fields_set:
         modern.trainer = modern.trainer.model_copy(update={"activation_checkpointing": "full"})
-        modern.origins["trainer.activation_checkpointing"] = "auto: from the activation_checkpointing section"
+        modern.origins["trainer.activation_checkpointing"] = f"auto: from {place}"
 
 
 def _fill(modern: Modern) -> None:

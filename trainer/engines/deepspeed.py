@@ -28,9 +28,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def refusal(layout: Layout) -> str | None:
     """Why DeepSpeed can't run a layout."""
     if layout.pipeline > 1:
-        return "Its pipeline needs a model rewritten as PipelineModule, and stops with an assertion under ZeRO-2 and 3."
+        return "Its PipelineModule is not used, and asserts under ZeRO-2 and 3; the mesh engine runs the same JSON."
     if layout.tensor > 1:
-        return "Tensor parallel training through AutoTP is not offered yet."
+        return "Its AutoTP is not used; the mesh engine splits the model by the model's own plan."
     if layout.replicate > 1 and layout.shard > 1:
         return "DeepSpeed removed MiCS, and hpZ replicates weights only: it has no sharding within replicas (HSDP)."
     if layout.zero_stage > 0 and layout.replicate > 1:

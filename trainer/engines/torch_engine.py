@@ -42,6 +42,8 @@ class TorchEngine:
         self._clip = float(job.deepspeed.get("gradient_clipping", 0.0))
         self._state = TorchState(passes.modules, optimizer, job.machine.ranks, grid)
         self._copies = Copies(passes.modules, job.spec, grid)
+        self._weights = torch.empty(0)
+        """Which part of each squared norm this rank counts, where it is not all."""
 
     def step(
         self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
@@ -89,11 +91,13 @@ class TorchEngine:
 
     def _clip_and_norm(self) -> torch.Tensor:
         """The norm over the whole model, from local parts and one all-reduce; gradients are scaled in place."""
-        counted = [(local(p.grad), share) for p, share in self._copies.shares if p.grad is not None]
-        parts = [part for part, _ in counted]
+        counted = [(p.grad, share) for p, share in self._copies.shares if p.grad is not None]
+        parts = [local(gradient) for gradient, _ in counted]
         squares = torch.stack(torch._foreach_norm(parts)).float().square()
         if self._copies.any:
-            squares *= torch.tensor([share for _, share in counted], device=squares.device)
+            if len(self._weights) != len(squares):  # made once: making it is a copy to the device
+                self._weights = torch.tensor([share for _, share in counted], device=squares.device)
+            squares *= self._weights
         total = squares.sum().to(self.job.machine.device)  # gradients may be offloaded
         if self.job.layout.world_size > self.job.layout.replicate:
             dist.all_reduce(total, group=self._grid.replica)
