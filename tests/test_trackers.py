@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console as Terminal
 
 from trainer import trackers
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DiskError
 from trainer.trackers import Console, Evaluation, JsonLines, Record, SampleLog, open_trackers, peak_flops, progress_line
 
 RECORD = Record(
@@ -104,6 +104,15 @@ def read(path: Path) -> list[dict[str, object]]:
         raise AssertionError(f"{constant} is no JSON")
 
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
+def test_a_full_disk_is_a_disk_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    tracker = JsonLines(tmp_path / "metrics.jsonl")
+    with pytest.raises(DiskError, match="metrics.jsonl: No space left on device, "):
+        tracker.record(RECORD)
+    tracker.close()
 
 
 def test_json_lines(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def _folder(config: Config, request: Request) -> tuple[Path, bool, list[str]]:
 def hold(folder: Path) -> int | None:
     """Take a folder for this process until it ends, however it ends; None if another one has it. Raises DiskError."""
     checkpoint.ensure_writable(folder)
-    handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR)
+    handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

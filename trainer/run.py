@@ -9,7 +9,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -96,7 +96,8 @@ def run(config: Config, request: Request, world: World, output: Output, signals:
             dist.barrier()
         return 0
     except BaseException as error:  # the last place where it can become an exit code
-        traceback.print_exc()
+        with suppress(OSError):  # the disk that holds the log may be full
+            traceback.print_exc()
         if not isinstance(error, MeshloomError) and signals.explain_failure(others=world.world_size > 1):
             error = preempted(0)
         signals.release()

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.console import Console as Terminal
 from rich.live import Live
 from rich.text import Text
 
+from trainer.checkpoint.disk import disk_errors
 from trainer.errors import ConfigError, Problem
 
 
@@ -163,14 +165,16 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, fields: Mapping[str, Any]) -> None:
         floats = {key: value for key, value in fields.items() if isinstance(value, float)}
         odd = {key: str(value) for key, value in floats.items() if not math.isfinite(value)}
         line = {key: None if key in odd else value for key, value in fields.items()}
-        self._file.write(json.dumps(line | ({"non_finite": odd} if odd else {})) + "\n")
-        self._file.flush()
+        with disk_errors(self._path):
+            self._file.write(json.dumps(line | ({"non_finite": odd} if odd else {})) + "\n")
+            self._file.flush()
 
     def record(self, record: Record) -> None:
         self.write(_fields(record))
@@ -179,7 +183,8 @@ class JsonLines:
         self.write(_fields(evaluation))
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # a line that the disk did not take: told when it was written
+            self._file.close()
 
 
 class SampleLog:
