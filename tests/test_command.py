@@ -260,6 +260,21 @@ def test_the_trained_model_opens_anywhere(tmp_path):
     assert losses(tmp_path / "runs" / "again") == losses(folder)
 
 
+def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path):
+    """A rate at which the loss explodes after the warm-up."""
+    best = {"every": 1, "keep_last": 1, "keep_best": True}
+    job = write_job(tmp_path, steps=4, checkpoint=best, evaluation={"samples": 4, "every": 1})
+    assert train("--config", job, "optimizer.params.lr=5").code == 0
+    folder = tmp_path / "runs" / "job"
+    held_out = {line["step"]: line["evaluation_loss"] for line in metrics(folder) if "evaluation_loss" in line}
+    lowest = min(held_out, key=lambda step: held_out[step])
+    kept = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+    assert lowest < 4 and kept == [f"step-00000{lowest}", "step-000004"]
+    for step in (lowest, 4):
+        description = json.loads((folder / f"checkpoints/step-00000{step}/trainer.json").read_text())
+        assert description["evaluation_loss"] == held_out[step]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
     job = write_job(tmp_path, steps=400)
