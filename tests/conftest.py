@@ -4,13 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.pool import Pool
+from tests.pool import Pools
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[dict[int, Pool]]:
-    """Worker pools by world size, started when first used."""
-    found = {size: Pool(size) for size in (1, 2, 4, 8)}
+def pools() -> Iterator[Pools]:
+    """Worker pools by world size, started when used."""
+    found = Pools()
     yield found
-    for pool in found.values():
-        pool.close()
+    found.close()

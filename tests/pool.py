@@ -1,7 +1,8 @@
-"""Worker processes that stay alive across tests: starting torch and DeepSpeed costs seconds per process.
+"""Worker processes that stay alive across tests, forked from one server that has imported torch and DeepSpeed.
 
-One pool per world size, gloo on CPU. `pool.run(function, **arguments)` calls a module-level function on every
-rank and returns the results in rank order; a hang is an error after `timeout` seconds, and kills the pool.
+Importing them costs each process seconds and 400 MB of its own; a fork costs neither. Gloo on CPU, one world size
+alive at a time. `pool.run(function, **arguments)` calls a module-level function on every rank and returns the
+results in rank order; a hang is an error after `timeout` seconds, and kills the pool.
 """
 
 from __future__ import annotations
@@ -16,6 +17,22 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from launch.processes import environment_of, free_port
+
+
+class Pools:
+    """The pool of each world size: `pools[4]`. The one before is closed, so that memory holds one."""
+
+    def __init__(self) -> None:
+        self._open = Pool(0)
+
+    def __getitem__(self, world_size: int) -> Pool:
+        if self._open.world_size != world_size:
+            self._open.close()
+            self._open = Pool(world_size)
+        return self._open
+
+    def close(self) -> None:
+        self._open.close()
 
 
 class Pool:
@@ -54,7 +71,8 @@ class Pool:
         self._workers = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "deepspeed", "transformers", "trainer.engines", "trainer.verify"])
         port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

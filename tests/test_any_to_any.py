@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.pool import Pools
 from tests.training import LLAMA, TRAIN_BATCH, Case, build, data_rank_of, shares, task_of
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "checkpoint.md"
@@ -89,7 +90,7 @@ def advance(engine: Any, case: Case, first: int) -> Losses:
     return losses[0], losses[1]
 
 
-def all_to_all(pools: dict[int, Any], folder: Path) -> dict[str, dict[str, float]]:
+def all_to_all(pools: Pools, folder: Path) -> dict[str, dict[str, float]]:
     """Largest relative difference of a loss to the run that had the later layout all along, [from][to]."""
     folders = {name: folder / str(index) for index, name in enumerate(LAYOUTS)}
     whole = {
@@ -129,14 +130,11 @@ def test_the_table_in_the_docs_has_every_layout(name):
 if __name__ == "__main__":
     import tempfile
 
-    from tests.pool import Pool
-
-    pools_by_size = {size: Pool(size) for size in (1, 2, 4, 8)}
+    running = Pools()
     with tempfile.TemporaryDirectory() as temporary:
-        found = all_to_all(pools_by_size, Path(temporary))
+        found = all_to_all(running, Path(temporary))
     text = DOCS.read_text()
     start = text.index("| from \\ to |")
     end = text.find("\n\n", start)
     DOCS.write_text(text[:start] + markdown(found) + text[end:])
-    for pool in pools_by_size.values():
-        pool.close()
+    running.close()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files, same
-from tests.pool import Pool
+from tests.pool import Pools
 from tests.saving import PHASES, Death, Run, state_at
 from trainer.checkpoint import load, newest, prune, save
 from trainer.errors import MeshloomError
@@ -95,9 +95,7 @@ def _break(folder: Path, phase: str, broken_rank: int) -> str:
 
 
 @pytest.mark.parametrize(("phase", "rank"), [place for place in PLACES if place[0] != "before"])
-def test_an_error_at_each_phase_is_raised_on_both(
-    tmp_path: Path, pools: dict[int, Pool], phase: str, rank: int
-) -> None:
+def test_an_error_at_each_phase_is_raised_on_both(tmp_path: Path, pools: Pools, phase: str, rank: int) -> None:
     older = save(tmp_path, replace(STATE, step=50), live().pieces(), DESCRIPTION, model_files, ALONE)
     one, other = pools[2].run(_break, timeout=30, folder=tmp_path, phase=phase, broken_rank=rank)
     assert one == other
@@ -125,5 +123,5 @@ def _delay(folder: Path, slow_rank: int) -> bool:
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_slow_rank_is_waited_for(tmp_path: Path, pools: dict[int, Pool], slow: int) -> None:
+def test_a_slow_rank_is_waited_for(tmp_path: Path, pools: Pools, slow: int) -> None:
     assert pools[2].run(_delay, timeout=30, folder=tmp_path, slow_rank=slow) == [True, True]

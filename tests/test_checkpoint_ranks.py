@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.checkpoint_pieces import ALONE, DESCRIPTION, STATE, files, live, model_files, same
-from tests.pool import Pool
+from tests.pool import Pools
 from trainer.checkpoint import export, load, manifest, newest, save, verify
 from trainer.checkpoint.safetensors_stream import TensorWriter
 from trainer.errors import MeshloomError
@@ -71,7 +71,7 @@ def _save_poisoned(folder: Path, value: float) -> tuple[int, str]:
     return 0, ""
 
 
-def test_two_ranks_write_their_own_files_and_one_process_reads_them(tmp_path: Path, pools: dict[int, Pool]) -> None:
+def test_two_ranks_write_their_own_files_and_one_process_reads_them(tmp_path: Path, pools: Pools) -> None:
     assert pools[2].run(_save_and_load, timeout=30, folder=tmp_path) == [(True, True)] * 2
     path = tmp_path / "checkpoints/step-000100"
     assert files(path) == [
@@ -91,7 +91,7 @@ def test_two_ranks_write_their_own_files_and_one_process_reads_them(tmp_path: Pa
     assert same(back, live())
 
 
-def test_the_index_is_that_of_transformers(tmp_path: Path, pools: dict[int, Pool]) -> None:
+def test_the_index_is_that_of_transformers(tmp_path: Path, pools: Pools) -> None:
     from transformers.utils.hub import get_checkpoint_shard_files
 
     pools[2].run(_save_and_load, timeout=30, folder=tmp_path)
@@ -106,7 +106,7 @@ def test_the_index_is_that_of_transformers(tmp_path: Path, pools: dict[int, Pool
 
 
 @pytest.mark.parametrize("phase", ["tensors of rank 1", "end of rank 1", "manifest", "rename"])
-def test_an_error_of_one_rank_is_raised_on_both(tmp_path: Path, pools: dict[int, Pool], phase: str) -> None:
+def test_an_error_of_one_rank_is_raised_on_both(tmp_path: Path, pools: Pools, phase: str) -> None:
     older = save(tmp_path, STATE.__class__(step=50), live().pieces(), DESCRIPTION, model_files, ALONE)
     one, other = pools[2].run(_fail, timeout=30, folder=tmp_path, phase=phase)
     assert one == other
@@ -116,7 +116,7 @@ def test_an_error_of_one_rank_is_raised_on_both(tmp_path: Path, pools: dict[int,
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_value_that_is_not_finite_is_never_published(tmp_path: Path, pools: dict[int, Pool], value: float) -> None:
+def test_a_value_that_is_not_finite_is_never_published(tmp_path: Path, pools: Pools, value: float) -> None:
     older = save(tmp_path, STATE.__class__(step=50), live().pieces(), DESCRIPTION, model_files, ALONE)
     one, other = pools[2].run(_save_poisoned, timeout=30, folder=tmp_path, value=value)
     assert (
@@ -152,7 +152,7 @@ def _blind(folder: Path) -> str:
     return "nothing was raised"
 
 
-def test_each_rank_verifies_a_share_and_all_know_the_result(tmp_path: Path, pools: dict[int, Pool]) -> None:
+def test_each_rank_verifies_a_share_and_all_know_the_result(tmp_path: Path, pools: Pools) -> None:
     pools[2].run(_save_and_load, timeout=30, folder=tmp_path)
     path = tmp_path / "checkpoints/step-000100"
     names = sorted(name.rpartition("/")[2] for name in files(path) if name != "manifest.json")
@@ -165,7 +165,7 @@ def test_each_rank_verifies_a_share_and_all_know_the_result(tmp_path: Path, pool
     assert seen == same_seen and [text[:8] for text in seen] == ["SHA-256 "] * 2
 
 
-def test_a_folder_that_not_all_ranks_see_is_no_damage(tmp_path: Path, pools: dict[int, Pool]) -> None:
+def test_a_folder_that_not_all_ranks_see_is_no_damage(tmp_path: Path, pools: Pools) -> None:
     path = save(tmp_path, STATE, live().pieces(), DESCRIPTION, model_files, ALONE)
     for raised in pools[2].run(_blind, timeout=30, folder=tmp_path):
         assert raised == (
