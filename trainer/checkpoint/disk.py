@@ -56,6 +56,14 @@ def to_json(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
+def parse_json(content: bytes) -> Any:
+    """What JSON text holds, whoever wrote it. Raises ValueError, whatever is wrong with it."""
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write `path` and flush it to the disk."""
     path.write_bytes(content)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path, PurePosixPath
+from types import NoneType
 from typing import Any
 
-from trainer.checkpoint.disk import flush, to_json, write_file
-from trainer.checkpoint.safetensors_stream import FileRecord
+from trainer.checkpoint.disk import flush, parse_json, to_json, write_file
+from trainer.checkpoint.safetensors_stream import FileRecord, read_header
 from trainer.errors import DiskError, Problem
 from trainer.ranks import ALONE, Ranks
 
@@ -20,6 +20,10 @@ PICKLES = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
 """What such files hold can run code when it is opened, so none is."""
 ALL, WEIGHTS_ALONE = ("",), ("model/", DESCRIPTION)
 """How the paths begin of all files, and of those that are read when optimizer state is not."""
+_POSITION = {"step": int, "samples": int, "tokens": int, "engine": dict}
+_DESCRIPTION = {name: (dict, NoneType) for name in ("config", "data", "layout", "model", "versions")}
+_DESCRIPTION |= {"evaluation_loss": (float, int, NoneType)}
+"""The types of what is looked at of a description, where it is there."""
 _MEND = "Resume from an older checkpoint"
 _MEND_OPTIMIZER = f"{_MEND}, or without the optimizer's state by --resume-weights-only"
 
@@ -48,28 +52,45 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     Raises OSError if there is no manifest, and ValueError if it is not as `write_manifest` left it.
     """
     content = (folder / MANIFEST).read_bytes()
-    try:
-        parsed = json.loads(content)
-        files = {name: FileRecord(**record) for name, record in parsed["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"damaged ({error!r})") from error
+    parsed = parse_json(content)
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("files"), dict):
+        raise ValueError("damaged (no list of files)")
     if parsed.get("format") != FORMAT:
-        raise ValueError(f"format {parsed.get('format')!r}, where this version reads {FORMAT}")
+        raise ValueError(f"format {parsed.get('format')!r:.50}, where this version reads {FORMAT}")
     if to_json(parsed) != content:
         raise ValueError("damaged (it is not in the form in which it was written)")
-    if astray := [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
-        raise ValueError(f"a path that leaves the folder: {astray[0]}")
-    if pickles := [name for name in files if PurePosixPath(name).suffix in PICKLES]:
-        raise ValueError(f"a pickle, which is never opened: {pickles[0]}")
-    return files
+    for name, record in parsed["files"].items():
+        if not _is(record, {"size": int, "sha256": str}):
+            raise ValueError(f"damaged (no size and SHA-256 of {name!r:.200})")
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise ValueError(f"a path that leaves the folder: {name!r:.200}")
+        if PurePosixPath(name).suffix in PICKLES:
+            raise ValueError(f"a pickle, which is never opened: {name!r:.200}")
+    if DESCRIPTION not in parsed["files"]:
+        raise ValueError(f"damaged (no {DESCRIPTION})")
+    return {name: FileRecord(**record) for name, record in parsed["files"].items()}
 
 
 def read_description(path: Path) -> dict[str, Any]:
     """What `save` was told of the run, and its `position`. Raises DiskError."""
+    place = path / DESCRIPTION
     try:
-        return json.loads((path / DESCRIPTION).read_bytes())
+        found = parse_json(place.read_bytes())
     except (OSError, ValueError) as error:
-        raise DiskError(Problem(str(path / DESCRIPTION), str(error), "the description that was saved")) from error
+        raise DiskError(Problem(str(place), str(error), "the description that was saved")) from error
+    whole = isinstance(found, dict) and _is(found.get("position"), _POSITION)
+    if not whole or not all(isinstance(found.get(key), kinds) for key, kinds in _DESCRIPTION.items()):
+        raise DiskError(Problem(str(place), "not the description of a run", "the description that was saved"))
+    return found
+
+
+def _is(value: object, kinds: Mapping[str, type]) -> bool:
+    """Whether a parsed value has these fields, of these types, and no other."""
+    return (
+        isinstance(value, dict)
+        and value.keys() == kinds.keys()
+        and all(type(value[name]) is kind for name, kind in kinds.items())
+    )
 
 
 def verify(path: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> list[Problem]:
@@ -102,14 +123,25 @@ def _check(
     by_size = sorted(records, key=lambda name: (-records[name].size, name))
     for name in by_size[ranks.rank :: ranks.world_size]:
         record = records[name]
+        mend = _MEND_OPTIMIZER if name.startswith("optimizer/") else _MEND
         try:
-            fault = wrong(path / name, record)
-        except OSError as error:
-            fault = error.strerror or str(error), "a file that can be read"
-        if fault:
-            mend = _MEND_OPTIMIZER if name.startswith("optimizer/") else _MEND
-            found.append(Problem(str(path / name), *fault, mend))
+            if fault := wrong(path / name, record):
+                found.append(Problem(_shown(path / name), *fault, mend))
+            elif name == DESCRIPTION:
+                read_description(path)
+            elif name.endswith(".safetensors"):
+                read_header(path / name)
+        except DiskError as error:
+            found += [replace(problem, mend=mend) for problem in error.problems]
+        except (OSError, ValueError) as error:
+            seen = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            found.append(Problem(_shown(path / name), seen, "a file that can be read", mend))
     return found
+
+
+def _shown(path: Path) -> str:
+    """A path as a person can read it, whatever a damaged manifest made of it."""
+    return f"{str(path).encode(errors='backslashreplace').decode():.500}"
 
 
 def hash_file(path: Path) -> FileRecord:

@@ -11,11 +11,12 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.checkpoint.disk import parse_json
 from trainer.errors import ConfigError, NumericsError, Problem
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ _NAMES = {
     "torch.bool": "BOOL",
 }
 """The format's name of each dtype. By name, so that checkpoints can be listed and verified without torch."""
+_DTYPES = {name: dtype.removeprefix("torch.") for dtype, name in _NAMES.items()}
 
 _NOT_FINITE = (
     "a value that is not finite",
@@ -118,17 +120,33 @@ class TensorWriter:
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
     """Dtype (`float32`), shape and size in bytes of each tensor of a file, read without torch.
 
-    Raises OSError, ValueError or KeyError for a broken one.
+    Raises OSError, and ValueError for a file that is not whole.
     """
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    dtypes = {name: dtype.removeprefix("torch.") for dtype, name in _NAMES.items()}
-    return {
-        name: (dtypes[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+        length, there = int.from_bytes(file.read(8), "little"), path.stat().st_size
+        if length > there:
+            raise ValueError(f"a header of {length} bytes in a file of {there}")
+        header = parse_json(file.read(length))
+    try:
+        found = {name: _entry(**entry) for name, entry in header.items() if name != "__metadata__"}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"no header of tensors ({error!r:.100})") from error
+    if (data := sum(size for _, _, size in found.values())) != there - 8 - length:
+        raise ValueError(f"tensors of {data} bytes in a file that holds {there - 8 - length}")
+    return found
+
+
+def _entry(dtype: str, shape: Sequence[int], data_offsets: Sequence[int]) -> tuple[str, tuple[int, ...], int]:
+    start, end = data_offsets
+    kind = _DTYPES[dtype]
+    if end - start != math.prod(shape) * _itemsize(dtype):
+        raise ValueError(f"{end - start} bytes for {dtype} {list(shape)}")
+    return kind, tuple(shape), end - start
+
+
+def _itemsize(name: str) -> int:
+    """In bytes, of a dtype of the format."""
+    return 1 if name == "BOOL" else int(name.lstrip("BFIU")) // 8
 
 
 def read_types(path: Path) -> dict[str, TensorType]:

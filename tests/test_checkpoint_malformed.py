@@ -1,0 +1,175 @@
+"""Whatever the files of a checkpoint hold: it is named and set aside, and nothing ends in a traceback."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from launch.checkpoint import main
+from tests.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files
+from trainer.checkpoint import newest, prune, save
+from trainer.checkpoint.disk import to_json
+from trainer.checkpoint.manifest import hash_file
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(["../a", "/etc/passwd", "a\0b", "x" * 300, "\ud800", "", ".", "model", "model/x.pt"])
+SLOW = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    """A good checkpoint, and a newer one to be broken."""
+    for step in (10, 20):
+        save(tmp_path, replace(STATE, step=step), live().pieces(), DESCRIPTION, model_files, ALONE)
+    return tmp_path
+
+
+def is_set_aside(shelf: Path) -> None:
+    """The newer checkpoint of `shelf` is no reason to stop; afterwards it is where it was, for the next example."""
+    broken = shelf / "step-000020"
+    for command in ("list", "verify", "show"):
+        code, output = ask(command, broken)
+        assert code == 74, (command, output)
+        assert output.startswith("step-000020  ") and "Traceback" not in output
+    prune(shelf, 2, keep_best=True)
+    found, told = newest(shelf)
+    assert found == shelf / "step-000010"
+    assert len(told) == 1
+    assert told[0].startswith("step-000020 is damaged: ") and len(told[0]) < 1000
+    (shelf / "step-000020.damaged").rename(broken)
+
+
+def ask(command: str, path: Path) -> tuple[int, str]:
+    with (
+        redirect_stdout(io.StringIO()) as output,
+        redirect_stderr(output),
+        patch("sys.argv", ["checkpoint.py", command, str(path)]),
+    ):
+        return main(), output.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"null", b"7", b'"files"', b'{"files": []}', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, b"{}"],
+)
+def test_a_manifest_that_is_none(shelf: Path, content: bytes) -> None:
+    (shelf / "step-000020" / "manifest.json").write_bytes(content)
+    is_set_aside(shelf)
+
+
+@SLOW
+@given(st.data())
+def test_a_manifest_with_anything_in_any_place(shelf: Path, data: st.DataObject) -> None:
+    path = shelf / "step-000020" / "manifest.json"
+    whole = path.read_bytes()
+    changed = mutated(json.loads(whole), data)
+    try:
+        content = to_json(changed)
+    except ValueError:
+        return
+    # a manifest that merely knows fewer files is a good one
+    fewer = (
+        isinstance(changed, dict) and changed.get("format") == 1 and is_part(changed.get("files"), json.loads(whole))
+    )
+    if content != whole and not fewer:
+        path.write_bytes(content)
+        is_set_aside(shelf)
+        path.write_bytes(whole)
+
+
+def is_part(files: Any, whole: Any) -> bool:
+    return isinstance(files, dict) and "trainer.json" in files and files.items() <= whole["files"].items()
+
+
+def mutated(value: Any, data: st.DataObject) -> Any:
+    """`value` with something else in one place of it, or an entry more or less."""
+    if not isinstance(value, dict) or not value or data.draw(st.integers(0, 3)) == 0:
+        return data.draw(JSON)
+    key = data.draw(st.sampled_from(sorted(value)))
+    rest = {name: entry for name, entry in value.items() if name != key}
+    change = data.draw(st.sampled_from(["within", "within", "gone", "renamed"]))
+    if change == "gone":
+        return rest
+    if change == "renamed":
+        return rest | {data.draw(NAMES | st.text(max_size=9)): value[key]}
+    return rest | {key: mutated(value[key], data)}
+
+
+def rewritten(path: Path, name: str, content: bytes) -> None:
+    """File `name` of a checkpoint made `content`, and the manifest made to agree."""
+    (path / name).write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    record = hash_file(path / name)
+    manifest["files"][name] = {"size": record.size, "sha256": record.sha256}
+    (path / "manifest.json").write_bytes(to_json(manifest))
+
+
+def header(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
+TENSORS = {
+    "nothing": b"",
+    "a length beyond the file": (2**62).to_bytes(8, "little") + b"{}",
+    "no JSON": header(b"{"),
+    "a list": header(b"[]"),
+    "deep": header(b"[" * 100_000),
+    "no dtype": header(b'{"a": {}}'),
+    "an unknown dtype": header(b'{"a": {"dtype": "F4", "shape": [1], "data_offsets": [0, 4]}}'),
+    "a list as dtype": header(b'{"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}'),
+    "offsets of text": header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}'),
+    "a shape of text": header(b'{"a": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}1234'),
+    "data beyond the file": header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'),
+    "a size that is not the shape's": header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}1234'),
+}
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_file_of_tensors_that_is_none(shelf: Path, name: str, part: str) -> None:
+    rewritten(shelf / "step-000020", f"{part}/{part}.safetensors", TENSORS[name])
+    is_set_aside(shelf)
+
+
+DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a list": lambda whole: [],
+    "no position": lambda whole: {key: value for key, value in whole.items() if key != "position"},
+    "a position of text": lambda whole: whole | {"position": "here"},
+    "a position without its step": lambda whole: whole | {"position": {"samples": 3, "tokens": 4, "engine": {}}},
+    "a position with more": lambda whole: whole | {"position": whole["position"] | {"mood": 1}},
+    "a step of text": lambda whole: whole | {"position": whole["position"] | {"step": "20"}},
+    "a config that is a list": lambda whole: whole | {"config": []},
+    "samples of text": lambda whole: whole | {"position": whole["position"] | {"samples": None}},
+    "a loss of text": lambda whole: whole | {"evaluation_loss": "low"},
+}
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_a_description_that_is_none(shelf: Path, name: str) -> None:
+    path = shelf / "step-000020"
+    whole = json.loads((path / "trainer.json").read_bytes())
+    rewritten(path, "trainer.json", to_json(DESCRIPTIONS[name](whole)))
+    is_set_aside(shelf)
+
+
+def test_a_folder_without_its_description(shelf: Path) -> None:
+    path = shelf / "step-000020"
+    (path / "trainer.json").unlink()
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    del manifest["files"]["trainer.json"]
+    (path / "manifest.json").write_bytes(to_json(manifest))
+    is_set_aside(shelf)
