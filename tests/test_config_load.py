@@ -226,12 +226,26 @@ CONFLICTS = [
         'trainer.activation_checkpointing: saw "every:0"; '
         'expected "none", "full", "selective" or "every:N" with N of at least 1',
     ),
+    *(
+        (
+            {"trainer": {"checkpoint": {"every": 10, "keep_best": True}, "evaluation": {"every": every}}},
+            "trainer.checkpoint.keep_best: saw true, with trainer.checkpoint.every 10 and trainer.evaluation.every "
+            f"{every or 'null'}; expected an evaluation at each checkpoint",
+        )
+        for every in (3, None)
+    ),
 ]
 
 
 @pytest.mark.parametrize(("content", "text"), CONFLICTS, ids=[text.split(":")[0] for _, text in CONFLICTS])
 def test_the_text_of_each_error(tmp_path: Path, content: dict[str, Any], text: str) -> None:
     assert errors(tmp_path, content) == [text]
+
+
+@pytest.mark.parametrize("every", [5, 10])
+def test_the_best_is_kept_where_each_checkpoint_is_evaluated(tmp_path: Path, every: int) -> None:
+    section = {"checkpoint": {"every": 10, "keep_best": True}, "evaluation": {"every": every}}
+    assert compile_(tmp_path, {"trainer": section}).trainer.checkpoint.keep_best
 
 
 @pytest.mark.parametrize(

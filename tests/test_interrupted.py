@@ -144,6 +144,33 @@ def test_a_signal_in_each_phase(
         goes_on(tmp_path, job, cache, whole, int(found.name[-6:]))
 
 
+OTHER_SIGNALS = """
+import signal, time, trainer.signals as m
+m.PATIENCE_SECONDS = 0.1
+signals = m.StopSignals()
+heard = []
+signal.signal(signal.SIGCHLD, lambda *of: heard.append(of))
+for _ in range(2):
+    signal.raise_signal(signal.SIGCHLD)
+time.sleep(0.5)
+assert len(heard) == 2 and not signals.received
+{ask}
+print("still there")
+"""
+ASK = """
+try:
+    signal.raise_signal(signal.SIGTERM)
+except m.Preempted:
+    time.sleep(5)
+"""
+
+
+@pytest.mark.parametrize(("ask", "code"), [("", 0), (ASK, 75)], ids=["they alone", "before one that asks"])
+def test_other_signals_ask_for_nothing(ask: str, code: int) -> None:
+    result = run(sys.executable, "-c", OTHER_SIGNALS.format(ask=ask))
+    assert (result.code, "still there" in result.output) == (code, code == 0), result.output
+
+
 def test_a_second_signal_ends_it_at_once(tmp_path: Path, cache: Path) -> None:
     process = reach(tmp_path, job_in(tmp_path), cache, "saving")
     process.send_signal(signal.SIGTERM)

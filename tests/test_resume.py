@@ -59,6 +59,22 @@ def test_the_same_command_goes_on(config):
     ]
 
 
+@pytest.mark.parametrize("last", ["\0\0\0\n", '{"step": 5, "lo{"step": 6}\n', "[]\n", '{"step": null}\n', "\n", "7\n"])
+def test_lines_of_metrics_that_are_none(config, last):
+    folder = begun(config, 10)
+    (folder / "metrics.jsonl").write_text('{"step": 12}\n' + last)
+    assert choose(config, Request(), ALONE).lines == [
+        "steps 11 to 12 came after the last good checkpoint and are made again"
+    ]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", '"request"', "\0"])
+def test_a_run_that_does_not_say_how_it_was_started_is_not_this_one(config, content):
+    folder = begun(config, 10)
+    (folder / "environment.json").write_text(content)
+    assert choose(config, Request(), ALONE).folder == folder.with_name("job-2")
+
+
 def test_a_run_that_saved_nothing_starts_again_in_its_folder(config):
     folder = begun(config)
     start = choose(config, Request(), ALONE)

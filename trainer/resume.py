@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -146,8 +147,8 @@ def _is_unfinished(folder: Path) -> bool:
 def _request(folder: Path) -> Any:
     """The config as it was given to the run in `folder`."""
     try:
-        return json.loads((folder / ENVIRONMENT).read_bytes()).get("request")
-    except (OSError, ValueError):
+        return json.loads((folder / ENVIRONMENT).read_bytes())["request"]
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
@@ -171,8 +172,10 @@ def _refuse(problems: Sequence[Problem]) -> None:
 
 def _last_logged(path: Path) -> int:
     """The step of the last whole line of a metrics file; 0 where there is none."""
-    whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
-    return int(json.loads(whole.rpartition(b"\n")[2])["step"]) if whole else 0
+    for line in path.read_bytes().split(b"\n")[-2::-1] if path.exists() else ():
+        with suppress(ValueError, TypeError, KeyError):  # what a machine that lost power left
+            return int(json.loads(line)["step"])
+    return 0
 
 
 def _steering(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,9 @@ class StopSignals:
             raise preempted(0)
 
     def _watch(self, told: int) -> None:
-        os.read(told, 1)  # written by the interpreter, whatever the main thread is waiting for
+        # written by the interpreter, whatever the main thread is waiting for; of libraries' signals too
+        while os.read(told, 1)[0] not in self.NUMBERS:
+            pass
         time.sleep(PATIENCE_SECONDS)
         if not self._saving:
             os._exit(Preempted.exit_code)
