@@ -260,6 +260,24 @@ def test_the_trained_model_opens_anywhere(tmp_path):
     assert losses(tmp_path / "runs" / "again") == losses(folder)
 
 
+def test_the_dtype_of_the_models_files(tmp_path):
+    job = write_job(tmp_path, steps=2, checkpoint={"dtype": "bfloat16", "asynchronous": True})
+    assert train("--config", job).code == 0
+    folder = tmp_path / "runs" / "job"
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    for path in (folder / "final", folder / "checkpoints" / "step-000002" / "model"):
+        assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
+        assert {p.dtype for p in AutoModelForCausalLM.from_pretrained(path).parameters()} == {torch.bfloat16}
+    exact = load_file(folder / "checkpoints" / "step-000002" / "optimizer" / "optimizer.safetensors")
+    assert exact["model.embed_tokens.weight.weight"].dtype == torch.float32
+    again = train("--config", job, "trainer.steps=3", "trainer.run.name=job", "--resume", "auto")
+    assert again.code == 0, again.output
+    assert "resumed from" in again.output
+
+
 def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path):
     """A rate at which the loss explodes after the warm-up."""
     best = {"every": 1, "keep_last": 1, "keep_best": True}

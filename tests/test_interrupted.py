@@ -37,6 +37,7 @@ def slow(module, name, when=lambda *arguments: True):
 {code}
 runpy.run_path({train!r}, run_name="__main__")
 """
+STEPS = 6
 PHASES = {
     "imports": """
 class Finder:
@@ -51,10 +52,12 @@ sys.meta_path.insert(0, Finder())""",
     "evaluation": "import trainer.run as m; slow(m, 'held_out_loss')",
     "saving": "import trainer.checkpoint.faults as m; slow(m, 'at', lambda phase: phase in ('flush', 'rename'))",
 }
+PHASES["saving beside the training"] = PHASES["saving"]
 
 
-def job_in(folder: Path) -> Path:
-    return write_job(folder, steps=4, engine="mesh", checkpoint={"every": 2}, evaluation={"samples": 4, "every": 2})
+def job_in(folder: Path, asynchronous: bool = False) -> Path:
+    saves = {"every": 2, "asynchronous": asynchronous}
+    return write_job(folder, steps=STEPS, engine="mesh", checkpoint=saves, evaluation={"samples": 4, "every": 2})
 
 
 def command(folder: Path, job: Path, code: str = "") -> list[str]:
@@ -96,7 +99,7 @@ def goes_on(folder: Path, job: Path, cache: Path, whole: dict[str, torch.Tensor]
     found = undisturbed(folder / "runs" / "job")
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[name], whole[name]) for name in whole)
-    assert sample_ids(folder / "runs" / "job").keys() == set(range(4))
+    assert sample_ids(folder / "runs" / "job").keys() == set(range(STEPS))
 
 
 def reach(folder: Path, job: Path, cache: Path, phase: str) -> subprocess.Popen[str]:
@@ -119,12 +122,13 @@ def reach(folder: Path, job: Path, cache: Path, phase: str) -> subprocess.Popen[
         ("first step", signal.SIGUSR1, "1"),
         ("evaluation", signal.SIGINT, "launcher"),
         ("saving", signal.SIGTERM, "0"),
+        ("saving beside the training", signal.SIGTERM, "1"),
     ],
 )
 def test_a_signal_in_each_phase(
     tmp_path: Path, cache: Path, whole: dict[str, torch.Tensor], phase: str, number: int, at: str
 ) -> None:
-    job = job_in(tmp_path)
+    job = job_in(tmp_path, asynchronous="beside" in phase)
     process = reach(tmp_path, job, cache, phase)
     os.kill(process.pid if at == "launcher" else int((tmp_path / f"pid-{at}").read_text()), number)
     output, _ = process.communicate(timeout=60)
@@ -196,6 +200,7 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 FULL = "resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))"
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waited for", "beside the training"])
 @pytest.mark.parametrize(
     ("when", "what", "code"),
     [
@@ -207,9 +212,9 @@ FULL = "resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))"
     ids=["all are killed", "one is killed", "the disk is full", "not even the log has room"],
 )
 def test_an_end_in_the_second_save(
-    tmp_path: Path, cache: Path, whole: dict[str, torch.Tensor], when: str, what: str, code: int
+    tmp_path: Path, cache: Path, whole: dict[str, torch.Tensor], when: str, what: str, code: int, asynchronous: bool
 ) -> None:
-    job = job_in(tmp_path)
+    job = job_in(tmp_path, asynchronous)
     fault = IN_THE_SECOND_SAVE.format(when=when, what=what)
     result = run(*command(tmp_path, job, fault), XDG_CACHE_HOME=str(cache))
     assert result.code == code, result.output

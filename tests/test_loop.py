@@ -24,7 +24,9 @@ class FakeEngine:
         return Metrics(torch.tensor(10.0 * step), torch.tensor(10), torch.tensor(1.0))
 
 
-def run(first: int, last: int, stop: Any = lambda: False, **plan: int | None) -> tuple[RunState, list[tuple[Any, ...]]]:
+def run(
+    first: int, last: int, stop: Any = lambda: lambda: False, **plan: int | None
+) -> tuple[RunState, list[tuple[Any, ...]]]:
     calls: list[tuple[Any, ...]] = []
     hooks = Hooks(
         log=lambda state, metrics, update: calls.append(("log", state.step, state.tokens, float(metrics.loss()))),
@@ -63,9 +65,11 @@ def test_a_resumed_loop_goes_on_counting():
 
 
 def test_a_loop_that_is_stopped_saves_where_it_stands():
-    state, calls = run(0, 50, stop=lambda: True)
-    assert calls == [("log", 2, 20, 1.0), ("save", 2, 16)]
-    assert state.step == 2
+    for asked_at, expected in (0, [("save", 1, 8)]), (1, [("log", 2, 20, 1.0), ("save", 2, 16)]):
+        answers = iter([False] * asked_at + [True])
+        state, calls = run(0, 50, stop=lambda answers=answers: answers.__next__)
+        assert calls == expected
+        assert (state.step, state.tokens) == (asked_at + 1, 10 * (asked_at + 1))
 
 
 def test_nothing_is_left_to_do():

@@ -31,28 +31,29 @@ class Hooks:
     save: Callable[[RunState], None]
     seen: Callable[[StepBatches, Metrics], None] = lambda batches, metrics: None
     """Told each step, without a wait for the device."""
-    stop: Callable[[], bool] = lambda: False
-    """Whether to save and leave early; asked after each logged step, where the ranks meet anyway."""
+    stop: Callable[[], Callable[[], bool]] = lambda: lambda: False
+    """Begins to ask, before each step, whether to save and leave early; what it returns is called after the step."""
 
 
 def train(engine: Engine, feed: Feed, schedule: Schedule, plan: Plan, hooks: Hooks, state: RunState) -> RunState:
     """Train from `state` to `plan.steps`; returns the last state. The only host synchronisation is in the hooks."""
     tokens = None
     for batches in feed:
+        asked = hooks.stop()
         update = schedule(batches.step)
         metrics = engine.step(batches.step, batches.micro_batches, update)
         hooks.seen(batches, metrics)
         tokens = metrics.targets if tokens is None else tokens + metrics.targets
         done = batches.step + 1
         logs, saves = due(done, plan.steps, plan.log_every), due(done, plan.steps, plan.save_every)
-        if logs or saves:
+        stops = asked()
+        if logs or saves or stops:
             state = RunState(done, state.samples + (done - state.step) * plan.train_batch, state.tokens + int(tokens))
             tokens = None
         if logs:
             hooks.log(state, metrics, update)
         if due(done, plan.steps, plan.evaluate_every):
             hooks.evaluate(state)
-        stops = logs and hooks.stop()
         if saves or stops:
             hooks.save(state)
         if stops:

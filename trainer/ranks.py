@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from trainer.errors import MeshloomError
@@ -21,6 +21,16 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
+    group: Any = None
+    """The process group in which they meet; None: that of the run."""
+
+    def apart(self) -> Ranks:
+        """The same processes, meeting on the host in a group of their own: a thread may ask them. Collective."""
+        if self.world_size == 1:
+            return self
+        import torch.distributed as dist
+
+        return replace(self, group=dist.new_group(backend="gloo"))
 
     @property
     def first(self) -> bool:
@@ -36,8 +46,27 @@ class Ranks:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def any_soon(self, value: bool) -> Callable[[], bool]:
+        """Begin to ask whether `value` holds on any rank; the call that is returned waits for the answer.
+
+        On the host: these ranks have to be `apart`.
+        """
+        if self.world_size == 1:
+            return lambda: value
+        import torch
+        import torch.distributed as dist
+
+        found = torch.tensor([value], dtype=torch.uint8)
+        work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+        def answer() -> bool:
+            work.wait()
+            return bool(found)
+
+        return answer
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank.

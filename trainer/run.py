@@ -8,9 +8,10 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -36,12 +37,16 @@ from trainer.optimizers import Update, schedule_of
 from trainer.ranks import Ranks
 from trainer.resume import Request, Start
 from trainer.signals import StopSignals, preempted
-from trainer.state import RunState
+from trainer.state import Piece, RunState
 from trainer.tasks.causal_lm import CausalLM
 from trainer.trackers import Evaluation, SampleLog, Tracker, open_trackers, peak_flops, require
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """Longer than any step or save; a rank that is lost shows at the latest then."""
+
+
+Saver = Callable[[Sequence[Piece], Callable[[Sequence[Piece], Ranks], None]], None]
+"""Has pieces written by what is given, with the ranks to agree with: at once, or beside the training."""
 
 
 class World(Protocol):
@@ -169,13 +174,17 @@ def _train(
             section.evaluation.every,
         )
         schedule = schedule_of(vars(config.optimizer), _mapping(config.scheduler))
-        hooks = _hooks(prepared, machine, folder, engine, meter, trackers, console, signals)
+        saver: Saver = lambda pieces, write: write(pieces, ranks)  # noqa: E731
+        if section.checkpoint.asynchronous:
+            saver = stack.enter_context(checkpoint.Background(ranks.apart())).save
+        hooks = _hooks(prepared, machine, folder, engine, meter, trackers, console, saver, signals)
         signals.saving()
         position = train(engine, feed, schedule, plan, hooks, position)
     if position.step < prepared.steps:
         ranks.barrier()  # a launcher ends the others soon after the first has left
         raise preempted(position.step)
-    checkpoint.export(folder / "final", engine.pieces(), lambda target: _write_model_files(prepared, target), ranks)
+    files = partial(_write_model_files, prepared)
+    checkpoint.export(folder / "final", engine.pieces(), files, ranks, _stored_dtype(prepared))
     engine.close()
     if ranks.first:
         _finish(prepared, folder, console)
@@ -206,6 +215,7 @@ def _hooks(
     meter: Meter,
     trackers: Sequence[Tracker],
     console: Console,
+    saver: Saver,
     signals: StopSignals,
 ) -> Hooks:
     """What the loop calls on every rank; only rank 0 has trackers."""
@@ -235,26 +245,33 @@ def _hooks(
             tracker.evaluation(Evaluation(state.step, *found))
 
     def save(state: RunState) -> None:
-        checkpoint.save(
-            shelf,
-            replace(state, engine=engine.scalars()),
-            engine.pieces(),
-            {**describe.run_description(prepared), "evaluation_loss": held_out.get(state.step)},
-            lambda target: _write_model_files(prepared, target),
-            ranks,
-        )
-        ranks.on_first(lambda: checkpoint.prune(shelf, section.checkpoint.keep_last, section.checkpoint.keep_best))
+        position = replace(state, engine=engine.scalars())
+        description = {**describe.run_description(prepared), "evaluation_loss": held_out.get(state.step)}
+
+        def write(pieces: Sequence[Piece], agreeing: Ranks) -> None:
+            files, dtype = partial(_write_model_files, prepared), _stored_dtype(prepared)
+            checkpoint.save(shelf, position, pieces, description, files, agreeing, dtype)
+            keep = section.checkpoint
+            agreeing.on_first(lambda: checkpoint.prune(shelf, keep.keep_last, keep.keep_best))
+
+        saver(engine.pieces(), write)
 
     def seen(batches: StepBatches, metrics: Metrics) -> None:
         skipped.seen(batches, metrics)
         if samples is not None:
             samples.write(batches.step, [int(i) for part in batches.ids for i in part])
 
-    return Hooks(log, evaluate, save, seen, stop=lambda: any(ranks.gather(signals.received)))
+    apart = ranks.apart()
+    return Hooks(log, evaluate, save, seen, stop=lambda: apart.any_soon(signals.received))
+
+
+def _stored_dtype(prepared: Prepared) -> torch.dtype | None:
+    name = prepared.config.trainer.checkpoint.dtype
+    return getattr(torch, name) if name else None
 
 
 def _write_model_files(prepared: Prepared, target: Path) -> None:
-    prepared.spec.save_config(target)
+    prepared.spec.save_config(target, _stored_dtype(prepared))
     prepared.tokenizer.save_pretrained(target)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainer.checkpoint.background import Background
 from trainer.checkpoint.disk import ensure_writable
 from trainer.checkpoint.load import load
 from trainer.checkpoint.manifest import ALL, PICKLES, WEIGHTS_ALONE, read_description, verify
@@ -10,6 +11,7 @@ from trainer.checkpoint.shelf import DAMAGED, leftovers, newest, prune, publishe
 
 __all__ = [
     "ALL",
+    "Background",
     "DAMAGED",
     "PICKLES",
     "WEIGHTS_ALONE",

@@ -21,7 +21,9 @@ PICKLES = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
 ALL, WEIGHTS_ALONE = ("",), ("model/", DESCRIPTION)
 """How the paths begin of all files, and of those that are read when optimizer state is not."""
 _POSITION = {"step": int, "samples": int, "tokens": int, "engine": dict}
-_DESCRIPTION = {name: (dict, NoneType) for name in ("config", "data", "layout", "model", "versions")}
+_DESCRIPTION: dict[str, tuple[type, ...]] = {
+    name: (dict, NoneType) for name in ("config", "data", "layout", "model", "versions")
+}
 _DESCRIPTION |= {"evaluation_loss": (float, int, NoneType)}
 """The types of what is looked at of a description, where it is there."""
 _MEND = "Resume from an older checkpoint"

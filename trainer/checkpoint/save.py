@@ -127,7 +127,7 @@ def _write_shards(partial: Path, places: Plan, pieces: Sequence[Piece], ranks: R
     @disk_errors(partial, _size(mine))
     def write() -> dict[str, FileRecord]:
         try:
-            _read_all(pieces, lambda piece, tensor: shards.write(places[piece.name, piece.part], tensor))
+            read_all(pieces, lambda piece, tensor: shards.write(places[piece.name, piece.part], tensor))
             return shards.finish()
         finally:
             shards.abandon()
@@ -162,7 +162,7 @@ class _Shards:
             writer.abandon()
 
 
-def _read_all(pieces: Sequence[Piece], write: Callable[[Piece, torch.Tensor], None]) -> None:
+def read_all(pieces: Sequence[Piece], write: Callable[[Piece, torch.Tensor], None]) -> None:
     """Read every piece, and write it where it came. Goes on reading after a failure, which is raised at the end.
 
     Reading is collective: a rank that stopped because its disk is full would leave the others waiting for ever.

@@ -89,6 +89,10 @@ class CheckpointSection(Section):
     keep_last: Count = 2
     keep_best: bool = False
     """Keep the one of the lowest held-out loss too."""
+    asynchronous: bool = False
+    """Train on while a checkpoint is written; takes host memory for a copy of the state, shared among the ranks."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the model's files; None: as the weights are kept."""
 
 
 class EvaluationSection(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -126,7 +127,7 @@ def describe(
         weights=weights,
         shrunk=shrunk,
         config=_architecture(model),
-        save_config=lambda folder: _save_config(model, folder),
+        save_config=lambda folder, dtype: _save_config(model, folder, dtype),
     )
 
 
@@ -257,8 +258,9 @@ def _architecture(model: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in NOT_ARCHITECTURE}
 
 
-def _save_config(model: PreTrainedModel, folder: Path) -> None:
-    config = model.config
+def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype or config.dtype
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:

@@ -60,8 +60,8 @@ class ModelSpec:
     """Makes a tiny copy of the same architecture, to try things on."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The architecture in numbers and words, to be compared."""
-    save_config: Callable[[Any], None] = lambda folder: None
-    """Writes config.json and generation_config.json into a folder."""
+    save_config: Callable[[Any, torch.dtype | None], None] = lambda folder, dtype: None
+    """Writes config.json, naming the dtype if one is given, and generation_config.json into a folder."""
 
 
 def units(root: nn.Module, blocks: tuple[str, ...]) -> Iterator[list[tuple[str, nn.Module]]]:

@@ -1,0 +1,80 @@
+"""Saving beside the training: the loop waits until the state is copied, and a thread writes the copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from threading import Thread
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from trainer.checkpoint.save import read_all
+from trainer.ranks import Ranks
+from trainer.state import Piece
+
+if TYPE_CHECKING:
+    import torch
+
+Write = Callable[[Sequence[Piece], Ranks], None]
+"""Saves pieces; the ranks are those to agree with. Collective."""
+
+
+class Background:
+    """One save at a time. A rank's copy is what it owns of the state, in host memory that is kept for the next save.
+
+    `ranks` meet in a group of their own, for a thread asks them. Leaving the context waits for the save.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._copies: dict[tuple[str, str], torch.Tensor] = {}
+        self._thread: Thread | None = None
+        self._failure: Exception | None = None
+
+    def save(self, pieces: Sequence[Piece], write: Write) -> None:
+        """Copy `pieces` as they are, and have a thread `write` them. Collective.
+
+        Waits for the save before, and raises what that one raised.
+        """
+        self.wait()
+        self._ranks.on_each(lambda: read_all(pieces, self._copy))
+        if any(tensor.is_pinned() for tensor in self._copies.values()):
+            import torch
+
+            torch.cuda.current_stream().synchronize()
+        frozen = [replace(piece, read=partial(self._copies.get, (piece.name, piece.part))) for piece in pieces]
+        self._thread = Thread(target=self._run, args=(frozen, write), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the save under way is done; raises what it raised, on every rank."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.wait()
+        elif self._thread is not None:
+            self._thread.join()
+
+    def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
+        import torch
+
+        key = piece.name, piece.part
+        if key not in self._copies:
+            self._copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self._copies[key].copy_(tensor, non_blocking=True)
+
+    def _run(self, pieces: list[Piece], write: Write) -> None:
+        try:
+            write(pieces, self._ranks)
+        except Exception as error:  # raised again by `wait`
+            self._failure = error
