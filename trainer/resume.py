@@ -172,7 +172,7 @@ def _refuse(problems: Sequence[Problem]) -> None:
 
 def _last_logged(path: Path) -> int:
     """The step of the last whole line of a metrics file; 0 where there is none."""
-    for line in path.read_bytes().split(b"\n")[-2::-1] if path.exists() else ():
+    for line in path.read_bytes().split(b"\n")[-2::-1] if path.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):  # what a machine that lost power left
             return int(json.loads(line)["step"])
     return 0

@@ -203,7 +203,7 @@ class SampleLog:
 
 def _cut_torn_line(path: Path) -> None:
     """Remove what a killed run left after the last whole line."""
-    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
+    if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)
 
 
