@@ -41,15 +41,26 @@ Losses = tuple[float, float]
 
 
 def save(case: Case, folder: Path) -> Losses:
-    """Two steps and a checkpoint; the losses of the two that follow. Runs on each rank."""
+    """Two steps and a checkpoint; the losses of the two that follow. Runs on each rank.
+
+    Saves a second time, beside those two steps: both checkpoints are to be the same, byte for byte.
+    """
     from trainer import checkpoint
+    from trainer.checkpoint.manifest import read_manifest
     from trainer.state import RunState
 
     engine, ranks = started(case)
     advance(engine, case, 0)
     state = RunState(step=2, samples=2 * TRAIN_BATCH, engine=engine.scalars())
-    checkpoint.save(folder, state, engine.pieces(), {}, lambda target: None, ranks)
-    losses = advance(engine, case, 2)
+    path = checkpoint.save(folder, state, engine.pieces(), {}, lambda target: None, ranks)
+
+    def write(pieces: Any, apart: Any) -> None:
+        checkpoint.save(folder / "beside", state, pieces, {}, lambda target: None, apart)
+
+    with checkpoint.Background(ranks.apart()) as background:
+        background.save(engine.pieces(), write)
+        losses = advance(engine, case, 2)
+    assert read_manifest(folder / "beside" / path.name) == read_manifest(path)
     engine.close()
     return losses
 

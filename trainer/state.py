@@ -12,10 +12,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from trainer.ranks import Ranks
+
 WEIGHT = "weight"
 """The `part` of a piece that holds model weights; every other part is optimizer state of the same name."""
 MASTER = "master"
 """The `part` of the exact float32 weight beside a 16-bit one."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a piece is read without a wait for other ranks: each copies its part, and they are put together later."""
+
+    own: Callable[[], torch.Tensor | None]
+    """This rank's part of the live tensor; None where it has none that `gather` wants."""
+    gather: Callable[[torch.Tensor | None, Ranks], torch.Tensor | None]
+    """The whole tensor on the piece's owner from a copy of `own`, on the host. Collective over the ranks given."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,7 @@ class Piece:
     owner: int
     read: Callable[[], torch.Tensor | None]
     write: Callable[[torch.Tensor], None]
+    parts: Parts | None = None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ Write = Callable[[Sequence[Piece], Ranks], None]
 
 
 class Background:
-    """One save at a time. A rank's copy is what it owns of the state, in host memory that is kept for the next save.
+    """One save at a time. A rank's copy is its part of the state, in host memory that is kept for the next save.
 
     `ranks` meet in a group of their own, for a thread asks them. Leaving the context waits for the save.
     """
@@ -38,12 +38,13 @@ class Background:
         Waits for the save before, and raises what that one raised.
         """
         self.wait()
-        self._ranks.on_each(lambda: read_all(pieces, self._copy))
+        own = [replace(piece, read=piece.parts.own) if piece.parts else piece for piece in pieces]
+        self._ranks.on_each(lambda: read_all(own, self._copy))
         if any(tensor.is_pinned() for tensor in self._copies.values()):
             import torch
 
             torch.cuda.current_stream().synchronize()
-        frozen = [replace(piece, read=partial(self._copies.get, (piece.name, piece.part))) for piece in pieces]
+        frozen = [replace(piece, read=partial(self._read, piece)) for piece in pieces]
         self._thread = Thread(target=self._run, args=(frozen, write), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -72,6 +73,10 @@ class Background:
         if key not in self._copies:
             self._copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         self._copies[key].copy_(tensor, non_blocking=True)
+
+    def _read(self, piece: Piece) -> torch.Tensor | None:
+        copied = self._copies.get((piece.name, piece.part))
+        return piece.parts.gather(copied, self._ranks) if piece.parts else copied
 
     def _run(self, pieces: list[Piece], write: Write) -> None:
         try:

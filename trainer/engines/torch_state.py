@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.engines.engine import Observer, owners
-from trainer.models.materialise import own_part
+from trainer.models.parts import gather, own_part
 from trainer.parallel.mesh import Grid
 from trainer.parallel.replicate import local
 from trainer.ranks import Ranks
-from trainer.state import WEIGHT, Piece
+from trainer.state import WEIGHT, Parts, Piece
 from trainer.tasks.task import bare_name
 
 Kind = tuple[str, str, tuple[int, ...], torch.dtype]
@@ -106,7 +106,15 @@ class TorchState:
             for tensor in held:
                 _keep_own(tensor, value)
 
-        return Piece(*kind, owner, read, write)
+        def own() -> torch.Tensor | None:
+            sends = home == self._coordinate and (isinstance(held[0], DTensor) or owner == self._ranks.rank)
+            return local(held[0]).detach() if sends else None
+
+        def assemble(part: torch.Tensor | None, ranks: Ranks) -> torch.Tensor | None:
+            like = held[0] if held else None
+            return gather(part, like, owner, ranks) if part is not None and isinstance(like, DTensor) else part
+
+        return Piece(*kind, owner, read, write, Parts(own, assemble))
 
     def _make_states(self) -> None:
         """Have the optimizer make its moments without moving a weight: a step at rate 0 with zero gradients."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.errors import ConfigError, Problem
+from trainer.models.parts import own_part
 from trainer.models.spec import ModelSpec, NoWeights, units
 from trainer.seeding import seeded_init
 
@@ -106,20 +107,6 @@ def _own(value: nn.Parameter, meta: nn.Parameter, home: torch.device, dtype: tor
     # a tied parameter keeps its first module's values: by its second it may be an empty shard
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     return parameter
-
-
-def own_part(value: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """The view of a whole tensor that is this process's part of `like`.
-
-    The innermost axis divides first: FSDP shards what tensor parallelism has left (DTensor's strided sharding).
-    """
-    for axis in reversed(range(like.device_mesh.ndim)):
-        dim = getattr(like.placements[axis], "dim", None)
-        if dim is not None:
-            chunks = value.chunk(like.device_mesh.size(axis), dim)
-            rank = like.device_mesh.get_local_rank(axis)
-            value = chunks[rank] if rank < len(chunks) else value.narrow(dim, 0, 0)
-    return value
 
 
 def _buffer(name: str, meta: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
