@@ -4,9 +4,9 @@
 
 The state is that of the memory model of layouts.py under ZeRO-3 on engine `mesh`: weights and two moments in float32.
 save, load: `trainer.checkpoint` (hashed, flushed, agreed, one rename; loading without and with the verification of
-every byte), `safetensors.torch` writing and reading the same bytes, each rank its share as one file of tensors that are
-whole beforehand, and `torch.distributed.checkpoint` of the same sharded tensors. What is written is flushed to disk, and
-dropped from the page cache before it is read.
+every byte), `safetensors.torch` writing and reading the same bytes, each rank its share as one file of tensors that
+are whole beforehand, and `torch.distributed.checkpoint` of the same sharded tensors. What is written is flushed to
+disk, and dropped from the page cache before it is read.
 stall: how long the loop waits in a save that is waited for, and in one beside the training; a step that has a save
 beside it, against one that has none.
 memory: the most private memory of a rank above what it holds between saves, and the largest tensor.
@@ -44,6 +44,7 @@ class Arms:
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         self.ranks, self.folder = Ranks(bench.rank, bench.world_size), folder
+        self.counts: dict[str, int] = {}
         self.engine = bench.engine("mesh", bench.layout(3))
         self.engine.step(0, bench.batches(), Update(1e-3))
         self.pieces = self.engine.pieces()
@@ -59,30 +60,47 @@ class Arms:
         return {name: value.clone() for name, value in read.items() if value is not None}
 
     def ours(self, pieces: Any = None, ranks: Ranks | None = None, name: str = "ours") -> None:
-        folder, ranks = self.folder / name, ranks or self.ranks
-        ranks.on_first(lambda: shutil.rmtree(folder, ignore_errors=True))
+        folder, ranks = self.fresh(name), ranks or self.ranks
         checkpoint.save(folder, RunState(step=1), pieces or self.pieces, {}, lambda target: None, ranks)
 
     def plain(self, tensors: dict[str, torch.Tensor]) -> None:
-        path = self.folder / f"plain-{self.ranks.rank}.safetensors"
-        path.unlink(missing_ok=True)
+        path = self.fresh("plain") / f"{self.ranks.rank}.safetensors"
+        path.parent.mkdir(exist_ok=True)
         save_file(tensors, path)
         flush(path)
 
     def distributed(self) -> None:
-        folder = self.folder / "dcp"
-        self.ranks.on_first(lambda: shutil.rmtree(folder, ignore_errors=True))
-        dcp.save(self.sharded, storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
+        dcp.save(self.sharded, storage_writer=dcp.FileSystemWriter(self.fresh("dcp"), sync_files=True))
+
+    def fresh(self, name: str) -> Path:
+        """A folder that is not there yet; those before it are removed by `tidy`, outside what is timed."""
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return self.at(name)
+
+    def at(self, name: str) -> Path:
+        """The latest folder of that name."""
+        return self.folder / f"{name}-{self.counts[name]}"
+
+    def tidy(self) -> None:
+        dist.barrier()
+        if self.ranks.first:
+            for path in self.folder.iterdir():
+                if path not in [self.at(name) for name in self.counts]:
+                    shutil.rmtree(path)
+        dist.barrier()
 
     def loads(self) -> dict[str, Callable[[], object]]:
-        ours = self.folder / "ours" / checkpoint.step_name(1)
+        ours = lambda: self.at("ours") / checkpoint.step_name(1)  # noqa: E731
         return {
-            "ours": lambda: checkpoint.load(ours, self.pieces, self.ranks),
-            "verified": lambda: (checkpoint.verify(ours, self.ranks), checkpoint.load(ours, self.pieces, self.ranks)),
+            "ours": lambda: checkpoint.load(ours(), self.pieces, self.ranks),
+            "verified": lambda: (
+                checkpoint.verify(ours(), self.ranks),
+                checkpoint.load(ours(), self.pieces, self.ranks),
+            ),
             "plain": lambda: [
-                tensor.clone() for tensor in load_file(self.folder / f"plain-{self.ranks.rank}.safetensors").values()
+                tensor.clone() for tensor in load_file(self.at("plain") / f"{self.ranks.rank}.safetensors").values()
             ],
-            "distributed": lambda: dcp.load(self.sharded, checkpoint_id=self.folder / "dcp"),
+            "distributed": lambda: dcp.load(self.sharded, checkpoint_id=self.at("dcp")),
         }
 
     def uncached(self, work: Callable[[], object]) -> Callable[[], None]:
@@ -104,9 +122,8 @@ def measure_bandwidth(arms: Arms, rounds: int) -> list[str]:
     tensors = arms.whole()
     size = sum(tensor.nbytes for tensor in arms.sharded.values()) / 2**20
     saves = {"ours": arms.ours, "plain": lambda: arms.plain(tensors), "distributed": arms.distributed}
-    times = interleaved(saves, rounds, warm_up=1)
-    del tensors
-    lines = ["| of %.0f MiB | MiB/s | / plain safetensors | / torch.distributed.checkpoint |" % size]
+    times = interleaved(saves, rounds, warm_up=1, after=arms.tidy)
+    lines = [f"| of {size:.0f} MiB | MiB/s | / plain safetensors | / torch.distributed.checkpoint |"]
     lines.append("| --- |" + " ---: |" * 3)
     lines.append(row("save", times["ours"], times, size))
     times = interleaved({name: arms.uncached(load) for name, load in arms.loads().items()}, rounds, warm_up=1)
@@ -125,6 +142,7 @@ def measure_stall(arms: Arms, bench: Bench, rounds: int) -> list[str]:
     step = lambda: arms.engine.step(1, batches, Update(1e-3))  # noqa: E731
     with checkpoint.Background(arms.ranks.apart()) as background:
         for number in range(rounds + 1):
+            arms.tidy()
             whole = timed(arms.ours)
             alone = min(timed(step) for _ in range(3))
             stall = timed(

@@ -155,7 +155,10 @@ class Bench:
         return step
 
 
-def interleaved(arms: dict[str, Callable[[], None]], rounds: int, warm_up: int = 4) -> dict[str, list[float]]:
+def interleaved(
+    arms: dict[str, Callable[[], None]], rounds: int, warm_up: int = 4, after: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Seconds of each arm in each round; `after` each, something that is not timed."""
     order, names, times = random.Random(0), list(arms), {name: [] for name in arms}
     for number in range(warm_up + rounds):
         order.shuffle(names)
@@ -166,6 +169,7 @@ def interleaved(arms: dict[str, Callable[[], None]], rounds: int, warm_up: int =
             dist.barrier()
             if number >= warm_up:
                 times[name].append(time.perf_counter() - started)
+            after()
     return times
 
 

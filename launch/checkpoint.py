@@ -61,15 +61,18 @@ def summarise(path: Path) -> int:
     """One line: step, size, what saved it; whether the files have their sizes."""
     from trainer.checkpoint import read_description
     from trainer.checkpoint.disk import size
-    from trainer.checkpoint.manifest import check_sizes, read_manifest
+    from trainer.checkpoint.manifest import DESCRIPTION, check_sizes, read_manifest
 
     problems = check_sizes(path)
     if problems:
         print(f"{path.name}  damaged: {problems[0]}")
         return 74
-    total, description = sum(record.size for record in read_manifest(path).values()), read_description(path)
-    position = description["position"]
-    print(f"{path.name}  {size(total)}  {position['samples']:,} samples  {_saved_by(description)}")
+    records = read_manifest(path)
+    line = f"{path.name}  {size(sum(record.size for record in records.values()))}"
+    if DESCRIPTION in records:
+        description = read_description(path)
+        line += f"  {description['position']['samples']:,} samples  {_saved_by(description)}"
+    print(line.rstrip())
     return 0
 
 
@@ -86,13 +89,14 @@ def show(path: Path) -> int:
     """What is in it: position, what saved it, and every tensor."""
     from trainer.checkpoint import read_description
     from trainer.checkpoint.disk import size
+    from trainer.checkpoint.manifest import DESCRIPTION
 
     if code := summarise(path):
         return code
-    description = read_description(path)
-    print(
-        json.dumps({key: description[key] for key in ("position", "seed", "versions") if key in description}, indent=2)
-    )
+    if (path / DESCRIPTION).exists():
+        description = read_description(path)
+        told = {key: description[key] for key in ("position", "seed", "versions") if key in description}
+        print(json.dumps(told, indent=2))
     for line, count in _tensors(path):
         print(f"  {line}  {size(count)}")
     return 0

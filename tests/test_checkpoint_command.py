@@ -10,7 +10,7 @@ import pytest
 
 from tests.checkpoint_pieces import ALONE, STATE, live, model_files
 from tests.commands import ROOT, Result, run
-from trainer.checkpoint import save
+from trainer.checkpoint import export, save
 
 LAYOUT = {"pipeline": 2, "replicate": 1, "shard": 4, "tensor": 1, "zero_stage": 3}
 
@@ -75,6 +75,14 @@ def test_show(shelf):
     assert '"step": 20' in result.output and '"torch": "2"' in result.output
     assert "  model/model.safetensors: a.weight  float32 4 x 3  48 bytes" in result.output.splitlines()
     assert "  optimizer/optimizer.safetensors: a.weight.exp_avg  float32 4 x 3  48 bytes" in result.output.splitlines()
+
+
+def test_a_model_alone(shelf):
+    export(shelf / "final", live().pieces(), model_files, ALONE)
+    assert ask("verify", shelf / "final").output == "final  good\n"
+    result = ask("show", shelf / "final")
+    assert result.code == 0
+    assert "  model.safetensors: a.weight  float32 4 x 3  48 bytes" in result.output.splitlines()
 
 
 def test_nothing_there(tmp_path):

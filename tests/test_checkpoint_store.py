@@ -235,9 +235,9 @@ def test_the_text_of_damage(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "seen"),
     [
-        ("../latest", "a path that leaves the folder: ../latest"),
-        ("/etc/passwd", "a path that leaves the folder: /etc/passwd"),
-        ("model/pytorch_model.bin", "a pickle, which is never opened: model/pytorch_model.bin"),
+        ("../latest", "a path that leaves the folder: '../latest'"),
+        ("/etc/passwd", "a path that leaves the folder: '/etc/passwd'"),
+        ("model/pytorch_model.bin", "a pickle, which is never opened: 'model/pytorch_model.bin'"),
     ],
 )
 def test_a_manifest_that_names_what_is_never_opened_is_refused(tmp_path: Path, name: str, seen: str) -> None:

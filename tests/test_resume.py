@@ -170,11 +170,14 @@ def test_a_path_starts_a_run_of_its_own(config):
 
 def test_paths_that_are_no_checkpoint(config, tmp_path):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
     (tmp_path / "foreign/global_step9").mkdir(parents=True)
     (tmp_path / "foreign/global_step9/mp_rank_00_model_states.pt").write_bytes(b"cos\nsystem\n")
     for name, seen in {
         "nowhere": "no such folder",
         "empty": "a folder without a manifest.json",
+        "model": "a model alone",
         "foreign": "a folder with a pickle (mp_rank_00_model_states.pt), which is never opened",
     }.items():
         with pytest.raises(ConfigError, match=f"{name}: ") as caught:

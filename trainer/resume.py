@@ -157,11 +157,13 @@ def _checkpoint(path: Path) -> Path:
     wrong = {
         "no such folder": not path.is_dir(),
         f"a folder with a pickle ({', '.join(pickles[:1])}), which is never opened": bool(pickles),
+        "a model alone": (path / "config.json").is_file(),
         "a folder without a manifest.json": not (path / "manifest.json").is_file(),
     }
     if seen := next((text for text, holds in wrong.items() if holds), None):
         expected = "auto, or a folder such as runs/NAME/checkpoints/step-000100"
-        raise ConfigError(Problem(f"--resume: {path}", seen, expected))
+        mend = "Start a run from it with trainer.model.name_or_path" if (path / "config.json").is_file() else ""
+        raise ConfigError(Problem(f"--resume: {path}", seen, expected, mend))
     return path
 
 

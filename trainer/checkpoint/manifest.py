@@ -68,7 +68,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
             raise ValueError(f"a path that leaves the folder: {name!r:.200}")
         if PurePosixPath(name).suffix in PICKLES:
             raise ValueError(f"a pickle, which is never opened: {name!r:.200}")
-    if DESCRIPTION not in parsed["files"]:
+    if DESCRIPTION not in parsed["files"] and any(name.startswith("model/") for name in parsed["files"]):
         raise ValueError(f"damaged (no {DESCRIPTION})")
     return {name: FileRecord(**record) for name, record in parsed["files"].items()}
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,7 +76,7 @@ class TensorWriter:
     def __init__(self, path: Path, types: Mapping[str, TensorType]) -> None:
         header = _header(types)
         self._waiting = list(types.items())[::-1]
-        self._hash = hashlib.sha256()
+        self._hash, self._hasher = hashlib.sha256(), ThreadPoolExecutor(1)
         self._size = 0
         self._file = path.open("wb", buffering=0)
         self._write(len(header).to_bytes(8, "little"))
@@ -107,14 +108,16 @@ class TensorWriter:
 
     def abandon(self) -> None:
         """Close what will not be finished."""
+        self._hasher.shutdown()
         self._file.close()
 
     def _write(self, content: bytes | memoryview) -> None:
-        self._hash.update(content)
+        hashed = self._hasher.submit(self._hash.update, content)
         self._size += len(content)
         rest = memoryview(content)
         while rest:  # one call takes at most 2 GiB
             rest = rest[self._file.write(rest) :]
+        hashed.result()
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -136,14 +137,29 @@ def _write_shards(partial: Path, places: Plan, pieces: Sequence[Piece], ranks: R
 
 
 class _Shards:
-    """The files that this rank writes, each opened when its first tensor comes."""
+    """The files that this rank writes, each opened when its first tensor comes.
+
+    One tensor is written, by a thread, while the next is gathered: no more than two are whole.
+    """
 
     def __init__(self, folder: Path, slots: Sequence[Slot]) -> None:
         self._folder = folder
         self._slots = slots
         self._writers: dict[str, TensorWriter] = {}
+        self._thread = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
 
     def write(self, slots: Sequence[Slot], tensor: torch.Tensor) -> None:
+        """Begin to write a tensor. Waits for the one before, and raises what that one raised."""
+        self._wait()
+        self._last = self._thread.submit(self._write, slots, tensor)
+
+    def _wait(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def _write(self, slots: Sequence[Slot], tensor: torch.Tensor) -> None:
         for slot in slots:
             if slot.file not in self._writers:
                 types = {other.name: other.type for other in self._slots if other.file == slot.file}
@@ -152,12 +168,14 @@ class _Shards:
             self._writers[slot.file].write(slot.name, tensor)
 
     def finish(self) -> dict[str, FileRecord]:
+        self._wait()
         if missing := {slot.file for slot in self._slots} - set(self._writers):
             raise ValueError(f"no piece of {', '.join(sorted(missing))} was read on its owner")
         faults.at("flush")
         return {name: writer.finish() for name, writer in self._writers.items()}
 
     def abandon(self) -> None:
+        self._thread.shutdown()
         for writer in self._writers.values():
             writer.abandon()
 

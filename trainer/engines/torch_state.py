@@ -97,9 +97,12 @@ class TorchState:
 
     def _piece(self, kind: Kind, held: list[torch.Tensor], home: int, owner: int) -> Piece:
         def read() -> torch.Tensor | None:
+            if self._grid.mesh.device_type == "cpu":
+                return assemble(own(), self._ranks)
             if home != self._coordinate:
                 return None
-            value = whole(held[0])  # on every rank of the stage: gathering is collective
+            # by all: NCCL has a communicator for them, and would make one for each pair that sends
+            value = whole(held[0])
             return value.detach() if owner == self._ranks.rank else None
 
         def write(value: torch.Tensor) -> None:
