@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from trainer.errors import ConfigError
 from trainer.models import huggingface
 from trainer.models.materialise import materialise
 from trainer.models.spec import flops_per_token, units
+from trainer.models.weights import open_weights
 
 SMALL: dict[str, Any] = {key: value for key, value in LLAMA.items() if key not in ("model_type", "tie_word_embeddings")}
 
@@ -184,3 +186,12 @@ def test_weights_of_another_shape(tmp_path):
     with pytest.raises(ConfigError) as caught:
         real(spec_of(LLAMA, str(tmp_path)))
     assert "model.layers.0.mlp.gate_proj.weight: shape (48, 32); expected (64, 32)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/model.safetensors", "pytorch_model.bin", "a\\b.safetensors"]
+)
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ConfigError, match="names of safetensors files in this folder"):
+        open_weights(tmp_path, {"a"}, dict)

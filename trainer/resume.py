@@ -81,21 +81,22 @@ def choose(config: Config, request: Request, ranks: Ranks) -> Start:
 
 
 def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
-    """What else changed since the checkpoint, a line each.
+    """What else changed since the checkpoint, a line each; an imported one says nothing of data and config.
 
     Raises DataError if data or tokenizer did, ConfigError if the model did: the run would not be the same one.
     """
     saved = checkpoint.read_description(source)
     mend = "Undo the change, start a run of its own with --fresh, or go on in spite of it with --resume-anyway"
-    data = _differences(saved.get("data", {}), description["data"])
+    data = _differences(saved.get("data", description["data"]), description["data"])
     if data:
         raise DataError(
             Problem(f"data or tokenizer: {source}", _listed(data), "what the checkpoint was made with", mend)
         )
-    model = _differences(saved.get("model", {}), description["model"])
+    model = _differences(saved.get("model", description["model"]), description["model"])
     if model:
         raise ConfigError(Problem(f"model: {source}", _listed(model), "the model of the checkpoint", mend))
-    return [f"changed since the checkpoint: {line}" for line in _differences(_steering(saved), _steering(description))]
+    steering = _differences(_steering(saved), _steering(description)) if "config" in saved else []
+    return [f"changed since the checkpoint: {line}" for line in steering]
 
 
 def _folder(config: Config, request: Request) -> tuple[Path, bool, list[str]]:

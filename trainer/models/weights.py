@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,8 @@ class SafetensorsFolder:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            if strange := [name for name in self._file_of.values() if not re.fullmatch(r"[^/\\]+\.safetensors", name)]:
+                raise ConfigError(Problem(str(index), repr(strange[0]), "names of safetensors files in this folder"))
         else:
             with safe_open(folder / "model.safetensors", "pt") as file:
                 self._file_of = dict.fromkeys(file.keys(), "model.safetensors")
