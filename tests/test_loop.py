@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from trainer.engines.engine import Metrics, owners
+from trainer.engines.engine import Metrics
+from trainer.engines.homes import least_loaded
 from trainer.loop import Hooks, Plan, due, train
 from trainer.optimizers import Update
 from trainer.state import RunState
@@ -82,5 +83,5 @@ def test_due():
 
 
 def test_tensors_are_shared_out_by_size():
-    assert owners([8, 1, 1, 1, 5], [range(2)] * 5) == [0, 1, 1, 1, 1]
-    assert owners([3, 1], [range(2, 4), range(2)]) == [2, 0]
+    assert least_loaded([8, 1, 1, 1, 5], [range(2)] * 5) == [0, 1, 1, 1, 1]
+    assert least_loaded([3, 1], [range(2, 4), range(2)]) == [2, 0]

@@ -1,4 +1,4 @@
-"""The engines, in the order in which `"engine": "auto"` prefers them."""
+"""The engines, and which of them runs a layout."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ __all__ = ["ENGINES", "Engine", "EngineKind", "Job", "Machine", "Metrics", "sele
 
 
 def select(wanted: str, layout: Layout) -> tuple[str, EngineKind]:
-    """The engine `wanted`, or for "auto" the first that can run the layout.
+    """The engine `wanted`, or for "auto" the first that can run the layout; DeepSpeed comes last for pipelines.
 
     Raises ConfigError with each engine's reason when none can.
     """
-    candidates = ENGINES if wanted == "auto" else {wanted: ENGINES[wanted]}
+    order = sorted(ENGINES, key=lambda name: name == "deepspeed" and layout.pipeline > 1)
+    candidates = {name: ENGINES[name] for name in (order if wanted == "auto" else [wanted])}
     refusals = {name: kind.refusal(layout) for name, kind in candidates.items()}
     for name, refusal in refusals.items():
         if refusal is None:

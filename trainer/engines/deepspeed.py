@@ -1,36 +1,43 @@
-"""The DeepSpeed engine: ZeRO 0 to 3, offload, mixed precision."""
+"""The DeepSpeed engine: ZeRO 0 to 3, offload and mixed precision; pipelines under ZeRO 0 and 1."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.engines import deepspeed_pipeline
+from trainer.engines.deepspeed_config import DTYPES, check_precision, has_plain_optimizer, runtime_config
 from trainer.engines.deepspeed_state import MasterState
 from trainer.engines.engine import EngineKind, Job, Metrics, Observer, over_all, set_update
-from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
+from trainer.models.cut import prove
 from trainer.models.materialise import materialise
+from trainer.models.spec import ModelSpec
 from trainer.optimizers import Update
 from trainer.parallel import recompute
 from trainer.parallel.dropout import Dropout
+from trainer.parallel.mesh import Grid
 from trainer.seeding import step_seed
 from trainer.state import Piece
-from trainer.tasks.task import Batch, Trainee, bare_name
+from trainer.tasks.task import Batch, Trainee
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STAGE_0_NOTE = (
+    "ZeRO-0 in {} runs as ZeRO-1, with the same gradients and less memory: DeepSpeed's own path for float16 divides "
+    "gradients by a loss scale that it never applied"
+)
 
 
 def refusal(layout: Layout) -> str | None:
     """Why DeepSpeed can't run a layout."""
-    if layout.pipeline > 1:
-        return "Its PipelineModule is not used, and asserts under ZeRO-2 and 3; the mesh engine runs the same JSON."
     if layout.tensor > 1:
         return "Its AutoTP is not used; the mesh engine splits the model by the model's own plan."
+    if layout.pipeline > 1 and (reason := deepspeed_pipeline.refusal(layout)):
+        return reason
     if layout.replicate > 1 and layout.shard > 1:
         return "DeepSpeed removed MiCS, and hpZ replicates weights only: it has no sharding within replicas (HSDP)."
     if layout.zero_stage > 0 and layout.replicate > 1:
@@ -38,16 +45,31 @@ def refusal(layout: Layout) -> str | None:
     return None
 
 
+def check(spec: ModelSpec, layout: Layout) -> None:
+    """Raises ConfigError for a model that can't be cut into this many stages."""
+    if layout.pipeline > 1:
+        prove(spec, layout.stages)
+
+
 def build(job: Job) -> DeepSpeedEngine:
-    """Materialise the model (under ZeRO-3 each unit is partitioned as it comes) and hand it to DeepSpeed."""
+    """Give the model, or this rank's stage of it, its values and hand it to DeepSpeed."""
     import deepspeed
     from deepspeed.utils import logger
 
     logger.setLevel("WARNING")
     deepspeed.init_distributed(dist.get_backend())
-    _check_precision(job)
-    config = _runtime_config(job)
-    dtype = DTYPES[job.layout.precision]
+    check_precision(job)
+    config = runtime_config(job)
+    passes: Passes = deepspeed_pipeline.build(job, config) if job.layout.pipeline > 1 else _whole(job, config)
+    if hasattr(passes.engine.optimizer, "check_grad_overflow"):
+        passes.engine.optimizer.check_grad_overflow = True  # in float32 too, a step that is not finite is skipped
+    return DeepSpeedEngine(passes, job)
+
+
+def _whole(job: Job, config: dict[str, Any]) -> Whole:
+    import deepspeed
+
+    layout, dtype = job.layout, DTYPES[job.layout.precision]
     model = job.task.prepare(job.spec.build())
 
     def partition(module: nn.Module, parameters: list[nn.Parameter]) -> None:
@@ -56,63 +78,87 @@ def build(job: Job) -> DeepSpeedEngine:
             unit.register_parameter(str(index), parameter)
         deepspeed.zero.Init(module=unit, config_dict_or_path=config, dtype=dtype)
 
-    place: dict[str, Any] = {"place": partition} if job.layout.zero_stage == 3 else {}
+    # under ZeRO-3 each unit is partitioned as it comes
+    place: dict[str, Any] = {"place": partition} if layout.zero_stage == 3 else {}
+    # under parameter offload new values never have to fit on the accelerator
+    home = torch.device("cpu") if layout.offload_param != "none" else job.machine.device
     with torch.device("cpu"):
-        materialise(model, job.spec, seed=job.seed, device=_home(job), dtype=dtype, **place)
-    recompute.apply(model, job.spec, job.layout.recompute)
+        materialise(model, job.spec, seed=job.seed, device=home, dtype=dtype, **place)
+    recompute.apply(model, job.spec, layout.recompute)
     dropout = Dropout(model, job.spec)
     trainee = Trainee(model, job.task)
     engine, *_ = deepspeed.initialize(
         model=trainee, model_parameters=[p for p in trainee.parameters() if p.requires_grad], config=config
     )
-    if hasattr(engine.optimizer, "check_grad_overflow"):
-        engine.optimizer.check_grad_overflow = True  # in float32 too, a step that is not finite is skipped
-    return DeepSpeedEngine(engine, job, dropout)
+    return Whole(engine, dropout)
 
 
-KIND = EngineKind(refusal, build)
-
-STAGE_0_NOTE = (
-    "ZeRO-0 in {} runs as ZeRO-1, with the same gradients and less memory: DeepSpeed's own path for float16 divides "
-    "gradients by a loss scale that it never applied"
-)
+KIND = EngineKind(refusal, build, check)
 
 
-def _check_precision(job: Job) -> None:
-    from deepspeed.accelerator import get_accelerator
+class Passes(Protocol):
+    """Forward, backward and update through `deepspeed.DeepSpeedEngine`."""
 
-    if job.layout.precision == "float16" and not get_accelerator().is_fp16_supported():
-        seen = "true on a processor without float16 arithmetic"
-        expected = "a GPU, or a processor with AVX512-FP16 or AMX"
-        raise ConfigError(Problem("fp16.enabled", seen, expected, 'Set bf16.enabled, or trainer.device="cuda"'))
+    engine: Any
+    trainee: nn.Module
+    """What this rank holds: the whole model, or its pipeline stage."""
+    grid: Grid | None
+    """None without a pipeline."""
+    notes: tuple[str, ...]
+
+    def train(
+        self,
+        seed: int,
+        micro_batches: Sequence[Batch],
+        scale: Callable[[], torch.Tensor],
+        before_update: Callable[[], None],
+    ) -> torch.Tensor:
+        """One optimizer step on `scale()` x summed loss; returns the summed loss that this rank saw, detached.
+
+        `before_update` is called when the gradients are there, averaged.
+        """
+        ...
+
+    def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """The summed loss that this rank saw, without gradients."""
+        ...
 
 
-def _has_plain_optimizer(layout: Layout) -> bool:
-    """Without ZeRO in float32 DeepSpeed steps PyTorch's optimizer itself, with nothing around it."""
-    return layout.zero_stage == 0 and layout.precision == "float32"
+class Whole:
+    """Each micro-batch forward and backward through the whole model, before the next."""
 
+    grid: Grid | None = None
+    notes: tuple[str, ...] = ()
 
-def _home(job: Job) -> torch.device:
-    """Where new values go: under parameter offload they never have to fit on the accelerator."""
-    return torch.device("cpu") if job.layout.offload_param != "none" else job.machine.device
+    def __init__(self, engine: Any, dropout: Dropout) -> None:
+        self.engine = engine
+        self.trainee: nn.Module = engine.module
+        self._dropout = dropout
 
+    def train(
+        self,
+        seed: int,
+        micro_batches: Sequence[Batch],
+        scale: Callable[[], torch.Tensor],
+        before_update: Callable[[], None],
+    ) -> torch.Tensor:
+        if not self.trainee.training:
+            self.engine.train()
+        losses = []
+        for index, batch in enumerate(micro_batches):
+            self._dropout.start(seed, index)
+            loss = self.engine(batch)
+            losses.append(loss.detach())
+            self.engine.backward(loss * scale())
+            if index + 1 == len(micro_batches):
+                before_update()
+            self.engine.step()
+        return sum(losses[1:], losses[0])
 
-def _runtime_config(job: Job) -> dict[str, Any]:
-    """The user's JSON as this machine needs it; nothing here changes what is computed."""
-    config = {**job.deepspeed, "steps_per_print": 2**31 - 1}
-    optimizer = config["optimizer"]
-    if optimizer["type"].lower() in ("adam", "adamw") and job.layout.offload_optimizer == "none":
-        # PyTorch's own fused kernel: the same update as DeepSpeed's FusedAdam, without a compiler at run time
-        defaults = {"torch_adam": True, "fused": True}
-        config["optimizer"] = {**optimizer, "params": {**defaults, **optimizer["params"]}}
-        if not config["optimizer"]["params"]["torch_adam"]:
-            config["optimizer"]["params"].pop("fused")
-    if _has_plain_optimizer(job.layout):
-        # DeepSpeed reports no norm here, so this engine takes it and clips
-        config["gradient_clipping"] = 0.0
-    elif job.layout.zero_stage == 0:
-        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": 1}
-    return config
+    def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        self.engine.eval()
+        with torch.no_grad():
+            return torch.stack([self.engine(batch) for batch in micro_batches]).double().sum()
 
 
 class DeepSpeedEngine:
@@ -123,69 +169,55 @@ class DeepSpeedEngine:
     multiplied by data ranks x accumulation / targets.
     """
 
-    def __init__(self, engine: Any, job: Job, dropout: Dropout) -> None:
-        self._engine = engine
+    def __init__(self, passes: Passes, job: Job) -> None:
         self.job = job
-        self._dropout = dropout
-        self._state = MasterState(engine, job.machine.ranks)
-        self._own_norm = _has_plain_optimizer(job.layout)
+        self._passes = passes
+        self._engine = passes.engine
+        self._state = MasterState(passes.engine, passes.trainee, job.machine.ranks, passes.grid)
+        self._norm: torch.Tensor | None = None
+        """What this engine found itself, where DeepSpeed reports none."""
+        self._own_norm = has_plain_optimizer(job.layout)
         self._clip = float(job.deepspeed.get("gradient_clipping", 0.0))
         plain = job.layout.zero_stage > 0 or self._own_norm
-        self.notes = () if plain else (STAGE_0_NOTE.format(job.layout.precision),)
-        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self.notes = (*passes.notes, *(() if plain else (STAGE_0_NOTE.format(job.layout.precision),)))
+        self._parameters = [p for p in passes.trainee.parameters() if p.requires_grad]
 
     def step(
         self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
     ) -> Metrics:
-        job, engine = self.job, self._engine
-        if not engine.module.training:
-            engine.train()
+        job, layout, engine = self.job, self.job.layout, self._engine
         set_update(engine.optimizer.param_groups, update)
         targets = job.task.targets(micro_batches[0])
         for batch in micro_batches[1:]:
             targets += job.task.targets(batch)
         # while the first forward pass runs
-        counting = dist.all_reduce(targets, async_op=True) if job.layout.data_ranks > 1 else None
-        losses, scale, seed = [], None, step_seed(job.seed, step, job.data_rank)
-        for index, batch in enumerate(micro_batches):
-            self._dropout.start(seed, index)
-            loss = engine(batch)
-            losses.append(loss.detach())
-            if scale is None:
-                if counting is not None:
-                    counting.wait()
-                scale = job.layout.data_ranks * job.layout.accumulation / targets
-            engine.backward(loss * scale)
-            if index + 1 < len(micro_batches):
-                engine.step()
-        if observe is not None:
-            self._state.gradients(observe)
-        norm = self._clip_and_norm() if self._own_norm else None
-        if norm is not None:
-            # DeepSpeed's own step, in which PyTorch's fused kernel does nothing where a norm is not finite
-            engine.optimizer.grad_scale, engine.optimizer.found_inf = None, (~norm.isfinite()).float()
-        engine.step()
-        norm = engine.get_global_grad_norm() if norm is None else norm
+        counting = dist.all_reduce(targets, async_op=True) if layout.world_size > 1 else None
+
+        @cache
+        def scale() -> torch.Tensor:
+            if counting is not None:
+                counting.wait()
+                targets.floor_divide_(layout.world_size // layout.data_ranks)
+            return layout.data_ranks * layout.accumulation / targets
+
+        seed = step_seed(job.seed, step, job.data_rank)
+        loss_sum = self._passes.train(seed, micro_batches, scale, lambda: self._before_update(observe))
+        scale()  # the last pipeline stage alone needs it before
         return Metrics(
-            loss_sum=sum(losses[1:], losses[0]),
+            loss_sum=loss_sum,
             targets=targets,
-            gradient_norm=torch.as_tensor(norm),
+            gradient_norm=torch.as_tensor(engine.get_global_grad_norm() if self._norm is None else self._norm),
             skipped=bool(getattr(engine.optimizer, "overflow", False)),
-            shared=job.layout.data_ranks > 1,
+            shared=layout.world_size > 1,
         )
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        self._engine.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.job.machine.device)
-        with torch.no_grad():
-            for batch in micro_batches:
-                totals[0] += self._engine(batch)
-                totals[1] += self.job.task.targets(batch)
-        return over_all(totals[0], totals[1], self.job.layout)
+        batches = list(micro_batches)
+        targets = torch.stack([self.job.task.targets(batch) for batch in batches]).sum()
+        return over_all(self._passes.evaluate(batches), targets, self.job.layout)
 
     def pieces(self) -> list[Piece]:
-        # a tied parameter is listed once, under the name that comes first
-        return [replace(piece, name=bare_name(piece.name)) for piece in self._state.pieces()]
+        return self._state.pieces()
 
     def scalars(self) -> dict[str, float]:
         return self._state.scalars()
@@ -196,9 +228,23 @@ class DeepSpeedEngine:
     def close(self) -> None:
         self._engine.destroy()
 
+    def _before_update(self, observe: Observer | None) -> None:
+        if observe is not None:
+            self._state.gradients(observe)
+        if self._own_norm:
+            self._norm = self._clip_and_norm()
+            # in DeepSpeed's own step, PyTorch's fused kernel does nothing where a norm is not finite
+            optimizer = self._engine.optimizer
+            optimizer.grad_scale, optimizer.found_inf = None, (~self._norm.isfinite()).float()
+
     def _clip_and_norm(self) -> torch.Tensor:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        """The norm over the whole model; gradients are scaled in place."""
+        counted = [p.grad for p in self._parameters if p.grad is not None and not deepspeed_pipeline.is_copy(p)]
+        norm = torch.nn.utils.get_total_norm(counted)
+        if self._passes.grid:
+            square = norm.square()
+            dist.all_reduce(square, group=self._passes.grid.group("pipeline"))
+            norm = square.sqrt()
         if self._clip > 0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm)
         return norm

@@ -16,23 +16,26 @@ from deepspeed.utils import (
 )
 from torch import nn
 
-from trainer.engines.engine import Observer, owners
+from trainer.engines.engine import Observer
+from trainer.engines.homes import Kind, homes, owners, place_of, tell
+from trainer.parallel.mesh import Grid
 from trainer.ranks import Ranks
 from trainer.state import MASTER, WEIGHT, Piece
 from trainer.tasks.task import bare_name
 
 
 class MasterState:
-    """Reads and writes the training state of a `deepspeed.DeepSpeedEngine`."""
+    """Reads and writes the training state of a `deepspeed.DeepSpeedEngine`, of all stages if it is a pipeline's."""
 
-    def __init__(self, engine: Any, ranks: Ranks) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, trainee: nn.Module, ranks: Ranks, grid: Grid | None = None) -> None:
+        self._trainee = trainee
         self._ranks = ranks
+        self._grid = grid
         self._partitioned = engine.zero_optimization_stage() == 3
         self._optimizer = engine.optimizer
         # without ZeRO in float32 the engine's optimizer is PyTorch's own, over the model's parameters
         self._inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-        dtypes = {p.dtype for p in engine.module.parameters()}
+        dtypes = {p.dtype for p in trainee.parameters()}
         self._low_precision = dtypes != {torch.float32}
         self._scaler = getattr(engine.optimizer, "loss_scaler", None) if torch.float16 in dtypes else None
         self._flat = next((name for name in _FLAT if hasattr(engine.optimizer, name)), None)
@@ -42,22 +45,27 @@ class MasterState:
         self._make_states()
         parts = [MASTER] if self._low_precision else []
         parts += self._state_keys()
-        named = list(self._engine.module.named_parameters())
-        ranks = owners([self._size(p) for _, p in named], [range(self._ranks.world_size)] * len(named))
-        found = []
-        for owner, (name, parameter) in zip(ranks, named, strict=True):
-            found.append(self._piece(name, WEIGHT, parameter, owner))
-            if parameter.requires_grad:
-                found.extend(self._piece(name, part, parameter, owner) for part in parts)
-        return found + [self._buffer(name, buffer) for name, buffer in _persistent_buffers(self._engine.module)]
+        held: dict[Kind, torch.Tensor] = {}
+        for name, parameter in self._trainee.named_parameters():  # a tied one comes once, under its first name
+            name, shape = bare_name(name), tuple(getattr(parameter, "ds_shape", parameter.shape))
+            held[name, WEIGHT, shape, parameter.dtype] = parameter
+            held |= {(name, part, shape, torch.float32): parameter for part in parts if parameter.requires_grad}
+        for name, buffer in _persistent_buffers(self._trainee):
+            held[bare_name(name), WEIGHT, tuple(buffer.shape), buffer.dtype] = buffer
+        found = homes(held, self._grid)
+        owner = owners(found, self._ranks, self._grid)
+        place = place_of(self._grid)
+        return [self._piece(kind, held.get(kind), home == place, owner[kind[0]]) for kind, home in found.items()]
 
     def gradients(self, observe: Observer) -> None:
         """Tell `observe` every gradient, whole, averaged and unscaled. Collective; before `engine.step`."""
         scale = float(getattr(self._optimizer, "loss_scale", 1.0))
-        for name, parameter in self._engine.module.named_parameters():
-            if parameter.requires_grad:
-                gradient = safe_get_full_grad(parameter)
-                observe(bare_name(name), gradient.detach().float() / scale)
+        found = {
+            bare_name(name): safe_get_full_grad(parameter).detach().float() / scale
+            for name, parameter in self._trainee.named_parameters()
+            if parameter.requires_grad
+        }
+        tell(found, self._grid, observe)
 
     def scalars(self) -> dict[str, float]:
         # all are equal, and each is a wait for the device
@@ -80,36 +88,34 @@ class MasterState:
 
     # Reading and writing one tensor
 
-    def _piece(self, name: str, part: str, parameter: nn.Parameter, owner: int) -> Piece:
+    def _piece(self, kind: Kind, held: torch.Tensor | None, home: bool, owner: int) -> Piece:
+        part = kind[1]
+
         def read() -> torch.Tensor | None:
-            value = self._read(parameter, part)
+            if held is None or not home:
+                return None
+            value = self._read(held, part)
             return value.detach() if owner == self._ranks.rank else None
 
-        return Piece(
-            name=name,
-            part=part,
-            shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),
-            dtype=parameter.dtype if part == WEIGHT else torch.float32,
-            owner=owner,
-            read=read,
-            write=lambda value: self._write(parameter, part, value),
-        )
+        def write(value: torch.Tensor) -> None:
+            if isinstance(held, nn.Parameter):
+                self._write(held, part, value)
+            elif held is not None:
+                _copy(held, value)
 
-    def _buffer(self, name: str, buffer: torch.Tensor) -> Piece:
-        read = buffer.detach if self._ranks.first else lambda: None
-        return Piece(name, WEIGHT, tuple(buffer.shape), buffer.dtype, 0, read, lambda value: _copy(buffer, value))
+        return Piece(*kind, owner, read, write)
 
-    def _read(self, parameter: nn.Parameter, part: str) -> torch.Tensor:
+    def _read(self, held: torch.Tensor, part: str) -> torch.Tensor:
         if part == WEIGHT:
-            if not self._partitioned:
-                return parameter
-            with GatheredParameters([parameter]):
-                return parameter.detach().clone()
+            if not (self._partitioned and isinstance(held, nn.Parameter)):
+                return held
+            with GatheredParameters([held]):
+                return held.detach().clone()
         if part == MASTER:
-            return safe_get_full_fp32_param(parameter)
+            return safe_get_full_fp32_param(held)
         if self._flat is None:
-            return self._inner.state[parameter][part]
-        return safe_get_full_optimizer_state(parameter, part)
+            return self._inner.state[held][part]
+        return safe_get_full_optimizer_state(held, part)
 
     def _write(self, parameter: nn.Parameter, part: str, value: torch.Tensor) -> None:
         if part == WEIGHT:
@@ -140,7 +146,7 @@ class MasterState:
         """The tensors that the inner optimizer really updates: flat partitions, or the parameters themselves."""
         if self._flat is not None:
             return list(getattr(self._optimizer, self._flat))
-        return [p for p in self._engine.module.parameters() if p.requires_grad]
+        return [p for p in self._trainee.parameters() if p.requires_grad]
 
     def _state_keys(self) -> list[str]:
         first = self._updated()[0]
@@ -173,9 +179,6 @@ class MasterState:
         link: Callable[[], None] | None = getattr(self._optimizer, "_lazy_init_hp_params_optimizer_state", None)
         if link is not None:
             link()
-
-    def _size(self, parameter: nn.Parameter) -> int:
-        return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 # where ZeRO-3, ZeRO-1/2 and the bfloat16 optimizer of ZeRO-1 keep their float32 partitions

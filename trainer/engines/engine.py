@@ -133,14 +133,3 @@ def over_all(loss_sum: torch.Tensor, targets: torch.Tensor, layout: Layout) -> t
     if layout.world_size > 1:
         dist.all_reduce(totals)
     return totals[0], totals[1]
-
-
-def owners(sizes: Sequence[int], candidates: Sequence[Sequence[int]]) -> list[int]:
-    """Which rank keeps each tensor when a checkpoint is written: of its candidates, in order, the least loaded."""
-    loads: dict[int, int] = {}
-    chosen = []
-    for size, ranks in zip(sizes, candidates, strict=True):
-        rank = min(ranks, key=lambda rank: loads.get(rank, 0))
-        loads[rank] = loads.get(rank, 0) + size
-        chosen.append(rank)
-    return chosen

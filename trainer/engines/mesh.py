@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.engines.engine import EngineKind, Job
+from trainer.engines.stages import hidden_size, model_of, stages_of_rank
 from trainer.engines.torch_engine import TorchEngine, prove_replicas, prove_units
-from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
-from trainer.models.cut import cut, prove
+from trainer.models.cut import prove
 from trainer.models.materialise import materialise
 from trainer.models.spec import ModelSpec
 from trainer.optimizers import optimizer_of
-from trainer.parallel import partition, recompute, shard, tensor
-from trainer.parallel.dropout import Dropout
+from trainer.parallel import shard, tensor
 from trainer.parallel.mesh import Grid, grid_of
 from trainer.parallel.passes import OneByOne, Passes
-from trainer.parallel.pipeline import Pipeline, Stage
+from trainer.parallel.pipeline import Pipeline
 from trainer.tasks.task import Trainee
 
 OFFLOAD_NOTE = "FSDP2 offloads a rank's share of weights, gradients and optimizer state together"
@@ -66,8 +62,9 @@ def build(job: Job) -> TorchEngine:
     notes = notes_of(layout)
     passes: Passes
     if layout.pipeline > 1:
-        stages, cut_note = _stages(job, grid)
-        passes, notes = Pipeline(stages, job.task, grid, _hidden_size(job.spec), device), (cut_note, *notes)
+        stages, cut_note = stages_of_rank(job, grid, lambda stage, spec: _place(stage, spec, job, grid))
+        prove_replicas(stages, layout, job.machine.ranks)
+        passes, notes = Pipeline(stages, job.task, grid, hidden_size(job.spec), device), (cut_note, *notes)
     else:
         passes = _whole(job, grid)
     parameters = [p for module in passes.modules for p in module.parameters() if p.requires_grad]
@@ -76,7 +73,7 @@ def build(job: Job) -> TorchEngine:
 
 def _whole(job: Job, grid: Grid) -> OneByOne:
     layout, device = job.layout, job.machine.device
-    model, dropout = _model(job, grid)
+    model, dropout = model_of(job, grid)
     trainee = Trainee(model, job.task)
     _place(trainee, job.spec, job, grid)
     prove_replicas([trainee], layout, job.machine.ranks)
@@ -84,34 +81,6 @@ def _whole(job: Job, grid: Grid) -> OneByOne:
         return OneByOne(trainee, dropout)
     devices = [device.index] if device.index is not None else None
     return OneByOne(DistributedDataParallel(trainee, device_ids=devices, gradient_as_bucket_view=True), dropout)
-
-
-def _stages(job: Job, grid: Grid) -> tuple[list[Stage], str]:
-    """The stages of this rank, and a line on how the model was cut."""
-    layout, spec = job.layout, job.spec
-    anatomy = job.machine.ranks.on_first(lambda: prove(spec, layout.stages))
-    parts = partition.parts(spec.build(), spec, layout.partition, layout.stages)
-    stages = []
-    for index in partition.stages_of(layout, grid.mesh.get_local_rank("pipeline")):
-        model, dropout = _model(job, grid)
-        inlet = cut(model, spec, anatomy, parts[index])
-        stage = Stage(model, job.task, inlet, dropout, last=index + 1 == layout.stages)
-        _place(stage, replace(spec, blocks=tuple(spec.blocks[i] for i in parts[index])), job, grid)
-        stages.append(stage)
-    prove_replicas(stages, layout, job.machine.ranks)
-    blocks = " | ".join(str(len(part)) for part in parts)
-    bubble = (layout.pipeline - 1) / (layout.accumulation * layout.schedule.stages_per_rank + layout.pipeline - 1)
-    note = f"{layout.stages} pipeline stages of {blocks} blocks; idle for about {bubble:.0%} of a step by {{}}"
-    return stages, note.format(layout.schedule.name)
-
-
-def _model(job: Job, grid: Grid) -> tuple[nn.Module, Dropout]:
-    """The whole model on the meta device, with all that is done to a block's forward."""
-    model = job.task.prepare(job.spec.build())
-    recompute.apply(model, job.spec, job.layout.recompute)
-    if job.layout.tensor > 1:
-        tensor.apply(model, job.spec, grid)
-    return model, Dropout(model, job.spec)
 
 
 def _place(trainee: Trainee, spec: ModelSpec, job: Job, grid: Grid) -> None:
@@ -124,12 +93,6 @@ def _place(trainee: Trainee, spec: ModelSpec, job: Job, grid: Grid) -> None:
     device = job.machine.device
     home = torch.device("cpu") if job.layout.offloads else device
     materialise(trainee.model, spec, seed=job.seed, device=device, dtype=torch.float32, home=home)
-
-
-def _hidden_size(spec: ModelSpec) -> int:
-    if spec.hidden_size is None:
-        raise ConfigError(Problem(f"pipeline.stages: {spec.name}", "no hidden size", "a transformer"))
-    return spec.hidden_size
 
 
 KIND = EngineKind(refusal, build, check)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.engines.engine import Observer, owners
+from trainer.engines.engine import Observer
+from trainer.engines.homes import Kind, homes, owners, place_of, tell
 from trainer.models.parts import gather, own_part
 from trainer.parallel.mesh import Grid
 from trainer.parallel.replicate import local
 from trainer.ranks import Ranks
 from trainer.state import WEIGHT, Parts, Piece
 from trainer.tasks.task import bare_name
-
-Kind = tuple[str, str, tuple[int, ...], torch.dtype]
-"""Name, part, shape and dtype of a piece."""
 
 
 class TorchState:
@@ -51,39 +47,15 @@ class TorchState:
             parts = sorted(k for k, v in states[0].items() if torch.is_tensor(v) and v.shape == parameters[0].shape)
             held |= {_kind(name, part, states[0][part]): [state[part] for state in states] for part in parts}
         held |= {_kind(name, WEIGHT, buffers[0]): list(buffers) for name, buffers in self._buffers.items()}
-        homes = self._homes(held)
-        # all parts of a parameter go to one owner
-        sizes = {kind[0]: math.prod(kind[2]) for kind in homes}
-        stage = self._ranks.world_size // self._grid.layout.pipeline
-        candidates = [range(home * stage, (home + 1) * stage) for home in {k[0]: h for k, h in homes.items()}.values()]
-        owner = dict(zip(sizes, owners(list(sizes.values()), candidates), strict=True))
-        return [self._piece(kind, held.get(kind, []), home, owner[kind[0]]) for kind, home in homes.items()]
+        found = homes(held, self._grid)
+        owner = owners(found, self._ranks, self._grid)
+        place = place_of(self._grid)
+        return [self._piece(kind, held.get(kind, []), home == place, owner[kind[0]]) for kind, home in found.items()]
 
     def gradients(self, observe: Observer) -> None:
         """Tell `observe` every gradient, whole, on every rank. Collective."""
         found = {name: whole(p[0].grad).float() for name, p in self._named.items() if p[0].grad is not None}
-        homes = self._homes({(name, WEIGHT, tuple(value.shape), value.dtype): value for name, value in found.items()})
-        for (name, _, shape, dtype), home in homes.items():
-            value = found[name] if home == self._coordinate else torch.empty(shape, dtype=dtype)
-            if self._grid.layout.pipeline > 1:
-                dist.broadcast(value.contiguous(), group=self._grid.group("pipeline"), group_src=home)
-            observe(name, value)
-
-    @property
-    def _coordinate(self) -> int:
-        return self._grid.mesh.get_local_rank("pipeline")
-
-    def _homes(self, held: Iterable[Kind]) -> dict[Kind, int]:
-        """What all ranks hold, and at which place of the pipeline: the first that has it. Collective."""
-        mine: list[list[Kind]] = [list(held)]
-        if self._grid.layout.pipeline > 1:
-            mine = [[] for _ in range(self._grid.layout.pipeline)]
-            dist.all_gather_object(mine, list(held), group=self._grid.group("pipeline"))
-        homes: dict[Kind, int] = {}
-        for place, kinds in enumerate(mine):
-            for kind in kinds:
-                homes.setdefault(kind, place)
-        return homes
+        tell(found, self._grid, observe)
 
     def scalars(self) -> dict[str, float]:
         # all are equal, and each is a wait for the device
@@ -95,11 +67,11 @@ class TorchState:
             if "step" in state:
                 state["step"].fill_(scalars["optimizer_step"])
 
-    def _piece(self, kind: Kind, held: list[torch.Tensor], home: int, owner: int) -> Piece:
+    def _piece(self, kind: Kind, held: list[torch.Tensor], home: bool, owner: int) -> Piece:
         def read() -> torch.Tensor | None:
             if self._grid.mesh.device_type == "cpu":
                 return assemble(own(), self._ranks)
-            if home != self._coordinate:
+            if not home:
                 return None
             # by all: NCCL has a communicator for them, and would make one for each pair that sends
             value = whole(held[0])
@@ -110,7 +82,7 @@ class TorchState:
                 _keep_own(tensor, value)
 
         def own() -> torch.Tensor | None:
-            sends = home == self._coordinate and (isinstance(held[0], DTensor) or owner == self._ranks.rank)
+            sends = home and (isinstance(held[0], DTensor) or owner == self._ranks.rank)
             return local(held[0]).detach() if sends else None
 
         def assemble(part: torch.Tensor | None, ranks: Ranks) -> torch.Tensor | None:

@@ -41,9 +41,7 @@ class Copies:
         coordinate = grid.mesh.get_local_rank("pipeline") if layout.pipeline > 1 else 0
         self._pair: Any = None
         if tied and not grid.layout.schedule.folded:
-            ends = grid.mesh.mesh[[0, -1]].reshape(2, -1)
-            pairs = [[int(rank) for rank in pair] for pair in ends.T]
-            self._pair, _ = dist.new_subgroups_by_enumeration(pairs)
+            self._pair = ends(grid)
         self.shares = [(p, self._share(name, p, coordinate)) for name, p in named]
         """Each parameter, and which part of its squared norm this rank counts."""
         self.any = any(share != 1.0 for _, share in self.shares)
@@ -74,6 +72,13 @@ class Copies:
             for axis, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
         )
         return 1.0 if sharded else 1.0 / self._grid.layout.tensor
+
+
+def ends(grid: Grid) -> Any:
+    """The group of this rank and its counterpart at the other end of the pipeline; None in between. Collective."""
+    pairs = grid.mesh.mesh[[0, -1]].reshape(2, -1).T
+    pair, _ = dist.new_subgroups_by_enumeration([[int(rank) for rank in pair] for pair in pairs])
+    return pair
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
