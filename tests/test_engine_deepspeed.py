@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.training import GPT2, LLAMA, Case, assert_same, resume_by_engine, train_by_engine, train_plainly
+from tests.training import GPT2, LLAMA, Case, assert_near, assert_same, resume_by_engine, train_by_engine, train_plainly
 
+ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
 CASES = {
     "ddp": Case(zero_stage=0),
     "zero1": Case(zero_stage=1),
@@ -27,6 +28,7 @@ CASES = {
     "gpt2, zero3, full": Case(zero_stage=3, model=GPT2, recompute="full"),
     "gpt2, zero3, every 2": Case(zero_stage=3, model=GPT2, recompute="every", every=2),
     "gpt2, zero3, selective": Case(zero_stage=3, model=GPT2, recompute="selective"),
+    "zero2, round robin": Case(zero_stage=2, more=ROUND_ROBIN),
     "zero2, optimizer on the host": Case(zero_stage=2, offload_optimizer="cpu"),
     "zero3, all on the host": Case(zero_stage=3, offload_optimizer="cpu", offload_param="cpu"),
 }
@@ -50,16 +52,7 @@ def test_low_precision_stays_near_float32(pools, case):
     case = replace(case, model={**LLAMA, "attention_dropout": 0.0})
     reference = train_plainly(case)
     for outcome in pools[case.world_size].run(train_by_engine, case=case):
-        # a gradient of low precision is a few bits of each number: wrong scaling shows, rounding does not
-        assert outcome.losses == pytest.approx(reference.losses, rel=0.02)
-        assert outcome.norms == pytest.approx(reference.norms, rel=0.05)
-        assert outcome.gradients[0].keys() == reference.gradients[0].keys()
-        for name, gradient in reference.gradients[0].items():
-            mine = outcome.gradients[0][name].reshape(gradient.shape)
-            assert float((mine - gradient).norm() / gradient.norm()) < 0.05, name
-        for name, weight in reference.weights.items():
-            mine = outcome.weights[name].reshape(weight.shape)
-            assert float((mine - weight).norm() / weight.norm()) < 0.05, name
+        assert_near(outcome, reference)
 
 
 RESUMED = [
@@ -69,11 +62,12 @@ RESUMED = [
     Case(zero_stage=2, offload_optimizer="cpu"),
     Case(zero_stage=3, offload_optimizer="cpu", offload_param="cpu"),
     Case(zero_stage=2, model=GPT2),
+    Case(zero_stage=1, more=ROUND_ROBIN),
 ]
 
 
 def label(case: Case) -> str:
-    return f"{case.precision}, zero{case.zero_stage}, {case.offload_optimizer}, {case.model['model_type']}"
+    return f"{case.precision}, zero{case.zero_stage}, {case.offload_optimizer}, {case.model['model_type']}, {case.more}"
 
 
 @pytest.mark.parametrize("case", RESUMED, ids=label)

@@ -5,15 +5,16 @@ for the three classes of DeepSpeed in them the inert stand-ins below: nothing th
 mapped, and a tensor is put together when it is read: memory holds about two of the largest.
 
 Layout of the files: deepspeed/utils/zero_to_fp32.py (0.19). Stages 1 and 2 lay the parameters of a group end to end, in
-an order that `round_robin_gradients` changes, and cut the whole into equal parts, one a rank; each rank's file tells
-what it holds. Stage 3 cuts each parameter, padded, into equal parts, and each rank lays its own end to end.
+the order of `param_shapes`, and cut the whole into equal parts, one a rank. (Each rank's `param_slice_mappings` should
+say as much, but with `round_robin_gradients` it tells of another order.) Stage 3 cuts each parameter, padded, into
+equal parts, and each rank lays its own end to end.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,12 +86,15 @@ def _imported(folder: Path) -> Imported:
     flats, moments = _flat_tensors(states, stage)
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
     pieces: list[Piece] = []
-    told = [state.get("param_slice_mappings") for state in states]
-    placed = _placed_in_parts(shapes, flats) if stage == 3 else _placed_as_told(shapes, told)
+    paddings = states[0].get("param_alignment_paddings") or [[0] * len(named) for named in shapes]
+    placed = _placed_in_parts(shapes, flats) if stage == 3 else _placed_end_to_end(shapes, flats, paddings)
     for name, shape, group, extents in placed:
-        kind = models[0]["module"][name].dtype
+        known, kind = models[0]["module"][name], models[0]["module"][name].dtype
         master = partial(_assembled, flats[group], extents, shape)
-        pieces.append(_piece(name, WEIGHT, shape, kind, lambda master=master, kind=kind: master().to(kind)))
+        weight = (
+            partial(_agreed, name, master, known) if stage < 3 else lambda master=master, kind=kind: master().to(kind)
+        )
+        pieces.append(_piece(name, WEIGHT, shape, kind, weight))
         if kind != torch.float32:
             pieces.append(_piece(name, MASTER, shape, torch.float32, master))
         for part, groups in moments.items():
@@ -175,14 +179,18 @@ Placed = Iterator[tuple[str, tuple[int, ...], int, Extents]]
 """Name, shape, group and place of each parameter."""
 
 
-def _placed_as_told(shapes: Sequence[Mapping[str, tuple[int, ...]]], told: Sequence[Any]) -> Placed:
-    """`told` is each rank's `param_slice_mappings`."""
-    for group, named in enumerate(shapes):
-        for name, shape in named.items():
-            here = [(rank, mappings[group][name]) for rank, mappings in enumerate(told) if name in mappings[group]]
-            extents = [(rank, part.start, part.start + part.numel) for rank, part in here]
-            _check_count(sum(last - first for _, first, last in extents), math.prod(shape))
-            yield name, shape, group, extents
+def _placed_end_to_end(
+    shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Flats, paddings: Sequence[Sequence[int]]
+) -> Placed:
+    ranks = len(flats[0])
+    for group, (named, unused) in enumerate(zip(shapes, paddings, strict=True)):
+        own, offset = len(flats[group][0]), 0
+        for (name, shape), padding in zip(named.items(), unused, strict=True):
+            end = offset + math.prod(shape)
+            spans = [(rank, max(offset - rank * own, 0), min(end - rank * own, own)) for rank in range(ranks)]
+            yield name, shape, group, [span for span in spans if span[2] > span[1]]
+            offset = end + padding
+        _check_count(min(offset, sum(map(len, flats[group]))), offset)  # the last part may be padded
 
 
 def _placed_in_parts(shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Flats) -> Placed:
@@ -205,6 +213,13 @@ def _check_count(there: int, wanted: int) -> None:
 def _assembled(flats: Sequence[torch.Tensor], extents: Extents, shape: tuple[int, ...]) -> torch.Tensor:
     parts = [flats[rank][first:last] for rank, first, last in extents]
     return torch.cat(parts).view(shape) if parts else torch.zeros(shape)
+
+
+def _agreed(name: str, master: Callable[[], torch.Tensor], known: torch.Tensor) -> torch.Tensor:
+    """The weight that the model file has, which is the master rounded, or something was put together wrongly."""
+    if not torch.equal(master().to(known.dtype), known):
+        raise DataError(Problem("*_optim_states.pt", f"other values of {name} than *_model_states.pt has", "the same"))
+    return known
 
 
 def _frozen(models: Sequence[Mapping[str, Any]], stage: int) -> list[Piece]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.engines import deepspeed_pipeline
-from trainer.engines.deepspeed_config import DTYPES, check_precision, has_plain_optimizer, runtime_config
+from trainer.engines.deepspeed_config import DTYPES, check_precision, has_plain_optimizer, notes_of, runtime_config
 from trainer.engines.deepspeed_state import MasterState
 from trainer.engines.engine import EngineKind, Job, Metrics, Observer, over_all, set_update
 from trainer.layout import Layout
@@ -25,11 +25,6 @@ from trainer.parallel.mesh import Grid
 from trainer.seeding import step_seed
 from trainer.state import Piece
 from trainer.tasks.task import Batch, Trainee
-
-STAGE_0_NOTE = (
-    "ZeRO-0 in {} runs as ZeRO-1, with the same gradients and less memory: DeepSpeed's own path for float16 divides "
-    "gradients by a loss scale that it never applied"
-)
 
 
 def refusal(layout: Layout) -> str | None:
@@ -178,8 +173,7 @@ class DeepSpeedEngine:
         """What this engine found itself, where DeepSpeed reports none."""
         self._own_norm = has_plain_optimizer(job.layout)
         self._clip = float(job.deepspeed.get("gradient_clipping", 0.0))
-        plain = job.layout.zero_stage > 0 or self._own_norm
-        self.notes = (*passes.notes, *(() if plain else (STAGE_0_NOTE.format(job.layout.precision),)))
+        self.notes = (*passes.notes, *notes_of(job))
         self._parameters = [p for p in passes.trainee.parameters() if p.requires_grad]
 
     def step(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from itertools import repeat
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,12 +70,15 @@ def build(job: Job, config: dict[str, Any]) -> Staged:
     for parameter in copies:
         parameter.ds_pipe_replicated = place_of(grid) > 0  # type: ignore[attr-defined]
     pair = ends(grid) if tied else None
-    # its TiedLayerSpec wants layers of its own; what it needs of them is which gradients to add up, and where
-    module.get_tied_weights_and_groups = lambda: [(parameter, pair) for parameter in copies]
     without = {key: value for key, value in config.items() if key != "pipeline"}  # the stages are made, and recompute
     engine, *_ = deepspeed.initialize(
         model=module, model_parameters=[p for p in stage.parameters() if p.requires_grad], config=without
     )
+    # in place of its TiedLayerSpec, which is a layer of its own: whose `grad` is to be added up, and over which group
+    apart = getattr(engine.optimizer, "use_grad_accum_attribute", False)  # where DeepSpeed itself would miss them
+    module.get_tied_weights_and_groups = lambda: [
+        (SimpleNamespace(grad=vars(p)["grad_accum"]) if apart else p, pair) for p in copies
+    ]
     return Staged(engine, feed, job, grid, note)
 
 
