@@ -27,7 +27,17 @@ CASES = {
     "mesh ZeRO-3": replace(MESH, zero_stage=3),
     "mesh ZeRO-2, SGD": replace(MESH, zero_stage=2, optimizer=SGD),
     "accelerate ZeRO-3": replace(MESH, zero_stage=3, engine="accelerate"),
-    "mesh pipeline": replace(MESH, pipeline=2, model=LLAMA | {"num_hidden_layers": 4}),
+    **{
+        f"{engine} pipeline, {precision}, ZeRO-{stage}": Case(
+            engine, pipeline=2, zero_stage=stage, precision=precision, model=LLAMA | {"num_hidden_layers": 4}
+        )
+        for engine, precision, stage in (
+            ("mesh", "float32", 0),
+            ("deepspeed", "float32", 0),
+            ("deepspeed", "float32", 1),
+            ("deepspeed", "bfloat16", 1),
+        )
+    },
 }
 
 
