@@ -98,6 +98,7 @@ class Case:
             "gradient_clipping": self.clip,
             "optimizer": self.optimizer,
             "zero_optimization": zero,
+            **({"tensor_parallel": {"autotp_size": self.tensor}} if self.tensor > 1 else {}),
             **precision.get(self.precision, {}),
         }
         return whole | {name: {**whole.get(name, {}), **section} for name, section in self.more.items()}

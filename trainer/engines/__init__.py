@@ -17,11 +17,12 @@ __all__ = ["ENGINES", "Engine", "EngineKind", "Job", "Machine", "Metrics", "sele
 
 
 def select(wanted: str, layout: Layout) -> tuple[str, EngineKind]:
-    """The engine `wanted`, or for "auto" the first that can run the layout; DeepSpeed comes last for pipelines.
+    """The engine `wanted`, or for "auto" the first that can run the layout; DeepSpeed comes last where a model is cut
+    or split.
 
     Raises ConfigError with each engine's reason when none can.
     """
-    order = sorted(ENGINES, key=lambda name: name == "deepspeed" and layout.pipeline > 1)
+    order = sorted(ENGINES, key=lambda name: name == "deepspeed" and layout.pipeline * layout.tensor > 1)
     candidates = {name: ENGINES[name] for name in (order if wanted == "auto" else [wanted])}
     refusals = {name: kind.refusal(layout) for name, kind in candidates.items()}
     for name, refusal in refusals.items():

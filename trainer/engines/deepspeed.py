@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.engines import deepspeed_pipeline
+from trainer.engines import deepspeed_pipeline, deepspeed_tensor
 from trainer.engines.deepspeed_config import DTYPES, check_precision, has_plain_optimizer, notes_of, runtime_config
 from trainer.engines.deepspeed_state import MasterState
+from trainer.engines.deepspeed_tensor import Split
 from trainer.engines.engine import EngineKind, Job, Metrics, Observer, over_all, set_update
 from trainer.layout import Layout
 from trainer.models.cut import prove
@@ -21,7 +22,7 @@ from trainer.models.spec import ModelSpec
 from trainer.optimizers import Update
 from trainer.parallel import recompute
 from trainer.parallel.dropout import Dropout
-from trainer.parallel.mesh import Grid
+from trainer.parallel.mesh import Grid, grid_of
 from trainer.seeding import step_seed
 from trainer.state import Piece
 from trainer.tasks.task import Batch, Trainee
@@ -29,8 +30,8 @@ from trainer.tasks.task import Batch, Trainee
 
 def refusal(layout: Layout) -> str | None:
     """Why DeepSpeed can't run a layout."""
-    if layout.tensor > 1:
-        return "Its AutoTP is not used; the mesh engine splits the model by the model's own plan."
+    if layout.tensor > 1 and (reason := deepspeed_tensor.refusal(layout)):
+        return reason
     if layout.pipeline > 1 and (reason := deepspeed_pipeline.refusal(layout)):
         return reason
     if layout.replicate > 1 and layout.shard > 1:
@@ -41,7 +42,9 @@ def refusal(layout: Layout) -> str | None:
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raises ConfigError for a model that can't be cut into this many stages."""
+    """Raises ConfigError for a model that can't be cut or split so."""
+    if layout.tensor > 1:
+        deepspeed_tensor.check(spec, layout)
     if layout.pipeline > 1:
         prove(spec, layout.stages)
 
@@ -49,8 +52,10 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 def build(job: Job) -> DeepSpeedEngine:
     """Give the model, or this rank's stage of it, its values and hand it to DeepSpeed."""
     import deepspeed
-    from deepspeed.utils import logger
+    from deepspeed.utils import groups, logger
 
+    # those of an engine that this process had before; DeepSpeed itself would take them for this one's
+    groups.mpu = groups._TENSOR_MODEL_PARALLEL_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     logger.setLevel("WARNING")
     deepspeed.init_distributed(dist.get_backend())
     check_precision(job)
@@ -75,17 +80,22 @@ def _whole(job: Job, config: dict[str, Any]) -> Whole:
 
     # under ZeRO-3 each unit is partitioned as it comes
     place: dict[str, Any] = {"place": partition} if layout.zero_stage == 3 else {}
-    # under parameter offload new values never have to fit on the accelerator
-    home = torch.device("cpu") if layout.offload_param != "none" else job.machine.device
+    grid, mpu = None, None
+    if layout.tensor > 1:
+        grid, mpu = grid_of(layout, job.machine.device), deepspeed_tensor.groups(layout)
+        config = {**config, "tensor_parallel": deepspeed_tensor.section(job.spec, config["tensor_parallel"])}
+    # the whole need not fit on the accelerator where a part of it will be
+    home = torch.device("cpu") if layout.offload_param != "none" or grid else job.machine.device
     with torch.device("cpu"):
         materialise(model, job.spec, seed=job.seed, device=home, dtype=dtype, **place)
     recompute.apply(model, job.spec, layout.recompute)
     dropout = Dropout(model, job.spec)
     trainee = Trainee(model, job.task)
-    engine, *_ = deepspeed.initialize(
-        model=trainee, model_parameters=[p for p in trainee.parameters() if p.requires_grad], config=config
-    )
-    return Whole(engine, dropout)
+    learned = [p for p in trainee.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=trainee, model_parameters=learned, config=config, mpu=mpu)
+    if grid:
+        engine.first_dataloader_check.remove()  # that tensor ranks have the same batch; it can't compare dictionaries
+    return Whole(engine, dropout, grid, Split(engine.module, job.spec, grid) if grid else None)
 
 
 KIND = EngineKind(refusal, build, check)
@@ -98,7 +108,8 @@ class Passes(Protocol):
     trainee: nn.Module
     """What this rank holds: the whole model, or its pipeline stage."""
     grid: Grid | None
-    """None without a pipeline."""
+    """None where all ranks are data ranks."""
+    split: Split | None
     notes: tuple[str, ...]
 
     def train(
@@ -122,11 +133,11 @@ class Passes(Protocol):
 class Whole:
     """Each micro-batch forward and backward through the whole model, before the next."""
 
-    grid: Grid | None = None
-    notes: tuple[str, ...] = ()
-
-    def __init__(self, engine: Any, dropout: Dropout) -> None:
+    def __init__(self, engine: Any, dropout: Dropout, grid: Grid | None, split: Split | None) -> None:
         self.engine = engine
+        self.grid = grid
+        self.split = split
+        self.notes: tuple[str, ...] = (deepspeed_tensor.NOTE,) if split else ()
         self.trainee: nn.Module = engine.module
         self._dropout = dropout
 
@@ -168,7 +179,7 @@ class DeepSpeedEngine:
         self.job = job
         self._passes = passes
         self._engine = passes.engine
-        self._state = MasterState(passes.engine, passes.trainee, job.machine.ranks, passes.grid)
+        self._state = MasterState(passes.engine, passes.trainee, job.machine.ranks, passes.grid, passes.split)
         self._norm: torch.Tensor | None = None
         """What this engine found itself, where DeepSpeed reports none."""
         self._own_norm = has_plain_optimizer(job.layout)
@@ -198,7 +209,7 @@ class DeepSpeedEngine:
         loss_sum = self._passes.train(seed, micro_batches, scale, lambda: self._before_update(observe))
         scale()  # the last pipeline stage alone needs it before
         return Metrics(
-            loss_sum=loss_sum,
+            loss_sum=loss_sum / layout.tensor,
             targets=targets,
             gradient_norm=torch.as_tensor(engine.get_global_grad_norm() if self._norm is None else self._norm),
             skipped=bool(getattr(engine.optimizer, "overflow", False)),
@@ -233,12 +244,17 @@ class DeepSpeedEngine:
 
     def _clip_and_norm(self) -> torch.Tensor:
         """The norm over the whole model; gradients are scaled in place."""
-        counted = [p.grad for p in self._parameters if p.grad is not None and not deepspeed_pipeline.is_copy(p)]
-        norm = torch.nn.utils.get_total_norm(counted)
-        if self._passes.grid:
-            square = norm.square()
-            dist.all_reduce(square, group=self._passes.grid.group("pipeline"))
-            norm = square.sqrt()
+        counted = [p for p in self._parameters if p.grad is not None and not deepspeed_pipeline.is_copy(p)]
+        gradients = [p.grad for p in counted if p.grad is not None]
+        if grid := self._passes.grid:
+            split = self._passes.split
+            shares = [1.0 if split and p in split else 1.0 / grid.layout.tensor for p in counted]
+            squares = torch.stack(torch._foreach_norm(gradients)).square()
+            total = (squares * torch.tensor(shares, device=squares.device)).sum()
+            dist.all_reduce(total, group=grid.replica)
+            norm = total.sqrt()
+        else:
+            norm = torch.nn.utils.get_total_norm(gradients)
         if self._clip > 0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm)
         return norm

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from trainer.engines.deepspeed_config import DTYPES
+from trainer.engines.deepspeed_tensor import Split
 from trainer.engines.engine import Job
 from trainer.engines.homes import place_of
 from trainer.engines.stages import hidden_size, stages_of_rank
@@ -111,6 +112,7 @@ class Staged:
         self.engine = engine
         self.trainee: nn.Module = feed.stage
         self.grid: Grid | None = grid
+        self.split: Split | None = None
         self.notes: tuple[str, ...] = (note,)
         self._feed = feed
         self._task = job.task

@@ -16,6 +16,7 @@ from deepspeed.utils import (
 )
 from torch import nn
 
+from trainer.engines.deepspeed_tensor import Split
 from trainer.engines.engine import Observer
 from trainer.engines.homes import Kind, homes, owners, place_of, tell
 from trainer.parallel.mesh import Grid
@@ -27,10 +28,13 @@ from trainer.tasks.task import bare_name
 class MasterState:
     """Reads and writes the training state of a `deepspeed.DeepSpeedEngine`, of all stages if it is a pipeline's."""
 
-    def __init__(self, engine: Any, trainee: nn.Module, ranks: Ranks, grid: Grid | None = None) -> None:
+    def __init__(
+        self, engine: Any, trainee: nn.Module, ranks: Ranks, grid: Grid | None = None, split: Split | None = None
+    ) -> None:
         self._trainee = trainee
         self._ranks = ranks
         self._grid = grid
+        self._split = split
         self._partitioned = engine.zero_optimization_stage() == 3
         self._optimizer = engine.optimizer
         # without ZeRO in float32 the engine's optimizer is PyTorch's own, over the model's parameters
@@ -48,6 +52,8 @@ class MasterState:
         held: dict[Kind, torch.Tensor] = {}
         for name, parameter in self._trainee.named_parameters():  # a tied one comes once, under its first name
             name, shape = bare_name(name), tuple(getattr(parameter, "ds_shape", parameter.shape))
+            if self._split:
+                shape = self._split.shape(parameter, shape)
             held[name, WEIGHT, shape, parameter.dtype] = parameter
             held |= {(name, part, shape, torch.float32): parameter for part in parts if parameter.requires_grad}
         for name, buffer in _persistent_buffers(self._trainee):
@@ -61,7 +67,7 @@ class MasterState:
         """Tell `observe` every gradient, whole, averaged and unscaled. Collective; before `engine.step`."""
         scale = float(getattr(self._optimizer, "loss_scale", 1.0))
         found = {
-            bare_name(name): safe_get_full_grad(parameter).detach().float() / scale
+            bare_name(name): self._whole(parameter, safe_get_full_grad(parameter).detach().float()) / scale
             for name, parameter in self._trainee.named_parameters()
             if parameter.requires_grad
         }
@@ -94,16 +100,19 @@ class MasterState:
         def read() -> torch.Tensor | None:
             if held is None or not home:
                 return None
-            value = self._read(held, part)
+            value = self._whole(held, self._read(held, part))
             return value.detach() if owner == self._ranks.rank else None
 
         def write(value: torch.Tensor) -> None:
             if isinstance(held, nn.Parameter):
-                self._write(held, part, value)
+                self._write(held, part, self._split.own(held, value) if self._split else value)
             elif held is not None:
                 _copy(held, value)
 
         return Piece(*kind, owner, read, write)
+
+    def _whole(self, held: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        return self._split.whole(held, own) if self._split else own
 
     def _read(self, held: torch.Tensor, part: str) -> torch.Tensor:
         if part == WEIGHT:
