@@ -30,6 +30,7 @@ LAYOUTS = {
     "`deepspeed` ZeRO-3, all on the host, on 2": replace(
         TWO, engine="deepspeed", zero_stage=3, offload_optimizer="cpu", offload_param="cpu"
     ),
+    "`deepspeed` 2-way tensor x ZeRO-2 on 4": replace(FOUR, engine="deepspeed", tensor=2),
     "`deepspeed` 2 stages x ZeRO-1 on 4": replace(FOUR, engine="deepspeed", pipeline=2, zero_stage=1),
     "`accelerate` DDP on 4": replace(FOUR, engine="accelerate", zero_stage=0),
     "`accelerate` FSDP on 2": replace(TWO, engine="accelerate", zero_stage=3),

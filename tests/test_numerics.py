@@ -18,6 +18,7 @@ from trainer.errors import NumericsError
 from trainer.numerics import Skipped
 from trainer.ranks import Ranks
 
+STILL = LLAMA | {"attention_dropout": 0.0}
 MESH = Case("mesh", zero_stage=0)
 SGD = {"type": "SGD", "params": {"lr": 1e-2}}
 CASES = {
@@ -27,6 +28,8 @@ CASES = {
     "mesh ZeRO-3": replace(MESH, zero_stage=3),
     "mesh ZeRO-2, SGD": replace(MESH, zero_stage=2, optimizer=SGD),
     "accelerate ZeRO-3": replace(MESH, zero_stage=3, engine="accelerate"),
+    "deepspeed 2-way tensor, ZeRO-0": Case(zero_stage=0, tensor=2, model=STILL),
+    "deepspeed 2-way tensor, ZeRO-2": Case(zero_stage=2, tensor=2, model=STILL),
     **{
         f"{engine} pipeline, {precision}, ZeRO-{stage}": Case(
             engine, pipeline=2, zero_stage=stage, precision=precision, model=LLAMA | {"num_hidden_layers": 4}

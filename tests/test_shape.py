@@ -122,7 +122,7 @@ def test_the_budget():
         path: sum(bool(line.strip()) for line in path.read_text().splitlines())
         for path, _ in sources("trainer", "launch")
     }
-    assert sum(lines.values()) <= 8000
+    assert sum(lines.values()) <= 8200
     assert {str(path): count for path, count in lines.items() if count > 400} == {}
 
 

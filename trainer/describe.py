@@ -112,6 +112,7 @@ _OFFERED: dict[str, dict[str, Any]] = {
     "ZeRO-3, all on the CPU": {"shard": 4, "zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
     "HSDP": {"replicate": 2, "shard": 2, "zero_stage": 3},
     "pipeline": {"pipeline": 2, "replicate": 2},
+    "pipeline x ZeRO-1": {"pipeline": 2, "shard": 2, "zero_stage": 1},
     "pipeline x ZeRO-2": {"pipeline": 2, "shard": 2, "zero_stage": 2},
     "pipeline x ZeRO-3": {"pipeline": 2, "shard": 2, "zero_stage": 3},
     "pipeline x HSDP": {"pipeline": 2, "replicate": 2, "shard": 2, "zero_stage": 3},
@@ -143,8 +144,9 @@ def layout_table(cell: Callable[[str, Layout], str] = lambda engine, layout: "ye
 
 def proof(engine: str, layout: Layout) -> str:
     """A link to the test that an engine runs a layout as one process would."""
-    kind = "tensor" if layout.tensor > 1 else "pipeline" if layout.pipeline > 1 else "engine_torch"
-    return f"[yes](tests/test_{'engine_deepspeed' if engine == 'deepspeed' else kind}.py)"
+    kind = "tensor" if layout.tensor > 1 else "pipeline" if layout.pipeline > 1 else "engine"
+    whose = "deepspeed" if engine == "deepspeed" else "torch"
+    return f"[yes](tests/test_{kind}_{whose}.py)"
 
 
 def _plain_layout(given: dict[str, Any]) -> Layout:

@@ -307,6 +307,7 @@ def _join(config: Config, world: World) -> Machine:
     if cuda:
         torch.cuda.set_device(device)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # set for forks after use, which warn otherwise
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # DeepSpeed's PipelineModule looks nowhere else
     if not cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT, device_id=device if cuda else None)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.engines import deepspeed_pipeline, deepspeed_tensor
 from trainer.engines.deepspeed_config import DTYPES, check_precision, has_plain_optimizer, notes_of, runtime_config
+from trainer.engines.deepspeed_passes import Passes, Step, Whole
 from trainer.engines.deepspeed_state import MasterState
 from trainer.engines.deepspeed_tensor import Split
 from trainer.engines.engine import EngineKind, Job, Metrics, Observer, over_all, set_update
@@ -22,7 +23,7 @@ from trainer.models.spec import ModelSpec
 from trainer.optimizers import Update
 from trainer.parallel import recompute
 from trainer.parallel.dropout import Dropout
-from trainer.parallel.mesh import Grid, grid_of
+from trainer.parallel.mesh import grid_of
 from trainer.seeding import step_seed
 from trainer.state import Piece
 from trainer.tasks.task import Batch, Trainee
@@ -95,76 +96,10 @@ def _whole(job: Job, config: dict[str, Any]) -> Whole:
     engine, *_ = deepspeed.initialize(model=trainee, model_parameters=learned, config=config, mpu=mpu)
     if grid:
         engine.first_dataloader_check.remove()  # that tensor ranks have the same batch; it can't compare dictionaries
-    return Whole(engine, dropout, grid, Split(engine.module, job.spec, grid) if grid else None)
+    return Whole(engine, dropout, grid, Split(trainee, job.spec, grid) if grid else None)
 
 
 KIND = EngineKind(refusal, build, check)
-
-
-class Passes(Protocol):
-    """Forward, backward and update through `deepspeed.DeepSpeedEngine`."""
-
-    engine: Any
-    trainee: nn.Module
-    """What this rank holds: the whole model, or its pipeline stage."""
-    grid: Grid | None
-    """None where all ranks are data ranks."""
-    split: Split | None
-    notes: tuple[str, ...]
-
-    def train(
-        self,
-        seed: int,
-        micro_batches: Sequence[Batch],
-        scale: Callable[[], torch.Tensor],
-        before_update: Callable[[], None],
-    ) -> torch.Tensor:
-        """One optimizer step on `scale()` x summed loss; returns the summed loss that this rank saw, detached.
-
-        `before_update` is called when the gradients are there, averaged.
-        """
-        ...
-
-    def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """The summed loss that this rank saw, without gradients."""
-        ...
-
-
-class Whole:
-    """Each micro-batch forward and backward through the whole model, before the next."""
-
-    def __init__(self, engine: Any, dropout: Dropout, grid: Grid | None, split: Split | None) -> None:
-        self.engine = engine
-        self.grid = grid
-        self.split = split
-        self.notes: tuple[str, ...] = (deepspeed_tensor.NOTE,) if split else ()
-        self.trainee: nn.Module = engine.module
-        self._dropout = dropout
-
-    def train(
-        self,
-        seed: int,
-        micro_batches: Sequence[Batch],
-        scale: Callable[[], torch.Tensor],
-        before_update: Callable[[], None],
-    ) -> torch.Tensor:
-        if not self.trainee.training:
-            self.engine.train()
-        losses = []
-        for index, batch in enumerate(micro_batches):
-            self._dropout.start(seed, index)
-            loss = self.engine(batch)
-            losses.append(loss.detach())
-            self.engine.backward(loss * scale())
-            if index + 1 == len(micro_batches):
-                before_update()
-            self.engine.step()
-        return sum(losses[1:], losses[0])
-
-    def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        self.engine.eval()
-        with torch.no_grad():
-            return torch.stack([self.engine(batch) for batch in micro_batches]).double().sum()
 
 
 class DeepSpeedEngine:
@@ -206,7 +141,7 @@ class DeepSpeedEngine:
             return layout.data_ranks * layout.accumulation / targets
 
         seed = step_seed(job.seed, step, job.data_rank)
-        loss_sum = self._passes.train(seed, micro_batches, scale, lambda: self._before_update(observe))
+        loss_sum = self._passes.train(micro_batches, Step(seed, scale, lambda: self._before_update(observe)))
         scale()  # the last pipeline stage alone needs it before
         return Metrics(
             loss_sum=loss_sum / layout.tensor,
@@ -243,7 +178,10 @@ class DeepSpeedEngine:
             optimizer.grad_scale, optimizer.found_inf = None, (~self._norm.isfinite()).float()
 
     def _clip_and_norm(self) -> torch.Tensor:
-        """The norm over the whole model; gradients are scaled in place."""
+        """The norm over the whole model; gradients are scaled in place.
+
+        DeepSpeed's own, of a pipeline under ZeRO-0, is the norm of the first stage alone.
+        """
         counted = [p for p in self._parameters if p.grad is not None and not deepspeed_pipeline.is_copy(p)]
         gradients = [p.grad for p in counted if p.grad is not None]
         if grid := self._passes.grid:

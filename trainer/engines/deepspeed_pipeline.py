@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from itertools import repeat
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from trainer.engines.deepspeed_config import DTYPES
+from trainer.engines.deepspeed_passes import Step
 from trainer.engines.deepspeed_tensor import Split
 from trainer.engines.engine import Job
 from trainer.engines.homes import place_of
@@ -33,8 +33,6 @@ def refusal(layout: Layout) -> str | None:
         return "Its PipelineModule asserts under ZeRO-2 and 3; the mesh engine runs the same JSON."
     if layout.schedule.name != "1F1B":
         return f"Its PipelineModule has 1F1B alone; the mesh engine has {layout.schedule.name}."
-    if layout.offloads:
-        return "Its PipelineModule is not used with offload; ZeRO without a pipeline is."
     return None
 
 
@@ -58,7 +56,6 @@ def build(job: Job, config: dict[str, Any]) -> Staged:
     [stage], note = stages_of_rank(job, grid, place)
     feed = _Feed(stage, first=place_of(grid) == 0)
     layers = [feed if index == place_of(grid) else nn.Identity() for index in range(layout.stages)]
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # it looks nowhere else
     with redirect_stdout(io.StringIO()):  # it prints its topology
         module = PipelineModule(
             layers,
@@ -91,18 +88,17 @@ class _Feed(nn.Module):
         self.stage = stage
         self._first = first
 
-    def start(self, seed: int, micro_batches: Sequence[Batch], scale: Callable[[], torch.Tensor]) -> None:
-        self._seed, self._waiting, self._scale = seed, enumerate(micro_batches), scale
+    def start(self, micro_batches: Sequence[Batch], step: Step) -> None:
+        self._waiting, self._step = enumerate(micro_batches), step
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         index, batch = next(self._waiting)
-        output: torch.Tensor = self.stage(
-            *(() if self._first else (inputs,)), batch=batch, seed=self._seed, micro_batch=index
-        )
+        hidden = () if self._first else (inputs,)
+        output: torch.Tensor = self.stage(*hidden, batch=batch, seed=self._step.seed, micro_batch=index)
         return output.contiguous()
 
     def loss(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return output.squeeze(0) * self._scale()
+        return output.squeeze(0) * self._step.scale()
 
 
 class Staged:
@@ -121,26 +117,20 @@ class Staged:
         self._update = engine._take_model_step
         self._nothing = torch.zeros((), device=job.machine.device)
 
-    def train(
-        self,
-        seed: int,
-        micro_batches: Sequence[Batch],
-        scale: Callable[[], torch.Tensor],
-        before_update: Callable[[], None],
-    ) -> torch.Tensor:
+    def train(self, micro_batches: Sequence[Batch], step: Step) -> torch.Tensor:
         batches = self._task.padded(micro_batches)
         if (shape := self._task.shape(batches[0])) != self._shape:
             self.engine.reset_activation_shape()
             self._shape = shape
-        self._feed.start(seed, batches, scale)
+        self._feed.start(batches, step)
 
         def update(options: Any) -> None:
-            before_update()
+            step.before_update()
             self._update(options)
 
         self.engine._take_model_step = update
         self.engine.train_batch(repeat((self._nothing, self._nothing)))
-        return self.engine.total_loss / scale() if self.engine.is_last_stage() else self._nothing.clone()
+        return self.engine.total_loss / step.scale() if self.engine.is_last_stage() else self._nothing.clone()
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         return self._without_gradients.evaluate(micro_batches)

@@ -22,6 +22,7 @@ CASES = {
     "recompute selective": replace(TWO, recompute="selective", zero_stage=1),
     "replicas": FOUR,
     "ZeRO-1": replace(FOUR, zero_stage=1),
+    "ZeRO-1, optimizer on the host": replace(FOUR, zero_stage=1, offload_optimizer="cpu"),
     "ZeRO-1, untied": replace(FOUR, zero_stage=1, model=LLAMA_4 | {"tie_word_embeddings": False}),
     "four stages": replace(FOUR, pipeline=4, micro_batch=2, model=LLAMA | {"num_hidden_layers": 5}),
     "four stages, ZeRO-1": replace(FOUR, pipeline=4, zero_stage=1),
