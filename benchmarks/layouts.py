@@ -9,11 +9,12 @@ time: one step (forward, backward, clipping, fused AdamW) of engine `mesh` (twic
 same layout written by hand (DDP, or fully_shard on every block and the root), interleaved in random order. Median of
 ratios within a round.
 memory: the highest resident memory of a rank of its own process group while it trains, above what it had before the
-model was built, beside the bytes that the layout has to hold.
+model was built, beside the bytes that the layout has to hold. The C allocator is told to give back what is freed.
 build: the most private memory of a rank (pages of the mapped file are not counted) while it builds its part from a
 folder of safetensors, beside what it keeps, the largest block, and the whole model.
-pipeline: two equal stages, 1F1B, one thread a rank; efficiency is (time of the same micro-batches in one process) /
-(2 x time of the pipeline), beside m / (m + p - 1).
+pipeline: two equal stages, 1F1B, one thread a rank; efficiency is (time of the same micro-batches in one process of
+plain PyTorch) / (2 x time of the pipeline), as a part of m / (m + p - 1). The one process is timed with the other core
+idle, and with the other core at the same work, as it is in a pipeline: the two share caches and memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,12 +130,14 @@ class Bench:
 
         return step
 
-    def by_hand(self, stage: int) -> Callable[[], None]:
+    def by_hand(self, stage: int | None) -> Callable[[], None]:
         """What one writes from the PyTorch tutorials for this layout."""
         model = self.task.prepare(self.spec.build())
         materialise(model, self.spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
         trainee: Any = Trainee(model, self.task).train()
-        if stage:
+        if stage is None:
+            pass
+        elif stage:
             mesh = init_device_mesh("cpu", (self.world_size,))
             for name in self.spec.blocks:
                 fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=stage == 3)
@@ -143,11 +146,11 @@ class Bench:
             trainee = DistributedDataParallel(trainee)
         parameters = list(trainee.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=RATE, fused=True)
-        (batch,) = self.batches()
+        own = self.batches()
 
-        def step() -> None:
-            loss = trainee(batch) / (BATCH * self.sequence)
-            loss.backward()
+        def step(batches: Sequence[Batch] = own) -> None:
+            for batch in batches:
+                (trainee(batch) / (len(batches) * BATCH * self.sequence)).backward()
             torch.nn.utils.clip_grad_norm_(parameters, CLIP)
             optimizer.step()
             optimizer.zero_grad()
@@ -196,18 +199,20 @@ def measure_time(bench: Bench, rounds: int) -> str:
 
 
 def measure_pipeline(bench: Bench, rounds: int) -> str:
-    lines = ["| micro-batches | efficiency | m / (m + p - 1) | of that |", "| ---: | ---: | ---: | ---: |"]
+    lines = ["| micro-batches | m / (m + p - 1) | of that | of that, both cores busy |", "| ---: |" + " ---: |" * 3]
     for count in (2, 4, 8, 16):
         batches = bench.batches(count)
         pipeline = bench.engine("mesh", bench.layout(0, pipeline=2, accumulation=count))
-        single = bench.engine("mesh", bench.layout(0, accumulation=count, world_size=1)) if bench.rank == 0 else None
+        single = partial(bench.by_hand(None), batches)
         arms = {
             "pipeline": partial(pipeline.step, 0, batches, Update(RATE)),
-            "single": partial(single.step, 0, batches, Update(RATE)) if single else lambda: None,
+            "alone": single if bench.rank == 0 else lambda: None,
+            "both": single,
         }
         times = interleaved(arms, rounds)
-        found, ideal = ratio(times["single"], times["pipeline"]) / 2, count / (count + 1)
-        lines.append(f"| {count} | {found:.3f} | {ideal:.3f} | {found / ideal:.3f} |")
+        ideal = count / (count + 1)
+        found = [ratio(times[name], times["pipeline"]) / 2 / ideal for name in ("alone", "both")]
+        lines.append(f"| {count} | {ideal:.3f} | {found[0]:.3f} | {found[1]:.3f} |")
     return "\n".join(lines)
 
 
@@ -292,7 +297,8 @@ def main() -> None:
             for kind in KINDS if options.measure == "memory" else BUILDS:
                 command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__]
                 command += [options.measure, "--kind", kind, "--folder", folder]
-                done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+                environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+                done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=environment)
                 print("\n".join(line for line in done.stdout.splitlines() if line.startswith("|")), flush=True)
         return
     if world_of(os.environ) is None:

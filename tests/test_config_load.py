@@ -398,7 +398,8 @@ def test_the_users_own_recompute_wins(tmp_path: Path) -> None:
 
 def test_notes_name_keys_without_effect_and_deepspeed_never_sees_them(tmp_path: Path) -> None:
     content = {
-        "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9},
+        "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9, "round_robin_gradients": True},
+        "tensor_parallel": {"autotp_size": 1, "preset_model": "llama"},
         "steps_per_print": 10,
         "wandb": {"enabled": True},
         "csv_monitor": {"enabled": False},
@@ -407,10 +408,15 @@ def test_notes_name_keys_without_effect_and_deepspeed_never_sees_them(tmp_path: 
     }
     config = compile_(tmp_path, content)
     assert config.notes == (
+        "zero_optimization.round_robin_gradients has no effect here: "
+        "with it DeepSpeed takes one parameter's state for another's, also in checkpoints",
+        "tensor_parallel.preset_model has no effect here: the model's own plan says what is split",
         "steps_per_print has no effect here: trainer.log.every says how often a line is printed",
         "wandb has no effect here: use trainer.log.trackers",
         "scheduler.params.warmup_num_steps: 0 is read as 1, the least that DeepSpeed takes",
         "zero_optimization.stage3_max_live_parameters has no effect here: the ZeRO stage is 2",
     )
-    assert set(config.deepspeed) == {"zero_optimization", "optimizer", "gradient_clipping"}
+    assert set(config.deepspeed) == {"zero_optimization", "tensor_parallel", "optimizer", "gradient_clipping"}
+    assert config.deepspeed["zero_optimization"].keys() == {"stage", "stage3_max_live_parameters"}
+    assert config.deepspeed["tensor_parallel"] == {"autotp_size": 1}
     assert config.scheduler is not None and config.scheduler.type == "WarmupLR"

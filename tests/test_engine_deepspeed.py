@@ -9,7 +9,6 @@ import torch
 
 from tests.training import GPT2, LLAMA, Case, assert_near, assert_same, resume_by_engine, train_by_engine, train_plainly
 
-ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
 CASES = {
     "ddp": Case(zero_stage=0),
     "zero1": Case(zero_stage=1),
@@ -28,7 +27,6 @@ CASES = {
     "gpt2, zero3, full": Case(zero_stage=3, model=GPT2, recompute="full"),
     "gpt2, zero3, every 2": Case(zero_stage=3, model=GPT2, recompute="every", every=2),
     "gpt2, zero3, selective": Case(zero_stage=3, model=GPT2, recompute="selective"),
-    "zero2, round robin": Case(zero_stage=2, more=ROUND_ROBIN),
     "zero2, optimizer on the host": Case(zero_stage=2, offload_optimizer="cpu"),
     "zero3, all on the host": Case(zero_stage=3, offload_optimizer="cpu", offload_param="cpu"),
 }
@@ -62,12 +60,11 @@ RESUMED = [
     Case(zero_stage=2, offload_optimizer="cpu"),
     Case(zero_stage=3, offload_optimizer="cpu", offload_param="cpu"),
     Case(zero_stage=2, model=GPT2),
-    Case(zero_stage=1, more=ROUND_ROBIN),
 ]
 
 
 def label(case: Case) -> str:
-    return f"{case.precision}, zero{case.zero_stage}, {case.offload_optimizer}, {case.model['model_type']}, {case.more}"
+    return f"{case.precision}, zero{case.zero_stage}, {case.offload_optimizer}, {case.model['model_type']}"
 
 
 @pytest.mark.parametrize("case", RESUMED, ids=label)

@@ -30,6 +30,7 @@ CASES = {
     "x ZeRO-1": replace(FOUR, zero_stage=1),
     "x ZeRO-2": replace(FOUR, zero_stage=2),
     "x ZeRO-2, optimizer on the host": replace(FOUR, zero_stage=2, offload_optimizer="cpu"),
+    "x ZeRO-2, overlapped": replace(FOUR, zero_stage=2, more={"tensor_parallel": {"tp_overlap_comm": True}}),
     "qwen3 x ZeRO-2, recompute": replace(FOUR, zero_stage=2, model=FAMILIES["qwen3"], recompute="full"),
     "gpt_neox x ZeRO-1, selective": replace(FOUR, zero_stage=1, model=FAMILIES["gpt_neox"], recompute="selective"),
     "four ranks": replace(FOUR, tensor=4, zero_stage=2, model=TIED | {"num_key_value_heads": 4}),

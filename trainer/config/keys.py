@@ -81,8 +81,10 @@ reduce_bucket_size : int >=1 auto
 allgather_bucket_size sub_group_size : int >=0 auto
 contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions : bool auto
 overlap_comm : bool auto null
-compute_grad_norm load_from_fp32_weights elastic_checkpoint ignore_unused_parameters legacy_stage1 : bool auto
-round_robin_gradients parameter_alignment memory_efficient_linear pipeline_loading_checkpoint : bool auto
+compute_grad_norm load_from_fp32_weights elastic_checkpoint ignore_unused_parameters : bool auto
+legacy_stage1 : bool ! It was removed from DeepSpeed. Remove it
+round_robin_gradients : bool auto ; with it DeepSpeed takes one parameter's state for another's, also in checkpoints
+parameter_alignment memory_efficient_linear pipeline_loading_checkpoint : bool auto
 override_module_apply log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory : bool auto
 stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold : int >=0 auto
 stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold : int >=0 auto
@@ -139,11 +141,11 @@ activation_checkpoint_interval : int >=0
 autotp_size : int >=0 auto
 dtype : str
 tp_overlap_comm keep_module_on_host replace_with_kernel_inject kernel_inject : bool auto
-vocab_parallel_lm_head : bool auto null
-vocab_parallel_ce_backend : str torch|liger
-tensor_parallel tp partition_config : section
-injection_policy_tuple : list null
-preset_model : str null
+vocab_parallel_lm_head : bool auto null ; the head is whole on every tensor rank
+vocab_parallel_ce_backend : str torch|liger ; the head is whole on every tensor rank
+tensor_parallel tp partition_config : section ; the model's own plan says what is split
+injection_policy_tuple : list null ; the model's own plan says what is split
+preset_model : str null ; the model's own plan says what is split
 
 [activation_checkpointing]
 partition_activations cpu_checkpointing contiguous_memory_optimization : bool ; only deepspeed.checkpointing reads it

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.engines import deepspeed_pipeline, deepspeed_tensor
-from trainer.engines.deepspeed_config import DTYPES, check_precision, has_plain_optimizer, notes_of, runtime_config
+from trainer.engines.deepspeed_config import DTYPES, STAGE_0_NOTE, check_precision, has_plain_optimizer, runtime_config
 from trainer.engines.deepspeed_passes import Passes, Step, Whole
 from trainer.engines.deepspeed_state import MasterState
 from trainer.engines.deepspeed_tensor import Split
@@ -119,7 +119,8 @@ class DeepSpeedEngine:
         """What this engine found itself, where DeepSpeed reports none."""
         self._own_norm = has_plain_optimizer(job.layout)
         self._clip = float(job.deepspeed.get("gradient_clipping", 0.0))
-        self.notes = (*passes.notes, *notes_of(job))
+        plain = job.layout.zero_stage > 0 or self._own_norm
+        self.notes = (*passes.notes, *(() if plain else (STAGE_0_NOTE.format(job.layout.precision),)))
         self._parameters = [p for p in passes.trainee.parameters() if p.requires_grad]
 
     def step(

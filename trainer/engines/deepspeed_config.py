@@ -16,20 +16,6 @@ STAGE_0_NOTE = (
     "ZeRO-0 in {} runs as ZeRO-1, with the same gradients and less memory: DeepSpeed's own path for float16 divides "
     "gradients by a loss scale that it never applied"
 )
-ROUND_ROBIN_NOTE = (
-    "round_robin_gradients is left off: with it DeepSpeed takes one parameter's state for another's, "
-    "also in checkpoints"
-)
-
-
-def notes_of(job: Job) -> tuple[str, ...]:
-    """What is run otherwise than the JSON says."""
-    stage_1 = job.layout.zero_stage == 0 and not has_plain_optimizer(job.layout)
-    in_turns = job.deepspeed.get("zero_optimization", {}).get("round_robin_gradients")
-    return (
-        *((STAGE_0_NOTE.format(job.layout.precision),) if stage_1 else ()),
-        *((ROUND_ROBIN_NOTE,) if in_turns else ()),
-    )
 
 
 def check_precision(job: Job) -> None:
@@ -56,11 +42,9 @@ def runtime_config(job: Job) -> dict[str, Any]:
         config["optimizer"] = {**optimizer, "params": {**defaults, **optimizer["params"]}}
         if not config["optimizer"]["params"]["torch_adam"]:
             config["optimizer"]["params"].pop("fused")
-    zero = {**config.get("zero_optimization", {}), "round_robin_gradients": False}
-    config["zero_optimization"] = zero
     if has_plain_optimizer(job.layout):
         # DeepSpeed reports no norm here, so this engine takes it and clips
         config["gradient_clipping"] = 0.0
     elif job.layout.zero_stage == 0:
-        zero["stage"] = 1
+        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": 1}
     return config

@@ -57,7 +57,8 @@ def section(spec: ModelSpec, given: Mapping[str, Any]) -> dict[str, Any]:
         {"patterns": [rf".*\b{re.escape(name)}\.weight$"], **_KINDS[style]} for name, style in spec.tensor_plan.items()
     ]
     plan = {"use_default_specs": False, "layer_specs": rules}
-    return {**given, "vocab_parallel_lm_head": False, "partition_config": plan}
+    kept = {key: value for key, value in given.items() if key in ("autotp_size", "tp_overlap_comm")}
+    return {**kept, "vocab_parallel_lm_head": False, "partition_config": plan}
 
 
 class Split:
