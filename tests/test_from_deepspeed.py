@@ -31,7 +31,9 @@ MODEL: dict[str, Any] = dict(
 Values = dict[tuple[str, str], torch.Tensor]
 
 
-def trained(folder: Path, stage: int, precision: str, frozen: bool = False, **zero: Any) -> Values:
+def trained(
+    folder: Path, stage: int, precision: str, frozen: bool = False, gradients: str | None = None, **zero: Any
+) -> Values:
     """Two steps of plain DeepSpeed and its checkpoint; the state that DeepSpeed holds then. Runs on each rank."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -52,6 +54,7 @@ def trained(folder: Path, stage: int, precision: str, frozen: bool = False, **ze
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": stage, **zero},
         "bf16": {"enabled": precision == "bfloat16"},
+        "data_types": {"grad_accum_dtype": gradients},
     }
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=groups, dist_init_required=False)
     torch.manual_seed(torch.distributed.get_rank())
@@ -77,6 +80,8 @@ def trained(folder: Path, stage: int, precision: str, frozen: bool = False, **ze
     [
         (2, 1, "float32", {}),
         (2, 1, "bfloat16", {}),
+        (2, 1, "bfloat16", {"gradients": "fp32"}),
+        (4, 1, "bfloat16", {"gradients": "fp32"}),
         (4, 2, "float32", {}),
         (4, 2, "bfloat16", {"frozen": True}),
         (2, 2, "bfloat16", {"elastic_checkpoint": True}),

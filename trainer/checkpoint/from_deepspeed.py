@@ -77,7 +77,9 @@ def _imported(folder: Path) -> Imported:
     model_files, optimizer_files = _files(folder, "model_states"), _files(folder, "optim_states")
     shards = [_read(file) for file in optimizer_files]
     states = [shard["optimizer_state_dict"] for shard in shards]
-    stage, count = int(states[0].get("zero_stage", 0)), states[0].get("partition_count")
+    # bfloat16 with float32 gradients under stage 1 has an optimizer of its own, which does not say the stage
+    unsaid = 1 if optimizer_files[0].name.startswith("bf16_zero") else 0
+    stage, count = int(states[0].get("zero_stage", unsaid)), states[0].get("partition_count")
     parts = max(count) if isinstance(count, list) else count
     if stage not in (1, 2, 3) or parts != len(states):
         seen = f"ZeRO stage {stage} with {len(states)} of {parts} files *_optim_states.pt"

@@ -27,7 +27,10 @@ def refusal(layout: Layout) -> str | None:
     if layout.pipeline > 1:
         return "Accelerate has no pipeline for training."
     if layout.tensor > 1:
-        return "Accelerate leaves tensor parallelism to how transformers loads a model; the mesh engine has it."
+        return (
+            "Accelerate leaves tensor parallelism to how transformers loads a model, and for its product with FSDP2 "
+            "imports a class that transformers 5 has dropped; the mesh engine has both."
+        )
     if layout.zero_stage > 0 and layout.world_size == 1:
         return "Accelerate shards over several processes only."
     return mesh_refusal(layout)

@@ -68,6 +68,7 @@ def build(job: Job) -> DeepSpeedEngine:
 
 
 def _whole(job: Job, config: dict[str, Any]) -> Whole:
+    """The model in one, or this rank's part of each of its matrices."""
     import deepspeed
 
     layout, dtype = job.layout, DTYPES[job.layout.precision]
