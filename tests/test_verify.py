@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,19 @@ def tied_tables_apart(engine: str) -> Any:
     return mock.patch.object(Copies, "reduce", lambda self: None)
 
 
+def tied_tables_of_pipeline_module_apart(engine: str) -> Any:
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
+
+    return mock.patch.dict(PipelineEngine._INSTRUCTION_MAP, {ReduceTiedGrads: lambda self: None})
+
+
+def tied_table_counted_twice(engine: str) -> Any:
+    from trainer.engines import deepspeed_pipeline
+
+    return mock.patch.object(deepspeed_pipeline, "is_copy", lambda parameter: False)
+
+
 def zero_bubble_with_resharding(engine: str) -> Any:
     """The product that is refused: ZeRO-2 is asked for, and FSDP frees the parameters after each forward pass."""
     from trainer.parallel import shard
@@ -186,13 +199,17 @@ FAULTS: dict[Callable[[str], Any], tuple[str, int, dict[str, Any], str]] = {
     dropout_not_replayed: ("mesh", 2, {"activation_checkpointing": "full"}, "gradient"),
     norm_of_one_stage: ("mesh", 1, {"stages": 2}, "norm"),
     tied_tables_apart: ("mesh", 0, {"stages": 2}, "gradient"),
+    tied_tables_of_pipeline_module_apart: ("deepspeed", 1, {"stages": 2}, "gradient"),
+    tied_table_counted_twice: ("deepspeed", 0, {"stages": 2}, "norm"),
     part_of_a_norms_gradient: ("mesh", 2, {"tensor": 2, "model": {"config": QWEN3}}, "gradient"),
     replicated_counted_twice: ("mesh", 2, {"tensor": 2, "model": {"config": QWEN3}}, "norm"),
     zero_bubble_with_resharding: ("mesh", 2, {"stages": 2, "pipeline_schedule": "ZBVZeroBubble"}, "gradient"),
 }
 
 
-def certified(path: str, world_size: int, fault: str | None = None) -> tuple[bool, str, str]:
+def certified(
+    path: str, world_size: int, fault: str | None = None, overrides: Sequence[str] = ()
+) -> tuple[bool, str, str]:
     """Runs on each rank: whether it passed, the first check that failed, and the table."""
     import contextlib
 
@@ -201,7 +218,7 @@ def certified(path: str, world_size: int, fault: str | None = None) -> tuple[boo
     from trainer.ranks import Ranks
     from trainer.verify.certificate import certify, table
 
-    small = shrink(path, [], world_size)
+    small = shrink(path, list(overrides), world_size)
     planted = globals()[fault](small.config.trainer.engine) if fault else contextlib.nullcontext()
     with planted:
         certificate = certify(small, Ranks(dist.get_rank(), world_size))
@@ -222,10 +239,19 @@ def test_a_planted_fault_is_caught_and_named(pools, tmp_path, fault):
         assert fault is not untied_embedding or "lm_head.weight (only here)" in table
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_that_ships_passes(pools, path):
-    world_size = shrink(str(path), [], None).layout.world_size
-    for passed, _, table in pools[world_size].run(certified, path=str(path), world_size=world_size):
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        *((path.stem, []) for path in CONFIGS),
+        ("pipeline_zero1", ["trainer.engine=deepspeed"]),
+        ("tensor_zero2", ["trainer.engine=deepspeed"]),
+    ],
+    ids=str,
+)
+def test_every_config_that_ships_passes(pools, name, overrides):
+    path = str(ROOT / "ds_configs" / f"{name}.json")
+    size = shrink(path, overrides, None).layout.world_size
+    for passed, _, table in pools[size].run(certified, path=path, world_size=size, overrides=overrides):
         assert passed, table
 
 
