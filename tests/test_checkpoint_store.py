@@ -8,6 +8,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -373,6 +374,15 @@ def test_space_is_looked_at_before_anything_is_written(tmp_path: Path, monkeypat
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
     with pytest.raises(DiskError, match="100 bytes free; expected at least 232 bytes free"):
         saved(tmp_path / "checkpoints")
+    assert files(tmp_path) == []
+
+
+def test_what_a_killed_probe_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr(Path, "unlink", Mock(side_effect=KeyboardInterrupt))
+        ensure_writable(tmp_path)
+    assert files(tmp_path) != []
+    ensure_writable(tmp_path)
     assert files(tmp_path) == []
 
 

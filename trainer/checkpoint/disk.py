@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 from trainer.errors import DiskError, Problem
@@ -23,9 +22,9 @@ def ensure_writable(folder: Path, needed_bytes: int = 0) -> None:
     """
     with disk_errors(folder, needed_bytes):
         folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=folder, prefix=".writable-") as probe:
-            probe.write(b"0" * 512)
-            probe.flush()
+        probe = folder / ".writable"  # one name: what a kill leaves behind goes with the next probe
+        probe.write_bytes(b"0" * 512)
+        probe.unlink(missing_ok=True)
         free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         mend = "Free space there, or choose another folder"
