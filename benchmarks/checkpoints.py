@@ -31,12 +31,12 @@ import torch.distributed.checkpoint as dcp
 from layouts import Bench, Peak, interleaved, ratio, resident
 from safetensors.torch import load_file, save_file
 
-from launch.processes import world_of
 from trainer import checkpoint
-from trainer.checkpoint.disk import flush
-from trainer.optimizers import Update
-from trainer.ranks import Ranks
+from trainer.distributed.ranks import Ranks
+from trainer.optim.lr_schedules import Update
+from trainer.run.world import world_of
 from trainer.state import RunState
+from trainer.storage import flush
 
 
 class Arms:
@@ -47,21 +47,21 @@ class Arms:
         self.counts: dict[str, int] = {}
         self.engine = bench.engine("mesh", bench.layout(3))
         self.engine.step(0, bench.batches(), Update(1e-3))
-        self.pieces = self.engine.pieces()
+        self.state_tensors = self.engine.state_tensors()
         state = self.engine._state
         self.sharded = {name: held[0].detach() for name, held in state._named.items()}
         for name, held in state._named.items():
-            moments = {k: v for k, v in state._optimizer.state[held[0]].items() if v.shape == held[0].shape}
-            self.sharded |= {f"{name}.{part}": moment for part, moment in moments.items()}
+            moments = {key: v for key, v in state._optimizer.of(held[0]).items() if v.shape == held[0].shape}
+            self.sharded |= {f"{name}.{key}": moment for key, moment in moments.items()}
 
     def whole(self) -> dict[str, torch.Tensor]:
         """This rank's share as whole tensors of its own."""
-        read = {f"{piece.name}.{piece.part}": piece.read() for piece in self.pieces}
+        read = {f"{entry.name}.{entry.key}": entry.read() for entry in self.state_tensors}
         return {name: value.clone() for name, value in read.items() if value is not None}
 
-    def ours(self, pieces: Any = None, ranks: Ranks | None = None, name: str = "ours") -> None:
+    def ours(self, entries: Any = None, ranks: Ranks | None = None, name: str = "ours") -> None:
         folder, ranks = self.fresh(name), ranks or self.ranks
-        checkpoint.save(folder, RunState(step=1), pieces or self.pieces, {}, lambda target: None, ranks)
+        checkpoint.save(folder, RunState(step=1), entries or self.state_tensors, {}, lambda target: None, ranks)
 
     def plain(self, tensors: dict[str, torch.Tensor]) -> None:
         path = self.fresh("plain") / f"{self.ranks.rank}.safetensors"
@@ -92,10 +92,10 @@ class Arms:
     def loads(self) -> dict[str, Callable[[], object]]:
         ours = lambda: self.at("ours") / checkpoint.step_name(1)  # noqa: E731
         return {
-            "ours": lambda: checkpoint.load(ours(), self.pieces, self.ranks),
+            "ours": lambda: checkpoint.load(ours(), self.state_tensors, self.ranks),
             "verified": lambda: (
                 checkpoint.verify(ours(), self.ranks),
-                checkpoint.load(ours(), self.pieces, self.ranks),
+                checkpoint.load(ours(), self.state_tensors, self.ranks),
             ),
             "plain": lambda: [
                 tensor.clone() for tensor in load_file(self.at("plain") / f"{self.ranks.rank}.safetensors").values()
@@ -140,13 +140,13 @@ def row(name: str, ours: list[float], times: dict[str, list[float]], size: float
 def measure_stall(arms: Arms, bench: Bench, rounds: int) -> list[str]:
     batches, waited, stalls, shares, slowed = bench.batches(), [], [], [], []
     step = lambda: arms.engine.step(1, batches, Update(1e-3))  # noqa: E731
-    with checkpoint.Background(arms.ranks.apart()) as background:
+    with checkpoint.Background(arms.ranks.on_host()) as background:
         for number in range(rounds + 1):
             arms.tidy()
             whole = timed(arms.ours)
             alone = min(timed(step) for _ in range(3))
             stall = timed(
-                lambda: background.save(arms.pieces, lambda pieces, ranks: arms.ours(pieces, ranks, "beside"))
+                lambda: background.save(arms.state_tensors, lambda entries, ranks: arms.ours(entries, ranks, "beside"))
             )
             beside = []
             while background._thread and arms.ranks.any_soon(background._thread.is_alive())():
@@ -174,10 +174,10 @@ def timed(work: Callable[[], object]) -> float:
 def measure_memory(arms: Arms) -> list[str]:
     largest = max(tensor.nbytes for tensor in arms.sharded.values()) / 2**20
     lines = ["| | above the state (MiB) | largest tensor (MiB) |", "| --- | ---: | ---: |"]
-    with checkpoint.Background(arms.ranks.apart()) as background:
+    with checkpoint.Background(arms.ranks.on_host()) as background:
 
         def beside() -> None:
-            background.save(arms.pieces, lambda pieces, ranks: arms.ours(pieces, ranks, "beside"))
+            background.save(arms.state_tensors, lambda entries, ranks: arms.ours(entries, ranks, "beside"))
             background.wait()
 
         loads = arms.loads()
@@ -190,7 +190,7 @@ def measure_memory(arms: Arms) -> list[str]:
             most = torch.tensor([peak.most - before])
             dist.all_reduce(most, dist.ReduceOp.MAX)
             lines.append(f"| {name} | {int(most) / 2**20:.0f} | {largest:.0f} |")
-        copies = sum(tensor.nbytes for tensor in background._copies.values()) / 2**20
+        copies = sum(tensor.nbytes for tensor in background._gradient_sync.values()) / 2**20
     return [*lines, f"\nThe copy that is kept for saves beside the training: {copies:.0f} MiB on rank 0."]
 
 

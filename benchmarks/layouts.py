@@ -43,15 +43,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from launch.processes import environment_of, free_port, world_of
+from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Job, Machine
 from trainer.layout import Layout, Recompute
 from trainer.models import huggingface
 from trainer.models.materialise import materialise
-from trainer.optimizers import Update
-from trainer.ranks import Ranks
+from trainer.optim.lr_schedules import Update
+from trainer.run.world import environment_of, free_port, world_of
 from trainer.tasks.causal_lm import CausalLM
-from trainer.tasks.task import Batch, Trainee
+from trainer.tasks.task import Batch, ModelWithLoss
 
 BATCH, CLIP, RATE = 2, 1.0, 1e-3
 OPTIMIZER = {"type": "AdamW", "params": {"lr": RATE, "fused": True}}
@@ -91,10 +91,10 @@ class Bench:
             name_or_path=None, config=config, revision=None, trust_remote_code=False, attention=None
         )
         self.spec = huggingface.spec_of(huggingface.read_config(options), options)
-        self.task = CausalLM(fused_head=self.spec.plain_head)
+        self.task = CausalLM(fused_head=self.spec.language.plain_head)
 
     def batches(self, count: int = 1) -> list[Batch]:
-        ids = torch.randint(0, self.spec.vocabulary, (count, BATCH, self.sequence + 1))
+        ids = torch.randint(0, self.spec.language.vocabulary, (count, BATCH, self.sequence + 1))
         return [{"input_ids": part[:, :-1].contiguous(), "targets": part[:, 1:].contiguous()} for part in ids]
 
     def layout(self, stage: int, pipeline: int = 1, accumulation: int = 1, world_size: int | None = None) -> Layout:
@@ -134,23 +134,23 @@ class Bench:
         """What one writes from the PyTorch tutorials for this layout."""
         model = self.task.prepare(self.spec.build())
         materialise(model, self.spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
-        trainee: Any = Trainee(model, self.task).train()
+        module: Any = ModelWithLoss(model, self.task).train()
         if stage is None:
             pass
         elif stage:
             mesh = init_device_mesh("cpu", (self.world_size,))
             for name in self.spec.blocks:
                 fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=stage == 3)
-            fully_shard(trainee, mesh=mesh, reshard_after_forward=stage == 3)
+            fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3)
         else:
-            trainee = DistributedDataParallel(trainee)
-        parameters = list(trainee.parameters())
+            module = DistributedDataParallel(module)
+        parameters = list(module.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=RATE, fused=True)
         own = self.batches()
 
         def step(batches: Sequence[Batch] = own) -> None:
             for batch in batches:
-                (trainee(batch) / (len(batches) * BATCH * self.sequence)).backward()
+                (module(batch) / (len(batches) * BATCH * self.sequence)).backward()
             torch.nn.utils.clip_grad_norm_(parameters, CLIP)
             optimizer.step()
             optimizer.zero_grad()

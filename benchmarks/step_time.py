@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 benchmarks/step_time.py ...
 
 Arms, all with the same model, values, samples, batch size, clipping, schedule and fused AdamW:
-  ours, ours again   trainer.loop.train with the DeepSpeed engine, the feed, metrics and metrics.jsonl every 10 steps
+  ours, ours again   trainer.run.loop.train with the DeepSpeed engine, the loader, metrics.jsonl every 10 steps
   bare DeepSpeed     forward, backward, step with the same JSON and the same loss module
   bare PyTorch       the same without DeepSpeed (DDP on two ranks)
   bare Accelerate    the same through Accelerator.prepare / backward / clip_grad_norm_
@@ -35,20 +35,20 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from launch.output import Output
-from launch.processes import environment_of, free_port, world_of
-from trainer.data.feed import Feed
+from trainer.command.output import Output
+from trainer.data.loader import BatchLoader
+from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Job, Machine
 from trainer.layout import Layout, Recompute
-from trainer.loop import Hooks, Plan, train
-from trainer.meter import Meter
 from trainer.models import huggingface
 from trainer.models.materialise import materialise
-from trainer.optimizers import schedule_of
-from trainer.ranks import Ranks
+from trainer.optim.lr_schedules import schedule_of
+from trainer.run.loop import Hooks, LoopPlan, train
+from trainer.run.metrics import Meter
+from trainer.run.world import environment_of, free_port, world_of
 from trainer.state import RunState
 from trainer.tasks.causal_lm import CausalLM
-from trainer.tasks.task import Trainee
+from trainer.tasks.task import ModelWithLoss
 from trainer.trackers import JsonLines
 
 MODELS = {
@@ -100,7 +100,7 @@ class Turns:
 
 
 class Samples:
-    """Random tokens; what `Feed` and `Trainer` index."""
+    """Random tokens; what `BatchLoader` and `Trainer` index."""
 
     def __init__(self, vocabulary: int, sequence: int) -> None:
         self._ids = np.random.default_rng(0).integers(0, vocabulary, (512, sequence + 1))
@@ -122,7 +122,7 @@ class Bench:
         )
         self.config = huggingface.read_config(self.options)
         self.spec = huggingface.spec_of(self.config, self.options)
-        self.task = CausalLM(fused_head=self.spec.plain_head)
+        self.task = CausalLM(fused_head=self.spec.language.plain_head)
         self.samples = Samples(sizes["vocab_size"], self.sequence)
         self.world_size, self.rank = world_size, rank
         self.stage = 1 if world_size > 1 else 0
@@ -136,10 +136,10 @@ class Bench:
         }
         self.scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": RATE, "warmup_num_steps": 10}}
 
-    def trainee(self) -> Trainee:
+    def module(self) -> ModelWithLoss:
         model = self.task.prepare(self.spec.build())
         materialise(model, self.spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
-        return Trainee(model, self.task).train()
+        return ModelWithLoss(model, self.task).train()
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         first = (step * self.world_size + self.rank) * BATCH
@@ -169,7 +169,7 @@ class Bench:
         engine = ENGINES["deepspeed"].build(Job(layout, self.spec, self.task, self.json, 0, machine))
         lines = JsonLines(Path(tempfile.mkdtemp()) / "metrics.jsonl")
         steps = 10**6
-        feed = Feed(
+        loader = BatchLoader(
             self.samples,
             self.task.collate,
             seed=0,
@@ -182,23 +182,23 @@ class Bench:
             end_step=steps,
             device=device,
         )
-        meter = Meter(steps, device, self.world_size, 1.0, None, feed, RunState())
+        meter = Meter(steps, device, self.world_size, 1.0, None, loader, RunState())
         hooks = Hooks(
             log=lambda state, metrics, update: lines.record(meter.record(state, metrics, update, 0)),
-            evaluate=lambda state: None,
+            evaluate=lambda state: False,
             save=lambda state: None,
             seen=lambda batches, metrics: turn(),
         )
         turn()
         schedule = schedule_of(self.json["optimizer"], self.scheduler)
-        train(engine, feed, schedule, Plan(steps, layout.train_batch, 10, None, None), hooks, RunState())
+        train(engine, loader, schedule, LoopPlan(steps, layout.train_batch, 10, None, None), hooks, RunState())
 
     def bare_deepspeed(self, turn: Callable[[], None]) -> None:
         import deepspeed
 
         config = {**self.json, "scheduler": self.scheduler, "steps_per_print": 2**31 - 1}
-        trainee = self.trainee()
-        engine, *_ = deepspeed.initialize(model=trainee, model_parameters=list(trainee.parameters()), config=config)
+        module = self.module()
+        engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
         for step in range(10**6):
             turn()
             loss = engine(self.batch(step)) / (BATCH * self.sequence)
@@ -206,15 +206,15 @@ class Bench:
             engine.step()
 
     def bare_pytorch(self, turn: Callable[[], None]) -> None:
-        trainee: Any = self.trainee()
-        optimizer = torch.optim.AdamW(trainee.parameters(), lr=RATE, fused=True)
+        module: Any = self.module()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=RATE, fused=True)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
-        model = torch.nn.parallel.DistributedDataParallel(trainee) if self.world_size > 1 else trainee
+        model = torch.nn.parallel.DistributedDataParallel(module) if self.world_size > 1 else module
         for step in range(10**6):
             turn()
             loss = model(self.batch(step)) / (BATCH * self.sequence)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(trainee.parameters(), CLIP)
+            torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -223,10 +223,10 @@ class Bench:
         from accelerate import Accelerator
 
         accelerator = Accelerator(cpu=True)
-        trainee = self.trainee()
-        optimizer = torch.optim.AdamW(trainee.parameters(), lr=RATE, fused=True)
+        module = self.module()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=RATE, fused=True)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
-        model, optimizer, schedule = accelerator.prepare(trainee, optimizer, schedule)
+        model, optimizer, schedule = accelerator.prepare(module, optimizer, schedule)
         for step in range(10**6):
             turn()
             loss = model(self.batch(step)) / (BATCH * self.sequence)

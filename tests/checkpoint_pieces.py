@@ -1,4 +1,4 @@
-"""Training state made of plain tensors: what an engine's pieces are to the checkpoint, without an engine."""
+"""Training state made of plain tensors: what an engine's state tensors are to the checkpoint, without an engine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from trainer.ranks import Ranks
-from trainer.state import WEIGHT, Piece, RunState
+from trainer.distributed.ranks import Ranks
+from trainer.state import WEIGHT, RunState, StateTensor
 
 ALONE = Ranks()
 DESCRIPTION = {"seed": 7, "config": {"trainer": {"steps": 9}}}
@@ -21,14 +21,14 @@ class Live:
         self.tensors = tensors
         self._ranks = ranks
 
-    def pieces(self) -> list[Piece]:
+    def state_tensors(self) -> list[StateTensor]:
         return [self._piece(index, *key) for index, key in enumerate(self.tensors)]
 
     def blank(self) -> Live:
         """The same names and shapes, with other values."""
         return Live({key: torch.full_like(tensor, 1) for key, tensor in self.tensors.items()}, self._ranks)
 
-    def _piece(self, index: int, name: str, part: str) -> Piece:
+    def _piece(self, index: int, name: str, part: str) -> StateTensor:
         tensor = self.tensors[name, part]
         owner = index % self._ranks.world_size
 
@@ -36,7 +36,7 @@ class Live:
             self._ranks.barrier()  # as an engine gathers: who does not come here leaves the others waiting
             return tensor if owner == self._ranks.rank else None
 
-        return Piece(name, part, tuple(tensor.shape), tensor.dtype, owner, read, tensor.copy_)
+        return StateTensor(name, part, tuple(tensor.shape), tensor.dtype, owner, read, tensor.copy_)
 
 
 def live(ranks: Ranks = ALONE, seed: int = 0) -> Live:

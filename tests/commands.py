@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 TRAIN = str(ROOT / "launch" / "train.py")
+LAUNCHERS = ("deepspeed", "torchrun", "accelerate")
 PROGRESS = re.compile(r"^step \d+")
 
 
@@ -69,9 +75,9 @@ def write_job(folder: Path, **trainer: Any) -> Path:
     return path
 
 
-def run(*command: str | Path, timeout: float = 120, **environment: str) -> Result:
+def run(*command: str | Path, timeout: float = 400, cold: bool = False, **environment: str) -> Result:
     """Run a command in a process group of its own; past `timeout` seconds all of it is killed and the test fails."""
-    process = start(*command, **environment)
+    process = start(*command, cold=cold, **environment)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -81,10 +87,18 @@ def run(*command: str | Path, timeout: float = 120, **environment: str) -> Resul
     return Result(process.returncode, output)
 
 
-def start(*command: str | Path, **environment: str) -> subprocess.Popen[str]:
+def start(*command: str | Path, cold: bool = False, **environment: str) -> subprocess.Popen[str]:
+    """Scripts of Python and launchers start warm (tests/warm.py), but not `cold` and not with modules of their own."""
     inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    words = list(map(str, command))
+    if words[0] in LAUNCHERS:
+        words = [sys.executable, str(BIN / words[0]), *words[1:]]
+    usual = environment.get("PYTHONPATH", str(ROOT)) == str(ROOT)
+    if not cold and usual and words[0] == sys.executable and words[1] not in ("-c", "-m"):
+        words[0] = str(warm.PYTHON)
+        environment = {warm.SOCKET: warm_server(), **environment}
     return subprocess.Popen(
-        list(map(str, command)),
+        words,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -92,6 +106,35 @@ def start(*command: str | Path, **environment: str) -> subprocess.Popen[str]:
         cwd=ROOT,
         env={**inherited, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **environment},
     )
+
+
+def agents(first: list[str | Path], second: list[str | Path]) -> list[Result]:
+    """Two commands at once, as if on two machines."""
+    processes = [start(*first), start(*second)]
+    try:
+        outputs = [process.communicate(timeout=400)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [Result(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+@cache
+def warm_server() -> str:
+    """The socket of the process that warm ones are forked from; it ends with this one."""
+    path = str(Path(tempfile.mkdtemp(), "warm"))
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.warm", path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert server.stdin and server.stdout
+    while server.stdout.readline() != b"ready\n":
+        assert server.poll() is None, "the server of warm processes did not start"
+    atexit.register(server.stdin.close)
+    return path
 
 
 def train(*arguments: str | Path, **options: Any) -> Result:

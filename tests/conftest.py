@@ -3,8 +3,53 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.pool import Pools
+from tests.sample import RARELY, SAMPLE
+
+settings.register_profile("no clock", deadline=None)
+settings.load_profile("no clock")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--more", action="store_true", help="also what a first run leaves out (tests/sample.py)")
+    parser.addoption("--whole", action="store_true", help="every case there is: hours")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.args == config.getini("testpaths"):
+        stale = [
+            (file, word)
+            for table in (SAMPLE, RARELY)
+            for file, words in table.items()
+            for word in words
+            if not any(word in item.name for item in items if item.path.name == file)
+        ]
+        if stale:
+            raise pytest.UsageError(f"tests/sample.py names tests that are not there: {stale}")
+    for item in items:
+        words = SAMPLE.get(item.path.name)
+        if words is not None and not any(word in item.name for word in words) and not item.get_closest_marker("whole"):
+            rare = any(word in item.name for word in RARELY.get(item.path.name, ()))
+            item.add_marker("whole" if rare else "more")
+    unwanted = {"more", "whole"}
+    if config.getoption("--whole"):
+        unwanted = set()
+    elif config.getoption("--more"):
+        unwanted = {"whole"}
+    named = any("::" in argument for argument in config.args)  # who names a test means it
+    out = [item for item in items if not named and any(item.get_closest_marker(name) for name in unwanted)]
+    config.hook.pytest_deselected(items=out)
+    left = set(out)
+    items[:] = [item for item in items if item not in left]
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in items:
+                if item.get_closest_marker("gpu"):
+                    item.add_marker(pytest.mark.skip(reason="there is no GPU that PyTorch can use"))
 
 
 @pytest.fixture(scope="session")

@@ -16,19 +16,21 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from launch.processes import environment_of, free_port
+from tests.warm import PRELOADED
+from trainer.run.world import environment_of, free_port
 
 
 class Pools:
     """The pool of each world size: `pools[4]`. The one before is closed, so that memory holds one."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "gloo") -> None:
+        self._backend = backend
         self._open = Pool(0)
 
     def __getitem__(self, world_size: int) -> Pool:
         if self._open.world_size != world_size:
             self._open.close()
-            self._open = Pool(world_size)
+            self._open = Pool(world_size, self._backend)
         return self._open
 
     def close(self) -> None:
@@ -36,11 +38,12 @@ class Pools:
 
 
 class Pool:
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
+        self._backend = backend
         self._workers: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], *, timeout: float = 180, **arguments: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *, timeout: float = 400, **arguments: Any) -> list[Any]:
         if not self._workers:
             self._start()
         for _, pipe in self._workers:
@@ -72,23 +75,29 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "deepspeed", "transformers", "trainer.engines", "trainer.verify"])
+        context.set_forkserver_preload(PRELOADED)
         port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.world_size, port), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self.world_size, port, self._backend), daemon=True
+            )
             process.start()
             self._workers.append((process, ours))
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, port: int, backend: str) -> None:
     os.environ |= {**environment_of(rank, world_size, port), "OMP_NUM_THREADS": "1"}
     log = tempfile.TemporaryFile("w")
     os.dup2(log.fileno(), 1)
     import torch
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    device = None
+    if backend == "nccl":  # with a GPU for each rank
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group(backend, rank=rank, world_size=world_size, device_id=device)
     while True:
         function, arguments = pipe.recv()
         try:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.checkpoint_pieces import DESCRIPTION, Live, live, model_files, same
 from trainer.checkpoint import export, load, newest, prune, save
-from trainer.ranks import Ranks
+from trainer.distributed.ranks import Ranks
 from trainer.state import RunState
 
 PHASES = ("before", "shard", "flush", "manifest", "rename", "latest", "prune")
@@ -92,7 +92,7 @@ def _train(folder: Path, meeting: Path, rank: int, steps: int, death: Death | No
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     dist.init_process_group("gloo", init_method=f"file://{meeting}.store", rank=rank, world_size=2)
-    ranks, shelf = Ranks(rank, 2), folder / "checkpoints"
+    ranks, directory = Ranks(rank, 2), folder / "checkpoints"
     pids, saving = ranks.gather(os.getpid()), [0]
 
     def at(phase: str) -> None:
@@ -102,17 +102,17 @@ def _train(folder: Path, meeting: Path, rank: int, steps: int, death: Death | No
 
     with patch("trainer.checkpoint.faults.at", at):
         state, position = live(ranks), RunState()
-        found, damaged = newest(shelf)
+        found, damaged = newest(directory)
         if found:
-            position = load(found, state.pieces(), ranks)
+            position = load(found, state.state_tensors(), ranks)
         assert not damaged
         assert same(state, state_at(position.step))
         ready.send(position.step)
         for step in range(position.step + 1, steps + 1):
             advance(state, step)
             saving[0] = step
-            save(shelf, replace(position, step=step), state.pieces(), DESCRIPTION, model_files, ranks)
-            ranks.on_first(lambda: prune(shelf, 2))
-        export(folder / "final", state.pieces(), model_files, ranks)
+            save(directory, replace(position, step=step), state.state_tensors(), DESCRIPTION, model_files, ranks)
+            ranks.on_first(lambda: prune(directory, 2))
+        export(folder / "final", state.state_tensors(), model_files, ranks)
     ranks.barrier()
     os._exit(0)

@@ -16,14 +16,14 @@ import torch
 from tests.checkpoint_pieces import ALONE, DESCRIPTION, STATE, Live, live, model_files, same
 from tests.pool import Pools
 from trainer.checkpoint import Background, load, newest, save
+from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, NumericsError
-from trainer.ranks import Ranks
-from trainer.state import Piece
+from trainer.state import StateTensor
 
 
 def write_to(folder: Path, step: int):
-    def write(pieces: Sequence[Piece], ranks: Ranks) -> None:
-        save(folder, replace(STATE, step=step), pieces, DESCRIPTION, model_files, ranks)
+    def write(entries: Sequence[StateTensor], ranks: Ranks) -> None:
+        save(folder, replace(STATE, step=step), entries, DESCRIPTION, model_files, ranks)
 
     return write
 
@@ -36,7 +36,7 @@ def overwrite(state: Live) -> None:
 
 def holds(path: Path, wanted: Live, step: int, ranks: Ranks = ALONE) -> bool:
     back = live(ranks).blank()
-    return load(path, back.pieces(), ranks).step == step and same(back, wanted)
+    return load(path, back.state_tensors(), ranks).step == step and same(back, wanted)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def gate():
 def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, gate: threading.Event) -> None:
     state = live()
     with Background(ALONE) as background:
-        background.save(state.pieces(), write_to(tmp_path, 10))
+        background.save(state.state_tensors(), write_to(tmp_path, 10))
         overwrite(state)
         assert newest(tmp_path) == (None, []), "it was waited for"
         gate.set()
@@ -68,9 +68,9 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, gate: threading.
 def test_two_saves_never_overlap(tmp_path: Path, gate) -> None:
     state = live()
     with Background(ALONE) as background:
-        background.save(state.pieces(), write_to(tmp_path, 10))
+        background.save(state.state_tensors(), write_to(tmp_path, 10))
         overwrite(state)
-        second = threading.Thread(target=background.save, args=(state.pieces(), write_to(tmp_path, 20)))
+        second = threading.Thread(target=background.save, args=(state.state_tensors(), write_to(tmp_path, 20)))
         second.start()
         second.join(0.3)
         assert second.is_alive() and gate.waiting == 1
@@ -84,7 +84,7 @@ def test_two_saves_never_overlap(tmp_path: Path, gate) -> None:
 
 def test_a_run_that_fails_meanwhile_still_publishes(tmp_path: Path, gate: threading.Event) -> None:
     with pytest.raises(ZeroDivisionError), Background(ALONE) as background:
-        background.save(live().pieces(), write_to(tmp_path, 10))
+        background.save(live().state_tensors(), write_to(tmp_path, 10))
         gate.set()
         raise ZeroDivisionError
     assert holds(tmp_path / "step-000010", live(), 10)
@@ -94,13 +94,13 @@ def test_a_failure_is_raised_by_the_next_save_and_once(tmp_path: Path) -> None:
     state = live()
     with Background(ALONE) as background:
         state.tensors["a.weight", "weight"][0, 0] = torch.nan
-        background.save(state.pieces(), write_to(tmp_path, 10))
+        background.save(state.state_tensors(), write_to(tmp_path, 10))
         with pytest.raises(NumericsError):
-            background.save(state.pieces(), write_to(tmp_path, 20))
-        background.save(live().pieces(), write_to(tmp_path, 30))
+            background.save(state.state_tensors(), write_to(tmp_path, 20))
+        background.save(live().state_tensors(), write_to(tmp_path, 30))
     assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-000030"]
     with pytest.raises(NumericsError), Background(ALONE) as background:
-        background.save(state.pieces(), write_to(tmp_path, 40))
+        background.save(state.state_tensors(), write_to(tmp_path, 40))
 
 
 def _save_twice(folder: Path, broken_rank: int | None) -> tuple[str, int, bool]:
@@ -111,17 +111,17 @@ def _save_twice(folder: Path, broken_rank: int | None) -> tuple[str, int, bool]:
         if phase == "flush" and ranks.rank == broken_rank:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with Background(ranks.apart()) as background:
+    with Background(ranks.on_host()) as background:
         state = live(ranks)
         with patch("trainer.checkpoint.faults.at", at):
-            background.save(state.pieces(), write_to(folder, 10))
+            background.save(state.state_tensors(), write_to(folder, 10))
             ranks.barrier()  # the run's own collectives go on meanwhile
             overwrite(state)
             try:
                 background.wait()
             except DiskError as error:
                 raised = str(error)
-        background.save(live(ranks, seed=1).pieces(), write_to(folder, 20))
+        background.save(live(ranks, seed=1).state_tensors(), write_to(folder, 20))
     size = sum(tensor.nbytes for tensor in background._copies.values())
     return raised, size, holds(folder / "step-000020", live(seed=1), 20, ranks)
 
@@ -129,7 +129,7 @@ def _save_twice(folder: Path, broken_rank: int | None) -> tuple[str, int, bool]:
 @pytest.mark.parametrize("broken_rank", [None, 0, 1])
 def test_on_two_ranks(tmp_path: Path, pools: Pools, broken_rank: int | None) -> None:
     (one, mine, right), (other, others, also) = pools[2].run(
-        _save_twice, timeout=30, folder=tmp_path, broken_rank=broken_rank
+        _save_twice, timeout=120, folder=tmp_path, broken_rank=broken_rank
     )
     assert right and also
     assert one == other
@@ -140,11 +140,11 @@ def test_on_two_ranks(tmp_path: Path, pools: Pools, broken_rank: int | None) -> 
 
 
 def _ask(values: list[list[bool]]) -> list[bool]:
-    ranks = Ranks(torch.distributed.get_rank(), 2).apart()
+    ranks = Ranks(torch.distributed.get_rank(), 2).on_host()
     return [ranks.any_soon(row[ranks.rank])() for row in values]
 
 
 def test_any_soon(pools: Pools) -> None:
     values = [[False, False], [False, True], [True, False], [False, False], [True, True]]
     assert pools[2].run(_ask, values=values) == [[False, True, True, False, True]] * 2
-    assert [ALONE.apart().any_soon(value)() for value in (False, True)] == [False, True]
+    assert [ALONE.on_host().any_soon(value)() for value in (False, True)] == [False, True]

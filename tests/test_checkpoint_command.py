@@ -16,11 +16,13 @@ LAYOUT = {"pipeline": 2, "replicate": 1, "shard": 4, "tensor": 1, "zero_stage": 
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     """The folder of a run with two checkpoints."""
     description = {"seed": 7, "engine": "mesh", "layout": LAYOUT, "versions": {"torch": "2"}}
     for step in (10, 20):
-        save(tmp_path / "checkpoints", replace(STATE, step=step), live().pieces(), description, model_files, ALONE)
+        save(
+            tmp_path / "checkpoints", replace(STATE, step=step), live().state_tensors(), description, model_files, ALONE
+        )
     return tmp_path
 
 
@@ -28,8 +30,8 @@ def ask(command: str, path: Path) -> Result:
     return run(sys.executable, ROOT / "launch" / "checkpoint.py", command, path)
 
 
-def test_list(shelf):
-    for path in (shelf, shelf / "checkpoints"):
+def test_list(directory):
+    for path in (directory, directory / "checkpoints"):
         result = ask("list", path)
         assert result.code == 0, result.output
         first, second = result.output.splitlines()
@@ -37,16 +39,16 @@ def test_list(shelf):
         assert first.endswith("  3,200 samples  mesh: pipeline 2 x shard 4, ZeRO-3")
 
 
-def test_what_is_left_over_is_listed(shelf):
+def test_what_is_left_over_is_listed(directory):
     for name in ("step-000015.damaged", "step-000021.partial"):
-        (shelf / "checkpoints" / name).mkdir()
-    lines = ask("list", shelf).output.splitlines()
+        (directory / "checkpoints" / name).mkdir()
+    lines = ask("list", directory).output.splitlines()
     assert lines[2:] == ["step-000015.damaged  left over", "step-000021.partial  left over"]
 
 
 @pytest.mark.parametrize("command", ["list", "verify", "show"])
-def test_torch_is_not_waited_for(shelf, command):
-    arguments = [str(ROOT / "launch" / "checkpoint.py"), command, str(shelf)]
+def test_torch_is_not_waited_for(directory, command):
+    arguments = [str(ROOT / "launch" / "checkpoint.py"), command, str(directory)]
     code = (
         f"import runpy, sys; sys.argv = {arguments!r}; sys.exit = print; runpy.run_path(sys.argv[0], None, '__main__')"
     )
@@ -54,33 +56,33 @@ def test_torch_is_not_waited_for(shelf, command):
     assert result.code == 0, result.output
 
 
-def test_verify_names_the_one_that_is_damaged(shelf):
-    assert ask("verify", shelf).output == "step-000010  good\nstep-000020  good\n"
-    path = next((shelf / "checkpoints" / "step-000010" / "optimizer").glob("*.safetensors"))
+def test_verify_names_the_one_that_is_damaged(directory):
+    assert ask("verify", directory).output == "step-000010  good\nstep-000020  good\n"
+    path = next((directory / "checkpoints" / "step-000010" / "optimizer").glob("*.safetensors"))
     content = bytearray(path.read_bytes())
     content[-1] ^= 4
     path.write_bytes(content)
-    result = ask("verify", shelf)
+    result = ask("verify", directory)
     assert result.code == 74
     assert f"step-000010  {path}: SHA-256 " in result.output and "step-000020  good" in result.output
     path.write_bytes(b"")
-    result = ask("list", shelf)
+    result = ask("list", directory)
     assert result.code == 74
     assert f"step-000010  damaged: {path}: 0 bytes; expected " in result.output
 
 
-def test_show(shelf):
-    result = ask("show", shelf / "checkpoints" / "step-000020")
+def test_show(directory):
+    result = ask("show", directory / "checkpoints" / "step-000020")
     assert result.code == 0, result.output
     assert '"step": 20' in result.output and '"torch": "2"' in result.output
     assert "  model/model.safetensors: a.weight  float32 4 x 3  48 bytes" in result.output.splitlines()
     assert "  optimizer/optimizer.safetensors: a.weight.exp_avg  float32 4 x 3  48 bytes" in result.output.splitlines()
 
 
-def test_a_model_alone(shelf):
-    export(shelf / "final", live().pieces(), model_files, ALONE)
-    assert ask("verify", shelf / "final").output == "final  good\n"
-    result = ask("show", shelf / "final")
+def test_a_model_alone(directory):
+    export(directory / "final", live().state_tensors(), model_files, ALONE)
+    assert ask("verify", directory / "final").output == "final  good\n"
+    result = ask("show", directory / "final")
     assert result.code == 0
     assert "  model.safetensors: a.weight  float32 4 x 3  48 bytes" in result.output.splitlines()
 

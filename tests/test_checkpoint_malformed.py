@@ -9,17 +9,16 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launch.checkpoint import main
 from tests.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files
 from trainer.checkpoint import newest, prune, save
-from trainer.checkpoint.disk import to_json
 from trainer.checkpoint.manifest import hash_file
+from trainer.command.checkpoint import main
+from trainer.storage import to_json
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
@@ -31,50 +30,46 @@ SLOW = settings(max_examples=60, deadline=None, suppress_health_check=list(Healt
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     """A good checkpoint, and a newer one to be broken."""
     for step in (10, 20):
-        save(tmp_path, replace(STATE, step=step), live().pieces(), DESCRIPTION, model_files, ALONE)
+        save(tmp_path, replace(STATE, step=step), live().state_tensors(), DESCRIPTION, model_files, ALONE)
     return tmp_path
 
 
-def is_set_aside(shelf: Path) -> None:
-    """The newer checkpoint of `shelf` is no reason to stop; afterwards it is where it was, for the next example."""
-    broken = shelf / "step-000020"
+def is_set_aside(directory: Path) -> None:
+    """The newer checkpoint of `directory` is no reason to stop; afterwards it is where it was, for the next example."""
+    broken = directory / "step-000020"
     for command in ("list", "verify", "show"):
         code, output = ask(command, broken)
         assert code == 74, (command, output)
         assert output.startswith("step-000020  ") and "Traceback" not in output
-    prune(shelf, 2, keep_best=True)
-    found, told = newest(shelf)
-    assert found == shelf / "step-000010"
+    prune(directory, 2, keep_best=True)
+    found, told = newest(directory)
+    assert found == directory / "step-000010"
     assert len(told) == 1
     assert told[0].startswith("step-000020 is damaged: ") and len(told[0]) < 1000
-    (shelf / "step-000020.damaged").rename(broken)
+    (directory / "step-000020.damaged").rename(broken)
 
 
 def ask(command: str, path: Path) -> tuple[int, str]:
-    with (
-        redirect_stdout(io.StringIO()) as output,
-        redirect_stderr(output),
-        patch("sys.argv", ["checkpoint.py", command, str(path)]),
-    ):
-        return main(), output.getvalue()
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(output):
+        return main([command, str(path)], "checkpoint"), output.getvalue()
 
 
 @pytest.mark.parametrize(
     "content",
     [b"", b"[]", b"null", b"7", b'"files"', b'{"files": []}', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, b"{}"],
 )
-def test_a_manifest_that_is_none(shelf: Path, content: bytes) -> None:
-    (shelf / "step-000020" / "manifest.json").write_bytes(content)
-    is_set_aside(shelf)
+def test_a_manifest_that_is_none(directory: Path, content: bytes) -> None:
+    (directory / "step-000020" / "manifest.json").write_bytes(content)
+    is_set_aside(directory)
 
 
 @SLOW
 @given(st.data())
-def test_a_manifest_with_anything_in_any_place(shelf: Path, data: st.DataObject) -> None:
-    path = shelf / "step-000020" / "manifest.json"
+def test_a_manifest_with_anything_in_any_place(directory: Path, data: st.DataObject) -> None:
+    path = directory / "step-000020" / "manifest.json"
     whole = path.read_bytes()
     changed = mutated(json.loads(whole), data)
     try:
@@ -87,7 +82,7 @@ def test_a_manifest_with_anything_in_any_place(shelf: Path, data: st.DataObject)
     )
     if content != whole and not fewer:
         path.write_bytes(content)
-        is_set_aside(shelf)
+        is_set_aside(directory)
         path.write_bytes(whole)
 
 
@@ -144,9 +139,9 @@ TENSORS = {
 
 @pytest.mark.parametrize("part", ["model", "optimizer"])
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_file_of_tensors_that_is_none(shelf: Path, name: str, part: str) -> None:
-    rewritten(shelf / "step-000020", f"{part}/{part}.safetensors", TENSORS[name])
-    is_set_aside(shelf)
+def test_a_file_of_tensors_that_is_none(directory: Path, name: str, part: str) -> None:
+    rewritten(directory / "step-000020", f"{part}/{part}.safetensors", TENSORS[name])
+    is_set_aside(directory)
 
 
 DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -163,17 +158,17 @@ DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
-def test_a_description_that_is_none(shelf: Path, name: str) -> None:
-    path = shelf / "step-000020"
+def test_a_description_that_is_none(directory: Path, name: str) -> None:
+    path = directory / "step-000020"
     whole = json.loads((path / "trainer.json").read_bytes())
     rewritten(path, "trainer.json", to_json(DESCRIPTIONS[name](whole)))
-    is_set_aside(shelf)
+    is_set_aside(directory)
 
 
-def test_a_folder_without_its_description(shelf: Path) -> None:
-    path = shelf / "step-000020"
+def test_a_folder_without_its_description(directory: Path) -> None:
+    path = directory / "step-000020"
     (path / "trainer.json").unlink()
     manifest = json.loads((path / "manifest.json").read_bytes())
     del manifest["files"]["trainer.json"]
     (path / "manifest.json").write_bytes(to_json(manifest))
-    is_set_aside(shelf)
+    is_set_aside(directory)

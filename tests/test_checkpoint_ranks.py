@@ -14,16 +14,16 @@ from tests.checkpoint_pieces import ALONE, DESCRIPTION, STATE, files, live, mode
 from tests.pool import Pools
 from trainer.checkpoint import export, load, manifest, newest, save, verify
 from trainer.checkpoint.safetensors_stream import TensorWriter
+from trainer.distributed.ranks import Ranks
 from trainer.errors import MeshloomError
-from trainer.ranks import Ranks
 
 
 def _save_and_load(folder: Path) -> tuple[bool, bool]:
     ranks = Ranks(torch.distributed.get_rank(), 2)
     state, back = live(ranks), live(ranks).blank()
-    path = save(folder / "checkpoints", STATE, state.pieces(), DESCRIPTION, model_files, ranks)
-    export(folder / "final", state.pieces(), model_files, ranks)
-    return load(path, back.pieces(), ranks) == STATE, same(state, back)
+    path = save(folder / "checkpoints", STATE, state.state_tensors(), DESCRIPTION, model_files, ranks)
+    export(folder / "final", state.state_tensors(), model_files, ranks)
+    return load(path, back.state_tensors(), ranks) == STATE, same(state, back)
 
 
 def _fail(folder: Path, phase: str) -> str:
@@ -45,9 +45,9 @@ def _fail(folder: Path, phase: str) -> str:
     try:
         if ranks.rank == rank:
             with broken:
-                save(folder, STATE, state.pieces(), DESCRIPTION, model_files, ranks)
+                save(folder, STATE, state.state_tensors(), DESCRIPTION, model_files, ranks)
         else:
-            save(folder, STATE, state.pieces(), DESCRIPTION, model_files, ranks)
+            save(folder, STATE, state.state_tensors(), DESCRIPTION, model_files, ranks)
     except MeshloomError as error:
         ranks.barrier()
         return f"{type(error).__name__}: {error}"
@@ -64,7 +64,7 @@ def _save_poisoned(folder: Path, value: float) -> tuple[int, str]:
     state.tensors["b.weight", "exp_avg"][3] = value  # rank 0's
     state.tensors["b.weight", "exp_avg_sq"][0] = value  # rank 1's
     try:
-        save(folder, STATE, state.pieces(), DESCRIPTION, model_files, ranks)
+        save(folder, STATE, state.state_tensors(), DESCRIPTION, model_files, ranks)
     except MeshloomError as error:
         ranks.barrier()
         return error.exit_code, str(error)
@@ -72,7 +72,7 @@ def _save_poisoned(folder: Path, value: float) -> tuple[int, str]:
 
 
 def test_two_ranks_write_their_own_files_and_one_process_reads_them(tmp_path: Path, pools: Pools) -> None:
-    assert pools[2].run(_save_and_load, timeout=30, folder=tmp_path) == [(True, True)] * 2
+    assert pools[2].run(_save_and_load, timeout=120, folder=tmp_path) == [(True, True)] * 2
     path = tmp_path / "checkpoints/step-000100"
     assert files(path) == [
         "manifest.json",
@@ -87,14 +87,14 @@ def test_two_ranks_write_their_own_files_and_one_process_reads_them(tmp_path: Pa
     ]
     assert verify(path) == verify(tmp_path / "final") == []
     back = live().blank()
-    assert load(path, back.pieces(), ALONE) == STATE
+    assert load(path, back.state_tensors(), ALONE) == STATE
     assert same(back, live())
 
 
 def test_the_index_is_that_of_transformers(tmp_path: Path, pools: Pools) -> None:
     from transformers.utils.hub import get_checkpoint_shard_files
 
-    pools[2].run(_save_and_load, timeout=30, folder=tmp_path)
+    pools[2].run(_save_and_load, timeout=120, folder=tmp_path)
     index = tmp_path / "final/model.safetensors.index.json"
     found, metadata = get_checkpoint_shard_files(tmp_path / "final", index)
     assert [Path(name).name for name in found] == [
@@ -107,8 +107,8 @@ def test_the_index_is_that_of_transformers(tmp_path: Path, pools: Pools) -> None
 
 @pytest.mark.parametrize("phase", ["tensors of rank 1", "end of rank 1", "manifest", "rename"])
 def test_an_error_of_one_rank_is_raised_on_both(tmp_path: Path, pools: Pools, phase: str) -> None:
-    older = save(tmp_path, STATE.__class__(step=50), live().pieces(), DESCRIPTION, model_files, ALONE)
-    one, other = pools[2].run(_fail, timeout=30, folder=tmp_path, phase=phase)
+    older = save(tmp_path, STATE.__class__(step=50), live().state_tensors(), DESCRIPTION, model_files, ALONE)
+    one, other = pools[2].run(_fail, timeout=120, folder=tmp_path, phase=phase)
     assert one == other
     assert one.startswith(f"DiskError: {tmp_path / 'step-000100.partial'}: No space left on device, ")
     assert newest(tmp_path) == (older, [])
@@ -117,8 +117,8 @@ def test_an_error_of_one_rank_is_raised_on_both(tmp_path: Path, pools: Pools, ph
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_value_that_is_not_finite_is_never_published(tmp_path: Path, pools: Pools, value: float) -> None:
-    older = save(tmp_path, STATE.__class__(step=50), live().pieces(), DESCRIPTION, model_files, ALONE)
-    one, other = pools[2].run(_save_poisoned, timeout=30, folder=tmp_path, value=value)
+    older = save(tmp_path, STATE.__class__(step=50), live().state_tensors(), DESCRIPTION, model_files, ALONE)
+    one, other = pools[2].run(_save_poisoned, timeout=120, folder=tmp_path, value=value)
     assert (
         one
         == other
@@ -153,21 +153,21 @@ def _blind(folder: Path) -> str:
 
 
 def test_each_rank_verifies_a_share_and_all_know_the_result(tmp_path: Path, pools: Pools) -> None:
-    pools[2].run(_save_and_load, timeout=30, folder=tmp_path)
+    pools[2].run(_save_and_load, timeout=120, folder=tmp_path)
     path = tmp_path / "checkpoints/step-000100"
     names = sorted(name.rpartition("/")[2] for name in files(path) if name != "manifest.json")
     for name in ("optimizer/optimizer-00002-of-00002.safetensors", "model/model-00001-of-00002.safetensors"):
         content = bytearray((path / name).read_bytes())
         content[-1] ^= 1
         (path / name).write_bytes(content)
-    (one, seen), (other, same_seen) = pools[2].run(_verify, timeout=30, folder=path.parent)
+    (one, seen), (other, same_seen) = pools[2].run(_verify, timeout=120, folder=path.parent)
     assert sorted(one + other) == names and len(one) == len(other)
     assert seen == same_seen and [text[:8] for text in seen] == ["SHA-256 "] * 2
 
 
 def test_a_folder_that_not_all_ranks_see_is_no_damage(tmp_path: Path, pools: Pools) -> None:
-    path = save(tmp_path, STATE, live().pieces(), DESCRIPTION, model_files, ALONE)
-    for raised in pools[2].run(_blind, timeout=30, folder=tmp_path):
+    path = save(tmp_path, STATE, live().state_tensors(), DESCRIPTION, model_files, ALONE)
+    for raised in pools[2].run(_blind, timeout=120, folder=tmp_path):
         assert raised == (
             f"{path}: not there for rank 1; expected a folder that all machines share. "
             "Put trainer.run.folder on a shared file system"

@@ -28,10 +28,10 @@ from trainer.checkpoint import (
     save,
     verify,
 )
-from trainer.checkpoint.disk import to_json
 from trainer.checkpoint.safetensors_stream import TensorWriter
 from trainer.errors import ConfigError, DiskError
 from trainer.state import WEIGHT
+from trainer.storage import to_json
 
 
 class Killed(BaseException):
@@ -39,8 +39,8 @@ class Killed(BaseException):
 
 
 def saved(folder: Path, step: int = 100, state: Live | None = None, dtype: torch.dtype | None = None) -> Path:
-    pieces = (state or live()).pieces()
-    return save(folder, replace(STATE, step=step), pieces, DESCRIPTION, model_files, ALONE, dtype)
+    entries = (state or live()).state_tensors()
+    return save(folder, replace(STATE, step=step), entries, DESCRIPTION, model_files, ALONE, dtype)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_round_trip(good: Path) -> None:
     state, back = live(), live().blank()
-    assert load(good, back.pieces(), ALONE) == STATE
+    assert load(good, back.state_tensors(), ALONE) == STATE
     assert same(state, back)
     assert read_description(good) == DESCRIPTION | {
         "position": {"step": 100, "samples": 3200, "tokens": 51_000, "engine": {"optimizer_step": 100.0}}
@@ -73,7 +73,7 @@ def test_layout_on_disk(good: Path) -> None:
 def test_narrowed_weights_come_back_exactly(tmp_path: Path) -> None:
     state, back = live(), live().blank()
     path = saved(tmp_path, state=state, dtype=torch.bfloat16)
-    load(path, back.pieces(), ALONE)
+    load(path, back.state_tensors(), ALONE)
     assert same(state, back)
     from safetensors.torch import load_file
 
@@ -91,10 +91,10 @@ def test_transformers_opens_the_model_folder(tmp_path: Path) -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     tensors = {(name, WEIGHT): parameter.data for name, parameter in model.named_parameters()}
-    assert ("lm_head.weight", WEIGHT) not in tensors  # tied: the name is no piece
-    pieces = Live(tensors).pieces()
-    path = save(tmp_path / "checkpoints", STATE, pieces, DESCRIPTION, config.save_pretrained, ALONE)
-    final = export(tmp_path / "final", pieces, config.save_pretrained, ALONE, torch.bfloat16)
+    assert ("lm_head.weight", WEIGHT) not in tensors  # tied: the name is no state tensor
+    entries = Live(tensors).state_tensors()
+    path = save(tmp_path / "checkpoints", STATE, entries, DESCRIPTION, config.save_pretrained, ALONE)
+    final = export(tmp_path / "final", entries, config.save_pretrained, ALONE, torch.bfloat16)
     for folder, dtype in ((path / "model", torch.float32), (final, torch.bfloat16)):
         opened = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         for (name, parameter), other in zip(model.named_parameters(), opened.parameters(), strict=True):
@@ -104,9 +104,9 @@ def test_transformers_opens_the_model_folder(tmp_path: Path) -> None:
 
 def test_export_replaces_an_older_one(tmp_path: Path) -> None:
     final = tmp_path / "final"
-    export(final, live().pieces(), model_files, ALONE)
+    export(final, live().state_tensors(), model_files, ALONE)
     before = (final / "model.safetensors").read_bytes()
-    export(final, live(seed=1).pieces(), model_files, ALONE)
+    export(final, live(seed=1).state_tensors(), model_files, ALONE)
     assert files(tmp_path) == ["final/config.json", "final/manifest.json", "final/model.safetensors"]
     assert (final / "model.safetensors").read_bytes() != before
     assert verify(final) == []
@@ -122,7 +122,7 @@ def test_state_that_does_not_fit_is_one_error_before_anything_is_written(good: P
     del other["b.weight", "exp_avg_sq"]
     back = Live(other)
     with pytest.raises(ConfigError) as caught:
-        load(good, back.pieces(), ALONE)
+        load(good, back.state_tensors(), ALONE)
     mend = "expected the tensors of this run. Resume with the model and the optimizer that it was saved with"
     assert str(caught.value).splitlines() == [
         f"{good}: 1 tensors missing in the checkpoint (model: new.weight); {mend}",
@@ -176,7 +176,7 @@ def test_damage_of_any_file_falls_back_to_the_checkpoint_before(tmp_path: Path, 
         if damage != "missing":
             path.write_bytes({"empty": b"", "truncated": content[:-1], "longer": content + b"\n"}[damage])
         with pytest.raises(DiskError):
-            load(newer, live().pieces(), ALONE)
+            load(newer, live().state_tensors(), ALONE)
         before = {name: (newer / name).read_bytes() for name in files(newer)}
         found, told = newest(tmp_path)
         assert found == older
@@ -260,24 +260,24 @@ def test_weights_alone_need_no_optimizer_state(tmp_path: Path) -> None:
     tensors = state.blank().tensors
     tensors["a.weight", "master"] = torch.zeros(4, 3)
     back = Live(tensors)
-    assert load(path, back.pieces(), ALONE, weights_only=True) == STATE
+    assert load(path, back.state_tensors(), ALONE, weights_only=True) == STATE
     for (name, part), tensor in back.tensors.items():
         kept = torch.full_like(tensor, 1)
         assert torch.equal(tensor, state.tensors[name, WEIGHT] if part in (WEIGHT, "master") else kept)
     (path / "model/model.safetensors").unlink()
     with pytest.raises(DiskError):
-        load(path, back.pieces(), ALONE, weights_only=True)
+        load(path, back.state_tensors(), ALONE, weights_only=True)
 
 
 @pytest.mark.parametrize("part", [WEIGHT, "exp_avg"])
 def test_a_placeholder_is_never_written(tmp_path: Path, part: str) -> None:
     """What is left of a partitioned parameter on one rank: no elements."""
-    pieces = [
-        replace(piece, read=lambda: torch.empty(0)) if (piece.name, piece.part) == ("a.weight", part) else piece
-        for piece in live().pieces()
+    entries = [
+        replace(entry, read=lambda: torch.empty(0)) if (entry.name, entry.key) == ("a.weight", part) else entry
+        for entry in live().state_tensors()
     ]
     with pytest.raises(ValueError, match=r"a.weight[a-z_.]* \(0,\) came where a.weight[a-z_.]* \(4, 3\) was announced"):
-        save(tmp_path, STATE, pieces, DESCRIPTION, model_files, ALONE)
+        save(tmp_path, STATE, entries, DESCRIPTION, model_files, ALONE)
     assert files(tmp_path) == []
 
 
@@ -309,7 +309,7 @@ def test_a_run_that_dies_while_saving_leaves_the_last_good_one(
         assert skipped == []
         assert found in (older, tmp_path / "step-000100")
         assert (tmp_path / (tmp_path / "latest").read_text().strip()).is_dir()
-        assert load(found, live().blank().pieces(), ALONE).step == int(found.name[-6:])
+        assert load(found, live().blank().state_tensors(), ALONE).step == int(found.name[-6:])
         if next(calls) <= deadly:
             break  # there were not so many calls: this save went through
         if found == older:
@@ -325,7 +325,7 @@ def test_export_that_dies_between_its_renames_is_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadly: int
 ) -> None:
     final = tmp_path / "final"
-    export(final, live().pieces(), model_files, ALONE)
+    export(final, live().state_tensors(), model_files, ALONE)
     real, calls = os.rename, iter(range(9))
 
     def dying(old: Path, new: Path) -> None:
@@ -335,8 +335,8 @@ def test_export_that_dies_between_its_renames_is_made_up_for(
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr("os.rename", dying)
-        export(final, live(seed=1).pieces(), model_files, ALONE)
-    export(final, live(seed=1).pieces(), model_files, ALONE)
+        export(final, live(seed=1).state_tensors(), model_files, ALONE)
+    export(final, live(seed=1).state_tensors(), model_files, ALONE)
     assert verify(final) == []
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
@@ -398,7 +398,7 @@ def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
 
 def test_a_description_that_is_no_json_publishes_nothing(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
-        save(tmp_path, STATE, live().pieces(), {"device": object()}, model_files, ALONE)
+        save(tmp_path, STATE, live().state_tensors(), {"device": object()}, model_files, ALONE)
     assert files(tmp_path) == []
 
 
@@ -412,7 +412,7 @@ def steps(folder: Path) -> list[int]:
 def test_prune_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     for step, loss in {10: 3.0, 20: 2.0, 30: None, 40: 2.5, 1_000_000: 2.2}.items():
         description = DESCRIPTION | {"evaluation_loss": loss}
-        save(tmp_path, replace(STATE, step=step), live().pieces(), description, model_files, ALONE)
+        save(tmp_path, replace(STATE, step=step), live().state_tensors(), description, model_files, ALONE)
     assert prune(tmp_path, 2, keep_best=True) == [tmp_path / "step-000010", tmp_path / "step-000030"]
     assert steps(tmp_path) == [20, 40, 1_000_000]
     (tmp_path / "step-000020/trainer.json").write_text("{")

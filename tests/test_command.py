@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,20 @@ from typing import Any
 
 import pytest
 
-from tests.commands import ROOT, TRAIN, Result, losses, metrics, run, sample_ids, start, train, write_job
+from tests import warm
+from tests.commands import (
+    ROOT,
+    TRAIN,
+    Result,
+    losses,
+    metrics,
+    run,
+    sample_ids,
+    start,
+    train,
+    warm_server,
+    write_job,
+)
 
 HEAVY = {"torch", "transformers", "deepspeed", "datasets", "accelerate", "pydantic", "rich", "numpy"}
 
@@ -67,6 +81,27 @@ def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path):
     config = result.output.split("config\n", 1)[1].split("\nsamples", 1)[0]
     assert json.loads(config)["scheduler"]["params"]["total_num_steps"] == 3
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.whole
+def test_the_breakdowns_that_deepspeed_prints_reach_the_terminal(tmp_path):
+    asked = [
+        "wall_clock_breakdown=true",
+        "memory_breakdown=true",
+        "comms_logger.enabled=true",
+        "flops_profiler.enabled=true",
+    ]
+    result = train("--config", write_job(tmp_path), *asked)
+    assert result.code == 0, result.output
+    for text in ("time (ms) | fwd_microstep: ", "Engine after backward", "Comm. Op", "DeepSpeed Flops Profiler"):
+        assert text in result.output, result.output
+    assert "goes without" not in result.output
+    result = train(
+        "--config", write_job(tmp_path), *asked, "trainer.engine=mesh", "--fresh", "zero_optimization.stage=0"
+    )
+    assert result.code == 0, result.output
+    notes = "\n".join(line for line in result.lines if "the mesh engine goes without" in line)
+    assert all(name.split("=")[0] in notes for name in asked)
 
 
 def text_file(name: str, content: bytes) -> Any:
@@ -173,13 +208,13 @@ DYING = """
 import sys, runpy, os
 sys.path.insert(0, {root!r})
 sys.argv[0] = {train!r}
-import trainer.engines.deepspeed as engine
-step = engine.DeepSpeedEngine.step
+from trainer.engines.deepspeed.engine import DeepSpeedEngine
+step = DeepSpeedEngine.step
 def dying(self, number, *args, **kwargs):
     if number == 1 and os.environ["RANK"] == "1":
         raise RuntimeError("planted")
     return step(self, number, *args, **kwargs)
-engine.DeepSpeedEngine.step = dying
+DeepSpeedEngine.step = dying
 runpy.run_path({train!r}, run_name="__main__")
 """
 
@@ -189,12 +224,14 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
     script = tmp_path / "dying.py"
     script.write_text(DYING.format(root=str(ROOT), train=TRAIN))
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from launch.processes import start; "
-        f"sys.exit(start(2, [{str(script)!r}, '--config', {str(job)!r}]))"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.command.launcher import start; "
+        f"sys.executable = {str(warm.PYTHON)!r}; sys.exit(start(2, [{str(script)!r}, '--config', {str(job)!r}]))"
     )
-    result = run(sys.executable, "-c", code, timeout=90)
+    result = run(sys.executable, "-c", code, timeout=300, **{warm.SOCKET: warm_server()})
     assert result.code == 70, result.output
-    assert "internal error on rank 1: RuntimeError: planted; the whole trace is in " in result.output
+    where = rf"internal error \(rank 1 on {re.escape(socket.gethostname())}, step 2, training\)"
+    last = result.output.splitlines()[-1]
+    assert re.match(where + ": RuntimeError: planted; the whole trace is in ", last), result.output
     assert "planted" in (tmp_path / "runs" / "job" / "logs" / "rank-1.log").read_text()
     left = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True, check=False).stdout.split()
     assert left == []
@@ -225,19 +262,19 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stage):
 def test_resume_auto_takes_the_newest_good_one_and_says_what_it_skipped(tmp_path):
     job = write_job(tmp_path, steps=2, checkpoint={"every": 1})
     assert train("--config", job).code == 0
-    shelf = tmp_path / "runs" / "job" / "checkpoints"
-    damaged = next((shelf / "step-000002" / "model").glob("*.safetensors"))
+    directory = tmp_path / "runs" / "job" / "checkpoints"
+    damaged = next((directory / "step-000002" / "model").glob("*.safetensors"))
     content = bytearray(damaged.read_bytes())
     content[-5] ^= 1
     damaged.write_bytes(content)
-    (shelf / "step-000002").rename(shelf / "step-000009")  # out of the way of the step that is trained again
+    (directory / "step-000002").rename(directory / "step-000009")  # out of the way of the step that is trained again
     result = train("--config", job, "--resume", "auto")
     assert result.code == 0, result.output
-    assert f"resume  step-000009 is damaged: {shelf}" in result.output
+    assert f"resume  step-000009 is damaged: {directory}" in result.output
     assert "; it is now step-000009.damaged, and 8 steps are lost" in result.output
     assert "resume  steps 2 to 2 came after the last good checkpoint and are made again" in result.output
-    assert f"resumed from {shelf / 'step-000001'}: step 1, 8 samples seen" in result.output
-    assert (shelf / "step-000009.damaged" / "manifest.json").is_file()
+    assert f"resumed from {directory / 'step-000001'}: step 1, 8 samples seen" in result.output
+    assert (directory / "step-000009.damaged" / "manifest.json").is_file()
     assert [line["step"] for line in metrics(tmp_path / "runs" / "job") if "loss" in line] == [1, 2, 2]
 
 
@@ -298,12 +335,12 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
     job = write_job(tmp_path, steps=400)
     process = start(sys.executable, TRAIN, "--config", job, "--processes", "2")
     folder = tmp_path / "runs" / "job"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 400
     while not (folder / "metrics.jsonl").exists() or not metrics(folder):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
     assert "a signal asked the run to stop, and all is saved; expected to go on. Run the same command again" in output
     assert output.count("preempted") == 1, output
@@ -317,7 +354,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert f"resumed from {saved}: step {step}, {step * 8} samples seen" in output
     assert sample_ids(folder).keys() == set(range(max(sample_ids(folder)) + 1)), "a step is missing"
 
@@ -346,9 +383,11 @@ def test_the_same_command_goes_on_and_another_one_does_not(tmp_path):
     assert "resume  steps 3 to 4 came after the last good checkpoint and are made again" in again.output
     assert "step 2, 16 samples seen" in again.output
     assert losses(tmp_path / "runs" / "job") == [*whole, *whole[2:]]
-    # finished: the next one is a run of its own
-    assert train("--config", job, "trainer.steps=4").code == 0
-    assert (tmp_path / "runs" / "job-2" / "final").is_dir()
+    # finished: nothing is left to do
+    finished = train("--config", job, "trainer.steps=4")
+    assert (finished.code, len(finished.lines)) == (0, 1), finished.output
+    assert finished.output.startswith(f"finished: {tmp_path / 'runs' / 'job' / 'final'} is there already")
+    assert not (tmp_path / "runs" / "job-2").exists()
 
 
 def test_fresh_leaves_the_unfinished_run_alone(tmp_path):
@@ -397,12 +436,16 @@ def test_missing_optimizer_state_is_an_error_unless_only_weights_are_wanted(tmp_
     assert "step 2, 16 samples seen" in done.output
 
 
-def test_a_running_run_is_left_alone(tmp_path):
+def test_a_running_run_is_refused(tmp_path):
     job = cut_off(tmp_path)
-    from trainer.resume import hold
+    from trainer.run import status
+    from trainer.run.resume import hold
 
     held = hold(tmp_path / "runs" / "job")
     assert held is not None
-    assert train("--config", job).code == 0
+    status.write(tmp_path / "runs" / "job", {"host": socket.gethostname(), "process": os.getpid()})
+    refused = train("--config", job)
     os.close(held)
-    assert (tmp_path / "runs" / "job-2" / "final").is_dir()
+    assert refused.code == 64, refused.output
+    assert f"being trained by process {os.getpid()} on {socket.gethostname()}" in refused.output
+    assert not (tmp_path / "runs" / "job-2").exists()

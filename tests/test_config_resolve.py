@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import Config, Facts, load, mesh_sizes, origin_table, resolve
+from trainer.config import Config, RuntimeFacts, load, mesh_sizes, origin_table, resolve
 from trainer.config.read import leaves
 from trainer.errors import ConfigError
 
-FACTS = Facts(world_size=2, hidden_size=64, total_steps=200, bf16=True, device="cuda")
+FACTS = RuntimeFacts(world_size=2, hidden_size=64, total_steps=200, bf16=True, device="cuda")
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 quick = settings(max_examples=60, deadline=None)
 
@@ -28,11 +29,11 @@ def config_of(content: dict[str, Any]) -> Config:
         return load(Path(file.name))
 
 
-def resolved(content: dict[str, Any], facts: Facts = FACTS) -> dict[str, Any]:
+def resolved(content: dict[str, Any], facts: RuntimeFacts = FACTS) -> dict[str, Any]:
     return dict(leaves(resolve(config_of(content), facts).settings))
 
 
-def failure(content: dict[str, Any], facts: Facts = FACTS) -> str:
+def failure(content: dict[str, Any], facts: RuntimeFacts = FACTS) -> str:
     with pytest.raises(ConfigError) as caught:
         resolve(config_of(content), facts)
     return str(caught.value)
@@ -48,14 +49,14 @@ AUTOS = {
     "optimizer.params.weight_decay": 0.0,
     "scheduler.params.warmup_min_lr": 0.0,
     "scheduler.params.warmup_max_lr": 5e-5,
-    "scheduler.params.warmup_num_steps": 6,
+    "scheduler.params.warmup_num_steps": 1,
     "scheduler.params.total_num_steps": 200,
     "gradient_clipping": 1.0,
     "fp16.enabled": False,
     "bf16.enabled": True,
     "pipeline.stages": 1,
-    "train_batch_size": 2,
-    "train_micro_batch_size_per_gpu": 1,
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 8,
     "gradient_accumulation_steps": 1,
 }
 DROPPED = ("zero_optimization.overlap_comm", "zero_optimization.offload_param.device", "fp16.loss_scale")
@@ -83,7 +84,8 @@ def test_every_subset_of_autos_is_resolved_in_one_call_or_two(paths: set[str]) -
     once = resolve(config, FACTS)
     values = dict(leaves(once.settings))
     assert "auto" not in [value for value in values.values() if isinstance(value, str)]
-    assert {path: values[path] for path in paths if path in AUTOS} == {p: AUTOS[p] for p in paths if p in AUTOS}
+    wanted = {path: value for path, value in AUTOS.items() if path in paths}
+    assert {path: values[path] for path in wanted} == wanted
     assert not set(DROPPED) & set(values)
     assert all(once.origins[path].startswith("auto: ") for path in paths)
     assert paths <= {key for key, _, _ in origin_table(once)}
@@ -107,7 +109,7 @@ def test_the_origin_table() -> None:
         ("bf16.enabled", "false", "auto: from the device cpu: float32"),
         ("fp16.loss_scale", "-", "auto: DeepSpeed's default"),
         ("gradient_accumulation_steps", "1", "auto: 1, for want of other batch sizes"),
-        ("gradient_clipping", "1.0", "default"),
+        ("gradient_clipping", "0.0", "default"),
         ("optimizer.params.betas", "[0.9, 0.999]", "default"),
         ("optimizer.params.eps", "1e-08", "default"),
         ("optimizer.params.lr", "5e-05", "default"),
@@ -126,12 +128,12 @@ def test_the_origin_table() -> None:
         (FACTS, True, False),
     ],
 )
-def test_precision(facts: Facts, fp16: Any, bf16: bool) -> None:
+def test_precision(facts: RuntimeFacts, fp16: Any, bf16: bool) -> None:
     values = resolved({"bf16": {"enabled": "auto"}, "fp16": {"enabled": fp16}}, facts)
     assert (values["fp16.enabled"], values["bf16.enabled"]) == (fp16 is True, bf16)
 
 
-def test_warm_up_follows_the_written_learning_rate_and_is_at_least_one_step() -> None:
+def test_warm_up_follows_the_written_learning_rate_and_is_one_step() -> None:
     content = {
         "optimizer": {"type": "Adam", "params": {"lr": 0.25}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
@@ -165,10 +167,20 @@ def test_three_batch_sizes_that_do_not_fit_are_an_error(micro: int, accumulation
     if train == product:
         return
     content = dict(zip(BATCH, (train, micro, accumulation), strict=True))
-    assert failure(content, replace(FACTS, world_size=ranks)) == (
+    text = failure(content, replace(FACTS, world_size=ranks))
+    assert text.startswith(
         f"train_batch_size: saw {train}, but {micro} (micro-batch) x {accumulation} (accumulation) x {ranks} "
-        f'(data ranks) = {product}; expected the two to be equal. Set one of the three to "auto".'
+        f"(data ranks) = {product}; expected the two to be equal. Set train_batch_size"
     )
+    # what is said to mend it does
+    named = text.partition(" Set ")[2].partition(" to ")[0].split(" or ")
+    for name in named:
+        resolved(content | {name: "auto"}, replace(FACTS, world_size=ranks))
+    if nearest := re.search(r"such as (\d+) or (\d+)\.", text):
+        assert named == [BATCH[0]]
+        assert all(abs(int(batch) - train) <= 2 * micro * ranks for batch in nearest.groups())
+        for batch in nearest.groups():
+            resolved(content | {BATCH[0]: int(batch), BATCH[2]: "auto"}, replace(FACTS, world_size=ranks))
 
 
 def test_one_batch_size_or_none() -> None:
@@ -181,9 +193,15 @@ def test_one_batch_size_or_none() -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ({BATCH[0]: 7}, "saw 7; expected a multiple of 2 (data ranks) = 2"),
-        ({BATCH[0]: 16, BATCH[1]: 3}, "saw 16; expected a multiple of 3 (micro-batch) x 2 (data ranks) = 6"),
-        ({BATCH[0]: 2, BATCH[2]: 4}, "saw 2; expected a multiple of 4 (accumulation) x 2 (data ranks) = 8"),
+        ({BATCH[0]: 7}, "saw 7; expected a multiple of 2 (data ranks) = 2, such as 6 or 8"),
+        (
+            {BATCH[0]: 16, BATCH[1]: 3},
+            "saw 16; expected a multiple of 3 (micro-batch) x 2 (data ranks) = 6, such as 12 or 18",
+        ),
+        (
+            {BATCH[0]: 2, BATCH[2]: 4},
+            "saw 2; expected a multiple of 4 (accumulation) x 2 (data ranks) = 8, such as 8 or 16",
+        ),
     ],
 )
 def test_batches_that_can_not_be_divided(content: dict[str, int], text: str) -> None:
@@ -231,7 +249,8 @@ def test_batch_sizes_count_data_ranks_not_processes() -> None:
         (
             mesh_content(3, 2, 0),
             "world size: 8 processes are not divisible by 3 (pipeline) x 2 (tensor); "
-            "expected a multiple of 6 processes. Change pipeline.stages or tensor_parallel.autotp_size.",
+            "expected a multiple of 6 processes, such as 6 or 12. "
+            "Change pipeline.stages or tensor_parallel.autotp_size.",
         ),
         (
             mesh_content(1, 1, 3, replicate=2, shard=3),
@@ -247,3 +266,37 @@ def test_batch_sizes_count_data_ranks_not_processes() -> None:
 )
 def test_meshes_that_do_not_fit(content: dict[str, Any], text: str) -> None:
     assert failure(content, replace(FACTS, world_size=8)) == text
+
+
+WARM = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}}}
+
+
+@pytest.mark.parametrize(("ratio", "steps", "warm"), [(0.03, 200, 6), (0.031, 200, 7), (0.0, 200, 1), (1 / 3, 99, 33)])
+def test_a_warm_up_may_be_a_share_of_the_steps(ratio, steps, warm):
+    """Rounded up, as by `TrainingArguments.get_warmup_steps`; not known before the steps are."""
+    config = config_of({**WARM, "trainer": {"warmup_ratio": ratio}})
+    waiting = resolve(config, replace(FACTS, total_steps=None))
+    assert waiting.settings["scheduler"]["params"]["warmup_num_steps"] == "auto"
+    found = resolve(waiting, replace(FACTS, total_steps=steps))
+    assert found.settings["scheduler"]["params"]["warmup_num_steps"] == warm
+    assert f"of {steps} steps (trainer.warmup_ratio)" in found.origins["scheduler.params.warmup_num_steps"]
+    again = config_of({**found.settings, "trainer": found.trainer.model_dump()})  # what a run writes as its config
+    assert resolve(again, FACTS).settings["scheduler"] == found.settings["scheduler"]
+
+
+@pytest.mark.parametrize("scheduler", [{}, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}}])
+def test_a_share_of_the_steps_that_decides_nothing_is_an_error(scheduler):
+    with pytest.raises(ConfigError, match="trainer.warmup_ratio: saw 0.1"):
+        config_of({**scheduler, "trainer": {"warmup_ratio": 0.1}})
+
+
+def test_intervals_may_be_shares_of_the_steps():
+    every = {"checkpoint": {"every": 0.5, "keep_best": True}, "evaluation": {"every": 0.5}}
+    config = config_of({"trainer": every})
+    assert resolve(config, replace(FACTS, total_steps=None)).trainer.checkpoint.every == 0.5
+    found = resolve(config, replace(FACTS, total_steps=101)).trainer
+    assert (found.checkpoint.every, found.evaluation.every) == (51, 51)
+    with pytest.raises(ConfigError, match="an evaluation at each checkpoint"):
+        config_of({"trainer": {**every, "evaluation": {"every": 0.25}}})
+    with pytest.raises(ConfigError, match="trainer.checkpoint.every"):
+        config_of({"trainer": {"checkpoint": {"every": 1.5}}})

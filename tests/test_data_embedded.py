@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -84,11 +85,13 @@ def test_two_writers_at_once_agree(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["name"]
 
 
-def test_a_cache_that_cannot_be_written_is_a_disk_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+def test_a_full_disk_is_a_disk_error(tmp_path: Path) -> None:
+    def fills(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     with pytest.raises(DiskError) as caught:
-        cached_folder(tmp_path / "file", "name", lambda folder: None)
+        cached_folder(tmp_path, "name", fills)
     assert str(caught.value) == (
-        f"{tmp_path / 'file'}: File exists; expected a cache folder that can be written. "
-        "Free space there, or mend its permissions"
+        f"{tmp_path}: No space left on device; expected a cache folder that can be written. "
+        "Free space there, mend its permissions, or set XDG_CACHE_HOME to another folder"
     )

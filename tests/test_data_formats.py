@@ -13,15 +13,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.data.formats import Document, Location, locate, read_documents
+from trainer.data.formats import Location, locate
+from trainer.data.records import Text, read_documents
 from trainer.errors import DataError
 
 COLUMNS = {"text_column": "text", "prompt_column": None, "completion_column": None, "name": None, "split": "train"}
+COLUMNS |= {"records": "auto", "chat_column": "messages"}
 TEXTS = ["one", "zwei ü", 'a, "quoted"\nline']
 
 
-def read(path: Any, format: str = "auto", **columns: Any) -> list[Document | None]:
-    return list(read_documents(locate(path, format), SimpleNamespace(**{**COLUMNS, **columns})))
+def read(path: Any, format: str = "auto", **columns: Any) -> list[Any]:
+    """The documents, without the rows that they are from."""
+    found = read_documents(locate(path, format), SimpleNamespace(**{**COLUMNS, **columns}))
+    return [document and document._replace(place="") for document in found]
 
 
 def message(path: Any, format: str = "auto", **columns: Any) -> str:
@@ -53,18 +57,18 @@ def write(folder: Path, name: str, texts: list[str]) -> Path:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.parquet"])
 def test_each_format_gives_its_texts(tmp_path: Path, name: str) -> None:
-    assert read(str(write(tmp_path, name, TEXTS))) == [Document(text) for text in TEXTS]
+    assert read(str(write(tmp_path, name, TEXTS))) == [Text(text) for text in TEXTS]
 
 
 def test_a_long_csv_field_is_read(tmp_path: Path) -> None:
     text = "x" * 200_000
-    assert read(str(write(tmp_path, "a.csv", [text]))) == [Document(text)]
+    assert read(str(write(tmp_path, "a.csv", [text]))) == [Text(text)]
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes("ü\r\nsecond".encode())
     (tmp_path / "a.txt").write_text("first\n")
-    assert read(str(tmp_path)) == [Document("first\n"), Document("ü\r\nsecond")]
+    assert read(str(tmp_path)) == [Text("first\n"), Text("ü\r\nsecond")]
 
 
 def test_folders_globs_and_lists(tmp_path: Path) -> None:
@@ -85,17 +89,17 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"q": "2+2=", "a": "4"}\n\n{"q": null, "a": "5"}\n{"q": "3", "a": " "}\n')
     documents = read(str(path), prompt_column="q", completion_column="a")
-    assert documents == [Document("4", "2+2="), Document("5", ""), None]
+    assert documents == [Text("4", "2+2="), Text("5", ""), None]
 
 
 def test_rows_without_text_are_marked(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": ""}\n{"text": null}\n{"text": " \\n"}\n{"text": "x"}\n')
-    assert read(str(path)) == [None, None, None, Document("x")]
+    assert read(str(path)) == [None, None, None, Text("x")]
 
 
 def test_strings_that_look_like_dates_stay_text(tmp_path: Path) -> None:
-    assert read(str(write(tmp_path, "a.jsonl", ["2024-01-01T00:00:00"]))) == [Document("2024-01-01T00:00:00")]
+    assert read(str(write(tmp_path, "a.jsonl", ["2024-01-01T00:00:00"]))) == [Text("2024-01-01T00:00:00")]
 
 
 def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +109,10 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     asked = {"name": "subset", "split": "train[:1%]"}
-    assert read("owner/set", text_column="body", **asked) == [Document("x"), None]
-    assert message("owner/set", **asked).startswith('owner/set: no column "text"; expected one of "body", "n". Set')
+    assert read("owner/set", text_column="body", **asked) == [Text("x"), None]
+    assert message("owner/set", **asked).startswith(
+        'owner/set: row 0: no column "text"; expected one of "body", "n". Set'
+    )
 
 
 def test_a_hub_id_that_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +137,7 @@ def test_paths_that_match_nothing(tmp_path: Path) -> None:
     assert message([]) == "trainer.data: an empty list of paths; expected a file, a folder, a glob or a hub id"
     assert message(str(tmp_path)) == (
         f"{tmp_path}: a folder without data files; "
-        "expected a file ending in .jsonl, .json, .parquet, .csv, .txt. Mend the path in trainer.data"
+        "expected a file ending in .jsonl, .json, .parquet, .arrow, .csv, .txt. Mend the path in trainer.data"
     )
 
 
@@ -144,13 +150,13 @@ def test_endings(tmp_path: Path) -> None:
     )
     (tmp_path / "a.docx").write_text("x")
     assert message(f"{tmp_path}/a.docx") == (
-        f'{tmp_path}/a.docx: a file ending in ".docx"; expected one of .jsonl, .json, .parquet, .csv, .txt. '
-        "Set trainer.data.format to one of jsonl, parquet, csv, text"
+        f'{tmp_path}/a.docx: a file ending in ".docx"; expected one of .jsonl, .json, .parquet, .arrow, .csv, .txt. '
+        "Set trainer.data.format to one of jsonl, parquet, arrow, csv, text"
     )
-    assert read(f"{tmp_path}/a.docx", "text") == [Document("x")]
+    assert read(f"{tmp_path}/a.docx", "text") == [Text("x")]
 
 
-SET = "Set trainer.data.text_column, or prompt_column and completion_column"
+SET = "Set trainer.data.text_column, chat_column, or prompt_column and completion_column"
 BROKEN = {
     "not JSON": (
         b'{"text": "ok"}\n\n{"text": broken, and then a long rest of the line that is not shown in full\n',
@@ -209,9 +215,9 @@ def test_broken_csv(tmp_path: Path, content: str, expected: str) -> None:
 def test_broken_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"not parquet at all")
-    assert message(str(path)).startswith(f"{path}: not parquet: ")
+    assert message(str(path)).startswith(f"{path}: not a parquet file: ")
     pq.write_table(pa.table({"body": ["x"], "n": [3]}), path)
-    assert message(str(path)) == f'{path}: no column "text"; expected one of "body", "n". {SET}'
+    assert message(str(path)) == f'{path}: row 0: no column "text"; expected one of "body", "n". {SET}'
     assert message(str(path), text_column="n") == f'{path}: row 0: column "n" holds int 3; expected text'
 
 
@@ -221,11 +227,3 @@ def test_broken_gzip(tmp_path: Path) -> None:
     assert message(str(path)) == (
         f"{path}: Compressed file ended before the end-of-stream marker was reached; expected a file that can be read"
     )
-
-
-def test_the_key_changes_with_the_files(tmp_path: Path) -> None:
-    path = write(tmp_path, "a.jsonl", ["x"])
-    before = locate(str(path)).key()
-    assert before == locate(str(tmp_path)).key()
-    write(tmp_path, "a.jsonl", ["xy"])
-    assert locate(str(path)).key() != before

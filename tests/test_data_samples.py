@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,11 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.prepare import Data, held_out, open_data, prepare
+from trainer.config import DataSection
+from trainer.data.encode import held_out
+from trainer.data.mixture import Mixture
+from trainer.data.prepare import Data, open_data, prepare
 from trainer.data.preview import preview
-from trainer.data.source import IGNORED, Encoded, PreparedSource, Summary, write_part
+from trainer.data.source import Arrangement, Encoded, PreparedSource, Summary, write_part
+from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem
-from trainer.ranks import Ranks
+from trainer.tasks.task import IGNORED
 
 END = 0
 WORDS = ["<end>", "<bos>", *"abcdefgh"]
@@ -38,11 +41,9 @@ def tokenizer(beginning: bool = False) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", bos_token="<bos>")
 
 
-def options(path: Any, **changes: Any) -> SimpleNamespace:
-    plain = {"format": "auto", "split": "train", "name": None, "text_column": "text", "evaluation_path": None}
-    pairs = {"prompt_column": None, "completion_column": None}
+def options(path: Any, **changes: Any) -> DataSection:
     shape = {"sequence_length": 4, "documents": "concatenate", "evaluation_fraction": 0.0}
-    return SimpleNamespace(**{"path": str(path), **plain, **pairs, **shape, **changes})
+    return DataSection(**{"path": str(path), **shape, **changes})
 
 
 def write_rows(path: Path, *rows: dict[str, str] | str) -> Path:
@@ -64,21 +65,23 @@ def opened(tmp_path: Path, *rows: Any, begins: bool = False, **changes: Any) -> 
 
 documents = st.lists(
     st.lists(st.integers(1, 9), max_size=12).flatmap(
-        lambda tokens: st.integers(1, len(tokens) + 2).map(lambda first: Encoded([*tokens, END], first))
+        lambda tokens: st.integers(1, len(tokens) + 2).map(lambda first: Encoded.from_token([*tokens, END], first))
     ),
     max_size=12,
 )
 
 
-def written(parts: list[Encoded], length: int, concatenate: bool) -> tuple[Summary, list[tuple[list[int], list[int]]]]:
+def written(
+    parts: list[Encoded], length: int, arrangement: Arrangement
+) -> tuple[Summary, list[tuple[list[int], list[int]]]]:
     with TemporaryDirectory() as folder:
-        summary = write_part(Path(folder, "part"), iter(parts), length, concatenate)
+        summary = write_part(Path(folder, "part"), iter(parts), length, arrangement)
         return summary, samples(PreparedSource(Path(folder, "part"))) if summary.samples else []
 
 
 def targets_of(parts: list[Encoded]) -> list[tuple[int, int]]:
     """(input, target) pairs by definition, over the documents laid end to end: the target IGNORED if not counted."""
-    stream = [(token, at >= part.counted_from) for part in parts for at, token in enumerate(part.tokens)]
+    stream = [pair for part in parts for pair in zip(part.tokens, part.counted, strict=True)]
     pairs = zip(stream, stream[1:], strict=False)
     return [(before, token if counted else IGNORED) for (before, _), (token, counted) in pairs]
 
@@ -86,7 +89,7 @@ def targets_of(parts: list[Encoded]) -> list[tuple[int, int]]:
 @settings(max_examples=150, deadline=None)
 @given(documents, st.integers(2, 7))
 def test_concatenated_windows_are_the_stream_cut_in_pieces(parts: list[Encoded], length: int) -> None:
-    summary, found = written(parts, length, concatenate=True)
+    summary, found = written(parts, length, "concatenate")
     pairs = targets_of(parts)
     windows = [pairs[at : at + length] for at in range(0, len(pairs), length)]
     whole = [window for window in windows if len(window) == length] or windows
@@ -99,7 +102,7 @@ def test_concatenated_windows_are_the_stream_cut_in_pieces(parts: list[Encoded],
 @settings(max_examples=150, deadline=None)
 @given(documents, st.integers(2, 7))
 def test_padded_documents_are_samples(parts: list[Encoded], length: int) -> None:
-    summary, found = written(parts, length, concatenate=False)
+    summary, found = written(parts, length, "pad")
     cut = [targets_of([part])[:length] for part in parts]
     expected = [pairs for pairs in cut if any(target != IGNORED for _, target in pairs)]
     assert [list(zip(*sample, strict=True)) for sample in found] == expected
@@ -108,10 +111,10 @@ def test_padded_documents_are_samples(parts: list[Encoded], length: int) -> None
 
 
 @settings(max_examples=50, deadline=None)
-@given(documents, st.integers(2, 7), st.booleans())
-def test_the_summary_counts_what_the_samples_hold(parts: list[Encoded], length: int, concatenate: bool) -> None:
+@given(documents, st.integers(2, 7), st.sampled_from(["concatenate", "pad", "pack"]))
+def test_the_summary_counts_what_the_samples_hold(parts: list[Encoded], length: int, arrangement: Any) -> None:
     with patch("trainer.data.source._CHUNK", 5):  # many chunks in few tokens
-        summary, found = written(parts, length, concatenate)
+        summary, found = written(parts, length, arrangement)
     counts = Counter(target for _, targets in found for target in targets if target != IGNORED)
     total = sum(counts.values())
     assert summary.targets == total
@@ -137,14 +140,16 @@ def test_concatenated_text(tmp_path: Path) -> None:
     ]
     summary = data.summary
     assert (summary.documents, summary.tokens, summary.targets, summary.largest_token_id) == (3, 9, 6, 8)
-    assert summary.describe() == "3 documents, 9 tokens, 2 samples, 6 targets, unigram entropy 1.56 nats"
+    assert summary.describe() == (
+        "3 documents (1 empty rows left out), 9 tokens, 2 samples, 6 targets, unigram entropy 1.56 nats"
+    )
 
 
 def test_padded_text(tmp_path: Path) -> None:
     data = opened(tmp_path, "a b c d e f", "g h", documents="pad")
     assert samples(data.train) == [([2, 3, 4, 5], [3, 4, 5, 6]), ([8, 9], [9, 0])]
     assert data.summary.describe() == (
-        "2 documents (1 truncated, 0 dropped), 8 tokens, 2 samples, 6 targets, unigram entropy 1.79 nats"
+        "2 documents (1 truncated), 8 tokens, 2 samples, 6 targets, unigram entropy 1.79 nats"
     )
 
 
@@ -170,7 +175,8 @@ NOTHING = {
     "empty documents": (["", " "], "2 documents, all of them empty; expected at least one with text in it"),
     "no target": (
         [{"q": "a b c d e", "a": "f"}],
-        "1 documents without a token to learn (1 have a prompt too long); expected at least one sample. "
+        "nothing to learn in prompts and completions: 1 documents (1 truncated, 1 without a target and dropped, the "
+        "first {}:1); expected at least one sample. "
         "Raise trainer.data.sequence_length, or add data",
     ),
 }
@@ -182,7 +188,8 @@ def test_data_without_a_sample(tmp_path: Path, rows: list[Any], expected: str) -
     columns = {"prompt_column": "q", "completion_column": "a", "documents": "pad"} if prompted else {}
     with pytest.raises(DataError) as caught:
         opened(tmp_path, *rows, **columns)
-    assert str(caught.value) == f"{tmp_path / 'data.jsonl'}: {expected}"
+    path = tmp_path / "data.jsonl"
+    assert str(caught.value) == f"{path}: {expected.format(path)}"
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -192,6 +199,16 @@ def test_a_broken_line_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data.jsonl:2: not JSON: {;"):
         prepare(options(path), tokenizer(), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_is_too_long(tmp_path: Path) -> None:
+    rows = ["a b", "a b c d e f", "c"]
+    assert len(opened(tmp_path, *rows, documents="pad").train) == 3
+    short = opened(tmp_path, *rows, documents="pad", too_long="drop")
+    assert len(short.train) == 2
+    assert short.describe().startswith("3 documents (1 too long and left out), ")
+    with pytest.raises(DataError, match=r"data.jsonl:2: 6 tokens; expected at most 4 \(trainer.data.sequence_length"):
+        opened(tmp_path, *rows, documents="pad", too_long="error")
 
 
 # The held-out part
@@ -208,26 +225,26 @@ def test_the_held_out_share(count: int, fraction: float) -> None:
 def test_no_document_is_in_both_parts(tmp_path: Path) -> None:
     rows = [f"{first} {second}" for first in "abcdefgh" for second in "abcdefgh"]
     data = opened(tmp_path, *rows, documents="pad", evaluation_fraction=0.25)
-    assert data.evaluation is not None
-    kept, held = ({(tuple(i), tuple(t)) for i, t in samples(part)} for part in (data.train, data.evaluation))
+    assert data.evaluations
+    kept, held = ({(tuple(i), tuple(t)) for i, t in samples(part)} for part in (data.train, data.evaluations[""]))
     assert (len(kept), len(held)) == (48, 16)
     assert not kept & held
 
 
 def test_one_of_two_documents_is_held_out_and_none_of_one(tmp_path: Path) -> None:
     two = opened(tmp_path, "a b", "c d", evaluation_fraction=0.01)
-    assert two.evaluation is not None
-    assert samples(two.evaluation) == [([4, 5], [5, 0])]
+    assert two.evaluations
+    assert samples(two.evaluations[""]) == [([4, 5], [5, 0])]
     assert two.largest_token_id == 5
-    assert opened(tmp_path, "a b", evaluation_fraction=0.01).evaluation is None
+    assert not opened(tmp_path, "a b", evaluation_fraction=0.01).evaluations
 
 
 def test_evaluation_from_a_path_of_its_own(tmp_path: Path) -> None:
     held = write_rows(tmp_path / "held.jsonl", "h h")
     data = opened(tmp_path, "a b", "c d", evaluation_path=str(held), evaluation_fraction=0.5)
-    assert data.evaluation is not None
+    assert data.evaluations
     assert data.summary.documents == 2
-    assert samples(data.evaluation) == [([9, 9], [9, 0])]
+    assert samples(data.evaluations[""]) == [([9, 9], [9, 0])]
     assert data.largest_token_id == 9
     write_rows(held, "")
     with pytest.raises(DataError, match="held.jsonl: 1 documents, all of them empty"):
@@ -271,6 +288,9 @@ class _Pair(Ranks):
     def gather(self, value: Any) -> list[Any]:
         return [value, self.peer(value)]
 
+    def await_each(self, work: Any) -> list[Any]:
+        return self.on_each(work)
+
 
 def test_ranks_that_prepared_other_samples_are_told(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "data.jsonl", "a b c")
@@ -300,12 +320,100 @@ def test_preview_shows_what_counts(tmp_path: Path) -> None:
         "  . e",
         "  + f <end>",
     ]
-    narrow = preview(data.train, tokenizer(), count=1, width=10)
+    narrow = preview(data.train, tokenizer(), numbers=[0], width=10)
     assert narrow.splitlines()[2] == "  + c ...>"
 
 
 def test_preview_of_windows_over_document_ends(tmp_path: Path) -> None:
     data = opened(tmp_path, *"abcdefgh", "a", sequence_length=16)
-    lines = preview(data.train, tokenizer(), count=1).splitlines()
+    lines = preview(data.train, tokenizer(), [0]).splitlines()
     assert lines[1:4] == ["  . a", "  + <end>", "  . b"]
     assert lines[-1] == "    8 more runs"
+
+
+# Mixtures
+
+
+def mixed(tmp_path: Path, seed: int = 0, **shares: Any) -> Data:
+    """Two sources, of 8 and 3 documents of a word each."""
+    for name, words in (("one", "abcdefgh"), ("two", "abc")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        write_rows(tmp_path / name / "rows.jsonl", *words)
+    given = [{"path": str(tmp_path / name), "label": name, **shares.get(name, {})} for name in ("one", "two")]
+    options = DataSection(sources=given, sequence_length=4, documents="pad", evaluation_fraction=0.0)
+    return open_data(options, tokenizer(), tmp_path / "cache", Ranks(), seed)
+
+
+def drawn(data: Data, epoch: int) -> list[tuple[int, int]]:
+    return [data.train.place(index, epoch) for index in range(len(data.train))]  # type: ignore[attr-defined]
+
+
+def test_a_mixture_has_of_each_source_what_was_asked_for(tmp_path: Path) -> None:
+    data = mixed(tmp_path, one={"epochs": 0.5}, two={"epochs": 3})
+    assert [share.samples for share in data.shares] == [4, 9]
+    assert data.describe() == "2 sources, 13 samples an epoch"
+    assert data.lines()[1].startswith("two: 69.2%, 3.00 times an epoch; 3 documents, ")
+    first, second = drawn(data, 0), drawn(data, 1)
+    assert Counter(first[4:]) == Counter({(1, number): 3 for number in range(3)})
+    assert sorted(first[:4] + second[:4]) == [(0, number) for number in range(8)]  # each once in two epochs
+    weighted = mixed(tmp_path, one={"weight": 1}, two={"weight": 3})
+    assert [share.samples for share in weighted.shares] == [3, 8]
+    assert weighted.fingerprint != data.fingerprint
+
+
+def test_a_mixture_is_a_function_of_seed_epoch_and_number(tmp_path: Path) -> None:
+    data, again = (mixed(tmp_path, one={"epochs": 0.4}, two={"epochs": 1.7}) for _ in range(2))
+    assert drawn(data, 7) == [again.train.place(i, 7) for i in reversed(range(len(again.train)))][::-1]  # type: ignore[attr-defined]
+    assert drawn(data, 7) != drawn(mixed(tmp_path, 1, one={"epochs": 0.4}, two={"epochs": 1.7}), 7)
+    sample = data.train.in_epoch(0, 7)  # type: ignore[attr-defined]
+    assert sample["targets"].tolist() == [END]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=4),
+    st.integers(0, 3),
+    st.integers(1, 6),
+)
+def test_each_sample_is_seen_equally_often(parts: list[tuple[int, int]], seed: int, epochs: int) -> None:
+    sizes, counts = zip(*parts, strict=True)
+    mixture = Mixture([range(size) for size in sizes], counts, seed)  # type: ignore[misc]
+    seen = Counter(mixture.place(index, epoch) for epoch in range(epochs) for index in range(len(mixture)))
+    for which, (size, count) in enumerate(parts):
+        times = [seen[which, number] for number in range(size)]
+        assert sum(times) == epochs * count and max(times) - min(times) <= 1
+
+
+def test_named_evaluations(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_rows(tmp_path / f"{name}.jsonl", *"abc")
+    paths: Any = {name: str(tmp_path / f"{name}.jsonl") for name in ("one", "two")}
+    data = opened(tmp_path, "a b c d e", evaluation_path=paths, documents="pad")
+    assert {name: len(source) for name, source in data.evaluations.items()} == {"one": 3, "two": 3}
+
+
+# Packed
+
+
+def test_preview_draws_the_borders_of_packed_documents(tmp_path: Path) -> None:
+    columns = {"prompt_column": "q", "completion_column": "a", "documents": "pack", "sequence_length": 7}
+    rows = [{"q": "a b", "a": "c d"}, {"q": "", "a": "e f g"}, {"q": "", "a": "h"}]
+    data = opened(tmp_path, *rows, **columns)
+    assert "3 documents, 11 tokens, 2 samples of documents kept apart, 57.1% full, 7 targets" in data.describe()
+    assert preview(data.train, tokenizer(), [0]).splitlines() == [
+        "sample 0: 7 tokens in 2 documents, 6 count in the loss (+)",
+        "  . a b",
+        "  + c d <end>",
+        "  ── document 2",
+        "  . e",
+        "  + f g <end>",
+    ]
+    many = opened(tmp_path, *"abcdef", documents="pack", sequence_length=8)
+    assert preview(many.train, tokenizer(), [0]).splitlines()[-1] == "  ── 2 more documents"
+
+
+def test_what_makes_other_samples_is_told_from_what_a_checkpoint_says(tmp_path: Path) -> None:
+    rows = ("a b c", "d e f g", "h")
+    kinds = ({}, {"isolate": True}, {"documents": "pack"}, {"documents": "pad"})
+    found = [opened(tmp_path, *rows, **kind) for kind in kinds]
+    assert len({data.fingerprint for data in found}) == len({str(data.description()) for data in found}) == 4
+    assert [("fill" in data.description()) for data in found] == [False, True, True, False]

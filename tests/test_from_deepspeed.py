@@ -13,7 +13,7 @@ import torch
 
 from tests.commands import ROOT, Result, run, train, write_job
 from tests.pool import Pools
-from trainer.checkpoint.from_deepspeed import read_deepspeed
+from trainer.checkpoint.import_deepspeed import read_deepspeed
 from trainer.errors import ConfigError, DataError
 from trainer.state import MASTER, WEIGHT
 
@@ -97,10 +97,10 @@ def test_every_value_is_that_of_deepspeed(
 ) -> None:
     truth = pools[ranks].run(trained, folder=tmp_path, stage=stage, precision=precision, **options)[0]
     imported = read_deepspeed(tmp_path)
-    found = {(piece.name, piece.part): piece.read() for piece in imported.pieces}
-    for piece in imported.pieces:
-        tensor = found[piece.name, piece.part]
-        assert tensor is not None and (tuple(tensor.shape), tensor.dtype) == (piece.shape, piece.dtype)
+    found = {(entry.name, entry.key): entry.read() for entry in imported.state_tensors}
+    for entry in imported.state_tensors:
+        tensor = found[entry.name, entry.key]
+        assert tensor is not None and (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype)
     low = getattr(torch, precision)
     for (name, part), value in truth.items():
         kept = part if part != MASTER or precision != "float32" else WEIGHT
@@ -125,7 +125,7 @@ def test_an_order_that_deepspeed_itself_gets_wrong(
     for turns in (False, True):
         options = {"round_robin_gradients": turns, "parameter_alignment": aligned, "frozen": True}
         pools[ranks].run(trained, folder=tmp_path / str(turns), stage=stage, precision=precision, **options)
-        found.append({(p.name, p.part): p.read() for p in read_deepspeed(tmp_path / str(turns)).pieces})
+        found.append({(p.name, p.key): p.read() for p in read_deepspeed(tmp_path / str(turns)).state_tensors})
     assert found[0].keys() == found[1].keys()
     for key, value in found[0].items():
         assert torch.equal(found[1][key], value), key
@@ -138,8 +138,8 @@ def test_weights_that_differ_from_their_masters_are_refused(tmp_path: Path, pool
     content["module"]["model.norm.weight"][3] += 1
     torch.save(content, file)
     with pytest.raises(DataError, match=r"other values of model\.norm\.weight"):
-        for piece in read_deepspeed(tmp_path).pieces:
-            piece.read()
+        for entry in read_deepspeed(tmp_path).state_tensors:
+            entry.read()
 
 
 def ask(*arguments: str | Path) -> Result:
@@ -214,9 +214,33 @@ def written(tmp_path: Path) -> Path:
 
 def test_what_was_written_by_hand(written: Path) -> None:
     for path in (written, written / "global_step7"):
-        weight, moment = read_deepspeed(path).pieces
+        weight, moment = read_deepspeed(path).state_tensors
         assert torch.equal(weight.read(), torch.arange(3.0))
-        assert (moment.part, moment.name) == ("exp_avg", "a") and torch.equal(moment.read(), torch.ones(3))
+        assert (moment.key, moment.name) == ("exp_avg", "a") and torch.equal(moment.read(), torch.ones(3))
+
+
+class ByName:
+    """As Python 3.11.0 to 3.11.3 pickles a member of an enumeration, or what somebody else would have `getattr` get."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+
+        return getattr, (ZeroStageEnum, self.name)
+
+
+def test_a_stage_by_its_name(written: Path) -> None:
+    file = next(written.rglob("*optim_states.pt"))
+    found = torch.load(file, weights_only=False)
+    found["optimizer_state_dict"]["zero_stage"] = ByName("gradients")
+    torch.save(found, file)
+    assert len(read_deepspeed(written).state_tensors) == 2
+    found["optimizer_state_dict"]["zero_stage"] = ByName("__class__")
+    torch.save(found, file)
+    with pytest.raises(DataError, match="asks for '__class__'"):
+        read_deepspeed(written)
 
 
 @pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import ROOT, TRAIN, run, sample_ids, start, write_job
+from tests import warm
+from tests.commands import ROOT, TRAIN, run, sample_ids, start, warm_server, write_job
 from trainer.checkpoint import newest
 
 # runs before the command, in each of its processes; `slow` holds a phase until the test has seen it
@@ -46,10 +47,10 @@ class Finder:
             (folder / f"reached-{rank}").touch()
             time.sleep(2)
 sys.meta_path.insert(0, Finder())""",
-    "data preparation": "import trainer.data.prepare as m; slow(m, '_write')",
-    "building the model": "import trainer.engines.mesh as m; slow(m, 'materialise')",
-    "first step": "import trainer.engines.torch_engine as m; slow(m.TorchEngine, 'step', lambda _, s, *a: s == 0)",
-    "evaluation": "import trainer.run as m; slow(m, 'held_out_loss')",
+    "data preparation": "import trainer.data.prepare as m; slow(m, 'prepare')",
+    "building the model": "import trainer.parallel.apply as m; slow(m, 'materialise')",
+    "first step": "import trainer.engines.torch.engine as m; slow(m.TorchEngine, 'step', lambda _, s, *a: s == 0)",
+    "evaluation": "import trainer.run.callbacks as m; slow(m, 'held_out_loss')",
     "saving": "import trainer.checkpoint.faults as m; slow(m, 'at', lambda phase: phase in ('flush', 'rename'))",
 }
 PHASES["saving beside the training"] = PHASES["saving"]
@@ -63,9 +64,15 @@ def job_in(folder: Path, asynchronous: bool = False) -> Path:
 def command(folder: Path, job: Path, code: str = "") -> list[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT.format(root=str(ROOT), train=TRAIN, folder=str(folder), code=code))
-    launch = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from launch.processes import start; "
+    launch = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.command.launcher import start; "
+    if code != PHASES["imports"]:
+        launch += f"sys.executable = {str(warm.PYTHON)!r}; "
     launch += f"sys.exit(start(2, {[str(script), '--config', str(job)]!r}))"
     return [sys.executable, "-c", launch]
+
+
+def environment(cache: Path) -> dict[str, str]:
+    return {"XDG_CACHE_HOME": str(cache), warm.SOCKET: warm_server()}
 
 
 def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
@@ -86,14 +93,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, torch.Tensor]:
     """The weights of a run that nothing happens to."""
     folder = tmp_path_factory.mktemp("whole")
-    result = run(*command(folder, job_in(folder)), XDG_CACHE_HOME=str(cache))
+    result = run(*command(folder, job_in(folder)), **environment(cache))
     assert result.code == 0, result.output
     return undisturbed(folder / "runs" / "job")
 
 
 def goes_on(folder: Path, job: Path, cache: Path, whole: dict[str, torch.Tensor], step: int) -> None:
     """The same command once more ends as if nothing had happened."""
-    again = run(*command(folder, job), XDG_CACHE_HOME=str(cache))
+    again = run(*command(folder, job), **environment(cache))
     assert again.code == 0, again.output
     assert f"step-{step:06d}: step {step}, {8 * step} samples seen" in again.output
     found = undisturbed(folder / "runs" / "job")
@@ -104,7 +111,7 @@ def goes_on(folder: Path, job: Path, cache: Path, whole: dict[str, torch.Tensor]
 
 def reach(folder: Path, job: Path, cache: Path, phase: str) -> subprocess.Popen[str]:
     """A run that has come to a phase, and stays there for two seconds."""
-    process = start(*command(folder, job, PHASES[phase]), XDG_CACHE_HOME=str(cache))
+    process = start(*command(folder, job, PHASES[phase]), **environment(cache))
     deadline = time.monotonic() + 60
     while not (folder / "reached-0").exists() or not (folder / "pid-1").exists():
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
@@ -131,7 +138,7 @@ def test_a_signal_in_each_phase(
     job = job_in(tmp_path, asynchronous="beside" in phase)
     process = reach(tmp_path, job, cache, phase)
     os.kill(process.pid if at == "launcher" else int((tmp_path / f"pid-{at}").read_text()), number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
     assert "Traceback" not in output and "internal error" not in output, output
     assert nothing_left(tmp_path)
@@ -149,7 +156,7 @@ def test_a_signal_in_each_phase(
 
 
 OTHER_SIGNALS = """
-import signal, time, trainer.signals as m
+import signal, time, trainer.run.signals as m
 m.PATIENCE_SECONDS = 0.1
 signals = m.StopSignals()
 heard = []
@@ -180,7 +187,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, cache: Path) -> None:
     process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, output
     assert nothing_left(tmp_path)
     assert newest(tmp_path / "runs" / "job" / "checkpoints") == (None, [])
@@ -216,7 +223,7 @@ def test_an_end_in_the_second_save(
 ) -> None:
     job = job_in(tmp_path, asynchronous)
     fault = IN_THE_SECOND_SAVE.format(when=when, what=what)
-    result = run(*command(tmp_path, job, fault), XDG_CACHE_HOME=str(cache))
+    result = run(*command(tmp_path, job, fault), **environment(cache))
     assert result.code == code, result.output
     assert "Traceback" not in result.output
     assert result.output.count(": File too large, ") == (code == 74)

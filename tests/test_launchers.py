@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from launch.processes import free_port
-from tests.commands import TRAIN, Result, losses, run, sample_ids, start, train, write_job
+from tests.commands import BIN, ROOT, TRAIN, Result, agents, losses, metrics, run, sample_ids, train, write_job
+from trainer.run.world import free_port
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,8 @@ def test_the_console_is_quiet(reference):
     _, result = reference
     assert len(result.lines) <= 30, result.output
     assert "warn" not in result.output.lower()
-    assert all(line.startswith(("layout", "model", "data", "plan", "done")) for line in result.lines), result.output
+    starts = ("layout", "model", "data", "plan", "update", "done")
+    assert all(line.startswith(starts) for line in result.lines), result.output
 
 
 def test_one_process_sees_the_same_samples(reference, tmp_path):
@@ -61,17 +65,6 @@ def test_under_a_launcher(launcher, reference, tmp_path):
     assert result.code == 0, result.output
     assert "done: " in result.output
     assert_same_run(tmp_path / "runs" / "job", reference[0])
-
-
-def agents(first: list[str | Path], second: list[str | Path]) -> list[Result]:
-    """Two commands at once, as if on two machines."""
-    processes = [start(*first), start(*second)]
-    try:
-        outputs = [process.communicate(timeout=150)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [Result(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
 def test_two_torchrun_agents(reference, tmp_path):
@@ -115,7 +108,63 @@ def test_two_deepspeed_nodes_without_ssh(reference, tmp_path):
 
 
 def test_a_hostfile_that_is_named_and_missing(tmp_path):
-    result = run("deepspeed", "--hostfile", "/nowhere/hosts", TRAIN, "--config", write_job(tmp_path))
+    command = ("deepspeed", "--hostfile", "/nowhere/hosts", TRAIN)
+    result = run(*command, "--config", write_job(tmp_path), cold=True)  # it looks at the processes above it
     assert result.code != 0
     assert "--hostfile: /nowhere/hosts: no such file; expected a list of machines" in result.output
     assert not (tmp_path / "runs").exists()
+
+
+KILLED = """
+import os, runpy, signal, sys
+sys.path.insert(0, {root!r})
+sys.argv[0] = {train!r}
+from trainer.engines.deepspeed.engine import DeepSpeedEngine
+step = DeepSpeedEngine.step
+def killed(self, number, *args, **kwargs):
+    if number == 5 and (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, number, *args, **kwargs)
+DeepSpeedEngine.step = killed
+runpy.run_path({train!r}, run_name="__main__")
+"""
+
+
+def test_a_rank_is_killed_and_the_agent_starts_the_run_again(tmp_path):
+    """What a Kubernetes job and `torchrun --max-restarts` do: docs/clusters.md."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(root=str(ROOT), train=TRAIN))
+    common = ["torchrun", "--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d"]
+    common += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    job = write_job(tmp_path, steps=7, checkpoint={"every": 2, "keep_last": 9})
+    result = run(*common, script, "--config", job, timeout=100)
+    assert result.code == 0, result.output
+    assert f"resumed from {tmp_path}/runs/job/checkpoints/step-000004: step 4, 32 samples seen" in result.output
+    found = [(line["step"], line["loss"]) for line in metrics(tmp_path / "runs" / "job") if "loss" in line]
+    assert [step for step, _ in found] == [*range(1, 6), *range(5, 8)]
+    assert found[4] == found[5], "a step that is made again has the same loss"
+
+
+THREADS = """
+import os, sys
+sys.path.insert(0, {root!r})
+os.sched_getaffinity = lambda _: range(8)
+from trainer.run.threads import share_of_cores
+import torch
+note = share_of_cores(2)
+print(os.environ["RANK"], os.environ["OMP_NUM_THREADS"], torch.get_num_threads(), note, flush=True)
+"""
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_an_optimizer_on_the_host_has_the_cores_that_torchrun_would_leave_idle(tmp_path, monkeypatch, given):
+    """But not where a person has set OMP_NUM_THREADS."""
+    script = tmp_path / "threads.py"
+    script.write_text(THREADS.format(root=str(ROOT)))
+    environment = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "RANK")}
+    environment |= {} if given is None else {"OMP_NUM_THREADS": given}
+    command = [sys.executable, BIN / "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=True)
+    told = "4 threads for the optimizer on the CPU, this process's share of the cores; OMP_NUM_THREADS sets it"
+    expected = f"1 4 {told}" if given is None else "1 1 None"
+    assert sorted(done.stdout.splitlines()) == [f"0 {expected}", f"1 {expected}"]

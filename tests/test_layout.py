@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import Facts, load, resolve
+from trainer.config import RuntimeFacts, load, resolve
 from trainer.errors import ConfigError
-from trainer.layout import SCHEDULES, Layout, Recompute, layout_of
+from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute, layout_of
 
 size = st.integers(1, 5)
 AXES = ("world_size", "pipeline", "replicate", "shard", "tensor", "micro_batch", "accumulation", "train_batch")
@@ -70,7 +70,7 @@ def test_sizes_below_one_are_refused_even_where_the_product_fits() -> None:
 def laid_out(folder: Path, content: dict[str, Any], world_size: int) -> Layout:
     path = folder / "c.json"
     path.write_text(json.dumps(content))
-    facts = Facts(world_size=world_size, hidden_size=None, total_steps=None, bf16=True, device="cuda")
+    facts = RuntimeFacts(world_size=world_size, hidden_size=None, total_steps=None, bf16=True, device="cuda")
     return layout_of(resolve(load(path), facts), world_size)
 
 
@@ -87,7 +87,7 @@ def test_a_full_config(tmp_path: Path) -> None:
     }
     found = laid_out(tmp_path, content, 16)
     assert found == Layout(16, 2, 2, 2, 2, 3, 2, 24, 3, "cpu", "cpu", "bfloat16", Recompute("every", 2))
-    assert (found.schedule, found.stages) == (SCHEDULES["1F1B"], 2)
+    assert (found.schedule, found.stages) == (PIPELINE_SCHEDULES["1F1B"], 2)
     assert found.describe() == (
         "pipeline 2 x replicate 2 x shard 2 x tensor 2, ZeRO-3, optimizer on cpu, parameters on cpu, bfloat16, "
         "batch 24 = 3 x 2 x 4, 1F1B, recompute every 2"
@@ -105,7 +105,7 @@ def test_a_full_config(tmp_path: Path) -> None:
         ({}, 1, "one process, ZeRO-0, float32, batch 1 = 1 x 1 x 1"),
         ({"fp16": {"enabled": True}}, 4, "replicate 4, ZeRO-0, float16, batch 4 = 1 x 1 x 4"),
         (
-            {"activation_checkpointing": {"profile": False}, "zero_optimization": {"stage": 1, "offload_param": None}},
+            {"activation_checkpointing": {"profile": True}, "zero_optimization": {"stage": 1, "offload_param": None}},
             2,
             "shard 2, ZeRO-1, float32, batch 2 = 1 x 1 x 2, recompute full",
         ),
@@ -128,7 +128,7 @@ def test_micro_batches_that_do_not_fill_a_schedule(schedule: str, micro_batches:
     with pytest.raises(ConfigError) as caught:
         replace(
             layout(4, 1, 1, 1, 1, 8),
-            schedule=SCHEDULES[schedule],
+            schedule=PIPELINE_SCHEDULES[schedule],
             accumulation=micro_batches,
             train_batch=micro_batches,
         )
@@ -139,14 +139,14 @@ def test_micro_batches_that_do_not_fill_a_schedule(schedule: str, micro_batches:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 4), st.integers(1, 20))
+@given(st.sampled_from(sorted(PIPELINE_SCHEDULES)), st.integers(1, 4), st.integers(1, 20))
 def test_pytorch_takes_what_a_schedule_takes(name: str, ranks: int, micro_batches: int) -> None:
     """And where it raises, a layout did so before."""
     from types import SimpleNamespace
 
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-    schedule, kind = SCHEDULES[name], get_schedule_class(name)
+    schedule, kind = PIPELINE_SCHEDULES[name], get_schedule_class(name)
     stages = [
         SimpleNamespace(
             stage_index=index,
@@ -179,9 +179,9 @@ def test_fsdp_shards_within_a_machine_unless_told_otherwise(
 ) -> None:
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "trainer": {"engine": engine, "mesh": mesh}}))
-    config = resolve(load(path), Facts(8, None, None, False, "cpu", local_world_size=4))
+    config = resolve(load(path), RuntimeFacts(8, None, None, False, "cpu", local_world_size=4))
     found = layout_of(config, 8)
     assert (found.replicate, found.shard) == sizes
     note = "shards within each machine (4 ranks) and replicates across 2; trainer.mesh.shard=-1 shards over all"
     assert (note in config.notes) is says
-    assert resolve(config, Facts(8, 64, 10, False, "cpu", 4)).notes == config.notes
+    assert resolve(config, RuntimeFacts(8, 64, 10, False, "cpu", 4)).notes == config.notes

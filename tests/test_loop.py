@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from trainer.engines.engine import Metrics
-from trainer.engines.homes import least_loaded
-from trainer.loop import Hooks, Plan, due, train
-from trainer.optimizers import Update
+from trainer.engines.owners import least_loaded
+from trainer.optim.lr_schedules import Update
+from trainer.run.callbacks import Patience
+from trainer.run.loop import Hooks, LoopPlan, due, train
 from trainer.state import RunState
 
 
@@ -26,23 +27,44 @@ class FakeEngine:
 
 
 def run(
-    first: int, last: int, stop: Any = lambda: lambda: False, **plan: int | None
+    first: int,
+    last: int,
+    stop: Any = lambda: lambda: False,
+    evaluate: Any = lambda state: False,
+    **plan: int | None,
 ) -> tuple[RunState, list[tuple[Any, ...]]]:
     calls: list[tuple[Any, ...]] = []
     hooks = Hooks(
         log=lambda state, metrics, update: calls.append(("log", state.step, state.tokens, float(metrics.loss()))),
-        evaluate=lambda state: calls.append(("evaluate", state.step)),
+        evaluate=lambda state: calls.append(("evaluate", state.step)) or evaluate(state),
         save=lambda state: calls.append(("save", state.step, state.samples)),
         stop=stop,
     )
-    feed: Any = [SimpleNamespace(step=step, micro_batches=[], ids=[]) for step in range(first, last)]
+    loader: Any = [SimpleNamespace(step=step, micro_batches=[], ids=[]) for step in range(first, last)]
     every: dict[str, Any] = {"log_every": 2, "save_every": None, "evaluate_every": None} | plan
     engine: Any = FakeEngine()
     state = train(
-        engine, feed, lambda step: Update(step / 100), Plan(last, 8, **every), hooks, RunState(first, first * 8)
+        engine, loader, lambda step: Update(step / 100), LoopPlan(last, 8, **every), hooks, RunState(first, first * 8)
     )
     assert engine.rates == [step / 100 for step in range(first, min(last, state.step))]
     return state, calls
+
+
+def test_an_evaluation_between_log_lines_is_of_its_own_step():
+    _, calls = run(0, 5, evaluate_every=3)
+    assert [call for call in calls if call[0] == "evaluate"] == [("evaluate", 3), ("evaluate", 5)]
+
+
+def test_an_evaluation_may_end_it():
+    _, calls = run(0, 9, evaluate_every=3, evaluate=lambda state: state.step == 6)
+    assert calls[-2:] == [("evaluate", 6), ("save", 6, 48)]
+    patience = Patience(2)
+    ends = [patience.ends(step, loss) for step, loss in enumerate([3.0, 2.0, 2.5, 1.9, 1.9])]
+    assert ends == [False] * 5 and patience.ends(5, float("nan"))
+    assert (
+        patience.line == "stopped: the held-out loss has not fallen in 2 evaluations; the lowest was 1.9, after step 3"
+    )
+    assert not any(Patience(None).ends(step, 1.0) for step in range(9))
 
 
 def test_what_is_called_when():

@@ -51,7 +51,7 @@ def real(spec: Any, seed: int = 0) -> Any:
 def test_every_family_is_cut_built_and_saved(name, tmp_path):
     spec = spec_of(family(name))
     assert len(spec.blocks) == 3
-    assert spec.plain_head is FAMILIES[name][1]
+    assert spec.language.plain_head is FAMILIES[name][1]
     model = real(spec)
     assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert not any(torch.isnan(value).any() for value in model.state_dict().values())
@@ -131,7 +131,7 @@ def test_no_more_than_a_unit_is_whole_at_once():
         for parameter in parameters:
             parameter.data = torch.empty(0)
 
-    materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32, place=take_away)
+    materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32, after_unit=take_away)
     block = sum(p.numel() for p in spec.build().get_submodule("model.layers.0").parameters())
     embedding = VOCABULARY * 32
     assert max(alive) <= max(block, embedding)
@@ -141,7 +141,7 @@ def test_flops_follow_the_formula():
     spec = spec_of({**LLAMA, "tie_word_embeddings": False})
     matrices = spec.parameters - VOCABULARY * 32
     assert flops_per_token(spec, 128) == 6 * matrices + 6 * 3 * 32 * 128
-    assert spec_of(LLAMA).embedding_parameters == 0  # a tied table is the head, and multiplied
+    assert spec_of(LLAMA).language.embedding_parameters == 0  # a tied table is the head, and multiplied
 
 
 def options(config: Any = None, path: str | None = None) -> SimpleNamespace:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.optimizers import schedule_of
+from trainer.optim.lr_schedules import schedule_of
 
 rates = st.floats(1e-6, 1e-1)
 steps = st.integers(1, 12)

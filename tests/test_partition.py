@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.test_layout import layout
 from tests.test_models import family
 from tests.training import LLAMA, spec_of
+from trainer.distributed.ranks import Ranks
+from trainer.engines.owners import owners
 from trainer.errors import ConfigError
-from trainer.layout import SCHEDULES
-from trainer.models.cut import cut, prove
-from trainer.parallel.partition import divide, parts, stages_of
+from trainer.layout import PIPELINE_SCHEDULES
+from trainer.models.cut import check_cut, cut
+from trainer.parallel.partition import block_ranges, divide
 
 costs = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
@@ -46,22 +51,22 @@ def test_the_dearest_stage_is_as_cheap_as_any_division_makes_it(
 def test_a_dear_head_leaves_the_last_stage_fewer_blocks():
     spec = spec_of(LLAMA | {"num_hidden_layers": 6, "vocab_size": 400})
     block = sum(p.numel() for p in spec.build().get_submodule(spec.blocks[0]).parameters())
-    assert spec.head_parameters > block
+    assert spec.language.head_parameters > block
     model = spec.build()
-    assert [len(part) for part in parts(model, spec, "uniform", 2)] == [3, 3]
-    assert [len(part) for part in parts(model, spec, "best", 2)] == [4, 2]
-    assert [len(part) for part in parts(model, spec, "parameters", 2)] == [3, 3]  # the tied table is on both
+    assert [len(blocks) for blocks in block_ranges(model, spec, "uniform", 2)] == [3, 3]
+    assert [len(blocks) for blocks in block_ranges(model, spec, "best", 2)] == [4, 2]
+    assert [len(blocks) for blocks in block_ranges(model, spec, "parameters", 2)] == [3, 3]  # the tied table is on both
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_every_stage_is_on_one_rank(schedule):
     from dataclasses import replace
 
     for ranks in (2, 3, 4):
-        found = replace(layout(ranks, 1, 1, 1, 1, 2 * ranks), schedule=SCHEDULES[schedule])
-        placed = [stages_of(found, place) for place in range(ranks)]
+        found = replace(layout(ranks, 1, 1, 1, 1, 2 * ranks), schedule=PIPELINE_SCHEDULES[schedule])
+        placed = [found.stages_of(rank) for rank in range(ranks)]
         assert sorted(index for indices in placed for index in indices) == list(range(found.stages))
-        if SCHEDULES[schedule].folded:
+        if PIPELINE_SCHEDULES[schedule].folded:
             assert placed[0] == [0, found.stages - 1]
 
 
@@ -82,13 +87,13 @@ FAMILIES = {
 def test_every_family_computes_the_same_logits_in_stages(name, tied):
     known = family(name) if name == "gpt2" else family("llama") | {"model_type": name}
     spec = spec_of(known | FAMILIES[name] | {"tie_word_embeddings": tied})
-    anatomy = prove(spec, 3)
-    assert anatomy.before and anatomy.after
+    boundary = check_cut(spec, 3)
+    assert boundary.before and boundary.after
     # each parameter is on one stage, but for a tied table, which is on the first and the last
     held = []
     for index in range(3):
         model = spec.build()
-        cut(model, spec, anatomy, range(index, index + 1))
+        cut(model, spec, boundary, range(index, index + 1))
         held.append({name for name, _ in model.named_parameters()})
     assert set().union(*held) == {name for name, _ in spec.build().named_parameters()}
     assert not held[0] & held[1] and not held[1] & held[2]
@@ -97,7 +102,7 @@ def test_every_family_computes_the_same_logits_in_stages(name, tied):
 
 def test_too_few_blocks():
     with pytest.raises(ConfigError, match="pipeline.stages: llama: 3 blocks for 4 pipeline stages; expected at least"):
-        prove(spec_of(LLAMA), 4)
+        check_cut(spec_of(LLAMA), 4)
 
 
 def test_a_model_that_computes_beside_its_blocks_is_refused(monkeypatch):
@@ -113,10 +118,10 @@ def test_a_model_that_computes_beside_its_blocks_is_refused(monkeypatch):
 
     monkeypatch.setattr(LlamaModel, "forward", scaled)
     with pytest.raises(ConfigError) as caught:
-        prove(spec_of(LLAMA), 2)
+        check_cut(spec_of(LLAMA), 2)
     assert str(caught.value) == (
-        "pipeline.stages: llama: cut into stages: other logits than the whole model; expected the same logits. "
-        "Set pipeline.stages to 1."
+        "pipeline.stages: llama: cut into stages: other logits than the whole model: a block reads more than the block "
+        "before it gives; expected the same logits and gradients. Set pipeline.stages to 1."
     )
 
 
@@ -137,4 +142,17 @@ def test_a_shared_module_is_refused(monkeypatch):
         lambda self, hidden, *args, **kwargs: real_layer(self, self.shared(hidden), *args, **kwargs),
     )
     with pytest.raises(ConfigError, match="cut into stages: model.norm runs after and before and between"):
-        prove(spec_of(LLAMA), 2)
+        check_cut(spec_of(LLAMA), 2)
+
+
+def test_ranks_write_about_as_much_each():
+    """A parameter's size is that of all that is kept of it: a count of its steps has none."""
+    shapes = {"table": (4096, 32), **{f"layers.{i}.weight": (32, 32) for i in range(8)}, "head": (4096, 32)}
+    kinds = {
+        (name, key, () if key == "step" else shape, torch.float32): 0
+        for name, shape in shapes.items()
+        for key in ("weight", "exp_avg", "step")
+    }
+    mesh: Any = SimpleNamespace(layout=SimpleNamespace(pipeline=1))
+    found = owners(kinds, Ranks(0, 2), mesh)
+    assert found["table"] != found["head"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from tests.commands import write_job
 from trainer.checkpoint import save
 from trainer.config import Config, load
 from trainer.errors import ConfigError, DataError, DiskError
-from trainer.resume import Request, choose, hold, refuse_changed
+from trainer.run import resume, status
+from trainer.run.resume import Request, choose, hold, refuse_changed
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def begun(config: Config, *steps: int, name: str = "job", request: Any = None) -
     folder = Path(config.trainer.run.folder) / name
     for step in steps:
         state = replace(STATE, step=step)
-        save(folder / "checkpoints", state, live().pieces(), DESCRIPTION, model_files, ALONE)
+        save(folder / "checkpoints", state, live().state_tensors(), DESCRIPTION, model_files, ALONE)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "environment.json").write_text(json.dumps({"request": request or config.raw}))
     (folder / "config.json").write_text("{}")
@@ -88,13 +90,25 @@ def test_another_command_starts_a_run_of_its_own(config):
     assert start.lines == [f"{folder} was not finished and was started otherwise; --resume auto goes on with it"]
 
 
-@pytest.mark.parametrize(("later", "name"), [(1.0, "job-2"), (-1.0, "job")])
-def test_a_finished_run_is_left_alone(config, later, name):
+@pytest.mark.parametrize("later", [1.0, -1.0])
+def test_a_finished_run_is_left_alone(config, later):
     """A final model older than the run's start is that of a run which then went on with more steps."""
-    finish(begun(config, 10), later)
+    folder = begun(config, 10)
+    finish(folder, later)
     start = choose(config, Request(), ALONE)
-    assert start.folder.name == name
-    assert start.lines == []
+    assert (start.folder, start.finished, start.lines) == (folder, later > 0, [])
+
+
+def test_a_script_may_make_it_again(config):
+    folder = begun(config, 10)
+    finish(folder, 1.0)
+    assert choose(config, Request(once=False), ALONE).folder == folder.with_name("job-2")
+
+
+@pytest.mark.parametrize("key", ["log", "checkpoint", "generate", "patience"])
+def test_what_is_told_of_a_run_makes_no_other_one(config, key):
+    folder = begun(config, 10, request={**config.raw, "trainer": {**config.raw.get("trainer", {}), key: {"other": 1}}})
+    assert choose(config, Request(), ALONE).folder == folder
 
 
 def test_auto_goes_on_with_whatever_is_there(config):
@@ -109,12 +123,30 @@ def test_fresh(config):
     assert (start.folder, start.source, start.lines) == (folder.with_name("job-2"), None, [])
 
 
-def test_a_run_at_work_is_left_alone_and_the_other_one_goes_on(config):
-    first, second = begun(config, 10), begun(config, 20, name="job-2")
-    assert choose(config, Request(), ALONE).folder == second
+def test_a_run_at_work_is_refused_with_who_is(config, monkeypatch):
+    monkeypatch.setattr(resume, "HELD_SECONDS", 0.1)
+    first = begun(config, 10)
     assert choose(config, Request(), ALONE).folder == first
-    assert choose(config, Request(), ALONE).folder == first.with_name("job-3")
-    assert choose(config, Request(), ALONE).folder == first.with_name("job-4")  # before either has written a config
+    with pytest.raises(ConfigError, match="held by another process; expected a run that nobody is at work on"):
+        choose(config, Request(), ALONE)
+    status.write(first, {"host": socket.gethostname(), "process": os.getpid()})
+    with pytest.raises(ConfigError, match=f"being trained by process {os.getpid()} on {socket.gethostname()}, last"):
+        choose(config, Request(), ALONE)
+    assert choose(config, Request(fresh=True), ALONE).folder == first.with_name("job-2")
+    assert choose(config, Request(fresh=True), ALONE).folder == first.with_name("job-3")  # before it wrote a config
+
+
+def test_without_locks_a_heartbeat_tells(config, monkeypatch):
+    def refused(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(resume.fcntl, "flock", refused)
+    folder = begun(config, 10)
+    status.write(folder, {"host": "elsewhere", "process": 1})
+    with pytest.raises(ConfigError, match="being trained by process 1 on elsewhere, last seen 0 s ago"):
+        choose(config, Request(), ALONE)
+    monkeypatch.setattr(status, "FRESH_SECONDS", 0.0)
+    assert choose(config, Request(), ALONE).folder == folder
 
 
 def test_a_lock_ends_with_its_process(config):
@@ -200,7 +232,7 @@ def test_changes(config):
         "model": {"rope_theta": 1e4},
         "config": {"optimizer": {"params": {"lr": 1.0}}},
     }
-    path = save(folder, STATE, live().pieces(), was, model_files, ALONE)
+    path = save(folder, STATE, live().state_tensors(), was, model_files, ALONE)
     assert refuse_changed(path, was) == []
     other = {**was, "config": {"optimizer": {"params": {"lr": 2.0}}}}
     assert refuse_changed(path, other) == ["changed since the checkpoint: optimizer.params.lr 1.0 -> 2.0"]

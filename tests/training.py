@@ -6,7 +6,10 @@ is what the engine is right about.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +31,8 @@ LLAMA: dict[str, Any] = dict(
     attention_dropout=0.1,
     tie_word_embeddings=True,
 )
+DEEPSPEED_ONLY = ("adam_w_mode", "torch_adam", "fp32_optimizer_states", "bias_correction", "set_grad_none")
+"""Parameters of an optimizer that PyTorch's classes do not know."""
 GPT2: dict[str, Any] = dict(
     model_type="gpt2",
     vocab_size=VOCABULARY,
@@ -71,6 +76,18 @@ class Case:
         }
     )
 
+    weight_decay_excludes: str = "norms_and_biases"
+    adapter: dict[str, Any] | None = None
+    """`trainer.adapter`, around a base of made-up values."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of parameters that stay as they are."""
+    label_smoothing: float = 0.0
+    neftune_alpha: float = 0.0
+    groups: tuple[dict[str, Any], ...] = ()
+    """`trainer.parameter_groups`."""
+    top: dict[str, Any] = field(default_factory=dict)
+    """More of the JSON's top level."""
+
     @property
     def data_ranks(self) -> int:
         return self.world_size // (self.pipeline * self.tensor)
@@ -100,6 +117,7 @@ class Case:
             "zero_optimization": zero,
             **({"tensor_parallel": {"autotp_size": self.tensor}} if self.tensor > 1 else {}),
             **precision.get(self.precision, {}),
+            **self.top,
         }
         return whole | {name: {**whole.get(name, {}), **section} for name, section in self.more.items()}
 
@@ -111,6 +129,8 @@ class Outcome:
     gradients: list[dict[str, torch.Tensor]]
     weights: dict[str, torch.Tensor]
     evaluation: float = 0.0
+    right: int = 0
+    """Of the evaluated targets, those with the highest logit."""
 
 
 def samples(step: int) -> list[dict[str, np.ndarray]]:
@@ -135,10 +155,24 @@ def spec_of(model: dict[str, Any], path: str | None = None) -> Any:
     return huggingface.spec_of(huggingface.read_config(options), options)
 
 
-def task_of(spec: Any) -> Any:
+def spec_in(case: Case, path: str | None = None) -> Any:
+    """The case's model, with what it changes of it."""
+    from trainer.config.sections import AdapterSection, ParameterGroup
+    from trainer.models.frozen import frozen
+    from trainer.models.lora import _MadeUp, adapted
+    from trainer.models.tuned import tuned
+
+    spec = spec_of(case.model, path)
+    if case.adapter is not None:
+        spec = adapted(replace(spec, weights=spec.weights if path else _MadeUp(spec)), AdapterSection(**case.adapter))
+    return tuned(frozen(spec, case.freeze), [ParameterGroup(**group) for group in case.groups])
+
+
+def task_of(spec: Any, case: Case | None = None) -> Any:
     from trainer.tasks.causal_lm import CausalLM
 
-    return CausalLM(fused_head=spec.plain_head)
+    task = CausalLM.of(spec)
+    return task.regularised(case.label_smoothing, case.neftune_alpha) if case else task
 
 
 def shares(case: Case, step: int, data_rank: int) -> list[list[dict[str, np.ndarray]]]:
@@ -152,14 +186,18 @@ def data_rank_of(case: Case, rank: int) -> int:
     return rank // case.tensor % case.data_ranks
 
 
-def build(case: Case, rank: int, path: str | None = None, seed: int = 5) -> Any:
-    from trainer.engines import ENGINES, Job, Machine
-    from trainer.layout import SCHEDULES, Layout, Recompute
-    from trainer.ranks import Ranks
+def device_here() -> torch.device:
+    """This process's own GPU where the ranks meet through NCCL."""
+    import torch.distributed as dist
 
-    spec = spec_of(case.model, path)
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def layout_of(case: Case) -> Any:
+    from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
+
     replicate = case.replicate if case.zero_stage else case.data_ranks
-    layout = Layout(
+    return Layout(
         world_size=case.world_size,
         pipeline=case.pipeline,
         replicate=replicate,
@@ -173,36 +211,59 @@ def build(case: Case, rank: int, path: str | None = None, seed: int = 5) -> Any:
         offload_param=case.offload_param,
         precision=case.precision,
         recompute=Recompute(case.recompute, case.every),
-        schedule=SCHEDULES[case.schedule],
+        schedule=PIPELINE_SCHEDULES[case.schedule],
     )
+
+
+def build(
+    case: Case,
+    rank: int,
+    path: str | None = None,
+    values_seed: int = 5,
+    device: torch.device | None = None,
+    change: Callable[[Any], Any] = lambda spec: spec,
+) -> Any:
+    """`change` makes another model of the case's own."""
+    from trainer.distributed.ranks import Ranks
+    from trainer.engines import ENGINES, Job, Machine
+    from trainer.optim.decay import spared
+
+    spec, layout = change(spec_in(case, path)), layout_of(case)
     kind = ENGINES[case.engine]
     assert kind.refusal(layout) is None
-    machine = Machine(torch.device("cpu"), Ranks(rank, case.world_size))
-    return kind.build(Job(layout, spec, task_of(spec), case.deepspeed(), seed, machine))
+    machine = Machine(device or device_here(), Ranks(rank, case.world_size))
+    undecayed = spared(case.weight_decay_excludes, spec)
+    return kind.build(Job(layout, spec, task_of(spec, case), case.deepspeed(), 5, machine, undecayed, values_seed))
+
+
+def collated(task: Any, samples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+    return {name: value.to(device_here()) for name, value in task.collate(samples).items()}
 
 
 def train_by_engine(case: Case, path: str | None = None) -> Outcome:
     """Runs on each rank of a pool."""
     import torch.distributed as dist
 
-    from trainer.optimizers import Update
+    from trainer.optim.lr_schedules import Update
 
     allow_float16(case)
     rank = dist.get_rank()
     engine = build(case, rank, path)
-    task = task_of(spec_of(case.model, path))
+    task = task_of(spec_in(case, path), case)
     outcome = Outcome([], [], [], {})
     for step in range(STEPS):
         gradients: dict[str, torch.Tensor] = {}
-        batches = [task.collate(share) for share in shares(case, step, data_rank_of(case, rank))]
+        batches = [collated(task, share) for share in shares(case, step, data_rank_of(case, rank))]
         metrics = engine.step(
-            step, batches, Update(1e-2), lambda name, g, into=gradients: into.update({name: g.clone()})
+            step, batches, Update(1e-2), lambda name, g, into=gradients: into.update({name: g.clone().cpu()})
         )
         outcome.losses.append(float(metrics.loss()))
         outcome.norms.append(float(metrics.gradient_norm))
         outcome.gradients.append(gradients)
-    loss_sum, targets = engine.evaluate([task.collate(s) for s in shares(case, 99, data_rank_of(case, rank))])
-    outcome.evaluation = float(loss_sum / targets)
+    (loss_sum, right), targets = engine.evaluate(
+        [collated(task, s) for s in shares(case, 99, data_rank_of(case, rank))]
+    )
+    outcome.evaluation, outcome.right = float(loss_sum / targets), int(right)
     outcome.weights = whole_weights(engine, case)
     engine.close()
     return outcome
@@ -219,18 +280,18 @@ def resume_by_engine(
     import torch.distributed as dist
 
     from trainer import checkpoint
-    from trainer.optimizers import Update
-    from trainer.ranks import Ranks
+    from trainer.distributed.ranks import Ranks
+    from trainer.optim.lr_schedules import Update
     from trainer.state import RunState
 
     rank = dist.get_rank()
     ranks = Ranks(rank, before.world_size)
     allow_float16(before)
-    task = task_of(spec_of(before.model))
+    task = task_of(spec_in(before), before)
 
     def steps(engine: Any, case: Case, first: int) -> list[float]:
         batches = [
-            [task.collate(share) for share in shares(case, step, data_rank_of(case, rank))]
+            [collated(task, share) for share in shares(case, step, data_rank_of(case, rank))]
             for step in (first, first + 1)
         ]
         metrics = [engine.step(first + i, batch, Update(1e-2)) for i, batch in enumerate(batches)]
@@ -239,15 +300,14 @@ def resume_by_engine(
     engine = build(before, rank)
     steps(engine, before, 0)
     state = RunState(step=2, samples=2 * TRAIN_BATCH, engine=engine.scalars())
-    path = checkpoint.save(folder, state, engine.pieces(), {}, lambda target: None, ranks)
+    path = checkpoint.save(folder, state, engine.state_tensors(), {}, lambda target: None, ranks)
     whole = steps(engine, before, 2)
     whole_end = whole_weights(engine, before)
     engine.close()
 
-    engine = build(after, rank, seed=77)  # other initial values: all that counts comes from the checkpoint
-    engine.job = replace(engine.job, seed=5)
+    engine = build(after, rank, values_seed=77)  # other initial values: all that counts comes from the checkpoint
     engine.restore(checkpoint.read_description(path)["position"]["engine"])
-    assert checkpoint.load(path, engine.pieces(), ranks) == state
+    assert checkpoint.load(path, engine.state_tensors(), ranks) == state
     resumed = steps(engine, after, 2)
     resumed_end = whole_weights(engine, after)
     engine.close()
@@ -268,50 +328,75 @@ def whole_weights(engine: Any, case: Case) -> dict[str, torch.Tensor]:
 
     found = {}
     wanted = "master" if case.precision != "float32" and case.engine == "deepspeed" else "weight"
-    for piece in engine.pieces():
-        value = piece.read()
-        if piece.part == wanted:
-            value = torch.empty(piece.shape) if value is None else value.detach().float().cpu().clone().contiguous()
+    for entry in engine.state_tensors():
+        value = entry.read()
+        if entry.key == wanted:
+            value = torch.empty(entry.shape) if value is None else value.detach().float().clone().contiguous()
+            value = value.to(device_here())
             if case.world_size > 1:
-                dist.broadcast(value, piece.owner)
-            found[piece.name] = value
+                dist.broadcast(value, entry.owner)
+            found[entry.name] = value.cpu()
     return found
 
 
 def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome:
     """The same run with nothing of ours but the order of seeds: Hugging Face's forward, PyTorch's loss and AdamW."""
+    from trainer.distributed.seeding import step_seed
     from trainer.models.materialise import materialise
     from trainer.parallel.dropout import Dropout
-    from trainer.seeding import step_seed
 
-    spec = spec_of(case.model, path)
+    spec = spec_in(case, path)
     model = spec.build()
     materialise(model, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
     dropout = Dropout(model, spec)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
+    optimizer = plain_optimizer(case, model)
     outcome = Outcome([], [], [], {})
     task = task_of(spec)
+    lengths: list[int] = []
 
-    def summed(step: int, train: bool) -> tuple[torch.Tensor, int]:
+    def noisy(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        """NEFTune, as algorithm 1 of arXiv 2310.05914 has it, row by row."""
+        if not module.training:
+            return output
+        draws = torch.empty(output.shape).uniform_(-1, 1)
+        rows = zip(output, draws, lengths, strict=True)
+        return torch.stack([row + case.neftune_alpha / (n * row.shape[-1]) ** 0.5 * draw for row, draw, n in rows])
+
+    if case.neftune_alpha:
+        model.get_input_embeddings().register_forward_hook(noisy)
+
+    def summed(step: int, train: bool) -> tuple[torch.Tensor, int, int]:
         counted = sum(int((s["targets"] != -100).sum()) for s in samples(step))
-        total = torch.zeros(())
+        total, right = torch.zeros(()), 0
         for data_rank in range(case.data_ranks):
-            batches = [task.collate(share) for share in shares(case, step, data_rank)]
+            parts = shares(case, step, data_rank)
+            batches = [task.collate(share) for share in parts]
             # a pipeline gives its micro-batches one shape, on which attention dropout depends
             for index, batch in enumerate(task.padded(batches) if case.pipeline > 1 else batches):
                 dropout.start(step_seed(seed, step, data_rank), index)
-                logits = model(input_ids=batch["input_ids"]).logits
-                loss = F.cross_entropy(
-                    logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum", ignore_index=-100
-                )
+                targets, lengths[:] = batch["targets"], [len(sample["input_ids"]) for sample in parts[index]]
+                if spec.language.own_loss:  # a micro-batch's share: its own loss times its number of targets
+                    own = model(input_ids=batch["input_ids"], labels=targets, shift_labels=targets)
+                    logits = own.logits
+                    loss = own.loss * (targets != -100).sum() if bool((targets != -100).any()) else torch.zeros(())
+                else:
+                    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+                    loss = F.cross_entropy(
+                        logits.flatten(0, 1),
+                        targets.flatten(),
+                        reduction="sum",
+                        ignore_index=-100,
+                        label_smoothing=case.label_smoothing if train else 0.0,
+                    )
                 total += loss.detach()
-                if train:
+                right += int((logits.argmax(-1) == targets).sum())
+                if train and loss.requires_grad:
                     (loss / counted).backward()
-        return total, counted
+        return total, counted, right
 
     model.train()
     for step in range(STEPS):
-        total, counted = summed(step, train=True)
+        total, counted, _ = summed(step, train=True)
         outcome.losses.append(float(total / counted))
         outcome.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         outcome.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)))
@@ -319,10 +404,40 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
         optimizer.zero_grad()
     model.eval()
     with torch.no_grad():
-        total, counted = summed(99, train=False)
+        total, counted, outcome.right = summed(99, train=False)
     outcome.evaluation = float(total / counted)
     outcome.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     return outcome
+
+
+def plain_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """PyTorch's own, with what Hugging Face's Trainer decays, or with all."""
+    from transformers import Trainer
+
+    params = {name: value for name, value in case.optimizer["params"].items() if name not in DEEPSPEED_ONLY}
+    decoupled = case.optimizer["type"] == "Adam" and case.optimizer["params"].get("adam_w_mode", True)
+    if case.optimizer["type"] == "Lion":
+        from deepspeed.ops.lion import DeepSpeedCPULion as kind
+    elif not case.optimizer["params"].get("bias_correction", True):
+        from deepspeed.ops.adam import DeepSpeedCPUAdam as kind
+
+        params["bias_correction"] = False
+    else:
+        kind = torch.optim.AdamW if decoupled else getattr(torch.optim, case.optimizer["type"])
+    decayed = Trainer.get_decay_parameter_names(None, model)
+    if case.weight_decay_excludes == "nothing":
+        decayed = [name for name, _ in model.named_parameters()]
+    groups = []
+    for name, parameter in model.named_parameters():
+        own = next((g for g in case.groups if any(fnmatch(name, pattern) for pattern in as_list(g["names"]))), {})
+        decay = own.get("weight_decay", None if name in decayed else 0.0)
+        groups.append({"params": [parameter], "lr": params["lr"] * own.get("lr_multiplier", 1)})
+        groups[-1] |= {} if decay is None else {"weight_decay": decay}
+    return kind(groups, **params)
+
+
+def as_list(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
 
 
 def assert_same(ours: Outcome, reference: Outcome, tolerance: float) -> None:
@@ -330,6 +445,7 @@ def assert_same(ours: Outcome, reference: Outcome, tolerance: float) -> None:
     torch.testing.assert_close(ours.losses, reference.losses, rtol=tolerance, atol=0)
     torch.testing.assert_close(ours.norms, reference.norms, rtol=tolerance * 5, atol=0)
     torch.testing.assert_close(ours.evaluation, reference.evaluation, rtol=tolerance, atol=0)
+    assert ours.right == reference.right
     for step, (mine, theirs) in enumerate(zip(ours.gradients, reference.gradients, strict=True)):
         _assert_close(mine, theirs, tolerance * 20, f"gradient of step {step}")
     _assert_close(ours.weights, reference.weights, tolerance * 20, "weight")
@@ -348,6 +464,16 @@ def assert_near(ours: Outcome, reference: Outcome) -> None:
 
 def _assert_close(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float, what: str) -> None:
     assert mine.keys() == theirs.keys()
+    layers: dict[str, torch.Tensor] = {}
     for name, value in theirs.items():
-        error = (mine[name].reshape(value.shape) - value).abs().max() / value.abs().max().clamp_min(1e-12)
+        layers[_layer(name)] = torch.maximum(layers.get(_layer(name), torch.zeros(())), value.abs().max())
+    for name, value in theirs.items():
+        scale, layer = value.abs().max(), layers[_layer(name)]
+        # what is zero by symmetry, such as the gradient of a key's bias, is rounding alone
+        scale = layer if scale < 1e-5 * layer else scale
+        error = (mine[name].reshape(value.shape) - value).abs().max() / scale.clamp_min(1e-12)
         assert error <= tolerance, f"{what} of {name}: relative error {float(error):.2e} > {tolerance:.0e}"
+
+
+def _layer(name: str) -> str:
+    return re.split(r"(?<=\.\d)\.|(?<=\.\d\d)\.", name)[0]

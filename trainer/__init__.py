@@ -1,3 +1,91 @@
-"""Meshloom: trains large transformer models from a DeepSpeed JSON config."""
+"""Meshloom: trains transformer models too large for one device, and own modules, from a DeepSpeed JSON.
 
-__version__ = "0.1.0"
+`train` and `verify` are for scripts; the commands are in `trainer/command/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.state import VERSION as __version__
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from trainer.certify.certificate import Certificate
+    from trainer.data.transforms import OpenedClassifier
+    from trainer.run.run import Result
+
+__all__ = ["__version__", "open_classifier", "train", "verify"]
+
+
+def train(
+    config: str | Path | dict[str, Any],
+    *,
+    model: Callable[[], nn.Module] | None = None,
+    data: Any = None,
+    loss: Callable[[Any, Any], tuple[Tensor, int | Tensor]] | None = None,
+    evaluation_data: Any = None,
+    blocks: str | None = None,
+    overrides: Sequence[str] = (),
+    processes: int | None = None,
+    quiet: bool = False,
+) -> Result:
+    """Train an own module under any layout: the same run as `launch/train.py` makes of a language model.
+
+    `config`: a DeepSpeed JSON, as a path, the name of one that ships ("zero3"), or a dictionary; `overrides` as on the
+    command line. `model` builds the module, and is called on the meta device, too. `data`: anything with `__len__` and
+    `__getitem__`, whose samples are pairs (input, target) that `torch.utils.data.default_collate` stacks; without
+    `evaluation_data`, `trainer.data.evaluation_fraction` of it is held out. `loss(output, target)` of a micro-batch
+    gives its sum over the targets and their number; the loss of a step is the sum over the global batch / the number.
+    `blocks`: a pattern such as "layers.*" of the modules that run once each, in order; an `nn.Sequential` needs none.
+    With `"task": "image_classification"` in the config, samples are pairs (image, label), images of Pillow or tensors
+    [channels, height, width]; there is no `loss` to give, and what is not given is what the config names.
+
+    Call it in a script under any launcher, or with `processes=N` from plain Python or a notebook. Returns the losses
+    and the run's folder, on every rank. Raises the errors that the command prints (`trainer.errors`).
+    """
+    from trainer.config import load
+    from trainer.run.script import in_processes, train_given
+
+    compiled = load(config, overrides)
+    return in_processes(lambda: train_given(compiled, model, data, loss, evaluation_data, blocks, quiet), processes)
+
+
+def verify(
+    config: str | Path | dict[str, Any],
+    *,
+    model: Callable[[], nn.Module] | None = None,
+    data: Any = None,
+    loss: Callable[[Any, Any], tuple[Tensor, int | Tensor]] | None = None,
+    blocks: str | None = None,
+    overrides: Sequence[str] = (),
+    processes: int | None = None,
+) -> Certificate:
+    """Certify that a layout trains an own module as one process does: losses, gradients, updates, save and load.
+
+    The arguments are those of `train`; a few steps are made on the first samples, on the CPU, in float32. Returns the
+    certificate, with `passed` and a finding for each check. Raises ConfigError for a layout that can't run it.
+    """
+    from trainer.certify.images import certify_images
+    from trainer.certify.module import certify_given, met, small_of
+    from trainer.run.prepare import Given
+    from trainer.run.script import in_processes
+
+    small = small_of(config, overrides, processes)
+    certify = certify_images if small.config.trainer.task == "image_classification" else certify_given
+    given = Given(model, data, loss, blocks=blocks)
+    return in_processes(lambda: certify(small, given, met(small).ranks), small.layout.world_size)
+
+
+def open_classifier(folder: str | Path) -> OpenedClassifier:
+    """A trained image classifier, from `runs/NAME/final` or the `model/` of a checkpoint, ready to be used.
+
+    Its `model` is the plain module (torchvision's own, where it is one), in evaluation mode; `transform` makes what it
+    takes of an image of Pillow; `classes` are the names of its scores. Raises ConfigError for another folder.
+    """
+    from trainer.data.transforms import opened
+
+    return opened(Path(folder))

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+MOST_SHOWN = 20
+"""Problems that an error spells out; of the others it says how many they are."""
+
+
+def printable(text: str) -> str:
+    """`text`, whoever wrote it, with what would steer a terminal or turn its reading round shown as `\\x1b`.
+
+    Line breaks stay; half of a pair (a surrogate), which no terminal takes, is shown so as well.
+    """
+    return "".join(c if c == "\n" or not _steers(c) else ascii(c)[1:-1] for c in text)
+
+
+def _steers(character: str) -> bool:
+    return (
+        unicodedata.category(character) in ("Cc", "Cs")
+        or character in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    )
 
 
 @dataclass(frozen=True)
@@ -15,8 +35,9 @@ class Problem:
     mend: str = ""
 
     def __str__(self) -> str:
-        line = f"{self.place}: {self.seen}; expected {self.expected}"
-        return f"{line}. {self.mend}" if self.mend else line
+        place = self.place if len(self.place) <= 500 else f"{self.place[:500]}..."
+        line = f"{place}: {self.seen}; expected {self.expected}"
+        return printable(f"{line}. {self.mend}" if self.mend else line)
 
 
 class MeshloomError(Exception):
@@ -32,10 +53,12 @@ class MeshloomError(Exception):
         self.problems = problems
 
     def render(self) -> str:
-        """The text for a terminal: one line per problem."""
+        """The text for a terminal: one line per problem, up to MOST_SHOWN."""
         count = len(self.problems)
         head = self.kind + (f" ({count} problems)" if count > 1 else "")
-        return "\n".join([f"{head}:", *(f"  {problem}" for problem in self.problems)])
+        lines = [f"  {problem}" for problem in self.problems[:MOST_SHOWN]]
+        rest = [f"  and {count - MOST_SHOWN:,} more"] if count > MOST_SHOWN else []
+        return "\n".join([f"{head}:", *lines, *rest])
 
 
 def shared(error: MeshloomError) -> MeshloomError:
@@ -77,3 +100,25 @@ class NumericsError(MeshloomError):
 
     exit_code = 76
     kind = "numerics error"
+
+
+class Stalled(MeshloomError):
+    """The run stood still longer than it may: no rank went on."""
+
+    exit_code = 77
+    kind = "stalled"
+
+
+def first_line(error: Exception) -> str:
+    """What somebody else's error says, short enough for ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def named_line(error: Exception, most: int = 200) -> str:
+    """The same, with the kind of error before it."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:most]
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first of some names or lines, and how many there are more."""
+    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")

@@ -27,7 +27,7 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """The order in which a pipeline runs its micro-batches, by PyTorch's name for it."""
 
     name: str
@@ -50,15 +50,15 @@ class Schedule:
         return None
 
 
-SCHEDULES = {
+PIPELINE_SCHEDULES = {
     schedule.name: schedule
     for schedule in (
-        Schedule("GPipe"),
-        Schedule("1F1B"),
-        Schedule("Interleaved1F1B", 2),
-        Schedule("InterleavedZeroBubble", 2, splits_backward=True),
-        Schedule("ZBVZeroBubble", 2, folded=True, splits_backward=True),
-        Schedule("DualPipeV", 2, folded=True, splits_backward=True),
+        PipelineSchedule("GPipe"),
+        PipelineSchedule("1F1B"),
+        PipelineSchedule("Interleaved1F1B", 2),
+        PipelineSchedule("InterleavedZeroBubble", 2, splits_backward=True),
+        PipelineSchedule("ZBVZeroBubble", 2, folded=True, splits_backward=True),
+        PipelineSchedule("DualPipeV", 2, folded=True, splits_backward=True),
     )
 }
 """GPipe: arXiv 1811.06965; 1F1B and interleaved: 2104.04473; zero bubble: 2401.10241; DualPipeV: 2412.19437."""
@@ -84,10 +84,12 @@ class Layout:
     offload_param: Device
     precision: Precision
     recompute: Recompute
-    schedule: Schedule = SCHEDULES["1F1B"]
+    schedule: PipelineSchedule = PIPELINE_SCHEDULES["1F1B"]
     """Means nothing where `pipeline` is 1."""
     partition: Partition = "best"
     """How blocks are divided over pipeline stages."""
+    sync_batch_norm: bool = False
+    """Whether batch norm takes the statistics of a micro-batch over all data ranks together."""
 
     def __post_init__(self) -> None:
         axes = {name: getattr(self, name) for name in AXES}
@@ -113,6 +115,10 @@ class Layout:
         return self.pipeline * self.schedule.stages_per_rank if self.pipeline > 1 else 1
 
     @property
+    def stages_per_rank(self) -> int:
+        return self.stages // self.pipeline
+
+    @property
     def data_ranks(self) -> int:
         """Groups of processes that see different samples."""
         return self.replicate * self.shard
@@ -120,6 +126,14 @@ class Layout:
     def data_rank(self, rank: int) -> int:
         """Which share of the samples process `rank` sees: the mesh is row-major, tensor innermost."""
         return rank // self.tensor % self.data_ranks
+
+    def stages_of(self, pipeline_rank: int) -> list[int]:
+        """The pipeline stages that the ranks at this coordinate hold, in order."""
+        if self.pipeline == 1:
+            return [0]
+        if self.schedule.folded:
+            return [pipeline_rank, self.stages - 1 - pipeline_rank]
+        return list(range(pipeline_rank, self.stages, self.pipeline))
 
     def describe(self) -> str:
         """The layout on one line."""
@@ -160,8 +174,9 @@ def layout_of(config: Config, world_size: int) -> Layout:
         offload_param=(zero.get("offload_param") or {}).get("device", "none"),
         precision=_precision(config),
         recompute=_recompute(config.trainer.activation_checkpointing),
-        schedule=SCHEDULES[config.trainer.pipeline_schedule],
+        schedule=PIPELINE_SCHEDULES[config.trainer.pipeline_schedule],
         partition=settings.get("pipeline", {}).get("partition", "best"),
+        sync_batch_norm=config.trainer.sync_batch_norm,
     )
 
 
@@ -176,7 +191,7 @@ def _recompute(text: str) -> Recompute:
     return Recompute(cast(RecomputeMode, mode), int(every or 1))
 
 
-def _product(place: str, factors: dict[str, int], whole: int, unit: str) -> list[Problem]:
+def _product(path: str, factors: dict[str, int], whole: int, unit: str) -> list[Problem]:
     """The problem of sizes whose product is not `whole`, or that are below 1."""
     product = 1
     for size in factors.values():
@@ -184,4 +199,4 @@ def _product(place: str, factors: dict[str, int], whole: int, unit: str) -> list
     if product == whole and min(factors.values()) >= 1:
         return []
     text = " x ".join(f"{size} ({name})" for name, size in factors.items())
-    return [Problem(place, f"{text} = {product}", f"{whole} {unit} from sizes of at least 1")]
+    return [Problem(path, f"{text} = {product}", f"{whole} {unit} from sizes of at least 1")]

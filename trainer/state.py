@@ -1,54 +1,72 @@
-"""What a checkpoint is made of: pieces of training state under Hugging Face names, and the run's position.
+"""What a checkpoint is made of: state tensors of training state under Hugging Face names, and the run's position.
 
-Engines produce pieces, `checkpoint/` stores them; neither knows the other.
+Engines produce state tensors, `checkpoint/` stores them; neither knows the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-    from trainer.ranks import Ranks
+    from trainer.distributed.ranks import Ranks
 
+VERSION = "0.1.0"
+"""Of this program: every checkpoint says which one wrote it."""
 WEIGHT = "weight"
-"""The `part` of a piece that holds model weights; every other part is optimizer state of the same name."""
+"""The `key` of a state tensor that holds model weights; every other key is optimizer state of the same name."""
 MASTER = "master"
-"""The `part` of the exact float32 weight beside a 16-bit one."""
+"""The `key` of the exact float32 weight beside a 16-bit one."""
+STEP = "step"
+"""The `key` that counts a parameter's updates. Checkpoints of old have one count for all, `optimizer_step`."""
 
 
 @dataclass(frozen=True)
-class Parts:
-    """How a piece is read without a wait for other ranks: each copies its part, and they are put together later."""
+class LocalRead:
+    """How a state tensor is read without a wait for other ranks: each copies its shard, and they are gathered later."""
 
-    own: Callable[[], torch.Tensor | None]
-    """This rank's part of the live tensor; None where it has none that `gather` wants."""
+    shard: Callable[[], torch.Tensor | None]
+    """This rank's shard of the live tensor; None where it has none that `gather` wants."""
     gather: Callable[[torch.Tensor | None, Ranks], torch.Tensor | None]
-    """The whole tensor on the piece's owner from a copy of `own`, on the host. Collective over the ranks given."""
+    """The whole tensor on its owner from a copy of `shard`, on the host. Collective over the ranks given."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class StateTensor:
     """One named tensor of the training state.
 
-    `read` and `write` are collective: every rank calls them, for all pieces in the same order.
+    `read` and `write` are collective: every rank calls them, for all state tensors in the same order.
     `read()` returns the whole tensor on rank `owner` and None elsewhere; `write(tensor)` is called
-    with the whole tensor on every rank, and each rank keeps its part.
+    with the whole tensor on every rank, and each rank keeps its shard.
     """
 
     name: str
     """The parameter's Hugging Face name, e.g. `model.layers.0.mlp.up_proj.weight`."""
-    part: str
-    """`weight`, or what the optimizer keeps beside it: `master` (float32 weights), `exp_avg`, `exp_avg_sq`."""
+    key: str
+    """`weight`, or what the optimizer keeps beside it: `master` (float32 weights), `exp_avg`, `exp_avg_sq`, `step`."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     owner: int
     read: Callable[[], torch.Tensor | None]
     write: Callable[[torch.Tensor], None]
-    parts: Parts | None = None
+    local: LocalRead | None = None
+    keep: Callable[[Mapping[str, tuple[int, ...]]], list[StateTensor]] | None = None
+    """Of a weight that is learned. `keep(shapes)`, by key, has the optimizer keep state beside it as a checkpoint
+    does: all keys or, where there are none, nothing. Returns the state tensors to be written. Not collective."""
+
+
+def renamed(entries: Sequence[StateTensor], names: Mapping[str, str]) -> list[StateTensor]:
+    """The state tensors under the names that files have."""
+
+    def one(entry: StateTensor) -> StateTensor:
+        keep = entry.keep
+        kept = None if keep is None else lambda shapes: renamed(keep(shapes), names)
+        return replace(entry, name=names.get(entry.name, entry.name), keep=kept)
+
+    return [one(entry) for entry in entries] if names else list(entries)
 
 
 @dataclass(frozen=True)

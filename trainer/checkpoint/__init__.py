@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.disk import ensure_writable
+from trainer.checkpoint.directory import DAMAGED, leftovers, newest, prune, published, step_name, step_of
 from trainer.checkpoint.load import load
 from trainer.checkpoint.manifest import ALL, PICKLES, WEIGHTS_ALONE, read_description, verify
 from trainer.checkpoint.save import export, save
-from trainer.checkpoint.shelf import DAMAGED, leftovers, newest, prune, published, step_name, step_of
+from trainer.storage import ensure_writable
 
 __all__ = [
     "ALL",

@@ -10,14 +10,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.save import read_all
-from trainer.ranks import Ranks
-from trainer.state import Piece
+from trainer.distributed.ranks import Ranks
+from trainer.state import StateTensor
 
 if TYPE_CHECKING:
     import torch
 
-Write = Callable[[Sequence[Piece], Ranks], None]
-"""Saves pieces; the ranks are those to agree with. Collective."""
+Write = Callable[[Sequence[StateTensor], Ranks], None]
+"""Saves state tensors; the ranks are those to agree with. Collective."""
 
 
 class Background:
@@ -32,19 +32,19 @@ class Background:
         self._thread: Thread | None = None
         self._failure: Exception | None = None
 
-    def save(self, pieces: Sequence[Piece], write: Write) -> None:
-        """Copy `pieces` as they are, and have a thread `write` them. Collective.
+    def save(self, entries: Sequence[StateTensor], write: Write) -> None:
+        """Copy `entries` as they are, and have a thread `write` them. Collective.
 
         Waits for the save before, and raises what that one raised.
         """
         self.wait()
-        own = [replace(piece, read=piece.parts.own) if piece.parts else piece for piece in pieces]
+        own = [replace(entry, read=entry.local.shard) if entry.local else entry for entry in entries]
         self._ranks.on_each(lambda: read_all(own, self._copy))
         if any(tensor.is_pinned() for tensor in self._copies.values()):
             import torch
 
             torch.cuda.current_stream().synchronize()
-        frozen = [replace(piece, read=partial(self._read, piece)) for piece in pieces]
+        frozen = [replace(entry, read=partial(self._read, entry)) for entry in entries]
         self._thread = Thread(target=self._run, args=(frozen, write), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -66,20 +66,20 @@ class Background:
         elif self._thread is not None:
             self._thread.join()
 
-    def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
+    def _copy(self, entry: StateTensor, tensor: torch.Tensor) -> None:
         import torch
 
-        key = piece.name, piece.part
+        key = entry.name, entry.key
         if key not in self._copies:
             self._copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         self._copies[key].copy_(tensor, non_blocking=True)
 
-    def _read(self, piece: Piece) -> torch.Tensor | None:
-        copied = self._copies.get((piece.name, piece.part))
-        return piece.parts.gather(copied, self._ranks) if piece.parts else copied
+    def _read(self, entry: StateTensor) -> torch.Tensor | None:
+        copied = self._copies.get((entry.name, entry.key))
+        return entry.local.gather(copied, self._ranks) if entry.local else copied
 
-    def _run(self, pieces: list[Piece], write: Write) -> None:
+    def _run(self, entries: list[StateTensor], write: Write) -> None:
         try:
-            write(pieces, self._ranks)
+            write(entries, self._ranks)
         except Exception as error:  # raised again by `wait`
             self._failure = error

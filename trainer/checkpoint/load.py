@@ -12,46 +12,61 @@ from safetensors import safe_open
 from trainer.checkpoint.manifest import ALL, WEIGHTS_ALONE, check_sizes, read_description, read_manifest
 from trainer.checkpoint.plan import MODEL, OPTIMIZER, optimizer_name
 from trainer.checkpoint.safetensors_stream import read_types
-from trainer.errors import ConfigError, DiskError, Problem
-from trainer.ranks import Ranks
-from trainer.state import MASTER, WEIGHT, Piece, RunState
+from trainer.distributed.ranks import Ranks
+from trainer.errors import ConfigError, DiskError, Problem, listed
+from trainer.state import MASTER, STEP, WEIGHT, RunState, StateTensor
 
 Stored = dict[tuple[str, str], tuple[str, tuple[int, ...]]]
 """File and shape of each tensor of a checkpoint, by (model or optimizer, name)."""
 
-_NAMED = 5
-"""How many names one message lists."""
 
+def load(path: Path, entries: Sequence[StateTensor], ranks: Ranks, weights_only: bool = False) -> RunState:
+    """Write the checkpoint at `path`, which was verified, into `entries`, and return its position. Collective.
 
-def load(path: Path, pieces: Sequence[Piece], ranks: Ranks, weights_only: bool = False) -> RunState:
-    """Write the checkpoint at `path`, which was verified, into `pieces`, and return its position. Collective.
-
-    One tensor at a time. A float32 run takes the exact masters of a 16-bit one for its weights, and the other way
-    round. `weights_only` reads the model's files alone, and leaves the optimizer's state as it is. Raises DiskError if
-    a file is missing or cut, and ConfigError if names or shapes are not those of `pieces`: on every rank, before it
-    writes.
+    One tensor at a time. The optimizer is made to keep the state that the checkpoint has, and no other. A float32 run
+    takes the exact masters of a 16-bit one for its weights, and the other way round. `weights_only` reads the model's
+    files alone, and leaves the optimizer's state as it is. Raises DiskError if a file is missing or cut, and
+    ConfigError if names or shapes are not those of `entries`: on every rank, before it writes.
     """
     below = WEIGHTS_ALONE if weights_only else ALL
-    wanted = [piece for piece in pieces if piece.part in (WEIGHT, MASTER) or not weights_only]
 
-    def check() -> Stored:
+    def check_files() -> tuple[Stored, RunState]:
         if problems := check_sizes(path, below):
             raise DiskError(*problems)
-        stored = _stored(path, below)
+        return _stored(path, below), RunState(**read_description(path)["position"])
+
+    def check() -> None:
         if misfits := _misfits(path, wanted, stored):
             raise ConfigError(*misfits)
-        return stored
 
-    stored = ranks.on_first(check)
+    stored, position = ranks.on_first(check_files)
+    wanted = [entry for entry in entries if entry.key in (WEIGHT, MASTER) or not weights_only]
+    if not weights_only:
+        wanted = _kept(wanted, stored, position)
+    ranks.on_each(check)
     with ExitStack() as files:
         opened: dict[str, Any] = {}
-        for piece in wanted:
-            home = _home(piece, stored)
-            name, _ = stored[home]
+        for entry in wanted:
+            location = _location(entry, stored)
+            name, _ = stored[location]
             if name not in opened:
                 opened[name] = files.enter_context(safe_open(path / name, framework="pt"))
-            piece.write(opened[name].get_tensor(home[1]).to(piece.dtype))
-    return RunState(**read_description(path)["position"])
+            entry.write(opened[name].get_tensor(location[1]).to(entry.dtype))
+    return position
+
+
+def _kept(entries: Sequence[StateTensor], stored: Stored, position: RunState) -> list[StateTensor]:
+    """The state tensors, with the optimizer state that the checkpoint has in place of what is there."""
+    states: dict[str, dict[str, tuple[int, ...]]] = {}
+    for (location, name), (_, shape) in stored.items():
+        owner, _, key = name.rpartition(".")
+        if location == OPTIMIZER and key not in (WEIGHT, MASTER):
+            states.setdefault(owner, {})[key] = shape
+    # a parameter may have no state yet; that none has is an error where the optimizer has made a step
+    lost: dict[str, tuple[int, ...]] = {} if states or not position.engine.get("optimizer_step") else {STEP: ()}
+    own = {entry.name for entry in entries if entry.keep}
+    found = [entry for entry in entries if entry.key in (WEIGHT, MASTER) or entry.name not in own]
+    return found + [made for entry in found if entry.keep for made in entry.keep(states.get(entry.name, lost))]
 
 
 def _stored(path: Path, below: tuple[str, ...]) -> Stored:
@@ -63,44 +78,42 @@ def _stored(path: Path, below: tuple[str, ...]) -> Stored:
     }
 
 
-def _homes(piece: Piece) -> list[tuple[str, str]]:
-    """Where a piece may be read from, the best first."""
-    exact = (OPTIMIZER, optimizer_name(piece))
-    if piece.part not in (WEIGHT, MASTER):
+def _locations(entry: StateTensor) -> list[tuple[str, str]]:
+    """Where a state tensor may be read from, the best first."""
+    exact = (OPTIMIZER, optimizer_name(entry))
+    if entry.key not in (WEIGHT, MASTER):
         return [exact]
-    masters = [(OPTIMIZER, f"{piece.name}.{part}") for part in (WEIGHT, MASTER)]
+    masters = [(OPTIMIZER, f"{entry.name}.{key}") for key in (WEIGHT, MASTER)]
     # a 16-bit weight is the one in the model's files, not one that is rounded anew
-    found = masters if piece.part == MASTER or piece.dtype.itemsize == 4 else [exact]
-    return list(dict.fromkeys([exact, *found, (MODEL, piece.name)]))
+    found = masters if entry.key == MASTER or entry.dtype.itemsize == 4 else [exact]
+    return list(dict.fromkeys([exact, *found, (MODEL, entry.name)]))
 
 
-def _home(piece: Piece, stored: Stored) -> tuple[str, str]:
-    homes = _homes(piece)
-    return next((home for home in homes if home in stored), homes[-1])
+def _location(entry: StateTensor, stored: Stored) -> tuple[str, str]:
+    locations = _locations(entry)
+    return next((location for location in locations if location in stored), locations[-1])
 
 
-def _misfits(path: Path, pieces: Sequence[Piece], stored: Stored) -> list[Problem]:
-    homes = {_home(piece, stored): piece for piece in pieces}
-    known = {home for piece in pieces for home in _homes(piece)}
-    known |= {(OPTIMIZER, f"{piece.name}.{MASTER}") for piece in pieces}
+def _misfits(path: Path, entries: Sequence[StateTensor], stored: Stored) -> list[Problem]:
+    locations = {_location(entry, stored): entry for entry in entries}
+    known = {location for entry in entries for location in _locations(entry)}
+    known |= {(OPTIMIZER, f"{entry.name}.{MASTER}") for entry in entries}
     kinds = {
-        "missing in the checkpoint": [f"{home}: {name}" for home, name in homes if (home, name) not in stored],
-        "not part of this run": [f"{home}: {name}" for home, name in stored if (home, name) not in known],
+        "missing in the checkpoint": [
+            f"{location}: {name}" for location, name in locations if (location, name) not in stored
+        ],
+        "not part of this run": [f"{location}: {name}" for location, name in stored if (location, name) not in known],
         "of another shape": [
-            f"{home[0]}: {home[1]} {list(stored[home][1])}, here {list(piece.shape)}"
-            for home, piece in homes.items()
-            if home in stored and stored[home][1] != piece.shape
+            f"{location[0]}: {location[1]} {list(stored[location][1])}, here {list(entry.shape)}"
+            for location, entry in locations.items()
+            if location in stored and stored[location][1] != entry.shape
         ],
     }
     mend = "Resume with the model and the optimizer that it was saved with"
     if any(name.startswith(OPTIMIZER) for name in kinds["missing in the checkpoint"]):
         mend += ", or with --resume-weights-only"
     return [
-        Problem(str(path), f"{len(names)} tensors {kind} ({_listed(names)})", "the tensors of this run", mend)
+        Problem(str(path), f"{len(names)} tensors {kind} ({listed(names)})", "the tensors of this run", mend)
         for kind, names in kinds.items()
         if names
     ]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return "; ".join(names[:_NAMED]) + ("; ..." if len(names) > _NAMED else "")

@@ -9,10 +9,10 @@ from pathlib import Path, PurePosixPath
 from types import NoneType
 from typing import Any
 
-from trainer.checkpoint.disk import flush, parse_json, to_json, write_file
 from trainer.checkpoint.safetensors_stream import FileRecord, read_header
+from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import DiskError, Problem
-from trainer.ranks import ALONE, Ranks
+from trainer.storage import flush, parse_json, to_json, write_file
 
 MANIFEST, DESCRIPTION = "manifest.json", "trainer.json"
 FORMAT = 1

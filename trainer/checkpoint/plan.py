@@ -1,4 +1,4 @@
-"""Which tensor goes into which file: a pure function of the pieces, the same on every rank."""
+"""Which tensor goes into which file: a pure function of the state tensors, the same on every rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.safetensors_stream import TensorType
-from trainer.state import WEIGHT, Piece
+from trainer.state import WEIGHT, StateTensor
 
 if TYPE_CHECKING:
     import torch
@@ -27,41 +27,46 @@ class Slot:
     owner: int
 
 
-Plan = dict[tuple[str, str], list[Slot]]
-"""The slots of each piece, by (name, part)."""
+SavePlan = dict[tuple[str, str], list[Slot]]
+"""The slots of each state tensor, by (name, key)."""
 
 
-def optimizer_name(piece: Piece) -> str:
-    """A piece's name in `optimizer/`. A part has no dot, so two pieces never share a name."""
-    return f"{piece.name}.{piece.part}"
+def optimizer_name(entry: StateTensor) -> str:
+    """A state tensor's name in `optimizer/`. A key has no dot, so two state tensors never share a name."""
+    return f"{entry.name}.{entry.key}"
 
 
-def plan(pieces: Sequence[Piece], weight_dtype: torch.dtype | None, resumable: bool) -> Plan:
+def plan(
+    entries: Sequence[StateTensor], weight_dtype: torch.dtype | None, resumable: bool, stem: str = MODEL
+) -> SavePlan:
     """Weights go to the model's files, everything else to the optimizer's; each rank that owns some has one file.
 
     If it is to be `resumable`, the model has a folder of its own, and a weight that `weight_dtype` narrows goes to
-    both: resuming is to be exact, bit for bit.
+    both: resuming is to be exact, bit for bit. The names of the model's files begin with `stem`.
     """
-    homes: list[tuple[Piece, str, TensorType]] = []
-    for piece in pieces:
-        exact = TensorType(piece.shape, piece.dtype)
+    locations: list[tuple[StateTensor, str, TensorType]] = []
+    for entry in entries:
+        exact = TensorType(entry.shape, entry.dtype)
         stored = exact
-        if piece.part == WEIGHT:
-            if weight_dtype and piece.dtype.is_floating_point:
-                stored = TensorType(piece.shape, weight_dtype)
-            homes.append((piece, MODEL, stored))
-        if piece.part != WEIGHT or (resumable and stored != exact):
-            homes.append((piece, OPTIMIZER, exact))
+        if entry.key == WEIGHT:
+            if weight_dtype and entry.dtype.is_floating_point:
+                stored = TensorType(entry.shape, weight_dtype)
+            locations.append((entry, MODEL, stored))
+        if entry.key != WEIGHT or (resumable and stored != exact):
+            locations.append((entry, OPTIMIZER, exact))
     folders = {MODEL: f"{MODEL}/" if resumable else "", OPTIMIZER: f"{OPTIMIZER}/"}
     files = {
-        stem: _file_names(folder + stem, {piece.owner for piece, home, _ in homes if home == stem})
-        for stem, folder in folders.items()
+        kind: _file_names(
+            folder + (stem if kind == MODEL else kind),
+            {entry.owner for entry, location, _ in locations if location == kind},
+        )
+        for kind, folder in folders.items()
     }
-    found: Plan = {}
-    for piece, home, kind in homes:
-        name = piece.name if home == MODEL else optimizer_name(piece)
-        slot = Slot(files[home][piece.owner], name, kind, piece.owner)
-        found.setdefault((piece.name, piece.part), []).append(slot)
+    found: SavePlan = {}
+    for entry, location, kind in locations:
+        name = entry.name if location == MODEL else optimizer_name(entry)
+        slot = Slot(files[location][entry.owner], name, kind, entry.owner)
+        found.setdefault((entry.name, entry.key), []).append(slot)
     return found
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.disk import parse_json
 from trainer.errors import ConfigError, NumericsError, Problem
+from trainer.storage import parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -132,10 +132,16 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
         header = parse_json(file.read(length))
     try:
         found = {name: _entry(**entry) for name, entry in header.items() if name != "__metadata__"}
+        places = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"no header of tensors ({error!r:.100})") from error
     if (data := sum(size for _, _, size in found.values())) != there - 8 - length:
         raise ValueError(f"tensors of {data} bytes in a file that holds {there - 8 - length}")
+    end = 0
+    for place in places:
+        if place[0] != end:
+            raise ValueError(f"tensors that overlap or leave a gap: one begins at {place[0]}, the last ended at {end}")
+        end = place[1]
     return found
 
 

@@ -10,15 +10,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import safe_open
+
 from trainer.checkpoint import faults
-from trainer.checkpoint.disk import disk_errors, ensure_writable, rename_folder, to_json
+from trainer.checkpoint.directory import DELETING, PARTIAL, point_at, set_aside, step_name, sweep
 from trainer.checkpoint.manifest import DESCRIPTION, write_manifest
-from trainer.checkpoint.plan import MODEL, Plan, Slot, indexes, plan
-from trainer.checkpoint.safetensors_stream import FileRecord, TensorWriter
-from trainer.checkpoint.shelf import DELETING, PARTIAL, point_at, set_aside, step_name, sweep
+from trainer.checkpoint.plan import MODEL, SavePlan, Slot, indexes, plan
+from trainer.checkpoint.safetensors_stream import FileRecord, TensorWriter, read_types
+from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, Problem
-from trainer.ranks import Ranks
-from trainer.state import WEIGHT, Piece, RunState
+from trainer.state import WEIGHT, RunState, StateTensor
+from trainer.storage import disk_errors, ensure_writable, rename_folder, to_json
 
 if TYPE_CHECKING:
     import torch
@@ -30,34 +32,36 @@ WriteModelFiles = Callable[[Path], object]
 def save(
     folder: Path,
     state: RunState,
-    pieces: Sequence[Piece],
+    entries: Sequence[StateTensor],
     description: Mapping[str, Any],
     write_model_files: WriteModelFiles,
     ranks: Ranks,
     weight_dtype: torch.dtype | None = None,
+    stem: str = MODEL,
 ) -> Path:
     """Publish the checkpoint of `state.step` in `folder`, which all ranks share; returns its path. Collective.
 
     `description` is what `trainer.json` holds beside the position. `weight_dtype` is that of the model's files
-    (None: as the weights are); the exact weights are then kept with the optimizer's state.
+    (None: as the weights are); the exact weights are then kept with the optimizer's state. `stem` is how the names of
+    those files begin: where it is another, what reads them takes one file alone.
     Raises DiskError on every rank, with nothing published, if it can't be written or that step is there already.
     """
     final = folder / step_name(state.step)
     partial = final.with_name(final.name + PARTIAL)
-    places = plan(pieces, weight_dtype, resumable=True)
+    planned = plan(entries, weight_dtype, True, stem)
 
     @disk_errors(folder)
     def prepare() -> bytes:
         _refuse_published(final)
         sweep(folder)
         text = to_json({**description, "position": asdict(state)})
-        _make(partial, places)
+        _make(partial, planned)
         return text
 
     @disk_errors(partial)
     def publish(records: Mapping[str, FileRecord], text: bytes) -> None:
         (partial / DESCRIPTION).write_bytes(text)
-        _seal(partial, partial / MODEL, places, records, write_model_files)
+        _seal(partial, partial / MODEL, planned, _joined(partial, f"{MODEL}/", stem, records), write_model_files)
         faults.at("rename")
         rename_folder(partial, final)
         faults.at("latest")
@@ -66,34 +70,35 @@ def save(
     faults.at("before")
     with _removed_on_error(partial, ranks):
         text = ranks.on_first(prepare)
-        records = _write_shards(partial, places, pieces, ranks)
+        records = _write_shards(partial, planned, entries, ranks)
         ranks.on_first(lambda: publish(records, text))
     return final
 
 
 def export(
     folder: Path,
-    pieces: Sequence[Piece],
+    entries: Sequence[StateTensor],
     write_model_files: WriteModelFiles,
     ranks: Ranks,
     weight_dtype: torch.dtype | None = None,
+    stem: str = MODEL,
 ) -> Path:
     """Write the weights alone as a Hugging Face model folder. Collective.
 
     An older one is replaced only by a whole one. Raises DiskError on every rank.
     """
     partial = folder.with_name(folder.name + PARTIAL)
-    weights = [piece for piece in pieces if piece.part == WEIGHT]
-    places = plan(weights, weight_dtype, resumable=False)
+    weights = [entry for entry in entries if entry.key == WEIGHT]
+    planned = plan(weights, weight_dtype, False, stem)
 
     @disk_errors(partial)
     def prepare() -> None:
         shutil.rmtree(partial, ignore_errors=True)
-        _make(partial, places)
+        _make(partial, planned)
 
     @disk_errors(partial)
     def publish(records: Mapping[str, FileRecord]) -> None:
-        _seal(partial, partial, places, records, write_model_files)
+        _seal(partial, partial, planned, _joined(partial, "", stem, records), write_model_files)
         if folder.exists():
             set_aside(folder)
         rename_folder(partial, folder)
@@ -101,7 +106,7 @@ def export(
 
     with _removed_on_error(partial, ranks):
         ranks.on_first(prepare)
-        records = _write_shards(partial, places, weights, ranks)
+        records = _write_shards(partial, planned, weights, ranks)
         ranks.on_first(lambda: publish(records))
     return folder
 
@@ -112,23 +117,28 @@ def _refuse_published(final: Path) -> None:
         raise DiskError(Problem(str(final), "already published", "a step that was not saved before", mend))
 
 
-def _make(partial: Path, places: Plan) -> None:
+def _make(partial: Path, planned: SavePlan) -> None:
     """An empty folder on a disk that has room for what will be in it."""
-    ensure_writable(partial.parent, _size(_slots(places)))
+    ensure_writable(partial.parent, _size(_slots(planned)))
     partial.mkdir()
-    for folder in {(partial / slot.file).parent for slot in _slots(places)}:
+    for folder in {(partial / slot.file).parent for slot in _slots(planned)}:
         folder.mkdir(exist_ok=True)
 
 
-def _write_shards(partial: Path, places: Plan, pieces: Sequence[Piece], ranks: Ranks) -> dict[str, FileRecord]:
+def _write_shards(
+    partial: Path, planned: SavePlan, entries: Sequence[StateTensor], ranks: Ranks
+) -> dict[str, FileRecord]:
     """Every rank writes what it owns; returns the records of all files, on every rank."""
-    mine = [slot for slot in _slots(places) if slot.owner == ranks.rank]
+    mine = [slot for slot in _slots(planned) if slot.owner == ranks.rank]
     shards = _Shards(partial, mine)
 
     @disk_errors(partial, _size(mine))
     def write() -> dict[str, FileRecord]:
         try:
-            read_all(pieces, lambda piece, tensor: shards.write(places[piece.name, piece.part], tensor))
+            read_all(
+                entries,
+                lambda entry, tensor: shards.write(planned[entry.name, entry.key], tensor),
+            )
             return shards.finish()
         finally:
             shards.abandon()
@@ -170,7 +180,7 @@ class _Shards:
     def finish(self) -> dict[str, FileRecord]:
         self._wait()
         if missing := {slot.file for slot in self._slots} - set(self._writers):
-            raise ValueError(f"no piece of {', '.join(sorted(missing))} was read on its owner")
+            raise ValueError(f"no state tensor of {', '.join(sorted(missing))} was read on its owner")
         faults.at("flush")
         return {name: writer.finish() for name, writer in self._writers.items()}
 
@@ -180,29 +190,51 @@ class _Shards:
             writer.abandon()
 
 
-def read_all(pieces: Sequence[Piece], write: Callable[[Piece, torch.Tensor], None]) -> None:
-    """Read every piece, and write it where it came. Goes on reading after a failure, which is raised at the end.
+def read_all(entries: Sequence[StateTensor], write: Callable[[StateTensor, torch.Tensor], None]) -> None:
+    """Read every state tensor, and write it where it came. Goes on reading after a failure, which is raised at the end.
 
     Reading is collective: a rank that stopped because its disk is full would leave the others waiting for ever.
     """
     failure: Exception | None = None
-    for piece in pieces:
+    for entry in entries:
         try:
-            tensor = piece.read()
+            tensor = entry.read()
             if tensor is not None and failure is None:
-                write(piece, tensor)
+                write(entry, tensor)
         except Exception as error:
             failure = failure or error
     if failure is not None:
         raise failure
 
 
+def _joined(partial: Path, folder: str, stem: str, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    """The records, with one file in place of several whose names begin with a `stem` that has no index: adapters."""
+    parts = sorted(name for name in records if name.startswith(f"{folder}{stem}-"))
+    if stem == MODEL or not parts:
+        return dict(records)
+    types = {name: kind for part in parts for name, kind in read_types(partial / part).items()}
+    whole = f"{folder}{stem}.safetensors"
+    writer = TensorWriter(partial / whole, types)
+    for part in parts:
+        with safe_open(partial / part, "pt") as file:
+            for name in read_types(partial / part):
+                writer.write(name, file.get_tensor(name))
+    joined = {whole: writer.finish()}
+    for part in parts:
+        (partial / part).unlink()
+    return {name: record for name, record in records.items() if name not in parts} | joined
+
+
 def _seal(
-    partial: Path, model: Path, places: Plan, records: Mapping[str, FileRecord], write_model_files: WriteModelFiles
+    partial: Path,
+    model: Path,
+    planned: SavePlan,
+    records: Mapping[str, FileRecord],
+    write_model_files: WriteModelFiles,
 ) -> None:
     """Write what is not a tensor; the manifest comes last."""
     write_model_files(model)
-    for name, index in indexes(_slots(places)).items():
+    for name, index in indexes([slot for slot in _slots(planned) if slot.file in records]).items():
         (partial / name).write_bytes(to_json(index))
     faults.at("manifest")
     write_manifest(partial, records)
@@ -219,8 +251,8 @@ def _removed_on_error(partial: Path, ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def _slots(places: Plan) -> list[Slot]:
-    return [slot for slots in places.values() for slot in slots]
+def _slots(planned: SavePlan) -> list[Slot]:
+    return [slot for slots in planned.values() for slot in slots]
 
 
 def _size(slots: Iterable[Slot]) -> int:

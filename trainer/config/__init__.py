@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from trainer.config import support
+from trainer.config.axes import MeshSizes, mesh_sizes
 from trainer.config.compiled import Choice, Config, load
-from trainer.config.mesh import MeshSizes, mesh_sizes
 from trainer.config.read import leaves
-from trainer.config.resolve import Facts, origin_table, resolve
+from trainer.config.resolve import RuntimeFacts, origin_table, resolve
 from trainer.config.sections import (
+    AugmentSection,
     CheckpointSection,
     DataSection,
     EvaluationSection,
     GenerateSection,
+    ImagesSection,
     LogSection,
     MeshSection,
     ModelSection,
     RunSection,
     TrainerSection,
 )
+from trainer.config.shipped import shipped
 
 __all__ = [
+    "AugmentSection",
     "CheckpointSection",
     "Choice",
     "Config",
     "DataSection",
     "EvaluationSection",
-    "Facts",
+    "RuntimeFacts",
     "GenerateSection",
+    "ImagesSection",
     "LogSection",
     "MeshSection",
     "MeshSizes",
@@ -37,4 +43,6 @@ __all__ = [
     "mesh_sizes",
     "origin_table",
     "resolve",
+    "shipped",
+    "support",
 ]

@@ -8,16 +8,21 @@ from typing import Any
 
 from trainer.config.grammar import Key, coerce, is_off, misfit, show, unknown
 from trainer.config.read import Json
-from trainer.errors import Problem
+from trainer.errors import MOST_SHOWN, Problem
 
 
 @dataclass
 class Checked:
-    """The outcome of a walk: the values that go on, coerced to their types; the problems; the notes."""
+    """The outcome of a walk: the values that go on, coerced to their types; the problems; what has no effect."""
 
     values: Json = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    idle: dict[str, str] = field(default_factory=dict)
+    """The path of each key that asks for something and has no effect here, and why."""
+
+    @property
+    def notes(self) -> list[str]:
+        return [f"{place} has no effect here: {why}" for place, why in self.idle.items()]
 
 
 def check(values: Json, table: Mapping[str, Key], elsewhere: Sequence[str] = (), path: str = "") -> Checked:
@@ -36,28 +41,36 @@ def _check_one(
     found: Checked, name: str, value: Any, table: Mapping[str, Key], elsewhere: Sequence[str], place: str
 ) -> None:
     key = table.get(place)
-    if key is None:
-        found.problems.append(unknown(place, value, [*table, *elsewhere]))
+    if key is None or "." in name:
+        # to find what is alike takes time, and nobody reads more than the first few
+        known = (*table, *elsewhere) if len(found.problems) < MOST_SHOWN else ()
+        found.problems.append(unknown(place, value, known))
         return
-    if key.refused:
-        if not is_off(value):
-            why, _, mend = key.refused.partition(". ")
-            found.problems.append(Problem(place, f"saw {show(value)}", f"no such key: {why}", f"{mend}."))
-        return
+    whole = value
     if isinstance(value, dict) and any(known.startswith(f"{place}.") for known in table):
         below = check(value, table, elsewhere, f"{place}.")
         found.problems += below.problems
-        found.notes += [] if key.idle else below.notes
-        if value and not below.values:
+        found.idle |= {} if key.idle else below.idle
+        if value and not (below.values or key.refused):
             return  # nothing of it has an effect
         value = below.values
-    elif not (isinstance(value, bool) and place == "zero_optimization"):
+    elif not (key.refused or (isinstance(value, bool) and place == "zero_optimization")):
         try:
             value = coerce(value, key)
         except ValueError:
             found.problems.append(misfit(place, value, key))
             return
-    if not key.idle:
+    if key.refused:
+        if not _is_off(whole, place, table):
+            why, _, mend = key.refused.partition(". ")
+            found.problems.append(Problem(place, f"saw {show(whole)}", f"no such key: {why}", f"{mend}."))
+    elif not key.idle:
         found.values[name] = value
-    elif not is_off(value):
-        found.notes.append(f"{place} has no effect here: {key.idle}")
+    elif key.asks(value):
+        found.idle[place] = key.idle
+
+
+def _is_off(value: Any, place: str, table: Mapping[str, Key]) -> bool:
+    """Whether a refused key asks for nothing; to DeepSpeed a section that does not say "enabled" is off."""
+    named = isinstance(value, dict) and f"{place}.enabled" in table
+    return is_off({"enabled": False, **value} if named else value)

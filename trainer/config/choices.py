@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from trainer.config.check import check
-from trainer.config.grammar import Key, show
+from trainer.config.grammar import LONGEST_NAME, Key, show
 from trainer.config.keys import GONE_OPTIMIZERS, NEEDED, OPTIMIZERS, SCHEDULERS
 from trainer.config.read import Json
 from trainer.errors import Problem
@@ -17,9 +18,6 @@ DEFAULT_OPTIMIZER: Json = {
     "params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
 }
 """Hugging Face's defaults for a config without an optimizer."""
-
-ADAM_FAMILY_LR = 1e-3
-"""DeepSpeed's learning rate where the parameters name none."""
 
 
 def choose_optimizer(section: Json) -> tuple[Json, list[Problem]]:
@@ -31,16 +29,25 @@ def choose_optimizer(section: Json) -> tuple[Json, list[Problem]]:
         mend = 'Use the top-level "gradient_clipping".'
         return chosen, [*problems, Problem("optimizer.params.max_grad_norm", seen, "no clipping here", mend)]
     chosen, problems = _choose("optimizer", section, OPTIMIZERS)
-    betas = chosen["params"].get("betas", "auto")
-    if betas != "auto" and not _are_betas(betas):
-        expected = "two numbers from 0 to below 1"
-        problems.append(Problem("optimizer.params.betas", f"saw {show(betas)}", expected))
-    if not problems and "lr" not in chosen["params"]:
-        if chosen["type"] in ("Adam", "AdamW", "Lamb", "Lion"):
-            chosen["params"]["lr"] = ADAM_FAMILY_LR
-        else:
-            problems.append(Problem("optimizer.params", "saw no lr", "a learning rate"))
+    params = chosen["params"]
+    problems += [Problem(f"optimizer.params.{name}", *found) for name, *found in _misuse(params)]
+    if not problems:
+        defaults = {name: key.default for name, key in OPTIMIZERS[chosen["type"]].items() if key.default is not None}
+        if params.get("torch_adam") and (chosen["type"] == "AdamW" or params.get("adam_w_mode", True)):
+            defaults["weight_decay"] = 0.01  # of torch.optim.AdamW, which DeepSpeed then makes
+        params |= {name: value for name, value in defaults.items() if name not in params}
     return chosen, problems
+
+
+def _misuse(params: Json) -> Iterator[tuple[str, str, str]]:
+    """(parameter, seen, expected) of values that fit their type and that the optimizers' own checks reject."""
+    betas = params.get("betas", "auto")
+    if betas != "auto" and not _are_betas(betas):
+        yield "betas", f"saw {show(betas)}", "two numbers from 0 to below 1"
+    if params.get("nesterov") and not (params.get("momentum") and not params.get("dampening")):
+        yield "nesterov", "saw true", "a momentum above 0 and no dampening with it"
+    if params.get("fused") and params.get("foreach"):
+        yield "fused", "saw true, and foreach true", "at most one of the two"
 
 
 def choose_scheduler(section: Json) -> tuple[Json, list[Problem], list[str]]:
@@ -72,14 +79,18 @@ def _choose(place: str, section: Json, types: Mapping[str, Mapping[str, Key]]) -
 
 def _unknown_type(place: str, kind: Any, types: list[str]) -> Problem:
     seen = "saw no type" if kind is None else f"saw {show(kind)}"
-    near = {known.lower(): known for known in types}
-    match = get_close_matches(str(kind).lower(), near, n=1)
-    if kind in GONE_OPTIMIZERS:
+    near, name = {known.lower(): known for known in types}, str(kind)[:LONGEST_NAME].lower()
+    match = get_close_matches(name, near, n=1)
+    bare = re.sub("deepspeed|fused|cpu|torch|hf|xla|[^a-z]", "", name)
+    if name in GONE_OPTIMIZERS:
         mend = "DeepSpeed removed it: use Adam or Lamb."
+    elif bare in near:
+        mend = f'Write "{near[bare]}": which kernel runs it follows from the device and the offload.'
     else:
         mend = f'Did you mean "{near[match[0]]}"?' if match else ""
     return Problem(f"{place}.type", seen, f"one of {', '.join(types)}", mend)
 
 
-def _are_betas(betas: list[Any]) -> bool:
-    return len(betas) == 2 and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)
+def _are_betas(betas: Any) -> bool:
+    found = betas if isinstance(betas, list) else []
+    return len(found) == 2 and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in found)

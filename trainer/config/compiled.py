@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -9,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.check import check
+from trainer.config.diagnose import other_config
 from trainer.config.keys import KEYS
-from trainer.config.modern import modernise
+from trainer.config.legacy_keys import upgrade
 from trainer.config.read import Json, leaves, override, read
-from trainer.config.rules import conflicts, notes_of
-from trainer.config.sections import TrainerSection, known_keys, validate
+from trainer.config.rules import conflicts, notes_of, warm_up
+from trainer.config.sections import TrainerSection, known_keys
+from trainer.config.shipped import shipped
+from trainer.config.validate import validate
 from trainer.errors import ConfigError
 
 FILE, OVERRIDE, DEFAULT = "config file", "override", "default"
@@ -56,25 +60,34 @@ class Config:
         return Choice(**deepcopy(self.settings["scheduler"])) if "scheduler" in self.settings else None
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Compile the DeepSpeed JSON at `path` with `key.path=value` overrides.
+def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
+    """Compile a DeepSpeed JSON, at a path, shipped under a name or as a dictionary, with `key.path=value` overrides.
 
     Raises one ConfigError with every problem of the file, the overrides and the values.
     """
-    path = Path(path)
-    raw, overridden, problems = override(read(path), overrides)
+    path = Path("run") if isinstance(source, dict) else path_of(source)
+    given = deepcopy(source) if isinstance(source, dict) else read(path)
+    if strange := other_config(path, given, {"trainer", *KEYS}):
+        raise strange
+    raw, overridden, problems = override(given, overrides)
     trainer, trainer_problems = validate(raw.get("trainer", {}))
     checked = check({key: value for key, value in raw.items() if key != "trainer"}, KEYS, ("trainer", *known_keys()))
     problems += [*trainer_problems, *checked.problems]
-    modern = modernise(checked.values, trainer, raw)
-    problems += [*modern.problems, *conflicts(modern.settings)]
+    upgraded = upgrade(checked, trainer)
+    problems += [*upgraded.problems, *conflicts(upgraded.settings)]
+    problems += warm_up(upgraded.settings, trainer.warmup_ratio)
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
-    origins = {name: DEFAULT for name, _ in leaves({"trainer": modern.trainer.model_dump()})}
-    origins |= dict.fromkeys((name for name, _ in leaves(modern.settings)), FILE)
+    origins = {name: DEFAULT for name, _ in leaves({"trainer": upgraded.trainer.model_dump()})}
+    origins |= dict.fromkeys((name for name, _ in leaves(upgraded.settings)), FILE)
     origins |= {name: FILE for name, _ in leaves(raw)}
     origins |= {
         name: OVERRIDE for name in origins if any(name == over or name.startswith(over + ".") for over in overridden)
     }
-    notes = (*checked.notes, *modern.notes, *notes_of(modern.settings))
-    return Config(path, raw, modern.trainer, modern.settings, origins | modern.origins, notes)
+    notes = (*checked.notes, *upgraded.notes, *notes_of(upgraded.settings))
+    return Config(path, raw, upgraded.trainer, upgraded.settings, origins | upgraded.origins, notes)
+
+
+def path_of(source: str | Path) -> Path:
+    """A path that is there, else that of the config that is shipped under this name."""
+    return Path(source) if os.path.lexists(source) else shipped(str(source)) or Path(source)

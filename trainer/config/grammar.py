@@ -3,10 +3,15 @@
 A table is text, one row per key or per group of keys that take the same values:
 
     [section]                                         starts a section; `[]` is the top level
-    name name ... : type range auto null ; why        `; why`: accepted, without effect here
+    name name ... : type range auto null = default    the default is JSON; where it is not given, the key is left out
+    name : type ; why                                 `; why`: accepted, without effect here
     name : type ! why                                 `! why`: an error unless it is switched off
+    name : type =value @ why                          `@ why`: DeepSpeed alone honours it; the others say so
+    name : type =value @! why                         `@! why`: it changes numbers; the others refuse it
 
-with the types bool, int, float, str, list, any and section, and ranges as `>=1`, `>0`, `0..3` or `a|b|c`.
+with the types bool, int, float, str, dtype, list, any and section, and ranges as `>=1`, `>0`, `0..3` or `a|b|c`. The
+engines that do not honour a key do as if it were `=value` (several by commas), or switched off. A section's `@` goes
+for its keys.
 """
 
 from __future__ import annotations
@@ -14,8 +19,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
@@ -36,46 +41,68 @@ class Key:
     choices: tuple[str, ...] = ()
     auto: bool = False
     null: bool = False
+    default: Any = None
+    """DeepSpeed's own value where the key is missing; None where it may stay missing."""
     idle: str = ""
     """Why the key has no effect here; such a key is not handed on to DeepSpeed."""
     refused: str = ""
     """Why the key is an error unless it is switched off."""
+    own: str = ""
+    """What the engines other than DeepSpeed do in its place; empty where they honour it."""
+    numbers: bool = False
+    """Whether training without it computes other numbers."""
+    otherwise: tuple[Any, ...] = ()
+    """The values that ask for just what the others do."""
 
     @property
     def expected(self) -> str:
         """What a person has to write, e.g. `a whole number of at least 1 or "auto"`."""
         text = " or ".join(f'"{choice}"' for choice in self.choices) or _NOUNS[self.kind]
         if self.high is not None:
-            text += f" from {self.low:g} to {self.high:g}"
+            text += f" from {self.low:,.15g} to {self.high:,.15g}"
         elif self.low is not None:
             text += f" above {self.low:g}" if self.above else f" of at least {self.low:g}"
         return text + ' or "auto"' * self.auto + " or null" * self.null
+
+    def asks(self, value: Any) -> bool:
+        """Whether `value` asks for something that is not done anyway."""
+        if value is None or value == AUTO:
+            return False
+        return value not in self.otherwise if self.otherwise else not is_off(value)
 
 
 def parse(table: str) -> dict[str, Key]:
     """The keys of a table by their dotted path."""
     keys: dict[str, Key] = {}
-    section = ""
+    section, whole = "", Key("section")
     for line in filter(None, map(str.strip, table.splitlines())):
         if line.startswith("["):
             section, _, spec = line[1:].partition("]")
             if section:
-                keys[section] = _key("section " + spec)
+                keys[section] = whole = _key("section " + spec)
                 section += "."
         else:
             names, _, spec = line.partition(" : ")
-            keys.update({section + name: _key(spec) for name in names.split()})
+            key = _key(spec)
+            if whole.own and not key.own:
+                key = replace(key, own=whole.own, numbers=whole.numbers)
+            keys.update({section + name: key for name in names.split()})
     return keys
 
 
 def _key(spec: str) -> Key:
     spec, _, refused = spec.partition(" ! ")
     spec, _, idle = spec.partition(" ; ")
+    spec, mark, own = re.fullmatch(r"(.*?)(?: @(!?) (.*))?", spec).groups(default="")  # type: ignore[union-attr]
+    spec, _, default = spec.partition(" = ")
     kind, *words = spec.split()
-    fields: dict[str, Any] = {"idle": idle, "refused": refused}
+    fields: dict[str, Any] = {"idle": idle, "refused": refused, "default": json.loads(default or "null")}
+    fields |= {"own": own, "numbers": mark == "!"}
     for word in words:
         if word in ("auto", "null"):
             fields[word] = True
+        elif word.startswith("="):
+            fields["otherwise"] = tuple(_CASTS[kind](value) for value in word[1:].split(","))
         elif match := re.fullmatch(r"(>=?)(.+)", word):
             fields.update(low=float(match[2]), above=match[1] == ">")
         elif match := re.fullmatch(r"(.+)\.\.(.+)", word):
@@ -109,38 +136,55 @@ def is_off(value: Any) -> bool:
     return not value or (isinstance(value, dict) and value.get("enabled", True) in (False, AUTO))
 
 
-def show(value: Any) -> str:
-    """A value as a person wrote it in JSON, cut to 60 characters."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+def show(value: Any, most: int = 60) -> str:
+    """A value as a person wrote it in JSON, cut to `most` characters; as cheap for one of 100 MB."""
+    if isinstance(value, str):
+        value = value[: most + 1]
+    text = ""
+    for part in json.JSONEncoder(default=str).iterencode(value):
+        text += part[: most + 1]
+        if len(text) > most:
+            return text[: most - 3] + "..."
+    return text
 
 
-def unknown(path: str, value: Any, known: list[str]) -> Problem:
+def unknown(path: str, value: Any, known: Sequence[str]) -> Problem:
     """The problem of a key that is not in the table, with the nearest of the `known` paths."""
+    section = path.rpartition(".")[0]
+    where = f'the section "{section}"' if section else "the top level"
+    return Problem(path, f"saw {show(value)}", f"a known key of {where}", _mend(path, known))
+
+
+def _mend(path: str, known: Sequence[str]) -> str:
     section, _, name = path.rpartition(".")
+    if not known or len(name) > LONGEST_NAME:
+        return "Remove it."
+    if path in known:
+        return "Write it as a section in a section, without the dot."
     siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
-    homes = [other for other in known if other.rpartition(".")[2] == name]
+    owning_stages = [other for other in known if other.rpartition(".")[2] == name]
     near = get_close_matches(name, siblings, n=2, cutoff=0.5)
-    if near and (not homes or get_close_matches(name, near, cutoff=0.8)):
+    if near and (not owning_stages or get_close_matches(name, near, cutoff=0.8)):
         likeness = [SequenceMatcher(None, name, other).ratio() for other in near]
         best = [f'"{other}"' for other, ratio in zip(near, likeness, strict=True) if ratio == max(likeness)]
-        mend = f"Did you mean {' or '.join(best)}?"
-    else:
-        mend = f"Did you mean {' or '.join(homes)}?" if 1 <= len(homes) <= 3 else "Remove it."
-    where = f'the section "{section}"' if section else "the top level"
-    return Problem(path, f"saw {show(value)}", f"a known key of {where}", mend)
+        return f"Did you mean {' or '.join(best)}?"
+    return f"Did you mean {' or '.join(owning_stages)}?" if 1 <= len(owning_stages) <= 3 else "Remove it."
 
 
 def misfit(path: str, value: Any, key: Key) -> Problem:
     """The problem of a value that its key does not take."""
-    return Problem(path, f"saw {show(value)}", key.expected)
+    huge = key.kind == "int" and isinstance(value, int) and value.bit_length() > 63
+    return Problem(path, f"saw {show(value)}", key.expected + " in 64 bits" * huge)
 
 
+LONGEST_NAME = 100
+"""Characters of a key's name; for a longer one nothing alike is looked for."""
 _NOUNS = {
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
     "str": "text",
+    "dtype": '"fp32", "bf16" or "fp16"',
     "list": "a list",
     "any": "anything",
     "section": "a section {...}",
@@ -169,9 +213,18 @@ def _number(value: Any) -> float:
 
 def _int(value: Any) -> int:
     number = _number(value)
-    if not number.is_integer():
+    if not number.is_integer() or abs(number) > 2**63:
         raise ValueError
     return value if isinstance(value, int) else int(number)
+
+
+def _dtype(value: Any) -> str:
+    if not isinstance(value, str) or value.lower().removeprefix("torch.") not in _DTYPES:
+        raise ValueError
+    return value.lower()
+
+
+_DTYPES = ("fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bfloat16")
 
 
 def _instance(kind: type) -> Callable[[Any], Any]:
@@ -188,6 +241,7 @@ _CASTS: dict[str, Callable[[Any], Any]] = {
     "int": _int,
     "float": _number,
     "str": _instance(str),
+    "dtype": _dtype,
     "list": _instance(list),
     "section": _instance(dict),
     "any": lambda value: value,

@@ -3,43 +3,120 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import stat
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from trainer.config.diagnose import no_json
 from trainer.config.grammar import show
+from trainer.config.shipped import shipped_names
 from trainer.errors import ConfigError, Problem
 
 Json = dict[str, Any]
 
 
+LARGEST = 1 << 20
+"""Bytes of a config; more can't be meant."""
+DEEPEST = 40
+"""Sections within sections."""
+DIGITS = 1000
+"""Of a number; more are beyond any float."""
+
+
 def read(path: Path) -> Json:
-    """The object in a JSON file. Raises ConfigError for a file that is missing, a folder, no UTF-8, or bad JSON."""
-    place = str(path)
+    """The object in a JSON file. Raises ConfigError for what is no regular file, no UTF-8 or no JSON, or is endless."""
+    text, twice = _decode(path, _bytes(path)), set[str]()
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(Problem(place, "no such file", "a DeepSpeed JSON config", _nearby(path))) from None
-    except IsADirectoryError:
-        raise ConfigError(Problem(place, "a folder", "a DeepSpeed JSON config", _nearby(path / "x"))) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(Problem(place, f"byte {error.start} is not UTF-8", "a UTF-8 text file")) from None
-    except OSError as error:
-        raise ConfigError(Problem(place, str(error.strerror), "a file that can be read")) from None
-    twice: list[str] = []
-    try:
-        raw = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, twice), parse_constant=_no_constant)
+        raw = _parse(text, twice)
     except json.JSONDecodeError as error:
-        at = f"{place}:{error.lineno}:{error.colno}"
-        raise ConfigError(Problem(at, error.msg, "JSON", "Comments and trailing commas are not JSON.")) from None
+        raise no_json(path, text, error) from None
     except ValueError as error:
-        raise ConfigError(Problem(place, f"saw {error}", "a finite number")) from None
+        raise ConfigError(Problem(str(path), f"saw {error}", "a finite number")) from None
+    except RecursionError:
+        raise ConfigError(_too_deep(str(path))) from None
     if twice:
-        raise ConfigError(*(Problem(place, f'saw the key "{key}" twice in one section', "once") for key in twice))
+        raise ConfigError(*(_double(str(path), key) for key in sorted(twice)))
     if not isinstance(raw, dict):
-        raise ConfigError(Problem(place, f"saw {show(raw)}", "a JSON object {...}"))
+        raise ConfigError(Problem(str(path), f"saw {show(raw)}", "a JSON object {...}"))
+    if problems := [*_unfit(raw, str(path))]:
+        raise ConfigError(*problems)
     return raw
+
+
+def _bytes(path: Path) -> bytes:
+    place, wanted = str(path), "a DeepSpeed JSON config"
+    try:
+        if path.is_dir():
+            raise ConfigError(Problem(place, "a folder", wanted, _nearby(path / "x")))
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never end, and each process reads the config
+            raise ConfigError(Problem(place, "a pipe or a device", wanted, "Write it to a file first."))
+        with path.open("rb") as file:
+            found = file.read(LARGEST + 1)
+    except FileNotFoundError:
+        seen = f"a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "no such file"
+        mend = [_nearby(path), f"Shipped: {', '.join(shipped_names())}"]
+        raise ConfigError(Problem(place, seen, wanted, ". ".join(filter(None, mend)))) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            Problem(place, getattr(error, "strerror", "") or str(error), "a file that can be read")
+        ) from None
+    if len(found) > LARGEST:
+        raise ConfigError(
+            Problem(place, f"more than {LARGEST >> 20} MB", wanted, "Data and weights have files of their own.")
+        )
+    return found
+
+
+def _decode(path: Path, found: bytes) -> str:
+    encoding = json.detect_encoding(found)
+    try:
+        text = found.decode("utf-8-sig" if encoding.startswith("utf-8") else encoding)
+    except UnicodeDecodeError as error:
+        raise ConfigError(Problem(str(path), f"byte {error.start} is not UTF-8", "a UTF-8 text file")) from None
+    if not encoding.startswith("utf-8") and text.strip():
+        seen = f"text in {encoding.upper()}" if text.lstrip("\ufeff\n\r\t ").startswith("{") else "no text"
+        raise ConfigError(Problem(str(path), seen, "a UTF-8 text file", "Save it as UTF-8."))
+    return text
+
+
+def _parse(text: str, twice: set[str]) -> Any:
+    """The value of a JSON text; keys that a section has twice go to `twice`. Raises ValueError and RecursionError."""
+    unique = lambda pairs: _unique(pairs, twice)  # noqa: E731
+    return json.loads(text, object_pairs_hook=unique, parse_constant=_no_constant, parse_int=_whole_number)
+
+
+def _unfit(raw: Json, place: str) -> Iterator[Problem]:
+    """The problems of a tree that is too deep to walk, or has text that no file system and no terminal takes."""
+    waiting: list[tuple[Any, int]] = [(raw, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, dict | list):
+            if depth > DEEPEST:
+                yield _too_deep(place)
+                return
+            waiting += [(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value)]
+            texts = list(value) if isinstance(value, dict) else []
+        else:
+            texts = [value] if isinstance(value, str) else []
+        for text in texts:
+            if "\0" in text or re.search("[\ud800-\udfff]", text):
+                yield Problem(
+                    place, f"saw {show(text)}", "text without the character 0 and without halves of characters"
+                )
+
+
+def _too_deep(place: str) -> Problem:
+    return Problem(place, f"sections nested more than {DEEPEST} deep", "the few levels of a DeepSpeed JSON config")
+
+
+def _double(place: str, key: str) -> Problem:
+    return Problem(place, f"saw the key {show(key)} twice in one section", "once")
 
 
 def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list[Problem]]:
@@ -50,8 +127,8 @@ def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list
     result, paths, problems = deepcopy(raw), [], []
     for text in overrides:
         path, equals, value = text.partition("=")
-        names = path.split(".")
-        if not equals or not all(names):
+        names, twice = path.split("."), set[str]()
+        if not equals or not all(names) or len(names) > DEEPEST:
             problems.append(Problem(text, "saw an override without a key path", "key.path=value"))
             continue
         section: Any = result
@@ -62,8 +139,11 @@ def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list
                 problems.append(Problem(text, seen, "a section {...}", "Set that key itself instead."))
                 break
         else:
-            section[names[-1]] = _value(value)
+            found = {names[-1]: _value(value, twice)}
+            wrong = [*(_double(text, key) for key in sorted(twice)), *_unfit(found, text)]
+            section.update({} if wrong else found)
             paths.append(path)
+            problems += wrong
     return result, paths, problems
 
 
@@ -76,17 +156,24 @@ def leaves(tree: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
-def _value(text: str) -> Any:
+def _value(text: str, twice: set[str]) -> Any:
     try:
-        return json.loads(text, parse_constant=_no_constant)
-    except ValueError:
+        return _parse(text, twice) if len(text) <= LARGEST else text
+    except (ValueError, RecursionError):
         return text
 
 
-def _unique(pairs: list[tuple[str, Any]], twice: list[str]) -> Json:
-    keys = [key for key, _ in pairs]
-    twice.extend(sorted({key for key in keys if keys.count(key) > 1}))
-    return dict(pairs)
+def _unique(pairs: list[tuple[str, Any]], twice: set[str]) -> Json:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice |= {key for key, count in Counter(key for key, _ in pairs).items() if count > 1}
+    return found
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > DIGITS:
+        raise ValueError(f"a number of {len(text):,} digits")
+    return int(text)
 
 
 def _no_constant(name: str) -> None:
@@ -95,5 +182,6 @@ def _no_constant(name: str) -> None:
 
 def _nearby(path: Path) -> str:
     """A mend that names the JSON files beside a path."""
-    names = sorted(found.name for found in path.parent.glob("*.json"))[:6] if path.parent.is_dir() else []
+    beside = islice(path.parent.glob("*.json"), 1000) if path.parent.is_dir() else ()
+    names = sorted(found.name for found in beside)[:6]
     return f"In {path.parent}: {', '.join(names)}" if names else ""

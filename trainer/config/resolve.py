@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from trainer.config.axes import mesh_sizes, nearest, ranks_inside
 from trainer.config.compiled import FILE, OVERRIDE, Config
 from trainer.config.grammar import AUTO, show
-from trainer.config.mesh import mesh_sizes
 from trainer.config.read import Json, leaves
+from trainer.config.rules import conflicts
 from trainer.errors import ConfigError, Problem
 
 BATCH, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-WARMUP_SHARE = 0.03
-"""Share of all steps that `warmup_num_steps: "auto"` spends on warm-up."""
+WARMUP = "scheduler.params.warmup_num_steps"
+MICRO_BATCH = 8
+"""Hugging Face's `per_device_train_batch_size`, for a config that leaves its batch sizes to "auto"."""
 
 
 @dataclass(frozen=True)
-class Facts:
+class RuntimeFacts:
     """What the config does not say and its "auto" values depend on; None: not known yet."""
 
     world_size: int
@@ -34,7 +37,7 @@ class Facts:
 Decisions = dict[str, tuple[Any, str]]
 
 
-def resolve(config: Config, facts: Facts) -> Config:
+def resolve(config: Config, facts: RuntimeFacts) -> Config:
     """`config` with its "auto" values replaced and its batch sizes complete.
 
     May be called again when more facts are known: values that need a fact that is None stay "auto" until then.
@@ -46,28 +49,65 @@ def resolve(config: Config, facts: Facts) -> Config:
     for path, (value, reason) in decisions.items():
         _put(settings, path, value)
         origins[path] = f"auto: {reason}"
-    waiting = _waiting(settings)
+    waiting = _waiting(settings, config)
     for path in [name for name, value in leaves(settings) if value == AUTO and name not in waiting]:
         _drop(settings, path)
         origins[path] = "auto: DeepSpeed's default"
-    return replace(config, settings=settings, origins=origins)
+    if problems := conflicts(settings):
+        raise ConfigError(*problems)
+    return _in_steps(replace(config, settings=settings, origins=origins), facts.total_steps)
 
 
-def _within_machines(config: Config, facts: Facts) -> Config:
+def _in_steps(config: Config, steps: int | None) -> Config:
+    """Intervals that are a share of all steps as numbers of them, once those are known; rounded up, as the Trainer."""
+    if steps is None:
+        return config
+    update: dict[str, Any] = {"warmup_ratio": None}
+    origins = dict(config.origins)
+    for name in ("checkpoint", "evaluation"):
+        section = getattr(config.trainer, name)
+        if section.every is not None and section.every < 1:
+            update[name] = section.model_copy(update={"every": _share_of(section.every, steps)})
+            origins[f"trainer.{name}.every"] = f"auto: {section.every:g} of {steps:,} steps"
+    return replace(config, trainer=config.trainer.model_copy(update=update), origins=origins)
+
+
+def _share_of(share: float, steps: int) -> int:
+    return max(1, math.ceil(round(share * steps, 6)))  # a third of 99 is 33
+
+
+def _within_machines(config: Config, facts: RuntimeFacts) -> Config:
     """FSDP over several machines shards within each and replicates across, unless `trainer.mesh` says otherwise."""
     local, mesh = facts.local_world_size or facts.world_size, config.trainer.mesh
-    sizes = mesh_sizes(config, facts.world_size)
-    own, inside = config.trainer.engine in ("accelerate", "mesh"), local // sizes.tensor
-    machines = facts.world_size // local
-    if not own or mesh.replicate or mesh.shard or machines == 1 or sizes.shard == 1 or sizes.pipeline > 1:
+    sizes, machines = mesh_sizes(config, facts.world_size, local), facts.world_size // local
+    config = _with_note(config, _crossing(sizes.tensor, local, machines))
+    inside = ranks_inside(local, sizes.tensor, sizes.data_ranks)
+    if mesh.shard == "node":
+        lone = machines > 1 and inside == sizes.data_ranks > 1
+        note = f"a node has no two ranks to shard over: shards over all {inside}" if lone else None
+    elif config.trainer.engine not in ("accelerate", "mesh") or mesh.replicate or mesh.shard or sizes.pipeline > 1:
         return config
-    note = (
-        f"shards within each machine ({inside} ranks) and replicates across {machines}; "
-        "trainer.mesh.shard=-1 shards over all"
-    )
+    elif sizes.shard == 1 or inside == sizes.data_ranks or facts.world_size % local:
+        return config  # nothing to shard over within one; or machines of other sizes, refused later
+    else:
+        note = f"shards within each machine ({inside} ranks) and replicates across {machines}"
+        note += "; trainer.mesh.shard=-1 shards over all"
     trainer = config.trainer.model_copy(update={"mesh": mesh.model_copy(update={"shard": inside})})
     origins = config.origins | {"trainer.mesh.shard": f"auto: from {local} processes on a machine"}
-    return replace(config, trainer=trainer, origins=origins, notes=(*config.notes, note))
+    return _with_note(replace(config, trainer=trainer, origins=origins), note)
+
+
+def _crossing(tensor: int, local: int, machines: int) -> str | None:
+    if tensor == 1 or machines == 1 or local % tensor == 0:
+        return None
+    return (
+        f"tensor parallel groups of {tensor} cross machines of {local} processes: each block waits for the "
+        "network four times; tensor_parallel.autotp_size is best a divisor of the processes on a machine"
+    )
+
+
+def _with_note(config: Config, note: str | None) -> Config:
+    return config if note is None or note in config.notes else replace(config, notes=(*config.notes, note))
 
 
 def origin_table(config: Config) -> list[tuple[str, str, str]]:
@@ -82,7 +122,7 @@ def origin_table(config: Config) -> list[tuple[str, str, str]]:
     ]
 
 
-def _values(config: Config, facts: Facts) -> Decisions:
+def _values(config: Config, facts: RuntimeFacts) -> Decisions:
     """The decision for each key that is "auto"."""
     params = config.settings["optimizer"]["params"]
     lr = 5e-5 if params.get("lr") == AUTO else params.get("lr")
@@ -94,16 +134,17 @@ def _values(config: Config, facts: Facts) -> Decisions:
         "gradient_clipping": (1.0, "Hugging Face's default"),
         "scheduler.params.warmup_min_lr": (0.0, "Hugging Face's default"),
         "scheduler.params.warmup_max_lr": (lr, "from optimizer.params.lr"),
+        WARMUP: (1, "Hugging Face's default is no warm-up, and DeepSpeed's least 1 step"),
         "pipeline.stages": (1, "no pipeline"),
         **_precision(config.settings, facts),
-        **_from_hidden_size(facts.hidden_size),
-        **_from_steps(facts.total_steps),
+        **_from_hidden_size(config.settings, facts.hidden_size),
+        **_from_steps(facts.total_steps, config.trainer.warmup_ratio),
     }
     autos = {path for path, value in leaves(config.settings) if value == AUTO}
-    return {path: decision for path, decision in known.items() if path in autos}
+    return {path: decision for path, decision in known.items() if path in autos and decision[0] != AUTO}
 
 
-def _precision(settings: Json, facts: Facts) -> Decisions:
+def _precision(settings: Json, facts: RuntimeFacts) -> Decisions:
     fp16 = settings.get("fp16", {}).get("enabled") is True
     able = facts.device == "cuda" and facts.bf16
     reasons = [
@@ -115,42 +156,43 @@ def _precision(settings: Json, facts: Facts) -> Decisions:
     return {"fp16.enabled": (False, "Hugging Face's default"), "bf16.enabled": (able and not fp16, reason)}
 
 
-def _from_hidden_size(hidden: int | None) -> Decisions:
+def _from_hidden_size(settings: Json, hidden: int | None) -> Decisions:
     if hidden is None:
         return {}
     origin = f"from hidden size {hidden}"
-    return {
-        "zero_optimization.reduce_bucket_size": (hidden * hidden, origin),
-        "zero_optimization.stage3_prefetch_bucket_size": (int(0.9 * hidden * hidden), origin),
-        "zero_optimization.stage3_param_persistence_threshold": (10 * hidden, origin),
-    }
+    found: Decisions = {"zero_optimization.reduce_bucket_size": (hidden * hidden, origin)}
+    if settings.get("zero_optimization", {}).get("stage", 0) == 3:
+        found["zero_optimization.stage3_prefetch_bucket_size"] = (int(0.9 * hidden * hidden), origin)
+        found["zero_optimization.stage3_param_persistence_threshold"] = (10 * hidden, origin)
+    return found
 
 
-def _from_steps(steps: int | None) -> Decisions:
+def _from_steps(steps: int | None, warmup_ratio: float | None) -> Decisions:
     if steps is None:
-        return {}
-    warmup = max(1, round(WARMUP_SHARE * steps))
-    return {
-        "scheduler.params.total_num_steps": (steps, f"from {steps} steps"),
-        "scheduler.params.warmup_num_steps": (warmup, f"from {steps} steps: {WARMUP_SHARE:.0%}, at least 1"),
-    }
+        return {} if warmup_ratio is None else {WARMUP: (AUTO, "")}
+    found: Decisions = {"scheduler.params.total_num_steps": (steps, f"from {steps} steps")}
+    if warmup_ratio is not None:
+        found[WARMUP] = (_share_of(warmup_ratio, steps), f"{warmup_ratio:g} of {steps:,} steps (trainer.warmup_ratio)")
+    return found
 
 
-def _waiting(settings: Json) -> set[str]:
+def _waiting(settings: Json, config: Config) -> set[str]:
     """The keys that stay "auto" until a fact is known."""
-    return {*_from_hidden_size(1), *_from_steps(1)} & {path for path, _ in leaves(settings)}
+    later = {*_from_hidden_size(settings, 1), *_from_steps(1, config.trainer.warmup_ratio)}
+    return later & {path for path, _ in leaves(settings)}
 
 
 def _batch(settings: Json, ranks: int) -> Decisions:
     """The missing ones of train batch = micro-batch x accumulation x data ranks. Raises ConfigError."""
     given = {name: settings.get(name) for name in (BATCH, MICRO, ACCUMULATION)}
     train, micro, accumulation = (None if value == AUTO else value for value in given.values())
+    least = MICRO_BATCH if AUTO in given.values() else 1
     reasons = {name: _reason(given, name, ranks) for name in given}
     if accumulation is None:
         # only a batch and a micro-batch together say how often gradients are accumulated
         accumulation = train // (micro * ranks) if train and micro else 1
     if micro is None:
-        micro = train // (accumulation * ranks) if train else 1
+        micro = train // (accumulation * ranks) if train else least
     if train is None:
         train = micro * accumulation * ranks
     if train != micro * accumulation * ranks or not train:
@@ -161,6 +203,8 @@ def _batch(settings: Json, ranks: int) -> Decisions:
 
 def _reason(given: Json, name: str, ranks: int) -> str:
     others = [other for other, value in given.items() if other != name and value not in (None, AUTO)]
+    if name == MICRO and BATCH not in others and AUTO in given.values():
+        return "Hugging Face's default"
     if (name == ACCUMULATION and len(others) < 2) or (name == MICRO and BATCH not in others):
         return "1, for want of other batch sizes"
     return f"from {', '.join([*others, f'{ranks} data ranks'])}"
@@ -171,14 +215,19 @@ def _misfit(given: Json, ranks: int, found: tuple[int, int, int]) -> Problem:
     if all(value not in (None, AUTO) for value in given.values()):
         seen = f"saw {train}, but {micro} (micro-batch) x {accumulation} (accumulation) x {ranks} (data ranks)"
         seen += f" = {micro * accumulation * ranks}"
-        return Problem(BATCH, seen, "the two to be equal", 'Set one of the three to "auto".')
+        others = {MICRO: accumulation * ranks, ACCUMULATION: micro * ranks}
+        free = [BATCH, *(name for name, rest in others.items() if train % rest == 0)]
+        mend = f'Set {" or ".join(free)} to "auto".'
+        if len(free) == 1:
+            mend += f" {ACCUMULATION} can be, with a batch {nearest(train, micro * ranks)}."
+        return Problem(BATCH, seen, "the two to be equal", mend)
     factors = [(MICRO, "micro-batch"), (ACCUMULATION, "accumulation")]
     parts = [f"{given[name]} ({word})" for name, word in factors if given[name] not in (None, AUTO)]
     divisor = " x ".join([*parts, f"{ranks} (data ranks)"])
     product = ranks
     for name, _ in factors:
         product *= given[name] if given[name] not in (None, AUTO) else 1
-    return Problem(BATCH, f"saw {train}", f"a multiple of {divisor} = {product}")
+    return Problem(BATCH, f"saw {train}", f"a multiple of {divisor} = {product}, {nearest(train, product)}")
 
 
 def _put(tree: Json, path: str, value: Any) -> None:

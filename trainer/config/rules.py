@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
-from trainer.config.grammar import show
+from typing import Any
+
+from trainer.config.grammar import AUTO, show
 from trainer.config.read import Json
 from trainer.errors import Problem
+
+SAME = {
+    "fp32": ("fp32", "float32", "float"),
+    "fp16": ("fp16", "float16", "half"),
+    "bf16": ("bf16", "bfloat16"),
+}
+"""DeepSpeed's names for a precision."""
 
 
 def conflicts(settings: Json) -> list[Problem]:
     """The problems of keys that do not go together."""
     zero = settings.get("zero_optimization", {})
     stage = zero.get("stage", 0)
-    return [*_precision(settings, stage), *_autocast(settings), *_offload(zero, stage), *_norm(settings, zero, stage)]
+    return [
+        *_precision(settings, stage),
+        *_autocast(settings),
+        *_offload(zero, stage),
+        *_averages(settings, zero, stage),
+        *_not_offered(settings),
+    ]
+
+
+def warm_up(settings: Json, ratio: float | None) -> list[Problem]:
+    """The problem of a `trainer.warmup_ratio` that decides nothing."""
+    steps = settings.get("scheduler", {}).get("params", {}).get("warmup_num_steps")
+    if ratio is None or steps == AUTO:
+        return []
+    seen = f"saw {ratio:g}, and scheduler.params.warmup_num_steps {show(steps)}"
+    return [Problem("trainer.warmup_ratio", seen, '"auto" there, which it decides, in a scheduler with a warm-up')]
 
 
 def notes_of(settings: Json) -> list[str]:
@@ -37,6 +61,13 @@ def _precision(settings: Json, stage: int) -> list[Problem]:
         for name in (f"{place}_master_weights_and_grads", "bf16_optimizer_states"):
             if section.get(name) is True and stage == 0:
                 found.append(Problem(f"{place}.{name}", "saw true with ZeRO stage 0", "ZeRO stage 1, 2 or 3"))
+    wanted = settings.get("data_types", {}).get("param_dtype")
+    computes = {"fp16": fp16.get("enabled", False), "bf16": bf16.get("enabled", False)}
+    if wanted and AUTO not in computes.values():
+        name = next((name for name, on in computes.items() if on), "fp32")
+        if wanted.removeprefix("torch.") not in SAME[name]:
+            seen = f"saw {show(wanted)}, and a model in {name}"
+            found.append(Problem("data_types.param_dtype", seen, show(name), "fp16.enabled and bf16.enabled say it."))
     if bf16.get("bf16_optimizer_states") is True and bf16.get("bf16_master_weights_and_grads") is not True:
         found.append(Problem("bf16.bf16_optimizer_states", "saw true", "bf16_master_weights_and_grads true with it"))
     return found
@@ -45,34 +76,51 @@ def _precision(settings: Json, stage: int) -> list[Problem]:
 def _autocast(settings: Json) -> list[Problem]:
     if settings.get("torch_autocast", {}).get("enabled") is not True:
         return []
-    return [Problem("torch_autocast.enabled", "saw true", "false, or no such section", "Set bf16.enabled instead.")]
+    expected = "no autocast: it picks a precision for each operator, which no engine here proves"
+    mend = "Set bf16.enabled instead: it computes in bfloat16 and keeps float32 weights for the update."
+    return [Problem("torch_autocast.enabled", "saw true", expected, mend)]
+
+
+def _averages(settings: Json, zero: Json, stage: int) -> list[Problem]:
+    """DeepSpeed asserts that a reduce-scatter divides after the sum."""
+    if not zero.get("reduce_scatter", True) or stage < 2:
+        return []
+    plain: dict[str, Any] = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
+    return [
+        Problem(name, f"saw {show(settings[name])} with ZeRO stage {stage}", show(value), _NO_SCATTER)
+        for name, value in plain.items()
+        if settings.get(name, value) != value
+    ]
+
+
+_NO_SCATTER = "DeepSpeed takes it only with zero_optimization.reduce_scatter false."
+
+
+def _not_offered(settings: Json) -> list[Problem]:
+    size, managed = settings.get("sequence_parallel_size", 1), settings.get("managed_gradient_accumulation", True)
+    found = []
+    if size > 1:
+        mend = "Remove it; trainer.activation_checkpointing saves memory too."
+        found.append(Problem("sequence_parallel_size", f"saw {size}", "1: sequence parallel is not offered yet", mend))
+    if not managed:
+        expected = "true: the trainer says when to update by gradient_accumulation_steps"
+        found.append(Problem("managed_gradient_accumulation", "saw false", expected))
+    return found
 
 
 def _offload(zero: Json, stage: int) -> list[Problem]:
-    needs = {"offload_param": ((3,), "stage 3"), "offload_optimizer": ((1, 2, 3), "stage 1, 2 or 3")}
     found = []
-    for name, (stages, text) in needs.items():
+    for name in ("offload_param", "offload_optimizer"):
         section = zero.get(name) or {}
         device, place = section.get("device", "none"), f"zero_optimization.{name}"
         if device in ("none", "auto"):
             continue
-        if stage not in stages:
-            seen = f'saw device "{device}" with ZeRO stage {stage}'
-            found.append(Problem(place, seen, text, 'Set zero_optimization.stage, or the device "none".'))
+        if stage == 0:
+            seen = f'saw device "{device}" with ZeRO stage 0'
+            found.append(Problem(place, seen, "stage 1, 2 or 3", 'Set zero_optimization.stage, or the device "none".'))
         if device == "nvme" and section.get("nvme_path") in (None, "auto"):
             found.append(Problem(f"{place}.nvme_path", "saw none", "a folder on the NVMe device"))
         if section.get("ratio", 1.0) != "auto" and section.get("ratio", 1.0) < 1 and stage != 3:
             seen = f"saw {section['ratio']:g} with ZeRO stage {stage}"
             found.append(Problem(f"{place}.ratio", seen, "1, or stage 3"))
     return found
-
-
-def _norm(settings: Json, zero: Json, stage: int) -> list[Problem]:
-    """The norm is not computed only where nothing reads it."""
-    if zero.get("compute_grad_norm", True) is not False:
-        return []
-    clipping = settings.get("gradient_clipping")
-    if stage in (1, 2) and clipping == 0:
-        return []
-    seen = f"saw false with ZeRO stage {stage} and gradient_clipping {show(clipping)}"
-    return [Problem("zero_optimization.compute_grad_norm", seen, "stage 1 or 2, and gradient_clipping 0")]

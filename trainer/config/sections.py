@@ -3,44 +3,61 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-
-from trainer.config.grammar import show, unknown
-from trainer.errors import Problem
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _no_flag(value: Any) -> Any:
-    # pydantic reads true as 1
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # pydantic reads true as 1
         raise ValueError("a number")
     return value
 
 
 def _file_name(value: str) -> str:
-    if "/" in value or value in ("", ".", ".."):
-        raise ValueError("a name without a slash")
+    if "/" in value or value in ("", ".", "..") or not value.isprintable() or len(value) > 100:
+        raise ValueError("a name of at most 100 letters, without a slash")
     return value
 
 
 def _recompute(value: str) -> str:
-    if not re.fullmatch(r"none|full|selective|every:[1-9]\d*", value):
+    if not re.fullmatch(r"none|full|selective|every:[1-9]\d{0,5}", value):
         raise ValueError('"none", "full", "selective" or "every:N" with N of at least 1')
     return value
 
 
 def _axis(value: int) -> int:
-    if value < 1 and value != -1:
+    if not (1 <= value <= 1_000_000 or value == -1):
         raise ValueError("a whole number of at least 1, or -1 for what is left")
     return value
 
 
+def _interval(value: Any) -> Any:
+    if type(value) in (int, float) and (0 < value < 1 or (1 <= value <= 1e9 and value == int(value))):
+        return value if value < 1 else int(value)
+    raise ValueError("a whole number of at least 1, or a share of all steps below 1")
+
+
+def _range(value: list[float]) -> list[float]:
+    if len(value) != 2 or not 0 < value[0] <= value[1] <= 1:
+        raise ValueError("two numbers above 0 and at most 1, the lower one first")
+    return value
+
+
+def _pair(value: list[int]) -> list[int]:
+    if len(value) != 2:
+        raise ValueError("a height and a width")
+    return value
+
+
 Whole = Annotated[int, BeforeValidator(_no_flag)]
-Count = Annotated[Whole, Field(ge=1)]
+Count = Annotated[Whole, Field(ge=1, le=1_000_000_000)]
 Number = Annotated[float, BeforeValidator(_no_flag)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Every = Annotated[Any, AfterValidator(_interval)]
+"""A number of steps; or a share of all of them, which is a number in a resolved config."""
 Axis = Annotated[Whole, AfterValidator(_axis)]
-Paths = str | Annotated[list[str], Field(min_length=1)]
+Paths = str | Annotated[list[str], Field(min_length=1, max_length=100_000)]
 
 
 class Section(BaseModel):
@@ -48,34 +65,129 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """Which model. Neither a name nor a config: the embedded default."""
+    """Which model. Neither a name nor a config: the embedded default.
+
+    Of images: a name of torchvision.models, "package.module:callable", or a folder that a run left.
+    """
 
     name_or_path: str | None = None
     config: dict[str, Any] | str | None = None
-    """A transformers config, or the path of its JSON: train from scratch."""
+    """A transformers config, or the path of its JSON: train from scratch.
+
+    Of images: keyword arguments of what builds the model.
+    """
+    blocks: str | None = None
+    """Of an own classifier: a pattern of the modules that run once each, in order, such as "layers.*"."""
     revision: str | None = None
     trust_remote_code: bool = False
     attention: Literal["sdpa", "eager", "flash_attention_2"] | None = None
 
 
-class DataSection(Section):
-    """Which text. No path: the embedded corpus."""
+class Rows(Section):
+    """Where rows are, and what is read of them."""
 
     path: Paths | None = None
-    format: Literal["auto", "jsonl", "parquet", "text", "csv", "hub"] = "auto"
+    format: Literal["auto", "jsonl", "parquet", "arrow", "text", "csv", "hub"] = "auto"
     split: str = "train"
     name: str | None = None
     """The subset of a hub data set."""
+    records: Literal["auto", "text", "prompt_completion", "instruction", "chat"] = "auto"
+    """What a row is; auto: what its columns say."""
     text_column: str = "text"
     prompt_column: str | None = None
     completion_column: str | None = None
-    sequence_length: Annotated[Whole, Field(ge=2)] = 512
+    chat_column: str = "messages"
+    """Also "conversations", where nothing else is said."""
+
+
+class SourceSection(Rows):
+    """One of several sources. How much an epoch has of it: by a weight, or by passes over it; else one pass."""
+
+    path: Paths
+    label: Annotated[str, AfterValidator(_file_name)] | None = None
+    """What it is called in the log; None: its path."""
+    weight: Annotated[Number, Field(gt=0, le=1e9)] | None = None
+    """Its share of the samples, as against the other sources' weights."""
+    epochs: Annotated[Number, Field(gt=0, le=1e4)] | None = None
+
+
+class DataSection(Rows):
+    """Which text. No path and no sources: the embedded corpus.
+
+    Of images: digits, mnist, fashion_mnist, cifar10 or cifar100; a folder with a folder for each class; parquet files
+    or a hub id with an image column.
+    """
+
+    sources: Annotated[list[SourceSection], Field(max_length=1000)] = []
+    """Several, mixed; in place of `path`."""
+    chat_template: str | None = None
+    """A file with a Jinja template; None: the tokenizer's own, or a plain one."""
+    loss_on: Literal["assistant", "last_assistant"] = "assistant"
+    """Of a chat: all of the assistant's turns, or the last."""
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    """What becomes of a document of more than `sequence_length` tokens, unless documents are concatenated."""
+    sequence_length: Annotated[Whole, Field(ge=2, le=2**24)] = 512
     """Tokens per sample."""
-    documents: Literal["concatenate", "pad"] = "concatenate"
-    evaluation_path: Paths | None = None
+    documents: Literal["concatenate", "pad", "pack"] = "concatenate"
+    """How they become samples: cut from one stream; one each; several whole ones, which do not see one another."""
+    isolate: bool = False
+    """Of concatenated documents: they do not see one another. Padded and packed ones never do."""
+    evaluation_path: Paths | Annotated[dict[str, Paths], Field(min_length=1, max_length=100)] | None = None
+    """Other data to evaluate on; several by name: {"code": "code.jsonl", "chat": "chat.jsonl"}."""
     evaluation_fraction: Annotated[Number, Field(ge=0, le=0.5)] = 0.01
     """Share of the training documents held out where there is no `evaluation_path`."""
     tokenizer: str | None = None
+    workers: Annotated[Whole, Field(ge=1, le=1024)] | None = None
+    """Processes that prepare the data, on one rank; None: as many as there are cores, one for a little."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether a sample may be several documents that do not see one another."""
+        return self.documents == "pack" or (self.documents == "concatenate" and self.isolate)
+
+
+class AugmentSection(Section):
+    """How training images are varied; each differently in each epoch. In this order; nothing by default."""
+
+    crop_padding: Annotated[Whole, Field(ge=0, le=4096)] = 0
+    """Pixels of black around the image, of which a part of its own size is cut out at random."""
+    crop_scale: Annotated[list[Number], AfterValidator(_range)] | None = None
+    """Least and largest share of the image's area of which a part is cut out and scaled to `size`: [0.08, 1]."""
+    flip: Share = 0.0
+    """How often left and right are exchanged."""
+    rotate: Annotated[Number, Field(ge=0, le=180)] = 0.0
+    """Degrees, at most, to either side."""
+    trivial: bool = False
+    """One random operation of a random strength (TrivialAugment, arXiv 2103.10158)."""
+    colour: Share = 0.0
+    """By how much brightness, contrast and saturation change, at most."""
+    erase: Share = 0.0
+    """How often a random rectangle is blanked."""
+
+
+class ImagesSection(Section):
+    """How the task `image_classification` reads and prepares images."""
+
+    root: str | None = None
+    """Where the files of torchvision's data sets are or are downloaded to; None: in the cache folder."""
+    image_column: str = "image"
+    label_column: str = "label"
+    classes: Count | None = None
+    """How many, where an own data set does not say."""
+    size: Annotated[list[Count], AfterValidator(_pair)] | Count | None = None
+    """Of the images the model sees, one number or [height, width]; None: as they are, and all alike."""
+    mode: Literal["auto", "RGB", "L"] = "auto"
+    """Colour or grey; auto: as the images are."""
+    normalize: Literal["data", "imagenet", "none"] = "data"
+    """By mean and deviation of each channel: those of the training images, or of ImageNet's."""
+    mean: list[Number] | None = None
+    """Of values from 0 to 1, one for each channel; with `std`, in place of `normalize`."""
+    std: list[Annotated[Number, Field(gt=0)]] | None = None
+    augment: AugmentSection = AugmentSection()
+    workers: Annotated[Whole, Field(ge=0, le=1024)] | None = None
+    """Processes of each rank that load images; 0: a thread of its own; None: by the cores, on a GPU up to 8."""
+    corrupt: Literal["error", "skip"] = "error"
+    """What to do with an image that can't be read; one that is skipped counts for nothing."""
 
 
 class RunSection(Section):
@@ -84,8 +196,8 @@ class RunSection(Section):
 
 
 class CheckpointSection(Section):
-    every: Count | None = None
-    """Steps between checkpoints; None: only at the end."""
+    every: Every | None = None
+    """Steps between checkpoints, or the share of all steps; None: only at the end."""
     keep_last: Count = 2
     keep_best: bool = False
     """Keep the one of the lowest held-out loss too."""
@@ -96,16 +208,29 @@ class CheckpointSection(Section):
 
 
 class EvaluationSection(Section):
-    every: Count | None = None
-    """Steps between evaluations; None: only at the end."""
+    every: Every | None = None
+    """Steps between evaluations, or the share of all steps; None: only at the end."""
     samples: Count = 64
+    """How many, of each source."""
+    patience: Count | None = None
+    """Evaluations in a row without a lower loss after which a run ends; None: it goes on."""
 
 
 class LogSection(Section):
     every: Count = 10
     """Steps between log lines."""
-    trackers: list[Literal["tensorboard", "mlflow"]] = []
+    trackers: Annotated[list[Literal["tensorboard", "mlflow", "wandb"]], Field(max_length=10)] = []
     sample_ids: bool = False
+    by_source: bool = False
+    """The training loss of each of several sources, too."""
+
+
+class ProfileSection(Section):
+    """Which steps PyTorch's profiler records, on the first rank, into the run's folder: `start` and those after it."""
+
+    start: Count = 5
+    """From 1; the first steps are slower than the others."""
+    steps: Annotated[Whole, Field(ge=1, le=100)] = 3
 
 
 class GenerateSection(Section):
@@ -113,27 +238,73 @@ class GenerateSection(Section):
     tokens: Count = 48
 
 
+class AdapterSection(Section):
+    """An adapter of a model that stays as it is, by PEFT; the keys are those of its `LoraConfig`."""
+
+    type: Literal["lora"] = "lora"
+    path: str | None = None
+    """The folder of an adapter to start from: it says the keys here but dropout and merge."""
+    r: Annotated[Whole, Field(ge=1, le=65_536)] = 8
+    """Its rank."""
+    alpha: Annotated[Number, Field(gt=0)] = 8.0
+    """What it adds is multiplied by alpha / r, or with `rslora` by alpha / sqrt(r)."""
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1, max_length=10_000)] = "all-linear"
+    """Names of linear layers of the blocks, or their ends: ["q_proj", "v_proj"]."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    modules_to_save: Annotated[list[str], Field(max_length=1000)] = []
+    """Modules that are trained as they are, and saved with the adapter."""
+    rslora: bool = False
+    dora: bool = False
+    merge: bool = False
+    """Write `final-merged/`, too: the base with the adapter added into it."""
+
+
+class ParameterGroup(Section):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    names: str | Annotated[list[str], Field(min_length=1, max_length=10_000)]
+    """Patterns of their names, * for any letters: "model.embed_tokens.*"."""
+    lr_multiplier: Annotated[Number, Field(gt=0, le=1e6)] = 1.0
+    """Of what the optimizer or the scheduler says at each step."""
+    weight_decay: Annotated[Number, Field(ge=0, le=1e6)] | None = None
+    """None: as without a group."""
+
+    @property
+    def patterns(self) -> list[str]:
+        return [self.names] if isinstance(self.names, str) else self.names
+
+
 class MeshSection(Section):
-    """Sizes of the data-parallel mesh axes; -1: what is left; None: by the ZeRO stage."""
+    """Sizes of the data-parallel mesh axes; -1: what is left; None: by the ZeRO stage; "node": a node's processes."""
 
     replicate: Axis | None = None
-    shard: Axis | None = None
+    shard: Axis | Literal["node"] | None = None
 
 
 class TrainerSection(Section):
     """The whole `trainer` section."""
 
-    task: Literal["causal_lm"] = "causal_lm"
+    task: Literal["causal_lm", "image_classification"] = "causal_lm"
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
+    images: ImagesSection = ImagesSection()
     steps: Count | None = None
-    epochs: Annotated[Number, Field(gt=0)] | None = None
+    epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = None
     """Neither steps nor epochs: one epoch."""
-    seed: Annotated[Whole, Field(ge=0)] = 0
+    warmup_ratio: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    """The share of all steps that `scheduler.params.warmup_num_steps` "auto" comes to; None: no warm-up."""
+    adapter: AdapterSection | None = None
+    freeze: Annotated[list[str], Field(max_length=10_000)] = []
+    """Patterns of names of parameters that stay as they are, * for any letters: "model.embed_tokens.*"."""
+    parameter_groups: Annotated[list[ParameterGroup], Field(max_length=1000)] = []
+    """The first that matches a parameter counts."""
+    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
     run: RunSection = RunSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     log: LogSection = LogSection()
+    profile: ProfileSection | None = None
     generate: GenerateSection = GenerateSection()
     engine: Literal["auto", "deepspeed", "accelerate", "mesh"] = "auto"
     mesh: MeshSection = MeshSection()
@@ -142,7 +313,22 @@ class TrainerSection(Section):
     ] = "1F1B"
     """In which order pipeline stages run their micro-batches, by PyTorch's names."""
     activation_checkpointing: Annotated[str, AfterValidator(_recompute)] = "none"
+    label_smoothing: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    """In training: the share of each target that all classes or tokens have alike."""
+    neftune_alpha: Annotated[Number, Field(ge=0, le=1e6)] = 0.0
+    """In training: noise on the input embeddings, of at most alpha / sqrt(tokens x width) (arXiv 2310.05914)."""
+    sync_batch_norm: bool = False
+    """Normalise by the statistics of all data ranks' micro-batches together, not by those of each by itself."""
+    weight_decay_excludes: Literal["norms_and_biases", "nothing"] = "norms_and_biases"
+    """Which parameters are not decayed; by default those that Hugging Face's Trainer leaves out."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    plan: Literal["refuse", "warn", "off"] = "refuse"
+    """Of a run whose predicted memory the device has not: refuse it, or warn; "off" predicts nothing.
+
+    On GPUs; on a CPU where the key is given.
+    """
+    patience: Annotated[Number, Field(gt=0, le=86_400)] | None = None
+    """Seconds for which a step may stand still before the run ends; None: ten median steps, at least two minutes."""
 
 
 def known_keys(model: type[BaseModel] = TrainerSection, prefix: str = "trainer") -> list[str]:
@@ -150,86 +336,7 @@ def known_keys(model: type[BaseModel] = TrainerSection, prefix: str = "trainer")
     paths = []
     for name, field in model.model_fields.items():
         paths.append(f"{prefix}.{name}")
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            paths += known_keys(field.annotation, paths[-1])
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                paths += known_keys(kind, paths[-1])
     return paths
-
-
-def validate(raw: Any) -> tuple[TrainerSection, list[Problem]]:
-    """The section and its problems; with problems, the section is the default one."""
-    try:
-        section = TrainerSection.model_validate(raw)
-    except ValidationError as error:
-        return TrainerSection(), _problems(error)
-    return section, _conflicts(section)
-
-
-def _conflicts(section: TrainerSection) -> list[Problem]:
-    model, data = section.model, section.data
-    found = []
-    if model.name_or_path is not None and model.config is not None:
-        seen = f"saw name_or_path {show(model.name_or_path)} and a config"
-        mend = "name_or_path loads weights, config starts from scratch."
-        found.append(Problem("trainer.model", seen, "one of the two", mend))
-    if section.steps is not None and section.epochs is not None:
-        found.append(Problem("trainer", f"saw steps {section.steps} and epochs {section.epochs:g}", "one of the two"))
-    if (data.prompt_column is None) != (data.completion_column is None):
-        seen = f"saw prompt_column {show(data.prompt_column)} and completion_column {show(data.completion_column)}"
-        found.append(Problem("trainer.data", seen, "both or neither"))
-    if section.mesh.replicate == -1 and section.mesh.shard == -1:
-        found.append(Problem("trainer.mesh", "saw -1 for both axes", "-1 for at most one of them"))
-    saves, evaluates = section.checkpoint.every, section.evaluation.every
-    if section.checkpoint.keep_best and saves and (evaluates is None or saves % evaluates):
-        seen = f"saw true, with trainer.checkpoint.every {saves} and trainer.evaluation.every {show(evaluates)}"
-        found.append(Problem("trainer.checkpoint.keep_best", seen, "an evaluation at each checkpoint"))
-    if data.path is None and data.prompt_column is not None and data.completion_column is not None:
-        seen = f"saw {show(data.prompt_column)} without trainer.data.path"
-        found.append(Problem("trainer.data.prompt_column", seen, "data of yours that has such a column"))
-    return found
-
-
-def _problems(error: ValidationError) -> list[Problem]:
-    """One problem for each place; the branches of a union are joined by "or"."""
-    known = known_keys()
-    expected: dict[str, list[str]] = {}
-    seen: dict[str, Any] = {}
-    strange: list[Problem] = []
-    for item in error.errors(include_url=False):
-        place = "trainer"
-        for name in item["loc"]:
-            if item["type"] != "extra_forbidden" and isinstance(name, str) and f"{place}.{name}" not in known:
-                break  # the rest names the branch of a union
-            place += f"[{name}]" if isinstance(name, int) else f".{name}"
-        if item["type"] == "extra_forbidden":
-            strange.append(unknown(place, item["input"], known))
-        else:
-            expected.setdefault(place, []).append(_expectation(dict(item)))
-            seen[place] = item["input"]
-    texts = {place: " or ".join(dict.fromkeys(branches)) for place, branches in expected.items()}
-    return strange + [Problem(place, f"saw {show(seen[place])}", text) for place, text in texts.items()]
-
-
-def _expectation(item: dict[str, Any]) -> str:
-    """What pydantic wanted, in the words of a key table."""
-    kind, context = item["type"], item.get("ctx", {})
-    if kind == "value_error":
-        return str(context["error"])
-    if kind == "literal_error":
-        return str(context["expected"]).replace("'", '"')
-    return next(text for prefix, text in _EXPECTATIONS.items() if kind.startswith(prefix)).format(**context)
-
-
-_EXPECTATIONS = {
-    "greater_than_equal": "a number of at least {ge:g}",
-    "greater_than": "a number above {gt:g}",
-    "less_than_equal": "a number of at most {le:g}",
-    "finite_number": "a finite number",
-    "int": "a whole number",
-    "float": "a number",
-    "string": "text",
-    "bool": "true or false",
-    "list": "a list",
-    "too_short": "a list that is not empty",
-    "dict": "a section {{...}}",
-    "model": "a section {{...}}",
-}

@@ -1,40 +1,225 @@
-"""Folders that are made once, appear whole or not at all, and are only read afterwards."""
+"""Folders that are made once, appear whole or not at all, and are only read afterwards.
+
+What is found is compared with the hashes that were written with it, each time: what is not as it was is made again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from trainer.errors import DiskError, Problem
+from trainer.data.progress import QUIET, Progress
+from trainer.data.sealed import flaw, seal
+from trainer.errors import DataError, DiskError, Problem
+from trainer.storage import rename_folder
+
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
+"""What says that this user has no folder there, and not that a disk is full or fails."""
+_OLD_SECONDS = 7 * 86_400
+"""What nobody has touched for so long nobody is writing."""
 
 
-def cached_folder(cache: Path, name: str, write: Callable[[Path], object]) -> Path:
+def cached_folder(cache: Path, name: str, write: Callable[[Path], object], told: Progress = QUIET) -> Path:
     """The folder `cache / name`; if there is none, `write(folder)` fills one that is then renamed to it.
 
-    Whoever dies while writing leaves no folder of that name; two who write at once both get a whole one.
-    Raises DiskError if the cache can't be written; what `write` raises goes through.
+    Whoever dies while writing leaves no folder of that name; two who write at once both get a whole one. Where this
+    user can't write, it is in a folder of its own instead, with a note. Raises DiskError if there is no place; what
+    `write` raises goes through.
     """
+    return _somewhere(cache, lambda place: _cached(place, name, write, told), told)
+
+
+def resumable_folder(cache: Path, name: str, write: Callable[[Path, Path], object], told: Progress = QUIET) -> Path:
+    """The same, for what takes long: `write(folder, journal)` goes on with what a killed process left of it.
+
+    `journal` is a file that `write` keeps beside the folder; without one, or with a DataError, nothing is left. One
+    process writes at a time, and the others wait for it, and are told so; they take over if it dies.
+    """
+    return _somewhere(cache, lambda place: _resumable(place, name, write, told), told)
+
+
+def _cached(cache: Path, name: str, write: Callable[[Path], object], told: Progress) -> Path:
     final = cache / name
-    if final.is_dir():
+    if _is_whole(final, told):
         return final
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=cache, prefix=".partial-") as temporary:
-            partial = Path(temporary, name)
-            partial.mkdir()
-            write(partial)
-            _publish(partial, final)
-    except OSError as error:
-        seen = f"{error.strerror or error}"
-        mend = "Free space there, or mend its permissions"
-        raise DiskError(Problem(str(cache), seen, "a cache folder that can be written", mend)) from error
+    cache.mkdir(parents=True, exist_ok=True)
+    _remove_damaged(final, told)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".partial-") as temporary:
+        folder = Path(temporary, name)
+        folder.mkdir()
+        write(folder)
+        _publish(folder, final, told)
     return final
 
 
-def _publish(partial: Path, final: Path) -> None:
+def _resumable(cache: Path, name: str, write: Callable[[Path, Path], object], told: Progress) -> Path:
+    final, begun = cache / name, cache / f".partial-{name}"
+    while not _is_whole(final, told):
+        cache.mkdir(parents=True, exist_ok=True)
+        try:
+            with _locked(begun, told.waits) as ours:
+                if ours:
+                    _remove_damaged(final, told)
+                    if final.is_dir():  # another process was faster
+                        _discard(begun)
+                    else:
+                        _write(begun, final, write, told)
+                    return final
+        except _NoLocks:  # on this file system: each for itself, from the beginning
+            return _cached(cache, name, lambda folder: write(folder, folder.with_name("journal.json")), told)
+    return final
+
+
+def _write(begun: Path, final: Path, write: Callable[[Path, Path], object], told: Progress) -> None:
+    folder, journal = begun / "data", begun / "journal.json"
+    kept = False
     try:
-        partial.rename(final)
+        folder.mkdir(exist_ok=True)
+        write(folder, journal)
+        _publish(folder, final, told)
+    except DataError:
+        raise
+    except BaseException:
+        kept = journal.exists()
+        raise
+    finally:
+        if not kept:
+            _discard(begun)
+
+
+# What is there
+
+
+def _is_whole(final: Path, told: Progress) -> bool:
+    if not os.path.lexists(final):
+        return False
+    if seen := flaw(final, told.checks):
+        told.note(f"cache: {final} is damaged: {seen}; it is made again")
+    return not seen
+
+
+def _remove_damaged(final: Path, told: Progress) -> None:
+    """What is there and not whole; it is looked at once more, since another process may have made it again."""
+    if os.path.lexists(final) and not _is_whole(final, told):
+        _discard(final)
+
+
+def _publish(folder: Path, final: Path, told: Progress) -> None:
+    seal(folder, told.checks)
+    try:
+        rename_folder(folder, final)
     except OSError:
         if not final.is_dir():  # else another process was faster, with the same content
             raise
+    _sweep(final.parent)
+
+
+def _discard(path: Path) -> None:
+    """At once for who looks by its name."""
+    gone = path.with_name(f".gone-{uuid.uuid4().hex}")
+    path.rename(gone)
+    _delete(gone)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sweep(cache: Path) -> None:
+    """Away with what killed processes have left."""
+    with suppress(OSError):
+        old = time.time() - _OLD_SECONDS
+        partial = [path for path in cache.glob(".partial-*") if path.stat().st_mtime < old]
+        for path in (*cache.glob(".gone-*"), *partial):
+            _delete(path)
+
+
+# One at a time
+
+
+class _NoLocks(Exception):
+    pass
+
+
+@contextmanager
+def _locked(begun: Path, waiting: Callable[[], object]) -> Iterator[bool]:
+    """Waits for the folder's lock, which ends with the process that has it. Gives whether it still is the folder's."""
+    try:
+        begun.mkdir(exist_ok=True)
+        file = open(begun / "lock", "ab")
+    except FileNotFoundError:  # discarded in between
+        yield False
+        return
+    with file:
+        _lock(file.fileno(), waiting)
+        try:
+            ours = os.stat(begun / "lock").st_ino == os.fstat(file.fileno()).st_ino
+        except FileNotFoundError:
+            ours = False
+        yield ours
+
+
+def _lock(file: int, waiting: Callable[[], object]) -> None:
+    # of POSIX: a forked worker does not hold it on; file systems of several machines have it
+    try:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            waiting()
+            fcntl.lockf(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            raise _NoLocks from error
+        raise
+
+
+# Where
+
+
+def _somewhere(cache: Path, work: Callable[[Path], Path], told: Progress) -> Path:
+    """What `work` makes in `cache`, or where this user has no cache there, in a folder of its own."""
+    with _disk(cache):
+        try:
+            return work(cache)
+        except OSError as error:
+            if error.errno not in _FORBIDDEN:
+                raise
+            private = private_folder()
+            seen = f"{cache} can't be used ({error.strerror})"
+    told.note(f"cache: {seen}: prepared data goes to {private}; XDG_CACHE_HOME names another place")
+    with _disk(private):
+        return work(private)
+
+
+def private_folder() -> Path:
+    """This user's own among temporary files. Raises PermissionError where somebody else has made it."""
+    folder = Path(tempfile.gettempdir(), f"meshloom-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, f"{folder} is not this user's own", str(folder))
+    return folder
+
+
+@contextmanager
+def _disk(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        seen = f"{error.strerror or error}"
+        mend = "Free space there, mend its permissions, or set XDG_CACHE_HOME to another folder"
+        raise DiskError(Problem(str(cache), seen, "a cache folder that can be written", mend)) from error

@@ -1,4 +1,4 @@
-"""Where documents come from: local files of a few formats, the hub, or the embedded corpus.
+"""Rows of local files of a few formats, or of the hub.
 
 Local files are read as streams by the standard library and pyarrow, not through `datasets`: nothing is copied into
 a second cache, strings that look like dates stay strings, and a bad row is named by file and line.
@@ -7,22 +7,27 @@ a second cache, strings that look like dates stay strings, and a bad row is name
 from __future__ import annotations
 
 import csv
-import difflib
 import glob
 import gzip
+import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from trainer.config import DataSection
 from trainer.data import corpus
 from trainer.errors import DataError, Problem
 
 _GLOB = frozenset("*?[")
+_OFTEN = 1024
+"""Rows between words of how far it is."""
+
+Told = Callable[[float], None]
+"""Is told now and then which share of a file, or of all, has been read."""
 
 
 class Row(NamedTuple):
@@ -31,17 +36,10 @@ class Row(NamedTuple):
     columns: Mapping[str, Any]
 
 
-class Document(NamedTuple):
-    """A text to train on; of one with a prompt only `text` counts in the loss."""
-
-    text: str
-    prompt: str | None = None
-
-
 class Format(NamedTuple):
     suffixes: tuple[str, ...]
-    read: Callable[[Path, Sequence[str]], Iterator[Row]]
-    """The rows of a file, with the wanted columns and perhaps others."""
+    read: Callable[[Path, Sequence[str], Told], Iterator[Row]]
+    """The rows of a file, with those of the wanted columns that it has, and perhaps others."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +55,9 @@ class Location:
             return self.hub or "the embedded corpus"
         return str(self.files[0]) + (f" and {len(self.files) - 1} more files" if len(self.files) > 1 else "")
 
-    def key(self) -> list[Any]:
-        """Changes when the files do: their names, sizes and times of change."""
-        if self.hub or not self.files:
-            return [self.hub or corpus.name()]
-        stats = [(file.resolve(), file.stat()) for file in self.files]
-        return [self.format, *((str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats)]
+    def name(self) -> str:
+        """Of what is not in files."""
+        return self.hub or corpus.name()
 
 
 def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
@@ -86,60 +81,27 @@ def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
     return Location(formats[files[0]], files)
 
 
-def read_documents(location: Location, options: DataSection) -> Iterator[Document | None]:
-    """The documents in order; None stands for one with nothing in it to train on.
+def rows_of(location: Location, options: Any, columns: Sequence[str], told: Told = lambda share: None) -> Iterator[Row]:
+    """The rows in order, of these columns those that are there, and perhaps others.
 
-    Raises DataError at the first row that can't be read, that lacks a column, or whose column is not text.
+    Raises DataError at the first that can't be read.
     """
-    if not location.hub and not location.files:
-        yield from map(Document, corpus.documents())
-        return
-    prompted = options.prompt_column is not None
-    text_column = options.completion_column if prompted else options.text_column
-    columns = [column for column in (options.prompt_column, text_column) if column is not None]
-    for row in _rows(location, options, columns):
-        texts = [_text(row, column) for column in columns]
-        empty = texts[-1] is None or not texts[-1].strip()
-        yield None if empty else Document(texts[-1] or "", (texts[0] or "") if prompted else None)
-
-
-def _rows(location: Location, options: DataSection, columns: Sequence[str]) -> Iterator[Row]:
     if location.hub:
-        yield from _hub(location.hub, options, columns)
-    for file in location.files:
+        yield from _hub(location.hub, options, columns, told)
+    sizes = [file.stat().st_size if file.exists() else 0 for file in location.files]
+    whole, before = max(sum(sizes), 1), 0
+    for file, size in zip(location.files, sizes, strict=True):
+        part = partial(_told_of_all, told, before / whole, size / whole)
+        before += size
         try:
-            yield from FORMATS[location.format].read(file, columns)
+            yield from FORMATS[location.format].read(file, columns, part)
         except (OSError, EOFError) as error:
             seen = getattr(error, "strerror", None) or str(error)
             raise DataError(Problem(str(file), seen, "a file that can be read")) from error
 
 
-def _text(row: Row, column: str) -> str | None:
-    if column not in row.columns:
-        raise _missing(row.place, column, row.columns)
-    value = row.columns[column]
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        seen = f'column "{column}" holds {type(value).__name__} {_short(repr(value))}'
-        raise DataError(Problem(row.place, seen, "text"))
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            seen = f'column "{column}" holds half of a surrogate pair at character {error.start}'
-            raise DataError(Problem(row.place, seen, "valid Unicode")) from error
-    return value
-
-
-def _missing(place: str, column: str, columns: Iterable[str]) -> DataError:
-    names = [str(name) for name in columns]
-    close = difflib.get_close_matches(column, names, 1)
-    mend = (f'Did you mean "{close[0]}"? ' if close else "") + (
-        "Set trainer.data.text_column, or prompt_column and completion_column"
-    )
-    seen = f'no column "{column}"'
-    return DataError(Problem(place, seen, "one of " + ", ".join(f'"{name}"' for name in names), mend))
+def _told_of_all(told: Told, before: float, part: float, share: float) -> None:
+    told(before + share * part)
 
 
 # Finding files
@@ -154,6 +116,8 @@ def _matching(name: str, format: str) -> list[Path]:
     path = Path(name).expanduser()
     if path.is_file():
         return [path]
+    if path.is_dir() and (saved := _saved_by_datasets(path)):
+        return saved
     if path.is_dir():
         inside = (file for file in sorted(path.rglob("*")) if file.is_file())
         shown = [file for file in inside if not any(p.startswith((".", "_")) for p in file.relative_to(path).parts)]
@@ -168,6 +132,18 @@ def _matching(name: str, format: str) -> list[Path]:
     if not found:
         raise DataError(Problem(name, seen, expected, "Mend the path in trainer.data"))
     return found
+
+
+def _saved_by_datasets(folder: Path) -> list[Path]:
+    """The files of a folder that `Dataset.save_to_disk` wrote; none of another."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        mend = f"Name one of them, such as {folder / splits[0]}"
+        raise DataError(Problem(str(folder), f"a folder of the parts {', '.join(splits)}", "one part", mend))
+    if not (folder / "state.json").is_file() or not any(folder.glob("*.arrow")):
+        return []
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    return [folder / part["filename"] for part in state["_data_files"]]
 
 
 def _fits(file: Path, format: str) -> bool:
@@ -185,17 +161,19 @@ def _format_of(file: Path) -> str:
 
 
 def _plain(name: str) -> str:
-    return name.lower().removesuffix(".gz")
+    return name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
 # Reading formats
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines with their ends, from a file that may be gzipped."""
-    with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
-        offset = 0
+def _lines(file: Path, told: Told) -> Iterator[tuple[int, str]]:
+    """Numbered lines with their ends, from a file that may be compressed."""
+    with open(file, "rb") as raw, _opened(file, raw) as stream:
+        offset, size = 0, max(os.fstat(raw.fileno()).st_size, 1)
         for number, line in enumerate(stream, 1):
+            if number % _OFTEN == 0:
+                told(raw.tell() / size)
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -205,8 +183,19 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
             offset += len(line)
 
 
-def _jsonl(file: Path, columns: Sequence[str]) -> Iterator[Row]:
-    lines = _lines(file)
+def _opened(file: Path, raw: BinaryIO) -> Any:
+    """A stream of bytes."""
+    if file.suffix.lower() == ".gz":
+        return gzip.open(raw)
+    if file.suffix.lower() == ".zst":
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.input_stream(raw, compression="zstd"))
+    return raw
+
+
+def _jsonl(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
+    lines = _lines(file, told)
     for number, line in lines:
         if number == 1 and line.lstrip().startswith("["):  # not lines but one array
             items = _json(file, line + "".join(rest for _, rest in lines), 1)
@@ -221,19 +210,19 @@ def _json(file: Path, text: str, number: int) -> Any:
     except (json.JSONDecodeError, RecursionError) as error:
         lines = text.rstrip("\n").split("\n")
         at = min(getattr(error, "lineno", 1), len(lines)) - 1  # what ends too early fails on the line after its last
-        line, seen = number + at, _short(lines[at])
+        line, seen = number + at, short(lines[at])
         raise DataError(Problem(f"{file}:{line}", f"not JSON: {seen}", "one JSON object on each line")) from error
 
 
 def _object(place: str, value: Any) -> Row:
     if not isinstance(value, dict):
-        raise DataError(Problem(place, f"not a JSON object: {_short(json.dumps(value))}", "one with named columns"))
+        raise DataError(Problem(place, f"not a JSON object: {short(json.dumps(value))}", "one with named columns"))
     return Row(place, value)
 
 
-def _csv(file: Path, columns: Sequence[str]) -> Iterator[Row]:
+def _csv(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # a document is often longer than the default of 128 KiB
-    reader = csv.DictReader((line for _, line in _lines(file)), strict=True)
+    reader = csv.DictReader((line for _, line in _lines(file, told)), strict=True)
     try:
         for row in reader:
             place = f"{file}:{reader.line_num}"
@@ -247,50 +236,80 @@ def _csv(file: Path, columns: Sequence[str]) -> Iterator[Row]:
         ) from error
 
 
-def _text_file(file: Path, columns: Sequence[str]) -> Iterator[Row]:
-    yield Row(str(file), {"text": "".join(line for _, line in _lines(file))})
+def _text_file(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
+    yield Row(str(file), {"text": "".join(line for _, line in _lines(file, told))})
 
 
-def _parquet(file: Path, columns: Sequence[str]) -> Iterator[Row]:
-    import pyarrow as pa
+def _parquet(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
-    try:
+    def batches() -> Iterator[Any]:
         table = pq.ParquetFile(file)
         names = table.schema_arrow.names
-        wanted = [name for name in columns if name in names]
-        if len(wanted) < len(columns):
-            raise _missing(str(file), next(name for name in columns if name not in names), names)
-        rows = (row for batch in table.iter_batches(1024, columns=wanted) for row in batch.to_pylist())
+        # without any of the columns, one row of all: what is said names them
+        wanted = [name for name in columns if name in names] or names
+        for number, batch in enumerate(table.iter_batches(_OFTEN, columns=wanted)):
+            told(number * _OFTEN / table.metadata.num_rows)
+            yield batch
+
+    return _table(file, batches, "a parquet file")
+
+
+def _arrow(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
+    import pyarrow as pa
+
+    def batches() -> Iterator[Any]:
+        mapped = pa.memory_map(str(file))
+        if mapped.read(6) == b"ARROW1":
+            whole = pa.ipc.open_file(mapped)
+            for index in range(whole.num_record_batches):
+                told(index / whole.num_record_batches)
+                yield whole.get_batch(index)
+            return
+        mapped.seek(0)
+        for batch in pa.ipc.open_stream(mapped):
+            told(mapped.tell() / mapped.size())
+            yield batch
+
+    return _table(file, batches, "an Arrow file")
+
+
+def _table(file: Path, batches: Callable[[], Iterator[Any]], expected: str) -> Iterator[Row]:
+    import pyarrow as pa
+
+    try:
+        rows = (row for batch in batches() for row in batch.to_pylist())
         for number, row in enumerate(rows):
             yield Row(f"{file}: row {number}", row)
     except pa.ArrowException as error:
-        raise DataError(Problem(str(file), f"not parquet: {_short(str(error))}", "a parquet file")) from error
+        raise DataError(Problem(str(file), f"not {expected}: {short(str(error))}", expected)) from error
 
 
-def _hub(name: str, options: DataSection, columns: Sequence[str]) -> Iterator[Row]:
+def _hub(name: str, options: Any, columns: Sequence[str], told: Told) -> Iterator[Row]:
     from datasets import load_dataset
 
     try:
         rows = load_dataset(name, options.name, split=options.split)
     except Exception as error:  # datasets and huggingface_hub raise a dozen kinds
-        seen = f"no such file or folder, and the hub says: {_short(str(error) or type(error).__name__)}"
+        seen = f"no such file or folder, and the hub says: {short(str(error) or type(error).__name__)}"
         mend = "Mend path, name or split in trainer.data"
         raise DataError(Problem(name, seen, "a file, a folder, a glob or a hub id", mend)) from error
-    for column in columns:
-        if column not in rows.column_names:
-            raise _missing(name, column, rows.column_names)
-    for number, row in enumerate(rows.select_columns(list(columns))):
+    wanted = [column for column in columns if column in rows.column_names] or rows.column_names
+    for number, row in enumerate(rows.select_columns(wanted)):
+        if number % _OFTEN == 0:
+            told(number / len(rows))
         yield Row(f"{name}: row {number}", row)
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """The beginning of a text, on one line."""
     return " ".join(text.split())[:60]
 
 
 FORMATS = {
     "jsonl": Format((".jsonl", ".json"), _jsonl),
     "parquet": Format((".parquet",), _parquet),
+    "arrow": Format((".arrow",), _arrow),
     "csv": Format((".csv",), _csv),
     "text": Format((".txt",), _text_file),
 }

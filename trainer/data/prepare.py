@@ -4,115 +4,275 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+import shutil
+import socket
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import astuple, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.config import DataSection
-from trainer.data.cache import cached_folder
-from trainer.data.formats import Document, Location, locate, read_documents
-from trainer.data.source import Encoded, PreparedSource, Summary, write_part
+from trainer.data.cache import resumable_folder
+from trainer.data.chat import Template
+from trainer.data.digest import digests, stamps
+from trainer.data.encode import Tokenised, Tokenising, chunks
+from trainer.data.formats import Location, locate
+from trainer.data.mixture import Mixture, by_epochs, by_weights
+from trainer.data.progress import QUIET, Progress
+from trainer.data.records import Document, Found, read_documents
+from trainer.data.sealed import SEAL, checked
+from trainer.data.source import Cut, Origin, PartWriter, PreparedSource, Source, Summary
 from trainer.data.tokenizer import end_of_text, tokenizer_key
+from trainer.data.workers import in_order
+from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem
-from trainer.ranks import Ranks
+from trainer.storage import replace_file
 
-_VERSION = 1
+_VERSION = 4
 """Of the prepared files; to be raised whenever what is written for the same input changes."""
-_BATCH = 256  # documents tokenised at once: enough to keep all cores of a fast tokenizer busy
+_JOURNAL_SECONDS = 1.0
+"""Between notes of what is done: a killed process loses so much."""
+
+
+class Share(NamedTuple):
+    """A source, and how many samples of it an epoch has."""
+
+    label: str
+    source: PreparedSource
+    samples: int
+
+    def describe(self, whole: int) -> str:
+        passes = f"{self.samples / whole:.1%}, {self.samples / len(self.source):.2f} times an epoch"
+        return f"{self.label}: {passes}; {self.source.summary.describe()}"
+
+    def description(self) -> dict[str, Any]:
+        """Of its samples, not of how they are called; what is newer than a checkpoint it can't have said."""
+        summary = self.source.summary
+        told = {field.name: (getattr(summary, field.name), field.default) for field in fields(summary)}
+        names = told.keys() - {"kind", "first_dropped", "empty"}
+        return {name: value for name, (value, default) in told.items() if name in names and value != default}
 
 
 @dataclass(frozen=True)
 class Data:
     """What a run trains on and is evaluated on."""
 
-    train: PreparedSource
-    evaluation: PreparedSource | None
-    """Held out: shares no document with `train`. None if nothing was asked for, or there is but one document."""
-    summary: Summary
-    """Of `train`."""
+    train: Source
+    evaluations: Mapping[str, PreparedSource]
+    """Held out, by name: shares no document with `train`. Empty if nothing was asked for, or there is but one document.
+    """
+    shares: tuple[Share, ...]
+    """What `train` is made of; a single one is all of it."""
     fingerprint: str
     """Of the training samples: the same wherever, and under whatever file name, the same data was prepared."""
 
     @property
+    def summary(self) -> Summary:
+        """Of the only source."""
+        [share] = self.shares
+        return share.source.summary
+
+    @property
+    def has_chats(self) -> bool:
+        return any(share.source.summary.chats for share in self.shares)
+
+    def describe(self) -> str:
+        """On one line, for a person."""
+        if len(self.shares) == 1:
+            return self.summary.describe()
+        return f"{len(self.shares)} sources, {len(self.train):,} samples an epoch"
+
+    def lines(self) -> list[str]:
+        """Of a mixture, a line for each source."""
+        return [share.describe(len(self.train)) for share in self.shares] if len(self.shares) > 1 else []
+
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint says of it beside the fingerprint."""
+        if len(self.shares) == 1:
+            return self.shares[0].description()
+        return {share.label: {**share.description(), "samples_an_epoch": share.samples} for share in self.shares}
+
+    @property
     def largest_token_id(self) -> int:
-        """Over both parts, to be compared with the model's embedding."""
-        parts = [self.train, self.evaluation] if self.evaluation else [self.train]
+        """Over all parts, to be compared with the model's embedding."""
+        parts = [*(share.source for share in self.shares), *self.evaluations.values()]
         return max(part.summary.largest_token_id for part in parts)
 
 
-def open_data(options: DataSection, tokenizer: Any, cache_folder: Path, ranks: Ranks) -> Data:
+def open_data(
+    options: DataSection,
+    tokenizer: Any,
+    cache_folder: Path,
+    ranks: Ranks,
+    seed: int = 0,
+    progress: Progress = QUIET,
+) -> Data:
     """Prepare the data on rank 0, or find it prepared, and open it on every rank. Collective.
 
+    `seed` decides what an epoch of a mixture has of a source that it has not as a whole.
     Raises the same DataError (the input) or DiskError (the cache) on every rank.
     """
-    folder = ranks.on_first(lambda: prepare(options, tokenizer, cache_folder))
-    # a machine that does not share rank 0's cache prepares its own, with the same samples
-    own = ranks.on_each(lambda: folder if folder.is_dir() else prepare(options, tokenizer, cache_folder))
-    data = _open(own[ranks.rank])
-    fingerprints = ranks.gather(data.fingerprint)
+
+    def opened(part: DataSection) -> tuple[PreparedSource, PreparedSource | None]:
+        return _opened(part, tokenizer, cache_folder, ranks, progress)
+
+    evaluations: dict[str, PreparedSource] = {}
+    if (paths := options.evaluation_path) is not None:
+        options = options.model_copy(update={"evaluation_fraction": 0.0})
+        named = paths if isinstance(paths, dict) else {"": paths}
+        evaluations = {name: opened(options.model_copy(update={"path": path}))[0] for name, path in named.items()}
+    if not options.sources:
+        train, own = opened(options)
+        found = {"": own} if own is not None else {}
+        return Data(train, evaluations or found, (Share("", train, len(train)),), train.summary.fingerprint)
+    labels = [source.label or str(source.path) for source in options.sources]
+    settings = [source.model_dump(exclude={"label", "weight", "epochs"}) for source in options.sources]
+    parts = [opened(options.model_copy(update=own)) for own in settings]
+    sizes = [len(train) for train, _ in parts]
+    weights = [source.weight for source in options.sources if source.weight is not None]
+    counts = by_weights(sizes, weights) if weights else by_epochs(sizes, [s.epochs or 1 for s in options.sources])
+    shares = tuple(Share(label, part[0], count) for label, part, count in zip(labels, parts, counts, strict=True))
+    found = {label: own for label, (_, own) in zip(labels, parts, strict=True) if own is not None}
+    digest = hashlib.sha256(json.dumps([[s.source.summary.fingerprint, s.samples] for s in shares]).encode())
+    mixture = Mixture([share.source for share in shares], counts, seed)
+    return Data(mixture, evaluations or found, shares, digest.hexdigest())
+
+
+def _opened(
+    options: DataSection, tokenizer: Any, cache_folder: Path, ranks: Ranks, progress: Progress
+) -> tuple[PreparedSource, PreparedSource | None]:
+    """The training part of one source, and what is held out of it. Collective."""
+    folder, checked_by_first = ranks.await_first(lambda: _stamped(prepare(options, tokenizer, cache_folder, progress)))
+    hosts = ranks.gather(socket.gethostname())
+    speaks = hosts.index(hosts[ranks.rank])  # one rank of each machine
+
+    def found() -> Path | None:
+        with suppress(OSError):
+            if _stamped(folder)[1] == checked_by_first:
+                return folder
+        # a machine that does not share rank 0's cache prepares its own, with the same samples
+        return prepare(options, tokenizer, cache_folder) if speaks == ranks.rank else None
+
+    own = ranks.await_each(found)[speaks]
+    assert own is not None
+    train = PreparedSource(own / "train")
+    fingerprints = ranks.gather(train.summary.fingerprint)
     if others := [str(rank) for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
         seen = f"other samples on rank {', '.join(others)} than on rank 0"
         expected = "the same files, and the same versions of Python and the tokenizer, on every machine"
         raise DataError(Problem(str(locate(options.path, options.format)), seen, expected))
-    return data
+    return train, PreparedSource(own / "evaluation") if (own / "evaluation").is_dir() else None
 
 
-def prepare(options: DataSection, tokenizer: Any, cache_folder: Path) -> Path:
-    """The folder of the prepared data: `train`, and `evaluation` where there is any; written if it is not there.
+def _stamped(folder: Path) -> tuple[Path, tuple[int, int]]:
+    """With what tells it from a folder of the same name on another disk."""
+    seal = (folder / SEAL).stat()
+    return folder, (seal.st_ino, seal.st_mtime_ns)
 
-    Deterministic, and the folder appears whole or not at all. The name tells the input: paths, sizes and times of
-    the files, the tokenizer, the options. A data set of the hub is prepared once, and not again when it changes there.
+
+def prepare(options: DataSection, tokenizer: Any, cache_folder: Path, progress: Progress = QUIET) -> Path:
+    """The folder of a prepared source: `train`, and `evaluation` where any is held out; written if it is not there.
+
+    Deterministic, and the folder appears whole or not at all; what a killed process has done is not done again. The
+    name tells the input: what is in the files, the tokenizer, the options. A data set of the hub is prepared once,
+    and not again when it changes there.
     """
     end_of_text(tokenizer)
-    train = locate(options.path, options.format)
-    evaluation = None if options.evaluation_path is None else locate(options.evaluation_path, options.format)
-    shape = [options.sequence_length, options.documents, options.evaluation_fraction, options.name, options.split]
-    columns = [options.text_column, options.prompt_column, options.completion_column]
-    places = [train.key(), evaluation.key() if evaluation else None]
-    key = json.dumps([_VERSION, tokenizer_key(tokenizer), places, shape, columns])
+    location = locate(options.path, options.format)
+    cut = Cut(options.sequence_length, options.documents, options.isolate, options.too_long)
+    shape = [*astuple(cut), options.evaluation_fraction, options.name, options.split]
+    columns = [options.text_column, options.prompt_column, options.completion_column, options.chat_column]
+    template = Template.of(tokenizer, options.chat_template, options.loss_on)
+    read = [options.records, columns, template.key]
+    before = stamps(location.files)
+    progress.begin(str(location))
+    looked = partial(_looked_at, progress, len(location.files))
+    content = [location.format, *digests(location.files, cache_folder, looked)] if location.files else [location.name()]
+    key = json.dumps([_VERSION, tokenizer_key(tokenizer), content, shape, read])
     name = "data-" + hashlib.sha256(key.encode()).hexdigest()[:32]
-    return cached_folder(cache_folder, name, lambda folder: _write(folder, train, evaluation, options, tokenizer))
+
+    def write(folder: Path, journal: Path) -> None:
+        _write(folder, journal, location, options, Tokenising(template, cut, options.evaluation_fraction), progress)
+        if stamps(location.files) != before:
+            raise DataError(Problem(str(location), "changed while it was read", "files that stay as they are"))
+
+    try:
+        return resumable_folder(cache_folder, name, write, progress)
+    finally:
+        progress.close()
 
 
-def held_out(index: int, fraction: float) -> bool:
-    """Whether document `index` is held out: evenly spaced, `fraction` of all, the second document always.
-
-    So one is held out of as few as two, and which ones depends on no seed.
-    """
-    return math.floor((index - 1) * fraction) > math.floor((index - 2) * fraction)
+def _looked_at(progress: Progress, files: int, done: int) -> None:
+    progress.say(f"looked at {done:,} of {files:,} files, whether they are known")
 
 
-def _open(folder: Path) -> Data:
-    train = PreparedSource(folder / "train")
-    evaluation = PreparedSource(folder / "evaluation") if (folder / "evaluation").is_dir() else None
-    return Data(train, evaluation, train.summary, train.summary.fingerprint)
+_PARTS = ("train", "evaluation")
 
 
-def _write(folder: Path, train: Location, evaluation: Location | None, options: DataSection, tokenizer: Any) -> None:
-    fraction = 0.0 if evaluation else options.evaluation_fraction
+def _write(
+    folder: Path, journal: Path, location: Location, options: DataSection, work: Tokenising, progress: Progress
+) -> None:
+    found = Found()
+    done, parts = _begun(folder, journal, _PARTS if work.fraction else _PARTS[:1])
+    written = time.monotonic()
+    given = chunks(_documents(location, options, found), done)
+    results: Generator[Tokenised, None, None] = in_order(work, given, options.workers)
+    with closing(results):
+        for result in results:
+            for part, documents in zip(parts, (result.train, result.held), strict=False):
+                part.append(documents)
+            if result.error is not None:
+                raise result.error
+            done += result.documents
+            progress.at(found.share, done, sum(part.tokens for part in parts))
+            if time.monotonic() - written > _JOURNAL_SECONDS:
+                _note(journal, done, parts)
+                written = time.monotonic()
+    if journal.exists():
+        _note(journal, done, parts)
+    progress.say("arranging samples")
+    summaries = [part.finish(work.cut, _origin(found, work.template)) for part in parts]
+    _check_samples(location, summaries[0])
+    if work.fraction and not summaries[1].samples:
+        shutil.rmtree(folder / "evaluation")
 
-    def write(part: str, location: Location, held: bool) -> Summary:
-        documents = _documents(location, options)
-        chosen = (document for index, document in enumerate(documents) if held_out(index, fraction) == held)
-        encoded = encode(chosen, tokenizer)
-        return write_part(folder / part, encoded, options.sequence_length, options.documents == "concatenate")
 
-    _check_samples(train, write("train", train, False))
-    if evaluation:
-        _check_samples(evaluation, write("evaluation", evaluation, False))
-    elif fraction and not write("evaluation", train, True).samples:
-        for file in (folder / "evaluation").iterdir():
-            file.unlink()
-        (folder / "evaluation").rmdir()
+def _begun(folder: Path, journal: Path, names: Sequence[str]) -> tuple[int, list[PartWriter]]:
+    """How many documents an earlier process has written, and the parts to go on with."""
+    if not journal.exists():
+        return 0, [PartWriter(folder / name) for name in names]
+    try:
+        content, _, check = journal.read_text(encoding="utf-8").rpartition("\n")
+        if check != checked(content):
+            raise ValueError(f"{journal} is not as it was written")
+        noted = json.loads(content)
+        return noted["documents"], [PartWriter(folder / name, noted["parts"].get(name)) for name in names]
+    except (EOFError, ValueError):  # damaged; or it died when all but the folder's new name was done
+        journal.unlink()
+        return _begun(folder, journal, names)
 
 
-def _documents(location: Location, options: DataSection) -> Iterator[Document]:
+def _note(journal: Path, documents: int, parts: Sequence[PartWriter]) -> None:
+    """At once or not at all, and what it speaks of is on the disk before it is."""
+    content = json.dumps({"documents": documents, "parts": {part.folder.name: part.state() for part in parts}})
+    replace_file(journal, f"{content}\n{checked(content)}".encode())
+
+
+def _origin(found: Found, template: Template) -> Origin:
+    chats = bool(found.roles)
+    if not chats:
+        return Origin(found.describe(), empty=found.empty)
+    learned = "the last answer" if template.last_only else "the answers"
+    return Origin(f"{found.describe()}, by {template.origin}, loss on {learned}", True, found.empty)
+
+
+def _documents(location: Location, options: DataSection, found: Found) -> Iterator[Document]:
     """The documents with something to train on. Raises DataError if there are none."""
     rows = used = 0
-    for document in read_documents(location, options):
+    for document in read_documents(location, options, found):
         rows += 1
         if document is not None:
             used += 1
@@ -124,32 +284,6 @@ def _documents(location: Location, options: DataSection) -> Iterator[Document]:
 
 def _check_samples(location: Location, summary: Summary) -> None:
     if not summary.samples:
-        seen = f"{summary.documents} documents without a token to learn ({summary.dropped} have a prompt too long)"
+        seen = f"nothing to learn in {summary.describe_documents()}"
         mend = "Raise trainer.data.sequence_length, or add data"
         raise DataError(Problem(str(location), seen, "at least one sample", mend))
-
-
-def encode(documents: Iterator[Document], tokenizer: Any) -> Iterator[Encoded]:
-    """Tokens of each document: what the tokenizer begins texts with, prompt, text, end-of-text.
-
-    Targets are the text and its end. Prompt and text are tokenised apart, as they are when the model is used.
-    """
-    start, end = _beginning(tokenizer), [end_of_text(tokenizer)]
-    while batch := list(islice(documents, _BATCH)):
-        texts = _tokens(tokenizer, [document.text for document in batch])
-        prompts = _tokens(tokenizer, [document.prompt or "" for document in batch])
-        for prompt, text in zip(prompts, texts, strict=True):
-            before = [*start, *prompt]
-            yield Encoded([*before, *text, *end], max(1, len(before)))
-
-
-def _tokens(tokenizer: Any, texts: list[str]) -> Sequence[list[int]]:
-    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    return tokenizer(texts, **options)["input_ids"]  # type: ignore[no-any-return]
-
-
-def _beginning(tokenizer: Any) -> list[int]:
-    """[bos] if the tokenizer itself begins a text so, and it is not the token that ends one; else []."""
-    bos = tokenizer.bos_token_id
-    begins = bos is not None and bos != tokenizer.eos_token_id and tokenizer("")["input_ids"][:1] == [bos]
-    return [bos] if begins else []

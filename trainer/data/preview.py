@@ -2,40 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from trainer.data.source import IGNORED, Source
+from trainer.data.source import Source
+from trainer.errors import printable
+from trainer.tasks.task import IGNORED
 
 _LINES = 8
+"""Of a document."""
+_DOCUMENTS = 4
+"""Of a sample."""
 
 
-def preview(source: Source, tokenizer: Any, count: int = 2, width: int = 100) -> str:
-    """The first `count` samples, decoded: a line of at most `width` characters for each run of tokens.
+def preview(
+    source: Source, tokenizer: Any, numbers: Iterable[int] = (0, 1), width: int = 100, in_full: bool = False
+) -> str:
+    """These samples, decoded: a line of at most `width` characters for each run of tokens; `in_full` all of them.
 
-    `+` marks tokens that count in the loss, `.` those that are only read.
+    `+` marks tokens that count in the loss, `.` those that are only read. Documents that are kept apart have a line
+    between them.
     """
-    samples = range(min(count, len(source)))
-    return "\n".join(line for index in samples for line in _sample(source, index, tokenizer, width))
+    shown = [index for index in numbers if index < len(source)]
+    return "\n".join(line for index in shown for line in _sample(source, index, tokenizer, width, in_full))
 
 
-def _sample(source: Source, index: int, tokenizer: Any, width: int) -> list[str]:
+def _sample(source: Source, index: int, tokenizer: Any, width: int, in_full: bool) -> list[str]:
     sample = source[index]
-    counts = sample["targets"] != IGNORED
+    inputs, targets = sample["input_ids"], sample["targets"]
+    lengths = sample.get("documents", [len(inputs)])
+    apart = f" in {len(lengths)} documents" if "documents" in sample else ""
+    lines = [f"sample {index}: {len(inputs)} tokens{apart}, {(targets != IGNORED).sum()} count in the loss (+)"]
+    borders = np.cumsum(lengths)[:-1]
+    for number, parts in enumerate(zip(np.split(inputs, borders), np.split(targets, borders), strict=True)):
+        if number == _DOCUMENTS and not in_full:
+            return [*lines, f"  ── {len(lengths) - number} more documents"]
+        lines += [f"  ── document {number + 1}"] if number else []
+        found = _document(*parts, tokenizer, width)
+        more = [f"    {len(found) - _LINES} more runs"] if len(found) > _LINES else []
+        lines += found if in_full else [*found[:_LINES], *more]
+    return lines
+
+
+def _document(inputs: np.ndarray, targets: np.ndarray, tokenizer: Any, width: int) -> list[str]:
+    counts = targets != IGNORED
     # a target that is not counted is read all the same, as the next input
-    tokens = np.append(sample["input_ids"], sample["targets"][-1:])
+    tokens = np.append(inputs, targets[-1:])
     marks = np.append(False, counts)[: len(tokens) if counts[-1] else -1]
-    head = f"sample {index}: {len(sample['input_ids'])} tokens, {counts.sum()} count in the loss (+)"
     runs = [(mark, [at for at, _ in run]) for mark, run in groupby(enumerate(marks), key=lambda item: bool(item[1]))]
-    lines = [_line("+" if mark else ".", tokenizer.decode(tokens[places].tolist()), width) for mark, places in runs]
-    more = [f"    {len(lines) - _LINES} more runs"] if len(lines) > _LINES else []
-    return [head, *lines[:_LINES], *more]
+    return [_line("+" if mark else ".", tokenizer.decode(tokens[places].tolist()), width) for mark, places in runs]
 
 
 def _line(mark: str, text: str, width: int) -> str:
-    shown = text.replace("\r", "␍").replace("\n", "⏎").replace("\t", "→")
+    shown = printable(text.replace("\r", "␍").replace("\n", "⏎").replace("\t", "→"))
     room = width - len(f"  {mark} ")
     if len(shown) > room:
         half = (room - 3) // 2

@@ -1,26 +1,33 @@
 """Prepared samples: tokens on disk, memory-mapped, and cut into samples.
 
-A part of the data (training, or held out) is a folder with four files, written once by `write_part`:
+A part of the data (training, or held out) is a folder with five files, written once, by a `PartWriter`:
 `tokens.bin` int32 [tokens], `counted.bin` bool [tokens] (whether predicting the token counts in the loss),
-`samples.npy` int64 [samples, 2] (first input token, last target token), `summary.json`.
+`spans.npy` int64 [spans, 2] (first input token, last target token), `samples.npy` int64 [samples + 1] (sample s is the
+spans from samples[s] to samples[s + 1], one after the other), `summary.json`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, Protocol, TypedDict
 
 import numpy as np
 
-IGNORED = -100
-"""The target of a position that does not count in the loss."""
+from trainer.data.packing import pack
+from trainer.data.sealed import prefix_digest
+from trainer.errors import DataError, Problem
+from trainer.tasks.task import IGNORED
 
-_CHUNK = 1 << 24
+_CHUNK = 1 << 22
+"""Tokens read at once."""
+
+Arrangement = Literal["concatenate", "pad", "pack"]
 
 
 class Sample(TypedDict):
@@ -30,6 +37,8 @@ class Sample(TypedDict):
     """int32 [n]"""
     targets: np.ndarray
     """int64 [n]"""
+    documents: NotRequired[np.ndarray]
+    """int64 [documents]: lengths of those that the sample is made of, where they are not to see one another."""
 
 
 class Source(Protocol):
@@ -37,14 +46,38 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Sample: ...
+    def __getitem__(self, index: int) -> Any: ...
+
+
+def sample_of(source: Source, index: int, epoch: int | None) -> Any:
+    """A sample as the training sees it in an epoch, where a source has `in_epoch`; with None, as it is."""
+    in_epoch = None if epoch is None else getattr(source, "in_epoch", None)
+    return source[index] if in_epoch is None else in_epoch(index, epoch)
 
 
 class Encoded(NamedTuple):
-    """A document's tokens, end-of-text included; those from `counted_from` (>= 1) on are targets."""
+    """A document's tokens, end-of-text included, and which of them are targets. The first never is."""
 
-    tokens: Sequence[int]
-    counted_from: int
+    tokens: Sequence[int] | np.ndarray
+    counted: Sequence[bool] | np.ndarray
+    """Equally long."""
+    place: str = ""
+    """For a person: the row that it is from."""
+
+    @classmethod
+    def from_token(cls, tokens: Sequence[int] | np.ndarray, first: int, place: str = "") -> Encoded:
+        """All tokens from the `first` (>= 1) on are targets."""
+        return cls(tokens, np.arange(len(tokens)) >= first, place)
+
+
+class Origin(NamedTuple):
+    """What the documents were."""
+
+    kind: str = "text"
+    """For a person."""
+    chats: bool = False
+    empty: int = 0
+    """Rows with nothing in them."""
 
 
 @dataclass(frozen=True)
@@ -66,21 +99,46 @@ class Summary:
     largest_token_id: int
     fingerprint: str
     """SHA-256 of the samples; the same wherever the same data is prepared."""
+    kind: str = "text"
+    """What the documents were, for a person."""
+    chats: bool = False
+    empty: int = 0
+    """Rows with nothing in them, which are no documents."""
+    too_long: int = 0
+    """Documents left out for their length."""
+    first_dropped: str = ""
+    """The row of the first document that was dropped."""
+    fill: float | None = None
+    """Where documents are kept apart within a sample: the share of `sequence_length` that is filled. Else None."""
 
     def describe(self) -> str:
         """One line for a person."""
-        cut = f" ({self.truncated:,} truncated, {self.dropped:,} dropped)" if self.truncated or self.dropped else ""
+        full = "" if self.fill is None else f" of documents kept apart, {self.fill:.1%} full"
         return (
-            f"{self.documents:,} documents{cut}, {self.tokens:,} tokens, {self.samples:,} samples, "
+            f"{self.describe_documents()}, {self.tokens:,} tokens, {self.samples:,} samples{full}, "
             f"{self.targets:,} targets, unigram entropy {self.unigram_entropy:.2f} nats"
         )
 
+    def describe_documents(self) -> str:
+        """What they were, how many, and what became of those that are not as they were."""
+        where = f", the first {self.first_dropped}" if self.first_dropped else ""
+        counts = {
+            "empty rows left out": self.empty,
+            "truncated": self.truncated,
+            "too long and left out": self.too_long,
+            f"without a target and dropped{where}": self.dropped,
+        }
+        said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        kind = "" if self.kind == "text" else f"{self.kind}: "
+        return f"{kind}{self.documents:,} documents{said and f' ({said})'}"
+
 
 class PreparedSource:
-    """A part that `write_part` has written, as a `Source`."""
+    """A part that a `PartWriter` has finished, as a `Source`."""
 
     def __init__(self, folder: Path) -> None:
         self.summary = Summary(**json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+        self._spans = np.load(folder / "spans.npy", mmap_mode="r")
         self._samples = np.load(folder / "samples.npy", mmap_mode="r")
         self._tokens = np.memmap(folder / "tokens.bin", np.int32, mode="r", shape=(self.summary.tokens,))
         self._counted = np.memmap(folder / "counted.bin", np.bool_, mode="r", shape=(self.summary.tokens,))
@@ -89,76 +147,235 @@ class PreparedSource:
         return self.summary.samples
 
     def __getitem__(self, index: int) -> Sample:
-        first, last = self._samples[index]
-        following = slice(first + 1, last + 1)
-        targets = np.where(self._counted[following], self._tokens[following].astype(np.int64), IGNORED)
-        return {"input_ids": np.array(self._tokens[first:last]), "targets": targets}
+        begin, end = self._samples[index : index + 2]
+        spans = [slice(first, last) for first, last in self._spans[begin:end].tolist()]
+        following = [slice(span.start + 1, span.stop + 1) for span in spans]
+        targets = [np.where(self._counted[at], self._tokens[at].astype(np.int64), IGNORED) for at in following]
+        inputs = [self._tokens[span] for span in spans]
+        sample: Sample = {"input_ids": np.concatenate(inputs), "targets": np.concatenate(targets)}
+        if self.summary.fill is not None:
+            sample["documents"] = np.array([len(part) for part in inputs])
+        return sample
 
 
-def write_part(folder: Path, documents: Iterable[Encoded], sequence_length: int, concatenate: bool) -> Summary:
+@dataclass(frozen=True)
+class Cut:
+    """How documents become samples."""
+
+    sequence_length: int
+    arrangement: Arrangement
+    isolate: bool = False
+    too_long: str = "truncate"
+
+    @property
+    def longest(self) -> int | None:
+        """Inputs that are kept of a document."""
+        return None if self.arrangement == "concatenate" else self.sequence_length
+
+    @property
+    def isolated(self) -> bool:
+        return self.arrangement == "pack" or (self.arrangement == "concatenate" and self.isolate)
+
+
+@dataclass
+class Counts:
+    """What became of documents."""
+
+    documents: int = 0
+    truncated: int = 0
+    too_long: int = 0
+    dropped: int = 0
+    first_dropped: str = ""
+
+    def add(self, other: Counts) -> None:
+        for name in ("documents", "truncated", "too_long", "dropped"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.first_dropped = self.first_dropped or other.first_dropped
+
+
+class CutDocuments:
+    """Some documents of a part, as arrays: small to hand from one process to another."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self.tokens, self.counted, self.lengths = bytearray(), bytearray(), array("q")
+
+    def add(self, document: Encoded, longest: int | None, too_long: str) -> None:
+        """Raises DataError for one that is too long, where that is an error."""
+        self.counts.documents += 1
+        if longest is not None and len(document.tokens) > longest + 1:
+            if too_long == "error":
+                raise _too_long(document, longest)
+            if too_long == "drop":
+                self.counts.too_long += 1
+                return
+            self.counts.truncated += 1
+        kept = slice(None if longest is None else longest + 1)
+        targets = np.array(document.counted[kept], np.bool_)
+        targets[:1] = False
+        if longest is not None and not targets.any():
+            self.counts.dropped += 1
+            self.counts.first_dropped = self.counts.first_dropped or document.place
+            return
+        self.tokens += np.asarray(document.tokens[kept], np.int32).tobytes()
+        self.counted += targets.tobytes()
+        self.lengths.append(len(targets))
+
+
+class PartWriter:
+    """A part that grows by some documents at a time; one that was interrupted goes on from its `state`."""
+
+    FILES = {"tokens.bin": 4, "counted.bin": 1, "lengths.bin": 8}
+    """Bytes of an entry. The lengths are of documents."""
+
+    def __init__(self, folder: Path, state: dict[str, Any] | None = None) -> None:
+        """Raises EOFError where the files have less in them than the state says, ValueError where it is other."""
+        state = state or {"tokens": 0, "lengths": 0, "counts": {}}
+        folder.mkdir(exist_ok=True)
+        self.folder, self.counts = folder, Counts(**state["counts"])
+        self.tokens, self._lengths = state["tokens"], state["lengths"]
+        self._files, self._digests = [], {}
+        for name, width in self.FILES.items():
+            file = open(folder / name, "ab")
+            self._files.append(file)
+            size = width * (self._lengths if name == "lengths.bin" else self.tokens)
+            self._digests[name] = prefix_digest(folder / name, size)
+            if size and self._digests[name].hexdigest() != state["sha256"][name]:
+                raise ValueError(f"{folder / name} is not as it was written")
+            file.truncate(size)
+
+    def append(self, some: CutDocuments) -> None:
+        parts: list[Any] = [some.tokens, some.counted, some.lengths]
+        for file, digest, part in zip(self._files, self._digests.values(), parts, strict=True):
+            file.write(part)
+            digest.update(part)
+        self.counts.add(some.counts)
+        self.tokens, self._lengths = self.tokens + len(some.counted), self._lengths + len(some.lengths)
+
+    def state(self) -> dict[str, Any]:
+        """All that was appended is on the disk when this returns."""
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+        digests = {name: digest.hexdigest() for name, digest in self._digests.items()}
+        return {"tokens": self.tokens, "lengths": self._lengths, "counts": asdict(self.counts), "sha256": digests}
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def finish(self, cut: Cut, origin: Origin) -> Summary:
+        """Cut the part into samples."""
+        self.close()
+        edges = np.fromfile(self.folder / "lengths.bin", np.int64)
+        edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(edges, out=edges)])
+        tokens = self.tokens
+        if cut.arrangement == "concatenate":
+            spans, samples, tokens = _windows(self.folder, edges, cut.sequence_length, cut.isolate)
+        else:
+            spans, samples = _documents(edges, cut.sequence_length if cut.arrangement == "pack" else None)
+        np.save(self.folder / "spans.npy", spans)
+        np.save(self.folder / "samples.npy", samples)
+        known = {**asdict(self.counts), **origin._asdict()}
+        summary = _summarise(self.folder, tokens, spans, samples, cut.isolated, **known)
+        if cut.isolated and summary.samples:
+            filled = int((spans[:, 1] - spans[:, 0]).sum())
+            summary = replace(summary, fill=filled / (summary.samples * cut.sequence_length))
+        for name in ("tokens.bin", "counted.bin"):  # the incomplete window
+            os.truncate(self.folder / name, tokens * self.FILES[name])
+        (self.folder / "lengths.bin").unlink()
+        (self.folder / "summary.json").write_text(json.dumps(asdict(summary)), encoding="utf-8")
+        return summary
+
+
+def write_part(
+    folder: Path,
+    documents: Iterable[Encoded],
+    sequence_length: int,
+    arrangement: Arrangement,
+    isolate: bool = False,
+    too_long: str = "truncate",
+) -> Summary:
     """Write a part from its documents; a part without samples is only a summary.
+
+    A sample without a target is left out.
 
     concatenate: the documents' stream is cut every `sequence_length` tokens, each window predicting the token
     after it, so that every token is a target once, but for a document's first: nothing before it tells of it.
-    An incomplete last window is dropped unless it is the only one. Otherwise one document is one sample of at
-    most `sequence_length` inputs. A sample without a target is left out.
+    An incomplete last window is dropped unless it is the only one. With `isolate` the documents of a window are told
+    apart. pad: one document is one sample of at most `sequence_length` inputs, and one that is `too_long` is cut
+    ("truncate"), left out ("drop") or a DataError ("error"). pack: several such documents are one sample, told apart,
+    as they best fit.
     """
-    folder.mkdir(exist_ok=True)
-    longest = None if concatenate else sequence_length + 1
-    starts, count, truncated, dropped = array("q", [0]), 0, 0, 0
-    with open(folder / "tokens.bin", "wb") as tokens, open(folder / "counted.bin", "wb") as counted:
-        for document in documents:
-            count += 1
-            kept = np.asarray(document.tokens[:longest], np.int32)
-            truncated += len(kept) < len(document.tokens)
-            if document.counted_from >= len(kept) and not concatenate:
-                dropped += 1
-                continue
-            tokens.write(kept.data)
-            counted.write((np.arange(len(kept)) >= document.counted_from).data)
-            starts.append(starts[-1] + len(kept))
-    samples = _windows(folder, starts[-1], sequence_length) if concatenate else _spans(starts)
-    np.save(folder / "samples.npy", samples)
-    summary = _summarise(folder, samples, documents=count, truncated=truncated, dropped=dropped)
-    (folder / "summary.json").write_text(json.dumps(asdict(summary)), encoding="utf-8")
-    return summary
+    cut = Cut(sequence_length, arrangement, isolate, too_long)
+    writer = PartWriter(folder)
+    for document in documents:
+        some = CutDocuments()
+        some.add(document, cut.longest, too_long)
+        writer.append(some)
+    return writer.finish(cut, Origin())
 
 
-def _spans(starts: array[int]) -> np.ndarray:
-    edges = np.frombuffer(starts, np.int64)
-    return np.stack([edges[:-1], edges[1:] - 1], axis=1)
+def _too_long(document: Encoded, longest: int) -> DataError:
+    seen, expected = f"{len(document.tokens) - 1:,} tokens", f"at most {longest:,} (trainer.data.sequence_length)"
+    mend = 'Raise it, or set trainer.data.too_long to "truncate" or "drop"'
+    return DataError(Problem(document.place or "a document", seen, expected, mend))
 
 
-def _windows(folder: Path, tokens: int, length: int) -> np.ndarray:
+def _documents(edges: np.ndarray, capacity: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Spans and samples of documents that begin and end at `edges`: one each, or packed to a capacity."""
+    spans = np.stack([edges[:-1], edges[1:] - 1], axis=1)
+    if capacity is None:
+        return spans, np.arange(len(spans) + 1)
+    order, samples = pack(spans[:, 1] - spans[:, 0], capacity)
+    return spans[order], samples
+
+
+def _windows(folder: Path, edges: np.ndarray, length: int, isolate: bool) -> tuple[np.ndarray, np.ndarray, int]:
+    """Spans and samples of the stream, a window each, which is one span or one for each document in it; its tokens."""
+    tokens = int(edges[-1])
     if tokens <= length:
         length = max(tokens - 1, 1)
     count = max((tokens - 1) // length, 0)
-    for name, width in (("tokens.bin", 4), ("counted.bin", 1)):  # the incomplete window
-        with open(folder / name, "r+b") as file:
-            file.truncate((count * length + 1) * width if count else 0)
-    first = np.arange(count, dtype=np.int64) * length
-    used = np.fromfile(folder / "counted.bin", np.bool_)[1:].reshape(count, length).any(axis=1)
-    return np.stack([first, first + length], axis=1)[used]
+    used, step = np.zeros(count, np.bool_), max(1, _CHUNK // length)
+    with open(folder / "counted.bin", "rb") as file:
+        file.seek(1)
+        for at in range(0, count, step):
+            some = min(step, count - at)
+            used[at : at + some] = np.fromfile(file, np.bool_, some * length).reshape(some, length).any(axis=1)
+    cuts = np.arange(count + 1, dtype=np.int64) * length
+    if isolate:
+        cuts = np.union1d(cuts, edges[edges < cuts[-1]])
+    spans = np.stack([cuts[:-1], cuts[1:]], axis=1)
+    window = spans[:, 0] // length
+    spans, window = spans[used[window]], window[used[window]]
+    samples = np.append(np.flatnonzero(np.diff(window, prepend=-1)), len(spans))
+    return spans, samples, count * length + 1 if count else 0
 
 
-def _summarise(folder: Path, samples: np.ndarray, **counts: int) -> Summary:
-    frequencies, tokens, largest = np.zeros(0, np.int64), 0, -1
-    digest = hashlib.sha256(samples.tobytes())
+def _summarise(
+    folder: Path, tokens: int, spans: np.ndarray, samples: np.ndarray, isolated: bool, **known: Any
+) -> Summary:
+    frequencies, largest = np.zeros(0, np.int64), -1
+    digest = hashlib.sha256(np.ascontiguousarray(spans).data)
+    if isolated:  # else a sample is a span
+        digest.update(np.ascontiguousarray(samples).data)
     with open(folder / "tokens.bin", "rb") as token_file, open(folder / "counted.bin", "rb") as counted_file:
-        while len(part := np.fromfile(token_file, np.int32, _CHUNK)):
-            counted = np.fromfile(counted_file, np.bool_, _CHUNK)
+        for at in range(0, tokens, _CHUNK):
+            part = np.fromfile(token_file, np.int32, min(_CHUNK, tokens - at))
+            counted = np.fromfile(counted_file, np.bool_, len(part))
             digest.update(part.data)
             digest.update(counted.data)
-            tokens, largest = tokens + len(part), max(largest, int(part.max()))
+            largest = max(largest, int(part.max()))
             more = np.bincount(part[counted], minlength=len(frequencies))
             more[: len(frequencies)] += frequencies
             frequencies = more
     shares = frequencies[frequencies > 0] / max(frequencies.sum(), 1)
     return Summary(
-        **counts,
+        **known,
         tokens=tokens,
         targets=int(frequencies.sum()),
-        samples=len(samples),
+        samples=len(samples) - 1,
         unigram_entropy=float(-(shares * np.log(shares)).sum()),
         largest_token_id=largest,
         fingerprint=digest.hexdigest(),

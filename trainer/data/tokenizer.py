@@ -9,7 +9,8 @@ from typing import Any
 
 from trainer.data import corpus
 from trainer.data.cache import cached_folder
-from trainer.errors import DataError, Problem
+from trainer.data.progress import QUIET, Progress
+from trainer.errors import DataError, Problem, first_line
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -21,23 +22,22 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False, revision:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:  # from a dozen libraries: OSError, ValueError, KeyError, bare Exception
-        seen = f"no tokenizer could be loaded ({_first_line(error)})"
+        seen = f"no tokenizer could be loaded ({first_line(error)})"
         expected = "a folder with a tokenizer, or a hub id"
         raise DataError(Problem(name_or_path, seen, expected, "Set trainer.data.tokenizer")) from error
     end_of_text(tokenizer)
     return tokenizer
 
 
-def embedded_tokenizer(cache_folder: Path, vocabulary: int = 4096) -> Any:
+def embedded_tokenizer(cache_folder: Path, vocabulary: int = 4096, progress: Progress = QUIET) -> Any:
     """A byte-level BPE of `vocabulary` tokens for the embedded corpus, trained at first use (seconds) and cached.
 
-    Deterministic. Raises DiskError if the cache can't be written.
+    Deterministic. Raises DiskError if there is no place for it.
     """
     from transformers import PreTrainedTokenizerFast
 
-    folder = cached_folder(
-        cache_folder, f"tokenizer-{corpus.name()}-{vocabulary}", lambda folder: _train(vocabulary, folder)
-    )
+    name = f"tokenizer-{corpus.name()}-{vocabulary}"
+    folder = cached_folder(cache_folder, name, lambda folder: _train(vocabulary, folder), progress)
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
@@ -78,8 +78,3 @@ def _train(vocabulary: int, folder: Path) -> None:
 
 def _name(tokenizer: Any) -> str:
     return str(getattr(tokenizer, "name_or_path", "")) or type(tokenizer).__name__
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from trainer.engines import accelerate, deepspeed, mesh
+from trainer.config import Config, support
+from trainer.engines.deepspeed import engine as deepspeed
 from trainer.engines.engine import Engine, EngineKind, Job, Machine, Metrics
+from trainer.engines.torch import accelerate, mesh
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
+from trainer.optim.support import No
 
 ENGINES: dict[str, EngineKind] = {
     "deepspeed": deepspeed.KIND,
@@ -16,21 +19,25 @@ ENGINES: dict[str, EngineKind] = {
 __all__ = ["ENGINES", "Engine", "EngineKind", "Job", "Machine", "Metrics", "select"]
 
 
-def select(wanted: str, layout: Layout) -> tuple[str, EngineKind]:
-    """The engine `wanted`, or for "auto" the first that can run the layout; DeepSpeed comes last where a model is cut
-    or split.
+def select(wanted: str, layout: Layout, config: Config, device: str) -> tuple[str, EngineKind]:
+    """The engine `wanted`, or for "auto" the first that can run the layout with the optimizer of the resolved config;
+    DeepSpeed comes last where a model is cut or split.
 
     Raises ConfigError with each engine's reason when none can.
     """
     order = sorted(ENGINES, key=lambda name: name == "deepspeed" and layout.pipeline * layout.tensor > 1)
     candidates = {name: ENGINES[name] for name in (order if wanted == "auto" else [wanted])}
-    refusals = {name: kind.refusal(layout) for name, kind in candidates.items()}
-    for name, refusal in refusals.items():
-        if refusal is None:
-            return name, candidates[name]
-    raise ConfigError(
-        *(
-            Problem(f"engine {name}", f"{layout.describe()}", "a layout that it can run", refusal or "")
-            for name, refusal in refusals.items()
-        )
-    )
+    decays = config.optimizer.params.get("weight_decay", 0) > 0
+    grouped = bool(config.trainer.parameter_groups) or (decays and config.trainer.weight_decay_excludes != "nothing")
+    problems, strange = [], support.refusals(config)
+    for name, kind in candidates.items():
+        refusal = kind.refusal(layout) or strange.get(name)
+        recipe = kind.optimizer(config.settings, layout, device, grouped)
+        if refusal is not None:
+            problems.append(Problem(f"engine {name}", layout.describe(), "a layout that it can run", refusal))
+        elif isinstance(recipe, No):
+            seen = f"the optimizer {config.optimizer.type}, ZeRO-{layout.zero_stage}, on {device}"
+            problems.append(Problem(f"engine {name}", seen, "an optimizer that it can build", f"{recipe}."))
+        else:
+            return name, kind
+    raise ConfigError(*problems)

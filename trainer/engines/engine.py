@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from trainer.distributed.ranks import Ranks
+from trainer.distributed.watch import NoWatch, Watch
+from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
-from trainer.optimizers import Update
-from trainer.ranks import Ranks
-from trainer.state import Piece
+from trainer.optim.lr_schedules import Update
+from trainer.optim.support import No, Recipe
+from trainer.state import StateTensor
 from trainer.tasks.task import Batch, Task
+from trainer.trackers import NoSigns, Signs
 
 Observer = Callable[[str, torch.Tensor], None]
 """Told each parameter's Hugging Face name and its whole, unclipped gradient of the step."""
@@ -28,6 +33,10 @@ class Machine:
     ranks: Ranks
     local_world_size: int | None = None
     """Processes on this machine, where more than one takes part."""
+    watch: Watch | NoWatch = field(default_factory=NoWatch)
+    """Told what this process does."""
+    signs: Signs | NoSigns = field(default_factory=NoSigns)
+    """Tell a person what this process does before the first step."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,21 @@ class Job:
     deepspeed: Mapping[str, Any]
     """The resolved DeepSpeed JSON."""
     seed: int
+    """Of dropout."""
     machine: Machine
+    undecayed: Mapping[str, int] = field(default_factory=dict)
+    """The parameters that the optimizer's weight decay spares, by Hugging Face name, with their sizes."""
+    values_seed: int | None = None
+    """Of the initial values, where it is another."""
+
+    @property
+    def seed_of_values(self) -> int:
+        return self.seed if self.values_seed is None else self.values_seed
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a data rank may be without a gradient that another has."""
+        return bool(self.spec.sparse) and self.layout.data_ranks > 1
 
     @property
     def data_rank(self) -> int:
@@ -59,23 +82,28 @@ class Metrics:
     gradient_norm: torch.Tensor
     """Over every axis of the mesh, before clipping."""
     skipped: bool = False
-    """True when a float16 overflow made the engine leave the weights alone."""
-    shared: bool = False
-    """Whether other ranks hold the rest of `loss_sum`."""
+    """True when a gradient that was not finite made DeepSpeed leave the weights alone."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that hold the rest of `loss_sum`."""
 
     def loss(self) -> torch.Tensor:
         """Mean loss of the global batch, nats per target (contract 1). Collective; unread, a step sends nothing."""
-        if self.shared:
-            dist.all_reduce(self.loss_sum)
-            self.shared = False
+        if self.group is not None:
+            dist.all_reduce(self.loss_sum, group=self.group)
+            self.group = None
         return self.loss_sum / self.targets
 
 
 class Engine(Protocol):
     job: Job
-    """What it was built from; its seed is that of dropout."""
+    """What it was built from."""
     notes: tuple[str, ...]
     """What a person should know of how the layout is run, a line each."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """What this rank holds: the whole model, or its pipeline stages. Parameters are named `model.<name>`."""
+        ...
 
     def step(
         self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
@@ -87,19 +115,22 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Summed loss and number of targets over all ranks. Collective; every rank has as many micro-batches."""
+        """Over all ranks: the summed loss with what the task measures, [1 + measures], and the number of targets.
+
+        Collective; every rank has as many micro-batches.
+        """
         ...
 
-    def pieces(self) -> list[Piece]:
+    def state_tensors(self) -> list[StateTensor]:
         """Weights and optimizer state, to read or to write. The same list on every rank."""
         ...
 
     def scalars(self) -> dict[str, float]:
-        """What a resumed run needs back beside the pieces: step counts, the loss scale."""
+        """What a resumed run needs back beside the state tensors: step counts, the loss scale."""
         ...
 
     def restore(self, scalars: Mapping[str, float]) -> None:
-        """Take back what `scalars` gave. Comes before the pieces are written."""
+        """Take back what `scalars` gave. Comes before the state tensors are written."""
         ...
 
     def close(self) -> None: ...
@@ -111,25 +142,27 @@ class EngineKind:
 
     refusal: Callable[[Layout], str | None]
     """A sentence for a person, or None."""
+    optimizer: Callable[[Mapping[str, Any], Layout, str, bool], Recipe | No]
+    """What it makes of the optimizer of a resolved DeepSpeed JSON, in a layout, on a device, with several groups of
+    parameters or one; or a sentence why it can't."""
     build: Callable[[Job], Engine]
     check: Callable[[ModelSpec, Layout], None] = lambda spec, layout: None
     """Raises ConfigError for a model that it can't run in a layout; allocates next to nothing."""
 
 
+def recipe_of(kind: EngineKind, job: Job) -> Recipe:
+    """How a job's optimizer is built. Raises ConfigError where the engine can't."""
+    decays = job.deepspeed["optimizer"]["params"].get("weight_decay", 0) > 0
+    grouped = bool(job.spec.tuned) or (decays and bool(job.undecayed))
+    recipe = kind.optimizer(job.deepspeed, job.layout, job.machine.device.type, grouped)
+    if isinstance(recipe, No):
+        raise ConfigError(Problem("optimizer.type", job.deepspeed["optimizer"]["type"], "one that it builds", recipe))
+    return recipe
+
+
 def set_update(groups: Iterable[dict[str, Any]], update: Update) -> None:
-    """Tell an optimizer's parameter groups what the schedule says."""
+    """Tell an optimizer's parameter groups what the schedule says, by its `lr_multiplier` for each."""
     for group in groups:
-        group["lr"] = update.learning_rate
+        group["lr"] = update.learning_rate * group.get("lr_multiplier", 1.0)
         if update.betas is not None:
             group["betas"] = update.betas
-
-
-def over_all(loss_sum: torch.Tensor, targets: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss and number of targets over all data ranks. Collective.
-
-    The last pipeline stage alone has a loss; the ranks of a tensor group have the same one.
-    """
-    totals = torch.stack([loss_sum.double() / layout.tensor, targets * layout.data_ranks / layout.world_size])
-    if layout.world_size > 1:
-        dist.all_reduce(totals)
-    return totals[0], totals[1]

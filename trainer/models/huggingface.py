@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.initialization import guard_torch_init_functions
 from transformers.utils import ModelOutput
 
-from trainer.errors import ConfigError, Problem
-from trainer.models.shrink import shrink_model
-from trainer.models.spec import ModelSpec, NoWeights, Weights
-from trainer.models.weights import open_weights
+from trainer.errors import ConfigError, Problem, first_line
+from trainer.models.blocks import blocks_by_run
+from trainer.models.constructed import small_tensor
+from trainer.models.experts import idle_parameters
+from trainer.models.kernels import check_kernels
+from trainer.models.names import aliases_of, in_short, pattern_of
+from trainer.models.shrink import KEPT, shrink
+from trainer.models.spec import LanguageModel, ModelSpec, NoWeights, Weights
+from trainer.models.tiny import tiny
+from trainer.models.weights import SafetensorsFolder, names_in, open_weights
 
 EMBEDDED: dict[str, Any] = {
     "model_type": "llama",
@@ -49,37 +58,79 @@ def read_config(options: Any) -> PreTrainedConfig:
     if "model_type" not in values:
         raise ConfigError(Problem(place, "no model_type", 'an architecture, such as "model_type": "llama"'))
     try:
-        return AutoConfig.for_model(**values)
+        config = AutoConfig.for_model(**values)
     except Exception as error:  # transformers raises many kinds for a bad value
-        raise ConfigError(Problem(place, _first_line(error), "a config that transformers accepts")) from error
+        raise ConfigError(Problem(place, first_line(error), "a config that transformers accepts")) from error
+    check_kernels(config, place)
+    return config
 
 
 def spec_of(config: PreTrainedConfig, options: Any) -> ModelSpec:
     """The spec of an architecture, with its weights where `trainer.model.name_or_path` names some."""
     name, build = options.name_or_path or config.model_type, _builder(config, options)
+    if getattr(config, "is_encoder_decoder", False):  # asked before it is built, which changes it
+        seen = f"{type(config).__name__} is an encoder with a decoder, of which the decoder alone would be trained"
+        mend = 'Set "is_encoder_decoder": false in its config if that is what you want.'
+        raise ConfigError(Problem(f"trainer.model: {name}", seen, "a decoder", mend))
+    stated = list(getattr(config, "architectures", None) or ())
     try:
         model = build()
-    except (ValueError, ImportError) as error:
-        raise ConfigError(
-            Problem(f"trainer.model: {name}", _first_line(error), "an architecture with a causal language model head")
-        ) from error
-    weights = _weights(model, options) if options.name_or_path else NoWeights()
+    except Exception as error:  # whatever the family's own code says to the config
+        seen, expected = first_line(error), "an architecture with a causal language model head"
+        if not isinstance(error, ValueError | ImportError):
+            seen, expected = f"{type(error).__name__}: {error}", "a config that the family's own code builds a model of"
+        raise ConfigError(Problem(f"trainer.model: {name}", seen[:200], expected)) from error
+    weights, dropped = _weights(model, options) if options.name_or_path else (NoWeights(), "")
+    kind = type(model).__name__
+    notes = [dropped] if dropped else []
+    if options.name_or_path and stated and kind not in stated:
+        notes.insert(0, f"{name} says that it is a {stated[0]}; a {kind} is trained and saved")
+    elif type(model.config) is not type(config):
+        notes.insert(0, f"of {config.model_type} the text model alone is trained and saved, a {kind}")
 
-    def shrunk() -> ModelSpec:
-        build = _builder(shrink_model(config, layers=3), options)
+    @cache
+    def shrunk(layers: int = 3, split: int = 1) -> ModelSpec:
+        return _shrunk(config, options, name, layers, split)
+
+    spec = describe(model, name, build, weights, shrunk)
+
+    def shallow(layers: int) -> ModelSpec:
+        few = _builder(shrink(config, KEPT, range(layers), len(spec.blocks)), options)
+        return describe(few(), name, few, NoWeights())
+
+    return replace(spec, shallow=shallow, notes=tuple(notes), revision=options.revision)
+
+
+def _shrunk(config: PreTrainedConfig, options: Any, name: str, layers: int, split: int) -> ModelSpec:
+    def spec_of_small(small: Any) -> ModelSpec:
+        build = _builder(small, options, on_cpu=True)
         return describe(build(), name, build, NoWeights())
 
-    return describe(model, name, build, weights, shrunk)
+    try:
+        full = _builder(config, options)()
+        blocks = _blocks(full) or _alike(full, tiny(config, spec_of_small, full, (), layers, split)[0].blocks)
+        small, lacks = tiny(config, spec_of_small, full, blocks, layers, split)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the family's own code raises
+        seen = f"no tiny copy of it runs: {type(error).__name__}: {first_line(error)}"
+        raise ConfigError(Problem(f"trainer.model: {name}", seen, "an architecture that can be tried out")) from error
+    return replace(small, lacks=lacks)
 
 
-def _builder(config: PreTrainedConfig, options: Any) -> Callable[[], nn.Module]:
-    attention = {"attn_implementation": options.attention} if options.attention else {}
+def _builder(config: PreTrainedConfig, options: Any, on_cpu: bool = False) -> Callable[[], nn.Module]:
+    runs = options.attention in ("eager", "sdpa") or not on_cpu
+    attention = {"attn_implementation": options.attention} if options.attention and runs else {}
 
     def build() -> nn.Module:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            model: nn.Module = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=options.trust_remote_code, dtype=torch.float32, **attention
             )
+        bodies = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
+        if model.base_model is model and len(bodies) == 1:  # Llama-4's text model calls it otherwise than it says
+            model.base_model_prefix = bodies[0]  # type: ignore[assignment]
+        return model
 
     return build
 
@@ -89,50 +140,84 @@ def describe(
     name: str,
     build: Callable[[], nn.Module],
     weights: Weights,
-    shrunk: Callable[[], ModelSpec] | None = None,
+    shrunk: Callable[..., ModelSpec] | None = None,
 ) -> ModelSpec:
     """Read a model on the meta device: its blocks, head, ties and sizes."""
     assert isinstance(model, PreTrainedModel)
-    text = model.config.get_text_config()
-    named = dict(model.named_parameters())
-    names = {id(parameter): name for name, parameter in named.items()}
+    text, named = _text_config(model), dict(model.named_parameters())
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    heads = getattr(text, "num_attention_heads", 0) or 0
-    head_size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    aliases = {
-        alias: names[id(parameter)]
-        for alias, parameter in model.named_parameters(remove_duplicate=False)
-        if alias not in named
-    }
-    blocks = _blocks(model, getattr(text, "num_hidden_layers", 0))
+    hidden = getattr(text, "hidden_size", None)
+    heads, kv_heads, width = _heads(text, hidden or 0)
+    blocks = _blocks(model)
+    if not blocks and shrunk:
+        with suppress(ConfigError):  # where there is no tiny copy, nothing is known
+            blocks = _alike(model, shrunk().blocks)
     is_tied = head is not None and table is not None and head.weight is table.weight
-    return ModelSpec(
+    spec = ModelSpec(
         name=name,
         build=build,
         initialise=_initialise,
         blocks=blocks,
         parameters=sum(parameter.numel() for parameter in named.values()),
-        head_parameters=head.weight.numel() if head is not None else 0,
-        embedding_parameters=0 if is_tied or table is None else table.weight.numel(),
-        vocabulary=table.weight.shape[0] if table is not None else 0,
-        hidden_size=text.hidden_size,
-        layers=getattr(text, "num_hidden_layers", 0),
-        attention_width=heads * head_size,
-        heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        tensor_plan=_tensor_plan(model, blocks),
-        tied=aliases,
-        dropout=_drops(model),
-        plain_head=_has_plain_head(model),
+        language=LanguageModel(
+            head_parameters=head.weight.numel() if head is not None else 0,
+            embedding_parameters=0 if is_tied or table is None else table.weight.numel(),
+            idle_parameters=idle_parameters(model, text),
+            # a token is a target, too
+            vocabulary=min((len(module.weight) for module in (table, head) if module is not None), default=0),
+            hidden_size=hidden,
+            layers=getattr(text, "num_hidden_layers", 0),
+            attention_width=width,
+            heads=heads,
+            kv_heads=kv_heads,
+            tensor_plan=_tensor_plan(model, blocks),
+            plain_head=_has_plain_head(model),
+            own_loss=bool(getattr(text, "output_router_logits", False)),
+        ),
+        tied=aliases_of(model),
         weights=weights,
+        constructed=partial(small_tensor, build),
         shrunk=shrunk,
         config=_architecture(model),
+        opens="AutoModelForCausalLM.from_pretrained",
         save_config=lambda folder, dtype: _save_config(model, folder, dtype),
+    )
+    return spec if blocks or shrunk else replace(spec, blocks=blocks_by_run(spec))
+
+
+def _text_config(model: Any) -> Any:
+    try:
+        return model.config.get_text_config()
+    except ValueError as error:
+        raise ConfigError(
+            Problem(f"trainer.model: {model.config.model_type}", first_line(error), "one decoder")
+        ) from error
+
+
+def _heads(text: Any, hidden: int) -> tuple[int, int, int]:
+    """Query heads, key-value heads and heads x head size: the largest divisor and the mean where layers differ."""
+    layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
+    heads = [getattr(layer, "num_attention_heads", 0) or 0 for layer in layers]
+    kv_heads = [getattr(layer, "num_key_value_heads", None) or many for layer, many in zip(layers, heads, strict=True)]
+    sizes = [
+        getattr(layer, "head_dim", None) or (hidden // many if many else 0)
+        for layer, many in zip(layers, heads, strict=True)
+    ]
+    width = sum(many * size for many, size in zip(heads, sizes, strict=True)) // len(layers)
+    return math.gcd(*heads), math.gcd(*kv_heads), width
+
+
+def _alike(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
+    """The blocks of a model, by those of its tiny copy."""
+    lists = {block.rpartition(".")[0] for block in blocks}
+    return tuple(
+        f"{name}.{index}" for name in lists for index in range(len(list(model.get_submodule(name).children())))
     )
 
 
-def _blocks(model: PreTrainedModel, layers: int) -> tuple[str, ...]:
+def _blocks(model: Any) -> tuple[str, ...]:
     """The one module list under the base model that is as long as the config says there are layers."""
+    layers = getattr(_text_config(model), "num_hidden_layers", 0)
     lists = [
         name
         for name, module in model.named_modules()
@@ -146,14 +231,8 @@ def _tensor_plan(model: PreTrainedModel, blocks: tuple[str, ...]) -> dict[str, s
     """The rules of the model's plan, layer numbers filled in; those for what is no part of a block are left out."""
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     inside = [name for name in names if any(name.startswith(f"{block}.") for block in blocks)]
-    plan = {name: model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in inside}
+    plan = {name: model.tp_plan.get(pattern_of(name)) for name in inside}
     return {name: style for name, style in plan.items() if style is not None}
-
-
-def _drops(model: PreTrainedModel) -> bool:
-    modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
-    values = model.config.get_text_config().to_dict().items()
-    return modules or any("drop" in key and isinstance(value, float) and value > 0 for key, value in values)
 
 
 @dataclass
@@ -207,7 +286,8 @@ def _initialise(root: nn.Module, name: str) -> None:
         owner._init_weights(module)  # type: ignore[operator]
 
 
-def _weights(model: nn.Module, options: Any) -> Weights:
+def _weights(model: nn.Module, options: Any) -> tuple[Weights, str]:
+    """The values of the folder or hub id, and a line on what of them the model has no place for."""
     folder = Path(options.name_or_path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -217,14 +297,32 @@ def _weights(model: nn.Module, options: Any) -> Weights:
                 options.name_or_path, revision=options.revision, allow_patterns=["*.json", "*.safetensors", "*.model"]
             )
         )
+    parameters, state = {name for name, _ in model.named_parameters()}, model.state_dict().keys()
+    unread: set[str] = set()
 
     def load_whole() -> dict[str, torch.Tensor]:
-        whole = AutoModelForCausalLM.from_pretrained(
-            options.name_or_path, revision=options.revision, trust_remote_code=options.trust_remote_code, dtype="auto"
+        whole, info = AutoModelForCausalLM.from_pretrained(
+            options.name_or_path,
+            revision=options.revision,
+            trust_remote_code=options.trust_remote_code,
+            dtype="auto",
+            output_loading_info=True,
         )
-        return whole.state_dict()
+        place, expected = f"{options.name_or_path}: {{}}", "every parameter of the model"
+        if absent := sorted(parameters & set(info["missing_keys"])):  # transformers has made them up
+            raise ConfigError(*(Problem(place.format(name), "absent from the weights", expected) for name in absent))
+        unread.update(info["unexpected_keys"])
+        silent = [re.compile(pattern) for pattern in whole._keys_to_ignore_on_load_unexpected or ()]
+        unread.update(name for name in names_in(folder) if any(pattern.search(name) for pattern in silent))
+        return whole.state_dict()  # type: ignore[no-any-return]
 
-    return open_weights(folder, {name for name, _ in model.named_parameters()}, load_whole)
+    weights = open_weights(folder, parameters, load_whole)
+    if isinstance(weights, SafetensorsFolder):
+        unread.update(weights.names() - state)
+    if not unread:
+        return weights, ""
+    said = f"{len(unread)} tensors of {options.name_or_path} have no place in a {type(model).__name__} and are left out"
+    return weights, f"{said}: {in_short(sorted(unread), state)}"
 
 
 def _pretrained_config(options: Any) -> PreTrainedConfig:
@@ -234,20 +332,26 @@ def _pretrained_config(options: Any) -> PreTrainedConfig:
     if not folder.is_dir() and looks_local:
         raise ConfigError(Problem(place, "no such folder", "a folder that save_pretrained wrote, or a hub id"))
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ConfigError(Problem(place, "no config.json in it", "a folder that save_pretrained wrote"))
+        seen, mend = "no config.json in it", ""
+        if (folder / "adapter_config.json").is_file():
+            seen = "an adapter, which is no model by itself"
+            mend = "Name its base, or the model that it was merged into (trainer.adapter.merge)."
+        raise ConfigError(Problem(place, seen, "a folder that save_pretrained wrote", mend))
     try:
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             options.name_or_path, revision=options.revision, trust_remote_code=options.trust_remote_code
         )
     except Exception as error:  # network, JSON and value errors alike
-        raise ConfigError(Problem(place, _first_line(error), "a folder or hub id that transformers opens")) from error
+        raise ConfigError(Problem(place, first_line(error), "a folder or hub id that transformers opens")) from error
+    check_kernels(config, place)
+    return config
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(Problem(f"trainer.model.config: {path}", _first_line(error), "a JSON file")) from error
+        raise ConfigError(Problem(f"trainer.model.config: {path}", first_line(error), "a JSON file")) from error
     if not isinstance(values, dict):
         raise ConfigError(Problem(f"trainer.model.config: {path}", type(values).__name__, "a JSON object"))
     return values
@@ -265,7 +369,3 @@ def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

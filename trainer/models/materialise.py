@@ -1,20 +1,21 @@
 """From a module on the meta device to one with values, a unit at a time (contract 4).
 
-No more than one unit is whole at any moment when `place` takes each away as it comes (ZeRO-3, FSDP).
+No more than one unit is whole at any moment when `after_unit` takes each away as it comes (ZeRO-3).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trainer.distributed.dtensor import own_shard
+from trainer.distributed.seeding import seeded_init
 from trainer.errors import ConfigError, Problem
-from trainer.models.parts import own_part
 from trainer.models.spec import ModelSpec, NoWeights, units
-from trainer.seeding import seeded_init
 
 
 def materialise(
@@ -24,35 +25,42 @@ def materialise(
     seed: int,
     device: torch.device,
     dtype: torch.dtype,
-    home: torch.device | None = None,
-    place: Callable[[nn.Module, list[nn.Parameter]], None] = lambda module, parameters: None,
+    storage: torch.device | None = None,
+    base_dtype: torch.dtype | None = None,
+    after_unit: Callable[[nn.Module, list[nn.Parameter]], None] = lambda module, parameters: None,
 ) -> None:
     """Give every parameter and buffer of `root` its value: pretrained where there is one, else initial.
 
     Initial values depend on `seed` and the module's name alone. Of a parameter that is a DTensor this process keeps
-    its own part, and reads no more than that of a pretrained one. `home` is where parameters live if not on `device`.
-    `place` is called with each unit and its new parameters, in order; afterwards they may be empty shards.
+    its own shard, and reads no more than that of a pretrained one. `storage` is where parameters live if not on
+    `device`, and `base_dtype` what those have that checkpoints do without. `after_unit` is called with each unit and
+    its new parameters, in order; they may be empty shards then.
     Raises ConfigError if a pretrained model lacks a parameter or has it in another shape.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}  # from meta to real: a tied parameter is made once
     missing: list[Problem] = []
+    named = root.named_parameters(remove_duplicate=False) if base_dtype else ()
+    base = {parameter for name, parameter in named if name in spec.unsaved}
     for unit in units(root, spec.blocks):
         whole: dict[nn.Parameter, nn.Parameter] = {}  # those of this unit, from meta to the value
         for name, module in unit:
             _allocate(name, module, spec, made, whole, missing)
-        for name, _ in unit:
+        for name, module in unit:
+            held = {**module._parameters, **module._buffers}
+            before = {key: tensor._version for key, tensor in held.items() if tensor is not None}
             with torch.no_grad(), seeded_init(seed, name):
                 spec.initialise(root, name)
-        own = {value: _own(value, meta, home or device, dtype) for meta, value in whole.items()}
+                for key, version in before.items():
+                    _fill_untouched(f"{name}.{key}".lstrip("."), module, key, held[key], version, spec, missing)
+        own = {
+            value: _own(value, meta, storage or device, base_dtype if base_dtype and meta in base else dtype)
+            for meta, value in whole.items()
+        }
         made |= {meta: own[value] for meta, value in whole.items()}
-        for name, module in unit:
+        for _, module in unit:
             module._parameters.update({k: own[value] for k, value in module._parameters.items() if value in own})
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    if buffer.is_floating_point() and bool(buffer.isnan().any()):
-                        missing.append(_uninitialised(spec, f"{name}.{key}"))
-                    module._buffers[key] = buffer.to(device)
-        place(unit[-1][1], list(own.values()))
+            module._buffers.update({key: b.to(device) for key, b in module._buffers.items() if b is not None})
+        after_unit(unit[-1][1], list(own.values()))
     if missing:
         raise ConfigError(*missing)
 
@@ -78,7 +86,7 @@ def _allocate(
 
 def _filled(name: str, meta: nn.Parameter, spec: ModelSpec, missing: list[Problem]) -> nn.Parameter:
     value = spec.weights.read(name)
-    if value is None and not isinstance(spec.weights, NoWeights):
+    if value is None and not isinstance(spec.weights, NoWeights) and name not in spec.fresh:
         missing.append(Problem(f"{spec.name}: {name}", "absent from the weights", "every parameter of the model"))
     elif value is not None and value.shape != meta.shape:
         missing.append(Problem(f"{spec.name}: {name}", f"shape {tuple(value.shape)}", f"{tuple(meta.shape)}"))
@@ -92,18 +100,16 @@ def _filled(name: str, meta: nn.Parameter, spec: ModelSpec, missing: list[Proble
     return parameter
 
 
-def _own(value: nn.Parameter, meta: nn.Parameter, home: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """What this process keeps of a value; of a DTensor the part that its placements give it."""
+def _own(value: nn.Parameter, meta: nn.Parameter, storage: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    """What this process keeps of a value; of a DTensor the shard that its placements give it."""
     if isinstance(meta, DTensor):
-        part = own_part(value.detach(), meta)
-        local = part.to(home, dtype, copy=True, memory_format=torch.contiguous_format)
-        kept: torch.Tensor = DTensor.from_local(
-            local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
-        )
+        # `from_local` would move what is offloaded to the mesh's device
+        kept: torch.Tensor = torch.empty_like(meta.detach(), dtype=dtype, device=storage)
+        cast(DTensor, kept).to_local().copy_(own_shard(value.detach(), meta))
         parameter = nn.Parameter(kept, requires_grad=value.requires_grad)
     else:
         parameter = value
-        parameter.data = value.data.to(home, dtype)
+        parameter.data = value.data.to(storage, dtype)
     # a tied parameter keeps its first module's values: by its second it may be an empty shard
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     return parameter
@@ -111,15 +117,31 @@ def _own(value: nn.Parameter, meta: nn.Parameter, home: torch.device, dtype: tor
 
 def _buffer(name: str, meta: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
     value = spec.weights.read(name)
-    if value is not None:
-        return value
-    # poison: a buffer that nothing fills must not pass for one that was meant to be zero
-    return torch.full_like(meta, torch.nan if meta.is_floating_point() else 0, device="cpu")
+    buffer = torch.zeros_like(meta, device="cpu") if value is None else value
+    # transformers' initialisers leave a tensor with this mark alone
+    buffer._is_hf_initialized = value is not None  # type: ignore[attr-defined]
+    return buffer
+
+
+def _fill_untouched(
+    name: str, module: nn.Module, key: str, old: Any, version: int, spec: ModelSpec, missing: list[Problem]
+) -> None:
+    """What the family's initialisation has not written holds nothing yet: it gets what the constructor gives it."""
+    tensor = {**module._parameters, **module._buffers}.get(key)
+    if tensor is not old or tensor._version != version or getattr(tensor, "_is_hf_initialized", False):
+        return
+    value = spec.constructed(name)
+    if value is not None and value.shape == tensor.shape and not value.is_meta:
+        tensor.copy_(value)
+    elif isinstance(tensor, nn.Parameter) and callable(reset := getattr(module, "reset_parameters", None)):
+        reset()
+    else:
+        missing.append(_uninitialised(spec, name))
 
 
 def _uninitialised(spec: ModelSpec, name: str) -> Problem:
     return Problem(
-        f"{spec.name}: buffer {name}",
+        f"{spec.name}: {name}",
         "the model's own initialisation leaves it empty when it is built on the meta device",
-        "a buffer that `_init_weights` fills, or one that is stored with the weights",
+        "a tensor that `_init_weights` fills, or one that is stored with the weights",
     )

@@ -1,51 +1,244 @@
-"""The same architecture made tiny: what is proved of the copy holds for the model."""
+"""The numbers of an architecture made small, so that what stood in a relation still does.
+
+Head counts shrink by one factor, head sizes by another, and every width by their product: hidden = heads x head size,
+expand x hidden = state-space heads x their size, rotary sizes and parts of heads all stay what they were to one
+another. Numbers are known by their names, which the families share far more than their code.
+"""
 
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 VOCABULARY = 97
+HIDDEN = 32
+"""About how wide the copy is."""
+_POSITIONS, _WINDOW, _EXPERTS, _GROUPS, _HEADS, _HEAD_SIZE, _WIDTH = 64, 8, 4, 2, 4, 8, 8
 
-# attribute of a transformers config -> what it becomes, where there is one and it is larger
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "head_dim": 8,
-    "num_attention_heads": 4,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-    "sliding_window": 8,
-}
+# the first pattern that is found in an attribute's name says what its number is
+_ROLES: tuple[tuple[str, str], ...] = (
+    ("kept", r"nextn|mtp|_id$|_ids$|kernel|conv_L|seed|chunk_size_feed|image|patch|pattern$|original_max|^group_"),
+    ("first", r"first_k_dense|dense_layers|max_window_layers|layer_start_index"),
+    ("last index", r"layer_end_index"),
+    ("last", r"kv_shared_layers"),
+    ("layers", r"(num|n)_(\w+_)?layers?$|^n_layer|coder_layers$|^num_blocks$|layers_per_stack$"),
+    ("vocabulary", r"vocab_size"),
+    ("positions", r"max_position|n_positions|n_ctx|max_seq|max_source|max_target|model_max_length|^context_length"),
+    ("window", r"window(_size)?$|attention_chunk_size|^(mamba_)?chunk_size|index_topk$|^local_attention$"),
+    ("chosen", r"(experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts)$"),
+    ("chosen groups", r"topk_group$"),
+    ("groups", r"n_?groups?$|expert_group$"),
+    ("experts", r"experts$|expert_num$"),
+    ("head size", r"head_?(dim|size)$|d_head$|dim_head$|^kv_channels$|^rotary_(dim|ndims)$|^d_kv$"),
+    ("heads", r"heads?(_per_layer)?$|num_query_groups$"),
+    ("width", r"hidden|intermediate|inner|width|ffn_?dim|_dim$|^dim_|dff$|^d_|_d_|n_embd|rank$|embd?_dim|_size$|_proj"),
+)
+_OF_LAYERS = ("first", "last index", "last", "layers")
 
 
-def shrink_model(architecture: Any, layers: int = 2) -> Any:
-    """The same architecture with fewer, narrower blocks: same dropout, tying, attention, kinds of layers.
+@dataclass(frozen=True)
+class Scale:
+    """What numbers are multiplied by."""
 
-    It has `layers` blocks, more where it takes more to have one of each kind, and never more than it had.
+    heads: dict[int, int]
+    """From the counts of query and key-value heads to those of the copy."""
+    head_size: int
+    """What sizes of heads are divided by."""
+    width: Fraction
+    """What widths are multiplied by."""
+    hidden: int
+    """The hidden size itself, of which others are multiples and parts."""
+    split: int
+    """Whether a number is a multiple of this stays as it is: tensor parallel ranks."""
+
+
+KEPT = Scale({}, 1, Fraction(1), 0, 1)
+"""Every number stays, but those that count layers."""
+
+
+def scale_of(config: Any, split: int, *, head_sizes: bool) -> Scale:
+    """The scale of an architecture; with its `head_sizes` kept where they may not shrink."""
+    text = _text(config)
+    numbers = dict(_numbers(text))
+    hidden = _first(text, "hidden_size", "d_model", "n_embd", "embedding_dim", "emb_dim") or 1
+    heads = _first(text, "num_attention_heads", "decoder_attention_heads", "num_heads", "mamba_num_heads") or 0
+    if not heads:  # no attention at all
+        return Scale({}, 1, Fraction(min(HIDDEN, hidden), hidden), hidden, split)
+    kv = _first(text, "num_key_value_heads", "num_kv_heads", "kv_n_heads") or heads
+    size = _first(text, "head_dim") or max(1, hidden // heads)
+    few = _count(min(kv, _GROUPS if kv < heads else _HEADS), kv, split)
+    many = (
+        few if kv == heads else next(n for n in range(few, heads + 1, few) if n == heads or _fits(n, few, heads, split))
+    )
+    divisor = 16 if head_sizes else 1
+    sizes = [value for name, value in numbers.items() if _role(name) == "head size"] + [size]
+    sizes += [2 * part for part in _rotary(text, size)]
+    while divisor > 1 and not (size // divisor >= _HEAD_SIZE and all(v % (2 * divisor) == 0 for v in sizes)):
+        divisor //= 2
+    width = Fraction(hidden * many, heads * divisor)
+    if width.denominator != 1 or (hidden != heads * size and width % _WIDTH):  # nothing ties it to the heads
+        width = Fraction(_nearest(width, hidden, split))
+    return Scale({heads: many, kv: few}, divisor, width / hidden, hidden, split)
+
+
+def shrink(config: Any, scale: Scale | None, keep: Sequence[int], layers: int) -> Any:
+    """A copy of the config with the layers `keep` of `layers`, every number by its role; widths only with a `scale`.
+
+    `layers` is 0 where it is not known which of its numbers counts the blocks.
     """
-    small = copy.deepcopy(architecture)
-    heads, kv_heads = (getattr(small, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    kinds = getattr(small, "layer_types", None)
-    layers = max(layers, *(kinds.index(kind) + 1 for kind in set(kinds))) if kinds else layers
-    for name, size in SIZES.items():
-        value = getattr(small, name, None)
-        if name == "head_dim" and hasattr(small, "qk_rope_head_dim"):
-            continue  # latent attention puts its heads together from parts that stay as they are
-        if isinstance(value, int) and value > size:
-            setattr(small, name, size)
-    small.num_hidden_layers = min(layers, architecture.num_hidden_layers)
-    if kinds and small.layer_types != kinds[: small.num_hidden_layers]:  # some work it out themselves
-        small.layer_types = kinds[: small.num_hidden_layers]
-    if kv_heads is not None:
-        small.num_key_value_heads = small.num_attention_heads if kv_heads == heads else min(kv_heads, 2)
-    small.vocab_size = VOCABULARY
-    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if isinstance(getattr(small, token, None), int):
-            setattr(small, token, 0)
+    small = copy.deepcopy(config)
+    _shrink(small, scale, keep, layers)
     return small
+
+
+def _shrink(config: Any, scale: Scale | None, keep: Sequence[int], layers: int) -> None:
+    overrides = config.to_dict().get("per_layer_config") if "_heterogeneity_spec" in vars(config) else None
+    config.__dict__.pop("_heterogeneity_spec", None)
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "to_dict"):  # a part of it: with heads of its own it is a model of its own
+            own = scale not in (None, KEPT) and _first(value, "num_attention_heads") and value is not _text(config)
+            inner = scale_of(value, scale.split, head_sizes=scale.head_size > 1) if own and scale else scale
+            count = _first(value, "num_hidden_layers") or layers
+            _shrink(value, inner, range(min(2, count)) if own else keep, count if own else layers)
+        elif not name.startswith("_"):
+            new = _value(name, value, scale, keep, layers)
+            if new != value:
+                setattr(config, name, new)
+    if overrides is not None:
+        config.per_layer_config = {
+            keep.index(int(layer)): {k: _value(k, v, scale, keep, layers) for k, v in changes.items()}
+            for layer, changes in overrides.items()
+            if int(layer) in keep
+        }
+
+
+def _value(name: str, value: Any, scale: Scale | None, keep: Sequence[int], layers: int) -> Any:
+    if isinstance(value, bool) or value is None:
+        return value
+    if scale is KEPT and (isinstance(value, int) or "token_id" in str(name)) and _role(str(name)) not in _OF_LAYERS:
+        return value
+    if isinstance(value, int):
+        return _number(name, value, scale, keep, layers)
+    if isinstance(value, dict):
+        return {k: _value(k, v, scale, keep, layers) for k, v in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return value
+    if re.search("token_id", name):
+        return type(value)(0 for _ in value)
+    if scale and scale.head_size > 1 and name in ("short_factor", "long_factor"):
+        return value[: max(1, len(value) // scale.head_size)]
+    if scale and scale.head_size > 1 and name == "mrope_section":
+        parts = [part // scale.head_size for part in value]
+        return [sum(value) // scale.head_size - sum(parts[1:]), *parts[1:]]
+    if len(value) == layers > 0:
+        return type(value)(_value(name, value[index], scale, keep, layers) for index in keep)
+    if _is_spelled_out(value, layers):  # [[["global", "local"], 12]]
+        kinds = [kind for pattern, times in value for _ in range(times) for kind in pattern]
+        return [[[kinds[index]], 1] for index in keep]
+    indices = all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < layers for v in value)
+    if indices and re.search(r"layer|idx|index", name) and sorted(set(value)) == list(value):
+        return type(value)(place for place, index in enumerate(keep) if index in value)
+    return value
+
+
+def _number(name: str, value: int, scale: Scale | None, keep: Sequence[int], layers: int) -> int:
+    role = _role(name)
+    below = sum(index < value for index in keep)
+    if re.search("token_id$|^(pad|bos|eos|unk|mask)_index$", name):
+        return 0
+    if role == "layers":
+        return len(keep) if value == layers else min(value, 2 if layers else len(keep))
+    if role in ("first", "last index", "last"):
+        end = sum(index <= value for index in keep) - 1
+        return {"first": below, "last index": end, "last": sum(index >= layers - value for index in keep)}[role]
+    limits = {"vocabulary": VOCABULARY, "positions": _POSITIONS, "window": _WINDOW, "experts": _EXPERTS}
+    limits |= {"chosen": 2, "chosen groups": 1, "groups": _GROUPS}
+    if role in limits:
+        return min(value, limits[role])
+    if scale is None or value <= 1:
+        return value
+    if role == "heads":
+        return scale.heads.get(value) or _other_heads(value, scale)
+    if role == "head size":
+        return value // scale.head_size if value % scale.head_size == 0 else value
+    if role == "width" and value > _WIDTH:
+        exact, tied = value * scale.width, value % scale.hidden == 0 or scale.hidden % value == 0
+        return int(exact) if tied and exact.denominator == 1 else _nearest(exact, value, scale.split)
+    return value
+
+
+def _other_heads(value: int, scale: Scale) -> int:
+    """Heads of another kind: by the same factor if that leaves whole ones, else few, in groups of key-value heads."""
+    many, few = (max(scale.heads), min(scale.heads)) if scale.heads else (1, 1)
+    exact = Fraction(value * scale.heads.get(many, 1), many)
+    if scale.heads and exact.denominator == 1:
+        return int(exact)
+    group = scale.heads.get(few, 1)
+    return (
+        -(-exact.numerator // (exact.denominator * group)) * group if value > few else _count(min(value, 2), value, 1)
+    )
+
+
+def _role(name: str) -> str:
+    return next((role for role, pattern in _ROLES if re.search(pattern, name)), "kept")
+
+
+def _count(least: int, value: int, split: int) -> int:
+    """The smallest number from `least` on that is, or is not, a multiple of `split` as `value` is."""
+    return next(n for n in range(least, value + 1) if n == value or (n % split == 0) == (value % split == 0))
+
+
+def _fits(n: int, few: int, heads: int, split: int) -> bool:
+    return n >= _HEADS and n > few and (n % split == 0) == (heads % split == 0)
+
+
+def _nearest(exact: Fraction, value: int, split: int) -> int:
+    """A width near `exact`, of a size that kernels take, and a multiple of `split` where `value` is."""
+    rounded = max(_WIDTH, round(exact / _WIDTH) * _WIDTH)
+    if split > 1:
+        while (rounded % split == 0) != (value % split == 0):
+            rounded += _WIDTH if value % _WIDTH == 0 else 1
+    return min(rounded, value)
+
+
+def _rotary(text: Any, size: int) -> Iterator[int]:
+    """How much of each head is turned, where that is a part of it; the halves of it that axes share."""
+    rope = [vars(text).get("rope_parameters"), vars(text)]
+    rope += [v for v in rope[0].values() if isinstance(v, dict)] if isinstance(rope[0], dict) else []
+    for values in rope:
+        if isinstance(values, dict):
+            for name in ("partial_rotary_factor", "rotary_pct"):
+                if isinstance(part := values.get(name), float):
+                    yield int(size * part) // 2
+
+
+def _numbers(config: Any) -> Iterator[tuple[str, int]]:
+    for name, value in vars(config).items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            yield name, value
+
+
+def _is_spelled_out(value: Sequence[Any], layers: int) -> bool:
+    pairs = all(isinstance(v, (list, tuple)) and len(v) == 2 and isinstance(v[1], int) for v in value)
+    return bool(value) and pairs and sum(len(v[0]) * v[1] for v in value) == layers
+
+
+def _first(config: Any, *names: str) -> int | None:
+    """The first of these that the config has, under the name that it keeps it by."""
+    for name in names:
+        value = vars(config).get(getattr(config, "attribute_map", {}).get(name, name))
+        if isinstance(value, int) and value:
+            return value
+    return None
+
+
+def _text(config: Any) -> Any:
+    """The part of a config that describes the decoder."""
+    for name in ("text_config", "decoder", "llm_config", "thinker_config"):
+        if hasattr(part := vars(config).get(name), "to_dict"):
+            return part
+    return config

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from trainer.errors import ConfigError, Problem
+
+SAMPLED = 1024
+"""Values of a tensor's beginning, middle and end that its fingerprint takes in."""
 
 
 class SafetensorsFolder:
@@ -36,6 +41,8 @@ class SafetensorsFolder:
         with safe_open(self._folder / self._file_of[name], "pt") as file:
             return file.get_tensor(name)
 
+    def release(self) -> None: ...
+
 
 class StateDict:
     """Values from a whole model in memory: for weights whose names are not the model's own."""
@@ -45,6 +52,32 @@ class StateDict:
 
     def read(self, name: str) -> torch.Tensor | None:
         return self._values.get(name)
+
+    def release(self) -> None:
+        self._values = {}
+
+
+def fingerprint(weights: Any, names: Iterable[str]) -> str:
+    """SHA-256 of the names, shapes and dtypes, and of the first, middle and last SAMPLED values of each tensor.
+
+    It tells one base from another without reading all of it; that a value between was changed by hand it does not see.
+    """
+    digest = hashlib.sha256()
+    for name in names:
+        value = weights.read(name)
+        if value is None:
+            continue
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        flat = value.detach().reshape(-1)
+        middle = max(0, (len(flat) - SAMPLED) // 2)
+        for part in (flat[:SAMPLED], flat[middle : middle + SAMPLED], flat[-SAMPLED:]):
+            digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def names_in(folder: Path) -> set[str]:
+    """Of all tensors in a folder's safetensors; empty where it has none."""
+    return SafetensorsFolder(folder).names() if any(folder.glob("model.safetensors*")) else set()
 
 
 def open_weights(

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from trainer.distributed.seeding import derive, seed_generators
 from trainer.models.spec import ModelSpec
-from trainer.seeding import derive, seed_generators
 
 
 class Dropout:
@@ -19,9 +19,8 @@ class Dropout:
 
     def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
         self._base = 0
-        if spec.dropout:
-            for index, name in enumerate(spec.blocks):
-                model.get_submodule(name).register_forward_pre_hook(self._seed_block(index))
+        for index, name in enumerate(spec.blocks):
+            model.get_submodule(name).register_forward_pre_hook(self._seed_block(index))
 
     def start(self, step_seed: int, micro_batch: int) -> None:
         """What comes next is the forward pass of this micro-batch."""

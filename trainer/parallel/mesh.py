@@ -1,8 +1,11 @@
-"""The processes of a layout as one DeviceMesh, and the groups of them that reduce together."""
+"""The ranks of a layout as one DeviceMesh, and the groups of them that reduce together, by what they reduce."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,32 +14,107 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.layout import AXES, Layout
 
+REDUCTIONS: dict[str, tuple[str, ...]] = {
+    "batch": ("replicate", "shard"),
+    "loss": ("pipeline", "replicate", "shard"),
+    "shard": ("shard",),
+    "replica": ("replicate",),
+    "norm": ("pipeline", "shard", "tensor"),
+}
+"""Reduction -> the mesh axes that it runs along. An axis of another kind is an entry here, and nowhere a division.
+
+`batch`: ranks with other samples, whose gradients are averaged. `loss`: each token's loss and each target stands on one
+rank of such a group. `shard`: ranks that share one copy of each parameter. `replica`: ranks that hold the same shard.
+`norm`: ranks that together hold each gradient once.
+"""
+
 
 @dataclass(frozen=True)
-class Grid:
+class ParallelMesh:
     """Pipeline x replicate x shard x tensor, row-major."""
 
     layout: Layout
-    mesh: DeviceMesh
-    """All four axes, also those of size 1."""
-    replica: dist.ProcessGroup | None
-    """The processes that together hold one whole replica of the model; None: all processes."""
+    device_mesh: DeviceMesh
+    """All axes, also those of size 1."""
+    groups: Mapping[str, dist.ProcessGroup | None]
+    """By reduction; None where a rank is alone."""
 
-    def group(self, axis: str) -> dist.ProcessGroup:
-        return self.mesh[axis].get_group()
+    def group(self, reduction: str) -> dist.ProcessGroup | None:
+        """The ranks that this one reduces with; None where it is alone."""
+        return self.groups[reduction]
+
+    def size(self, reduction: str) -> int:
+        """How many ranks reduce together."""
+        group = self.groups[reduction]
+        return group.size() if group is not None else 1
+
+    def sum(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        """`tensor`, summed in place over a reduction. Collective over its group."""
+        if (group := self.groups[reduction]) is not None:
+            dist.all_reduce(tensor, group=group)
+        return tensor
+
+    def axis(self, name: str) -> dist.ProcessGroup:
+        """The ranks that differ along one axis alone."""
+        return self.device_mesh[name].get_group()
+
+    def rank(self, axis: str) -> int:
+        """This rank's coordinate."""
+        return self.device_mesh.get_local_rank(axis)
+
+    @cached_property
+    def stages(self) -> list[int]:
+        """The pipeline stages that this rank holds, in order."""
+        return self.layout.stages_of(self.rank("pipeline"))
+
+    @cached_property
+    def has_loss(self) -> bool:
+        """Whether this rank holds the last stage, where the loss is."""
+        return self.layout.stages - 1 in self.stages
 
     @property
-    def data(self) -> DeviceMesh:
+    def fsdp(self) -> DeviceMesh:
         """What FSDP shards over; with `replicate` > 1 two-dimensional (HSDP), `shard` innermost."""
-        return self.mesh["replicate", "shard"] if self.layout.replicate > 1 else self.mesh["shard"]
+        return self.device_mesh["replicate", "shard"] if self.layout.replicate > 1 else self.device_mesh["shard"]
 
 
-def grid_of(layout: Layout, device: torch.device) -> Grid:
+def parallel_mesh_of(layout: Layout, device: torch.device) -> ParallelMesh:
     """Make the process groups of a layout. Collective."""
     sizes = tuple(getattr(layout, axis) for axis in AXES)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    replica: Any = None
-    if layout.replicate > 1:
-        of_replica = mesh.mesh.movedim(AXES.index("replicate"), 0).reshape(layout.replicate, -1)
-        replica, _ = dist.new_subgroups_by_enumeration([[int(rank) for rank in row] for row in of_replica])
-    return Grid(layout, mesh, replica)
+    return ParallelMesh(layout, mesh, groups_of(mesh))
+
+
+def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
+    """This rank's group of each reduction. Collective."""
+    made: dict[tuple[str, ...], dist.ProcessGroup | None] = {}  # by the axes that are larger than 1
+    found = {}
+    for reduction, axes in REDUCTIONS.items():
+        along = tuple(axis for axis in axes if mesh.size(_names(mesh).index(axis)) > 1)
+        if along not in made:
+            made[along] = _group(mesh, along)
+        found[reduction] = made[along]
+    return found
+
+
+def ranks_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> list[list[int]]:
+    """The ranks that differ along these axes alone, group by group."""
+    moved = mesh.mesh.movedim([_names(mesh).index(axis) for axis in axes], list(range(-len(axes), 0)))
+    rows = moved.reshape(-1, math.prod(moved.shape[-len(axes) :]))
+    return [[int(rank) for rank in row] for row in rows]
+
+
+def _group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+    if not axes:
+        return None
+    if len(axes) == 1:
+        return mesh[axes[0]].get_group()
+    rows = ranks_along(mesh, axes)
+    if len(rows) == 1:  # all ranks
+        return dist.distributed_c10d._get_default_group()
+    group: Any = dist.new_subgroups_by_enumeration(rows)[0]
+    return group  # type: ignore[no-any-return]
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from trainer.layout import Layout, Partition
+from trainer.layout import Partition
 from trainer.models.spec import ModelSpec
 
 
@@ -38,7 +38,7 @@ def divide(costs: Sequence[float], first: float, last: float, stages: int) -> li
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(costs)], strict=True)]
 
 
-def parts(model: nn.Module, spec: ModelSpec, partition: Partition, stages: int) -> list[range]:
+def block_ranges(model: nn.Module, spec: ModelSpec, partition: Partition, stages: int) -> list[range]:
     """The blocks of each stage.
 
     `uniform`: as many each. `parameters`: as many parameters each, with the input table on the first and the head on
@@ -47,12 +47,5 @@ def parts(model: nn.Module, spec: ModelSpec, partition: Partition, stages: int) 
     if partition == "uniform":
         return divide([1.0] * len(spec.blocks), 0.0, 0.0, stages)
     costs = [float(sum(p.numel() for p in model.get_submodule(name).parameters())) for name in spec.blocks]
-    table = spec.embedding_parameters or spec.head_parameters
-    return divide(costs, table if partition == "parameters" else 0.0, spec.head_parameters, stages)
-
-
-def stages_of(layout: Layout, place: int) -> list[int]:
-    """The stages that the ranks at `place` of the pipeline hold, in order."""
-    if layout.schedule.folded:
-        return [place, layout.stages - 1 - place]
-    return list(range(place, layout.stages, layout.pipeline))
+    table = spec.language.embedding_parameters or spec.language.head_parameters
+    return divide(costs, table if partition == "parameters" else 0.0, spec.language.head_parameters, stages)

@@ -11,45 +11,51 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from trainer.models.cut import Inlet
+from trainer.models.cut import StageInput
 from trainer.parallel.dropout import Dropout
-from trainer.parallel.mesh import Grid
-from trainer.parallel.partition import stages_of
-from trainer.tasks.task import Batch, Task, Trainee
+from trainer.parallel.mesh import ParallelMesh
+from trainer.tasks.task import Batch, ModelWithLoss, Task
 
 
-class Stage(Trainee):
+class Stage(ModelWithLoss):
     """One stage of a model that was cut, with the loss if it is the last.
 
-    It takes the hidden state [batch, sequence, hidden] of the stage before (the first takes none), and gives its
-    own, or the summed loss, shape [1].
+    It takes the hidden state of the stage before (`Task.hidden_shape`; the first takes none), and gives its
+    own, or the summed loss, shape [1], with what an evaluation measures behind it.
     """
 
-    def __init__(self, model: nn.Module, task: Task, inlet: Inlet, dropout: Dropout, *, last: bool) -> None:
+    def __init__(
+        self, model: nn.Module, task: Task, stage_input: StageInput, dropout: Dropout, blocks: range, *, last: bool
+    ) -> None:
         super().__init__(model, task)
+        self.blocks = blocks
+        """Of the whole model, by number."""
         self.dropout = dropout
-        self._inlet = inlet
-        self._last = last
+        self._stage_input = stage_input
+        self.last = last
 
     def forward(self, *hidden: torch.Tensor, batch: Batch, seed: int, micro_batch: int) -> torch.Tensor:  # type: ignore[override]
-        self._inlet.hidden = hidden[0] if hidden else None
+        self._stage_input.hidden = hidden[0] if hidden else None
         self.dropout.start(seed, micro_batch)
-        output = super().forward(batch) if self._last else self._task.below_head(self.model, batch)
-        self._inlet.hidden = None
-        if self._last:
-            return torch.stack([output])
-        return output.clone() if output._is_view() else output  # schedules and FSDP change it in place
+        output = super().forward(batch) if self.last else self._task.hidden(self.model, batch)
+        self._stage_input.hidden = None
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_()  # all up to here is frozen; a schedule sends gradients back to every stage
+        if self.last:
+            return torch.stack([output]) if self.training else output
+        # schedules and FSDP change it in place, and only what is contiguous can be sent
+        whole = output.is_contiguous() and not output._is_view()
+        return output if whole else output.clone(memory_format=torch.contiguous_format)
 
 
-class Pipeline:
+class PipelineRun:
     """The stages of this rank, and the schedule in which micro-batches pass through them."""
 
-    def __init__(self, stages: Sequence[Stage], task: Task, grid: Grid, hidden_size: int, device: torch.device) -> None:
-        self._layout = grid.layout
-        self._stages = dict(zip(stages_of(grid.layout, grid.mesh.get_local_rank("pipeline")), stages, strict=True))
+    def __init__(self, stages: Sequence[Stage], task: Task, mesh: ParallelMesh, device: torch.device) -> None:
+        self._layout = mesh.layout
+        self._stages = dict(zip(mesh.stages, stages, strict=True))
         self._task = task
-        self._group = grid.group("pipeline")
-        self._hidden_size = hidden_size
+        self._group = mesh.axis("pipeline")
         self._device = device
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._scale = torch.ones((), device=device)
@@ -75,7 +81,7 @@ class Pipeline:
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """One after the other; a stage takes up the next while those behind it still work on the last."""
-        total = torch.zeros((), device=self._device)
+        total = torch.zeros(1 + len(self._task.measures), device=self._device)
         for stage in self._stages.values():
             stage.eval()
         with torch.no_grad():
@@ -85,33 +91,40 @@ class Pipeline:
                         hidden = [self._received(index, batch)] if index else []
                         output = self._stages[index](*hidden, batch=batch, seed=0, micro_batch=0)
                         if index + 1 == self._layout.stages:
-                            total += output.squeeze(0)
+                            total += output
                         elif index + 1 in self._stages:
                             self._kept = output
                         else:
-                            dist.send(output.contiguous(), group=self._group, group_dst=self._place(index + 1))
+                            dist.send(output.contiguous(), group=self._group, group_dst=self._rank_of(index + 1))
         return total
 
     def _received(self, index: int, batch: Batch) -> torch.Tensor:
         if index - 1 in self._stages:
             return self._kept
-        hidden = self._hidden(batch)
-        dist.recv(hidden, group=self._group, group_src=self._place(index - 1))
+        hidden = self._hidden(batch, self._stages[index].blocks.start)
+        dist.recv(hidden, group=self._group, group_src=self._rank_of(index - 1))
         return hidden
 
-    def _place(self, index: int) -> int:
-        return next(place for place in range(self._layout.pipeline) if index in stages_of(self._layout, place))
+    def _rank_of(self, stage: int) -> int:
+        """The pipeline rank that holds a stage."""
+        return next(rank for rank in range(self._layout.pipeline) if stage in self._layout.stages_of(rank))
 
-    def _hidden(self, batch: Batch) -> torch.Tensor:
-        shape = self._task.shape(batch)
-        return torch.empty(*shape, self._hidden_size, dtype=getattr(torch, self._layout.precision), device=self._device)
+    def _hidden(self, batch: Batch, block: int) -> torch.Tensor:
+        """An empty hidden state, as it enters a block."""
+        shape = self._task.hidden_shape(batch, block)
+        return torch.empty(shape, dtype=getattr(torch, self._layout.precision), device=self._device)
 
     def _schedule(self, batches: Sequence[Batch]) -> Any:
         """The schedule for micro-batches of this shape, made when it first comes up."""
         shape = self._task.shape(batches[0])
         if shape not in self._schedules:
             # that they require gradients says that gradients of this shape come back
-            hidden = self._hidden(batches[0]).to("meta").requires_grad_()
+            hidden = {
+                block: self._hidden(batches[0], block).to("meta").requires_grad_()
+                for stage in self._stages.values()
+                for block in (stage.blocks.start, *(() if stage.last else (stage.blocks.stop,)))
+                if block > 0
+            }
             loss = torch.empty(1, device="meta", requires_grad=True)
             last = self._layout.stages - 1
             stages = [
@@ -120,8 +133,8 @@ class Pipeline:
                     index,
                     self._layout.stages,
                     self._device,
-                    input_args=(hidden,) if index else (),
-                    output_args=(hidden,) if index < last else (loss,),
+                    input_args=(hidden[module.blocks.start],) if index else (),
+                    output_args=(hidden[module.blocks.stop],) if index < last else (loss,),
                     group=self._group,
                 )
                 for index, module in self._stages.items()

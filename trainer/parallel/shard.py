@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from trainer.errors import ConfigError, NumericsError, Problem
 from trainer.layout import Layout
-from trainer.parallel.mesh import Grid
+from trainer.models.spec import ModelSpec
+from trainer.parallel.mesh import ParallelMesh
 
 
 def policy_of(layout: Layout) -> MixedPrecisionPolicy:
@@ -24,16 +26,40 @@ def offload_of(layout: Layout, device: str) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=device != "cpu")
 
 
-def apply(module: nn.Module, grid: Grid) -> None:
+def apply(module: nn.Module, mesh: ParallelMesh) -> None:
     """Make `module` a unit: its parameters are gathered around its forward and backward pass.
 
     ZeRO-2 keeps them gathered in between, ZeRO-3 does not (arXiv 2304.11277, section 3.3.1).
     """
-    resharded = grid.layout.zero_stage == 3
+    resharded = mesh.layout.zero_stage == 3
     fully_shard(
         module,
-        mesh=grid.data,
+        mesh=mesh.fsdp,
         reshard_after_forward=resharded,
-        mp_policy=policy_of(grid.layout),
-        offload_policy=offload_of(grid.layout, grid.mesh.device_type),
+        mp_policy=policy_of(mesh.layout),
+        offload_policy=offload_of(mesh.layout, mesh.device_mesh.device_type),
     )
+
+
+def check_shardable(spec: ModelSpec, layout: Layout) -> None:
+    """Raises ConfigError where FSDP2 would gather the whole model at once, or can't gather a block alone."""
+    if layout.zero_stage > 0 and not spec.blocks:
+        mend = 'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed" (stages 1 and 2).'
+        seen = "FSDP2 shards block by block, and no blocks were found"
+        raise ConfigError(Problem(f"zero_optimization.stage: {spec.name}", seen, "a model of repeated blocks", mend))
+    blocks = tuple(f"{block}." for block in spec.blocks)
+    shared = [(alias, name) for alias, name in spec.tied.items() if alias.startswith(blocks) or name.startswith(blocks)]
+    if layout.zero_stage > 0 and shared:
+        alias, name = shared[0]
+        mend = 'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed".'
+        seen = f"FSDP2 shards block by block, and {alias} is one with {name}"
+        raise ConfigError(Problem(f"zero_optimization.stage: {spec.name}", seen, "blocks that share nothing", mend))
+
+
+def check_units(module: nn.Module, spec: ModelSpec) -> None:
+    """Raises NumericsError unless every block is an FSDP unit of its own: one flat unit would gather all at once."""
+    units = {name for name, inner in module.named_modules() if isinstance(inner, FSDPModule)}
+    missing = [name for name in spec.blocks if f"model.{name}" not in units]
+    if missing:
+        seen = f"{len(missing)} of {len(spec.blocks)} blocks are no unit of their own ({missing[0]}, ...)"
+        raise NumericsError(Problem("FSDP", seen, "one unit per block"))

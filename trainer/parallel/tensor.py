@@ -10,14 +10,17 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
-from trainer.models.spec import ModelSpec
-from trainer.parallel.mesh import Grid
+from trainer.models.checks import DrawWatch, tiny
+from trainer.models.names import layer_of, pattern_of
+from trainer.models.spec import WHOLE, ModelSpec
+from trainer.parallel.mesh import ParallelMesh
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -30,12 +33,12 @@ SUMMED = "replicated_with_grad_allreduce"
 """The style of a module that is whole on every rank and sees but a part of the heads: gradients are to be summed."""
 
 
-def apply(model: nn.Module, spec: ModelSpec, grid: Grid) -> None:
+def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
     """Split what the plan names of a model on the meta device, in place; no parameter changes its name."""
     modules = dict(model.named_modules())
-    for name, style in spec.tensor_plan.items():
+    for name, style in spec.language.tensor_plan.items():
         if style in STYLES and name in modules:
-            parallelize_module(modules[name], grid.mesh["tensor"], STYLES[style](), src_data_rank=None)
+            parallelize_module(modules[name], mesh.device_mesh["tensor"], STYLES[style](), src_data_rank=None)
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
@@ -48,36 +51,65 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 
 
 def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
-    plan, size, modules = spec.tensor_plan, layout.tensor, dict(spec.build().named_modules())
+    plan, size, modules = spec.language.tensor_plan, layout.tensor, dict(spec.build().named_modules())
     if not plan:
         yield "its family has no tensor plan in transformers", "a model with `base_model_tp_plan`"
     for name, style in plan.items():
         module = modules.get(name)
+        if style == WHOLE:
+            continue
         if style != SUMMED and (style not in STYLES or type(module) is not nn.Linear):
             yield f"{name} is to be split as {style!r}", f"linear layers, split as one of {', '.join(STYLES)}"
         elif isinstance(module, nn.Linear):
             what = "in_features" if style.startswith("rowwise") else "out_features"
             if (width := getattr(module, what)) % size:
                 yield f"{name}.{what} = {width} = {width // size} x {size} + {width % size}", f"a multiple of {size}"
-    regions = dict.fromkeys(name.rpartition(".")[0] for name, style in plan.items() if style == "colwise")
+    regions = dict.fromkeys(_region(name) for name, style in plan.items() if style == "colwise")
     if any("att" in region for region in regions):
-        for heads, what in ((spec.heads, "attention heads"), (spec.kv_heads, "key-value heads")):
+        for heads, what in ((spec.language.heads, "attention heads"), (spec.language.kv_heads, "key-value heads")):
             if heads % size:
                 yield f"{heads} {what} = {heads // size} x {size} + {heads % size}", f"a multiple of {size}"
+    drawing = _drawing(spec) if plan else set()
     for region in regions:
         yield from _inside(region, modules[region], spec)
+        if pattern_of(region) in drawing:
+            seen = f"{region} draws random numbers (dropout) inside what is split: each rank would draw others than one"
+            yield f"{seen} process", "a model config without that dropout"
+
+
+def _region(name: str) -> str:
+    """The module in which a layer's matrix is split."""
+    return layer_of(name).rpartition(".")[0]
 
 
 def _inside(name: str, region: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """What stands between split matrices, sees a part of the activations, and is not in the plan."""
     for key, _ in region.named_parameters():
         owner = f"{name}.{key}".rpartition(".")[0]
-        if owner not in spec.tensor_plan:
+        if owner not in spec.language.tensor_plan:
             yield f"{name}.{key} works on a part of the activations, and the plan does not say how", "a plan for it"
-    values = {key: value for key, value in vars(region).items() if isinstance(value, float)}
-    values |= {key: child.p for key, child in region.named_modules() if isinstance(child, nn.Dropout)}
-    for key, value in values.items():
-        # what is dropped from the residual stream is the same on all ranks: they have the same seed
-        if "drop" in key and not key.startswith("resid") and value > 0:
-            seen = f"{name}.{key} = {value:g}, inside what is split: each rank would drop other values than one process"
-            yield seen, "0"
+
+
+def _drawing(spec: ModelSpec) -> set[str]:
+    """Patterns of the modules that, in training, draw random numbers between the matrices that are split.
+
+    Seen on a tiny copy. What is drawn for the residual stream is the same on all ranks: they have the same seed.
+    """
+    small, model = tiny(spec)
+    place = ""
+
+    def move(to: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            nonlocal place
+            place = to
+
+        return hook
+
+    modules = dict(model.named_modules())
+    for name, style in small.language.tensor_plan.items():
+        if style in ("colwise", "rowwise") and name in modules:
+            region = pattern_of(_region(name)) if style == "colwise" else ""
+            modules[name].register_forward_hook(move(region))
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), DrawWatch(lambda: place) as watch:
+        model.train()(input_ids=torch.arange(1, 9)[None] % small.language.vocabulary, use_cache=False)
+    return watch.places

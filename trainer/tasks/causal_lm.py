@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -10,58 +11,185 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.tasks.cross_entropy import IGNORED, LossHead, logits_cross_entropy
-from trainer.tasks.task import Batch
+from trainer.models.spec import ModelSpec
+from trainer.tasks.by_source import LossBySource
+from trainer.tasks.cross_entropy import LossHead, Told, logits_cross_entropy, right
+from trainer.tasks.documents import documents_of
+from trainer.tasks.masks import Masks
+from trainer.tasks.noise import EmbeddingNoise
+from trainer.tasks.task import IGNORED, Batch
 
 
 class CausalLM:
     """Samples are `input_ids` [n] and `targets` [n], the latter already shifted: targets[t] follows input_ids[t].
 
-    No attention mask is needed: padding stands at the end, where a causal model's real tokens never look.
+    No attention mask is needed: padding stands at the end, where a causal model's real tokens never look. A sample of
+    several documents that are not to see one another has their lengths, `documents` [k]; the model's own code makes its
+    masks of them.
     """
 
-    def __init__(self, *, fused_head: bool, padding_id: int = 0) -> None:
+    measures: tuple[str, ...] = ("accuracy",)
+
+    def __init__(
+        self, *, fused_head: bool, padding_id: int = 0, own_loss: bool = False, hidden_size: int | None = None
+    ) -> None:
         self._fused_head = fused_head
+        self._hidden_size = hidden_size
+        self._own_loss = own_loss
         self._padding_id = padding_id
+        self._masks = Masks()
+        self._smoothing, self._trains = 0.0, False
+        self._noise: EmbeddingNoise | None = None
+        self.by_source: LossBySource | None = None
+        self.right: torch.Tensor | None = None
+        """How many of the last targets had the highest logit, where the model's own forward makes them."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec, padding_id: int = 0) -> CausalLM:
+        """The task of training this model."""
+        model = spec.language
+        return cls(
+            fused_head=model.plain_head, padding_id=padding_id, own_loss=model.own_loss, hidden_size=model.hidden_size
+        )
+
+    def regularised(self, label_smoothing: float, neftune_alpha: float) -> CausalLM:
+        """The same task with smoothed labels and noisy embeddings in training, where they are asked for."""
+        found = copy(self)
+        found._smoothing = label_smoothing
+        found._noise = EmbeddingNoise(neftune_alpha) if neftune_alpha else None
+        return found
+
+    def watching(self, sources: int) -> CausalLM:
+        """The same task, which sums up the training loss by source."""
+        found = copy(self)
+        found.by_source = LossBySource(sources)
+        return found
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Turn the head of a model on the meta device into one that can return the loss."""
         if self._fused_head:
             head = model.get_output_embeddings()  # type: ignore[operator]
             head.__class__ = LossHead  # the same module, name and hooks; only its forward differs
+            head.smoothing, head.told = self._smoothing, self._told
+        if self._noise is not None:
+            self._noise.join(model)
+        if self._own_loss:
+            model.loss_function = self._mean  # type: ignore[assignment]
         return model
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
-        """`input_ids` and `targets`, [batch, longest], int64, padded at the end."""
+        """`input_ids` and `targets`, [batch, longest], int64, padded at the end.
+
+        Of packed samples `documents` [batch, most], too: lengths, and zeros where a row has fewer; for noise `lengths`
+        [batch, 1] of the rows.
+        """
         longest = max(len(sample["input_ids"]) for sample in samples)
         inputs = np.full((len(samples), longest), self._padding_id, dtype=np.int64)
         targets = np.full((len(samples), longest), IGNORED, dtype=np.int64)
         for row, sample in enumerate(samples):
             inputs[row, : len(sample["input_ids"])] = sample["input_ids"]
             targets[row, : len(sample["targets"])] = sample["targets"]
-        return {"input_ids": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+        batch = {"input_ids": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+        if "documents" in samples[0]:
+            most = max(len(sample["documents"]) for sample in samples)
+            rows = [np.pad(sample["documents"], (0, most - len(sample["documents"]))) for sample in samples]
+            batch["documents"] = torch.from_numpy(np.stack(rows).astype(np.int64))
+        if self.by_source is not None and "source" in samples[0]:
+            batch["sources"] = torch.tensor([[sample["source"]] for sample in samples])
+        if self._noise is not None:
+            batch["lengths"] = torch.tensor([[len(sample["input_ids"])] for sample in samples])
+        return batch
+
+    def blank(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**sample, "targets": np.full_like(sample["targets"], IGNORED)}
 
     def shape(self, batch: Batch) -> tuple[int, int]:
+        """[batch, sequence]"""
         rows, length = batch["input_ids"].shape
         return rows, length
+
+    def hidden_shape(self, batch: Batch, block: int) -> tuple[int, ...]:
+        """[batch, sequence, hidden size], whatever the block."""
+        assert self._hidden_size is not None
+        return (*self.shape(batch), self._hidden_size)
 
     def padded(self, batches: Sequence[Batch]) -> list[Batch]:
         longest = max(self.shape(batch)[1] for batch in batches)
         fills = {"input_ids": self._padding_id, "targets": IGNORED}
         return [
-            {name: F.pad(value, (0, longest - value.shape[1]), value=fills[name]) for name, value in batch.items()}
+            {
+                name: F.pad(value, (0, longest - value.shape[1]), value=fills[name]) if name in fills else value
+                for name, value in batch.items()
+            }
             for batch in batches
         ]
 
     def targets(self, batch: Batch) -> torch.Tensor:
         return (batch["targets"] != IGNORED).sum()
 
-    def below_head(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        return model.base_model(input_ids=batch["input_ids"], use_cache=False)[0]  # type: ignore[operator,no-any-return]
+    def hidden(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return self._run(model, model.base_model, batch)[0]  # type: ignore[arg-type,no-any-return]
+
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """[batch, sequence, vocabulary]"""
+        return self._run(model, model, batch).logits  # type: ignore[no-any-return]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """With `own_loss` the model's own `forward(labels=...)` times the number of targets.
+
+        So what it adds to the mean of the token losses, a router's loss, counts by the targets of the micro-batch.
+        """
+        if self.by_source is not None and model.training:
+            self.by_source.tell(batch)
+        if self._own_loss:
+            head = model.get_output_embeddings()  # type: ignore[operator]
+            head.targets = batch["targets"] if self._fused_head else None
+            self._trains = model.training
+            loss = self._run(model, model, batch, labels=batch["targets"]).loss
+            head.targets = None
+            return loss * self.targets(batch)  # type: ignore[no-any-return]
         if self._fused_head:
-            hidden = self.below_head(model, batch)
+            hidden = self.hidden(model, batch)
             return model.get_output_embeddings()(hidden, batch["targets"])  # type: ignore[operator,no-any-return]
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        return logits_cross_entropy(logits, batch["targets"])
+        more = (self._smoothing, self._told) if model.training else ()
+        return logits_cross_entropy(self.logits(model, batch), batch["targets"], *more)
+
+    @property
+    def _told(self) -> Told | None:
+        """A function, which a copy of a model shares."""
+        found = self.by_source
+        return None if found is None else lambda rows, losses: found.add(rows, losses)
+
+    def _run(self, model: nn.Module, forward: Callable[..., Any], batch: Batch, **labels: torch.Tensor) -> Any:
+        """The model's own forward, of all of it or of what is below the head; packed documents see themselves alone."""
+        ids, lengths, told = batch["input_ids"], batch.get("documents"), dict[str, Any](labels)
+        documents = None if lengths is None else documents_of(lengths, ids.shape[1])
+        if documents:
+            told["position_ids"] = documents.positions
+        if documents and "flash" in model.config._attn_implementation:  # type: ignore[operator,union-attr]
+            # no document is longer than the row: to find the longest would be a wait
+            told |= {"cu_seq_lens_q": documents.borders, "cu_seq_lens_k": documents.borders}
+            told |= {"max_length_q": ids.shape[1], "max_length_k": ids.shape[1]}
+        if self._noise is not None:
+            self._noise.tell(documents.lengths if documents else batch["lengths"])
+        with self._masks.of(documents):
+            return forward(input_ids=ids, use_cache=False, **told)
+
+    def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The summed loss, and how many targets have the highest logit. The model is not in training."""
+        if not self._fused_head and not self._own_loss:
+            logits = self.logits(model, batch)
+            return torch.stack([logits_cross_entropy(logits, batch["targets"]), right(logits, batch["targets"])])
+        place = model.get_output_embeddings() if self._fused_head else self  # type: ignore[operator]
+        loss = self.loss_sum(model, batch)
+        assert place.right is not None
+        found, place.right = place.right, None
+        return torch.stack([loss, found])
+
+    def _mean(self, logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """In place of the model's own mean over `labels`, which are shifted already; a fused head has summed it."""
+        if not self._fused_head:
+            self.right = right(logits, labels)
+        more = (self._smoothing, self._told) if self._trains else ()
+        total = logits if self._fused_head else logits_cross_entropy(logits, labels, *more)
+        return total / (labels != IGNORED).sum().clamp_min(1)

@@ -8,32 +8,65 @@ Shapes: n tokens, h hidden size, v vocabulary. Targets of -100 are not counted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-IGNORED = -100
+from trainer.tasks.task import IGNORED
+
+Told = Callable[[slice, torch.Tensor], None]
+"""Given the losses of some of the tokens, by their place."""
 CHUNK_BYTES = 64 << 20
 """Least size of one chunk of float32 logits: large enough for full speed, small beside any model."""
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    smoothing: float = 0.0,
+    told: Told | None = None,
 ) -> torch.Tensor:
     """Sum over the tokens of -log softmax(hidden @ weight.T + bias)[target], in nats, float32 or wider.
 
-    hidden [..., h], weight [v, h], bias [v], targets [...].
+    hidden [..., h], weight [v, h], bias [v], targets [...]. With `smoothing` that share of each target is spread over
+    all v alike, as by PyTorch's `label_smoothing` (arXiv 1512.00567, section 7). `told` is told what each token adds.
     """
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    return _LinearCrossEntropy.apply(flat, weight, bias, flat_targets, torch.is_grad_enabled())  # type: ignore[no-any-return]
+    grads = torch.is_grad_enabled()
+    return _LinearCrossEntropy.apply(flat, weight, bias, flat_targets, grads, smoothing, told)  # type: ignore[no-any-return]
 
 
-def logits_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def linear_measured(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same sum, and how many of the targets have the highest logit; without gradients."""
+    flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    total = torch.zeros((), dtype=wide, device=hidden.device)
+    found = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    for rows in _chunks(flat.shape[0], weight.shape[0], wide, at_least=flat.shape[1] // 2):
+        logits = F.linear(flat[rows], weight, bias).to(wide)
+        found += right(logits, flat_targets[rows])
+        total += _chunk_loss(logits, flat_targets[rows])[0].sum()
+    return total, found
+
+
+def right(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """How many of the targets [...] have the highest of the logits [..., v]; of equal ones the first is it."""
+    return ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum()
+
+
+def logits_cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, smoothing: float = 0.0, told: Told | None = None
+) -> torch.Tensor:
     """The same from logits [..., v] that a model has made itself; only a chunk at a time becomes float32."""
     flat, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    return _LogitsCrossEntropy.apply(flat, flat_targets, torch.is_grad_enabled())  # type: ignore[no-any-return]
+    return _LogitsCrossEntropy.apply(flat, flat_targets, torch.is_grad_enabled(), smoothing, told)  # type: ignore[no-any-return]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -45,6 +78,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         with_gradients: bool,
+        smoothing: float,
+        told: Told | None,
     ) -> torch.Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
@@ -58,8 +93,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # each chunk passes over the whole weight gradient: with h / 2 rows its product costs more than that
         for rows in _chunks(hidden.shape[0], weight.shape[0], wide, at_least=hidden.shape[1] // 2):
             part = hidden[rows]
-            loss, grad = _chunk_loss(F.linear(part, weight, bias).to(wide), targets[rows])
-            total += loss
+            losses, grad = _chunk_loss(F.linear(part, weight, bias).to(wide), targets[rows], smoothing)
+            total += losses.sum()
+            if told is not None:
+                told(rows, losses)
             low = grad.to(hidden.dtype)
             if hidden_grad is not None:
                 torch.mm(low, weight, out=hidden_grad[rows])
@@ -80,18 +117,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         scaled = [None if saved is None else saved * grad.to(saved.dtype) for saved in ctx.saved_tensors]
-        return (*scaled, None, None)
+        return (*scaled, None, None, None, None)
 
 
 class _LogitsCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, with_gradients: bool) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        with_gradients: bool,
+        smoothing: float,
+        told: Told | None,
+    ) -> torch.Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=logits.device)
         gradient = torch.empty_like(logits) if with_gradients and ctx.needs_input_grad[0] else None
         for rows in _chunks(logits.shape[0], logits.shape[1], wide):
-            loss, grad = _chunk_loss(logits[rows].to(wide, copy=True), targets[rows])
-            total += loss
+            losses, grad = _chunk_loss(logits[rows].to(wide, copy=True), targets[rows], smoothing)
+            total += losses.sum()
+            if told is not None:
+                told(rows, losses)
             if gradient is not None:
                 gradient[rows] = grad
         ctx.save_for_backward(gradient)
@@ -100,7 +146,7 @@ class _LogitsCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None, None
+        return gradient * grad.to(gradient.dtype), None, None, None, None
 
 
 def _chunks(tokens: int, vocabulary: int, dtype: torch.dtype, at_least: int = 1) -> list[slice]:
@@ -108,15 +154,22 @@ def _chunks(tokens: int, vocabulary: int, dtype: torch.dtype, at_least: int = 1)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def _chunk_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss of one chunk, and its gradient by the logits, made in the logits' own memory. [n, v], [n]."""
+def _chunk_loss(
+    logits: torch.Tensor, targets: torch.Tensor, smoothing: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses of one chunk [n], and the gradient of their sum by the logits, made in their own memory. [n, v], [n]."""
     counted = targets != IGNORED
     index = targets.clamp_min(0).unsqueeze(1)
     log_total = torch.logsumexp(logits, dim=1, keepdim=True)
-    loss = torch.where(counted, (log_total - logits.gather(1, index)).squeeze(1), 0).sum()
+    wanted = logits.gather(1, index)
+    if smoothing:
+        wanted = (1 - smoothing) * wanted + smoothing * logits.mean(1, keepdim=True)
+    losses = torch.where(counted, (log_total - wanted).squeeze(1), 0)
     grad = logits.sub_(log_total).exp_()
-    grad.scatter_add_(1, index, torch.full_like(index, -1, dtype=grad.dtype))
-    return loss, grad.mul_(counted.unsqueeze(1))
+    if smoothing:
+        grad.sub_(smoothing / grad.shape[1])
+    grad.scatter_add_(1, index, torch.full_like(index, smoothing - 1, dtype=grad.dtype))
+    return losses, grad.mul_(counted.unsqueeze(1))
 
 
 class LossHead(nn.Linear):
@@ -126,7 +179,21 @@ class LossHead(nn.Linear):
     parameters around a module call (ZeRO-3, FSDP) does so around the loss.
     """
 
+    targets: torch.Tensor | None = None
+    """For a caller that hands in none: a model's own forward."""
+    smoothing: float = 0.0
+    """Of the labels, in training."""
+    told: Told | None = None
+    """Told the loss of each token, in training."""
+    right: torch.Tensor | None = None
+    """In an evaluation: how many of the last targets had the highest logit."""
+
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
+        targets = self.targets if targets is None else targets
         if targets is None:
             return super().forward(hidden)
-        return linear_cross_entropy(hidden, self.weight, self.bias, targets)
+        if self.training or torch.is_grad_enabled():
+            more = (self.smoothing, self.told) if self.training else ()
+            return linear_cross_entropy(hidden, self.weight, self.bias, targets, *more)
+        loss, self.right = linear_measured(hidden, self.weight, self.bias, targets)
+        return loss

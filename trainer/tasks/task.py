@@ -2,50 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+IGNORED = -100
+"""The target of a position that does not count in the loss, as PyTorch has it."""
+
 Batch = dict[str, torch.Tensor]
 
 
 class Task(Protocol):
+    measures: tuple[str, ...]
+    """What an evaluation counts beside the loss, by name: of the targets, how many (accuracy: the right ones)."""
+
     def prepare(self, model: nn.Module) -> nn.Module:
         """The model on the meta device, changed in place where the loss needs it to be."""
         ...
 
-    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
+    def collate(self, samples: Sequence[Any]) -> Batch:
         """Samples of the data as one micro-batch of tensors."""
         ...
 
-    def shape(self, batch: Batch) -> tuple[int, int]:
-        """[batch, sequence]: the first sizes of every hidden state."""
+    def blank(self, sample: Any) -> Any:
+        """A sample like this one of which no target counts: it fills up where there are none left."""
+        ...
+
+    def shape(self, batch: Batch) -> tuple[int, ...]:
+        """Equal for micro-batches whose hidden states have the same shapes."""
+        ...
+
+    def hidden_shape(self, batch: Batch, block: int) -> tuple[int, ...]:
+        """Of the hidden state that enters this block of the model."""
         ...
 
     def padded(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The same micro-batches in one shape, with no target more."""
+        """The micro-batches in one shape: a pipeline sends them through buffers."""
         ...
 
     def targets(self, batch: Batch) -> torch.Tensor:
-        """How many targets the batch has, an int64 scalar."""
+        """How many targets a batch has, an int64 scalar on its device."""
         ...
 
-    def below_head(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """What the head would see, [batch, sequence, hidden]: what a pipeline stage sends on."""
+    def hidden(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """What a pipeline stage that is not the last gives to the next."""
         ...
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss summed over the targets, in nats, a float32 scalar."""
+        """The summed loss over the targets of a batch, float32 or wider."""
+        ...
+
+    def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """In an evaluation: that sum, then each of `measures`, [1 + measures]."""
         ...
 
 
-class Trainee(nn.Module):
-    """A model together with its loss: one forward call of it is all that an engine has to wrap.
-
-    Parameters are named `model.<name>`; `bare_name` gives the Hugging Face name back.
-    """
+class ModelWithLoss(nn.Module):
+    """A model with its loss as one module: what engines wrap, so that parameters are gathered around both."""
 
     def __init__(self, model: nn.Module, task: Task) -> None:
         super().__init__()
@@ -53,8 +68,10 @@ class Trainee(nn.Module):
         self._task = task
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        return self._task.loss_sum(self.model, batch)
+        found = self._task.loss_sum if self.training else self._task.measured
+        return found(self.model, batch)
 
 
 def bare_name(name: str) -> str:
+    """The Hugging Face name of a parameter of a `ModelWithLoss`."""
     return name.removeprefix("model.")

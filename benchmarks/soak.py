@@ -1,0 +1,262 @@
+"""Random faults, one after another: does each run end in time and leave nothing, and does it come to the same end?
+
+    python benchmarks/soak.py --faults 200
+
+A tiny Llama with dropout is trained for STEPS steps in two or four processes, by three launchers in turn. A fault of a
+random kind strikes at a random moment; then the run has to end with a last line, leave no process, and go on, in the
+same layout or with another number of processes and another engine, to the weights of an undisturbed run: bit by bit in
+the same layout, to 1e-5 of a weight's scale in others. Nothing is done by hand. One line a fault, then a table by kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.commands import TRAIN
+from tests.marked import MARK, processes, ranks, sweep
+from trainer.run.world import free_port
+
+STEPS, EVERY = 60, 5
+END_SECONDS, LEFT_SECONDS = 90.0, 10.0
+MODEL = {
+    "model_type": "llama", "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1,
+}  # fmt: skip
+LAUNCHERS = {
+    "meshloom": lambda n: [sys.executable, TRAIN, "--processes", n],
+    "torchrun": lambda n: ["torchrun", "--nproc-per-node", n, "--master-port", str(free_port()), TRAIN],
+    "deepspeed": lambda n: ["deepspeed", "--num_gpus", n, "--master_port", str(free_port()), TRAIN],
+}
+LAYOUTS = [("mesh", 2), ("mesh", 4), ("accelerate", 2), ("deepspeed", 2)]
+
+
+@dataclass
+class Soak:
+    folder: Path
+    chance: random.Random
+    log: list[tuple[str, str, float, str]] = field(default_factory=list)
+    """Kind, launcher, seconds from fault to end, and what was wrong; empty: nothing."""
+
+    def job(self, steps: int = STEPS, every: int = EVERY) -> Path:
+        text = self.folder / "text.jsonl"
+        text.write_text("".join(json.dumps({"text": f"def f{i}(x): return x + {i}"}) + "\n" for i in range(999)))
+        path = self.folder / "job.json"
+        path.write_text(json.dumps({
+            "train_batch_size": 8, "gradient_clipping": 0.5, "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "trainer": {
+                "model": {"config": MODEL}, "data": {"path": str(text), "sequence_length": 16}, "steps": steps,
+                "seed": 3, "checkpoint": {"every": every, "keep_last": 3}, "evaluation": {"samples": 4},
+                "log": {"every": 1}, "patience": 4,
+            },
+        }))  # fmt: skip
+        return path
+
+    def start(self, launcher: str, layout: tuple[str, int], run: Path) -> tuple[subprocess.Popen[str], str]:
+        engine, count = layout
+        mark = uuid.uuid4().hex
+        words = [*LAUNCHERS[launcher](str(count)), "--config", str(self.folder / "job.json"), "--resume", "auto"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: mark}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        overrides = [f"trainer.engine={engine}", f"trainer.run.folder={run}"]
+        return subprocess.Popen([*words, *overrides], env=environment, start_new_session=True, cwd=ROOT, **pipes), mark
+
+    def finish(self, launcher: str, layout: tuple[str, int], run: Path) -> tuple[int, str]:
+        process, mark = self.start(launcher, layout, run)
+        try:
+            output, _ = process.communicate(timeout=300)
+        finally:
+            sweep(mark)
+        return process.returncode, output
+
+    def strike(self, kind: str, number: int, references: dict[tuple[str, int], dict[str, torch.Tensor]]) -> str:
+        """One fault from start to end; what was wrong."""
+        launcher, first = self.chance.choice(list(LAUNCHERS)), self.chance.choice(LAYOUTS)
+        second = first if self.chance.random() < 0.5 else self.chance.choice(LAYOUTS)
+        run = self.folder / f"run-{number}"
+        process, mark = self.start(launcher, first, run)
+        at = self.chance.randrange(EVERY + 1, STEPS - 5)
+        deadline = time.monotonic() + 240
+        while steps(run) < at and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(self.chance.random() / 4)
+        begun = time.monotonic()
+        if process.poll() is None:
+            KINDS[kind](self, process, mark, run)
+        wrong = self._end(process, mark, begun, kind, launcher)
+        for again in (2, 3):
+            code, output = self.finish(launcher, second, run)
+            if code == 0:
+                break
+            if again == 3:
+                wrong = wrong or f"did not go on: {code}: {output[-300:]}"
+        wrong = wrong or self._difference(run, references, first, second)
+        if not wrong:
+            shutil.rmtree(run)
+        return wrong
+
+    def _end(self, process: subprocess.Popen[str], mark: str, begun: float, kind: str, launcher: str) -> str:
+        wrong = ""
+        try:
+            output, _ = process.communicate(timeout=END_SECONDS)
+        except subprocess.TimeoutExpired:
+            wrong, output = f"no end in {END_SECONDS:.0f} s", ""
+        deadline = time.monotonic() + END_SECONDS
+        while not wrong and (left := processes(mark)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            if time.monotonic() > deadline - 0.5:
+                wrong = f"left: {[one.cmdline()[:3] for one in left]}"
+        took = time.monotonic() - begun
+        sweep(mark)
+        if not wrong and not output.strip():
+            wrong = "it said nothing"
+        self.log.append((kind, launcher, took, wrong))
+        return wrong
+
+    def _difference(self, run: Path, references: dict, first: tuple[str, int], second: tuple[str, int]) -> str:
+        found, wanted = weights(run), references[second]
+        if found.keys() != wanted.keys():
+            return "other tensors"
+        if first == second:
+            return "" if all(torch.equal(found[name], wanted[name]) for name in wanted) else "not bit-equal"
+        worst = max(float((found[n] - wanted[n]).abs().max() / wanted[n].abs().max()) for n in wanted)
+        return "" if worst < 1e-5 * STEPS else f"differs by {worst:.1e}"
+
+
+def steps(run: Path) -> int:
+    path = run / "job" / "metrics.jsonl"
+    return path.read_text().count('"loss"') if path.exists() else 0
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return {k: v for path in (run / "job" / "final").glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+def to_launcher(number: int) -> Callable[..., None]:
+    return lambda soak, process, mark, run: process.send_signal(number)
+
+
+def to_rank(number: int, first: bool = False) -> Callable[..., None]:
+    def send(soak: Soak, process: subprocess.Popen[str], mark: str, run: Path) -> None:
+        if found := ranks(mark):
+            found[0 if first else soak.chance.randrange(1, len(found))].send_signal(number)
+
+    return send
+
+
+def to_all(number: int) -> Callable[..., None]:
+    return lambda soak, process, mark, run: [one.send_signal(number) for one in processes(mark)]
+
+
+def then_damage(change: Callable[[Soak, Path], None]) -> Callable[..., None]:
+    """All are killed, and the newest checkpoint is not what it was."""
+
+    def strike(soak: Soak, process: subprocess.Popen[str], mark: str, run: Path) -> None:
+        to_all(signal.SIGKILL)(soak, process, mark, run)
+        process.wait()
+        if saved := sorted((run / "job" / "checkpoints").glob("step-*")):
+            change(soak, saved[-1])
+
+    return strike
+
+
+def flip(soak: Soak, saved: Path) -> None:
+    path = soak.chance.choice(sorted(saved.rglob("*.safetensors")))
+    content = bytearray(path.read_bytes())
+    content[soak.chance.randrange(len(content))] ^= 1 << soak.chance.randrange(8)
+    path.write_bytes(content)
+
+
+def truncate(soak: Soak, saved: Path) -> None:
+    path = soak.chance.choice(sorted(one for one in saved.rglob("*") if one.is_file()))
+    os.truncate(path, soak.chance.randrange(path.stat().st_size))
+
+
+def lose(soak: Soak, saved: Path) -> None:
+    soak.chance.choice(sorted(one for one in saved.rglob("*") if one.is_file())).unlink()
+
+
+KINDS = {
+    "SIGTERM to the launcher": to_launcher(signal.SIGTERM),
+    "SIGINT to the launcher": to_launcher(signal.SIGINT),
+    "SIGHUP to the launcher": to_launcher(signal.SIGHUP),
+    "SIGKILL to the launcher": to_launcher(signal.SIGKILL),
+    "SIGTERM to a rank": to_rank(signal.SIGTERM),
+    "SIGUSR1 to a rank": to_rank(signal.SIGUSR1),
+    "SIGKILL to a rank": to_rank(signal.SIGKILL),
+    "SIGKILL to the first rank": to_rank(signal.SIGKILL, first=True),
+    "SIGABRT to a rank": to_rank(signal.SIGABRT),
+    "SIGSTOP to a rank": to_rank(signal.SIGSTOP),
+    "SIGSTOP to the first rank": to_rank(signal.SIGSTOP, first=True),
+    "SIGTERM to all": to_all(signal.SIGTERM),
+    "SIGKILL to all": to_all(signal.SIGKILL),
+    "a flipped bit": then_damage(flip),
+    "a truncated file": then_damage(truncate),
+    "a lost file": then_damage(lose),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no fault later than that")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    soak, begun = Soak(folder, random.Random(args.seed)), time.monotonic()
+    soak.job()
+    references = {}
+    for layout in LAYOUTS:
+        code, output = soak.finish("meshloom", layout, folder / f"whole-{layout[0]}-{layout[1]}")
+        assert code == 0, output
+        references[layout] = weights(folder / f"whole-{layout[0]}-{layout[1]}")
+    order: list[str] = []
+    for number in range(args.faults):
+        order = order or soak.chance.sample(list(KINDS), len(KINDS))
+        if time.monotonic() - begun > 60 * args.minutes:
+            break
+        kind = order.pop()
+        wrong = soak.strike(kind, number, references)
+        print(f"{number + 1} {kind} ({soak.log[-1][1]}): {wrong or 'survived'}, {soak.log[-1][2]:.1f} s", flush=True)
+        soak.log[-1] = (*soak.log[-1][:3], wrong)
+    print(table(soak.log))
+    return int(any(wrong for *_, wrong in soak.log))
+
+
+def table(log: list[tuple[str, str, float, str]]) -> str:
+    kinds = defaultdict(list)
+    for kind, _, took, wrong in log:
+        kinds[kind].append((took, wrong))
+    rows = ["| fault | times | survived | s to the end, median | longest |", "| --- | ---: | ---: | ---: | ---: |"]
+    for kind in KINDS:
+        if found := kinds.get(kind):
+            took = [seconds for seconds, _ in found]
+            well = sum(not wrong for _, wrong in found)
+            rows.append(f"| {kind} | {len(found)} | {well} | {statistics.median(took):.1f} | {max(took):.1f} |")
+    well = sum(not wrong for *_, wrong in log)
+    return "\n".join([*rows, f"| all | {len(log)} | {well} | | |"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

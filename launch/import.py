@@ -1,0 +1,14 @@
+#!/usr/bin/env python3
+"""Write a config from another trainer's: `meshloom import`, as a script. See --help."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from trainer.command.import_config import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], "launch/import.py"))

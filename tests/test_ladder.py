@@ -1,0 +1,102 @@
+"""The ladder: each rung as a user runs it, at a tiny size, beside one device; small enough to read, and alone."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import ROOT, run
+
+LADDER = ROOT / "examples" / "ladder"
+SCRIPTS = sorted(path for path in LADDER.glob("*.py") if path.name[0].isdigit())
+LAST = re.compile(r"loss after (\d+) steps (\d+\.\d{6}), difference from one device (\d\.\de[+-]\d\d)")
+IMAGES = ("--steps", "1", "--batch", "4")
+
+RUNGS: dict[str, tuple[str, ...]] = {
+    "one device": ("01_one_device",),
+    "DataParallel": ("02_data_parallel",),
+    "DDP, torchrun": ("03_ddp",),
+    "DDP, spawn": ("03_ddp", "--by", "spawn"),
+    "DDP, trainer": ("03_ddp", "--by", "meshloom"),
+    "ToyModel": ("04_two_devices", "--model", "toy"),
+    "SeqNet": ("04_two_devices", "--model", "seqnet"),
+    "ResNet-50": ("04_two_devices", "--model", "resnet50", *IMAGES),
+    "pipelined": ("05_pipelined", "--repeats", "2", "--splits", "2", "--split", "2", *IMAGES),
+    "pipelined by stages": ("05_pipelined_by_stages", "--split", "2", *IMAGES),
+    "DDP x two devices": ("06_ddp_two_devices",),
+    "ZeRO-1": ("07_zero", "--stage", "1"),
+    "ZeRO-2": ("07_zero", "--stage", "2", "--by", "deepspeed"),
+    "ZeRO-2, offload": ("07_zero", "--stage", "2", "--offload"),
+    "ZeRO-3": ("07_zero", "--stage", "3"),
+    "tensor parallel": ("08_tensor_parallel",),
+    "sequence parallel": ("08_sequence_parallel",),
+    "FSDP": ("09_fsdp_hsdp",),
+    "HSDP": ("09_fsdp_hsdp", "--hsdp"),
+    "HSDP, trainer": ("09_fsdp_hsdp", "--hsdp", "--by", "meshloom"),
+    "pipeline x ZeRO-3": ("10_pipeline_zero3",),
+    "3-D": ("10_pipeline_zero3", "--llama", "--steps", "1"),
+    "recomputation": ("11_activation_checkpointing",),
+    "MLflow": ("12_mlflow",),
+    "own module": ("13_own_module",),
+}
+
+
+def climb(folder: Path, script: str, *arguments: str) -> tuple[float, str]:
+    """Run a copy of one script in an empty folder; its difference from one device, and what it printed."""
+    shutil.copy(LADDER / f"{script}.py", folder)
+    result = run(sys.executable, folder / f"{script}.py", *arguments, PYTHONPATH=str(ROOT))
+    assert result.code == 0, result.output
+    lines = [line for line in result.output.splitlines() if line.startswith(("loss after", "devices: "))]
+    found = LAST.fullmatch(lines[-1])
+    assert found and lines[-2].startswith("devices: "), result.output
+    return float(found[3]), result.output
+
+
+@pytest.mark.parametrize("arguments", RUNGS.values(), ids=RUNGS.keys())
+def test_a_rung_has_the_loss_of_one_device(tmp_path, arguments):
+    difference, output = climb(tmp_path, *arguments)
+    assert difference <= 1e-5, output
+
+
+def test_every_script_is_a_rung():
+    assert {script for script, *_ in RUNGS.values()} == {path.stem for path in SCRIPTS}
+    assert sorted({path.name[:2] for path in SCRIPTS}) == [f"{number:02}" for number in range(1, 14)]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_rung_is_a_screen_and_stands_alone(path):
+    """60 lines beside its docstring, blank lines and imports; and none of those is of a sibling."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree)
+    after = text.splitlines()[tree.body[0].end_lineno :]
+    assert sum(bool(line.strip()) and not line.startswith(("import ", "from ")) for line in after) <= 60
+    modules = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    known = {*sys.stdlib_module_names, "torch", "torchvision", "deepspeed", "mlflow", "safetensors", "trainer"}
+    assert {module.split(".")[0] for module in modules} <= known
+
+
+def test_what_a_rung_costs_is_measured():
+    """Of ranks that the script starts itself: DDP reduces each gradient once, and Adam keeps two of each parameter."""
+    spec = importlib.util.spec_from_file_location("climb", LADDER / "climb.py")
+    climb = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(climb)
+    found = climb.run("03_ddp", "--steps", "4")
+    assert "reason" not in found, found
+    assert found["ranks"] == 2 and found["communicated"] == {"all_reduce": found["parameters"]}
+    assert found["gradients"] == found["parameters"] and 2 <= found["optimizer"] / found["parameters"] < 2.01
+    assert found["activations"] > found["parameters"] and found["seconds"] > 0
+
+
+def test_which_names_configs_that_are_there():
+    text = (ROOT / "docs" / "which.md").read_text()
+    assert (named := re.findall(r"ds_configs/(\w+)\.json", text))
+    names = set(named) | set(re.findall(r"`((?:zero|hsdp|fsdp|ddp|pipeline_|megatron_)\w*)`", text))
+    assert names <= {path.stem for path in (ROOT / "ds_configs").glob("*.json")}

@@ -1,0 +1,49 @@
+"""What is drawn on from a few blocks is what all of them take."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainer.config import load
+from trainer.planner import plan as planner
+from trainer.planner.cluster import DEVICES, Cluster
+from trainer.run.planned import planned
+
+MODEL = dict(model_type="llama", hidden_size=64, intermediate_size=160, num_attention_heads=4, vocab_size=256)
+CASES = {
+    "mesh, zero3": dict(engine="mesh", stage=3),
+    "mesh, zero2, full": dict(engine="mesh", stage=2, recompute="full"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_line_through_two_depths(tmp_path, monkeypatch, name):
+    case = CASES[name]
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": case["stage"]},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "trainer": {
+            "steps": 100,
+            "engine": case["engine"],
+            "activation_checkpointing": case.get("recompute", "none"),
+            "data": {"sequence_length": 64},
+            "model": {"config": MODEL | {"num_hidden_layers": 16, "tie_word_embeddings": False}},
+        },
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    found = []
+    for few in (planner.FEW, 100):
+        monkeypatch.setattr(planner, "FEW", few)
+        found.append(planned(load(path, []), Cluster(1, 4, DEVICES["h100-80gb"])).fullest)
+    drawn, whole = found
+    assert drawn.peak.size == pytest.approx(whole.peak.size, rel=0.03)
+    assert [(s.name, s.axes, s.count, s.size) for s in drawn.sent] == [
+        (s.name, s.axes, pytest.approx(s.count), pytest.approx(s.size)) for s in whole.sent
+    ]

@@ -1,0 +1,100 @@
+"""What the planner reckons with: places in the mesh, bytes in rings, devices, straight lines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.layouts import LAYOUTS
+from tests.training import layout_of
+from trainer.errors import ConfigError
+from trainer.layout import AXES
+from trainer.planner.cluster import DEVICES, NUMBERS, device_of
+from trainer.planner.messages import Message
+from trainer.planner.plan import _plane, _straight, axes_of, layout_coordinates
+
+SIZES = st.tuples(*[st.integers(1, 4)] * 4)
+PLAIN = layout_of(LAYOUTS["ddp"])
+
+
+def mesh(sizes: tuple[int, ...]):
+    pipeline, replicate, shard, tensor = sizes
+    size = pipeline * replicate * shard * tensor
+    axes = dict(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
+    batch = dict(micro_batch=1, accumulation=8, train_batch=8 * replicate * shard)
+    return replace(PLAIN, **axes, **batch, world_size=size)
+
+
+@given(SIZES)
+def test_ranks_are_counted_row_by_row(sizes):
+    layout = mesh(sizes)
+    places = [tuple(layout_coordinates(layout, rank)[axis] for axis in AXES) for rank in range(layout.world_size)]
+    assert places == list(product(*(range(getattr(layout, axis)) for axis in AXES)))
+
+
+@given(SIZES, st.sets(st.sampled_from(AXES), min_size=1), st.data())
+def test_a_group_lies_along_the_axes_in_which_its_ranks_differ(sizes, axes, data):
+    layout = mesh(sizes)
+    at = layout_coordinates(layout, data.draw(st.integers(0, layout.world_size - 1)))
+    group = [
+        rank
+        for rank in range(layout.world_size)
+        if all(place == at[axis] for axis, place in layout_coordinates(layout, rank).items() if axis not in axes)
+    ]
+    assert axes_of(layout, group) == tuple(axis for axis in AXES if axis in axes and getattr(layout, axis) > 1)
+
+
+def message(name: str, ranks: int, size: int) -> Message:
+    return Message(name, tuple(range(ranks)), None, size, "", "")
+
+
+@given(st.integers(1, 1024), st.integers(0, 2**40))
+def test_a_ring(ranks, size):
+    """An all-reduce is a reduce-scatter and an all-gather, each of which sends all but one of `ranks` parts."""
+    gathered = message("all-gather", ranks, size).sent
+    assert gathered == message("reduce-scatter", ranks, size).sent == pytest.approx(size - size / ranks)
+    assert message("all-reduce", ranks, size).sent == 2 * gathered
+    assert message("send", 2, size).sent == size
+    assert message("receive", 2, size).sent == 0
+
+
+UNIT = st.sampled_from([("", 1.0), ("K", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12), ("P", 1e15)])
+GIVEN = st.fixed_dictionaries({name: st.tuples(st.integers(1, 10**6), UNIT) for name in NUMBERS})
+
+
+@given(GIVEN, st.permutations(NUMBERS), st.sampled_from(["B", "FLOPS", "B/s", "iB", ""]))
+def test_a_device_by_its_numbers(values, order, suffix):
+    text = ",".join(f"{name}={values[name][0]}{values[name][1][0]}{suffix}" for name in order)
+    found = device_of(text)
+    for name, (number, (_, unit)) in values.items():
+        assert getattr(found, name) == number * unit
+
+
+@given(st.text(max_size=40).filter(lambda text: text not in DEVICES))
+def test_anything_else_is_an_error(text):
+    with pytest.raises(ConfigError):
+        device_of(text)
+
+
+def test_a_device_by_name():
+    assert [device_of(name) for name in DEVICES] == list(DEVICES.values())
+
+
+WHOLE = st.integers(-(10**6), 10**6)
+
+
+@given(WHOLE, WHOLE, st.integers(1, 50), st.integers(1, 50), st.integers(1, 500))
+def test_a_line_is_found_again(start, slope, low, step, goal):
+    values = {depth: start + slope * depth for depth in (low, low + step)}
+    assert _straight(values, goal) == pytest.approx(start + slope * goal, abs=1e-3)
+
+
+@given(st.lists(st.integers(0, 1000), min_size=3, max_size=3), st.integers(4, 100), st.integers(2, 100))
+def test_a_plane_is_found_again(parts, depth, micro):
+    constant, by_depth, by_micro = parts
+    values = {(d, m): constant + by_depth * d + by_micro * m for d in (4, 6) for m in (2, 3)}
+    assert _plane(values, (depth, micro)) == pytest.approx(constant + by_depth * depth + by_micro * micro)

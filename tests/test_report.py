@@ -1,0 +1,614 @@
+"""`meshloom report`: what a run leaves, as one page; looked at as a person would, in a browser where there is one."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.text import Text
+from PIL import Image
+
+from tests.commands import ROOT
+from trainer.command.report import main
+from trainer.config import load
+from trainer.config.sections import ProfileSection
+from trainer.errors import ConfigError
+from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
+from trainer.report import page, read
+from trainer.report.history import FINISHED, KILLED, STOPPED, sessions
+from trainer.report.mesh import travels
+from trainer.report.operators import category, profiled_phases
+from trainer.report.schedule import UNITS, idle, passes
+from trainer.report.style import drawing
+from trainer.run.profile import StepProfiler
+from trainer.run.timeline import Timeline
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+NASTY = "<script>alert('$x$')</script>\x1b[31m"
+
+
+def layout(**given: Any) -> Layout:
+    sizes: dict[str, Any] = dict.fromkeys((*AXES, "micro_batch"), 1) | {"zero_stage": 2, "precision": "float32"}
+    sizes |= {
+        "offload_optimizer": "none",
+        "offload_param": "none",
+        "recompute": Recompute(),
+        "accumulation": 4,
+        **given,
+    }
+    ranks = sizes["replicate"] * sizes["shard"]
+    whole = {"world_size": ranks * sizes["pipeline"] * sizes["tensor"], "train_batch": ranks * sizes["accumulation"]}
+    return Layout(**sizes, **whole)
+
+
+def record_of(step: int, **more: Any) -> dict[str, Any]:
+    plain = {"total_steps": 40, "loss": 5 - step / 20, "learning_rate": 1e-3 / step, "gradient_norm": 1 + 1 / step}
+    return {"step": step, **plain, "tokens_per_second": 900.0 + step, "memory_gib": 1.5, "data_wait": 0.01, **more}
+
+
+def write_run(folder: Path, rows: list[Any], **files: Any) -> Path:
+    """A run's folder with these lines of metrics.jsonl, and other files by name: objects, lists of lines or text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = {"engine": "mesh", "device": "cpu", "layout": asdict(layout(pipeline=2, shard=2, tensor=2))}
+    files = {"metrics.jsonl": rows, "environment.json": plain, "config.json": {"gradient_clipping": 1.0}, **files}
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list):
+            content = "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in content)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+def event(kind: str, step: int, at: float, **more: Any) -> dict[str, Any]:
+    return {"event": kind, "step": step, "time": 1e9 + at, **more}
+
+
+def logged(step: int, at: float) -> dict[str, Any]:
+    return event("logged", step, at, seconds={"waiting for data": 0.1, "training": 2.0, "logging": 0.2})
+
+
+def operator(name: str, own: float, whole: float) -> dict[str, Any]:
+    return {"name": name, "calls": 3, "host": whole, "self_host": own, "device": 0, "self_device": 0}
+
+
+TIMELINE = [
+    event("start", 0, 0, steps=40, source=None), *(logged(step, 3.0 * step) for step in range(1, 24)),
+    event("saved", 10, 32, seconds=2.0), event("saved", 20, 62, seconds=2.0), event("evaluated", 20, 63, seconds=1.0),
+    event("start", 20, 200, steps=40, source="step-000020"), *(logged(n, 140 + 3.0 * n) for n in range(21, 31)),
+    event("saved", 30, 232, seconds=2.0), event("end", 30, 233, error=None),
+    event("start", 30, 300, steps=40, source="step-000030"), *(logged(n, 210 + 3.0 * n) for n in range(31, 41)),
+    event("evaluated", 40, 331, seconds=1.0), event("saved", 40, 333, seconds=2.0), event("end", 40, 333, error=None),
+]  # fmt: skip
+PROFILE = {
+    "steps": [5, 6, 7],
+    "device": "cpu",
+    "operators": [
+        operator("meshloom: training", 3000, 90_000),
+        operator("meshloom: logging", 500, 1000),
+        operator("autograd::engine::evaluate_function: MmBackward0", 100, 50_000),
+        operator("Optimizer.step#AdamW.step", 200, 10_000),
+        operator("aten::mm", 40_000, 40_000),
+        operator("c10d::allreduce_", 9000, 9000),
+        operator(f"odd{NASTY}", 7000, 7000),
+    ],
+}
+
+
+def full(folder: Path) -> Path:
+    """A run that has something for every section, twice interrupted, with names that are up to no good."""
+    again = [record_of(step, loss=9.0) for step in range(21, 24)]
+    rows = [*map(record_of, range(1, 21)), *again, *map(record_of, range(21, 41))]
+    held = [{"step": step, "evaluation_loss": 4.5 - step / 30} for step in (20, 40)]
+    kinds = {"weights": 2**30, "optimizer": 2**31, NASTY: 2**28, "gradients": 2**29, "activations": 2**27}
+    kinds |= {"logits": 2**26, "communication buffers": 2**25, "temporaries": 2**24, "checkpoint copies": 2**20}
+    plan = {"memory": {"peak_bytes": 4 * 2**30, "by_kind": kinds}}
+    files = {"plan.json": plan, "timeline.jsonl": TIMELINE, "profile/summary.json": PROFILE}
+    files |= {f"checkpoints/step-{step:06d}/manifest.json": {} for step in (30, 40)}
+    config = {"gradient_clipping": 1.0, "trainer": {"model": {"name_or_path": NASTY}}}
+    return write_run(folder, rows + held, **files, **{"config.json": config})
+
+
+class Elements(HTMLParser):
+    """The tags of a page with their attributes, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    @property
+    def images(self) -> list[bytes]:
+        sources = [attributes["src"] or "" for tag, attributes in self.found if tag == "img"]
+        return [base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True) for source in sources]
+
+
+def written(folder: Path, *arguments: str) -> Elements:
+    assert main([str(folder), *arguments], "meshloom report") == 0
+    return Elements((folder / "report.html").read_text())
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory) -> tuple[Path, Elements]:
+    """The report of a run that has all, in a folder of a name that is up to no good."""
+    run = full(tmp_path_factory.mktemp("full") / "<script>alert(1)<")
+    return run, written(run)
+
+
+def ink(image: Image.Image) -> float:
+    """The share of the pixels that are neither white nor of the page's grounds."""
+    return float((np.asarray(image.convert("L")) < 200).mean())
+
+
+ALL = {"loss", "learning-rate", "throughput", "time", "operators", "memory", "mesh", "pipeline", "history"}
+
+
+def test_a_page_with_every_picture(reported):
+    run, elements = reported
+    assert {attributes["id"] for tag, attributes in elements.found if tag == "section"} == ALL
+    pictures = [Image.open(io.BytesIO(content)) for content in elements.images]
+    assert len(pictures) == len(ALL) and all(ink(picture) > 0.003 for picture in pictures)
+    beside = {path.stem: path.read_bytes() for path in (run / "report").glob("*.png")}
+    assert beside.keys() == ALL and set(beside.values()) == set(elements.images)
+    for words in (
+        "The run was started 3 times; 3 steps were made again",
+        KILLED,
+        STOPPED,
+        FINISHED,
+        "4.00 GiB at the peak",
+    ):
+        assert words in elements.text
+
+
+def test_nothing_comes_from_elsewhere_and_nothing_runs(reported):
+    run, elements = reported
+    text = (run / "report.html").read_text()
+    assert "http" not in re.sub(r"http-equiv", "", text) and "\x1b" not in text
+    tags = {tag for tag, _ in elements.found}
+    assert not tags & {"script", "link", "iframe", "object", "svg", "base", "a"}
+    assert all(attributes.get("src", "data:").startswith("data:") for _, attributes in elements.found)
+    assert not any(name.startswith("on") for _, attributes in elements.found for name in attributes)
+    assert "<script>alert(1)<" in elements.text and "<script>alert('$x$')</script>\\x1b[31m" in elements.text
+
+
+def overlaps(figure: Any) -> list[tuple[str, str]]:
+    """Pairs of words of a picture that lie on one another, and words that leave it."""
+    with drawing():
+        figure.canvas.draw()
+    renderer, outer = figure.canvas.get_renderer(), figure.bbox
+    hidden = set()  # ticks beyond the ends of an axis, which are not drawn
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+        hidden |= {tick.label1 for tick in ticks if not low <= tick.get_loc() <= high}
+    visible = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+    words = [text for text in visible if text not in hidden]
+    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in words]
+    inside = [(name, box) for name, box in boxes if box.width > 0]
+    wrong = [(name, "the border") for name, box in inside if not (outer.x0 - 1 <= box.x0 and box.x1 <= outer.x1 + 1)]
+    wrong += [(name, "the border") for name, box in inside if not (outer.y0 - 1 <= box.y0 and box.y1 <= outer.y1 + 1)]
+    for (one, first), (two, second) in itertools.combinations(inside, 2):
+        if first.padded(-1).overlaps(second.padded(-1)):
+            wrong.append((one, two))
+    return wrong
+
+
+@pytest.mark.parametrize("steps", [40, 1])
+def test_no_words_lie_on_one_another(tmp_path, steps):
+    run = full(tmp_path / "job") if steps == 40 else write_run(tmp_path / "job", [record_of(1, total_steps=1)])
+    for section in page.sections(read(run)):
+        if section.figure is not None:
+            assert overlaps(section.figure) == [], section.key
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"shard": 4}, {"replicate": 4, "zero_stage": 0}, {"tensor": 2, "shard": 2}, {"pipeline": 2},
+        {"pipeline": 2, "replicate": 2}, {"pipeline": 2, "replicate": 2, "shard": 4, "tensor": 2},
+        pytest.param(
+            {"pipeline": 16, "replicate": 4, "shard": 16, "tensor": 8, "accumulation": 32}, marks=pytest.mark.more
+        ),
+        {"pipeline": 2, "schedule": PIPELINE_SCHEDULES["ZBVZeroBubble"], "accumulation": 8},
+        {"pipeline": 2, "accumulation": 200},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_no_words_lie_on_one_another_in_any_mesh(tmp_path, given):
+    run = write_run(tmp_path, [], **{"environment.json": {"layout": asdict(layout(**given))}})
+    sections = {section.key: section for section in page.sections(read(run))}
+    assert sections["mesh"].figure is not None
+    assert (sections["pipeline"].figure is not None) == (given.get("pipeline", 1) > 1)
+    for section in sections.values():
+        if section.figure is not None:
+            assert overlaps(section.figure) == [], section.key
+
+
+def test_dollars_are_no_mathematics(tmp_path):
+    sections = {section.key: section.figure for section in page.sections(read(full(tmp_path)))}
+    names = [text for key in ("operators", "memory") for text in sections[key].findobj(Text) if "$" in text.get_text()]
+    assert len({text.get_text() for text in names}) == 2 and not any(text.get_parse_math() for text in names)
+
+
+# What is missing or broken
+
+
+def test_a_run_that_never_logged_says_so_of_each_picture(tmp_path):
+    run = write_run(tmp_path / "job", [], **{"environment.json": {}, "config.json": {}})
+    elements = written(run)
+    assert elements.images == [] and not list((run / "report").iterdir())
+    for words in (
+        "has logged no step yet", "no phases", "No steps were profiled", "no memory", "layout is not known",
+        "no starts and saves", "none logged",
+    ):  # fmt: skip
+        assert words in elements.text
+    rows = [section.text for section in page.sections(read(run))]
+    assert len(rows) == len(ALL) and all(text.endswith(".") for text in rows)
+
+
+def test_a_prediction_or_a_timeline_alone_is_drawn(tmp_path):
+    plan = {"memory": {"peak_bytes": 2**30}}
+    run = write_run(tmp_path, [], **{"environment.json": {}, "plan.json": plan, "timeline.jsonl": TIMELINE})
+    assert "no memory yet. Predicted (plan.json): 1.00 GiB" in written(run).text
+    assert {path.stem for path in (run / "report").glob("*.png")} == {"memory", "time", "history"}
+
+
+def test_an_earlier_reports_pictures_go(tmp_path):
+    run = write_run(tmp_path, [], **{"environment.json": {}, "profile/summary.json": PROFILE})
+    for kept in ({"operators"}, set()):
+        written(run)
+        assert {path.stem for path in (run / "report").glob("*.png")} == kept
+        (run / "profile" / "summary.json").unlink(missing_ok=True)
+
+
+def test_a_torn_last_line_and_other_rubbish(tmp_path):
+    rows = [record_of(1), "[1, 2]\n", "\x00\x00\n", record_of(2), '{"step": 3, "lo']
+    run = write_run(tmp_path / "job", rows, **{"timeline.jsonl": '{"event": "sta', "plan.json": '{"memory": 3}'})
+    run.joinpath("profile").mkdir()
+    (run / "profile" / "summary.json").write_text('{"operators": [{}], "steps": [1]}')
+    text = written(run).text
+    assert "metrics.jsonl: 3 of 5 lines can't be read" in text and "timeline.jsonl: 1 of 1 lines" in text
+    assert "plan.json: its memory can't be read" in text and "summary.json of the profile can't be read" in text
+    assert [row["step"] for row in read(run).steps] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "name", ["environment.json", "config.json", "plan.json", "status.json", "profile/summary.json"]
+)
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", '{"layout": {"schedule": 1}, "memory": [], "trainer": 1}', "[" * 100_000]
+)
+def test_a_broken_file_costs_its_own_section_alone(tmp_path, name, content):
+    run = write_run(tmp_path / "job", [record_of(1)], **{name: content})
+    read(run)
+    assert all(section.text for section in page.sections(read(run)))
+
+
+def test_losses_that_are_not_finite(tmp_path):
+    odd = {"loss": None, "gradient_norm": None, "non_finite": {"loss": "nan", "gradient_norm": "inf"}}
+    some = written(write_run(tmp_path / "some", [record_of(1), record_of(2, **odd), record_of(3)]))
+    assert "1 logged losses are not finite, the first at step 2" in some.text
+    none = written(write_run(tmp_path / "none", [record_of(1, **odd)]))
+    assert "the first at step 1" in none.text and "No finite norm" in none.text and "not finite" in none.text
+
+
+def test_an_older_run_has_its_layout_from_a_checkpoint(tmp_path):
+    saved = {"layout": asdict(layout(shard=4))}
+    files = {"environment.json": {}, "checkpoints/step-000002/trainer.json": saved}
+    found = read(write_run(tmp_path, [record_of(1)], **files)).layout
+    assert found == layout(shard=4)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "empty", "a model", "runs", "a file"])
+def test_what_is_no_run(tmp_path, capsys, kind):
+    folder = tmp_path / "given"
+    if kind == "a file":
+        folder.write_text("")
+    elif kind != "nothing":
+        folder.mkdir()
+    if kind == "a model":
+        (folder / "config.json").write_text("{}")
+    if kind == "runs":
+        write_run(folder / "inner", [])
+    assert main([str(folder)], "meshloom report") == ConfigError.exit_code == 64
+    told = capsys.readouterr().err
+    assert "expected the folder of a run that has begun" in told
+    assert ("Give one of those in it: inner" in told) == (kind == "runs")
+    assert not (folder / "report.html").exists()
+
+
+def test_where_it_can_not_be_written(tmp_path, capsys):
+    run = write_run(tmp_path / "job", [])
+    (tmp_path / "file").write_text("")
+    assert main([str(run), "--output", str(tmp_path / "file" / "x.html")], "meshloom report") == 74
+    assert "disk error" in capsys.readouterr().err
+    assert main([str(run), "--output", str(tmp_path / "new" / "x.html")], "meshloom report") == 0
+    assert (tmp_path / "new" / "x.html").is_file() and not (run / "report.html").exists()
+
+
+def test_without_matplotlib_it_says_how_to_get_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("trainer.command.report.find_spec", lambda name: None)
+    assert main([str(write_run(tmp_path, []))], "meshloom report") == 64
+    assert "pip install 'meshloom[report]'" in capsys.readouterr().err
+
+
+# What the pictures say
+
+
+def test_starts_and_ends(tmp_path):
+    found = sessions(read(full(tmp_path)))
+    assert [(one.first, one.last, one.how) for one in found] == [(0, 23, KILLED), (20, 30, STOPPED), (30, 40, FINISHED)]
+    failed = [*TIMELINE[:5], event("end", 4, 14, error="NumericsError")]
+    assert sessions(read(write_run(tmp_path, [], **{"timeline.jsonl": failed})))[0].how == "failed: NumericsError"
+
+
+@pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (3, 9)])
+def test_the_timeline_keeps_to_what_passes_need(name, ranks, count):
+    plan = layout(pipeline=ranks, accumulation=count, schedule=PIPELINE_SCHEDULES[name])
+    made = passes(plan)
+    units = {"F": 1, "B": 2} if not plan.schedule.splits_backward else {"F": 1, "B": 2, "I": 1, "W": 1}
+    assert (
+        sum(UNITS[one.kind] for one in made) == 3 * count * plan.stages and {one.kind for one in made} <= units.keys()
+    )
+    ends = {(one.stage, one.kind, one.micro_batch): one for one in made}
+    assert len(ends) == len(made) and all(one.stage in plan.stages_of(one.rank) for one in made)
+    for one in made:
+        if one.kind == "F" and one.stage:
+            assert ends[one.stage - 1, "F", one.micro_batch].end <= one.start
+        if one.kind in "BI":
+            after = [ends.get((one.stage + 1, kind, one.micro_batch)) for kind in "BI"]
+            assert all(other.end <= one.start for other in after if other) and (
+                any(after) == (one.stage + 1 < plan.stages)
+            )
+    for rank in range(ranks):
+        own = sorted((one for one in made if one.rank == rank), key=lambda one: one.start)
+        assert all(one.end <= other.start for one, other in itertools.pairwise(own))
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (8, 64)])
+def test_the_bubble_is_that_of_the_literature(name, ranks, count):
+    """(p - 1) / (m + p - 1) of a step: arXiv 2104.04473, section 2.2."""
+    plan = layout(pipeline=ranks, accumulation=count, schedule=PIPELINE_SCHEDULES[name])
+    assert idle(passes(plan), ranks) == pytest.approx((ranks - 1) / (count + ranks - 1))
+
+
+def test_what_travels():
+    assert travels(layout(), "mesh") == {}
+    words = travels(layout(pipeline=2, replicate=2, shard=2, tensor=2, zero_stage=3), "mesh")
+    assert list(words) == list(AXES) and "reduce-scattered" in words["shard"] and "of each shard" in words["replicate"]
+    assert "after the step" in travels(layout(shard=2), "deepspeed")["shard"]
+    assert travels(layout(replicate=4, zero_stage=0), "mesh") == {
+        "replicate": "gradients are all-reduced among the replicas"
+    }
+
+
+def test_what_a_profile_is_made_of():
+    found = profiled_phases(PROFILE)
+    assert found is not None and found.steps == "5 to 7"
+    assert found.seconds == pytest.approx(
+        {"forward and the rest": 0.03, "backward": 0.05, "optimizer": 0.01, "logging": 0.001}
+    )
+    names = (
+        "aten::mm",
+        "c10d::allreduce_",
+        "aten::copy_",
+        "aten::add_",
+        "Optimizer.step#AdamW.step",
+        "aten::_foreach_add_",
+    )
+    assert [category(name) for name in names] == [
+        "matrix products", "communication", "copies and casts", "element-wise and others", "between operators",
+        "optimizer",
+    ]  # fmt: skip
+
+
+# What a run records
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
+
+
+def step_through(timeline: Timeline, last: int, saves: int = 0) -> None:
+    for step in range(1, last + 1):
+        for phase in ("training", "logging", *(("evaluating", "saving") if step == saves else ())):
+            timeline.at(phase, step)
+        timeline.at("waiting for data", step + 1)
+
+
+def test_the_timeline_of_a_start_and_of_the_next(tmp_path):
+    with pytest.raises(KeyError), Timeline(tmp_path, 5, 0, None) as timeline:
+        timeline.at("waiting for data", 1)
+        step_through(timeline, 3, saves=2)
+        raise KeyError
+    with Timeline(tmp_path, 5, 2, tmp_path / "step-000002") as timeline:
+        timeline.at("saving", 5)
+    told = [(row["event"], row["step"]) for row in lines(tmp_path)]
+    first = [("start", 0), ("logged", 1), ("logged", 2), ("evaluated", 2), ("saved", 2), ("logged", 3), ("end", 3)]
+    assert told == [*first, ("start", 2), ("saved", 5), ("end", 5)]
+    found = lines(tmp_path)
+    assert [row["error"] for row in found if row["event"] == "end"] == ["KeyError", None]
+    assert found[1]["seconds"].keys() == {"waiting for data", "training", "logging"}
+    assert found[7]["source"] == "step-000002" and found[4]["seconds"] >= 0
+    assert all(one["time"] <= other["time"] for one, other in itertools.pairwise(found))
+
+
+def test_other_ranks_write_no_timeline(tmp_path):
+    with Timeline(None, 5, 0, None) as timeline:
+        step_through(timeline, 3, saves=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_does_not_hide_what_was_raised(tmp_path, monkeypatch):
+    with pytest.raises(KeyError), Timeline(tmp_path, 5, 0, None):
+        monkeypatch.setattr("trainer.trackers.jsonl.json.dumps", lambda line: raising())
+        raise KeyError
+
+
+def raising() -> str:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(("first", "recorded"), [(1, [3, 4]), (4, [4]), (5, None)])
+def test_the_steps_that_are_profiled(tmp_path, first, recorded):
+    """Also where a run goes on in the midst of them; after them nothing is written over."""
+    profiler = StepProfiler(ProfileSection(start=3, steps=2), tmp_path, torch.device("cpu"))
+    for step in range(first, 7):
+        for phase in ("waiting for data", "training", "logging"):
+            profiler.at(phase, step)
+            torch.ones(2, 2) @ torch.ones(2, 2)
+    profiler.close()
+    if recorded is None:
+        assert not list(tmp_path.iterdir())
+        return
+    found = json.loads((tmp_path / "profile" / "summary.json").read_text())
+    calls = {row["name"]: row["calls"] for row in found["operators"]}
+    assert found["steps"] == recorded and calls["meshloom: training"] == len(recorded)
+    assert calls["aten::mm"] == 3 * len(recorded)
+
+
+# From a real run
+
+
+REAL = """
+import sys, torch, trainer
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.arange(64) % 2)
+config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "trainer": {
+    "device": "cpu", "engine": "mesh", "log": {"every": 1}, "checkpoint": {"every": 2}, "evaluation": {"every": 2},
+    "steps": 6, "run": {"folder": sys.argv[1], "name": "job"}}}
+for more in (["trainer.run.name=plain"], ['trainer.profile={"start": 2, "steps": 2}']):
+    trainer.train(config, overrides=more, data=data, evaluation_data=data, blocks="*",
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)),
+        loss=lambda output, target: (cross_entropy(output, target, reduction="sum"), len(target)))
+"""
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("real")
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(folder)}
+    command = [sys.executable, "-c", REAL, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "job"
+
+
+def test_a_real_run_leaves_what_is_drawn(real):
+    found = read(real)
+    assert found.notes == [] and [row["step"] for row in found.steps] == [1, 2, 3, 4, 5, 6]
+    kinds = [row["event"] for row in found.timeline]
+    assert kinds[0] == "start" and kinds[-1] == "end" and kinds.count("logged") == 6
+    assert kinds.count("saved") == kinds.count("evaluated") == 3
+    assert [(one.first, one.last, one.how) for one in sessions(found)] == [(0, 6, FINISHED)]
+    seconds = [row["seconds"] for row in found.timeline if row["event"] == "logged"]
+    assert all({"waiting for data", "training", "logging"} <= set(one) for one in seconds)
+    assert found.layout is not None and (found.engine, found.device) == ("mesh", "cpu")
+    assert found.profile is not None and found.profile["steps"] == [2, 3]
+    plain = read(real.with_name("plain"))
+    assert [row["loss"] for row in plain.steps] == [row["loss"] for row in found.steps] and plain.profile is None
+    parts = profiled_phases(found.profile)
+    assert parts is not None and {"forward and the rest", "backward", "optimizer", "logging"} <= set(parts.seconds)
+    assert (real / "profile" / "trace-rank-0.json.gz").stat().st_size > 1000
+    elements = written(real)
+    assert {Path(path).stem for path in (real / "report").glob("*.png")} == ALL - {"mesh", "pipeline"}
+    assert len(elements.images) == len(ALL) - 2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"start": 9}, "trainer.profile.start: saw 9, in a run of 8 steps"),
+        ({"start": 0}, "trainer.profile.start"),
+        ({"steps": 101}, "trainer.profile.steps"),
+        ({"step": 1}, 'Did you mean "steps"'),
+    ],
+)
+def test_a_profile_that_can_not_be_made(tmp_path, given, words):
+    (tmp_path / "own.json").write_text(json.dumps({"train_batch_size": 8, "trainer": {"steps": 8, "profile": given}}))
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load(str(tmp_path / "own.json"), [])
+
+
+# In a browser
+
+
+PROBE = """<script>
+addEventListener("load", () => {
+  const box = element => { const r = element.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom] }
+  const found = {wide: document.documentElement.scrollWidth, boxes: {}, images: [], failed: 0}
+  for (const e of document.querySelectorAll("h1, .under, dl > div, section, footer")) {
+    const words = e.id || e.className || e.textContent
+    found.boxes[words] = box(e)
+    for (const inner of e.querySelectorAll("h2, p, img, .table")) found.boxes[words + "/" + inner.tagName] = box(inner)
+  }
+  for (const i of document.images) {
+    found.images.push([i.alt, ...box(i)])
+    if (!i.complete || !i.naturalWidth) found.failed++
+  }
+  document.body.dataset.found = JSON.stringify(found)
+})
+</script>"""
+
+
+def browse(folder: Path, page_file: Path, *arguments: str, width: int = 1100) -> subprocess.CompletedProcess[str]:
+    assert BROWSER is not None
+    own = folder / "profile-of-the-browser"
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
+    command += [f"--user-data-dir={own}", f"--window-size={width},9000", *arguments, page_file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "CONSOLE" not in done.stderr, done.stderr
+    return done
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: apt-get install chromium-headless-shell")
+@pytest.mark.parametrize("width", [1100, pytest.param(480, marks=pytest.mark.more)])
+def test_in_a_browser(tmp_path, reported, width):
+    run, _ = reported
+    probed = tmp_path / "probed.html"
+    text = (run / "report.html").read_text()
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{page.POLICY}">'
+    assert policy in text
+    probed.write_text(text.replace(policy, "").replace("</body>", f"{PROBE}</body>"))
+    elements = Elements(browse(tmp_path, probed, "--dump-dom", width=width).stdout)
+    found = json.loads(
+        next(attributes["data-found"] or "" for tag, attributes in elements.found if "data-found" in attributes)
+    )
+    assert found["failed"] == 0 and found["wide"] <= width and len(found["images"]) == len(ALL)
+    for (one, first), (two, second) in itertools.combinations(found["boxes"].items(), 2):
+        within = one.startswith(f"{two}/") or two.startswith(f"{one}/")
+        apart = first[2] <= second[0] or second[2] <= first[0] or first[3] <= second[1] or second[3] <= first[1]
+        assert within or apart, (one, first, two, second)
+    shot = tmp_path / "shot.png"
+    browse(tmp_path, run / "report.html", f"--screenshot={shot}", width=width)
+    with Image.open(shot) as picture:
+        for alt, *box in found["images"]:
+            assert ink(picture.crop(tuple(map(int, box)))) > 0.003, alt
+        for name, box in found["boxes"].items():
+            assert ink(picture.crop(tuple(map(int, box)))) > 0, name

@@ -1,0 +1,98 @@
+"""Parameters are sharded where they are said to be, block by block, and replicas agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.layouts import HSDP
+from tests.training import LLAMA, Case, spec_of
+
+MESH = Case(engine="mesh")
+
+
+def sharded_share(case: Case) -> tuple[float, int]:
+    """Local share of all parameters, and how many FSDP units hold some. Runs on each rank."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    from tests.training import build
+
+    engine = build(case, dist.get_rank())
+    parameters = list(engine.modules[0].parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in parameters)
+    kept = sum(parameter.to_local().numel() for parameter in parameters)
+    return kept / sum(p.numel() for p in parameters), sum(
+        isinstance(m, FSDPModule) for m in engine.modules[0].modules()
+    )
+
+
+def test_parameters_are_really_sharded(pools):
+    hsdp = replace(HSDP, zero_stage=3)
+    for case in (replace(MESH, zero_stage=3), replace(hsdp, engine="mesh"), replace(hsdp, engine="accelerate")):
+        for kept, count in pools[case.world_size].run(sharded_share, case=case):
+            assert kept == pytest.approx(0.5, abs=0.02)
+            assert count == 4  # three blocks and the root
+
+
+def with_another_start(case: Case) -> str:
+    """An engine whose rank 3 has drawn other initial values. Runs on each rank."""
+    import torch.distributed as dist
+
+    from tests.training import build
+    from trainer.errors import NumericsError
+
+    try:
+        build(case, dist.get_rank(), values_seed=5 + (dist.get_rank() == 3))
+    except NumericsError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("engine", ["mesh", "accelerate"])
+def test_replicas_that_disagree_are_found(pools, engine):
+    found = pools[4].run(with_another_start, case=replace(HSDP, zero_stage=3, engine=engine))
+    # rank 3 shares its replica's other half with rank 2, which is not at fault
+    assert found == ["replicas: other initial values on rank 3 than on rank 1; expected the same on all replicas"] * 4
+
+
+def test_one_flat_unit_is_an_error(monkeypatch):
+    from tests.training import spec_of
+    from trainer.errors import NumericsError
+    from trainer.parallel.shard import check_units
+
+    spec = spec_of(LLAMA)
+    with pytest.raises(
+        NumericsError, match="FSDP: 3 of 3 blocks are no unit of their own .* expected one unit per block"
+    ):
+        check_units(spec.build(), spec)
+
+
+def test_blocks_that_share_parameters_are_no_units():
+    """Zamba's hybrid blocks are one block, used again: FSDP2 ends with an error of its own at the first step."""
+    from tests.test_model_checks import layout
+    from trainer.errors import ConfigError
+    from trainer.parallel.shard import check_shardable
+
+    spec = spec_of({"model_type": "zamba2"}).shrunk()
+    sharded = layout(world_size=2, shard=2, accumulation=1, zero_stage=3)
+    with pytest.raises(ConfigError, match="FSDP2 shards block by block, and model.layers.* is one with model.layers"):
+        check_shardable(spec, sharded)
+
+
+def test_a_class_of_blocks_that_stands_elsewhere_too_is_refused_where_units_go_by_class():
+    """Accelerate made a unit of the nested layer, and the first step ended with mixed tensors and DTensors."""
+    from torch import nn
+
+    from tests.test_model_checks import layout
+    from trainer.engines import ENGINES
+    from trainer.errors import ConfigError
+    from trainer.models.module import spec_of as spec_of_module
+
+    spec = spec_of_module(lambda: nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 8)), None, 0)
+    sharded = layout(world_size=2, shard=2, accumulation=1, zero_stage=3)
+    with pytest.raises(ConfigError, match=r"is of a block's class, and no block.*Set trainer.engine to"):
+        ENGINES["accelerate"].check(spec, sharded)
+    ENGINES["mesh"].check(spec, sharded)

@@ -1,0 +1,85 @@
+"""Machines that do not share the run's folder are found before anything is made."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.distributed.ranks import ALONE, Ranks
+from trainer.errors import DiskError
+from trainer.run import shared
+from trainer.run.shared import check_shared
+
+
+@dataclass(frozen=True)
+class Together(Ranks):
+    """Ranks that are threads."""
+
+    meeting: Any = None
+    values: Any = None
+
+    def gather(self, value: Any) -> list[Any]:
+        self.values[self.rank] = value
+        self.meeting.wait(20)
+        found = list(self.values)
+        self.meeting.wait(20)
+        return found
+
+
+def check(folders: list[Path]) -> list[DiskError | None]:
+    meeting, values = threading.Barrier(len(folders)), [None] * len(folders)
+
+    def one(rank: int) -> DiskError | None:
+        try:
+            check_shared(folders[rank], Together(rank, len(folders), None, meeting, values))
+        except DiskError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        return list(pool.map(one, range(len(folders))))
+
+
+def test_a_folder_that_all_see_is_left_as_it_was(tmp_path):
+    assert check([tmp_path] * 3) == [None] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_who_sees_another_one_is_named_on_every_rank(tmp_path, monkeypatch, there):
+    monkeypatch.setattr(shared, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(shared.socket, "gethostname", lambda: "node-a")
+    first, other = tmp_path / "a" / "runs", tmp_path / "b" / "runs"
+    first.mkdir(parents=True)
+    if there:
+        other.mkdir(parents=True)
+    found = check([first, first, other])
+    text = (
+        f"{first}: what rank 0 on node-a writes there is not there for rank 2 on node-a ({other}); expected one folder"
+    )
+    assert all(error is not None and error.shared for error in found)
+    assert str(found[0]).startswith(text)
+    assert list(first.iterdir()) == []
+
+
+def test_it_is_waited_for_where_it_comes_late(tmp_path, monkeypatch):
+    """As over a network's file system."""
+    looks = iter([[], FileNotFoundError(), None])
+    listdir = shared.os.listdir
+
+    def late(path: Path) -> list[str]:
+        look = next(looks)
+        if isinstance(look, Exception):
+            raise look
+        return listdir(path) if look is None else look
+
+    monkeypatch.setattr(shared.os, "listdir", late)
+    assert check([tmp_path]) == [None]  # alone, nothing is looked at
+    (tmp_path / "x").touch()
+    assert shared._sees(tmp_path / "x")
+    check_shared(tmp_path / "nowhere", ALONE)

@@ -1,0 +1,180 @@
+"""From the command to the first step: what it does is said, and what can be wrong is said before what takes long."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from rich.console import Console as Terminal
+
+from tests.commands import ROOT, TRAIN, run, write_job
+from trainer.data.progress import Progress
+from trainer.distributed.ranks import Ranks
+from trainer.engines import Machine
+from trainer.engines.deepspeed.operators import announce
+from trainer.errors import ConfigError
+from trainer.trackers import Console, Signs, signs
+
+
+def until(told: io.StringIO, lines: int) -> list[str]:
+    deadline = time.monotonic() + 20
+    while told.getvalue().count("\n") < lines and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return told.getvalue().splitlines()
+
+
+def test_in_a_pipe_what_takes_a_while_has_a_line_and_then_another() -> None:
+    told = io.StringIO()
+    with patch.multiple(signs, _MOMENT=0.2, _BETWEEN=0.2):
+        shown = Signs(Terminal(file=told))
+        shown.at("a moment")
+        shown.at("long")
+        lines = until(told, 2)
+        shown.hide()
+        shown.at("after [that]")
+        lines = until(told, len(told.getvalue().splitlines()) + 1)
+        shown.close()
+        shown.at("nothing")
+        time.sleep(0.5)
+    assert {re.sub(r"\d", "N", line) for line in lines} == {"start   long (N s)", "start   after [that] (N s)"}
+    assert len(lines) >= 3 and "nothing" not in told.getvalue()
+
+
+def test_a_quiet_rank_says_nothing() -> None:
+    told = io.StringIO()
+    with patch.multiple(signs, _MOMENT=0.05, _BETWEEN=0.05):
+        shown = Signs(Terminal(file=told, quiet=True))
+        shown.at("long")
+        time.sleep(0.3)
+        shown.close()
+    assert told.getvalue() == ""
+
+
+def test_on_a_terminal_one_display_follows_another() -> None:
+    told = io.StringIO()
+    terminal = Terminal(file=told, force_terminal=True, width=80)
+    shown = Signs(terminal)
+    shown.at("import" + "ing" * 60)
+    time.sleep(0.4)
+    with patch.multiple("trainer.data.progress", _MOMENT=0):
+        progress = Progress(terminal, signs=shown)
+        progress.begin("data.jsonl")
+        progress.at(0.5, 4, 10)
+        assert shown._live is None and terminal._live_stack == [progress._bar.live]  # type: ignore[union-attr]
+        progress.close()
+    shown.at("making the first step")
+    assert len(terminal._live_stack) == 1
+    shown.close()
+    assert terminal._live_stack == []
+    written = told.getvalue()
+    assert "start   importing" in written and "\u2026" in written  # cut at the edge
+    assert "4 documents, 10 tokens" in written and "start    (" not in written
+    assert "start   making the first step (0 s)" in written
+    assert Console(terminal) is not None
+
+
+# The command
+
+
+def test_data_that_is_not_there_is_named_before_torch_is_imported(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    script = (
+        "import sys; from trainer.command.train import main; code = main(sys.argv[1:], 'train'); "
+        "print(sorted({'torch', 'transformers', 'deepspeed', 'datasets'} & sys.modules.keys())); sys.exit(code)"
+    )
+    command = (sys.executable, "-c", script, "--config", job)
+    wrong = {
+        "trainer.data.path=/nowhere/x.jsonl": "/nowhere/x.jsonl: no such file or folder",
+        "trainer.data.evaluation_path=/nowhere/*.jsonl": "/nowhere/*.jsonl: matches no file",
+        'trainer.data={"sources": [{"path": "/nowhere/y.txt"}]}': "/nowhere/y.txt: no such file or folder",
+    }
+    for override, seen in wrong.items():
+        for processes in ("1", "2"):
+            found = run(*command, "--processes", processes, override)
+            assert found.code == 65
+            assert found.output.startswith(f"data error:\n  {seen}; expected a file, a folder, a glob or a hub id")
+            assert found.output.endswith("\n[]\n")
+
+
+def test_in_a_pipe_the_first_line_comes_before_the_libraries(tmp_path: Path) -> None:
+    found = run(sys.executable, TRAIN, "--config", write_job(tmp_path), "--processes", "1", cold=True)
+    lines = [re.sub(r"\d+", "N", line) for line in found.output.splitlines()]
+    assert found.code == 0, found.output
+    assert lines[0] == "start   importing PyTorch, transformers and DeepSpeed (N s)"
+    first = next(at for at, line in enumerate(lines) if line.startswith("step N/N"))
+    assert not any(line.startswith("start") for line in lines[first:])
+
+
+def test_on_a_terminal_of_80_columns_nothing_is_wider(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, TRAIN, "--config", str(write_job(tmp_path)), "--processes", "1"]
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    written = b""
+    try:
+        while part := os.read(ours, 1 << 16):
+            written += part
+    except OSError:  # the other end is closed
+        pass
+    os.close(ours)
+    assert process.wait() == 0, written
+    text = re.sub(r"\x1b\[[0-9?;]*[A-Za-z]", "", written.decode())
+    shown = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+    assert shown[0].startswith("start   importing PyTorch, transformers and DeepSpeed (")
+    assert any(line.startswith("step 3/3 | loss ") and " | ETA " in line for line in shown)
+    live = [line for line in shown if line.startswith(("start", "step")) and "evaluation" not in line]
+    assert max(map(len, live)) <= 80
+    assert "Traceback" not in text
+
+
+# What DeepSpeed compiles
+
+
+class Noted:
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def at(self, phase: str) -> None:
+        self.phases.append(phase)
+
+
+def announced(built: Path, offload: str = "none") -> list[str]:
+    noted: Any = Noted()
+    layout: Any = SimpleNamespace(offload_optimizer=offload, offload_param="none")
+    compatible = {"deepspeed_shm_comm": True, "async_io": True}
+    folder = patch("torch.utils.cpp_extension._get_build_directory", lambda name, verbose: str(built / name))
+    with folder, patch("deepspeed.ops.__compatible_ops__", compatible):
+        announce(layout, Machine(torch.device("cpu"), Ranks(), signs=noted))
+    return noted.phases
+
+
+def test_an_operator_that_is_not_compiled_yet_is_announced(tmp_path: Path) -> None:
+    assert announced(tmp_path) == ["compiling DeepSpeed's deepspeed_shm_comm, once for this machine"]
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    (tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").write_text("")
+    assert announced(tmp_path) == []
+    assert announced(tmp_path, "nvme") == ["compiling DeepSpeed's async_io, once for this machine"]
+
+
+@pytest.mark.parametrize(("tool", "package"), [("c++", "g++"), ("ninja", "ninja-build")])
+def test_a_compiler_that_is_not_there_is_named_before_it_is_needed(tmp_path: Path, tool: str, package: str) -> None:
+    compiler = patch("torch.utils.cpp_extension.get_cxx_compiler", lambda: "c++")
+    there = patch("shutil.which", lambda name: None if name == tool else f"/usr/bin/{name}")
+    with compiler, there, pytest.raises(ConfigError) as caught:
+        announced(tmp_path)
+    assert str(caught.value) == (
+        f"engine deepspeed: no {tool} in PATH, by which DeepSpeed compiles its operator deepspeed_shm_comm; expected "
+        f'a C++ compiler and ninja. Install it (apt install {package}), or set trainer.engine to "mesh" or "accelerate"'
+    )

@@ -1,0 +1,146 @@
+"""The comparison of a run with one process, its table, and the file that keeps it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.certify import samples
+from trainer.certify.comparison import (
+    TOLERANCES,
+    Finding,
+    Order,
+    compare_held_out,
+    compare_initial,
+    compare_resumed,
+    compare_step,
+    compare_update,
+)
+from trainer.certify.packed import CHANGE, PackedReference, check_nothing_drawn, without_dropout
+from trainer.certify.recording import Recording, Sources, engine_of, record, shared_folder
+from trainer.certify.reference import Expected, Reference
+from trainer.certify.small import Small
+from trainer.distributed.ranks import Ranks
+from trainer.engines import Machine
+from trainer.models import huggingface
+from trainer.models.spec import ModelSpec
+from trainer.parallel.checks import checked
+from trainer.run.describe import versions
+from trainer.run.prepare import amended, regularised
+from trainer.tasks.causal_lm import CausalLM
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Whether a layout trains as one process does; one finding per check, the worst, and the first that failed."""
+
+    layout: str
+    engine: str
+    changes: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    first_failure: Finding | None
+
+    @property
+    def passed(self) -> bool:
+        return self.first_failure is None
+
+
+def certify(small: Small, ranks: Ranks, device: torch.device | None = None) -> Certificate:
+    """Certify the config's language model, on a tiny copy and made-up documents.
+
+    Collective; raises ConfigError where no engine can run the layout.
+    """
+    section, device = small.config.trainer, device or torch.device("cpu")
+    options, packed = section.model, section.data.packs
+    architecture = huggingface.read_config(options)
+    if packed:
+        architecture, section = without_dropout(architecture, section)
+        small = replace(small, changes=(*small.changes, CHANGE))
+    whole = huggingface.spec_of(architecture, options.model_copy(update={"name_or_path": None}))
+    whole = amended(whole, section, ranks)
+    assert whole.shrunk is not None
+    # a block more than stages: they need not be equal
+    spec = whole.shrunk(max(2, small.layout.stages + 1), small.layout.tensor)
+    small = replace(
+        small, changes=(*small.changes, *(f"the tiny copy lacks {what}: it proves less" for what in spec.lacks))
+    )
+    task = CausalLM.of(spec)
+    spec, _ = checked(spec, task, small.layout, ranks, packed)
+    if packed:
+        check_nothing_drawn(spec, ranks)
+    documents = samples.documents_of(small, spec.language.vocabulary, packed)
+    with shared_folder(ranks) as folder:
+        ranks.on_first(lambda: samples.write(documents, folder, packed))
+        sources = Sources(samples.source(folder, "training"), samples.source(folder, "held_out"))
+        trained = regularised(task, spec, section)
+        run, resumed = record(small, spec, trained, sources, Machine(device, ranks), folder)
+    reference = PackedReference if packed else Reference
+    return compare(small, spec, run, resumed, ranks, device, lambda: reference(small, spec, documents, device))
+
+
+def compare(
+    small: Small,
+    spec: ModelSpec,
+    run: Recording,
+    resumed: Recording,
+    ranks: Ranks,
+    device: torch.device,
+    make_reference: Callable[[], Reference],
+) -> Certificate:
+    """What was recorded on every rank against one process, which is run on the first. Collective."""
+    found: list[Finding] = []
+
+    def one_process() -> tuple[list[Expected], Order]:
+        reference = make_reference()
+        order = Order(reference.order, spec.blocks)
+        found.append(compare_initial(run, reference.weights(), order, spec.frozen))
+        expected = []
+        for step, gradients in enumerate(run.gradients):
+            expected.append(reference.step(step, run.states[step], gradients, run.norms[step]))
+            found.extend(compare_update(run, step, expected[-1], order))
+            if step + 1 in run.held_out:
+                theirs = reference.held_out(run.states[step + 1])
+                found.append(compare_held_out(run, step, theirs, expected[-1]))
+        found.extend(compare_resumed(resumed, run, small.middle, order))
+        return expected, order
+
+    expected, order = ranks.on_first(one_process)
+    for step, one in enumerate(expected):
+        found.extend(compare_step(run, step, one, order, ranks.rank))
+    findings = [finding for theirs in ranks.gather(found) for finding in theirs]
+    sequence = {check: index for index, check in enumerate(TOLERANCES)}
+    failures = sorted((f for f in findings if not f.passed), key=lambda f: (f.step, sequence[f.check], f.rank))
+    worst = tuple(max((f for f in findings if f.check == check), key=lambda f: f.severity) for check in TOLERANCES)
+    return Certificate(
+        small.layout.describe(), engine_of(small, device.type), small.changes, worst, failures[0] if failures else None
+    )
+
+
+def table(certificate: Certificate) -> str:
+    """For a person."""
+    lines = [f"{certificate.layout} (engine {certificate.engine})", *(f"  {change}" for change in certificate.changes)]
+    lines.append(f"{'check':<16}{'largest relative error':>24}{'tolerance':>11}        step  where")
+    for finding in certificate.findings:
+        verdict = "ok" if finding.passed else "FAIL"
+        numbers = f"{finding.error:>24.1e}{finding.tolerance:>11.0e}"
+        lines.append(f"{finding.check:<16}{numbers}  {verdict:<4}  {finding.step:>4}  {finding.where}".rstrip())
+    first = certificate.first_failure
+    if first is None:
+        return "\n".join([*lines, "PASS: trains as one process does"])
+    what = f"{first.check} {first.where}".rstrip()
+    lines.append(f"FAIL: first apart at step {first.step}, on rank {first.rank}: {what}, by {first.error:.1e}")
+    return "\n".join(lines)
+
+
+def write(certificate: Certificate, path: Path) -> None:
+    content: dict[str, Any] = asdict(certificate)
+    for finding in content["findings"]:
+        finding["error"] = repr(finding["error"])  # JSON has no infinity
+    if content["first_failure"]:
+        content["first_failure"]["error"] = repr(content["first_failure"]["error"])
+    path.write_text(json.dumps({"passed": certificate.passed, "versions": versions(), **content}, indent=2) + "\n")

@@ -1,0 +1,213 @@
+"""A run beside what one process expects of it: one finding for each check of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from trainer.certify.recording import Recording, State, Tensors
+from trainer.certify.reference import Expected
+from trainer.state import MASTER, WEIGHT
+
+# check -> largest relative error that float32 arithmetic in another order may leave
+TOLERANCES = {
+    "initial": 0.0,
+    "loss": 1e-5,
+    "gradient": 1e-4,
+    "norm": 1e-4,
+    "moment": 1e-5,
+    "update": 2e-5,
+    "held-out loss": 1e-5,
+    "loaded state": 0.0,
+    "resumed loss": 0.0,
+    "resumed state": 0.0,
+}
+"""In the order in which a step makes them: the first that fails is where the error is born."""
+
+LEAST_SHARE = 1e-2
+"""A gradient is measured against its own largest entry, or this share of its layer's: one that is zero by symmetry
+(a key's bias without rotary positions) is rounding alone."""
+
+BAND = 3.0
+"""How much more rounding in low precision a layout may have than one process."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The relative error of one check at one step, and where it is: the largest, or the first that is too large."""
+
+    check: str
+    step: int
+    error: float
+    tolerance: float
+    where: str
+    rank: int
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance  # NaN fails
+
+    @property
+    def severity(self) -> float:
+        return float("inf") if self.error != self.error else self.error / max(self.tolerance, 1e-300)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Where a parameter stands: its place in the forward pass, and its layer."""
+
+    places: Mapping[str, int]
+    blocks: tuple[str, ...]
+
+    def place(self, name: str) -> tuple[int, str]:
+        """Buffers and what one process lacks come first: they are wrong before anything is computed."""
+        return self.places.get(name, -1), name
+
+    def layer(self, name: str) -> str:
+        return next((block for block in self.blocks if name.startswith(f"{block}.")), "")
+
+
+def compare_initial(run: Recording, weights: Tensors, order: Order, held: Collection[str] = ()) -> Finding:
+    """The exact ones: float32 masters are not to start from what was rounded for them.
+
+    What is `held` as it is needs no master: it may be kept in 16 bits alone.
+    """
+    for name in set(held) & weights.keys():
+        if (kept := run.states[0].get((name, WEIGHT))) is not None:
+            weights = {**weights, name: weights[name].to(kept.dtype).to(weights[name].dtype)}
+    ours = {key: _exact(run.states[0], key[0], value) for key, value in run.states[0].items() if key[1] == WEIGHT}
+    return _states("initial", 0, ours, {(name, WEIGHT): value for name, value in weights.items()}, order)
+
+
+def compare_step(run: Recording, step: int, one: Expected, order: Order, rank: int) -> Iterator[Finding]:
+    """What every rank has seen of a step: the loss, every gradient, the norm."""
+    loss, norm = (_relative(of[step], by) for of, by in ((run.losses, one.loss), (run.norms, one.norm)))
+    bands = (one.rounding.loss / one.loss, one.rounding.norm / one.norm) if one.rounding else (0.0, 0.0)
+    yield Finding("loss", step, loss, _tolerance("loss", bands[0], one), "", rank)
+    yield compare_gradients(step, run.gradients[step], one, order, rank)
+    yield Finding("norm", step, norm, _tolerance("norm", bands[1], one), "", rank)
+
+
+def compare_gradients(step: int, ours: Tensors, one: Expected, order: Order, rank: int) -> Finding:
+    """A backward pass goes from the head to the tables: of several that are wrong the last in the forward is first.
+
+    A gradient that one side has not got may be zeros on the other.
+    """
+    odd = {n for a, b in ((ours, one.gradients), (one.gradients, ours)) for n in a if n not in b and bool(a[n].any())}
+    if odd:
+        last = max(odd, key=order.place)
+        return _one_sided("gradient", step, last, last in ours, rank)
+    theirs = {name: value for name, value in one.gradients.items() if name in ours}
+    of_layer: dict[str, float] = {}
+    for name, value in theirs.items():
+        of_layer[order.layer(name)] = max(of_layer.get(order.layer(name), 0.0), _largest(value))
+    scales = {
+        name: max(_largest(value), LEAST_SHARE * of_layer[order.layer(name)], 1e-30) for name, value in theirs.items()
+    }
+    errors = {name: _apart(ours[name], value) / scales[name] for name, value in theirs.items()}
+    bands = {name: (one.rounding.gradients[name] if one.rounding else 0.0) / scales[name] for name in theirs}
+    usual = sum(bands.values()) / max(len(bands), 1)
+    tolerances = {name: _tolerance("gradient", max(band, usual), one) for name, band in bands.items()}
+    return _first("gradient", step, errors, tolerances, sorted(errors, key=order.place, reverse=True), rank)
+
+
+def compare_update(run: Recording, step: int, one: Expected, order: Order) -> Iterator[Finding]:
+    """What the optimizer keeps; and each weight, relative to how far it went, beyond its own rounding."""
+    before, after = run.states[step], run.states[step + 1]
+    ours = {key: value for key, value in after.items() if key[1] not in (WEIGHT, MASTER)}
+    # counts may be kept for all parameters together, and moments of what has no gradient as zeros
+    theirs = {key: v for key, v in one.state.items() if key[1] != WEIGHT and (key in ours or v.ndim and bool(v.any()))}
+    ours = {key: value for key, value in ours.items() if key in theirs or bool(value.any())}
+    yield _states("moment", step, ours, theirs, order)
+    if run.skipped[step]:
+        yield Finding("update", step, float("inf"), 0.0, "(skipped: a gradient that is not finite)", 0)
+        return
+    errors = {}
+    for (name, part), value in one.state.items():
+        if part == WEIGHT:
+            end, start = (_exact(state, name, value).double() for state in (after, before))
+            slack = 2 * torch.finfo(torch.float32).eps * torch.maximum(end.abs(), start.abs())
+            beyond = _largest(((end - value).abs() - slack).clamp_min(0))
+            errors[name] = beyond / max(_largest(value - start), 1e-30)
+    yield _first("update", step, errors, {}, sorted(errors, key=order.place))
+
+
+def compare_held_out(run: Recording, step: int, theirs: tuple[float, int], one: Expected) -> Finding:
+    ours = run.held_out[step + 1]
+    if ours[1] != theirs[1]:
+        where = f"({ours[1]} targets in place of {theirs[1]})"
+        return Finding("held-out loss", step, float("inf"), 0.0, where, 0)
+    band = one.rounding.loss / one.loss if one.rounding else 0.0
+    return Finding("held-out loss", step, _relative(ours[0], theirs[0]), _tolerance("held-out loss", band, one), "", 0)
+
+
+def compare_resumed(resumed: Recording, whole: Recording, middle: int, order: Order) -> Iterator[Finding]:
+    """Bit for bit."""
+    yield _states("loaded state", middle, resumed.states[0], whole.states[middle], order)
+    ours, theirs = (vars(of.position) | of.position.engine for of in (resumed, whole))
+    for name in [name for name in theirs if name != "engine" and ours.get(name) != theirs[name]]:
+        where = f"{name} ({ours.get(name)} in place of {theirs[name]})"
+        yield Finding("loaded state", middle, float("inf"), 0.0, where, 0)
+    for index, loss in enumerate(resumed.losses):
+        step = middle + index
+        yield Finding("resumed loss", step, _relative(loss, whole.losses[step]), 0.0, "", 0)
+        yield _states("resumed state", step, resumed.states[index + 1], whole.states[step + 1], order)
+
+
+def _states(check: str, step: int, ours: State, theirs: State, order: Order) -> Finding:
+    """Tensors of which each is measured against its own largest entry; a name that one side lacks is all wrong."""
+    if odd := ours.keys() ^ theirs.keys():
+        first = min(odd, key=lambda key: order.place(key[0]))
+        return _one_sided(check, step, _label(first), first in ours)
+    ranked = sorted(theirs, key=lambda key: order.place(key[0]))
+    errors = {_label(key): _apart(ours[key], theirs[key]) / max(_largest(theirs[key]), 1e-30) for key in ranked}
+    return _first(check, step, errors, {}, errors)
+
+
+def _first(
+    check: str,
+    step: int,
+    errors: Mapping[str, float],
+    tolerances: Mapping[str, float],
+    ranked: Iterable[str],
+    rank: int = 0,
+) -> Finding:
+    """Of the errors by name, in order, the first that is too large; if none is, the one that is nearest to it."""
+    found = [Finding(check, step, errors[n], tolerances.get(n, TOLERANCES[check]), n, rank) for n in ranked]
+    failed = next((finding for finding in found if not finding.passed), None)
+    nothing = Finding(check, step, 0.0, TOLERANCES[check], "", rank)
+    return failed or max(found, key=lambda finding: finding.severity, default=nothing)
+
+
+def _tolerance(check: str, band: float, one: Expected) -> float:
+    """In low precision, what one process was seen to lose by it, and no less than the rounding of one number."""
+    return BAND * max(band, one.rounding.least) if one.rounding else TOLERANCES[check]
+
+
+def _one_sided(check: str, step: int, name: str, here: bool, rank: int = 0) -> Finding:
+    where = f"{name} (only {'here' if here else 'in one process'})"
+    return Finding(check, step, float("inf"), TOLERANCES[check], where, rank)
+
+
+def _exact(state: State, name: str, like: torch.Tensor) -> torch.Tensor:
+    """The weight in float32: the master where there is one; NaN where there is none at all."""
+    value = state.get((name, MASTER), state.get((name, WEIGHT)))
+    return torch.full_like(like, torch.nan) if value is None else value.reshape(like.shape)
+
+
+def _label(key: tuple[str, str]) -> str:
+    return key[0] if key[1] == WEIGHT else f"{key[0]} ({key[1]})"
+
+
+def _relative(ours: float, theirs: float) -> float:
+    return abs(ours - theirs) / max(abs(theirs), 1e-12)
+
+
+def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return _largest(ours.reshape(theirs.shape).double() - theirs)
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0

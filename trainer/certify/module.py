@@ -1,0 +1,145 @@
+"""The certificate of an own module: the module itself, on its own first samples, with its own loss."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import default_collate
+
+from trainer.certify.certificate import Certificate, compare
+from trainer.certify.recording import Sources, State, record, shared_folder
+from trainer.certify.reference import IGNORED, MicroBatch, Reference
+from trainer.certify.samples import Documents
+from trainer.certify.small import Small, shrink
+from trainer.data.dataset import Pairs, Subset
+from trainer.distributed.ranks import Ranks
+from trainer.engines import Machine
+from trainer.errors import ConfigError, DataError, Problem
+from trainer.models.checks import observe_draws, tiny
+from trainer.models.spec import ModelSpec
+from trainer.parallel.checks import checked
+from trainer.run.prepare import Given, Subject, regularised, subject_of
+from trainer.run.process import join
+from trainer.run.world import world_of
+
+LARGEST = 50_000_000
+"""Parameters of a module that is certified itself: there is no smaller copy of it."""
+
+
+def small_of(config: str | Path | dict[str, Any], overrides: Sequence[str], processes: int | None) -> Small:
+    """The config in a few steps; `processes` default to a launcher's, else to the fewest that have every axis of it."""
+    launched = world_of(os.environ)
+    return shrink(config, list(overrides), launched.world_size if launched and not processes else processes)
+
+
+def certify_given(small: Small, given: Given, ranks: Ranks) -> Certificate:
+    """An own module on own data, with its loss. Collective."""
+    return certify_subject(small, subject_of(small.config, given, ranks), given.loss, ranks)
+
+
+def met(small: Small, device: str = "cpu", say: Callable[[str], None] = lambda line: None) -> Machine:
+    """This process among those that were started for a certificate; `say` is told who is waited for. Collective.
+
+    Raises ConfigError where they don't come, or have met otherwise.
+    """
+    world = world_of(os.environ)
+    assert world is not None
+    section = small.config.trainer.model_copy(update={"device": device})
+    machine = join(replace(small.config, trainer=section), world, say)
+    if dist.get_backend() != ("nccl" if device == "cuda" else "gloo"):
+        seen = f"processes that have met by {dist.get_backend()}"
+        raise ConfigError(Problem("verify", seen, "a script of its own, or a call before that of train"))
+    return machine
+
+
+def certify_subject(small: Small, subject: Subject, loss: Any, ranks: Ranks) -> Certificate:
+    """Of any model on pairs of input and target, with its loss. Collective."""
+    device = torch.device("cpu")
+    if subject.spec.parameters > LARGEST:
+        seen = f"{subject.spec.parameters / 1e6:,.0f} M parameters"
+        raise ConfigError(
+            Problem("model", seen, f"at most {LARGEST / 1e6:,.0f} M", "Verify a smaller one of its kind.")
+        )
+    spec, _ = checked(subject.spec, subject.task, small.layout, ranks)
+    if small.layout.sync_batch_norm and observe_draws(tiny(spec)[1], spec).any:
+        seen = "with a module that draws random numbers: each data rank draws its own, one process can't"
+        raise ConfigError(Problem("trainer.sync_batch_norm", seen, "dropout of 0 to verify it"))
+    assert isinstance(subject.data, Pairs)
+    source = subject.data.train
+    wanted = small.layout.train_batch * 3 // 2 + 1  # steps lie across the ends of epochs
+    if len(source) < wanted + 1:
+        raise DataError(Problem("data", f"{len(source)} samples", f"at least {wanted + 1} to verify on"))
+    training = Subset(source, range(wanted))
+    held_out = Subset(source, range(wanted, min(len(source), wanted + small.held_out + 1)))
+    with shared_folder(ranks) as folder:
+        sources = Sources(training, held_out)
+        task = regularised(subject.task, spec, small.config.trainer)
+        run, resumed = record(small, spec, task, sources, Machine(device, ranks), folder)
+    return compare(small, spec, run, resumed, ranks, device, lambda: _Reference(small, spec, training, held_out, loss))
+
+
+class _Reference(Reference):
+    """One process with nothing but the module, `default_collate` and the loss."""
+
+    def __init__(self, small: Small, spec: ModelSpec, training: Subset, held_out: Subset, loss: Any) -> None:
+        self._training, self._held_out, self._loss = training, held_out, loss
+        super().__init__(small, spec, Documents([], []), torch.device("cpu"))
+
+    def held_out(self, state: State) -> tuple[float, int]:
+        self._load(state)
+        self.model.eval()
+        total, counted = 0.0, 0
+        for index in range(min(len(self._held_out), self._small.held_out)):
+            inputs, targets = default_collate([tuple(self._held_out[index])])
+            with torch.no_grad():
+                loss, count = self._loss(self._output(self.model, inputs), targets)
+            total, counted = total + float(loss), counted + int(count)
+        self.model.train()
+        return total / counted, counted
+
+    def _whole_step(self, step: int) -> list[MicroBatch]:
+        """What batch norm takes the statistics of together is one micro-batch here."""
+        layout, batch = self._layout, self._layout.train_batch // self._layout.accumulation
+        if not layout.sync_batch_norm:
+            return super()._whole_step(step)
+        numbers = np.stack([self._numbers(step, rank, len(self._training)) for rank in range(layout.data_ranks)], 1)
+        rows = numbers.reshape(layout.accumulation, batch)
+        return [
+            MicroBatch(0, i, *default_collate([tuple(self._training[n]) for n in row])) for i, row in enumerate(rows)
+        ]
+
+    def _micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
+        numbers = self._numbers(step, data_rank, len(self._training))
+        batches = [default_collate([tuple(self._training[i]) for i in row]) for row in numbers]
+        return [MicroBatch(data_rank, index, *batch) for index, batch in enumerate(batches)]
+
+    def _loss_sum(self, model: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
+        output = self._output(model, inputs)
+        if self._smoothing and model.training:
+            smoothed: Any = {"label_smoothing": self._smoothing, "reduction": "sum", "ignore_index": IGNORED}
+            return F.cross_entropy(output.float(), targets, **smoothed)
+        return self._loss(output, targets)[0]  # type: ignore[no-any-return]
+
+    def _counted(self, inputs: Any, targets: Any) -> int:
+        """Found by the loss itself, from what the module makes of the input."""
+        training = self.model.training
+        with torch.no_grad():
+            count = int(self._loss(self._output(self.model.eval(), inputs), targets)[1])
+        self.model.train(training)
+        return count
+
+    def _try_forward(self) -> tuple[bool, bool]:
+        self._watch_order(lambda: self._output(self.model, default_collate([tuple(self._training[0])])[0]))
+        return False, False
+
+    def _output(self, model: nn.Module, inputs: Any) -> Any:
+        return model(**inputs) if isinstance(inputs, dict) else model(inputs)

@@ -1,0 +1,86 @@
+"""The certificate of packed documents: the one process knows no packing, and runs each document by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainer.certify.recording import State
+from trainer.certify.reference import IGNORED, MicroBatch, Reference, sample_of
+from trainer.certify.samples import Documents
+from trainer.certify.small import LONGEST, Small
+from trainer.config import TrainerSection
+from trainer.data.source import Encoded
+from trainer.distributed.ranks import Ranks
+from trainer.errors import ConfigError, Problem
+from trainer.models.checks import observe_draws, own_randomness, tiny
+from trainer.models.spec import ModelSpec
+
+CHANGE = "packed samples, whose documents one process runs one by one; no dropout or noise: it would draw otherwise"
+
+
+def without_dropout(architecture: Any, section: TrainerSection) -> tuple[Any, TrainerSection]:
+    """A model's config, in place, and its adapter, with every rate at which they drop something 0; without noise."""
+    for key, value in vars(architecture).items():
+        if hasattr(value, "to_dict"):
+            without_dropout(value, section)
+        elif isinstance(value, float) and "drop" in key:
+            setattr(architecture, key, 0.0)
+    adapter = section.adapter and section.adapter.model_copy(update={"dropout": 0.0})
+    return architecture, section.model_copy(update={"adapter": adapter, "neftune_alpha": 0.0})
+
+
+def check_nothing_drawn(spec: ModelSpec, ranks: Ranks) -> None:
+    """Raises ConfigError for a model that draws random numbers nevertheless. Collective."""
+
+    def draws() -> bool:
+        with own_randomness():
+            return observe_draws(tiny(spec)[1], spec.shrunk() if spec.shrunk else spec).any
+
+    if ranks.on_first(draws):
+        seen = "the model draws random numbers in training; documents one by one would draw others than packed ones"
+        raise ConfigError(Problem("trainer.data.documents", seen, 'a rate of 0, or "pad", to verify it'))
+
+
+class PackedReference(Reference):
+    """One process in which a sample is a list of documents, each of which is a micro-batch of its own."""
+
+    def __init__(self, small: Small, spec: ModelSpec, documents: Documents, device: torch.device) -> None:
+        self._training, self._held_out = best_fit(documents.training), best_fit(documents.held_out)
+        super().__init__(small, spec, documents, device)
+
+    def held_out(self, state: State) -> tuple[float, int]:
+        self._load(state)
+        self.model.eval()
+        total, counted = 0.0, 0
+        for document in (document for pack in self._held_out[: self._small.held_out] for document in pack):
+            inputs, targets = self._padded([sample_of(document)])
+            with torch.no_grad():
+                total += float(self._loss_sum(self.model, inputs, targets))
+            counted += int((targets != IGNORED).sum())
+        self.model.train()
+        return total / counted, counted
+
+    def _micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
+        numbers = self._numbers(step, data_rank, len(self._training))
+        return [
+            MicroBatch(data_rank, index, *self._padded([sample_of(document)]))
+            for index, part in enumerate(numbers)
+            for number in part
+            for document in self._training[number]
+        ]
+
+
+def best_fit(documents: list[Encoded]) -> list[list[Encoded]]:
+    """By its definition: the longest first, each where the least room is left; samples by their first documents."""
+    lengths = [min(len(document.tokens) - 1, LONGEST) for document in documents]
+    packs: list[list[int]] = []
+    for number in sorted(range(len(documents)), key=lambda number: -lengths[number]):
+        rooms = [(LONGEST - sum(lengths[other] for other in pack), index) for index, pack in enumerate(packs)]
+        fitting = [(room, index) for room, index in rooms if room >= lengths[number]]
+        if fitting:
+            packs[min(fitting)[1]].append(number)
+        else:
+            packs.append([number])
+    return [[documents[number] for number in pack] for pack in sorted(sorted(pack) for pack in packs)]

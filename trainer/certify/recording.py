@@ -1,0 +1,205 @@
+"""A run of the engine as `launch/train.py` makes it, and what each of its steps did."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from trainer import checkpoint
+from trainer.certify.small import PROBE_RATE, PROBES, Small
+from trainer.data.loader import BatchLoader
+from trainer.data.source import Source
+from trainer.distributed.ranks import Ranks
+from trainer.engines import ENGINES, Engine, EngineKind, Job, Metrics, select
+from trainer.engines.engine import Machine, Observer
+from trainer.layout import layout_of
+from trainer.models.spec import ModelSpec, stored
+from trainer.optim.decay import spared
+from trainer.optim.lr_schedules import LRSchedule, Update, schedule_of
+from trainer.run.evaluate import held_out_loss
+from trainer.run.loop import Hooks, LoopPlan, train
+from trainer.state import RunState
+from trainer.tasks import cross_entropy
+from trainer.tasks.task import Batch, Task
+
+ROWS = 7
+"""Tokens in a chunk of the loss, where the head's width allows so few."""
+
+Tensors = dict[str, torch.Tensor]
+State = dict[tuple[str, str], torch.Tensor]
+"""Whole tensors by name and part: weights, masters, moments."""
+
+
+@dataclass
+class Recording:
+    """Step by step; `states` has one more, the first, from before training. Tensors are on the host."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    gradients: list[Tensors] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
+    held_out: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """Steps done -> mean loss over the held-out targets, and their number."""
+    position: RunState = field(default_factory=RunState)
+    """At the checkpoint: as it was written, or as it was read."""
+    checkpoint: Path | None = None
+
+
+class Recorder:
+    """An engine that keeps what its steps did."""
+
+    def __init__(self, engine: Engine, ranks: Ranks, observes: bool) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._observes = observes
+        self.recording = Recording(states=[state_of(engine, ranks)])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(
+        self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
+    ) -> Metrics:
+        gradients: Tensors = {}
+        keep = lambda name, gradient: gradients.__setitem__(name, gradient.detach().cpu().clone())  # noqa: E731
+        metrics = self._engine.step(step, micro_batches, update, keep if self._observes else None)
+        recording = self.recording
+        recording.losses.append(float(metrics.loss()))
+        recording.norms.append(float(metrics.gradient_norm))
+        recording.skipped.append(metrics.skipped)
+        recording.gradients.append(gradients)
+        recording.states.append(state_of(self._engine, self._ranks))
+        return metrics
+
+
+def engine_of(small: Small, device: str) -> str:
+    """The engine that the run itself would take: in float32 "auto" may find another. Raises ConfigError if none can."""
+    wanted: str = small.config.trainer.engine
+    if wanted == "auto":
+        wanted, _ = select(wanted, layout_of(small.own, small.layout.world_size), small.own, device)
+    return select(wanted, small.layout, small.config, device)[0]
+
+
+class Sources(NamedTuple):
+    """What a run gets its samples from."""
+
+    training: Source
+    held_out: Source
+
+
+@contextmanager
+def shared_folder(ranks: Ranks) -> Iterator[Path]:
+    """A folder that the first rank makes and removes. Collective."""
+    folder = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix="meshloom-verify-")))
+    try:
+        yield folder
+    finally:
+        if ranks.first:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def record(
+    small: Small, spec: ModelSpec, task: Task, sources: Sources, machine: Machine, folder: Path
+) -> tuple[Recording, Recording]:
+    """The whole run; and its end again, by a new engine, from the checkpoint in its middle. Collective.
+
+    The second run is not watched while it steps: that watching changes nothing shows, too.
+    """
+    section, layout, ranks = small.config.trainer, small.layout, machine.ranks
+    kind = ENGINES[engine_of(small, machine.device.type)]
+    ranks.on_first(lambda: kind.check(spec, layout))
+    undecayed = spared(section.weight_decay_excludes, spec)
+    job = Job(layout, spec, task, small.config.deepspeed, section.seed, machine, undecayed)
+    with _chunks_of(max(1, ROWS * spec.language.vocabulary * 4)):
+        whole = _train(small, kind, job, sources, folder, None)
+        resumed = _train(small, kind, job, sources, folder, whole.checkpoint)
+    return whole, resumed
+
+
+def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: Path, source: Path | None) -> Recording:
+    """By the loop of a real run; from the checkpoint `source` on if there is one."""
+    layout, machine, ranks = job.layout, job.machine, job.machine.ranks
+    state = RunState()
+    # with other initial values, so that all it knows comes from the checkpoint
+    engine = kind.build(job if source is None else replace(job, values_seed=job.seed + 1))
+    if source is not None:
+        engine.restore(checkpoint.read_description(source)["position"]["engine"])
+        state = checkpoint.load(source, stored(job.spec, engine.state_tensors()), ranks)
+    watched = Recorder(engine, ranks, observes=source is None)
+    recording = watched.recording
+    recording.position = replace(state, engine=engine.scalars())
+
+    def evaluate(state: RunState) -> bool:
+        rank = layout.data_rank(ranks.rank)
+        found = held_out_loss(engine, sources.held_out, job.task, layout, small.held_out, rank, machine.device)
+        recording.held_out[state.step] = found.loss, found.targets
+        return False
+
+    def save(state: RunState) -> None:
+        if source is None and state.step == small.middle:
+            recording.position = replace(state, engine=engine.scalars())
+            files = lambda target: None  # noqa: E731
+            entries = stored(job.spec, engine.state_tensors())
+            recording.checkpoint = checkpoint.save(
+                folder / "checkpoints", recording.position, entries, {}, files, ranks, stem=job.spec.stem
+            )
+
+    loader = BatchLoader(
+        sources.training,
+        job.task.collate,
+        seed=job.seed,
+        micro_batch=layout.micro_batch,
+        accumulation=layout.accumulation,
+        data_ranks=layout.data_ranks,
+        data_rank=job.data_rank,
+        position=state.samples,
+        start_step=state.step,
+        end_step=small.steps + PROBES,
+        device=machine.device,
+    )
+    plan = LoopPlan(small.steps + PROBES, layout.train_batch, 1, small.middle, small.middle)
+    with loader:
+        train(watched, loader, _schedule(small), plan, Hooks(lambda *_: None, evaluate, save), state)
+    engine.close()
+    return recording
+
+
+def _schedule(small: Small) -> LRSchedule:
+    """The config's own; after its steps the probes, at a rate at which weight decay shows in float32."""
+    optimizer, scheduler = small.config.optimizer, small.config.scheduler
+    schedule = schedule_of(vars(optimizer), None if scheduler is None else vars(scheduler))
+    return lambda step: schedule(step) if step < small.steps else replace(schedule(step), learning_rate=PROBE_RATE)
+
+
+@contextmanager
+def _chunks_of(size: int) -> Iterator[None]:
+    """The loss of a few tokens in several chunks, as that of many is made."""
+    real = cross_entropy.CHUNK_BYTES
+    cross_entropy.CHUNK_BYTES = size
+    try:
+        yield
+    finally:
+        cross_entropy.CHUNK_BYTES = real
+
+
+def state_of(engine: Engine, ranks: Ranks) -> State:
+    """All state tensors, on every rank: each is read on its owner and sent round. Collective."""
+    found: State = {}
+    for entry in engine.state_tensors():
+        value = entry.read()
+        device = engine.job.machine.device
+        value = torch.empty(entry.shape, dtype=entry.dtype) if value is None else value.detach().clone().contiguous()
+        if ranks.world_size > 1:
+            value = value.to(device)
+            dist.broadcast(value, entry.owner)
+        found[entry.name, entry.key] = value.cpu()
+    return found

@@ -1,0 +1,362 @@
+"""The same run in one process, of nothing but PyTorch, transformers and, for the schedules, DeepSpeed's own classes.
+
+Written anew from the contracts: order of samples, padding, seeds of dropout, loss, clipping, decay groups. Shared with
+what is checked are the initial values alone.
+
+Each step starts from the state that the engine had before it. So its error is that of one step: nothing grows from
+step to step, an optimizer that divides noise by noise (eps 1e-8) stays comparable, and what is wrong is found in the
+step that did it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.certify.recording import State, Tensors
+from trainer.certify.samples import Documents
+from trainer.certify.small import LONGEST, PROBE_RATE, Small
+from trainer.data.source import Encoded
+from trainer.models.materialise import materialise
+from trainer.models.spec import ModelSpec
+from trainer.state import MASTER, WEIGHT
+
+IGNORED = -100
+NOT_OF_TORCH = ("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states", "fused")
+
+
+class MicroBatch(NamedTuple):
+    data_rank: int
+    number: int
+    """Its place among those of its data rank."""
+    inputs: torch.Tensor
+    """[batch, sequence]"""
+    targets: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one step should do."""
+
+    loss: float
+    norm: float
+    gradients: Tensors
+    state: State
+    """Afterwards: weights (float32) and what the optimizer keeps."""
+    rounding: Rounding | None = None
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far one process comes from float32 in the run's low precision: the largest differences."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, float]
+    least: float
+    """That of one number, relative to it."""
+
+
+class Reference:
+    """One process with the whole small model in float32."""
+
+    def __init__(self, small: Small, spec: ModelSpec, documents: Documents, device: torch.device) -> None:
+        self._small, self._spec, self._documents, self._device = small, spec, documents, device
+        self._layout, self._seed = small.layout, small.config.trainer.seed
+        self._smoothing = small.config.trainer.label_smoothing
+        self.model = spec.build()
+        materialise(self.model, spec, seed=self._seed, device=device, dtype=torch.float32)
+        for name, parameter in self.model.named_parameters():
+            # what is said to have no gradient is seen to have none
+            parameter.requires_grad_(name not in spec.frozen)
+        self._named = dict(self.model.named_parameters())
+        self.order: dict[str, int] = {}
+        """Parameter -> its place in the order of computation of a forward pass."""
+        self._has_own_loss, self._adds_to_loss = self._try_forward()
+        self.model.train()
+        self._block_seed = 0
+        for index, name in enumerate(spec.blocks):
+            self.model.get_submodule(name).register_forward_pre_hook(self._seeding(index))
+        if (alpha := small.config.trainer.neftune_alpha) and not small.config.trainer.data.packs:
+            table: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
+            table.register_forward_hook(self._adding_noise(alpha))
+        self._optimizer = optimizer_of(self.model, small, spec)
+        self._scheduler = scheduler_of(self._optimizer, small)
+
+    def weights(self) -> Tensors:
+        """Every tensor that a checkpoint of the model has: parameters, and buffers that persist."""
+        tied = {alias: name for alias, name in self._spec.tied.items() if alias not in self._named}
+        stored = self.model.state_dict()
+        return {name: value.detach().cpu().clone() for name, value in stored.items() if name not in tied}
+
+    def step(self, step: int, before: State, gradients: Tensors, norm: float) -> Expected:
+        """From the engine's state before the step; its update, from the gradients and the norm that the engine found.
+
+        So a wrong gradient is not called a wrong update, too. To be called for each step, in order.
+        """
+        self._load(before)
+        found = self._whole_step(step)
+        counted = sum(self._counted(part.inputs, part.targets) for part in found)
+        loss, own = self._gradients(self.model, step, found, counted)
+        expected = norm_of(own)
+        rounding = None if self._layout.precision == "float32" else self._rounding(step, found, counted, loss, own)
+        self._update(step, gradients, norm)
+        after = {(name, WEIGHT): value for name, value in self.weights().items()}
+        for name, parameter in self._named.items():
+            kept = self._optimizer.state[parameter].items()
+            after |= {(name, part): value.detach().cpu().clone() for part, value in kept if torch.is_tensor(value)}
+        return Expected(loss, expected, own, after, rounding)
+
+    def held_out(self, state: State) -> tuple[float, int]:
+        """Mean loss over all targets of the held-out samples, each by itself, and their number.
+
+        Where a model adds a loss of a whole micro-batch, or padding moves its logits, by micro-batches.
+        """
+        self._load(state)
+        self.model.eval()
+        together = self._adds_to_loss or self._padding_counts()
+        limit, size = self._small.held_out, self._layout.micro_batch if together else 1
+        documents = [sample_of(document) for document in self._documents.held_out[:limit]]
+        documents += [(documents[0][0], [IGNORED] * len(documents[0][0]))] * (-limit % size)
+        total, counted = 0.0, 0
+        for start in range(0, len(documents), size):
+            inputs, targets = self._padded(documents[start : start + size])
+            with torch.no_grad():
+                total += float(self._loss_sum(self.model, inputs, targets))
+            counted += self._counted(inputs, targets)
+        self.model.train()
+        return total / counted, counted
+
+    def _gradients(self, model: nn.Module, step: int, found: list[MicroBatch], counted: int) -> tuple[float, Tensors]:
+        model.zero_grad()
+        total = 0.0
+        for part in found:
+            self._start_dropout(step, part.data_rank, part.number)
+            self._inputs = part.inputs
+            loss = self._loss_sum(model, part.inputs, part.targets)
+            (loss / counted).backward()
+            total += float(loss.detach())
+        named = model.named_parameters()
+        return total / counted, {n: p.grad.float().cpu().clone() for n, p in named if p.grad is not None}
+
+    def _loss_sum(self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The model's own mean, with all that it adds, times the number of targets."""
+        smoothing = self._smoothing if model.training else 0.0
+
+        def plain(logits: torch.Tensor, smoothing: float) -> torch.Tensor:
+            told: Any = {"reduction": "sum", "ignore_index": IGNORED, "label_smoothing": smoothing}
+            return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), **told)
+
+        if self._has_own_loss and bool((targets != IGNORED).any()):
+            own = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
+            total = own.loss * (targets != IGNORED).sum()
+            return total + plain(own.logits, smoothing) - plain(own.logits, 0.0) if smoothing else total  # type: ignore[no-any-return]
+        return plain(model(input_ids=inputs, use_cache=False).logits, smoothing)
+
+    def _counted(self, inputs: Any, targets: Any) -> int:
+        return int((targets != IGNORED).sum())
+
+    def _try_forward(self) -> tuple[bool, bool]:
+        """Whether the model has a loss over labels that are shifted already, and whether it adds something to it."""
+        ids = torch.arange(1, 9, device=self._device)[None] % self._spec.language.vocabulary
+        logits = self._watch_order(lambda: self.model(input_ids=ids, use_cache=False).logits.float())
+        with torch.no_grad():
+            try:
+                shifted = {"shift_labels": ids, "use_cache": False}
+                losses = [self.model(input_ids=ids, labels=other, **shifted).loss for other in (ids, ids.roll(3))]
+            except Exception:  # whatever a model's own code raises about a word that it does not know
+                return False, False
+        known = losses[0] is not None and bool(losses[0] == losses[1])
+        plain = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        return known, known and abs(float(losses[0]) / float(plain) - 1) > 1e-5
+
+    def _watch_order(self, forward: Callable[[], Any]) -> Any:
+        """Run a forward pass, and note in which order the modules that own parameters begin."""
+        called: dict[int, int] = {}
+
+        def note(module: nn.Module, inputs: Any) -> None:
+            for parameter in module.parameters(recurse=False):
+                called.setdefault(id(parameter), len(called))
+
+        hooks = [module.register_forward_pre_hook(note) for module in self.model.eval().modules()]
+        with torch.no_grad():
+            output = forward()
+        for hook in hooks:
+            hook.remove()
+        self.order = {name: called.get(id(p), -1) for name, p in self._named.items()}
+        return output
+
+    def _padding_counts(self) -> bool:
+        """Whether logits depend on how many tokens follow in the row, as they do where ties are ranked."""
+        ids = torch.arange(1, LONGEST + 1, device=self._device)[None] % (LONGEST // 2) % self._spec.language.vocabulary
+        moved = 0.0
+        with torch.no_grad():
+            long = self.model(input_ids=ids, use_cache=False).logits.float()
+            for length in range(LONGEST // 2, LONGEST, 2):
+                short = self.model(input_ids=ids[:, :length], use_cache=False).logits.float()
+                moved = max(moved, float((short - long[:, :length]).abs().max()))
+        return moved > 1e-5 * float(long.abs().max())
+
+    def _rounding(self, step: int, found: list[MicroBatch], counted: int, loss: float, own: Tensors) -> Rounding:
+        """The step again in low precision, twice: with gradients added up in low precision and in float32."""
+        dtype = getattr(torch, self._layout.precision)
+        low = copy.deepcopy(self.model)
+        for parameter in low.parameters():
+            parameter.data = parameter.data.to(dtype)
+        together = self._gradients(low, step, found, counted)
+        alone = [self._gradients(low, step, [part], counted) for part in found]
+        summed = {name: torch.stack([of[name] for _, of in alone if name in of]).sum(0) for name in together[1]}
+        runs = [together, (sum(loss for loss, _ in alone), summed)]
+        return Rounding(
+            max(abs(of[0] - loss) for of in runs),
+            max(abs(norm_of(of[1]) - norm_of(own)) for of in runs),
+            {n: max(float((of[1][n] - value).abs().max()) for of in runs) for n, value in own.items()},
+            torch.finfo(dtype).eps / 2,
+        )
+
+    # Samples
+
+    def _numbers(self, step: int, data_rank: int, size: int) -> np.ndarray:
+        """Of the samples, [accumulation, micro-batch]: the stream of all epochs in parts of a step, each seen as
+        [accumulation, data ranks, micro-batch]."""
+        layout, batch = self._layout, self._layout.train_batch
+        epochs = range(step * batch // size, (step + 1) * batch // size + 1)
+        stream = np.concatenate(
+            [np.random.Generator(np.random.PCG64([self._seed, e])).permutation(size) for e in epochs]
+        )
+        first = step * batch - epochs.start * size
+        ids = stream[first : first + batch].reshape(layout.accumulation, layout.data_ranks, layout.micro_batch)
+        return ids[:, data_rank]  # type: ignore[no-any-return]
+
+    def _whole_step(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of all data ranks, in the order in which running statistics take them up."""
+        found = [part for rank in range(self._layout.data_ranks) for part in self._micro_batches(step, rank)]
+        return sorted(found, key=lambda part: (part.number, part.data_rank))
+
+    def _micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
+        layout, documents = self._layout, self._documents.training
+        numbers = self._numbers(step, data_rank, len(documents))
+        parts = [[sample_of(documents[i]) for i in part] for part in numbers]
+        # a pipeline gives its micro-batches one shape, and what attention drops depends on that
+        width = max(len(s[0]) for part in parts for s in part) if layout.pipeline > 1 else 0
+        return [MicroBatch(data_rank, index, *self._padded(part, width)) for index, part in enumerate(parts)]
+
+    def _padded(self, samples: list[tuple[list[int], list[int]]], width: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        width = max(width, *(len(inputs) for inputs, _ in samples))
+        inputs = [row + [0] * (width - len(row)) for row, _ in samples]
+        targets = [row + [IGNORED] * (width - len(row)) for _, row in samples]
+        return torch.tensor(inputs, device=self._device), torch.tensor(targets, device=self._device)
+
+    # Randomness
+
+    def _start_dropout(self, step: int, data_rank: int, micro_batch: int) -> None:
+        self._block_seed = seed_of(seed_of("dropout", self._seed, step, data_rank), micro_batch)
+        torch.manual_seed(self._block_seed)
+
+    def _adding_noise(self, alpha: float) -> Any:
+        """NEFTune's; tokens of documents are not 0, which pads."""
+
+        def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            if not module.training:
+                return output
+            lengths = (self._inputs != 0).sum(1)
+            bounds = alpha / torch.sqrt(lengths * output.shape[-1])
+            return output + (bounds[:, None, None] * (2 * torch.rand(output.shape) - 1)).to(output)
+
+        return hook
+
+    def _seeding(self, index: int) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            if module.training:
+                torch.manual_seed((self._block_seed + index + 1) % 2**63)
+
+        return hook
+
+    # State
+
+    def _load(self, state: State) -> None:
+        """The engine's weights, the exact ones where it has two kinds, and what its optimizer keeps."""
+        stored = self.model.state_dict()
+        with torch.no_grad():
+            for name, value in stored.items():
+                if (own := state.get((name, MASTER), state.get((name, WEIGHT)))) is not None:
+                    value.copy_(own.reshape(value.shape))
+            for name, parameter in self._named.items():
+                for part, value in self._optimizer.state[parameter].items():
+                    if (name, part) in state and value.shape == parameter.shape:
+                        value.copy_(state[name, part].reshape(value.shape))
+
+    def _update(self, step: int, gradients: Tensors, norm: float) -> None:
+        limit = float(self._small.config.settings.get("gradient_clipping", 0.0))
+        share = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+        for name, parameter in self._named.items():
+            gradient = gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.reshape(parameter.shape).to(self._device) * share
+        if step >= self._small.steps:
+            for group in self._optimizer.param_groups:
+                group["lr"] = PROBE_RATE
+        scheduled = [group["lr"] for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
+            group["lr"] *= group["lr_multiplier"]
+        self._optimizer.step()
+        for group, rate in zip(self._optimizer.param_groups, scheduled, strict=True):
+            group["lr"] = rate
+        self._optimizer.zero_grad()
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+
+def norm_of(gradients: Tensors) -> float:
+    return float(torch.stack([value.norm() for value in gradients.values()]).norm())
+
+
+def sample_of(document: Encoded) -> tuple[list[int], list[int]]:
+    """Inputs and targets: at each position the token that follows, if it counts."""
+    tokens = list(document.tokens)[: LONGEST + 1]
+    return tokens[:-1], [t if counts else IGNORED for t, counts in zip(tokens, document.counted, strict=False)][1:]
+
+
+def seed_of(*parts: int | str) -> int:
+    """The first 63 bits of a SHA-256 over what the seed is for."""
+    digest = hashlib.sha256("\x1f".join(str(part) for part in parts).encode()).digest()
+    return int.from_bytes(digest[:8], "little") // 2
+
+
+def optimizer_of(model: nn.Module, small: Small, spec: ModelSpec) -> torch.optim.Optimizer:
+    """PyTorch's own, tensor by tensor, with the config's parameters, DeepSpeed's defaults and the Trainer's groups.
+
+    Each parameter is a group by itself.
+    """
+    from transformers import Trainer
+
+    wanted, section = small.config.optimizer, small.config.trainer
+    name = "AdamW" if wanted.type == "Adam" and wanted.params.get("adam_w_mode", True) else wanted.type
+    params = {key: value for key, value in wanted.params.items() if key not in NOT_OF_TORCH}
+    named = dict(model.named_parameters())
+    decayed = set(named)
+    if section.weight_decay_excludes != "nothing":
+        decayed &= set(Trainer.get_decay_parameter_names(None, model))
+    params = {"weight_decay": 0.0, **params, "foreach": False}
+    groups = []
+    for key, parameter in named.items():
+        decay = params["weight_decay"] if key in decayed else 0.0
+        multiplier, own = spec.tuned.get(key, (1.0, None))
+        groups.append({"params": [parameter], "lr_multiplier": multiplier})
+        groups[-1]["weight_decay"] = decay if own is None else own
+    return getattr(torch.optim, name)(groups, **params)  # type: ignore[no-any-return]
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer, small: Small) -> Any:
+    """DeepSpeed's own, which is stepped after each update."""
+    from deepspeed.runtime import lr_schedules
+
+    section = small.config.scheduler
+    return None if section is None else getattr(lr_schedules, section.type)(optimizer, **section.params)

@@ -1,0 +1,138 @@
+"""A config made small enough to verify in a minute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Choice, Config, RuntimeFacts, load, mesh_sizes, resolve
+from trainer.errors import ConfigError, Problem
+from trainer.layout import PIPELINE_SCHEDULES, Layout, layout_of
+from trainer.models.shrink import HIDDEN
+from trainer.optim.support import No, in_torch
+
+MICRO_BATCH, ACCUMULATION = 2, 2
+LONGEST = 28
+"""Tokens of a sample: more than three windows of the small copy's attention."""
+LARGEST_WORLD = 8
+PROBES, PROBE_RATE = 2, 1e-2
+"""Steps at the end, at a rate at which all that an optimizer does shows in float32: at 1e-7 rounding swallows decay."""
+SHORT = {"warmup_num_steps": 2, "cycle_first_step_size": 2, "cycle_second_step_size": 2, "decay_step_size": 1}
+SHORT |= {"lr_range_test_step_size": 2}
+"""A schedule with each of its phases in a few steps."""
+
+
+@dataclass(frozen=True)
+class Small:
+    """What is verified instead of the run itself."""
+
+    config: Config
+    layout: Layout
+    changes: tuple[str, ...]
+    """What was changed that a person would not expect."""
+    steps: int
+    """With the config's own schedule; PROBES follow."""
+    own: Config
+    """The config in the precision of the run itself, which its engine is chosen by."""
+
+    @property
+    def middle(self) -> int:
+        """Steps before the checkpoint."""
+        return self.steps - 1
+
+    @property
+    def held_out(self) -> int:
+        """Samples that are evaluated: not as many on each rank."""
+        return self.layout.micro_batch * self.layout.data_ranks + 1
+
+
+def shrink(
+    path: str | Path | dict[str, Any], overrides: list[str], world_size: int | None, precision: str = "float32"
+) -> Small:
+    """The config at `path` for a few tiny steps, in float32 or, if `precision` is "config", in its own precision.
+
+    Raises ConfigError.
+    """
+    config = load(path, overrides)
+    world_size = world_size or smallest_world(config)
+    sizes = mesh_sizes(config, world_size, local_world_size(config, world_size))
+    schedule = PIPELINE_SCHEDULES[config.trainer.pipeline_schedule]
+    # as many micro-batches as any schedule needs
+    accumulation = max(ACCUMULATION, sizes.pipeline * schedule.stages_per_rank if sizes.pipeline > 1 else 1)
+    steps = 3 if config.scheduler is None else 5
+    batch = f"{MICRO_BATCH} x {accumulation} samples a data rank"
+    changes = [f"{steps} steps of {batch}, then {PROBES} at learning rate {PROBE_RATE}"]
+    small = [
+        f"train_micro_batch_size_per_gpu={MICRO_BATCH}",
+        f"gradient_accumulation_steps={accumulation}",
+        f"train_batch_size={MICRO_BATCH * accumulation * sizes.data_ranks}",
+    ]
+    if config.trainer.mesh.shard == "node":
+        small.append(f"trainer.mesh.shard={sizes.shard}")
+        changes.append(f"nodes of {local_world_size(config, world_size)} processes")
+    gpu = config.trainer.device != "cpu"
+    own = resolve(
+        load(path, [*overrides, *small]), RuntimeFacts(world_size, HIDDEN, steps, gpu, "cuda" if gpu else "cpu")
+    )
+    for section in ("bf16", "fp16"):
+        if (enabled := config.settings.get(section, {}).get("enabled")) in (True, "auto"):
+            small += _precision(section, enabled, precision, changes)
+    if config.settings.get("zero_optimization", {}).get("stage") == 3:
+        small.append("zero_optimization.stage3_param_persistence_threshold=0")
+    if config.scheduler is not None:
+        small += [*_short(config.scheduler, steps), "trainer.warmup_ratio=null"]
+        changes.append(f"the schedule {config.scheduler.type} in {steps} steps")
+    config = load(path, [*overrides, *small])
+    config = resolve(config, RuntimeFacts(world_size, HIDDEN, steps, False, "cpu"))
+    layout = layout_of(config, world_size)
+    if isinstance(reason := in_torch(config.settings, layout, "cpu", grouped=True), No):
+        raise ConfigError(Problem("optimizer", config.optimizer.type, "one with a reference in PyTorch", reason))
+    return Small(config, layout, tuple(changes), steps, own)
+
+
+def _precision(section: str, enabled: bool | str, precision: str, changes: list[str]) -> list[str]:
+    """Overrides; an "auto" is what it is on a GPU that can."""
+    if precision == "float32" or (section, enabled) == ("fp16", "auto"):
+        changes.append(f"float32 in place of {section}")
+        return [f"{section}.enabled=false"]
+    # at the default of 2^16 the first steps would be skipped
+    return [f"{section}.enabled=true", *(["fp16.initial_scale_power=8"] if section == "fp16" else [])]
+
+
+def _short(scheduler: Choice, steps: int) -> list[str]:
+    """Overrides that fit a schedule into so many steps: all its phases are stepped through."""
+    lengths = {key: length for key, length in SHORT.items() if scheduler.params.get(key)}
+    if scheduler.type.startswith("Warmup"):
+        lengths["warmup_num_steps"] = SHORT["warmup_num_steps"]
+        lengths |= {"total_num_steps": steps} if scheduler.type != "WarmupLR" else {}
+    if scheduler.type == "OneCycle":
+        lengths["cycle_first_step_size"] = SHORT["cycle_first_step_size"]
+    if scheduler.type == "LRRangeTest":
+        lengths["lr_range_test_step_size"] = SHORT["lr_range_test_step_size"]
+    return [f"scheduler.params.{key}={length}" for key, length in lengths.items()]
+
+
+def local_world_size(config: Config, world_size: int) -> int:
+    """Processes of a node: as if there were two, for a mesh that is laid out by nodes."""
+    return max(1, world_size // 2) if config.trainer.mesh.shard == "node" else world_size
+
+
+def smallest_world(config: Config) -> int:
+    """The fewest processes, up to LARGEST_WORLD, on which every axis that the config uses is there."""
+    mesh = config.trainer.mesh
+    for world_size in range(2, LARGEST_WORLD + 1):
+        try:
+            sizes = mesh_sizes(config, world_size, local_world_size(config, world_size))
+        except ConfigError:
+            continue
+        if sizes.data_ranks == 1 and sizes.pipeline * sizes.tensor == 1:
+            continue
+        by_node = mesh.shard == "node"
+        if (mesh.replicate == -1 or by_node) and sizes.replicate < 2:
+            continue
+        if (mesh.shard == -1 or by_node) and sizes.shard < 2:
+            continue
+        return world_size
+    seen = f"no number of processes up to {LARGEST_WORLD} fits its mesh"
+    raise ConfigError(Problem("--world-size", seen, "one that does", "Override trainer.mesh with smaller sizes"))

@@ -1,0 +1,54 @@
+"""The worker of `meshloom verify`: one of the processes that run the layout."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainer.certify.certificate import certify, table, write
+from trainer.certify.images import certify_images
+from trainer.certify.module import met
+from trainer.certify.small import Small
+from trainer.errors import ConfigError, MeshloomError, Problem
+from trainer.run.ending import Ending
+from trainer.run.notes import notes_of
+from trainer.run.prepare import Given
+from trainer.run.run import Output
+from trainer.run.world import World
+
+PASSED, FAILED = 0, 76
+
+
+def verify(small: Small, world: World, device: str, certificate_path: Path, output: Output) -> int:
+    """Certify, print the table on rank 0 and write the certificate; returns the exit code. Collective."""
+    signs = output.signs
+    ending = Ending(world, output.terminal, notes_of(os.environ), signs.close)
+    try:
+        signs.at(f"waiting for {world.world_size} ranks" if world.world_size > 1 else "making ready")
+        machine = met(small, device, output.say)
+        signs.at("some steps of a small copy under the layout, and in one process")
+        if device == "cuda":
+            # a resumed run is compared bit for bit; some kernels add in any order unless they are told not to
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        if small.config.trainer.task == "image_classification":
+            if device == "cuda":
+                raise ConfigError(Problem("--device", "cuda, of images", "cpu"))
+            certificate = certify_images(small, Given(), machine.ranks)
+        else:
+            certificate = certify(small, machine.ranks, machine.device)
+        if world.rank == 0:
+            signs.close()
+            write(certificate, certificate_path)
+            print(f"{table(certificate)}\nwritten to {certificate_path}", file=output.terminal, flush=True)
+        machine.ranks.barrier()
+    except BaseException as error:
+        traceback.print_exc(file=sys.stderr)
+        if isinstance(error, MeshloomError) and dist.is_initialized():
+            error.shared = True  # all find the same, and the first speaks for them
+        return ending.after(error)
+    return PASSED if certificate.passed else FAILED

@@ -1,0 +1,186 @@
+"""`meshloom checkpoint`, which is also `launch/checkpoint.py`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+EPILOG = """
+the checkpoints of a run, and every byte of all of them against their manifests:
+  %(prog)s list runs/zero2
+  %(prog)s verify runs/zero2
+
+what is in one of them:
+  %(prog)s show runs/zero2/checkpoints/step-000100
+
+one from a ZeRO checkpoint of DeepSpeed, to go on from with --resume:
+  %(prog)s import old/checkpoint-500 imported --model my-llama
+
+PATH is a run's folder, its folder of checkpoints, or one checkpoint. Exit codes: 0 good, 64 nothing there, 65 not data,
+74 damaged.
+"""
+
+
+def main(arguments: Sequence[str], name: str) -> int:
+    """Run the command `name`; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog=name,
+        description="List, verify, look into and import checkpoints.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command, work in COMMANDS.items():
+        commands.add_parser(command, help=work.__doc__).add_argument("path", type=Path, metavar="PATH")
+    importing = commands.add_parser("import", help=import_deepspeed.__doc__)
+    importing.add_argument("path", type=Path, metavar="PATH", help="global_stepN, or the folder above it")
+    importing.add_argument("target", type=Path, metavar="TARGET", help="where step-N is made")
+    importing.add_argument("--model", help="folder or name with config and tokenizer, if PATH has none")
+    options = parser.parse_args(arguments)
+    from trainer.errors import MeshloomError
+
+    try:
+        if options.command == "import":
+            return import_deepspeed(options.path, options.target, options.model)
+        return each(options.path, COMMANDS[options.command])
+    except MeshloomError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
+
+
+Said = tuple[int, list[str]]
+"""An exit code, and lines for a person."""
+
+
+def each(path: Path, work: Callable[[Path], Said]) -> int:
+    """Do `work` for each checkpoint of `path`; the worst of the exit codes."""
+    from trainer.checkpoint import leftovers
+    from trainer.errors import DiskError, printable
+
+    found, worst = checkpoints(path), 0
+    for checkpoint in found:
+        try:
+            code, lines = work(checkpoint)
+        except (OSError, ValueError, DiskError):
+            if checkpoint.is_dir():
+                raise
+            code, lines = 74, []
+        if code and not checkpoint.is_dir():  # by a run that is at work beside this
+            code, lines = 0, [f"{checkpoint.name}  removed meanwhile"]
+        for line in lines:
+            print(printable(line))
+        worst = max(worst, code)
+    for left in leftovers(found[0].parent) if path != found[0] else []:
+        print(printable(f"{left.name}  left over"))
+    return worst
+
+
+def import_deepspeed(path: Path, target: Path, model: str | None) -> int:
+    """A checkpoint of this format from a ZeRO checkpoint of DeepSpeed."""
+    from trainer.checkpoint import save
+    from trainer.checkpoint.import_deepspeed import read_deepspeed
+    from trainer.distributed.ranks import ALONE
+    from trainer.errors import ConfigError, Problem
+
+    found = read_deepspeed(path)
+    source = model or next((str(p) for p in (path, path.parent) if (p / "config.json").is_file()), None)
+    if source is None:
+        mend = "Give its folder or name with --model"
+        raise ConfigError(Problem(str(path), "no config.json", "the model's config and tokenizer", mend))
+    made = save(target, found.state, found.state_tensors, found.description, partial(_copy_model_files, source), ALONE)
+    print(f"{made}: go on from it with meshloom train --config ... --resume {made}")
+    return 0
+
+
+def _copy_model_files(source: str, folder: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    from trainer.errors import ConfigError, Problem
+
+    try:
+        # said, since a default of None asks the person whether to run the folder's own code
+        AutoConfig.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
+    except (OSError, ValueError) as error:
+        expected = "a folder or name with the model's config and tokenizer"
+        raise ConfigError(Problem(f"--model: {source}", str(error).splitlines()[0], expected)) from error
+
+
+def checkpoints(path: Path) -> list[Path]:
+    """What `path` holds, oldest first. Raises ConfigError if that is none."""
+    from trainer.checkpoint import published
+    from trainer.errors import ConfigError, Problem
+
+    if (path / "manifest.json").exists():
+        return [path]
+    found = published(path) or published(path / "checkpoints")
+    if not found:
+        expected = "a run's folder, its folder of checkpoints, or one checkpoint"
+        raise ConfigError(Problem(str(path), "no checkpoint", expected))
+    return found
+
+
+def summarise(path: Path) -> Said:
+    """One line each: step, size, what saved it; whether the files have their sizes."""
+    from trainer.checkpoint import read_description
+    from trainer.checkpoint.manifest import DESCRIPTION, check_sizes, read_manifest
+    from trainer.storage import size
+
+    problems = check_sizes(path)
+    if problems:
+        return 74, [f"{path.name}  damaged: {problems[0]}"]
+    records = read_manifest(path)
+    line = f"{path.name}  {size(sum(record.size for record in records.values()))}"
+    if DESCRIPTION in records:
+        description = read_description(path)
+        line += f"  {description['position']['samples']:,} samples  {_saved_by(description)}"
+    return 0, [line.rstrip()]
+
+
+def verify(path: Path) -> Said:
+    """Every byte against the manifest."""
+    from trainer.checkpoint import verify as wrong
+
+    problems = wrong(path)
+    return 74 if problems else 0, [f"{path.name}  {'; '.join(map(str, problems)) if problems else 'good'}"]
+
+
+def show(path: Path) -> Said:
+    """What is in it: position, what saved it, and every tensor."""
+    from trainer.checkpoint import read_description
+    from trainer.checkpoint.manifest import DESCRIPTION
+    from trainer.storage import size
+
+    code, lines = summarise(path)
+    if code:
+        return code, lines
+    if (path / DESCRIPTION).exists():
+        description = read_description(path)
+        told = {key: description[key] for key in ("position", "seed", "versions") if key in description}
+        lines.append(json.dumps(told, indent=2))
+    return 0, [*lines, *(f"  {line}  {size(count)}" for line, count in _tensors(path))]
+
+
+def _saved_by(description: dict[str, object]) -> str:
+    layout = description.get("layout")
+    if not isinstance(layout, dict):
+        return ""
+    axes = [f"{name} {layout[name]}" for name in ("pipeline", "replicate", "shard", "tensor") if layout[name] > 1]
+    return f"{description.get('engine')}: {' x '.join(axes) or 'one process'}, ZeRO-{layout['zero_stage']}"
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, int]]:
+    from trainer.checkpoint.manifest import read_manifest
+    from trainer.checkpoint.safetensors_stream import read_header
+
+    for name in sorted(read_manifest(path)):
+        if name.endswith(".safetensors"):
+            for tensor, (dtype, shape, count) in read_header(path / name).items():
+                yield f"{name}: {tensor}  {dtype} {' x '.join(map(str, shape)) or 'scalar'}", count
+
+
+COMMANDS: dict[str, Callable[[Path], Said]] = {"list": summarise, "verify": verify, "show": show}

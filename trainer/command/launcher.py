@@ -1,0 +1,145 @@
+"""The project's own launcher: starts a process a rank, passes signals on, waits for all, and says how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from trainer.command.failures import Failure, cause
+from trainer.errors import Preempted
+from trainer.run.notes import FOLDER, Notes
+from trainer.run.signals import StopSignals
+from trainer.run.world import environment_of, free_port
+
+GRACE_SECONDS = 2.0
+"""How long the others may take to end by themselves when one process has failed."""
+CAUSE_SECONDS = 10.0
+"""The same, while those that failed only say that they lost another rank: its process may take long to end."""
+POLL_SECONDS = 0.05
+
+
+def start(count: int, arguments: Sequence[str]) -> int:
+    """Run Python with `arguments` once per process; returns the exit code of the one that is the cause, else 0.
+
+    A signal goes to all, and then they are waited for: they may have to save; a second one ends them. When one fails,
+    the others get `GRACE_SECONDS` and are then ended: no process is left behind. The last line is that of the cause.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshloom-", ignore_cleanup_errors=True) as folder:
+        return _Launcher(count, arguments, Path(folder)).run()
+
+
+class _Launcher:
+    def __init__(self, count: int, arguments: Sequence[str], folder: Path) -> None:
+        self._count, self._command, self._folder = count, [sys.executable, *arguments], folder
+        self._notes = Notes(folder)
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._received: list[int] = []
+        self._ended: dict[int, float] = {}
+        """When each that has ended was last seen alive, by the machine's clock."""
+        self._looked = time.time()
+
+    def run(self) -> int:
+        StopSignals.deliver_to(self._receive)
+        port = free_port()
+        for rank in range(self._count):
+            if not self._received:
+                environment = {**os.environ, **environment_of(rank, self._count, port), FOLDER: str(self._folder)}
+                # a session of its own, so that Ctrl-C comes once, from here
+                self._children.append(subprocess.Popen(self._command, env=environment, start_new_session=True))
+        complete = len(self._children) == self._count
+        while complete and self._running() and not any(child.returncode for child in self._children):
+            time.sleep(POLL_SECONDS)
+        self._await()
+        failed = cause(self._failures())  # before the rest is killed from here
+        code = 0 if failed is None else failed.code
+        if not complete or self._too_young(code):
+            failed, code = None, Preempted.exit_code
+        if code == Preempted.exit_code:  # one of them alone was asked to stop
+            self._send(signal.SIGTERM)
+            self._await()
+        for child in self._children:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+        if len(self._received) > 1:
+            name = signal.Signals(self._received[1]).name
+            self._say(f"a second signal, {name}, ended the run at once; the same command goes on from its checkpoint")
+            return 128 + self._received[1]
+        if text := self._text(failed, code):
+            self._say(text)
+        return 128 - code if code < 0 else code
+
+    def _receive(self, number: int, frame: FrameType | None = None) -> None:
+        self._received.append(number)
+        # the ranks take a second signal that comes soon for the first one, which some launchers send twice
+        self._send(number if len(self._received) == 1 else signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        for child in self._children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    def _running(self) -> bool:
+        """Whether one still runs."""
+        before, self._looked = self._looked, time.time()
+        for rank, child in enumerate(self._children):
+            if child.poll() is not None:
+                self._ended.setdefault(rank, before)
+        return len(self._ended) < len(self._children)
+
+    def _failures(self) -> list[Failure]:
+        """Of all that have ended otherwise than well, or said why they will."""
+        found = []
+        for rank, child in enumerate(self._children):
+            if (words := self._notes.end(rank)) is not None:
+                found.append(Failure(rank, words.code, words.at, words))
+            elif child.returncode and rank in self._ended:
+                found.append(Failure(rank, child.returncode, self._ended[rank]))
+        return found
+
+    def _too_young(self, code: int) -> bool:
+        """Whether a rank was asked to stop before it knew the signals."""
+        asked = self._received[0] if len(self._received) == 1 else 0
+        return asked in StopSignals.NUMBERS and code in (-asked, 128 + asked)
+
+    def _await(self) -> None:
+        begun = time.monotonic()
+        while self._running():
+            failures = self._failures()
+            unexplained = failures and all(failure.follows for failure in failures)
+            if time.monotonic() - begun > (CAUSE_SECONDS if unexplained else GRACE_SECONDS):
+                break
+            time.sleep(POLL_SECONDS)
+
+    def _text(self, failed: Failure | None, code: int) -> str:
+        """Empty after a good end, and where a process has spoken for itself."""
+        if failed is not None and failed.words is not None:
+            return failed.words.text
+        if code == Preempted.exit_code:
+            said = (failure.words.text for failure in self._failures() if failure.words and failure.code == code)
+            return next(said, "preempted: a signal asked the run to stop while it started")
+        if failed is None:
+            return ""
+        if code < 0:
+            why = " (a person did it, or the kernel where memory ran out)" if code == -signal.SIGKILL else ""
+            return f"{self._who(failed.rank)} was ended by {signal.Signals(-code).name}{why}"
+        return f"{self._who(failed.rank)} ended with exit code {code}" if self._notes.place(failed.rank) else ""
+
+    def _who(self, rank: int) -> str:
+        place = self._notes.place(rank) or "while it started"
+        return f"rank {rank} on {socket.gethostname()} (process {self._children[rank].pid}, {place})"
+
+    def _say(self, text: str) -> None:
+        """In a thread: nobody may read the pipe any more."""
+        telling = threading.Thread(target=print, args=(text,), kwargs={"flush": True}, daemon=True)
+        telling.start()
+        telling.join(GRACE_SECONDS)

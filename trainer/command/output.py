@@ -1,0 +1,48 @@
+"""What reaches the terminal: the run's own lines. What libraries print goes to the rank's log."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+
+from trainer.trackers import Signs
+
+
+class Output:
+    """Takes over standard output and error; `terminal` still reaches the person.
+
+    Until the log's place is known, a temporary file keeps what is written. Works on file descriptors, so that
+    compilers and C++ warnings are caught too.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        """`quiet`: another process speaks for this one, whose errors alone are shown."""
+        self.terminal: TextIO = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
+        self.console = Console(file=self.terminal, highlight=False, quiet=quiet)
+        self.signs = Signs(self.console)
+        self._log = tempfile.TemporaryFile("w+b")
+        self._redirect(self._log.fileno())
+
+    def say(self, line: str) -> None:
+        """Whichever rank this is; above a live line of its own."""
+        if self.console.quiet:
+            print(line, file=self.terminal, flush=True)
+        else:
+            self.console.print(line, markup=False, soft_wrap=True)
+
+    def log_to(self, path: Path) -> None:
+        """From now on, and with all that was written so far, the log is `path`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            self._log.seek(0)
+            file.write(self._log.read())
+            self._redirect(file.fileno())
+        self._log.close()
+
+    def _redirect(self, descriptor: int) -> None:
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)

@@ -1,0 +1,116 @@
+"""`meshloom plan`, which is also `launch/plan.py`: what a run will take, before there is a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer.run.proposed import Proposal
+
+DESCRIPTION = """
+Says how much memory each rank will take and for what, what goes over which wire, about how long a step takes, and
+whether every rank issues the same collectives: the engines' own code, run on tensors without values, as each kind of
+rank of a cluster that need not be there.
+Exit codes: 0 it fits and the ranks agree, 1 it does not fit, 64 the config is wrong, 76 the ranks do not agree.
+"""
+DOES_NOT_FIT = 1
+
+
+def main(arguments: Sequence[str], name: str) -> int:
+    """Run the command `name`; returns its exit code."""
+    options = _options(arguments, name)
+    from trainer.errors import ConfigError, MeshloomError, Problem
+
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    terminal = os.dup(1)
+    try:
+        if min(options.nodes, options.gpus) < 1:
+            seen = f"{options.nodes} nodes of {options.gpus} devices"
+            raise ConfigError(Problem("--nodes, --gpus", seen, "at least one of each"))
+        _quiet()
+        text, code = _planned(options)
+    except MeshloomError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
+    os.write(terminal, f"{text}\n".encode())
+    return code
+
+
+def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=name, description=DESCRIPTION)
+    parser.add_argument(
+        "--config", required=True, metavar="JSON", help="a DeepSpeed config, or the name of one that is shipped"
+    )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N")
+    parser.add_argument("--gpus", type=int, default=8, metavar="N", help="devices of each node (default: 8)")
+    parser.add_argument(
+        "--device", default="h100-80gb", help="by name (default: h100-80gb), or memory=..,peak=..,bandwidth=..,link=.."
+    )
+    parser.add_argument("--propose", action="store_true", help="try other layouts; done anyway if it does not fit")
+    parser.add_argument("--write", type=Path, metavar="JSON", help="write the config with the best proposal's changes")
+    parser.add_argument("--json", action="store_true", help="for programs: bytes and seconds")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides a key of the config")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _planned(options: argparse.Namespace) -> tuple[str, int]:
+    """What is printed, and the exit code."""
+    from trainer.config import load
+    from trainer.errors import NumericsError
+    from trainer.planner.agreement import disagreements
+    from trainer.planner.cluster import Cluster, device_of
+    from trainer.planner.describe import as_json, lines
+    from trainer.run.planned import planned
+    from trainer.run.proposed import proposals, write
+
+    cluster = Cluster(options.nodes, options.gpus, device_of(options.device))
+    config = load(options.config, options.overrides)
+    plan = planned(config, cluster)
+    layout = plan.simulated.layout
+    if problems := disagreements(plan.traces, layout):
+        raise NumericsError(*problems)
+    code = 0 if plan.fits else DOES_NOT_FIT
+    if options.json:
+        return json.dumps(as_json(plan), indent=2), code
+    asked = f"{len(plan.traces)} of {layout.world_size} ranks"
+    said = f"agree   {asked} were asked: the same collectives in the same order, and each send is received"
+    told = [*lines(plan), said]
+    if options.propose or options.write or not plan.fits:
+        found = proposals(config, cluster, plan)
+        told += [line for number, proposal in enumerate(found, 1) for line in _proposal(number, proposal)]
+        if not found:
+            told.append("propose nothing: no other layout was found that fits better or is faster")
+        if options.write and found and found[0].plan.fits:
+            write(options.config, options.overrides, found[0], options.write)
+            told.append(f"wrote   {options.write}, with the first of them")
+        elif options.write:
+            told.append(f"wrote   nothing: there is no change for {options.write} that fits")
+    return "\n".join(told), code
+
+
+def _proposal(number: int, proposal: Proposal) -> Iterator[str]:
+    """One proposal: whether it fits, why, and what changes in the JSON."""
+    from trainer.planner.describe import gib, in_seconds
+
+    plan = proposal.plan
+    fits = "fits" if plan.fits else "does not fit"
+    told = f"{fits}, {gib(plan.needed)}, {in_seconds(plan.time.least)} a step at least"
+    yield f"propose {number}. {told}: {proposal.reason}"
+    yield from (f"          + {path}: {json.dumps(value)}" for path, value in proposal.changes.items())
+
+
+def _quiet() -> None:
+    """What libraries print is not the plan."""
+    import logging
+    import warnings
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)

@@ -1,0 +1,49 @@
+"""What a command finds of its machine and of a launcher above it, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import MutableMapping
+from itertools import takewhile
+from pathlib import Path
+from typing import NoReturn
+
+ACCELERATE = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "FP8_")
+"""What the names of variables begin with by which `accelerate launch` tells its library how to train."""
+IDLE = ("", "no", "none", "false", "0", "1", "default")
+"""Values of theirs that ask for nothing."""
+
+
+def gpu_count() -> int:
+    """NVIDIA GPUs that processes may use, without importing torch (seconds)."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return present if visible is None else min(present, _named(visible))
+
+
+def _named(visible: str) -> int:
+    """How many GPUs CUDA sees: by number or UUID up to the first name that is neither; of slices (MIG) a single one."""
+    names = list(takewhile(re.compile(r"\d+|GPU-[\w-]+|MIG-.+").fullmatch, map(str.strip, visible.split(","))))
+    return min(len(names), 1) if any(name.startswith("MIG-") for name in names) else len(names)
+
+
+def drop_accelerate(environment: MutableMapping[str, str]) -> str | None:
+    """Take out what `accelerate launch` says of training, which Accelerate would follow unasked; the JSON says it here.
+
+    Returns a line for the person who set something, if somebody did.
+    """
+    found = {name: environment.pop(name) for name in sorted(environment) if name.startswith(ACCELERATE)}
+    wanted = [f"{name}={value}" for name, value in found.items() if value.lower() not in IDLE]
+    if not wanted:
+        return None
+    more = f" and {len(wanted) - 4} more" if len(wanted) > 4 else ""
+    return f"left aside, the JSON says what is trained: {', '.join(wanted[:4])}{more} (from accelerate's launcher)"
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with the exit code of its run: a library's teardown may abort after everything was done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

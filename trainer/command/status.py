@@ -1,0 +1,55 @@
+"""`meshloom status RUN`, which is also `launch/status.py`: what a run does, from outside, without touching it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+EPILOG = """
+exit codes: 0 it runs or has finished, 1 it has ended otherwise or gives no sign of life, 64 no such run
+"""
+
+
+def main(arguments: Sequence[str], name: str) -> int:
+    """Run the command `name`; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog=name,
+        description="Show what a run does.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="its folder, runs/NAME")
+    folder = parser.parse_intermixed_args(arguments).run
+    from trainer.errors import ConfigError, Problem
+    from trainer.run import status
+
+    found = status.read(folder)
+    if found is None:
+        seen = "no status.json in it" if folder.is_dir() else "no such folder"
+        print(ConfigError(Problem(str(folder), seen, "the folder of a run that has begun")).render(), file=sys.stderr)
+        return ConfigError.exit_code
+    for line in lines(folder, found, status.lives(found)):
+        print(line)
+    return 0 if status.lives(found) or found.get("ended") == 0 else 1
+
+
+def lines(folder: Path, found: Mapping[str, Any], lives: bool) -> Iterator[str]:
+    from trainer.run.status import whose
+
+    of = f" of {found['steps']}" if found.get("steps") else ""
+    state = {None: "" if lives else "no sign of life: ", 0: "finished: "}.get(found.get("ended"), "ended: ")
+    yield f"{state}{found['place'].replace(',', f'{of},', 1) if found['step'] else found['place']}"
+    if found.get("ended") is not None:
+        yield f"exit    {found['ended']}"
+    yield f"ranks   {found['ranks']}, the first is {whose(found)}"
+    if lives:
+        yield f"still   {found['still']:.0f} s, of at most {found['limit']:.0f} s"
+        for one in found["waits_for"]:
+            yield f"waits   for rank {one['rank']} on {one['host']}: {one['place']}, for {one['still']:.0f} s"
+    saved = sorted((folder / "checkpoints").glob("step-*/manifest.json"))
+    age = f", {(time.time() - saved[-1].stat().st_mtime) / 60:.0f} min ago" if saved else ""
+    yield f"saved   {saved[-1].parent.name if saved else 'nothing yet'}{age}"

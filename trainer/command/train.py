@@ -1,0 +1,153 @@
+"""`meshloom train`, which is also `launch/train.py`. Checks the config before torch is imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trainer.command.launcher import start
+from trainer.command.processes import drop_accelerate, gpu_count
+from trainer.run.notes import notes_of
+from trainer.run.parents import missing_hostfile
+from trainer.run.world import World, environment_of, free_port, world_of
+
+EPILOG = """
+any key of the config can be overridden:
+  %(prog)s --config zero2 trainer.steps=20 zero_optimization.stage=3
+
+start it with any launcher:
+  deepspeed launch/train.py --config ds_configs/zero2.json
+  torchrun --nproc-per-node 8 launch/train.py --config ds_configs/zero2.json
+  accelerate launch launch/train.py --config ds_configs/zero2.json
+  %(prog)s --config zero2      (by itself: one process per GPU, or --processes N)
+without a checkout:
+  deepspeed --no_local_rank --module trainer.command train --config zero2
+  torchrun --nproc-per-node 8 -m trainer.command train --config zero2
+
+exit codes: 0 done, 64 config, 65 data, 70 internal, 74 disk, 75 preempted, 76 numerics, 77 stalled
+"""
+
+
+def options_of(arguments: Sequence[str], name: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=name,
+        description="Train a transformer from a DeepSpeed JSON config.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config", required=True, metavar="JSON", help="a DeepSpeed config, or the name of one that is shipped"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides a key of the config")
+    whence = parser.add_mutually_exclusive_group()
+    whence.add_argument(
+        "--resume",
+        metavar="auto|PATH",
+        help="go on from the newest good checkpoint of the newest run of this name, or from the one at PATH; without "
+        "it, the same command goes on with a run that was not finished",
+    )
+    whence.add_argument("--fresh", action="store_true", help="start a run of its own, and leave an unfinished one")
+    parser.add_argument(
+        "--resume-anyway", action="store_true", help="also where data, tokenizer or model changed since the checkpoint"
+    )
+    parser.add_argument("--resume-weights-only", action="store_true", help="leave the checkpoint's optimizer state out")
+    parser.add_argument("--dry-run", action="store_true", help="show the plan and the data; train nothing")
+    parser.add_argument("--preview", type=int, metavar="N", help="show N samples as the model sees them, and leave")
+    parser.add_argument("--engines", action=ShowEngines, nargs=0, help="show which engine runs which layout, and leave")
+    parser.add_argument("--processes", type=int, metavar="N", help="how many processes to start (default: one per GPU)")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
+    return parser.parse_intermixed_args(arguments)
+
+
+class ShowEngines(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from trainer.run.describe import layout_table
+
+        print(layout_table())
+        parser.exit()
+
+
+def main(arguments: Sequence[str], name: str) -> int:
+    """Run the command `name`; returns its exit code."""
+    from trainer.errors import MeshloomError
+    from trainer.run.signals import StopSignals
+
+    terminal = os.dup(2)
+    try:
+        return command(options_of(arguments, name), StopSignals())
+    except MeshloomError as error:
+        rank, notes = int(os.environ.get("RANK", "0")), notes_of(os.environ)
+        told = notes is not None and notes.write_end(rank, error.render(), error.exit_code)
+        if rank == 0 and not told:
+            os.write(terminal, f"{error.render()}\n".encode())
+        return error.exit_code
+
+
+def command(options: argparse.Namespace, signals) -> int:  # type: ignore[no-untyped-def]
+    world = world_of(os.environ)
+    count = options.processes or gpu_count() or 1
+    config = checked_config(options, world.world_size if world else count, world.local_world_size if world else count)
+    if world is None or world.rank == 0:
+        check_data(config)
+    if world is None:
+        if count > 1:
+            signals.hand_over()
+            return start(count, sys.orig_argv[1:])
+        os.environ.update(environment_of(0, 1, free_port()))
+        world = World()
+
+    if note := drop_accelerate(os.environ):
+        config = replace(config, notes=(*config.notes, note))
+    from trainer.command.output import Output
+
+    output = Output(quiet=world.rank != 0)
+    output.signs.at("importing PyTorch, transformers and DeepSpeed")
+    from trainer.run.run import Request, run
+
+    request = Request(
+        options.resume,
+        options.fresh,
+        options.resume_anyway,
+        options.resume_weights_only,
+        options.dry_run,
+        options.preview,
+        options.overrides,
+    )
+    return run(config, request, world, output, signals)
+
+
+def check_data(config) -> None:  # type: ignore[no-untyped-def]
+    """Raises DataError for files that are not there, before the seconds in which torch is imported."""
+    from trainer.data.formats import locate
+
+    data = config.trainer.data
+    if config.trainer.task != "causal_lm" or (data.path is None and not data.sources):
+        return
+    held_out = data.evaluation_path.values() if isinstance(data.evaluation_path, dict) else [data.evaluation_path]
+    named = [(source.path, source.format or data.format) for source in data.sources] or [(data.path, data.format)]
+    for path, format in (*named, *((path, data.format) for path in held_out)):
+        locate(path, format)
+
+
+def checked_config(options: argparse.Namespace, world_size: int, local_world_size: int):  # type: ignore[no-untyped-def]
+    """The config, compiled, with the batch sizes and the mesh proved to fit; all before torch is imported."""
+    from trainer.config import RuntimeFacts, load, resolve
+    from trainer.errors import ConfigError, Problem
+    from trainer.layout import layout_of
+
+    hostfile = missing_hostfile(os.getppid())
+    if hostfile is not None:
+        raise ConfigError(
+            Problem(
+                f"--hostfile: {hostfile}",
+                "no such file",
+                "a list of machines",
+                "DeepSpeed would train on this machine alone",
+            )
+        )
+    config = load(options.config, options.overrides)
+    layout_of(resolve(config, RuntimeFacts(world_size, None, None, False, "cpu", local_world_size)), world_size)
+    return config

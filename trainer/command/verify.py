@@ -1,0 +1,66 @@
+"""`meshloom verify`, which is also `launch/verify.py`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.command.launcher import start
+from trainer.command.processes import drop_accelerate, gpu_count
+from trainer.run.world import world_of
+
+DESCRIPTION = """
+Runs a few steps of a small copy of the config's model under the config's own layout, on CPU processes, and each of them
+in one process of plain PyTorch; compares losses, every gradient, the clip norm, what the optimizer keeps, how far each
+weight goes, the held-out loss, and a resume.
+Exit codes: 0 the same, 64 the config is wrong, 76 not the same.
+"""
+
+
+def main(arguments: Sequence[str], name: str) -> int:
+    """Run the command `name`; returns its exit code."""
+    parser = argparse.ArgumentParser(prog=name, description=DESCRIPTION)
+    parser.add_argument(
+        "--config", required=True, metavar="JSON", help="a DeepSpeed config, or the name of one that is shipped"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides a key of the config")
+    parser.add_argument("--world-size", type=int, metavar="N", help="processes (default: the fewest, up to 8)")
+    parser.add_argument("--output", type=Path, default=Path("certificate.json"), metavar="PATH")
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "config"),
+        default="float32",
+        help="config: its own, compared with float32 within the rounding of one process",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one process per GPU")
+    options = parser.parse_intermixed_args(arguments)
+    from trainer.certify.small import shrink
+    from trainer.errors import ConfigError, MeshloomError, Problem
+
+    drop_accelerate(os.environ)
+    world = world_of(os.environ)
+    try:
+        world_size = world.world_size if world else options.world_size
+        small = shrink(options.config, options.overrides, world_size, options.precision)
+        needed = world.local_world_size if world else small.layout.world_size
+        if options.device == "cuda" and gpu_count() < needed:
+            seen, mend = f"cuda with {gpu_count()} GPUs for {needed} processes", "Leave it off to verify on the CPU"
+            raise ConfigError(Problem("--device", seen, "a GPU for each process", mend))
+    except MeshloomError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
+    if world is None:
+        return start(small.layout.world_size, sys.orig_argv[1:])
+    os.environ.setdefault(
+        *(("DS_ACCELERATOR", "cpu") if options.device == "cpu" else ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))
+    )
+    from trainer.command.output import Output
+
+    output = Output(quiet=world.rank != 0)
+    output.signs.at("importing PyTorch, transformers and DeepSpeed")
+    from trainer.certify.worker import verify
+
+    return verify(small, world, options.device, options.output, output)

@@ -1,0 +1,82 @@
+"""How the processes of a run are divided over the axes of the mesh."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainer.config.compiled import Config
+from trainer.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Processes along each axis; their product is the world size."""
+
+    pipeline: int
+    replicate: int
+    shard: int
+    tensor: int
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of processes that see different samples."""
+        return self.replicate * self.shard
+
+
+def mesh_sizes(config: Config, world_size: int, local_world_size: int | None = None) -> MeshSizes:
+    """The mesh of `config` on `world_size` processes, `local_world_size` of them on a node; None: all.
+
+    Raises ConfigError where it does not fit.
+    """
+    pipeline = _size(config.settings.get("pipeline", {}).get("stages", 1))
+    tensor = _size(config.settings.get("tensor_parallel", {}).get("autotp_size", 1))
+    if world_size % (pipeline * tensor):
+        seen = f"{world_size} processes are not divisible by {pipeline} (pipeline) x {tensor} (tensor)"
+        expected = f"a multiple of {pipeline * tensor} processes, {nearest(world_size, pipeline * tensor)}"
+        mend = "Change pipeline.stages or tensor_parallel.autotp_size."
+        raise ConfigError(Problem("world size", seen, expected, mend))
+    ranks = world_size // (pipeline * tensor)
+    inside = ranks_inside(local_world_size or world_size, tensor, ranks)
+    replicate, shard = _data_axes(config, ranks, inside)
+    return MeshSizes(pipeline, replicate, shard, tensor)
+
+
+def ranks_inside(local_world_size: int, tensor: int, ranks: int) -> int:
+    """How many of the `ranks` data ranks of a pipeline stage are in one group within a node of `local_world_size`.
+
+    All of them where a node has but one of each stage, or a tensor parallel group has several nodes.
+    """
+    inside = math.gcd(local_world_size // tensor, ranks) if local_world_size % tensor == 0 else 1
+    return inside if inside > 1 else ranks
+
+
+def nearest(number: int, divisor: int) -> str:
+    """The multiples of `divisor` next to a number that is none, for a person."""
+    below = number // divisor * divisor
+    return f"such as {below} or {below + divisor}" if below else f"such as {divisor} or {2 * divisor}"
+
+
+def _size(value: int | str) -> int:
+    return 1 if value == "auto" else max(1, int(value))
+
+
+def _data_axes(config: Config, ranks: int, inside: int) -> tuple[int, int]:
+    mesh = config.trainer.mesh
+    stage = config.settings.get("zero_optimization", {}).get("stage", 0)
+    if mesh.replicate is None and mesh.shard is None:
+        return (1, ranks) if stage else (ranks, 1)
+    # the one that is not given takes what is left; nothing is left of -1
+    replicate = mesh.replicate or (1 if mesh.shard == -1 else -1)
+    shard = inside if mesh.shard == "node" else mesh.shard or (1 if mesh.replicate == -1 else -1)
+    given = max(replicate, 1) * max(shard, 1)
+    if ranks % given or (given != ranks and -1 not in (replicate, shard)):
+        seen = f"saw {replicate} (replicate) x {shard} (shard)"
+        mend = "Set one of them to -1, for what is left, or change the number of processes."
+        raise ConfigError(Problem("trainer.mesh", seen, f"a product of {ranks} data ranks", mend))
+    rest = ranks // given
+    replicate, shard = (rest if replicate == -1 else replicate), (rest if shard == -1 else shard)
+    if shard > 1 and not stage:
+        mend = "Set zero_optimization.stage to 1, 2 or 3, or shard to 1."
+        raise ConfigError(Problem("trainer.mesh.shard", f"saw {shard} with ZeRO stage 0", "1", mend))
+    return replicate, shard

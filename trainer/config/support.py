@@ -1,0 +1,62 @@
+"""Which of the user's keys an engine does not honour: noted, or a refusal where other numbers would be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.config.compiled import FILE, OVERRIDE, Config
+from trainer.config.grammar import Key, show
+from trainer.config.keys import KEYS
+from trainer.config.read import Json, leaves
+
+OTHERS = ("accelerate", "mesh")
+"""The engines that do without the keys that are DeepSpeed's own."""
+
+
+def refusals(config: Config) -> dict[str, str]:
+    """For each engine that would compute other numbers than the config asks for: a sentence for a person."""
+    strange = [
+        f"It does not honour {path} {show(value)}: {key.own}." for path, value, key in _own(config) if key.numbers
+    ]
+    return dict.fromkeys(OTHERS, " ".join(strange)) if strange else {}
+
+
+def notes(config: Config, engine: str) -> list[str]:
+    """One line for each reason for which `engine` goes without keys that the user wrote."""
+    reasons: dict[str, list[str]] = {}
+    for path, _, key in _own(config):
+        if engine in OTHERS:
+            reasons.setdefault(key.own, []).append(path)
+        elif path == "wall_clock_breakdown" and config.settings.get("pipeline", {}).get("stages", 1) > 1:
+            reasons["DeepSpeed's pipeline prints none; metrics.jsonl has the time of each step"] = [path]
+    return [f"the {engine} engine goes without {', '.join(paths)}: {why}" for why, paths in reasons.items()]
+
+
+def has_reports(config: Config) -> bool:
+    """Whether DeepSpeed is asked to print where time, memory or communication goes."""
+    settings = config.settings
+    flags = settings.get("wall_clock_breakdown") or settings.get("memory_breakdown")
+    return bool(flags or any(settings.get(name, {}).get("enabled") for name in ("comms_logger", "flops_profiler")))
+
+
+def _own(config: Config) -> Iterator[tuple[str, Any, Key]]:
+    """What DeepSpeed alone honours of what the user wrote, and the value asks for."""
+    written = dict(leaves(config.raw))
+    for path, value in leaves(config.settings):
+        key, origin = KEYS.get(path), config.origins.get(path, "")
+        from_user = origin in (FILE, OVERRIDE) or origin.removeprefix("auto: from ") in written
+        if key and key.own and from_user and key.asks(value) and _is_on(config.settings, path):
+            yield path, value, key
+
+
+def _is_on(settings: Json, path: str) -> bool:
+    """Whether the sections around a key are switched on; `stage3_` keys below ZeRO-3 have a note of their own."""
+    *sections, name = path.split(".")
+    inner, on = settings, True
+    for depth, section in enumerate(sections, start=1):
+        inner = inner[section]
+        within = ".".join(sections[:depth])
+        on &= f"{within}.enabled" not in KEYS or inner.get("enabled") is True
+        on &= f"{within}.device" not in KEYS or inner.get("device", "none") != "none"
+    return on and (not name.startswith("stage3_") or settings["zero_optimization"].get("stage", 0) == 3)

@@ -1,0 +1,197 @@
+"""Chats to tokens by a chat template, and which of them are the assistant's to learn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data.formats import short
+from trainer.data.long_text import tokens_of
+from trainer.data.records import Chat
+from trainer.data.source import Encoded
+from trainer.errors import ConfigError, DataError, Problem, first_line
+
+PLAIN = (
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}"
+    "<|assistant|>\n{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}\n"
+    "{% else %}"
+    "<|{{ message.role }}|>\n{{ message.content }}\n"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+"""For a tokenizer without a template of its own: a line with the role before each turn, end-of-text after an answer."""
+
+Span = tuple[int, int]
+"""Characters of the rendered chat, from the first up to the last."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """Renders chats in transformers' sandbox."""
+
+    tokenizer: Any
+    text: str | None
+    """None: the tokenizer's own, which may be several."""
+    origin: str
+    """For a person."""
+    last_only: bool = False
+    """Only the last of the assistant's turns counts in the loss."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, path: str | None, loss_on: str = "assistant") -> Template:
+        """The template of the file, the tokenizer's own, or the plain one. Raises ConfigError for a bad file."""
+        last_only = loss_on == "last_assistant"
+        if path is None and tokenizer.chat_template:
+            return cls(tokenizer, None, "the tokenizer's own template", last_only)
+        if path is None:
+            return cls(tokenizer, PLAIN, "a plain template, as the tokenizer has none", last_only)
+        place = f"trainer.data.chat_template: {path}"
+        try:
+            text = Path(path).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(Problem(place, first_line(error), "a file with a Jinja template")) from error
+        _compiled(text, place)
+        return cls(tokenizer, text, f"the template of {path}", last_only)
+
+    @property
+    def key(self) -> list[Any]:
+        """Two templates share it only if they make the same of a chat."""
+        return [self.text or self.tokenizer.chat_template, self.last_only]
+
+    def encode(self, chats: Sequence[Chat]) -> Iterator[Encoded]:
+        """Tokens, and those of the assistant's turns counted, each turn's end with it.
+
+        Raises DataError for a chat that the template refuses, leaves something out of, or renders otherwise once more
+        turns follow.
+        """
+        if not getattr(self.tokenizer, "is_fast", False):
+            seen = f"{type(self.tokenizer).__name__}, which does not say which characters a token stands for"
+            raise DataError(Problem("trainer.data.tokenizer", seen, "a fast tokenizer, for chats"))
+        rendered = [self.render(chat) for chat in chats]
+        found = tokens_of(self.tokenizer, [text for text, _ in rendered], [chat.place for chat in chats], offsets=True)
+        for chat, (_, spans), (ids, offsets) in zip(chats, rendered, found, strict=True):
+            yield Encoded(ids, _overlapping(offsets, spans), chat.place)
+
+    def render(self, chat: Chat) -> tuple[str, list[Span]]:
+        """The whole text, and of it what counts in the loss."""
+        marked = "endgeneration" in self._template(chat)
+        text, generated = self._rendered(chat, len(chat.messages), marks=marked)
+        _check_complete(chat, text)
+        answers = [turn for turn, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        if marked and len(generated) != len(answers):
+            seen = f"{len(generated)} blocks of {{% generation %}} for {len(answers)} of the assistant's turns"
+            raise DataError(Problem(chat.place, seen, "one for each", "Mend the chat template"))
+        counted = dict(zip(answers, generated, strict=True)) if marked else {}
+        spans = {}
+        for turn in self._learned(chat, answers):
+            spans[turn] = self._with_end(counted[turn], text) if marked else self._span(chat, turn, text)
+        if answers and answers[-1] in spans and answers[-1] == len(chat.messages) - 1:
+            start, end = spans[answers[-1]]
+            if not self._ends_turn(text[start:end]):  # else nothing would teach it where to stop
+                text = text[:end] + self.tokenizer.eos_token
+                spans[answers[-1]] = start, len(text)
+        return text, list(spans.values())
+
+    def _learned(self, chat: Chat, answers: list[int]) -> list[int]:
+        turns = answers[-1:] if self.last_only else answers
+        return [turn for turn in turns if turn >= chat.learned_from and chat.messages[turn].get("counts", True)]
+
+    def _span(self, chat: Chat, turn: int, text: str) -> Span:
+        """What the turn adds: from the chat up to it, with the prompt for an answer, to the chat that ends with it."""
+        before, _ = self._rendered(chat, turn, prompts=True)
+        after, _ = self._rendered(chat, turn + 1)
+        after = self._without_tail(after)
+        if not after.startswith(before):
+            self._rewrites(chat, turn, before, after, "once it is answered")
+        if not text.startswith(after):
+            self._rewrites(chat, turn, after, text, "once more turns follow")
+        return len(before), len(after)
+
+    def _without_tail(self, text: str) -> str:
+        """Up to the token that ends the turn: what some templates add at the end of everything is no part of it."""
+        bare = text.rstrip()
+        inner = bare.removesuffix(self.tokenizer.eos_token).rstrip()
+        if inner != bare and self._ends_turn(inner):
+            return inner
+        return bare if self._ends_turn(bare) else text
+
+    def _ends_turn(self, text: str) -> bool:
+        return text.endswith(self._special)
+
+    @cached_property
+    def _special(self) -> tuple[str, ...]:
+        return tuple(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+
+    def _with_end(self, span: Span, text: str) -> Span:
+        """A span that a template marks, with the token that ends the turn where the mark leaves it out."""
+        start, end = span
+        if self._ends_turn(text[start:end].rstrip()):
+            return span
+        return start, end + max((len(token) for token in self._special if text.startswith(token, end)), default=0)
+
+    def _rewrites(self, chat: Chat, turn: int, one: str, other: str, when: str) -> None:
+        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        seen = (
+            f"the template rewrites turn {turn} {when}: {short(repr(one[at : at + 24]))} becomes "
+            f"{short(repr(other[at : at + 24]))}"
+        )
+        mend = 'Mark answers in it with {% generation %}, or set trainer.data.loss_on to "last_assistant"'
+        raise DataError(Problem(chat.place, seen, "a template that keeps what it has written", mend))
+
+    def _template(self, chat: Chat) -> str:
+        return str(self.tokenizer.get_chat_template(self.text, tools=chat.tools))
+
+    def _rendered(self, chat: Chat, turns: int, prompts: bool = False, marks: bool = False) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        messages = [{k: v for k, v in message.items() if k != "counts"} for message in chat.messages[:turns]]
+        try:
+            texts, spans = render_jinja_template(  # type: ignore[misc]
+                conversations=[messages],  # type: ignore[list-item]
+                tools=chat.tools,  # type: ignore[arg-type]
+                chat_template=self._template(chat),
+                add_generation_prompt=prompts,
+                return_assistant_tokens_mask=marks,
+                **self.tokenizer.special_tokens_map,
+            )
+        except Exception as error:  # whatever the template raises, or does with what it does not expect
+            roles = ", ".join(message["role"] for message in messages[:12])
+            seen = f"the chat template refuses it: {first_line(error)} (roles: {roles})"
+            raise DataError(Problem(chat.place, seen, "a chat that the template takes")) from error
+        return texts[0], [(first, last) for first, last in spans[0]] if marks else []
+
+
+def _compiled(template: str, place: str) -> None:
+    import jinja2
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        _compile_jinja_template(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(Problem(f"{place}:{error.lineno}", str(error.message), "a Jinja template")) from error
+
+
+def _check_complete(chat: Chat, text: str) -> None:
+    """Raises DataError for a turn that the template leaves out: it does not know the role."""
+    for turn, message in enumerate(chat.messages):
+        # what a reasoning model's template drops of its past is found where it counts
+        said = message["content"].rpartition("</think>")[2].strip()
+        if said not in text and json.dumps(said)[1:-1] not in text and json.dumps(said, ensure_ascii=False) not in text:
+            seen = f'turn {turn} of the role "{message["role"]}" is not in what the chat template renders'
+            raise DataError(Problem(chat.place, seen, "roles that the template knows"))
+
+
+def _overlapping(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """Of tokens with these characters [tokens, 2], which have some in a span: bool [tokens]."""
+    found = np.zeros(len(offsets), np.bool_)
+    for first, last in spans:
+        found |= (offsets[:, 1] > first) & (offsets[:, 0] < last) & (offsets[:, 1] > offsets[:, 0])
+    return found

@@ -1,0 +1,74 @@
+"""An own data set: anything with `__len__` and `__getitem__`."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.data.encode import held_out
+from trainer.data.source import Source, sample_of
+from trainer.errors import DataError, Problem
+
+LOOKED_AT = 16
+"""Samples that the fingerprint is made of, evenly spaced."""
+
+
+@dataclass(frozen=True)
+class Subset:
+    source: Source
+    indices: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.source[self.indices[index]]
+
+    def in_epoch(self, index: int, epoch: int) -> Any:
+        return sample_of(self.source, self.indices[index], epoch)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What a run with an own data set trains on and is evaluated on."""
+
+    train: Source
+    evaluation: Source | None
+    fingerprint: str
+
+    @property
+    def evaluations(self) -> dict[str, Source]:
+        return {} if self.evaluation is None else {"": self.evaluation}
+
+    def describe(self) -> str:
+        held = f", {len(self.evaluation):,} held out" if self.evaluation is not None else ""
+        return f"{len(self.train):,} samples{held}"
+
+    def description(self) -> dict[str, Any]:
+        return {"samples": len(self.train)}
+
+
+def pairs_of(data: Any, evaluation: Any, fraction: float) -> Pairs:
+    """Without own `evaluation` data, `fraction` of the samples are held out. Raises DataError for no data set."""
+    for name, given in (("data", data), ("evaluation_data", evaluation)):
+        if given is not None and not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+            raise DataError(Problem(name, type(given).__name__, "an object with __len__ and __getitem__"))
+        if given is not None and not len(given):
+            raise DataError(Problem(name, "no samples", "at least one"))
+    fingerprint = _fingerprint(data)
+    if evaluation is not None or not fraction or len(data) < 2:
+        return Pairs(data, evaluation, fingerprint)
+    held = [index for index in range(len(data)) if held_out(index, fraction)]
+    chosen = set(held)
+    return Pairs(Subset(data, [i for i in range(len(data)) if i not in chosen]), Subset(data, held), fingerprint)
+
+
+def _fingerprint(data: Any) -> str:
+    """Of the number of samples and of some of them: that the data changed shows, though not every change."""
+    digest = hashlib.sha256(str(len(data)).encode())
+    for index in range(0, len(data), max(1, len(data) // LOOKED_AT)):
+        digest.update(pickle.dumps(data[index]))
+    return digest.hexdigest()

@@ -1,0 +1,69 @@
+"""What is in files: the same content under another name, or of another time, has the same digest."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.data.sealed import checked
+from trainer.errors import DataError, Problem
+from trainer.storage import replace_file
+
+_QUICK = 1 << 26
+"""Bytes of a file that is read again rather than its digest remembered: a few hundredths of a second."""
+_RACY_SECONDS = 5
+"""A file that was changed so recently might be changed again with the same size and time."""
+
+
+def digests(files: Sequence[Path], cache: Path, told: Callable[[int], object] = lambda files: None) -> list[str]:
+    """SHA-256 of all that is in each; of a large file that is as it was when it was last read, from the cache.
+
+    `told` hears how many it has. Raises DataError for one that can't be read.
+    """
+    with ThreadPoolExecutor(8) as pool:  # a disk, and what hashes, do several at once
+        found = []
+        for digest in pool.map(lambda file: _digest(file, cache), files):
+            found.append(digest)
+            told(len(found))
+        return found
+
+
+def stamps(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Change when the files do, as far as one sees without reading them: name, size, time."""
+    return [_stamp(file) for file in files]
+
+
+def _stamp(file: Path) -> tuple[str, int, int]:
+    try:
+        stat = file.stat()
+    except OSError as error:
+        raise _unread(file, error) from error
+    return str(file.resolve()), stat.st_size, stat.st_mtime_ns
+
+
+def _digest(file: Path, cache: Path) -> str:
+    stamp = _stamp(file)
+    remembered = cache / f"digest-{hashlib.sha256(repr(stamp).encode()).hexdigest()[:32]}"
+    with suppress(OSError, ValueError):
+        known, check = remembered.read_text(encoding="ascii").split()
+        if check == checked(f"{stamp} {known}"):
+            return known
+    try:
+        with open(file, "rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise _unread(file, error) from error
+    settled = time.time() - stamp[2] / 1e9 > _RACY_SECONDS
+    if stamp[1] >= _QUICK and settled and stamp == _stamp(file):
+        with suppress(OSError):  # what can't be remembered is read again
+            cache.mkdir(parents=True, exist_ok=True)
+            replace_file(remembered, f"{found} {checked(f'{stamp} {found}')}".encode())
+    return found
+
+
+def _unread(file: Path, error: OSError) -> DataError:
+    return DataError(Problem(str(file), error.strerror or str(error), "a file that can be read"))

@@ -1,0 +1,135 @@
+"""Documents to tokens, a chunk of them at a time, in whatever process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.data.chat import Template
+from trainer.data.long_text import tokens_of
+from trainer.data.records import Chat, Document, Text
+from trainer.data.source import Cut, CutDocuments, Encoded
+from trainer.data.tokenizer import end_of_text
+from trainer.errors import DataError
+
+_DOCUMENTS, _CHARACTERS = 1024, 1 << 18
+"""Of a chunk: it ends with the document that reaches either."""
+
+
+class Chunk(NamedTuple):
+    """Documents that follow one another."""
+
+    first: int
+    """The number of its first document."""
+    documents: list[Document]
+    error: DataError | None = None
+    """What the document after them raised; the last chunk has it."""
+
+
+class Tokenised(NamedTuple):
+    """What became of a chunk."""
+
+    documents: int
+    train: CutDocuments
+    held: CutDocuments
+    error: DataError | None
+    """What the first document raised that is in neither."""
+
+
+def chunks(documents: Iterable[Document], done: int = 0) -> Iterator[Chunk]:
+    """All documents but the first `done`, which are read and left out."""
+    some: list[Document] = []
+    first = size = 0
+    try:
+        for number, document in enumerate(documents):
+            if number < done:
+                continue
+            first = first if some else number
+            some.append(document)
+            size += _size(document)
+            if len(some) == _DOCUMENTS or size >= _CHARACTERS:
+                yield Chunk(first, some)
+                some, size = [], 0
+    except DataError as error:
+        yield Chunk(first, some, error)
+        return
+    if some:
+        yield Chunk(first, some)
+
+
+def _size(document: Document) -> int:
+    if isinstance(document, Text):
+        return len(document.text) + len(document.prompt or "")
+    return sum(len(message["content"]) for message in document.messages)
+
+
+@dataclass(frozen=True)
+class Tokenising:
+    """How chunks are tokenised."""
+
+    template: Template
+    cut: Cut
+    fraction: float
+    """Of the documents, which are held out."""
+
+    def __call__(self, chunk: Chunk) -> Tokenised:
+        train, held, error = CutDocuments(), CutDocuments(), chunk.error
+        try:
+            for number, encoded in enumerate(encode(chunk.documents, self.template), chunk.first):
+                part = held if held_out(number, self.fraction) else train
+                part.add(encoded, self.cut.longest, self.cut.too_long)
+        except DataError as earlier:
+            error = earlier
+        return Tokenised(len(chunk.documents), train, held, error)
+
+
+def held_out(index: int, fraction: float) -> bool:
+    """Whether document `index` is held out: evenly spaced, `fraction` of all, the second document always.
+
+    So one is held out of as few as two, and which ones depends on no seed.
+    """
+    return math.floor((index - 1) * fraction) > math.floor((index - 2) * fraction)
+
+
+def encode(documents: Sequence[Document], template: Template) -> Iterator[Encoded]:
+    """Tokens of each document: what the tokenizer begins texts with, prompt, text, end-of-text; or a rendered chat.
+
+    Targets are the text and its end. Prompt and text are tokenised apart, as they are when the model is used.
+    Raises DataError at the first document that can't be encoded, after all before it.
+    """
+    for kind, run in groupby(documents, type):
+        alike: list[Any] = list(run)
+        if kind is not Chat:
+            yield from _texts(alike, template.tokenizer)
+            continue
+        try:
+            found = list(template.encode(alike))
+        except DataError:  # of one of them: those before it come first
+            for chat in alike:
+                yield from template.encode([chat])
+            raise
+        yield from found
+
+
+def _texts(batch: list[Text], tokenizer: Any) -> Iterator[Encoded]:
+    start, end = _beginning(tokenizer), [end_of_text(tokenizer)]
+    places = [document.place for document in batch]
+    texts = tokens_of(tokenizer, [document.text for document in batch], places)
+    prompts = tokens_of(tokenizer, [document.prompt or "" for document in batch], places)
+    for place, prompt, text in zip(places, prompts, texts, strict=True):
+        parts = (start, prompt.ids, text.ids, end)
+        long = any(isinstance(part, np.ndarray) for part in parts)
+        tokens = np.concatenate([np.asarray(part, np.int32) for part in parts]) if long else list(chain(*parts))
+        yield Encoded.from_token(tokens, max(1, len(start) + len(prompt.ids)), place)
+
+
+def _beginning(tokenizer: Any) -> list[int]:
+    """[bos] if the tokenizer itself begins a text so, and it is not the token that ends one; else []."""
+    bos = tokenizer.bos_token_id
+    begins = bos is not None and bos != tokenizer.eos_token_id and tokenizer("")["input_ids"][:1] == [bos]
+    return [bos] if begins else []

@@ -1,0 +1,330 @@
+"""Images as samples: read, checked, prepared and, in training, varied."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.config import AugmentSection, DataSection, ImagesSection
+from trainer.data import transforms
+from trainer.data.encode import held_out
+from trainer.data.image_sets import KNOWN, Labelled, check_labels, handed_in, has_own_evaluation, open_set
+from trainer.distributed.ranks import Ranks
+from trainer.errors import DataError, Problem, named_line
+from trainer.models.classifiers import Images
+from trainer.tasks.task import IGNORED
+
+LOOKED_AT = 32
+"""Images, evenly spaced, whose kind and size are compared before anything starts."""
+MEASURED = 256
+"""Images, evenly spaced, that mean and deviation are taken of."""
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+GREY = ("1", "L", "LA")
+
+
+Both = tuple[Labelled, Labelled | None]
+"""The training images, and those to evaluate on, where they are a data set of their own."""
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """A part of a data set as samples: (image [channels, height, width], float32; number of the class)."""
+
+    labelled: Labelled
+    indices: Sequence[int]
+    images: Images
+    fixed: transforms.Transform
+    varied: transforms.Varied | None
+    seed: int
+    options: ImagesSection
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        """As an evaluation sees it. Raises DataError, which names the file, for what can't be read or does not fit."""
+        return self._sample(index, None)
+
+    def in_epoch(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
+        """As the training sees it in an epoch."""
+        return self._sample(index, epoch if self.varied is not None else None)
+
+    def _sample(self, index: int, epoch: int | None) -> tuple[torch.Tensor, int]:
+        number = self.indices[index]
+        try:
+            pixels, label = read(self.labelled, number, self.options.mode, self.images.mode)
+        except DataError as error:
+            if self.options.corrupt == "error":
+                raise
+            print(f"skipped: {error}", file=sys.stderr, flush=True)
+            return torch.zeros(self.images.channels, *self.images.size), IGNORED
+        if self.options.size is None and tuple(pixels.shape[1:]) != self.images.size:
+            raise _other_size(self.labelled.name(number), pixels, self.images.size)
+        if not 0 <= label < len(self.images.classes):
+            expected = f"a number from 0 to {len(self.images.classes) - 1}"
+            raise DataError(Problem(self.labelled.name(number), f"label {label}", expected))
+        if epoch is None or self.varied is None:
+            return self.fixed(pixels), label
+        return self.varied(pixels, self.seed, epoch, index), label
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """What a run trains on and is evaluated on."""
+
+    train: ImageSource
+    evaluation: ImageSource | None
+    fingerprint: str
+    path: str
+
+    @property
+    def images(self) -> Images:
+        return self.train.images
+
+    @property
+    def evaluations(self) -> dict[str, ImageSource]:
+        return {} if self.evaluation is None else {"": self.evaluation}
+
+    def describe(self) -> str:
+        images = self.images
+        held = f", {len(self.evaluation):,} held out" if self.evaluation else ""
+        kind = "grey" if images.mode == "L" else "colour"
+        size = f"{images.size[0]} x {images.size[1]}"
+        return f"{self.path}: {len(self.train):,} {kind} images of {size}, {len(images.classes)} classes{held}"
+
+    def lines(self) -> list[str]:
+        """How they are prepared, for a person."""
+        options, images = self.train.options, self.images
+        mean, std = (" ".join(f"{value:.3f}" for value in values) for values in (images.mean, images.std))
+        varied = ", ".join(f"{key} {value}" for key, value in _changes(options.augment).items())
+        lines = [f"normalised by mean {mean}, deviation {std}; training images are varied by {varied or 'nothing'}"]
+        return lines + (["images that can't be read are skipped, and named in logs/"] * (options.corrupt == "skip"))
+
+    def description(self) -> dict[str, Any]:
+        images, augment = self.images, _changes(self.train.options.augment)
+        given = {"mode": images.mode, "size": list(images.size), "mean": list(images.mean), "std": list(images.std)}
+        return {"samples": len(self.train), "classes": list(images.classes), "images": given, "augment": augment}
+
+
+def _changes(augment: AugmentSection) -> dict[str, Any]:
+    plain = AugmentSection().model_dump()
+    return {key: value for key, value in augment.model_dump().items() if value != plain[key]}
+
+
+def open_images(
+    data: DataSection, images: ImagesSection, seed: int, cache: Path, ranks: Ranks, own: tuple[Any, Any] | None = None
+) -> ImageData:
+    """The data that the config names, or `own` that a script hands in (training, and evaluation or None). Collective.
+
+    Raises the same DataError on every rank.
+    """
+
+    def opened() -> Both:
+        if own is not None:
+            return handed_in(own[0], images.classes), None if own[1] is None else handed_in(own[1], images.classes)
+        if data.path is None:
+            raise DataError(Problem("trainer.data.path", "nothing", KNOWN))
+        train = open_set(data.path, data, images, cache, train=True)
+        if data.evaluation_path is not None:
+            assert not isinstance(data.evaluation_path, dict)
+            return train, open_set(data.evaluation_path, data, images, cache, train=False)
+        return train, open_set(data.path, data, images, cache, False) if has_own_evaluation(data.path) else None
+
+    def looked_at() -> tuple[Images, str]:
+        found = _look(both[0], training, images)
+        if held is not None:
+            _look(*held, images)
+        return found, _fingerprint(both[0], training)
+
+    both = _each(opened, ranks)
+    for part in filter(None, both):
+        check_labels(part)
+    if both[1] is not None and both[1].classes != both[0].classes:
+        seen = f"{len(both[1].classes)} classes: {', '.join(both[1].classes[:5])}"
+        expected = f"those of the training data: {', '.join(both[0].classes[:5])}"
+        raise DataError(Problem("trainer.data.evaluation_path", seen, expected))
+    training, held = _parts(both[0], both[1], data.evaluation_fraction)
+    kind, fingerprint = ranks.on_first(looked_at)
+    _same_everywhere(_fingerprint(both[0], range(min(2, both[0].count))), ranks)
+    size = None if images.size is None else kind.size
+    fixed = transforms.for_evaluation(kind, size)
+    varied = transforms.for_training(kind, size, images.augment)
+    train = ImageSource(both[0], training, kind, fixed, varied, seed, images)
+    evaluation = None if held is None else ImageSource(*held, kind, fixed, None, seed, images)
+    return ImageData(train, evaluation, fingerprint, "data" if own else str(data.path))
+
+
+def _each(opened: Callable[[], Both], ranks: Ranks) -> Both:
+    """What each rank opens for itself: data sets hold files, and are not sent round."""
+    kept: list[Both] = []
+    ranks.on_each(lambda: kept.append(opened()))
+    return kept[0]
+
+
+def _parts(
+    train: Labelled, own: Labelled | None, fraction: float
+) -> tuple[Sequence[int], tuple[Labelled, Sequence[int]] | None]:
+    """The numbers of the training images, and the data set and numbers of those that are held out."""
+    if own is not None:
+        return range(train.count), (own, range(own.count))
+    if not fraction or train.count < 2:
+        return range(train.count), None
+    held = [index for index in range(train.count) if held_out(index, fraction)]
+    chosen = set(held)
+    return [index for index in range(train.count) if index not in chosen], (train, held)
+
+
+def _spaced(indices: Sequence[int], most: int) -> list[int]:
+    return [indices[i] for i in np.linspace(0, len(indices) - 1, min(most, len(indices))).astype(int)]
+
+
+def _look(found: Labelled, indices: Sequence[int], options: ImagesSection) -> Images:
+    """Kind, size and normalisation, of some images. Raises DataError where they differ and nothing says what to do."""
+    numbers = _readable(found, indices, options)
+    mode = _mode(found, numbers, options)
+    readable = [(number, read(found, number, options.mode, mode)[0]) for number in numbers]
+    sizes = {tuple(pixels.shape[1:]): (number, pixels) for number, pixels in readable}
+    first = tuple(readable[0][1].shape[1:])
+    if options.size is None and len(sizes) > 1:
+        number, pixels = next(seen for size, seen in sizes.items() if size != first)
+        raise _other_size(found.name(number), pixels, first)
+    size = options.size or list(first)
+    height, width = (size, size) if isinstance(size, int) else size
+    plain = Images(found.classes, mode, (height, width), (0.0,), (1.0,))
+    mean, std = _normalisation(found, indices, options, plain)
+    return Images(found.classes, mode, (height, width), mean, std)
+
+
+def _mode(found: Labelled, readable: Sequence[int], options: ImagesSection) -> str:
+    if options.mode != "auto":
+        return options.mode
+    kinds = [_kind(found.load(number)[0]) for number in readable]
+    return "L" if set(kinds) <= set(GREY) else "RGB"
+
+
+def _readable(found: Labelled, indices: Sequence[int], options: ImagesSection) -> list[int]:
+    """Some of the images. Raises DataError for one that can't be read, unless it is to be skipped; and if none can."""
+    kept = []
+    for number in _spaced(indices, LOOKED_AT):
+        try:
+            read(found, number, "RGB", "RGB")
+            kept.append(number)
+        except DataError:
+            if options.corrupt == "error":
+                raise
+    if not kept:
+        raise DataError(Problem("trainer.data", f"none of {LOOKED_AT} images can be read", "images"))
+    return kept
+
+
+def _kind(image: Any) -> str:
+    if torch.is_tensor(image):
+        return "L" if image.shape[0] == 1 else "RGB"
+    return str(image.mode)
+
+
+def _normalisation(
+    found: Labelled, indices: Sequence[int], options: ImagesSection, plain: Images
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of each channel."""
+    from torchvision.transforms.v2.functional import to_dtype
+
+    channels = plain.channels
+    if options.mean is not None and options.std is not None:
+        if len(options.mean) != channels or len(options.std) != channels:
+            seen = f"{len(options.mean)} and {len(options.std)} numbers"
+            raise DataError(Problem("trainer.images.mean, std", seen, f"{channels}: one for each channel"))
+        return tuple(options.mean), tuple(options.std)
+    if options.normalize == "none":
+        return (0.0,) * channels, (1.0,) * channels
+    if options.normalize == "imagenet":
+        mean, std = IMAGENET
+        return (mean, std) if channels == 3 else ((sum(mean) / 3,), (sum(std) / 3,))
+    total, squares, count = torch.zeros(channels).double(), torch.zeros(channels).double(), 0
+    for number in _spaced(indices, MEASURED):
+        try:
+            pixels = read(found, number, options.mode, plain.mode)[0]
+            values = to_dtype(pixels, torch.float64, scale=True).flatten(1)
+        except DataError:
+            if options.corrupt == "error":
+                raise
+            continue
+        total, squares, count = total + values.sum(1), squares + (values**2).sum(1), count + values.shape[1]
+    centre = total / count
+    spread = (squares / count - centre**2).clamp_min(1e-6).sqrt()
+    return tuple(round(v, 4) for v in centre.tolist()), tuple(round(v, 4) for v in spread.tolist())
+
+
+def read(found: Labelled, number: int, wanted: str, mode: str) -> tuple[torch.Tensor, int]:
+    """Image `number` as uint8 [channels, height, width], and its label. Raises DataError, which names it.
+
+    An own tensor of floats from 0 to 1 stays one.
+    `mode` is what it becomes; `wanted` is what the config asks for: with "auto", colours are not taken away.
+    """
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    try:
+        image, label = found.load(number)
+        if torch.is_tensor(image):
+            return _of_tensor(image, mode), int(label)
+        kind = image.mode
+        pixels = pil_to_tensor(image.convert(mode))
+    except Exception as error:  # Pillow raises whatever its decoders do
+        mend = 'Remove it, or set trainer.images.corrupt="skip"'
+        raise DataError(Problem(found.name(number), f"can't be read: {named_line(error)}", "an image", mend)) from error
+    if kind.startswith(("I", "F")):
+        seen = f"an image with values of more than 8 bits (Pillow's mode {kind})"
+        raise DataError(Problem(found.name(number), seen, "8 bits a channel", "Convert it first"))
+    if wanted == "auto" and mode == "L" and kind not in GREY:
+        seen = f"a colour image (Pillow's mode {kind}) among grey ones"
+        raise DataError(Problem(found.name(number), seen, "images of one kind", "Set trainer.images.mode"))
+    return pixels, int(label)
+
+
+def _of_tensor(image: torch.Tensor, mode: str) -> torch.Tensor:
+    """Of an own data set: uint8, or float from 0 to 1; one channel or three."""
+    from torchvision.transforms.v2.functional import grayscale_to_rgb, rgb_to_grayscale
+
+    image = image[None] if image.ndim == 2 else image
+    if image.ndim != 3 or image.shape[0] not in (1, 3):
+        raise ValueError(f"a tensor of shape {list(image.shape)} is no [channels, height, width] with 1 or 3 channels")
+    if image.is_floating_point() and not (float(image.min()) >= 0 and float(image.max()) <= 1):
+        raise ValueError("a tensor with values outside of 0 to 1")
+    if not image.is_floating_point() and image.dtype != torch.uint8:
+        raise ValueError(f"a tensor of {image.dtype} is neither uint8 nor a float from 0 to 1")
+    pixels = image.float() if image.is_floating_point() else image
+    if (mode == "L") == (pixels.shape[0] == 1):
+        return pixels
+    return rgb_to_grayscale(pixels) if mode == "L" else grayscale_to_rgb(pixels)
+
+
+def _other_size(name: str, pixels: torch.Tensor, size: tuple[int, ...]) -> DataError:
+    seen = f"{pixels.shape[1]} x {pixels.shape[2]}, where others are {size[0]} x {size[1]}"
+    return DataError(Problem(name, seen, "images of one size", "Set trainer.images.size, to which all are brought"))
+
+
+def _fingerprint(found: Labelled, indices: Sequence[int]) -> str:
+    """Of classes, labels and some images: that the data changed shows, though not every change."""
+    digest = hashlib.sha256(json.dumps([found.count, len(indices), found.classes]).encode())
+    digest.update(np.asarray(found.labels or (), np.int64).tobytes())
+    for number in _spaced(indices, 16):
+        try:
+            digest.update(read(found, number, "RGB", "RGB")[0].numpy().tobytes())
+        except DataError:
+            digest.update(b"unreadable")
+    return digest.hexdigest()
+
+
+def _same_everywhere(fingerprint: str, ranks: Ranks) -> None:
+    found = ranks.gather(fingerprint)
+    if others := [str(rank) for rank, other in enumerate(found) if other != found[0]]:
+        seen = f"other images on rank {', '.join(others)} than on rank 0"
+        raise DataError(Problem("trainer.data", seen, "the same files on every machine"))

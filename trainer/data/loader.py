@@ -1,0 +1,267 @@
+"""Samples to micro-batches on the device, prepared in the background while the model works."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import queue
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from trainer.data.order import micro_batches, sample_ids
+from trainer.data.source import Source, sample_of
+from trainer.errors import MeshloomError
+from trainer.tasks.task import Batch
+
+Collate = Callable[[Sequence[Any]], Batch]
+
+_AHEAD = 2  # steps prepared beforehand: one in hand, one in the making
+
+Part = list[tuple[int, int | None]]
+"""The samples of a micro-batch: their numbers, and the epoch that each is taken in, or None in an evaluation."""
+BLANK = -1
+"""In place of a number: a sample that counts for nothing."""
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """What one data rank trains on in one step; `ids[i]` [micro_batch] are the samples of `micro_batches[i]`."""
+
+    step: int
+    ids: list[np.ndarray]
+    micro_batches: list[Batch]
+
+
+class BatchLoader:
+    """The steps `start_step` .. `end_step - 1` of one data rank, made ahead of time by a background thread.
+
+    `position` is the samples seen before `start_step`. To be used as a context manager: leaving it ends the thread.
+    What the thread raises is raised where the steps are taken.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        collate: Collate,
+        *,
+        seed: int,
+        micro_batch: int,
+        accumulation: int,
+        data_ranks: int,
+        data_rank: int,
+        position: int,
+        start_step: int,
+        end_step: int,
+        device: torch.device,
+        workers: int = 0,
+    ) -> None:
+        self.waited_seconds = 0.0
+        """Time that the consumer spent waiting for data."""
+        self.positions = 0
+        """Tokens in the steps that were taken, of this data rank: padding and what is no target included."""
+        self._device = device
+        self._closing = threading.Event()
+        self._ready: queue.Queue[StepBatches | BaseException | None] = queue.Queue(_AHEAD - 1)
+        train_batch = micro_batch * accumulation * data_ranks
+
+        def parts_of(step: int) -> list[Part]:
+            first = position + (step - start_step) * train_batch
+            numbers = sample_ids(seed, first, train_batch, len(source))
+            epochs = (first + np.arange(train_batch)) // len(source)
+            share = lambda values: micro_batches(values, micro_batch, accumulation, data_ranks, data_rank)  # noqa: E731
+            return [
+                list(zip(own.tolist(), theirs.tolist(), strict=True))
+                for own, theirs in zip(share(numbers), share(epochs), strict=True)
+            ]
+
+        steps = range(start_step, end_step)
+        asked: deque[Part] = deque()
+        """Of micro-batches that are not taken yet: workers are ahead."""
+
+        def parts() -> Iterator[Part]:
+            for step in steps:
+                for part in parts_of(step):
+                    asked.append(part)
+                    yield part
+
+        # here, not in the thread: workers are forked while nothing else goes on
+        made = collated(source, collate, parts(), workers, lambda sample: sample)
+        self._workers = made if isinstance(made, _Made) else None
+        arguments = (steps, accumulation, asked, made)
+        self._thread = threading.Thread(target=self._produce, args=arguments, name="loader", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> BatchLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[StepBatches]:
+        while True:
+            started = time.perf_counter()
+            item = self._ready.get()
+            self.waited_seconds += time.perf_counter() - started
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            self.positions += sum(next(iter(batch.values())).numel() for batch in item.micro_batches)
+            yield StepBatches(item.step, item.ids, [_on_device(batch, self._device) for batch in item.micro_batches])
+
+    def close(self) -> None:
+        """End the thread and the workers; steps that were prepared and not taken are dropped."""
+        self._closing.set()
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):  # room, so that a thread that waits to put goes on
+                self._ready.get_nowait()
+            self._thread.join(0.01)
+        if self._workers is not None:
+            self._workers.close()
+
+    def _produce(self, steps: range, accumulation: int, asked: deque[Part], made: Iterator[Batch]) -> None:
+        last: BaseException | None = None
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # else pinning would open a context on device 0
+            for step in steps:
+                if self._closing.is_set():
+                    break
+                batches = [_pinned(next(made), self._device) for _ in range(accumulation)]
+                ids = [np.array([number for number, _ in asked.popleft()]) for _ in batches]
+                self._ready.put(StepBatches(step, ids, batches))
+        except BaseException as error:  # handed to the consumer, who raises it
+            last = error
+        self._ready.put(last)
+
+
+def collated(
+    source: Source,
+    collate: Collate,
+    parts: Iterable[Part],
+    workers: int,
+    blank: Callable[[Any], Any],
+) -> Iterator[Batch]:
+    """The micro-batches, in order; made by `workers` processes, which are there when this returns, or as they are asked
+    for. What goes wrong in a worker is raised here."""
+    made = _Collated(source, collate, blank)
+    if not workers:
+        return map(made.batch, parts)
+    # a generator of its own: the default one belongs to the steps
+    loader: DataLoader[Any] = DataLoader(
+        made, None, sampler=_Parts(parts), num_workers=workers, worker_init_fn=_quiet, generator=torch.Generator()
+    )
+    return _Made(loader)
+
+
+class _Made:
+    """What workers made. They hear no signal, so that a process which does not close them would wait for them at its
+    end without end."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._made: Any = iter(loader)
+        atexit.register(self.close)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        made = next(self._made)
+        if isinstance(made, MeshloomError):
+            raise made
+        return made  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the workers."""
+        atexit.unregister(self.close)
+        self._made._shutdown_workers()
+
+
+@dataclass(frozen=True)
+class _Parts:
+    parts: Iterable[Part]
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self.parts)
+
+
+@dataclass(frozen=True)
+class _Collated(Dataset[Any]):
+    source: Source
+    collate: Collate
+    blank: Callable[[Any], Any]
+
+    def batch(self, part: Part) -> Batch:
+        return self.collate([self._sample(*place) for place in part])
+
+    def __getitem__(self, part: Part) -> Batch | MeshloomError:
+        try:
+            return self.batch(part)
+        except MeshloomError as error:  # as a value: PyTorch would make another text of it
+            return error
+
+    def _sample(self, number: int, epoch: int | None) -> Any:
+        if number == BLANK:
+            return self.blank(self.source[0])
+        return sample_of(self.source, number, epoch)
+
+
+def _quiet(worker: int) -> None:
+    """A worker leaves when its process does: what stops the run is that one's to hear."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def evaluation_batches(
+    source: Source,
+    collate: Collate,
+    blank: Callable[[Any], Any],
+    *,
+    limit: int | None,
+    micro_batch: int,
+    data_ranks: int,
+    data_rank: int,
+    device: torch.device,
+    workers: int = 0,
+) -> Iterator[Batch]:
+    """This data rank's micro-batches of the first `limit` samples, in order.
+
+    Over all ranks every sample is counted once. All ranks get equally many micro-batches of `micro_batch` samples,
+    so that collectives match: the tail is filled with `blank(sample)`, of which no target counts.
+    """
+    size = len(source) if limit is None else min(limit, len(source))
+    starts = range(data_rank * micro_batch, _round_up(size, micro_batch * data_ranks), micro_batch * data_ranks)
+    parts: list[Part] = [
+        [(i if i < size else BLANK, None) for i in range(start, start + micro_batch)] for start in starts
+    ]
+    made = collated(source, collate, parts, min(workers, len(parts)), blank)
+    try:
+        for batch in made:
+            yield _on_device(_pinned(batch, device), device)
+    finally:
+        if isinstance(made, _Made):
+            made.close()
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _pinned(batch: Batch, device: torch.device) -> Batch:
+    return {key: value.pin_memory() for key, value in batch.items()} if device.type == "cuda" else batch
+
+
+def _on_device(batch: Batch, device: torch.device) -> Batch:
+    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}

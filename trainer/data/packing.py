@@ -1,0 +1,68 @@
+"""Documents packed into samples: best fit, the longest first.
+
+A document goes where the least room is left over, else into a new sample. It is made over counts of lengths, so that a
+million documents take seconds: all documents of a length that go into samples of equal room are placed at once.
+Best-fit decreasing: D. S. Johnson, Near-optimal bin packing algorithms, 1973.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+import numpy as np
+
+
+def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which documents share a sample, by nothing but their lengths, int64 [documents], each 1 to `capacity`.
+
+    Returns `order` int64 [documents], their numbers sample by sample, and `borders` int64 [samples + 1]: sample s has
+    the documents order[borders[s]:borders[s + 1]], in their own order. Samples stand by their first documents.
+    Of samples with equal room the one that was begun first is filled first, as of documents of equal length.
+    """
+    by_length = np.argsort(-lengths, kind="stable")
+    samples = np.empty(len(lengths), np.int64)
+    samples[by_length] = _filled(lengths, capacity)
+    order = np.lexsort((np.arange(len(lengths)), samples))
+    first = np.flatnonzero(np.diff(samples[order], prepend=-1))
+    # by their first documents: what an evaluation takes of the beginning is like the rest
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(order[first], kind="stable")] = np.arange(len(first))
+    order = np.lexsort((np.arange(len(lengths)), rank[samples]))
+    return order, np.append(np.flatnonzero(np.diff(rank[samples[order]], prepend=-1)), len(lengths))
+
+
+def _filled(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """The sample of each document, documents in falling order of length."""
+    begun = 0
+    open_samples: dict[int, list[np.ndarray]] = {}  # room -> those that have so much left, by when they came to that
+    rooms: list[int] = []  # in rising order
+    placed = []
+    sizes, counts = np.unique(lengths, return_counts=True)
+    for length, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        while count:
+            at = bisect_left(rooms, length)
+            room = rooms[at] if at < len(rooms) else capacity
+            each = room // length  # one that has taken a document has the least room, and takes the next
+            wanted = -(-count // each)
+            if at < len(rooms):
+                parts = open_samples.pop(room)
+                chosen, rest = np.split(parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts)), [wanted])
+                del rooms[at]
+                _add(open_samples, rooms, room, rest)
+            else:
+                chosen, begun = np.arange(begun, begun + wanted), begun + wanted
+            taken = min(count, each * len(chosen))
+            placed.append(np.repeat(chosen, each)[:taken])
+            whole, over = divmod(taken, each)
+            _add(open_samples, rooms, room - each * length, chosen[:whole])
+            _add(open_samples, rooms, room - over * length, chosen[whole:])
+            count -= taken
+    return np.concatenate(placed) if placed else np.empty(0, np.int64)
+
+
+def _add(open_samples: dict[int, list[np.ndarray]], rooms: list[int], room: int, samples: np.ndarray) -> None:
+    if not room or not len(samples):
+        return
+    if room not in open_samples:
+        insort(rooms, room)
+    open_samples.setdefault(room, []).append(samples)

@@ -1,0 +1,107 @@
+"""Folders that are known byte by byte: sealed when they are written, checked when they are found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from trainer.storage import flush, write_file
+
+SEAL = "seal.json"
+_CHUNK, _READ = 1 << 26, 1 << 20
+"""Bytes that are hashed as one, by one of several threads, and read at once."""
+_THREADS = 8
+Told = Callable[[int, int], object]
+"""Hears how many bytes are read, of how many."""
+
+
+def seal(folder: Path, told: Told = lambda done, all: None) -> None:
+    """Flush all of `folder` to the disk, and write beside it what it is. Raises OSError."""
+    files = _files(folder)
+    for path in (*files.values(), *(path for path in folder.rglob("*") if path.is_dir())):
+        flush(path)
+    content = json.dumps({"sizes": _sizes(files), "sha256": _hashes(files, told)}, indent=1)
+    write_file(folder / SEAL, f"{content}\n{checked(content)}\n".encode())
+    flush(folder)
+
+
+def flaw(folder: Path, told: Told = lambda done, all: None) -> str:
+    """What is not as it was sealed, for a person; empty if all is. Reads every byte.
+
+    Raises PermissionError for what this user may not read.
+    """
+    if not folder.is_dir():
+        return "it is no folder"
+    try:
+        content, _, check = (folder / SEAL).read_text(encoding="utf-8").rstrip("\n").rpartition("\n")
+        if check != checked(content):
+            return f"{SEAL} is not as it was written"
+        known, files = json.loads(content), _files(folder)
+        if differing := known["sizes"].items() ^ _sizes(files).items():
+            return f"{min(differing)[0]} is not of the size that it had"
+        hashes = _hashes(files, told)
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except PermissionError:
+        raise
+    except (OSError, ValueError) as error:  # a disk that fails; bytes that are no text
+        return str(error)
+    differing = [name for name, found in hashes.items() if found != known["sha256"][name]]
+    return f"the bytes of {differing[0]} are not those that were written" if differing else ""
+
+
+def checked(content: str) -> str:
+    """What stands beside a small text, to tell whether it is whole."""
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def prefix_digest(path: Path, size: int) -> Any:
+    """SHA-256, to be gone on with, of the first `size` bytes. Raises EOFError where there are not so many."""
+    found, left = hashlib.sha256(), size
+    with open(path, "rb") as file:
+        while left:
+            if not (part := file.read(min(left, _READ))):
+                raise EOFError(f"{path} has {size - left} bytes, of {size}")
+            found.update(part)
+            left -= len(part)
+    return found
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """By their path below it; those whose names begin with a dot are file managers' and file servers'."""
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if not path.is_dir()}
+    return {name: path for name, path in found.items() if name != SEAL and not path.name.startswith(".")}
+
+
+def _sizes(files: Mapping[str, Path]) -> dict[str, int]:
+    return {name: path.stat().st_size for name, path in files.items()}
+
+
+def _hashes(files: Mapping[str, Path], told: Told) -> dict[str, list[str]]:
+    """SHA-256 of each chunk of each file."""
+    sizes = _sizes(files)
+    chunks = [(name, at) for name, size in sizes.items() for at in range(0, size, _CHUNK)]
+    found: dict[str, list[str]] = {name: [] for name in files}
+    done, all = 0, sum(sizes.values())
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for (name, at), digest in zip(
+            chunks, pool.map(lambda chunk: _hash(files[chunk[0]], chunk[1]), chunks), strict=True
+        ):
+            found[name].append(digest)
+            done += min(_CHUNK, sizes[name] - at)
+            told(done, all)
+    return found
+
+
+def _hash(path: Path, at: int) -> str:
+    found, left = hashlib.sha256(), _CHUNK
+    with open(path, "rb", buffering=0) as file:
+        file.seek(at)
+        while left and (part := file.read(min(left, _READ))):
+            found.update(part)
+            left -= len(part)
+    return found.hexdigest()

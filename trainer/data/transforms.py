@@ -1,0 +1,145 @@
+"""What is done to an image before a model sees it; what is random in it follows from seed, epoch and sample alone.
+
+torchvision's transforms (v2) draw from torch's default generator, which the whole process shares. Here each image has a
+generator of its own, so that an image looks the same in any worker, thread, rank and layout (contract 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from trainer.config import AugmentSection
+from trainer.distributed.seeding import derive
+from trainer.models import classifiers
+from trainer.models.classifiers import Images
+
+Transform = Callable[[torch.Tensor], torch.Tensor]
+"""[channels, height, width], uint8 or from 0 to 1 -> the same, float32, normalised."""
+_T = torch.Tensor
+DRAWING = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.multinomial, torch.bernoulli}
+DRAWING |= {_T.uniform_, _T.normal_, _T.random_, _T.bernoulli_, _T.exponential_, _T.multinomial}
+
+
+class DrawFrom(TorchFunctionMode):
+    """Within it, this thread's random numbers come from one generator."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DRAWING and kwargs.get("generator") is None:
+            kwargs = {**kwargs, "generator": self._generator}
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Varied:
+    """How training images are varied."""
+
+    steps: Transform
+    normal: Transform
+    last: Transform | None
+    """What comes after the normalisation: blanks of the mean colour."""
+
+    def __call__(self, image: torch.Tensor, seed: int, epoch: int, index: int) -> torch.Tensor:
+        """Sample `index` as it looks in an epoch."""
+        drawing = DrawFrom(derive("augment", seed, epoch, index))
+        with drawing:
+            found = self.steps(image)
+        found = self.normal(found)
+        if self.last is not None:
+            with drawing:
+                found = self.last(found)
+        return found
+
+
+def sized(size: Sequence[int] | None) -> list[Any]:
+    """To `size`, height and width: the short side is scaled, and what is too long cut off on both sides."""
+    from torchvision.transforms import v2
+
+    return [] if size is None else [_Shorter(size), v2.CenterCrop(list(size))]
+
+
+class _Shorter:
+    """Scaled so that the image just covers height and width."""
+
+    def __init__(self, size: Sequence[int]) -> None:
+        self._size = size
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        from torchvision.transforms.v2.functional import resize
+
+        height, width = image.shape[-2:]
+        scale = max(self._size[0] / height, self._size[1] / width)
+        if scale == 1:
+            return image
+        wanted = [max(self._size[0], round(height * scale)), max(self._size[1], round(width * scale))]
+        return resize(image, wanted, antialias=True)  # type: ignore[no-any-return]
+
+
+def for_evaluation(images: Images, size: Sequence[int] | None) -> Transform:
+    from torchvision.transforms import v2
+
+    return v2.Compose([*sized(size), Normal(images)])  # type: ignore[no-any-return]
+
+
+def for_training(images: Images, size: Sequence[int] | None, augment: AugmentSection) -> Varied | None:
+    """None where nothing is varied."""
+    from torchvision.transforms import v2
+
+    if augment == AugmentSection():
+        return None
+    most = augment.colour
+    if augment.crop_scale is not None:
+        first: list[Any] = [v2.RandomResizedCrop(images.size, scale=augment.crop_scale, antialias=True)]
+    else:
+        padding = [v2.RandomCrop(images.size, padding=augment.crop_padding)] if augment.crop_padding else []
+        first = [*sized(size), *padding]
+    colour = v2.ColorJitter(most, most, most) if images.mode == "RGB" else v2.ColorJitter(most, most)
+    chosen = [
+        (augment.flip, v2.RandomHorizontalFlip(augment.flip)),
+        (augment.rotate, v2.RandomRotation(augment.rotate, v2.InterpolationMode.BILINEAR)),
+        (augment.trivial, v2.TrivialAugmentWide()),
+        (augment.colour, colour),
+    ]
+    last = v2.RandomErasing(augment.erase) if augment.erase else None
+    return Varied(v2.Compose([*first, *(one for on, one in chosen if on)]), Normal(images), last)
+
+
+class Normal:
+    """To float32, normalised: the kernels alone, which cost a third of the transforms around them."""
+
+    def __init__(self, images: Images) -> None:
+        self._mean, self._std = list(images.mean), list(images.std)
+        self._plain = set(self._mean) == {0.0} and set(self._std) == {1.0}
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        from torchvision.transforms.v2.functional import normalize_image, to_dtype_image
+
+        found = to_dtype_image(image, torch.float32, scale=True)
+        return found if self._plain else normalize_image(found, self._mean, self._std)
+
+
+class OpenedClassifier(NamedTuple):
+    model: nn.Module
+    transform: Callable[[Any], torch.Tensor]
+    """An image of Pillow -> [channels, height, width]."""
+    classes: tuple[str, ...]
+
+
+def opened(folder: Path) -> OpenedClassifier:
+    """What a run left, as it was evaluated. Raises ConfigError where it left none."""
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    model, images = classifiers.opened(folder)
+    transform = for_evaluation(images, images.size)
+    return OpenedClassifier(model, lambda image: transform(pil_to_tensor(image.convert(images.mode))), images.classes)

@@ -1,0 +1,110 @@
+"""A process's shard of a DTensor: cut from the whole tensor, and gathered to it on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from trainer.distributed.ranks import Ranks
+
+BUFFER_BYTES = 64 << 20
+"""What gathering takes of a device's memory, about."""
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's shard of a tensor, or all of one that is no DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_shard(value: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """The view of a whole tensor that is this process's part of `like`."""
+    coordinate = like.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return shard_at(value, like, coordinate)
+
+
+def shard_at(value: torch.Tensor, like: DTensor, coordinate: Sequence[int]) -> torch.Tensor:
+    """The view of a whole tensor that is the part of `like` at a coordinate of its mesh.
+
+    The innermost axis divides first: FSDP shards what tensor parallelism has left (DTensor's strided sharding).
+    """
+    for axis in reversed(range(like.device_mesh.ndim)):
+        dim = getattr(like.placements[axis], "dim", None)
+        if dim is not None:
+            chunks, at = value.chunk(like.device_mesh.size(axis), dim), coordinate[axis]
+            value = chunks[at] if at < len(chunks) else value.narrow(dim, 0, 0)
+    return value
+
+
+def gather(part: torch.Tensor, like: DTensor, owner: int, ranks: Ranks) -> torch.Tensor | None:
+    """The whole tensor on `owner`, from `part` as each process has it on the host; None elsewhere. Collective.
+
+    Nothing is sent but to `owner`, and of several equal parts only one.
+    """
+    mesh = like.device_mesh.mesh
+    coordinates = {int(mesh[at]): at for at in product(*map(range, mesh.shape))}
+    if owner not in coordinates:  # it has another replica
+        return None
+    divided = [hasattr(placement, "dim") for placement in like.placements]
+    senders = {
+        rank: at
+        for rank, at in coordinates.items()
+        if all(cut or a == b for cut, a, b in zip(divided, at, coordinates[owner], strict=True))
+    }
+    if ranks.rank != owner:
+        if ranks.rank in senders and part.numel():
+            dist.send(part.contiguous(), owner, group=ranks.group)
+        return None
+    whole = torch.empty(like.shape, dtype=part.dtype)
+    for rank, at in senders.items():
+        target = shard_at(whole, like, at)
+        if rank == owner:
+            target.copy_(part)
+        elif target.numel():
+            received = (
+                target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+            )
+            dist.recv(received, rank, group=ranks.group)
+            if received is not target:
+                target.copy_(received)
+    return whole
+
+
+def gather_by_device(like: DTensor, owner: int, rank: int) -> torch.Tensor | None:
+    """The whole tensor on the host of `owner`; None elsewhere. Collective over the mesh of `like`.
+
+    By the devices' own groups, which gather on all their ranks, and a buffer at a time: what is whole is on the host.
+    """
+    mesh, part = like.device_mesh, like.to_local().detach()
+    coordinates = {int(mesh.mesh[at]): at for at in product(*map(range, mesh.mesh.shape))}
+    divided = [axis for axis, placement in enumerate(like.placements) if hasattr(placement, "dim")]
+    if owner not in coordinates:
+        return None
+    if any(coordinates[owner][axis] != coordinates[rank][axis] for axis in range(mesh.ndim) if axis not in divided):
+        return None  # another replica
+    whole = torch.empty(like.shape, dtype=part.dtype, device="meta" if rank != owner else None)
+    senders = product(
+        *(range(mesh.size(axis)) if axis in divided else [coordinates[owner][axis]] for axis in range(mesh.ndim))
+    )
+    targets = [shard_at(whole, like, at) for at in senders]
+    parts = [target.view(-1) if target.is_contiguous() else target.new_empty(target.numel()) for target in targets]
+    most, step = max(map(len, parts)), max(1, BUFFER_BYTES // (len(parts) * part.itemsize))
+    for start in range(0, most, step):
+        mine = part.reshape(-1)[start : start + step]
+        buffer = torch.zeros(min(step, most - start), dtype=part.dtype, device=mesh.device_type)
+        buffer[: len(mine)].copy_(mine)
+        for axis in reversed(divided):
+            received = buffer.new_empty(mesh.size(axis) * len(buffer))
+            dist.all_gather_into_tensor(received, buffer, group=mesh.get_group(axis))
+            buffer = received
+        for flat, gathered in zip(parts, buffer.view(len(parts), -1), strict=True):
+            wanted = flat[start : start + step]
+            wanted.copy_(gathered[: len(wanted)])
+    for target, flat in zip(targets, parts, strict=True):
+        if not target.is_contiguous():
+            target.copy_(flat.view(target.shape))
+    return whole if rank == owner else None

@@ -1,0 +1,121 @@
+"""The processes of a run, as the few host-side things that code outside the engines needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from trainer.distributed.rendezvous import Rendezvous
+from trainer.errors import MeshloomError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among the `world_size` processes of the run.
+
+    Works without a process group when `world_size` is 1. All methods are collective:
+    every rank has to call them in the same order.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    group: Any = None
+    """The process group in which they meet; None: that of the run."""
+
+    def on_host(self) -> Ranks:
+        """The same processes, meeting on the host in a group of their own: a thread may ask them. Collective."""
+        if self.world_size == 1:
+            return self
+        import torch.distributed as dist
+
+        return replace(self, group=dist.new_group(backend="gloo"))
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        self.gather(None)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def any_soon(self, value: bool) -> Callable[[], bool]:
+        """Begin to ask whether `value` holds on any rank; the call that is returned waits for the answer.
+
+        On the host: these ranks have to be `on_host`.
+        """
+        if self.world_size == 1:
+            return lambda: value
+        import torch
+        import torch.distributed as dist
+
+        found = torch.tensor([value], dtype=torch.uint8)
+        work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+        def answer() -> bool:
+            work.wait()
+            return bool(found)
+
+        return answer
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and return its result on every rank.
+
+        Raises on every rank what `work` raised on rank 0, so that one mistake is never a hang elsewhere.
+        """
+        return self.on_each(lambda: work() if self.first else None)[0]  # type: ignore[return-value]
+
+    def on_each(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank and return all results; raises everywhere the error of the lowest failing rank."""
+        return self._agree(_outcome(work))
+
+    def await_first(self, work: Callable[[], T]) -> T:
+        """As `on_first`, for work that may take hours: see `await_each`."""
+        return self.await_each(lambda: work() if self.first else None)[0]  # type: ignore[return-value]
+
+    def await_each(self, work: Callable[[], T]) -> list[T]:
+        """As `on_each`, for work that may take hours: who is done waits in no collective, and without a limit of time.
+
+        Raises RuntimeError if a rank dies over its work.
+        """
+        if self.world_size == 1:
+            return self._agree(_outcome(work))
+        with Rendezvous(self.rank, self.world_size) as others:
+            outcome = _outcome(work)
+            others.wait()
+        return self._agree(outcome)
+
+    def _agree(self, outcome: tuple[bool, Any]) -> list[Any]:
+        outcomes = self.gather(outcome)
+        for peer, (failed, result) in enumerate(outcomes):
+            if failed:
+                if isinstance(result, MeshloomError):
+                    result.shared = True
+                    raise result
+                if peer == self.rank:
+                    raise result
+                raise RuntimeError(f"rank {peer} failed: {result!r}")
+        return [result for _, result in outcomes]
+
+
+def _outcome(work: Callable[[], Any]) -> tuple[bool, Any]:
+    """Whether it failed, and what it gave or raised."""
+    try:
+        return False, work()
+    except Exception as error:  # raised again where all meet
+        return True, error
+
+
+ALONE = Ranks()
+"""One process by itself, with or without a process group."""

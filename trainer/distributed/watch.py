@@ -1,0 +1,315 @@
+"""A watcher in each rank: says what it does, and ends a run that stands still, with who holds it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainer.distributed.stall import PHASES, Beat, behind, described, diagnosis, is_gone, place, straggler, table, who
+
+FIRST_STEP = 5.0
+"""How many times as long as another the first step may take: kernels are compiled and buffers made."""
+LEAST_SECONDS, STEPS = 120.0, 10.0
+"""The patience if none is given: so many times the median step, at least so long."""
+BEAT_SECONDS, DOUBTFUL_SECONDS, SILENT_SECONDS = 1.0, 4.0, 10.0
+ANSWER_SECONDS = 8.0
+"""How long the one who speaks for all may take."""
+KEY = "meshloom/watch"
+SAMPLES = 60
+"""Beats from which it is told who is slow."""
+COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
+FRAMES = 8
+
+
+class Watch:
+    """Beats in a thread of its own over a connection of its own to the store: nothing of it is in a step.
+
+    `processes` are the host and the process of each rank, as they told one another when they met: who says nothing
+    later is named by them. `stalled` is told once what stands still, in the one process that speaks for all, before
+    each ends with `code`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        processes: Sequence[tuple[str, int]],
+        store: Any,
+        patience: float | None,
+        stalled: Callable[[list[str]], None],
+        code: int,
+    ) -> None:
+        self._rank, self._given, self._stalled, self._code = rank, patience, stalled, code
+        self._world_size = len(processes)
+        self._phase, self._step, self._moved = "preparing", 0, time.monotonic()
+        self._first: int | None = None
+        self._steps: deque[float] = deque(maxlen=101)
+        self._begun = self._moved
+        self._number = 0
+        self._others = {
+            other: (Beat(other, host, process, self._phase, self._step, 0.0), self._moved)
+            for other, (host, process) in enumerate(processes)
+            if other != rank
+        }
+        """What each said last, and when that was heard; before its first beat, when they met."""
+        self._asked = False
+        """Whether all were asked once."""
+        self._answered = time.monotonic()
+        self._closed = threading.Event()
+        self._unanswered = False
+        self.steps: int | None = None
+        """Of the whole run."""
+        self.slow: Callable[[str], None] = lambda line: None
+        """On rank 0: told once of each rank that the others wait for."""
+        self._main = threading.main_thread().ident
+        self._samples: deque[bool] = deque(maxlen=SAMPLES)
+        self._slow: set[int] = set()
+        self.told: Callable[[Mapping[str, Any]], None] = lambda status: None
+        """Each beat: what there is to know from outside; on rank 0 of all, elsewhere of this one."""
+        self._store = store.clone() if self._world_size > 1 else None
+        if self._store is not None:
+            self._store.set_timeout(datetime.timedelta(seconds=SILENT_SECONDS))
+            self._say()
+        for work in (self._beat, self._judge):
+            threading.Thread(target=work, name="watch", daemon=True).start()
+
+    # what the run tells
+
+    def at(self, phase: str, step: int | None = None) -> None:
+        """This rank begins a phase, of the step that is made if one is."""
+        now = time.monotonic()
+        if phase == "waiting for data" and step is not None:
+            if self._first is None:
+                self._first = step
+            elif self._step > self._first:
+                self._steps.append(now - self._begun)
+            self._begun = now
+        self._phase, self._step, self._moved = phase, self._step if step is None else step, now
+
+    def moves(self, seconds: float = 0.0) -> None:
+        """It goes on, in the same phase, and may rightly show nothing for so many seconds."""
+        self._moved = time.monotonic() + seconds
+
+    def close(self) -> None:
+        self._closed.set()
+
+    # what others may ask
+
+    @property
+    def place(self) -> str:
+        return place(self._step, self._phase)
+
+    def fails_first(self) -> bool:
+        """Whether no other rank has failed before; True where the store is gone."""
+        if self._unanswered:
+            return self._rank == 1
+        try:
+            return self._store is None or int(self._store.add(f"{KEY}/failed", 1)) == 1
+        except Exception:  # rank 0 had it
+            return True
+
+    def somebody_failed(self) -> bool:
+        try:
+            return self._store is not None and int(self._store.add(f"{KEY}/failed", 0)) > 0
+        except Exception:
+            return False
+
+    def gone(self) -> list[Beat]:
+        """The ranks of this machine whose process has ended, and those of others that have fallen silent."""
+        answered = False
+        with suppress(Exception):  # what was heard before tells, too
+            self._read()
+            answered = True
+        found = []
+        for beat, _ in self._others.values():
+            # without the store nothing is heard of anybody, and only rank 0's silence says why
+            silent = self._silent(beat) and (answered or beat.rank == 0)
+            ended = is_gone(beat.process) if beat.host == socket.gethostname() else silent
+            if ended and beat.rank != self._rank and beat.phase != "leaving":
+                found.append(beat)
+        return found
+
+    # the threads
+
+    def _limit(self, phase: str, step: int) -> float:
+        """Seconds that a rank may stand in `phase` of `step`."""
+        usual = max(LEAST_SECONDS, STEPS * statistics.median(self._steps)) if self._steps else LEAST_SECONDS
+        first = FIRST_STEP if step == self._first else 1.0
+        return (self._given or usual) * max(PHASES[phase], first)
+
+    def _stands_long(self) -> bool:
+        return time.monotonic() - self._moved > self._limit(self._phase, self._step) / 2
+
+    def _mine(self) -> Beat:
+        still = max(0.0, time.monotonic() - self._moved)
+        stack = self._stack() if self._stands_long() else ()
+        busy = sum(self._samples) / SAMPLES if len(self._samples) == SAMPLES else None
+        me = self._rank, socket.gethostname(), os.getpid()
+        return Beat(*me, self._phase, self._step, still, self._number, busy, stack)
+
+    def _sample(self) -> None:
+        """Whether the main thread works, or waits for the others in a collective: that blocks it on the host."""
+        frame = sys._current_frames().get(self._main or 0)
+        if self._phase in ("training", "waiting for data"):
+            files = (os.path.basename(found.f_code.co_filename) for found, _ in traceback.walk_stack(frame))
+            self._samples.append(not any(file in COLLECTIVES for file in files))
+
+    def _stack(self) -> tuple[str, ...]:
+        frame = sys._current_frames().get(self._main or 0)
+        frames = traceback.extract_stack(frame)[-FRAMES:]
+        return tuple(f"{_short(line.filename)}:{line.lineno} {line.name}" for line in frames)
+
+    def _say(self) -> None:
+        self._number += 1
+        beat = self._mine()
+        if self._store is not None:
+            self._store.set(f"{KEY}/{self._rank}", json.dumps(asdict(beat)))
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS):
+            try:
+                self._sample()
+                self._say()
+                if self._rank == 0 or self._stands_long():
+                    self._read()
+                self._answered = time.monotonic()
+            except Exception:  # `_judge` sees that nothing was answered
+                continue
+            if self._rank == 0:
+                self._tell_slow()
+            with suppress(OSError):  # the run itself tells a full disk
+                self.told(self.status())
+
+    def _tell_slow(self) -> None:
+        found = straggler(self._seen())
+        if found is not None and found.rank not in self._slow:
+            self._slow.add(found.rank)
+            self.slow(f"note: the others wait for {who([found])} most of the time: it is slower than they are")
+
+    def _read(self) -> None:
+        """What all say; of those that say nothing, what they said last. Raises what the store does."""
+        if self._store is None:
+            return
+        keys = [f"{KEY}/{rank}" for rank in range(self._world_size)]
+        unheard = any(beat.number == 0 for beat, _ in self._others.values())
+        if unheard and not self._store.check(keys):  # to get what is not there would wait for it
+            keys = [key for key in keys if self._store.check([key])]
+        now = time.monotonic()
+        for value in self._store.multi_get(keys):
+            said = json.loads(value)
+            beat = Beat(**{**said, "stack": tuple(said["stack"])})
+            known = self._others.get(beat.rank)
+            if known is None or known[0].number != beat.number:
+                self._others[beat.rank] = beat, now
+        self._asked = True
+
+    def _seen(self) -> list[Beat]:
+        """Each rank with the seconds for which it stands, as far as this one knows."""
+        now = time.monotonic()
+        known = {rank: replace(beat, still=beat.still + now - heard) for rank, (beat, heard) in self._others.items()}
+        return [beat for _, beat in sorted((known | {self._rank: self._mine()}).items())]
+
+    def _silent(self, beat: Beat) -> bool:
+        return self._unheard(beat) > SILENT_SECONDS
+
+    def _doubtful(self, beat: Beat) -> bool:
+        """Whether it misses beats, and may be silent soon."""
+        return DOUBTFUL_SECONDS < self._unheard(beat) <= SILENT_SECONDS
+
+    def _unheard(self, beat: Beat) -> float:
+        """For how many seconds it has said nothing new."""
+        _, heard = self._others.get(beat.rank, (beat, time.monotonic()))
+        return 0.0 if beat.rank == self._rank else time.monotonic() - heard
+
+    def status(self) -> dict[str, Any]:
+        """What there is to know from outside, of all ranks as far as this one knows."""
+        seen = self._seen()
+        return {
+            **{name: value for name, value in asdict(self._mine()).items() if name not in ("stack", "number", "rank")},
+            "place": self.place,
+            "steps": self.steps,
+            "ranks": self._world_size,
+            "limit": self._limit(self._phase, self._step),
+            "waits_for": [
+                {"rank": b.rank, "host": b.host, "place": b.place, "still": b.still} for b in behind(seen)[:5]
+            ],
+        }
+
+    def _judge(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS / 2):
+            if time.monotonic() - self._moved <= self._limit(self._phase, self._step):
+                continue
+            if self._store is not None and time.monotonic() - self._answered > SILENT_SECONDS + 2 * BEAT_SECONDS:
+                self._unanswered = True
+                self._end(self._no_answer())
+            seen = self._seen()
+            if self._knows(seen) and all(beat.still > self._limit(beat.phase, beat.step) for beat in seen):
+                self._verdict(seen)
+
+    def _knows(self, seen: Sequence[Beat]) -> bool:
+        """Whether the store has told lately of all, and nobody may be silent soon."""
+        answers = self._store is None or (self._asked and time.monotonic() - self._answered < DOUBTFUL_SECONDS)
+        return answers and not any(map(self._doubtful, seen))
+
+    def _no_answer(self) -> list[str]:
+        """The store is gone, or stands still: it is in rank 0's process, or in the launcher's beside it."""
+        first = next(beat for beat in self._seen() if beat.rank == 0)
+        held = f"{who([first])} {described(first)}"
+        return [f"the run stands still: {held}", *table([self._mine()], self._silent)]
+
+    def _verdict(self, seen: list[Beat]) -> None:
+        speaker = min(beat.rank for beat in seen if not self._silent(beat))
+        if speaker != self._rank and _in_time(self._await_verdict):
+            os._exit(self._code)
+        self._end(diagnosis(seen, self._silent))
+
+    def _await_verdict(self) -> None:
+        assert self._store is not None
+        while not self._store.check([f"{KEY}/verdict"]):
+            time.sleep(BEAT_SECONDS / 4)
+
+    def _end(self, lines: list[str]) -> NoReturn:
+        def tell() -> None:
+            self._stalled(lines)
+            if self._store is not None and not self._unanswered:
+                self._store.set(f"{KEY}/verdict", "told")
+
+        _in_time(tell)
+        os._exit(self._code)
+
+
+class NoWatch:
+    """Where nothing is watched: a process that is alone in somebody's script, or a certificate."""
+
+    place = "running"
+    steps: int | None = None
+
+    def at(self, phase: str, step: int | None = None) -> None: ...
+
+    def moves(self, seconds: float = 0.0) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _in_time(work: Callable[[], None]) -> bool:
+    """Whether it is done in ANSWER_SECONDS: a store that does not answer, or a full pipe, would hold it for ever."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    return not thread.is_alive()
+
+
+def _short(path: str) -> str:
+    return "/".join(Path(path).parts[-3:])

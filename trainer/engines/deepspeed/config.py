@@ -1,0 +1,54 @@
+"""The user's JSON as DeepSpeed is given it on this machine; shared by its engine with and without a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainer.engines.engine import Job
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
+from trainer.optim.support import Recipe
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+STAGE_0_NOTE = (
+    "ZeRO-0 in {} runs as ZeRO-1, with the same gradients and less memory: DeepSpeed's own path for float16 divides "
+    "gradients by a loss scale that it never applied"
+)
+
+
+def check_precision(job: Job) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if job.layout.precision == "float16" and not get_accelerator().is_fp16_supported():
+        seen = "true on a processor without float16 arithmetic"
+        expected = "a GPU, or a processor with AVX512-FP16 or AMX"
+        raise ConfigError(Problem("fp16.enabled", seen, expected, 'Set bf16.enabled, or trainer.device="cuda"'))
+
+
+def has_plain_optimizer(layout: Layout) -> bool:
+    """Without ZeRO in float32 DeepSpeed steps PyTorch's optimizer itself, with nothing around it."""
+    return layout.zero_stage == 0 and layout.precision == "float32"
+
+
+def runtime_config(job: Job, recipe: Recipe) -> dict[str, Any]:
+    """The user's JSON as this machine needs it; nothing here changes what is computed."""
+    config = {**job.deepspeed, "steps_per_print": 2**31 - 1}
+    kind, given = config["optimizer"]["type"], config["optimizer"]["params"]
+    params = dict(recipe.params)
+    if kind in ("Adam", "AdamW"):
+        # PyTorch's own fused kernel: the same update as DeepSpeed's FusedAdam, without a compiler at run time
+        params |= {"adam_w_mode": given.get("adam_w_mode", True), "torch_adam": recipe.library.startswith("torch.")}
+    config["optimizer"] = {"type": kind, "params": params}
+    if job.layout.zero_stage == 3 and job.layout.recompute.mode == "selective":
+        # its linear layer adds the bias in place to the product that is kept: recomputed, it is added twice
+        config["zero_optimization"] = {**config["zero_optimization"], "memory_efficient_linear": False}
+    if has_plain_optimizer(job.layout):
+        # DeepSpeed reports no norm here, so this engine takes it and clips
+        config["gradient_clipping"] = 0.0
+    elif job.layout.zero_stage == 0:
+        config["zero_allow_untested_optimizer"] = True  # it is not asked for without ZeRO
+        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": 1}
+    return config

@@ -1,0 +1,232 @@
+"""The DeepSpeed engine: ZeRO 0 to 3, offload, mixed precision; PipelineModule to ZeRO-1, AutoTP to ZeRO-2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.distributed.seeding import step_seed
+from trainer.engines.deepspeed import pipeline, tensor
+from trainer.engines.deepspeed.config import DTYPES, STAGE_0_NOTE, check_precision, has_plain_optimizer, runtime_config
+from trainer.engines.deepspeed.forward_backward import AccumulatedStep, Step, StepRunner
+from trainer.engines.deepspeed.operators import announce
+from trainer.engines.deepspeed.state import MasterState
+from trainer.engines.deepspeed.tensor import Split
+from trainer.engines.engine import EngineKind, Job, Metrics, Observer, recipe_of, set_update
+from trainer.engines.normalise import counted_here, evaluated, gradient_scale
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
+from trainer.models.cut import check_cut
+from trainer.models.materialise import materialise
+from trainer.models.spec import ModelSpec
+from trainer.optim.decay import groups_of
+from trainer.optim.lr_schedules import Update
+from trainer.optim.optimizer import step_if_finite
+from trainer.optim.support import in_deepspeed
+from trainer.parallel.apply import wrap_blocks
+from trainer.parallel.batch_norm import RunningStatistics
+from trainer.parallel.gradients import GradientNorm
+from trainer.parallel.mesh import parallel_mesh_of
+from trainer.state import StateTensor
+from trainer.tasks.task import Batch, ModelWithLoss
+
+
+def refusal(layout: Layout) -> str | None:
+    """Why DeepSpeed can't run a layout."""
+    if layout.tensor > 1 and (reason := tensor.refusal(layout)):
+        return reason
+    if layout.pipeline > 1 and (reason := pipeline.refusal(layout)):
+        return reason
+    if layout.replicate > 1 and layout.shard > 1:
+        return "DeepSpeed removed MiCS, and hpZ replicates weights only: it has no sharding within replicas (HSDP)."
+    if layout.zero_stage > 0 and layout.replicate > 1:
+        return f"ZeRO-{layout.zero_stage} shards over all data ranks; replicate must be 1."
+    return None
+
+
+def check(spec: ModelSpec, layout: Layout) -> None:
+    """Raises ConfigError for a model that can't be cut or split so, or whose gradients DeepSpeed would make up."""
+    if spec.sparse:
+        # it takes a missing gradient for zeros, which decay a weight, and under ZeRO-2 and 3 may be a hang
+        seen = f"some tokens leave parameters without a gradient ({spec.sparse[0]}, ...)"
+        expected = "a gradient of each: DeepSpeed takes a missing one for zeros, and decays the weight"
+        raise ConfigError(Problem(f"engine deepspeed: {spec.name}", seen, expected, 'Set trainer.engine to "mesh"'))
+    if layout.tensor > 1:
+        tensor.check(spec, layout)
+    if layout.pipeline > 1:
+        check_cut(spec, layout.stages)
+
+
+def build(job: Job) -> DeepSpeedEngine:
+    """Give the model, or this rank's stage of it, its values and hand it to DeepSpeed."""
+    import deepspeed
+    from deepspeed.utils import groups, logger
+
+    # those of an engine that this process had before; DeepSpeed itself would take them for this one's
+    groups.mpu = groups._TENSOR_MODEL_PARALLEL_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    torch.nn.functional.linear = torch._C._nn.linear  # ZeRO-3 leaves a linear layer of its own there
+    logger.setLevel("WARNING")
+    announce(job.layout, job.machine)
+    deepspeed.init_distributed(dist.get_backend())
+    job.machine.signs.at("building the engine, and the model's values")
+    check_precision(job)
+    recipe = recipe_of(KIND, job)
+    config = runtime_config(job, recipe)
+    runner: StepRunner = pipeline.build(job, config) if job.layout.pipeline > 1 else _whole(job, config)
+    _link_group_by_group(runner.engine.optimizer)
+    if hasattr(runner.engine.optimizer, "check_grad_overflow"):
+        runner.engine.optimizer.check_grad_overflow = True  # in float32 too, a step that is not finite is skipped
+    return DeepSpeedEngine(runner, job, recipe.notes)
+
+
+def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
+    """The model in one, or this rank's shard of each of its matrices."""
+    import deepspeed
+
+    layout, dtype = job.layout, DTYPES[job.layout.precision]
+    mesh, mpu = parallel_mesh_of(layout, job.machine.device), None
+    model, dropout = wrap_blocks(job.spec, job.task, layout)
+
+    def partition(module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        unit = nn.Module()
+        for index, parameter in enumerate(parameters):
+            unit.register_parameter(str(index), parameter)
+        deepspeed.zero.Init(module=unit, config_dict_or_path=config, dtype=dtype)
+
+    # under ZeRO-3 each unit is partitioned as it comes
+    after: dict[str, Any] = {"after_unit": partition} if layout.zero_stage == 3 else {}
+    if layout.tensor > 1:
+        mpu = tensor.groups(layout)
+        config = {**config, "tensor_parallel": tensor.section(job.spec, config["tensor_parallel"])}
+    # the whole need not fit on the accelerator where a shard of it will be
+    on_host = layout.offload_param != "none" or layout.tensor > 1
+    storage = torch.device("cpu") if on_host else job.machine.device
+    with torch.device("cpu"):
+        materialise(model, job.spec, seed=job.seed_of_values, device=storage, dtype=dtype, **after)
+    module = ModelWithLoss(model, job.task)
+    decay = config["optimizer"]["params"]["weight_decay"]
+    learned = groups_of(module.named_parameters(), job.undecayed, decay, job.spec.tuned)
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=learned, config=config, mpu=mpu)
+    if layout.tensor > 1:
+        engine.first_dataloader_check.remove()  # that tensor ranks have the same batch; it can't compare dictionaries
+    split = Split(module, job.spec, mesh) if layout.tensor > 1 else None
+    return AccumulatedStep(engine, job, dropout, mesh, split)
+
+
+def _link_group_by_group(optimizer: Any) -> None:
+    """DeepSpeed links parameters to their optimizer state once, after the first group's step; others have none then."""
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    names = ("bit16_groups", "single_partition_of_fp32_groups"), ("bf16_groups", "fp32_groups_flat_partition")
+    found = [attributes for attributes in names if all(hasattr(optimizer, name) for name in attributes)]
+    linked: set[int] = set()
+
+    def link() -> None:
+        state = optimizer.optimizer.state
+        for index, (group, flat) in enumerate(zip(*(getattr(optimizer, name) for name in found[0]), strict=True)):
+            if index not in linked and state.get(flat):
+                lazy_init_hp_params_optimizer_state(group, flat, state)
+                linked.add(index)
+
+    if found:
+        optimizer._lazy_init_hp_params_optimizer_state = link
+
+
+KIND = EngineKind(refusal, in_deepspeed, build, check)
+
+
+class DeepSpeedEngine:
+    """Runs `deepspeed.DeepSpeedEngine` by contract 1 (`engines/normalise.py`)."""
+
+    def __init__(self, runner: StepRunner, job: Job, notes: tuple[str, ...]) -> None:
+        self.job = job
+        self._runner = runner
+        self._engine = runner.engine
+        self._mesh = runner.mesh
+        self._state = MasterState(runner.engine, runner.module, job.machine.ranks, runner.mesh, runner.split)
+        if self._state.low_precision:
+            self._state.start_masters(*runner.blank, job.seed_of_values)
+        self._statistics = RunningStatistics([runner.module], runner.mesh, job.data_rank)
+        self._own_norm: GradientNorm | None = None
+        """Where DeepSpeed reports none; its own, of a pipeline under ZeRO-0, is that of the first stage alone."""
+        self._norm = torch.zeros(())
+        """What that found in the last step."""
+        if has_plain_optimizer(job.layout):
+            learned = [p for p in runner.module.parameters() if p.requires_grad]
+            counted = [p for p in learned if _counts(p, runner)]
+            self._own_norm = GradientNorm(learned, counted, runner.mesh, job.machine.device)
+            optimizer, update = runner.engine.optimizer, runner.engine.optimizer.step
+            optimizer.step = lambda: step_if_finite(optimizer, self._norm, update)
+        self._clip = float(job.deepspeed.get("gradient_clipping", 0.0))
+        plain = job.layout.zero_stage > 0 or self._own_norm is not None
+        self.notes = (*runner.notes, *notes, *(() if plain else (STAGE_0_NOTE.format(job.layout.precision),)))
+
+    def step(
+        self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
+    ) -> Metrics:
+        job, mesh, engine = self.job, self._mesh, self._engine
+        set_update(engine.optimizer.param_groups, update)
+        targets = counted_here(job.task, micro_batches, mesh)
+        # while the first forward pass runs
+        group = mesh.group("loss")
+        counting = dist.all_reduce(targets, group=group, async_op=True) if group is not None else None
+
+        @cache
+        def scale() -> torch.Tensor:
+            if counting is not None:
+                counting.wait()
+            return gradient_scale(targets, mesh, divided_by=job.layout.accumulation)
+
+        seed = step_seed(job.seed, step, job.data_rank)
+        with self._statistics.of_step(len(micro_batches)):
+            loss_sum = self._runner.train(micro_batches, Step(seed, scale, lambda: self._before_update(observe)))
+        scale()  # the last pipeline stage alone needs it before
+        norm = self._norm if self._own_norm else engine.get_global_grad_norm()
+        return Metrics(
+            loss_sum=loss_sum,
+            targets=targets,
+            gradient_norm=torch.as_tensor(norm),
+            skipped=bool(getattr(engine.optimizer, "overflow", False)),
+            group=group,
+        )
+
+    def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+        return evaluated(self.job.task, self._mesh, self._runner.evaluate, micro_batches)
+
+    def state_tensors(self) -> list[StateTensor]:
+        return self._state.state_tensors()
+
+    def scalars(self) -> dict[str, float]:
+        return self._state.scalars()
+
+    def restore(self, scalars: Mapping[str, float]) -> None:
+        self._state.restore(scalars)
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return [self._runner.module]
+
+    def close(self) -> None:
+        if "comms_logger" in self.job.deepspeed:
+            import deepspeed.comm
+
+            deepspeed.comm.log_summary()
+        self._engine.destroy()
+
+    def _before_update(self, observe: Observer | None) -> None:
+        if observe is not None:
+            self._state.gradients(observe)
+        if self._own_norm:
+            self._norm = self._own_norm.clip(self._clip)
+
+
+def _counts(parameter: nn.Parameter, runner: StepRunner) -> bool:
+    """Whether this rank counts a parameter's gradient in the norm."""
+    if pipeline.is_copy(parameter):
+        return False
+    return bool(runner.split and parameter in runner.split) or runner.mesh.rank("tensor") == 0

@@ -1,0 +1,160 @@
+"""DeepSpeed's PipelineModule over the stages of a cut model, under ZeRO 0 and 1."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from itertools import repeat
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.engines.deepspeed.config import DTYPES
+from trainer.engines.deepspeed.forward_backward import Step
+from trainer.engines.deepspeed.tensor import Split
+from trainer.engines.engine import Job
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
+from trainer.models.materialise import materialise
+from trainer.models.spec import ModelSpec
+from trainer.optim.decay import groups_of
+from trainer.parallel.apply import stages_of_rank
+from trainer.parallel.gradients import ends, on_both
+from trainer.parallel.mesh import ParallelMesh, parallel_mesh_of
+from trainer.parallel.pipeline import PipelineRun, Stage
+from trainer.tasks.task import Batch
+
+
+def refusal(layout: Layout) -> str | None:
+    """Why PipelineModule can't run a layout."""
+    if layout.zero_stage > 1:
+        return "Its PipelineModule asserts under ZeRO-2 and 3; the mesh engine runs the same JSON."
+    if layout.schedule.name != "1F1B":
+        return f"Its PipelineModule has 1F1B alone; the mesh engine has {layout.schedule.name}."
+    return None
+
+
+def is_copy(parameter: nn.Parameter) -> bool:
+    """Whether an earlier stage holds the parameter, too, and counts it in norms: DeepSpeed's own mark."""
+    return bool(getattr(parameter, "ds_pipe_replicated", False))
+
+
+def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
+    """Cut the model, and make of this rank's stage what DeepSpeed takes for one of several layers."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
+    layout, device = job.layout, job.machine.device
+    mesh = parallel_mesh_of(layout, device)
+    rank = mesh.rank("pipeline")
+
+    blank: list[tuple[nn.Module, ModelSpec]] = []
+
+    def finish(stage: Stage, spec: ModelSpec) -> None:
+        blank.append((copy.deepcopy(stage.model), spec))
+        materialise(stage.model, spec, seed=job.seed_of_values, device=device, dtype=DTYPES[layout.precision])
+
+    [stage], note = stages_of_rank(job.spec, job.task, mesh, job.machine.ranks, finish)
+    job.machine.ranks.on_each(lambda: _check_learns(stage, rank, job.spec))
+    layer = _StageLayer(stage, first=rank == 0)
+    layers = [layer if index == rank else nn.Identity() for index in range(layout.stages)]
+    with redirect_stdout(io.StringIO()):  # it prints its topology
+        module = PipelineModule(
+            layers,
+            topology=PipeDataParallelTopology(num_pp=layout.pipeline, num_dp=layout.data_ranks),
+            partition_method="uniform",
+            loss_fn=layer.loss,
+        )
+    tied = {f"model.{name}" for name in job.spec.tied.values()}
+    pair = ends(mesh) if tied else None
+    held = {name: p for name, p in stage.named_parameters() if name in tied and p.requires_grad}
+    copies = [held[name] for name in on_both(pair, held)]
+    for parameter in copies:
+        parameter.ds_pipe_replicated = rank > 0  # type: ignore[attr-defined]
+    without = {key: value for key, value in config.items() if key != "pipeline"}  # the stages are made, and recompute
+    decay = config["optimizer"]["params"]["weight_decay"]
+    learned = groups_of(stage.named_parameters(), job.undecayed, decay, job.spec.tuned)
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=learned, config=without)
+    # in place of its TiedLayerSpec, which is a layer of its own: whose `grad` is to be added up, and over which group
+    kept_apart = getattr(engine.optimizer, "use_grad_accum_attribute", False)  # where DeepSpeed itself would miss them
+    module.get_tied_weights_and_groups = lambda: [
+        (SimpleNamespace(grad=vars(p)["grad_accum"]) if kept_apart else p, pair) for p in copies
+    ]
+    return PipelinedStep(engine, layer, job, mesh, blank[0], note)
+
+
+def _check_learns(stage: Stage, rank: int, spec: ModelSpec) -> None:
+    if not any(parameter.requires_grad for parameter in stage.parameters()):
+        seen = f"pipeline stage {rank} is frozen as a whole"
+        expected = "something to learn in each stage: DeepSpeed makes no optimizer of nothing"
+        raise ConfigError(Problem(f"engine deepspeed: {spec.name}", seen, expected, 'Set trainer.engine to "mesh".'))
+
+
+class _StageLayer(nn.Module):
+    """A stage as DeepSpeed calls it, with one tensor; the micro-batches of the step wait here."""
+
+    def __init__(self, stage: Stage, *, first: bool) -> None:
+        super().__init__()
+        self.stage = stage
+        self._first = first
+
+    def start(self, micro_batches: Sequence[Batch], step: Step) -> None:
+        self._waiting, self._step = enumerate(micro_batches), step
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        index, batch = next(self._waiting)
+        hidden = () if self._first else (inputs,)
+        output: torch.Tensor = self.stage(*hidden, batch=batch, seed=self._step.seed, micro_batch=index)
+        return output.contiguous()
+
+    def loss(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return output.squeeze(0) * self._step.scale()
+
+
+class PipelinedStep:
+    """DeepSpeed's 1F1B schedule."""
+
+    def __init__(
+        self,
+        engine: Any,
+        layer: _StageLayer,
+        job: Job,
+        mesh: ParallelMesh,
+        blank: tuple[nn.Module, ModelSpec],
+        note: str,
+    ) -> None:
+        self.engine = engine
+        self.blank = blank
+        self.module: nn.Module = layer.stage
+        self.mesh = mesh
+        self.split: Split | None = None
+        self.notes: tuple[str, ...] = (note,)
+        self._layer = layer
+        self._task = job.task
+        self._shape: tuple[int, ...] | None = None
+        self._without_gradients = PipelineRun([layer.stage], job.task, mesh, job.machine.device)
+        self._update = engine._take_model_step
+        self._nothing = torch.zeros((), device=job.machine.device)
+
+    def train(self, micro_batches: Sequence[Batch], step: Step) -> torch.Tensor:
+        batches = self._task.padded(micro_batches)
+        if (shape := self._task.shape(batches[0])) != self._shape:
+            self.engine.reset_activation_shape()
+            self._shape = shape
+        self._layer.start(batches, step)
+
+        def update(options: Any) -> None:
+            step.before_update()
+            self._update(options)
+
+        self.engine._take_model_step = update
+        self.engine.train_batch(repeat((self._nothing, self._nothing)))
+        return self.engine.total_loss / step.scale() if self.engine.is_last_stage() else self._nothing.clone()
+
+    def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        return self._without_gradients.evaluate(micro_batches)

@@ -1,0 +1,243 @@
+"""Where DeepSpeed keeps weights, float32 masters and moments under each ZeRO stage, as whole tensors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from torch import nn
+
+from trainer.distributed.ranks import Ranks
+from trainer.engines.deepspeed.tensor import Split
+from trainer.engines.engine import Observer
+from trainer.engines.optimizer_state import OptimizerState, elsewhere, made
+from trainer.engines.owners import Kind, persistent_buffers, report, state_tensors_of
+from trainer.errors import ConfigError, Problem
+from trainer.models.materialise import materialise
+from trainer.models.spec import ModelSpec
+from trainer.parallel.mesh import ParallelMesh
+from trainer.state import MASTER, STEP, WEIGHT, StateTensor
+from trainer.tasks.task import bare_name
+
+
+class MasterState:
+    """Reads and writes the training state of a `deepspeed.DeepSpeedEngine`, of all stages if it is a pipeline's."""
+
+    def __init__(
+        self,
+        engine: Any,
+        module: nn.Module,
+        ranks: Ranks,
+        mesh: ParallelMesh,
+        split: Split | None,
+    ) -> None:
+        self._module = module
+        self._ranks = ranks
+        self._mesh = mesh
+        self._split = split
+        self._partitioned = engine.zero_optimization_stage() == 3
+        self._optimizer = engine.optimizer
+        # without ZeRO in float32 the engine's optimizer is PyTorch's own, over the model's parameters
+        self._inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        self._states = OptimizerState(self._inner)
+        self._scalars: dict[str, float] = {}
+        """What was restored of those that are one for all of a partition."""
+        dtypes = {p.dtype for p in module.parameters()}
+        self.low_precision = dtypes != {torch.float32}
+        self._scaler = getattr(engine.optimizer, "loss_scaler", None) if torch.float16 in dtypes else None
+        self._flat = next((name for name in _FLAT if hasattr(engine.optimizer, name)), None)
+
+    def start_masters(self, blank: nn.Module, spec: ModelSpec, seed: int) -> None:
+        """Give the float32 masters their initial values as they were before low precision rounded them. Collective.
+
+        `blank` is on the meta device, with the names of this rank's parameters. One unit of it is whole at a time.
+        """
+        learned = {bare_name(name): p for name, p in self._module.named_parameters() if p.requires_grad}
+
+        def take(unit: nn.Module, parameters: list[nn.Parameter]) -> None:
+            names = {parameter: name for name, parameter in blank.named_parameters()}
+            for parameter in parameters:
+                if (name := names[parameter]) in learned:
+                    self._write(name, learned[name], MASTER, parameter.detach())
+                parameter.data = torch.empty(0)
+
+        materialise(blank, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32, after_unit=take)
+
+    def state_tensors(self) -> list[StateTensor]:
+        """Every parameter's weight, then its float32 master and optimizer state; then persistent buffers."""
+        held: dict[Kind, torch.Tensor] = {}
+        for name, parameter in self._module.named_parameters():  # a tied one comes once, under its first name
+            name, shape = bare_name(name), self._shape(parameter)
+            held[name, WEIGHT, shape, parameter.dtype] = parameter
+            if parameter.requires_grad:
+                if self.low_precision:
+                    held[name, MASTER, shape, torch.float32] = parameter
+                for key, value in self._states.of(self._updated(parameter)[0]).items():
+                    held[name, key, shape if value.ndim else (), value.dtype] = parameter
+        for name, buffer in persistent_buffers(self._module):
+            held[bare_name(name), WEIGHT, tuple(buffer.shape), buffer.dtype] = buffer
+        return state_tensors_of(held, self._mesh, self._ranks, self._state_tensor)
+
+    def gradients(self, observe: Observer) -> None:
+        """Tell `observe` every gradient, whole, averaged and unscaled. Collective; before `engine.step`."""
+        scale = float(getattr(self._optimizer, "loss_scale", 1.0))
+        found = {
+            bare_name(name): self._whole(parameter, gradient.detach().float()) / scale
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad and (gradient := safe_get_full_grad(parameter)) is not None
+        }
+        report(found, self._mesh, observe)
+
+    def scalars(self) -> dict[str, float]:
+        found = {"optimizer_step": self._states.step()}
+        known = [key for key in _SCALER_KEYS if hasattr(self._scaler, key)]
+        return found | {f"scaler.{key}": float(getattr(self._scaler, key)) for key in known}
+
+    def restore(self, scalars: Mapping[str, float]) -> None:
+        self._states.common_step, self._scalars = scalars["optimizer_step"], {}
+        for key in _SCALER_KEYS:
+            if f"scaler.{key}" in scalars and hasattr(self._scaler, key):
+                kind = type(getattr(self._scaler, key))
+                setattr(self._scaler, key, kind(scalars[f"scaler.{key}"]))
+
+    # Reading and writing one tensor
+
+    def _state_tensor(self, kind: Kind, held: torch.Tensor | None, is_source: bool, owner: int) -> StateTensor:
+        name, key = kind[:2]
+
+        def read() -> torch.Tensor | None:
+            if held is None or not is_source:
+                return None
+            value = self._read(held, key)
+            return value.detach() if owner == self._ranks.rank else None
+
+        def write(value: torch.Tensor) -> None:
+            if isinstance(held, nn.Parameter):
+                self._write(name, held, key, value)
+            elif held is not None:
+                _copy(held, value)
+
+        still = held is not None and not held.requires_grad
+        keep = partial(self._keep, name, held) if key == WEIGHT and not still else None
+        return StateTensor(*kind, owner, read, write, keep=keep)
+
+    def _keep(
+        self, name: str, parameter: torch.Tensor | None, shapes: Mapping[str, tuple[int, ...]]
+    ) -> list[StateTensor]:
+        """As `StateTensor.keep`; where a flat partition has state, that of a parameter without any is zero."""
+        if parameter is None:
+            return elsewhere(name, shapes)
+        tensors, flat = self._updated(parameter), self._flat is not None
+        fresh = not self._states.of(tensors[0])
+        self._states.keep(tensors, bool(shapes) or (flat and not fresh))
+        if flat and shapes and fresh and not self._partitioned:
+            self._optimizer._lazy_init_hp_params_optimizer_state()
+        entries = []
+        for key, value in self._states.of(tensors[0]).items():
+            write, shape = partial(self._write, name, parameter, key), self._shape(parameter) if value.ndim else ()
+            if shapes and key == STEP and key not in shapes:
+                write(torch.tensor(self._states.common_step))
+            elif shapes or self._states.from_start:
+                entries.append(StateTensor(name, key, shape, value.dtype, 0, lambda: None, write))
+            elif value.ndim:
+                write(torch.zeros(shape))
+        return entries
+
+    def _shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        own = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        return self._split.shape(parameter, own) if self._split else own
+
+    def _whole(self, held: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        return self._split.whole(held, own) if self._split else own
+
+    def _read(self, held: torch.Tensor, key: str) -> torch.Tensor:
+        if key == WEIGHT:
+            if not (self._partitioned and isinstance(held, nn.Parameter)):
+                return self._whole(held, held)
+            with GatheredParameters([held]):
+                return held.detach().clone()
+        if key == MASTER:
+            return self._whole(held, safe_get_full_fp32_param(held))
+        state = self._states.of(self._updated(held)[0])[key]
+        if self._flat is None:
+            return self._whole(held, state) if state.ndim else state
+        return self._whole(held, safe_get_full_optimizer_state(held, key)) if state.ndim else state
+
+    def _write(self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
+        if key not in (WEIGHT, MASTER) and not self._states.of(self._updated(parameter)[0])[key].ndim:
+            return self._put(name, parameter, key, value)
+        value = self._split.own(parameter, value) if self._split else value
+        if key == WEIGHT:
+            self._write_weight(parameter, value)
+        elif key == MASTER:
+            self._write_flat(parameter, value, None)
+        elif self._flat is None:
+            _copy(self._inner.state[parameter][key], value)
+        else:
+            self._write_flat(parameter, value, key)
+
+    def _write_weight(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        if self._partitioned:
+            with GatheredParameters([parameter], modifier_rank=0):
+                if self._ranks.first:
+                    _copy(parameter, value)
+        else:
+            _copy(parameter, value)
+        if not self.low_precision and self._flat is not None and parameter.requires_grad:
+            self._write_flat(parameter, value, None)
+
+    def _write_flat(self, parameter: torch.Tensor, value: torch.Tensor, key: str | None) -> None:
+        """Into the partitions: the float32 weight, or a part of the state."""
+        value = value.to(parameter.device, torch.float32).flatten()
+        if self._partitioned:  # DeepSpeed's own setter wants what the ranks divide without a rest
+            own: int = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
+            optimizer = self._optimizer
+            start = own * optimizer._get_param_partition_rank(parameter)
+            padded = functional.pad(value, (0, max(0, start + own - len(value))))
+            optimizer.set_local_hp_param(padded.narrow(0, start, own), parameter, key)
+        elif key is None:
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, key)
+
+    def _put(self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
+        """Set a scalar: the parameter's own or, of flat partitions, that of all."""
+        tensors = self._updated(parameter)
+        if self._flat is not None:
+            known = self._scalars.get(key)
+            if known is not None and known != float(value):
+                seen = f"{key} {float(value):g} of {name}, {known:g} of others: it had no gradient in some steps"
+                expected = "one for all of a ZeRO partition, which is what DeepSpeed has"
+                raise ConfigError(Problem("optimizer state", seen, expected, 'Set trainer.engine to "mesh"'))
+            if known is None and key == STEP and hasattr(self._inner, "ds_opt_adam"):
+                # it multiplies its bias correction up from step to step, where a power would round otherwise
+                made(self._inner, tensors[0], steps=int(value))
+            self._scalars[key] = float(value)
+            if known is not None:
+                return
+        self._states.put(tensors, key, value)
+
+    def _updated(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        """What the inner optimizer really updates: all flat partitions, or the parameter itself."""
+        return [parameter] if self._flat is None else list(getattr(self._optimizer, self._flat))
+
+
+# where ZeRO-3, ZeRO-1/2 and the bfloat16 optimizer of ZeRO-1 keep their float32 partitions
+_FLAT = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(value)

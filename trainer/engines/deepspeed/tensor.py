@@ -1,0 +1,109 @@
+"""DeepSpeed's AutoTP, told the model's own plan instead of guessing from names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
+from trainer.models.spec import WHOLE, ModelSpec
+from trainer.parallel import tensor
+from trainer.parallel.mesh import ParallelMesh
+
+NOTE = "AutoTP divides a model that is there: each rank holds all of it in host memory at the start"
+_KINDS: dict[str, dict[str, Any]] = {
+    "colwise": {"partition_type": "column"},
+    "colwise_gather_output": {"partition_type": "column", "gather_output": True},
+    "rowwise": {"partition_type": "row"},
+    tensor.SUMMED: {"partition_type": "skip", "grad_allreduce": True},
+}
+"""By transformers' names for the styles."""
+
+
+def refusal(layout: Layout) -> str | None:
+    """Why AutoTP can't run a layout."""
+    if layout.pipeline > 1:
+        return "Its AutoTP is not used with its PipelineModule; the mesh engine runs the product."
+    if layout.zero_stage == 3:
+        return "Its AutoTP is used with ZeRO 0 to 2; the mesh engine runs the product with ZeRO-3."
+    if layout.recompute.mode == "selective":
+        return (
+            "Its AutoTP adds a row-split product up in place, where selective recomputation has kept it: computed "
+            'again, it is added up twice. Set activation_checkpointing to "full", or use the mesh engine.'
+        )
+    return None
+
+
+def check(spec: ModelSpec, layout: Layout) -> None:
+    """Raises ConfigError for a model that AutoTP would not split exactly."""
+    tensor.check(spec, layout)
+    if WHOLE in spec.language.tensor_plan.values():
+        place, mend = f"engine deepspeed: {spec.name}", 'Set trainer.engine to "mesh".'
+        seen = "an adapter, of which AutoTP would take each matrix for a layer of its own"
+        raise ConfigError(Problem(place, seen, "no adapter in what it splits", mend))
+    if strange := sorted(set(spec.language.tensor_plan.values()) - _KINDS.keys()):
+        place, mend = f"tensor_parallel.autotp_size: {spec.name}", 'Set trainer.engine to "mesh".'
+        raise ConfigError(Problem(place, f"split as {', '.join(strange)}", f"one of {', '.join(_KINDS)}", mend))
+
+
+def groups(layout: Layout) -> Any:
+    """DeepSpeed's groups of data and of tensor ranks, which stand as the layout's. Collective."""
+    from deepspeed.utils import groups
+
+    groups._init_tp_mesh_device(tensor_model_parallel_size=layout.tensor)
+    return groups
+
+
+def section(spec: ModelSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON's section `tensor_parallel`, with the model's plan as rules."""
+    rules = [
+        {"patterns": [rf".*\b{re.escape(name)}\.weight$"], **_KINDS[style]}
+        for name, style in spec.language.tensor_plan.items()
+    ]
+    plan = {"use_default_specs": False, "layer_specs": rules}
+    kept = {key: value for key, value in given.items() if key in ("autotp_size", "tp_overlap_comm")}
+    return {**kept, "vocab_parallel_lm_head": False, "partition_config": plan}
+
+
+class Split:
+    """Which parameters are divided over the tensor ranks, and along which dimension."""
+
+    def __init__(self, module: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
+        self._group = mesh.axis("tensor")
+        self._ranks = mesh.layout.tensor
+        self._rank = mesh.rank("tensor")
+        self._dims: dict[torch.Tensor, int] = {}
+        for name, style in spec.language.tensor_plan.items():
+            kind = _KINDS[style]["partition_type"]
+            if kind != "skip":
+                for key, parameter in module.get_submodule(f"model.{name}").named_parameters():
+                    if kind == "column" or key == "weight":
+                        self._dims[parameter] = 0 if kind == "column" else 1
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._dims
+
+    def shape(self, parameter: torch.Tensor, own: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the whole parameter, whose part here has shape `own`."""
+        dim = self._dims.get(parameter)
+        return tuple(size * self._ranks if index == dim else size for index, size in enumerate(own))
+
+    def whole(self, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """What the tensor ranks have of a parameter, its gradient or its state, put together. Collective."""
+        if parameter not in self._dims:
+            return own
+        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self._ranks)]
+        dist.all_gather(parts, own.detach().contiguous(), group=self._group)
+        return torch.cat(parts, self._dims[parameter])
+
+    def own(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole."""
+        if parameter not in self._dims:
+            return whole
+        return whole.chunk(self._ranks, self._dims[parameter])[self._rank]

@@ -1,0 +1,46 @@
+"""Contract 1, once: the loss of a step is the sum of its token losses / the number of its targets.
+
+Engines average gradients over the `batch` reduction; so that the gradient is that of this loss, the summed loss of each
+micro-batch is multiplied by `gradient_scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+import torch
+
+from trainer.parallel.mesh import ParallelMesh
+from trainer.tasks.task import Batch, Task
+
+AT_ONCE = 16
+"""Micro-batches of an evaluation that are on the device together."""
+
+
+def counted_here(task: Task, micro_batches: Sequence[Batch], mesh: ParallelMesh) -> torch.Tensor:
+    """Targets whose loss is on this rank, an int64 scalar: summed over `loss`, those of the global batch."""
+    targets = torch.stack([task.targets(batch) for batch in micro_batches]).sum()
+    return targets if mesh.has_loss else torch.zeros_like(targets)
+
+
+def gradient_scale(targets: torch.Tensor, mesh: ParallelMesh, divided_by: int = 1) -> torch.Tensor:
+    """What a summed loss is multiplied by, of a global batch with so many targets.
+
+    `divided_by`: what the engine itself divides each micro-batch's loss by.
+    """
+    return mesh.size("batch") * divided_by / targets
+
+
+def evaluated(
+    task: Task,
+    mesh: ParallelMesh,
+    measured: Callable[[Sequence[Batch]], torch.Tensor],
+    micro_batches: Iterable[Batch],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `measured` finds on each rank, summed over the global batch, and its number of targets. Collective."""
+    batches, found = iter(micro_batches), []
+    while some := list(islice(batches, AT_ONCE)):
+        found.append(torch.cat([measured(some).double(), counted_here(task, some, mesh).double()[None]]))
+    totals = mesh.sum(torch.stack(found).sum(0), "loss")
+    return totals[:-1], totals[-1]

@@ -1,0 +1,94 @@
+"""Which rank writes each tensor of the training state when a checkpoint is written; the same list on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.distributed.ranks import Ranks
+from trainer.engines.engine import Observer
+from trainer.parallel.mesh import ParallelMesh
+from trainer.state import WEIGHT, StateTensor
+
+T = TypeVar("T")
+Kind = tuple[str, str, tuple[int, ...], torch.dtype]
+"""Name, key, shape and dtype of a state tensor."""
+
+
+def state_tensors_of(
+    held: Mapping[Kind, T],
+    mesh: ParallelMesh,
+    ranks: Ranks,
+    make: Callable[[Kind, T | None, bool, int], StateTensor],
+) -> list[StateTensor]:
+    """The state tensors of all pipeline stages, of which this rank has those `held`. Collective.
+
+    `make(kind, held or None, whether this rank's stage is the one that it is read from, the rank that writes it)`.
+    """
+    stages = owning_stages(held, mesh)
+    owner = owners(stages, ranks, mesh)
+    mine = mesh.rank("pipeline")
+    return [make(kind, held.get(kind), stage == mine, owner[kind[0]]) for kind, stage in stages.items()]
+
+
+def owning_stages(held: Iterable[Kind], mesh: ParallelMesh) -> dict[Kind, int]:
+    """What all ranks hold, and the pipeline rank that it is read from: the first that has it. Collective."""
+    mine: list[list[Kind]] = [list(held)]
+    if mesh.layout.pipeline > 1:
+        mine = [[] for _ in range(mesh.layout.pipeline)]
+        dist.all_gather_object(mine, list(held), group=mesh.axis("pipeline"))
+    found: dict[Kind, int] = {}
+    for pipeline_rank, kinds in enumerate(mine):
+        for kind in kinds:
+            found.setdefault(kind, pipeline_rank)
+    return found
+
+
+def owners(stages: Mapping[Kind, int], ranks: Ranks, mesh: ParallelMesh) -> dict[str, int]:
+    """The rank that writes each name's state tensors: all of a parameter's go to one rank of the stage that has it."""
+    per_stage = ranks.world_size // mesh.layout.pipeline
+    sizes: dict[str, int] = {}
+    for name, _, shape, _ in stages:
+        sizes[name] = sizes.get(name, 0) + math.prod(shape)
+    stage_of = {kind[0]: stage for kind, stage in stages.items()}
+    candidates = [range(stage * per_stage, (stage + 1) * per_stage) for stage in stage_of.values()]
+    return dict(zip(sizes, least_loaded(list(sizes.values()), candidates), strict=True))
+
+
+def least_loaded(sizes: Sequence[int], candidates: Sequence[Sequence[int]]) -> list[int]:
+    """For each size, in order, the one of its candidates that has the least so far."""
+    loads: dict[int, int] = {}
+    chosen = []
+    for size, ranks in zip(sizes, candidates, strict=True):
+        rank = min(ranks, key=lambda rank: loads.get(rank, 0))
+        loads[rank] = loads.get(rank, 0) + size
+        chosen.append(rank)
+    return chosen
+
+
+def report(gradients: Mapping[str, torch.Tensor], mesh: ParallelMesh, observe: Observer) -> None:
+    """Tell `observe`, on every rank, the whole gradients of all stages; this rank has those given. Collective."""
+    found = owning_stages([(name, WEIGHT, tuple(g.shape), g.dtype) for name, g in gradients.items()], mesh)
+    for (name, _, shape, dtype), stage in found.items():
+        if stage == mesh.rank("pipeline"):
+            value = gradients[name]
+        else:
+            value = torch.empty(shape, dtype=dtype, device=mesh.device_mesh.device_type)
+        if mesh.layout.pipeline > 1:
+            dist.broadcast(value.contiguous(), group=mesh.axis("pipeline"), group_src=stage)
+        observe(name, value)
+
+
+def persistent_buffers(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The buffers that are stored with the weights, by name."""
+    transient = {
+        f"{name}.{key}".lstrip(".")
+        for name, module in root.named_modules()
+        for key in module._non_persistent_buffers_set
+    }
+    return [(name, buffer) for name, buffer in root.named_buffers() if name not in transient]

@@ -1,0 +1,119 @@
+"""The accelerate engine: DDP, FSDP2 and HSDP through Accelerate, over the DeviceMesh of its ParallelismConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from trainer.engines.engine import EngineKind, Job, recipe_of
+from trainer.engines.torch.engine import TorchEngine
+from trainer.engines.torch.mesh import notes_of
+from trainer.engines.torch.mesh import refusal as mesh_refusal
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
+from trainer.models.spec import ModelSpec
+from trainer.optim.optimizer import optimizer_of
+from trainer.optim.support import in_torch
+from trainer.parallel import shard
+from trainer.parallel.apply import give_values, wrap_blocks
+from trainer.parallel.forward_backward import GradientAccumulation
+from trainer.parallel.mesh import parallel_mesh_of
+from trainer.parallel.replicas import check_replicas
+from trainer.parallel.sparse import Used
+from trainer.tasks.task import ModelWithLoss
+
+
+def refusal(layout: Layout) -> str | None:
+    """Why Accelerate can't run a layout."""
+    if layout.pipeline > 1:
+        return "Accelerate has no pipeline for training."
+    if layout.tensor > 1:
+        return (
+            "Accelerate leaves tensor parallelism to how transformers loads a model, and for its product with FSDP2 "
+            "imports a class that transformers 5 has dropped; the mesh engine has both."
+        )
+    if layout.zero_stage > 0 and layout.shard == 1 < layout.replicate:
+        return "Accelerate has no replicas of a single rank each under ZeRO; the mesh engine has."
+    return mesh_refusal(layout)
+
+
+def build(job: Job) -> TorchEngine:
+    """Have Accelerate wrap the model: replicated with its values, sharded while it is on the meta device."""
+    from accelerate.utils import fsdp2_prepare_model
+
+    layout, device = job.layout, job.machine.device
+    model, dropout = wrap_blocks(job.spec, job.task, layout)
+    recipe = recipe_of(KIND, job)
+    module: nn.Module = ModelWithLoss(model, job.task)
+    accelerator = _accelerator(job)
+    if layout.zero_stage > 0:
+        # what `prepare` calls; with an optimizer beside it, it tells parameters apart by an address, which none has yet
+        module = fsdp2_prepare_model(accelerator, module)
+        shard.check_units(module, job.spec)
+    give_values(model, job.spec, layout, job.seed_of_values, device)
+    optimizer = optimizer_of(recipe, module.named_parameters(), job.undecayed, job.spec.tuned)
+    if layout.zero_stage == 0:
+        module = accelerator.prepare(module)
+    mesh, notes = parallel_mesh_of(layout, device), (*notes_of(layout), *recipe.notes)
+    check_replicas([module], mesh, job.machine.ranks)
+    used = Used([module], mesh) if job.sparse and layout.zero_stage > 0 else None
+    return TorchEngine(GradientAccumulation(module, dropout), optimizer, job, mesh, notes, used)
+
+
+def check(spec: ModelSpec, layout: Layout) -> None:
+    """Raises ConfigError for a model whose blocks can't be told apart from other modules: Accelerate goes by class."""
+    shard.check_shardable(spec, layout)
+    if layout.zero_stage == 0:
+        return
+    model = spec.build()
+    classes = _classes_of_blocks(model, spec)
+    named = ((name, type(module).__name__) for name, module in model.named_modules())
+    if other := [f"{name} ({kind})" for name, kind in named if kind in classes and name not in spec.blocks]:
+        seen = f"{other[0]} is of a block's class, and no block: it would be a unit of its own"
+        expected = "a class for blocks alone, by which Accelerate shards"
+        raise ConfigError(Problem(f"engine accelerate: {spec.name}", seen, expected, 'Set trainer.engine to "mesh".'))
+
+
+KIND = EngineKind(refusal, in_torch, build, check)
+
+
+def _accelerator(job: Job) -> Any:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    layout, cpu = job.layout, job.machine.device.type == "cpu"
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    _let_shard(layout, cpu)
+    if layout.zero_stage == 0:
+        # DDP itself then agrees on which parameters have a gradient anywhere
+        kwargs = DistributedDataParallelKwargs(find_unused_parameters=job.sparse, broadcast_buffers=False)
+        return Accelerator(cpu=cpu, kwargs_handlers=[kwargs])
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=layout.zero_stage == 3,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=sorted(_classes_of_blocks(job.spec.build(), job.spec)),
+        mixed_precision_policy=shard.policy_of(layout),
+        cpu_offload=shard.offload_of(layout, job.machine.device.type) if layout.offloads else None,
+        cpu_ram_efficient_loading=False,
+    )
+    # without replicas FSDP2's own default, all processes: Accelerate makes no mesh of a single one
+    axes = ParallelismConfig(layout.replicate, layout.shard) if layout.replicate > 1 else None
+    return Accelerator(cpu=cpu, fsdp_plugin=plugin, parallelism_config=axes)
+
+
+def _classes_of_blocks(model: nn.Module, spec: ModelSpec) -> set[str]:
+    return {type(model.get_submodule(name)).__name__ for name in spec.blocks}
+
+
+def _let_shard(layout: Layout, cpu: bool) -> None:
+    """Accelerate takes an FSDP plugin only where it sees several GPUs; else it ignores it without a word."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=cpu)
+    if layout.zero_stage > 0:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

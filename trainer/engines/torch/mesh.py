@@ -1,0 +1,102 @@
+"""The mesh engine: PyTorch's own DDP, FSDP2, pipelines and DTensor over a DeviceMesh."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.engines.engine import EngineKind, Job, recipe_of
+from trainer.engines.torch.engine import TorchEngine
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
+from trainer.models.cut import check_cut
+from trainer.models.spec import ModelSpec
+from trainer.optim.optimizer import optimizer_of
+from trainer.optim.support import in_torch
+from trainer.parallel import shard, tensor
+from trainer.parallel.apply import shard_and_materialise, stages_of_rank, wrap_blocks
+from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulation
+from trainer.parallel.mesh import parallel_mesh_of
+from trainer.parallel.pipeline import PipelineRun
+from trainer.parallel.replicas import check_replicas
+from trainer.parallel.sparse import Used
+from trainer.tasks.task import ModelWithLoss
+
+OFFLOAD_NOTE = "FSDP2 offloads a rank's share of weights, gradients and optimizer state together"
+ZERO_1_NOTE = "ZeRO-1 runs as ZeRO-2: FSDP2 shards the gradients with the optimizer, for less memory"
+
+
+def refusal(layout: Layout) -> str | None:
+    """Why this engine can't run a layout."""
+    if layout.pipeline > 1 and layout.schedule.splits_backward and layout.zero_stage == 3:
+        return (
+            f"{layout.schedule.name} with ZeRO-3 gives wrong gradients without a word: FSDP2 frees parameters between "
+            "the two halves of the backward pass. Use ZeRO-2, or the schedule 1F1B."
+        )
+    if layout.precision == "float16":
+        return "float16 needs a loss scale, which FSDP2 does not bring; the deepspeed engine has one."
+    if layout.precision != "float32" and layout.zero_stage == 0:
+        return "DDP in bfloat16 would keep no float32 weights; set a ZeRO stage, or use the deepspeed engine."
+    if "nvme" in (layout.offload_optimizer, layout.offload_param):
+        return "FSDP2 offloads to the CPU only."
+    if layout.offloads and layout.pipeline * layout.tensor > 1:
+        return "Pipelines and tensor parallelism add gradients up on the device, where offload does not keep them."
+    return None
+
+
+def notes_of(layout: Layout) -> tuple[str, ...]:
+    """What FSDP2 does otherwise than the config's words say."""
+    one = layout.offloads and "none" in (layout.offload_optimizer, layout.offload_param)
+    return ((ZERO_1_NOTE,) if layout.zero_stage == 1 else ()) + ((OFFLOAD_NOTE,) if one else ())
+
+
+def check(spec: ModelSpec, layout: Layout) -> None:
+    """Raises ConfigError for a model that can't be cut or split so."""
+    shard.check_shardable(spec, layout)
+    if layout.tensor > 1:
+        tensor.check(spec, layout)
+    if layout.pipeline > 1:
+        check_cut(spec, layout.stages)
+
+
+def build(job: Job) -> TorchEngine:
+    """Build and wrap what this rank holds: the whole model, or its pipeline stages."""
+    layout, device = job.layout, job.machine.device
+    mesh, notes = parallel_mesh_of(layout, device), notes_of(layout)
+    if job.sparse and layout.pipeline > 1 and layout.schedule.splits_backward and layout.zero_stage > 0:
+        # such a schedule adds to gradients itself, and `Used` would not see them
+        seen = f"{layout.schedule.name} with ZeRO, and tokens that leave parameters without a gradient"
+        raise ConfigError(Problem("trainer.pipeline_schedule", seen, "a gradient of each", "Use the schedule 1F1B."))
+
+    def finish(module: ModelWithLoss, spec: ModelSpec) -> None:
+        shard_and_materialise(module, spec, mesh, job.seed_of_values, device)
+
+    forward_backward: ForwardBackward
+    if layout.pipeline > 1:
+        stages, cut_note = stages_of_rank(job.spec, job.task, mesh, job.machine.ranks, finish)
+        check_replicas(stages, mesh, job.machine.ranks)
+        forward_backward = PipelineRun(stages, job.task, mesh, device)
+        notes = (cut_note, *notes)
+    else:
+        model, dropout = wrap_blocks(job.spec, job.task, layout, mesh)
+        module = ModelWithLoss(model, job.task)
+        finish(module, job.spec)
+        check_replicas([module], mesh, job.machine.ranks)
+        # where nothing else averages gradients, as FSDP does, and `GradientSync` for tensor ranks and sparse models
+        by_ddp = layout.zero_stage == 0 and layout.replicate > 1 and layout.tensor == 1 and not job.sparse
+        forward_backward = GradientAccumulation(_replicated(module, device) if by_ddp else module, dropout)
+    recipe = recipe_of(KIND, job)
+    named = [found for module in forward_backward.modules for found in module.named_parameters()]
+    optimizer = optimizer_of(recipe, named, job.undecayed, job.spec.tuned)
+    used = Used(forward_backward.modules, mesh) if job.sparse else None
+    return TorchEngine(forward_backward, optimizer, job, mesh, (*notes, *recipe.notes), used)
+
+
+def _replicated(module: ModelWithLoss, device: torch.device) -> nn.Module:
+    devices = [device.index] if device.index is not None else None
+    # the buffers of all ranks are the same: `RunningStatistics` sees to it
+    return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+KIND = EngineKind(refusal, in_torch, build, check)

@@ -1,0 +1,134 @@
+"""The state of PyTorch's optimizers over whole or sharded (DTensor) parameters, as whole tensors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer.distributed.dtensor import gather, gather_by_device, local, own_shard
+from trainer.distributed.ranks import Ranks
+from trainer.engines.engine import Observer
+from trainer.engines.optimizer_state import OptimizerState, elsewhere
+from trainer.engines.owners import Kind, persistent_buffers, report, state_tensors_of
+from trainer.parallel.mesh import ParallelMesh
+from trainer.state import STEP, WEIGHT, LocalRead, StateTensor
+from trainer.tasks.task import bare_name
+
+
+class TorchState:
+    """Reads and writes parameters, buffers and optimizer state of the stages that this rank holds."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ranks: Ranks, mesh: ParallelMesh
+    ) -> None:
+        self._named: dict[str, list[nn.Parameter]] = {}
+        """By Hugging Face name; twice where the first and the last pipeline stage, on this rank, share a table."""
+        self._buffers: dict[str, list[torch.Tensor]] = {}
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                self._named.setdefault(bare_name(name), []).append(parameter)
+            for name, buffer in persistent_buffers(module):
+                self._buffers.setdefault(bare_name(name), []).append(buffer)
+        self._optimizer = OptimizerState(optimizer)
+        self._ranks = ranks
+        self._mesh = mesh
+
+    def state_tensors(self) -> list[StateTensor]:
+        """Every parameter's weight, then what the optimizer has of it; then persistent buffers. Collective."""
+        held: dict[Kind, list[torch.Tensor]] = {}
+        for name, parameters in self._named.items():
+            held[_kind(name, WEIGHT, parameters[0])] = list(parameters)
+            states = [self._optimizer.of(parameter) for parameter in parameters]
+            for key, value in states[0].items():
+                held[_kind(name, key, value)] = [state[key] for state in states if key in state]
+        held |= {_kind(name, WEIGHT, buffers[0]): list(buffers) for name, buffers in self._buffers.items()}
+        return state_tensors_of(held, self._mesh, self._ranks, self._state_tensor)
+
+    def gradients(self, observe: Observer) -> None:
+        """Tell `observe` every gradient, whole, on every rank. Collective."""
+        found = {name: whole(p[0].grad).float() for name, p in self._named.items() if p[0].grad is not None}
+        report(found, self._mesh, observe)
+
+    def scalars(self) -> dict[str, float]:
+        return {"optimizer_step": self._optimizer.step()}
+
+    def restore(self, scalars: Mapping[str, float]) -> None:
+        self._optimizer.common_step = scalars["optimizer_step"]
+
+    def _state_tensor(self, kind: Kind, tensors: list[torch.Tensor] | None, is_source: bool, owner: int) -> StateTensor:
+        held = tensors or []
+
+        def read() -> torch.Tensor | None:
+            if self._mesh.device_mesh.device_type == "cpu":
+                return assemble(shard(), self._ranks)
+            if not is_source:
+                return None
+            if isinstance(held[0], DTensor):
+                # by all: NCCL has a communicator for them, and would make one for each pair that sends
+                return gather_by_device(held[0], owner, self._ranks.rank)
+            return held[0].detach() if owner == self._ranks.rank else None
+
+        def write(value: torch.Tensor) -> None:
+            for tensor in held:
+                _copy_shard(tensor, value)
+
+        def shard() -> torch.Tensor | None:
+            sends = is_source and (isinstance(held[0], DTensor) or owner == self._ranks.rank)
+            return local(held[0]).detach() if sends else None
+
+        def assemble(shard: torch.Tensor | None, ranks: Ranks) -> torch.Tensor | None:
+            like = held[0] if held else None
+            return gather(shard, like, owner, ranks) if shard is not None and isinstance(like, DTensor) else shard
+
+        still = bool(held) and not held[0].requires_grad
+        keep = partial(self._keep, kind[0]) if kind[1] == WEIGHT and not still else None
+        return StateTensor(*kind, owner, read, write, LocalRead(shard, assemble), keep)
+
+    def _keep(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[StateTensor]:
+        """As `StateTensor.keep`."""
+        parameters = self._named.get(name, [])
+        if not parameters:
+            return elsewhere(name, shapes)
+        self._optimizer.keep(parameters, bool(shapes))
+        states = [self._optimizer.of(parameter) for parameter in parameters]
+        entries = []
+        for key, first in states[0].items():
+
+            def write(value: torch.Tensor, key: str = key) -> None:
+                if value.ndim == 0:
+                    self._optimizer.put(parameters, key, value)
+                else:
+                    for state in states:
+                        _copy_shard(state[key], value)
+
+            if key == STEP and key not in shapes:
+                self._optimizer.put(parameters, key, self._optimizer.common_step)
+            else:
+                entries.append(StateTensor(name, key, tuple(first.shape), first.dtype, 0, lambda: None, write))
+        return entries
+
+
+def _kind(name: str, key: str, tensor: torch.Tensor) -> Kind:
+    return name, key, tuple(tensor.shape), tensor.dtype
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, on every rank that holds a shard. Collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # what is offloaded is gathered on the device, where the group can send
+    on_device = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
+    return on_device.full_tensor()
+
+
+def _copy_shard(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy this rank's shard of `value`, which every rank has, into `tensor`."""
+    with torch.no_grad():
+        if isinstance(tensor, DTensor):
+            value = own_shard(value, tensor)
+        local(tensor).copy_(value)

@@ -1,0 +1,245 @@
+"""Image classifiers: torchvision's by name, as a chain of segments; or a callable of the user's own.
+
+A chain has a classifier's very modules in an `nn.Sequential`, so that any run of segments is a pipeline stage, and any
+segment a unit of FSDP. Its files have torchvision's own names (`ModelSpec.published`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.errors import ConfigError, Problem, named_line
+from trainer.models import module
+from trainer.models.spec import ModelSpec
+from trainer.models.weights import SafetensorsFolder
+
+DESCRIPTION = "module.json"
+"""In a checkpoint's `model/` and in `final/`: what builds the classifier, its classes, how images are given to it."""
+SIZED = {"vit_": "image_size", "VisionTransformer": "image_size", "maxvit": "input_size"}
+"""The builders, by the beginning of their names, that are told the size of the images, and by which argument."""
+CLASSES = ("ResNet", "VisionTransformer")
+"""Those of torchvision's classes that may be named beside its functions, for sizes that no function has."""
+
+
+NAMES = "a name of torchvision.models (resnet50, vit_b_16, ...), package.module:callable, or a folder"
+"""What `trainer.model.name_or_path` may be, for a person."""
+
+
+class Segment(nn.Sequential):
+    """Modules that run one after the other."""
+
+
+class Tokens(nn.Module):
+    """What a vision transformer does before its blocks: patches, the class token, positions. [batch, tokens, width]"""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.conv_proj, self.class_token = model.conv_proj, model.class_token
+        self.pos_embedding, self.dropout = model.encoder.pos_embedding, model.encoder.dropout
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        patches = self.conv_proj(images).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.class_token.expand(len(patches), -1, -1), patches], 1)
+        return self.dropout(tokens + self.pos_embedding)  # type: ignore[no-any-return]
+
+
+class FirstToken(nn.Module):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens[:, 0]
+
+
+def chain_of(model: nn.Module) -> nn.Sequential | None:
+    """The same modules as segments that run one after the other; None for a kind of which no split is known."""
+    from torchvision.models import ResNet, VisionTransformer
+
+    if isinstance(model, ResNet):
+        segments = {"stem": _segment(model, "conv1", "bn1", "relu", "maxpool")}
+        for name in ("layer1", "layer2", "layer3", "layer4"):
+            segments |= {f"{name}_{index}": block for index, block in enumerate(getattr(model, name))}
+        segments["head"] = Segment(OrderedDict(avgpool=model.avgpool, flatten=nn.Flatten(), fc=model.fc))
+        return nn.Sequential(OrderedDict(segments))
+    if isinstance(model, VisionTransformer):
+        head = Segment(OrderedDict(ln=model.encoder.ln, first=FirstToken(), heads=model.heads))
+        blocks = model.encoder.layers.named_children()
+        return nn.Sequential(OrderedDict([("tokens", Tokens(model)), *blocks, ("head", head)]))
+    parts = dict(model.named_children())
+    if list(parts) == ["features", "avgpool", "classifier"]:
+        # ConvNeXt's classifier flattens after its norm
+        flattens = any(isinstance(inner, nn.Flatten) for inner in parts["classifier"].children())
+        between = {} if flattens else {"flatten": nn.Flatten()}
+        head = Segment(OrderedDict(avgpool=parts["avgpool"], **between, classifier=parts["classifier"]))
+        blocks = ((f"features_{name}", block) for name, block in parts["features"].named_children())
+        return nn.Sequential(OrderedDict([*blocks, ("head", head)]))
+    return None
+
+
+def _segment(model: nn.Module, *names: str) -> Segment:
+    return Segment(OrderedDict((name, getattr(model, name)) for name in names))
+
+
+@dataclass(frozen=True)
+class Images:
+    """What a classifier is given, and what it tells apart."""
+
+    classes: tuple[str, ...]
+    mode: str
+    """RGB or L, by Pillow's names."""
+    size: tuple[int, int]
+    """Height and width."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    """Of each channel, of values from 0 to 1: what images are normalised by."""
+
+    @property
+    def channels(self) -> int:
+        return 3 if self.mode == "RGB" else 1
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """What builds a model, without its weights: a name, and keyword arguments."""
+
+    name: str
+    """Of a function or class of torchvision.models, or "package.module:callable"."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+    """Where its weights are; None: from scratch."""
+
+    def completed(self, images: Images) -> Classifier:
+        """With the number of classes and the size of the images, where the config says neither."""
+        arguments = dict(self.arguments)
+        if takes(self.callable, "num_classes"):
+            arguments.setdefault("num_classes", len(images.classes))
+        sized = next((key for start, key in SIZED.items() if self.name.startswith(start)), None)
+        if sized is not None:
+            arguments.setdefault(sized, images.size[0] if sized == "image_size" else list(images.size))
+        return replace(self, arguments=arguments)
+
+    @property
+    def callable(self) -> Callable[..., nn.Module]:
+        return _imported(self.name) if ":" in self.name else _of_torchvision(self.name)
+
+    def build(self) -> nn.Module:
+        arguments = dict(self.arguments)
+        if self.name == "ResNet" and isinstance(arguments.get("block"), str):
+            from torchvision.models import resnet
+
+            arguments["block"] = getattr(resnet, arguments["block"])
+        return self.callable(**arguments)
+
+
+def named(name: str, arguments: Mapping[str, Any]) -> Classifier:
+    """The classifier that `trainer.model` names. Raises ConfigError for a name that nothing has."""
+    if not (folder := Path(name)).is_dir():
+        found = Classifier(name, arguments)
+        _ = found.callable
+        return found
+    try:
+        model = json.loads((folder / DESCRIPTION).read_bytes())["model"]
+        return Classifier(model["name"], {**model["arguments"], **arguments}, folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        seen = f"a folder without a {DESCRIPTION} that says how it is built: {named_line(error)}"
+        raise ConfigError(Problem("trainer.model.name_or_path", seen, "a folder such as runs/NAME/final")) from error
+
+
+def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
+    """As a chain of segments where the split is known; else as it is, with `blocks` as of any own module."""
+
+    def build() -> nn.Module:
+        model = classifier.build()
+        chain = None if ":" in classifier.name or blocks else chain_of(model)
+        return model if chain is None else chain
+
+    spec = module.spec_of(build, blocks, seed)
+    with torch.device("meta"):
+        whole = classifier.build()
+    names = published_names(whole, chain_of(whole)) if spec.name == "Sequential" and ":" not in classifier.name else {}
+    weights = spec.weights
+    if classifier.folder is not None:
+        weights = _Published(SafetensorsFolder(classifier.folder), names)
+    config = module.config_of(whole)
+    return replace(spec, name=classifier.name, published=names, weights=weights, config=config)
+
+
+def published_names(model: nn.Module, chain: nn.Module | None) -> dict[str, str]:
+    """The chain's name of each tensor -> the model's own."""
+    own = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
+    tensors = chain.state_dict(keep_vars=True).items() if chain is not None else ()
+    return {name: own[id(tensor)] for name, tensor in tensors}
+
+
+class _Published:
+    """Weights under the model's own names."""
+
+    def __init__(self, files: SafetensorsFolder, names: Mapping[str, str]) -> None:
+        self._files, self._names = files, names
+
+    def read(self, name: str) -> torch.Tensor | None:
+        return self._files.read(self._names.get(name, name))
+
+    def release(self) -> None: ...
+
+
+def describe(classifier: Classifier, images: Images) -> str:
+    """The content of DESCRIPTION."""
+    model = {"name": classifier.name, "arguments": dict(classifier.arguments)}
+    given = {"mode": images.mode, "size": images.size, "mean": images.mean, "std": images.std}
+    content = {"task": "image_classification", "model": model, "classes": images.classes, "images": given}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def opened(folder: Path) -> tuple[nn.Module, Images]:
+    """A trained classifier from its folder, in evaluation mode. Raises ConfigError where it is none."""
+    classifier, weights = named(str(folder), {}), SafetensorsFolder(folder)
+    content = json.loads((folder / DESCRIPTION).read_bytes())
+    given = content["images"]
+    numbers = [tuple(given[key]) for key in ("size", "mean", "std")]
+    model = classifier.build()
+    model.load_state_dict({name: tensor for name in weights.names() if (tensor := weights.read(name)) is not None})
+    return model.eval(), Images(tuple(content["classes"]), given["mode"], *numbers)
+
+
+def takes(function: Callable[..., Any], argument: str) -> bool:
+    """Whether a callable has such a keyword argument, or takes any."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(one.name == argument or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+
+
+def _of_torchvision(name: str) -> Callable[..., nn.Module]:
+    from torchvision import models
+
+    known = [*models.list_models(module=models), *CLASSES]
+    if name not in known:
+        near: Sequence[str] = get_close_matches(name, known, n=1)
+        mend = f'Did you mean "{near[0]}"?' if near else ""
+        raise ConfigError(Problem("trainer.model.name_or_path", f'saw "{name}"', NAMES, mend))
+    return getattr(models, name) if name in CLASSES else models.get_model_builder(name)  # type: ignore[no-any-return]
+
+
+def _imported(name: str) -> Callable[..., nn.Module]:
+    path, _, attribute = name.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # a module beside the config, as `python -m` would find it
+    try:
+        found = getattr(importlib.import_module(path), attribute)
+    except Exception as error:  # whatever the module's own code raises
+        seen = f'saw "{name}": {named_line(error)}'
+        raise ConfigError(Problem("trainer.model.name_or_path", seen, "a callable that can be imported")) from error
+    if not callable(found):
+        raise ConfigError(
+            Problem("trainer.model.name_or_path", f'saw "{name}": no callable', "one that builds a model")
+        )
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,41 @@
+"""Small tensors as a model's constructor leaves them, of a model that is built on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+SMALL = 65_536
+
+
+def small_tensor(build: Callable[[], nn.Module], name: str) -> torch.Tensor | None:
+    """The parameter or buffer as `build` makes it; None if it has more than SMALL values or follows from what has."""
+    return _all(build).get(name)
+
+
+@cache
+def _all(build: Callable[[], nn.Module]) -> Mapping[str, torch.Tensor]:
+    with torch.random.fork_rng(devices=[]), _SmallOnHost():
+        torch.default_generator.manual_seed(0)
+        try:
+            model = build()
+        except Exception:  # whatever small tensors and large ones can't be for one another
+            return {}
+    return {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta}
+
+
+class _SmallOnHost(TorchFunctionMode):
+    """What is made on the meta device is made on the host, if it is small."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        asked = kwargs.get("device")
+        small = torch.is_tensor(result) and result.numel() <= SMALL
+        on_meta = asked is not None and torch.device(asked).type == "meta"
+        return func(*args, **{**kwargs, "device": "cpu"}) if on_meta and small else result

@@ -1,0 +1,103 @@
+"""Parameters that stay as they are because the config says so: `trainer.freeze`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from trainer.errors import ConfigError, Problem, listed
+from trainer.models.names import aliases_of, pattern_of
+from trainer.models.spec import ModelSpec
+
+
+def frozen(spec: ModelSpec, patterns: Sequence[str], *, copied: bool = False) -> ModelSpec:
+    """The spec with the parameters that match one of the `patterns`, as of `fnmatch`, held as they are.
+
+    Of a tied parameter any of its names will do. Raises ConfigError for a pattern that matches nothing, unless the spec
+    is that of a smaller model `copied` from the one that is meant, and where nothing is left to learn.
+    """
+    if not patterns:
+        return spec
+    model = spec.build()
+    aliases, known = aliases_of(model), [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found = {pattern: [name for name in known if fnmatchcase(name, pattern)] for pattern in patterns}
+    wrong = [unmatched(f"trainer.freeze[{i}]", p, known) for i, p in enumerate(patterns) if not found[p]]
+    if wrong and not copied:
+        raise ConfigError(*wrong)
+    names = {aliases.get(name, name) for matched in found.values() for name in matched}
+    held = replace(_holding(spec, names), notes=(*spec.notes, *([_said(model, names, patterns)] if names else [])))
+    if spec.shrunk is None:
+        return held
+    return replace(held, shrunk=_copies(spec.shrunk, names, spec.blocks, known))
+
+
+def _holding(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
+    """Raises ConfigError where these are all that learns."""
+    sizes = {name: p.numel() for name, p in spec.build().named_parameters()}
+    learned = [name for name, p in spec.build().named_parameters() if p.requires_grad and name not in names]
+    if not learned:
+        seen, mend = f"all {len(sizes)} parameters", "Leave out what is to be trained."
+        raise ConfigError(Problem("trainer.freeze", seen, "some that are left to learn", mend))
+
+    def build() -> nn.Module:
+        model = spec.build()
+        for name, parameter in model.named_parameters():
+            if name in names:
+                parameter.requires_grad_(False)
+        return model
+
+    return replace(spec, build=build, frozen={**spec.frozen, **{name: sizes[name] for name in names}})
+
+
+def _copies(
+    shrunk: Callable[..., ModelSpec], names: Collection[str], blocks: Sequence[str], known: Sequence[str]
+) -> Callable[..., ModelSpec]:
+    """The tiny copies, of which each block holds what the block of the model holds that it stands for."""
+    inside = [{name.removeprefix(f"{block}.") for name in known if name.startswith(f"{block}.")} for block in blocks]
+    held = [frozenset(key for key in keys if f"{blocks[i]}.{key}" in names) for i, keys in enumerate(inside)]
+
+    def copy(layers: int = 3, split: int = 1) -> ModelSpec:
+        small = shrunk(layers, split)
+        chosen = stand_ins(held, len(small.blocks))
+        wanted, missing = set(), set(held) - {held[index] for index in chosen}
+        for name, _ in small.build().named_parameters():
+            block = next((i for i, block in enumerate(small.blocks) if name.startswith(f"{block}.")), None)
+            if block is None:
+                wanted |= {name} & set(names)
+            elif name.removeprefix(f"{small.blocks[block]}.") in held[chosen[block]]:
+                wanted.add(name)
+        lacks = (*small.lacks, *(["some of the ways in which blocks are frozen"] if missing else []))
+        return replace(_holding(small, wanted), lacks=lacks)
+
+    return copy
+
+
+def stand_ins(kinds: Sequence[object], count: int) -> list[int]:
+    """Which of a model's blocks, of these kinds, `count` blocks stand for: every change of kind if there is room for
+    them, else each kind once, else some; in order."""
+    starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
+    if len(starts) > count:
+        starts = sorted({kinds[i]: i for i in reversed(starts)}.values())
+    return [starts[i * len(starts) // count] for i in range(count)]
+
+
+def unmatched(place: str, pattern: str, known: Sequence[str]) -> Problem:
+    """What to say of a pattern that matches none of the known names of parameters."""
+    names = dict.fromkeys(map(pattern_of, known))
+    modules = dict.fromkeys(f"{name.rpartition('.')[0]}.*" for name in names if "." in name)
+    parents = dict.fromkeys(f"{name.rpartition('.')[0]}.*" for name in (m[:-2] for m in modules) if "." in name)
+    near = get_close_matches(pattern[:200], [*names, *modules, *parents], n=2, cutoff=0.5)
+    mend = "Did you mean " + " or ".join(f'"{name}"' for name in near) + "?" if near else ""
+    seen = f'"{pattern}" matches no parameter'
+    return Problem(place, seen, f'a name such as "{known[0]}", * for any letters', mend)
+
+
+def _said(model: nn.Module, names: Collection[str], patterns: Sequence[str]) -> str:
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    values = sum(sizes[name] for name in names) / 1e6
+    held = f"{len(names)} of {len(sizes)} parameters ({values:,.1f} M values)"
+    return f"{held} stay as they are (trainer.freeze): {listed(patterns)}"

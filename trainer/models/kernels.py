@@ -1,0 +1,35 @@
+"""The kernels that a model's config may name: those of PyTorch and transformers, and none from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from transformers import PreTrainedConfig
+
+from trainer.errors import ConfigError, Problem
+
+NAMES = {
+    "attn_implementation": (
+        *("eager", "sdpa", "flex_attention"),
+        *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
+    ),
+    "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
+}
+"""What transformers runs of itself. It takes another name for a repository, and loads the compiled code in it."""
+
+
+def check_kernels(config: PreTrainedConfig, place: str) -> None:
+    """Raises ConfigError for a name that is not one of NAMES, in the config or in one of its parts."""
+    for part in _parts(config):
+        for key, known in NAMES.items():
+            value = getattr(part, f"_{key}", None)
+            if value is not None and value not in known:
+                seen = f"{key} {str(value)!r:.100}, whose code would be fetched and run"
+                raise ConfigError(Problem(place, seen, f"none, or one of {', '.join(known)}"))
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(value)

@@ -1,0 +1,201 @@
+"""An own `nn.Module` as a `ModelSpec`: a callable that builds it, and a pattern of its blocks."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from trainer.distributed.seeding import seeded_init
+from trainer.errors import ConfigError, Problem
+from trainer.models.checks import Findings, observe_draws, own_randomness, say_unused
+from trainer.models.constructed import small_tensor
+from trainer.models.materialise import materialise
+from trainer.models.names import aliases_of, pattern_of
+from trainer.models.spec import ModelSpec, NoWeights
+
+LARGEST_BUILT = 1_000_000_000
+"""Parameters of a module that each process builds on the host, to take the values that its constructor gives."""
+
+
+class _Built:
+    """The values that the constructor gives, with a seed; the same in every process."""
+
+    def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
+        self._build, self._seed = build, seed
+
+    def read(self, name: str) -> torch.Tensor | None:
+        value = self._values.get(name)
+        return None if value is None else value.detach().clone()
+
+    def release(self) -> None:
+        self.__dict__.pop("_values", None)  # made again if anybody asks
+
+    @cached_property
+    def _values(self) -> dict[str, torch.Tensor]:
+        with torch.device("cpu"), seeded_init(self._seed, "module"):
+            model = self._build()
+        return dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+
+
+def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> ModelSpec:
+    """The spec of the module that `build` makes.
+
+    `blocks` is a dotted pattern, `*` standing for a number: `layers.*`. An `nn.Sequential` has its children without
+    one. Raises ConfigError for what is no module, can't be built on the meta device, or has no such blocks.
+    """
+
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return build()
+
+    try:
+        model = on_meta()
+    except Exception as error:  # whatever the constructor raises
+        seen = f"on the meta device: {type(error).__name__}: {error}".splitlines()[0][:200]
+        raise ConfigError(Problem("model", seen, "a callable that builds an nn.Module, on any device")) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(Problem("model", type(model).__name__, "a callable that builds an nn.Module"))
+    named = dict(model.named_parameters())
+    tensors = (*named.items(), *model.named_buffers())
+    if stray := next(((name, tensor.device) for name, tensor in tensors if not tensor.is_meta), None):
+        seen = f"{stray[0]} is built on {stray[1]}"
+        raise ConfigError(Problem("model", seen, "tensors on the default device", "Leave `device=` out."))
+    if synced := [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]:
+        wanted, mend = "nn.BatchNorm", "Set trainer.sync_batch_norm, which knows the data ranks of each layout."
+        raise ConfigError(Problem("model", f"{synced[0]} is an nn.SyncBatchNorm", wanted, mend))
+    parameters = sum(parameter.numel() for parameter in named.values())
+    built = parameters <= LARGEST_BUILT
+    note = f"its {parameters / 1e9:.1f} G parameters get initial values from reset_parameters, not from the constructor"
+    return ModelSpec(
+        name=type(model).__name__,
+        build=on_meta,
+        initialise=_initialise,
+        blocks=_blocks(model, blocks),
+        parameters=parameters,
+        tied=aliases_of(model),
+        weights=_Built(build, seed) if built else NoWeights(),
+        notes=() if built else (note,),
+        constructed=lambda name: small_tensor(on_meta, name),
+        config=config_of(model),
+        save_config=lambda folder, dtype: _save_config(model, folder),
+    )
+
+
+def _blocks(model: nn.Module, pattern: str | None) -> tuple[str, ...]:
+    if pattern is None:
+        return tuple(name for name, _ in model.named_children()) if isinstance(model, nn.Sequential) else ()
+    wanted = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
+    found = [(match, name) for name, _ in model.named_modules() if (match := wanted.fullmatch(name))]
+    if not found:
+        seen = f"no module of {type(model).__name__} is named {pattern}"
+        names = ", ".join(name for name, _ in model.named_children())
+        raise ConfigError(Problem("blocks", seen, f"a pattern of names below {names}, such as layers.*"))
+    return tuple(name for _, name in sorted(found, key=lambda item: [int(number) for number in item[0].groups()]))
+
+
+def _initialise(root: nn.Module, name: str) -> None:
+    """PyTorch's own: a module's `reset_parameters`; values that were read are left alone."""
+    module = root.get_submodule(name)
+    own = [*module._parameters.values(), *module._buffers.values()]
+    fresh = [tensor for tensor in own if tensor is not None and not getattr(tensor, "_is_hf_initialized", False)]
+    if fresh and callable(reset := getattr(module, "reset_parameters", None)):
+        reset()
+
+
+def _class_of(model: nn.Module) -> str:
+    return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """What is compared of an architecture: the class, and the shape of each tensor of the state dict."""
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {"module": _class_of(model), "shapes": shapes}
+
+
+def _save_config(model: nn.Module, folder: Any) -> None:
+    """`module.json`: which class it was; its weights are safetensors under the names of its state dict."""
+    content = {"module": _class_of(model)}
+    (Path(folder) / "module.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def running_norms(root: nn.Module) -> dict[str, _NormBase]:
+    """The modules that keep running statistics, by name: batch norms, and instance norms that are told to."""
+    found = ((name, module) for name, module in root.named_modules() if isinstance(module, _NormBase))
+    return {name: module for name, module in found if module.running_mean is not None}
+
+
+class OwnTask(Protocol):
+    def loss_sum(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor: ...
+    def count(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> int: ...
+
+
+def check_module(spec: ModelSpec, task: OwnTask) -> Findings:
+    """Try the module on a few samples: does it run, do its blocks, what has no gradient, where is it random?
+
+    Raises ConfigError for a loss that is not finite, or whose count depends on what the module makes of the input, and
+    for random numbers that no other layout could replay.
+    """
+    assert spec.trial is not None
+    if spec.parameters > LARGEST_BUILT:
+        return Findings(notes=(f"{spec.name} is too large to be tried before it is trained",))
+    with own_randomness():
+        model = spec.build()
+        materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+        whole, *single = spec.trial.batches
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model.train()
+        loss, found = _with_gradient(model, task, whole)
+        norms = running_norms(model)
+        known = {f"{name}.{key}" for name, norm in norms.items() for key in norm._buffers}
+        moved = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
+        if not math.isfinite(loss):
+            raise ConfigError(Problem(f"loss: {spec.name}", f"{loss} on the first samples", "a finite number"))
+        if (count := task.count(model, whole)) != (asked := int(whole["count"])):
+            seen = f"{count} targets where an output of zeros gives {asked}"
+            raise ConfigError(Problem(f"loss: {spec.name}", seen, "a count that depends on the target alone"))
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        model.eval()  # batch norm can't be trained on one sample
+        alone = [_with_gradient(model, task, batch)[1] for batch in single]
+        anywhere = found.union(*alone)
+        never = tuple(dict.fromkeys(pattern_of(name) for name in names if name not in anywhere))
+        sometimes = {pattern_of(name) for name in names if any(name not in one for one in (found, *alone))}
+        draws = observe_draws(model, spec)
+        runs = _runs_once_in_order(model.eval(), spec)
+    notes = list(say_unused(spec, never))
+    if spec.blocks and not runs:
+        notes.append(f"the blocks of {spec.name} do not run once each, in order: layouts that need blocks are refused")
+    sparse = tuple(sorted(sometimes - set(never)))
+    moves = next((name for name in moved if name not in known), "")
+    return Findings(never, sparse, draws, runs, moves, next(iter(norms), ""), notes=tuple(notes))
+
+
+def _with_gradient(model: nn.Module, task: OwnTask, batch: dict[str, torch.Tensor]) -> tuple[float, set[str]]:
+    """The loss of a batch, and the parameters that it gives a gradient."""
+    model.zero_grad()
+    loss = task.loss_sum(model, batch)
+    if not loss.requires_grad:
+        raise ConfigError(Problem("loss", "depends on no parameter", "a sum that gradients can be taken of"))
+    loss.backward()
+    return float(loss.detach()), {name for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _runs_once_in_order(model: nn.Module, spec: ModelSpec) -> bool:
+    assert spec.trial is not None
+    ran: list[str] = []
+    hooks = [
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: ran.append(name)) for name in spec.blocks
+    ]
+    with torch.no_grad():
+        spec.trial.output(model)
+    for hook in hooks:
+        hook.remove()
+    return bool(spec.blocks) and tuple(ran) == spec.blocks

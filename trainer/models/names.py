@@ -1,0 +1,40 @@
+"""Names of tensors, in words short enough for a person."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from torch import nn
+
+SHOWN = 6
+
+
+def pattern_of(name: str) -> str:
+    """The name with each number in it as `*`: what layers and experts have in common."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def layer_of(name: str) -> str:
+    """Of a part of a layer with an adapter the layer; any other name itself."""
+    return re.sub(r"\.(base_layer|lora_[AB]\.\w+)$", "", name)
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Each further name of a tied parameter -> the name that comes first."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    named = ((name, first[id(p)]) for name, p in model.named_parameters(remove_duplicate=False))
+    return {alias: name for alias, name in named if alias != name}
+
+
+def in_short(names: Collection[str], others: Collection[str]) -> str:
+    """The largest modules, by pattern, whose tensors are among `names` and never among `others`."""
+    kept = {pattern_of(name) for name in others}
+    shown: dict[str, None] = {}
+    for pattern in map(pattern_of, names):
+        parts = pattern.split(".")
+        heads = (".".join(parts[:depth]) + "." for depth in range(1, len(parts)))
+        whole = next((head for head in heads if not any(name.startswith(head) for name in kept)), None)
+        shown[f"{whole}*" if whole else pattern] = None
+    more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+    return ", ".join(list(shown)[:SHOWN]) + more

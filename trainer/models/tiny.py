@@ -1,0 +1,138 @@
+"""A tiny copy of an architecture that is still the architecture: its kinds of blocks, in its transitions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.models.materialise import materialise
+from trainer.models.shrink import scale_of, shrink
+from trainer.models.spec import ModelSpec
+
+LARGEST = 64_000_000
+"""Parameters that a copy may have."""
+
+Kind = frozenset[str]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a model is made of, sizes and numbers of layers and experts left out."""
+
+    blocks: tuple[Kind, ...]
+    around: Kind
+    """What is no part of a block."""
+    names: tuple[str, ...] = field(compare=False)
+
+    def lacks(self, copy: Structure) -> Iterator[str]:
+        """What is here and not in `copy`, for a person."""
+        there, steps = set(copy.blocks), set(pairwise(copy.blocks))
+        yield from sorted(f"{part.split(':')[0]} outside the blocks" for part in self.around - copy.around)
+        for kind in dict.fromkeys(kind for kind in self.blocks if kind not in there):
+            yield f"a block like {self.names[self.blocks.index(kind)]}"
+        for index, step in enumerate(pairwise(self.blocks)):
+            if step not in steps and there.issuperset(step):
+                steps.add(step)
+                yield f"the step from {self.names[index]} to {self.names[index + 1]}"
+
+
+def structure_of(model: nn.Module, blocks: Sequence[str]) -> Structure:
+    """Read from the modules themselves: classes, parameters, flags and words of each block, which ones are shared."""
+    owners = {id(parameter): name for name, parameter in model.named_parameters()}
+    inside = tuple(f"{block}." for block in blocks)
+    around = frozenset(
+        f"{_pattern(name)}: {type(module).__name__}"
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(inside)
+    )
+    return Structure(tuple(_kind(model, block, owners) for block in blocks), around, tuple(blocks))
+
+
+def _kind(model: nn.Module, block: str, owners: dict[int, str]) -> Kind:
+    found = set()
+    for name, module in model.get_submodule(block).named_modules():
+        flags = sorted(
+            f"{key}={_pattern(str(value))}"
+            for key, value in vars(module).items()
+            if isinstance(value, bool | str | None) and not key.startswith("_") and key != "training"
+        )
+        parameters = {key: p for key, p in module._parameters.items() if p is not None}
+        foreign = sorted(key for key, p in parameters.items() if not owners[id(p)].startswith(f"{block}."))
+        found.add(f"{_pattern(name)}: {type(module).__name__} {flags} {sorted(parameters)} {foreign}")
+    return frozenset(found)
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def tiny(
+    config: Any,
+    spec_of: Callable[[Any], ModelSpec],
+    full: nn.Module,
+    blocks: tuple[str, ...],
+    layers: int,
+    split: int,
+) -> tuple[ModelSpec, tuple[str, ...]]:
+    """A copy of `full` with at least `layers` of its `blocks`, where it has them, and what the copy lacks.
+
+    Numbers are multiples of `split` where the model's are. The copy runs, and is as small as that lets it be.
+    Raises what the last try raised, if none of them runs.
+    """
+    whole, count = structure_of(full, blocks), len(blocks)
+    best: tuple[ModelSpec, tuple[str, ...]] | None = None
+    failed: Exception = ValueError("no copy of it is small enough to try things on")
+    for keep in _choices(whole.blocks, layers):
+        built = False
+        for scale in (scale_of(config, split, head_sizes=True), scale_of(config, split, head_sizes=False), None):
+            try:
+                spec = spec_of(shrink(config, scale, keep, count))
+                if spec.parameters > LARGEST:
+                    continue
+                built = True
+                lacks = tuple(whole.lacks(structure_of(spec.build(), spec.blocks)))
+                if best is None or len(lacks) < len(best[1]):
+                    _run(spec)
+                    best = spec, lacks
+            except Exception as error:  # whatever a family says to sizes that do not suit it
+                failed = error
+                continue
+            break
+        if built and (best is None or not best[1]):  # more layers do not make one run
+            break
+    if best is None:
+        raise failed
+    return best
+
+
+def _run(spec: ModelSpec) -> None:
+    model = spec.build()
+    materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.arange(1, 25).reshape(2, 12), use_cache=False).logits
+    if not logits.isfinite().all():
+        raise ValueError("its logits are not finite")
+
+
+def _choices(kinds: Sequence[Kind], layers: int) -> Iterator[Sequence[int]]:
+    """Which layers to keep: those that make all transitions, wherever they stand; else ever more of the first ones."""
+    if not kinds:
+        yield range(layers)
+        return
+    steps, keep = set(pairwise(kinds)), list(range(len(kinds)))
+    for index in reversed(range(len(kinds))):
+        fewer = [kept for kept in keep if kept != index]
+        if len(fewer) >= layers and set(pairwise(kinds[kept] for kept in fewer)) == steps:
+            keep = fewer
+    yield keep
+    least = max(layers, next(n for n in range(1, len(kinds) + 1) if set(pairwise(kinds[:n])) == steps))
+    while least < len(kinds):
+        yield range(least)
+        least *= 2
+    yield range(len(kinds))

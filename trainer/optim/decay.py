@@ -1,0 +1,57 @@
+"""The optimizer's parameter groups; and which weight decay leaves alone, by default norms and biases as the Trainer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from trainer.models.spec import ModelSpec, Tuning
+from trainer.tasks.task import bare_name
+
+_SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
+"""In a parameter's lower-case name; as of `Trainer.get_decay_parameter_names`, which spares all of a LayerNorm, too."""
+
+
+def norms_and_biases(model: nn.Module) -> dict[str, int]:
+    """The names of the parameters that learn and are not decayed, with their sizes."""
+    norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm) and name)
+    return {
+        name: parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and (name.startswith(norms) or _SPARED.search(name.lower()))
+    }
+
+
+def spared(excludes: str, spec: ModelSpec) -> dict[str, int]:
+    """What the optimizer's weight decay does not reach, by name, with its size: what `trainer.weight_decay_excludes`
+    leaves out, and what has a decay of its own."""
+    model = spec.build()
+    found = {} if excludes == "nothing" else norms_and_biases(model)
+    own = {name for name, tuning in spec.tuned.items() if tuning.weight_decay is not None}
+    return found | {name: parameter.numel() for name, parameter in model.named_parameters() if name in own}
+
+
+def groups_of(
+    named: Iterable[tuple[str, nn.Parameter]],
+    undecayed: Collection[str],
+    weight_decay: float,
+    tuned: Mapping[str, Tuning],
+) -> list[dict[str, Any]]:
+    """What learns of `named`, a model's with its loss, as parameter groups of one mesh, rate and weight decay each.
+
+    One call of a fused kernel takes tensors of one mesh. What a schedule gives is multiplied by a group's
+    `lr_multiplier`, where it has one.
+    """
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, parameter in named:
+        if parameter.requires_grad:
+            multiplier, decay = tuned.get(bare_name(name), Tuning())
+            if decay is None and weight_decay > 0 and bare_name(name) in undecayed:
+                decay = 0.0
+            key = (getattr(parameter, "device_mesh", None), multiplier, decay)
+            own = {"lr_multiplier": multiplier, "weight_decay": weight_decay if decay is None else decay}
+            groups.setdefault(key, {"params": [], **own})["params"].append(parameter)
+    return list(groups.values())

@@ -1,0 +1,163 @@
+"""What the optimizer is told at each step: DeepSpeed's learning-rate schedules as pure functions of the step.
+
+DeepSpeed steps its schedulers after each update, so update `step` (from 0) runs at the rate that the
+scheduler computes for iteration `step - 1`, and update 0 at the start value. These functions give those
+very numbers (`deepspeed/runtime/lr_schedules.py`), without a state that would have to be saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step is to use; `betas` is None where the schedule leaves them alone."""
+
+    learning_rate: float
+    betas: tuple[float, float] | None = None
+
+
+LRSchedule = Callable[[int], Update]
+
+
+def schedule_of(optimizer: Mapping[str, Any], scheduler: Mapping[str, Any] | None) -> LRSchedule:
+    """The schedule that a resolved config asks for; `type` and `params` as in DeepSpeed's JSON."""
+    base = float(optimizer["params"]["lr"])
+    if scheduler is None:
+        return lambda step: Update(base)
+    return SCHEDULES[scheduler["type"]](base, **scheduler.get("params", {}))
+
+
+def warmup(
+    base: float,
+    *,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float | None = None,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+    after: Callable[[int, int], float] = lambda iteration, warmup_steps: 1.0,
+) -> LRSchedule:
+    """WarmupLR; `after(iteration, warmup_steps)` is the share of the maximum once the warm-up is over."""
+    top = base if warmup_max_lr is None else warmup_max_lr
+    steps = max(2, warmup_num_steps)
+
+    def at(step: int) -> Update:
+        if step == 0:
+            return Update(warmup_min_lr)
+        share = _warmup_share(step - 1, steps, warmup_type) if step - 1 < steps else after(step - 1, steps)
+        return Update(warmup_min_lr + (top - warmup_min_lr) * share)
+
+    return at
+
+
+def warmup_decay(base: float, *, total_num_steps: int, warmup_max_lr: float = 0.001, **params: Any) -> LRSchedule:
+    """WarmupDecayLR: linear to zero at `total_num_steps`."""
+
+    def after(iteration: int, warmup_steps: int) -> float:
+        return max(0.0, (total_num_steps - iteration) / max(1.0, total_num_steps - warmup_steps))
+
+    return warmup(base, warmup_max_lr=warmup_max_lr, after=after, **params)
+
+
+def warmup_cosine(
+    base: float,
+    *,
+    total_num_steps: int,
+    warmup_min_ratio: float = 0.0,
+    warmup_num_steps: int = 1000,
+    cos_min_ratio: float = 0.0001,
+    warmup_type: str = "log",
+) -> LRSchedule:
+    """WarmupCosineLR: a half cosine down to `cos_min_ratio` of the optimizer's rate."""
+    steps = max(2, warmup_num_steps)
+
+    def at(step: int) -> Update:
+        iteration = step - 1
+        if step == 0:
+            return Update(0.0)
+        if iteration < steps:
+            share = _warmup_share(iteration, steps, warmup_type)
+            return Update(base * (warmup_min_ratio + (1.0 - warmup_min_ratio) * share))
+        progress = min(1.0, (iteration - steps + 1) / max(1, total_num_steps - steps))
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        return Update(base * max(0.0, cos_min_ratio + (1.0 - cos_min_ratio) * cosine))
+
+    return at
+
+
+def one_cycle(
+    base: float,
+    *,
+    cycle_min_lr: float,
+    cycle_max_lr: float,
+    decay_lr_rate: float = 0.0,
+    cycle_first_step_size: int = 2000,
+    cycle_second_step_size: int | None = None,
+    cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None,
+    decay_step_size: int = 0,
+    cycle_momentum: bool = True,
+    cycle_min_mom: float = 0.8,
+    cycle_max_mom: float = 0.9,
+    decay_mom_rate: float = 0.0,
+) -> LRSchedule:
+    """OneCycle (arXiv 1803.09820): the rate up and down once, the first beta down and up, then decay."""
+    first = float(cycle_first_step_size)
+    second = first if cycle_second_step_size is None else float(cycle_second_step_size)
+    second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+    decays_lr = decay_step_size != 0 and not math.isclose(decay_lr_rate, 0)
+    decays_momentum = decay_step_size != 0 and not math.isclose(decay_mom_rate, 0)
+
+    def height(step: int) -> float:
+        place = step % (first + second)
+        rising = place <= first
+        stairs = cycle_first_stair_count if rising else second_stairs
+        share = place / first if rising else (first + second - place) / second
+        return math.floor(share * stairs) / stairs if stairs else share
+
+    def at(step: int) -> Update:
+        past = step - (first + second)  # updates since the cycle ended
+        if step - 1 < first + second:
+            rate = cycle_min_lr + (cycle_max_lr - cycle_min_lr) * height(step)
+            momentum = cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height(step) if step else cycle_min_mom
+        else:
+            rate = cycle_min_lr / (1 + decay_lr_rate * past / decay_step_size) if decays_lr else cycle_min_lr
+            momentum = cycle_max_mom * ((1 + decay_mom_rate * past / decay_step_size) if decays_momentum else 1)
+        return Update(rate, (momentum, 0.99) if cycle_momentum else None)
+
+    return at
+
+
+def range_test(
+    base: float,
+    *,
+    lr_range_test_min_lr: float = 1e-3,
+    lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0,
+    lr_range_test_staircase: bool = False,
+) -> LRSchedule:
+    """LRRangeTest: the rate grows without end, to find where training breaks."""
+
+    def at(step: int) -> Update:
+        interval = step / lr_range_test_step_size
+        increase = 1 + lr_range_test_step_rate * (math.floor(interval) if lr_range_test_staircase else interval)
+        return Update(lr_range_test_min_lr * increase)
+
+    return at
+
+
+def _warmup_share(iteration: int, steps: int, kind: str) -> float:
+    return iteration / steps if kind == "linear" else math.log(iteration + 1) / math.log(steps)
+
+
+SCHEDULES: dict[str, Callable[..., LRSchedule]] = {
+    "WarmupLR": warmup,
+    "WarmupDecayLR": warmup_decay,
+    "WarmupCosineLR": warmup_cosine,
+    "OneCycle": one_cycle,
+    "LRRangeTest": range_test,
+}

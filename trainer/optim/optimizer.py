@@ -1,0 +1,45 @@
+"""The optimizer of a resolved config, over whole or sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from trainer.models.spec import Tuning
+from trainer.optim.decay import groups_of
+from trainer.optim.support import Recipe
+
+
+def optimizer_of(
+    recipe: Recipe,
+    named: Iterable[tuple[str, nn.Parameter]],
+    undecayed: Mapping[str, int],
+    tuned: Mapping[str, Tuning],
+) -> torch.optim.Optimizer:
+    """The optimizer of a recipe from `torch.optim`, of what learns among a model's parameters."""
+    kind = getattr(torch.optim, recipe.library.rpartition(".")[2])
+    groups = groups_of(named, undecayed, recipe.params["weight_decay"], tuned)
+    made: torch.optim.Optimizer = kind(groups or [{"params": []}], **recipe.params)  # a stage may be frozen as a whole
+    return made
+
+
+def step_if_finite(
+    optimizer: torch.optim.Optimizer, norm: torch.Tensor, step: Callable[[], object] | None = None
+) -> None:
+    """Update, unless the gradient's norm is not finite: then neither weights nor moments nor step counts change.
+
+    Fused kernels of the Adams decide that on the device; for others the host waits for the norm (SGD's fused kernel
+    leaves momentum buffers without a value in a step that it skips). `step` is the optimizer's own, if not its `step`.
+    """
+    step = step or optimizer.step
+    if not optimizer.param_groups[0]["params"]:
+        return
+    if optimizer.defaults.get("fused") and "betas" in optimizer.defaults:
+        # there before the kernel reads it: one on the host does not wait for the device
+        device = optimizer.param_groups[0]["params"][0].device
+        optimizer.found_inf = (~norm.isfinite()).float().to(device)  # type: ignore[attr-defined]
+        step()
+    elif bool(norm.isfinite()):
+        step()

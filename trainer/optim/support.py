@@ -1,0 +1,181 @@
+"""Which class each engine makes of a config's optimizer, with which parameters; or why it can't.
+
+Facts of DeepSpeed 0.19.8 (`_configure_basic_optimizer` and `_do_optimizer_sanity_check` of runtime/engine.py) and of
+PyTorch 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.layout import Layout
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an optimizer is built."""
+
+    library: str
+    """The class, by its public name."""
+    params: dict[str, Any]
+    """What it is given beside what it learns."""
+    notes: tuple[str, ...] = ()
+    """A line for each parameter that changes nothing here."""
+
+
+class No(str):
+    """Why an optimizer is not built: a sentence."""
+
+
+@dataclass(frozen=True)
+class Lack:
+    """A parameter of the config's table that a class does not take."""
+
+    why: str
+    harmless: Any = None
+    """The value that asks for nothing, beside null; of others the parameter is refused, or noted."""
+    refused: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is made of one optimizer; each a class or the reason why there is none."""
+
+    torch: str
+    """By the engines `mesh` and `accelerate`."""
+    deepspeed: str
+    offloaded: str
+    """By `deepspeed` where `offload_optimizer` keeps the state on the host."""
+
+
+_PER_MATRIX = "Muon orthogonalises whole matrices, and a rank has a shard of each"
+_CLIPS_MUON = (
+    "under ZeRO DeepSpeed clips Muon's orthogonalised update in place of the gradient, and one learning-rate "
+    "schedule is set for both of its halves"
+)
+_MUP = "it scales rates by base shapes that the package mup has to be told for each model, which a JSON can't"
+_LAMB = (
+    "Lamb takes its trust ratio from each whole tensor, of which a rank has but a part under ZeRO; without ZeRO "
+    "DeepSpeed's kernel is for GPUs, and not proven here"
+)
+_LION = "PyTorch has no Lion; the deepspeed engine runs DeepSpeed's on GPUs, and on a CPU with offload_optimizer"
+_OWN = "torch.optim.{}"
+_PASSED = ("SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
+"""Optimizers of PyTorch that DeepSpeed passes through."""
+
+ROWS: dict[str, Row] = {
+    "AdamW": Row(_OWN.format("AdamW"), _OWN.format("AdamW"), "deepspeed.ops.adam.DeepSpeedCPUAdam"),
+    "Adam": Row(_OWN.format("Adam"), _OWN.format("Adam"), "deepspeed.ops.adam.DeepSpeedCPUAdam"),
+    "Adagrad": Row(_OWN.format("Adagrad"), _OWN.format("Adagrad"), "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad"),
+    **{name: Row(*[_OWN.format(name)] * 3) for name in _PASSED},
+    "Lion": Row(No(_LION), "deepspeed.ops.lion.FusedLion", "deepspeed.ops.lion.DeepSpeedCPULion"),
+    "Lamb": Row(*[No(_LAMB)] * 3),
+    "Muon": Row(No(_PER_MATRIX), No(_CLIPS_MUON), No(_CLIPS_MUON)),
+    **{name: Row(*[No(_MUP)] * 3) for name in ("MuAdam", "MuAdamW", "MuSGD")},
+}
+
+_OTHER = "; the mesh engine has PyTorch's own"
+_KERNEL = Lack("DeepSpeed's kernel is one of its own", refused=False)
+_FLOAT32 = Lack("its state is float32, as what it updates", True, refused=False)
+_AMSGRAD = Lack("DeepSpeed's kernel has no AMSGrad; torch_adam true has PyTorch's", False)
+_TORCH_ADAM = {
+    "bias_correction": Lack(
+        "PyTorch's Adam always corrects its bias; the deepspeed engine without torch_adam need not", True
+    ),
+    "fp32_optimizer_states": _FLOAT32,
+}
+LACKS: dict[str, dict[str, Lack]] = {
+    "torch.optim.AdamW": _TORCH_ADAM,
+    "torch.optim.Adam": _TORCH_ADAM,
+    "deepspeed.ops.adam.FusedAdam": {"amsgrad": _AMSGRAD, "foreach": _KERNEL, "fp32_optimizer_states": _FLOAT32},
+    "deepspeed.ops.adam.DeepSpeedCPUAdam": {"amsgrad": _AMSGRAD, "foreach": _KERNEL},
+    "torch.optim.SGD": {"fused": Lack("shards have no fused SGD, and the update is the same", False, refused=False)},
+    "torch.optim.Adagrad": {"fp32_optimizer_states": _FLOAT32},
+    "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad": {
+        "foreach": _KERNEL,
+        "maximize": Lack(f"DeepSpeedCPUAdagrad only minimises{_OTHER}", False),
+        "lr_decay": Lack(f"DeepSpeedCPUAdagrad has no decay of its rate{_OTHER}", 0),
+        "initial_accumulator_value": Lack(f"DeepSpeedCPUAdagrad starts at 0{_OTHER}", 0),
+    },
+    "deepspeed.ops.lion.FusedLion": {"fp32_optimizer_states": _FLOAT32},
+}
+"""By class, the parameters of the config's table that it does not take; it takes all others."""
+
+
+def in_torch(settings: Mapping[str, Any], layout: Layout, device: str, grouped: bool) -> Recipe | No:
+    """What `mesh` and `accelerate` make of a resolved config's optimizer: each takes its own shard of it."""
+    kind, params = settings["optimizer"]["type"], settings["optimizer"]["params"]
+    library = ROWS[kind].torch
+    return library if isinstance(library, No) else _recipe(_adam(library, params), params)
+
+
+def in_deepspeed(settings: Mapping[str, Any], layout: Layout, device: str, grouped: bool) -> Recipe | No:
+    """What DeepSpeed makes of a resolved config's optimizer on a device.
+
+    `grouped`: parameters do not all have one learning rate and one weight decay.
+    """
+    kind, params = settings["optimizer"]["type"], settings["optimizer"]["params"]
+    offloaded = layout.offload_optimizer != "none"
+    library = ROWS[kind].offloaded if offloaded else ROWS[kind].deepspeed
+    if isinstance(library, No):
+        return library
+    if offloaded and kind in ("Adam", "AdamW") and params.get("torch_adam"):
+        library = ROWS[kind].deepspeed
+    if kind in ("Adam", "AdamW") and not (offloaded or params.get("bias_correction", True) or params.get("torch_adam")):
+        library = "deepspeed.ops.adam.FusedAdam"
+    if library == "deepspeed.ops.lion.FusedLion" and device != "cuda":
+        return No("DeepSpeed's FusedLion is for GPUs; on a CPU offload_optimizer brings its DeepSpeedCPULion")
+    sharded = layout.zero_stage > 0 or layout.precision != "float32"
+    if kind in _PASSED and layout.zero_stage > 0 and not settings.get("zero_allow_untested_optimizer"):
+        return No(
+            f'DeepSpeed takes {kind} under ZeRO only with "zero_allow_untested_optimizer": true; the mesh engine runs '
+            "it without"
+        )
+    if library == "torch.optim.Adagrad" and sharded and grouped:
+        return No(
+            "under ZeRO DeepSpeed makes Adagrad anew with one weight decay and one rate for all parameters; set "
+            'trainer.weight_decay_excludes to "nothing", without trainer.parameter_groups, or use the mesh engine'
+        )
+    if library == "torch.optim.Adagrad" and _has_bfloat16_optimizer(settings, layout):
+        return No(
+            "DeepSpeed's optimizer of bfloat16 with float32 gradients leaves out Adagrad's first state; use ZeRO-2"
+        )
+    offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
+    if device == "cuda" and offload.get("ratio", 1) < 1:
+        return No(
+            "below an offload_optimizer.ratio of 1 DeepSpeed steps what stays on the GPU by an AdamW that no "
+            "learning-rate schedule reaches; set it to 1"
+        )
+    return _recipe(_adam(library, params), params)
+
+
+def _has_bfloat16_optimizer(settings: Mapping[str, Any], layout: Layout) -> bool:
+    """Where DeepSpeed takes its BF16_Optimizer in place of that of ZeRO-1."""
+    float32 = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    return float32 and layout.precision == "bfloat16" and layout.zero_stage <= 1 and layout.offload_optimizer == "none"
+
+
+def _adam(library: str, params: Mapping[str, Any]) -> str:
+    """As in DeepSpeed, "Adam" is AdamW unless `adam_w_mode` is false."""
+    decoupled = library == "torch.optim.Adam" and params.get("adam_w_mode", True)
+    return "torch.optim.AdamW" if decoupled else library
+
+
+def _recipe(library: str, params: Mapping[str, Any]) -> Recipe | No:
+    """`params` less what says which class it is to be, and less what the class lacks."""
+    taken = {name: value for name, value in params.items() if name not in ("adam_w_mode", "torch_adam")}
+    notes = []
+    for name, lack in LACKS.get(library, {}).items():
+        value = taken.pop(name, None)
+        if value is None or value == lack.harmless:
+            continue
+        if lack.refused:
+            return No(f"optimizer.params.{name}: {lack.why}")
+        notes.append(f"optimizer.params.{name} has no effect here: {lack.why}")
+    if library in ("torch.optim.AdamW", "torch.optim.Adam"):
+        if params.get("torch_adam") is False:
+            notes.append("optimizer.params.torch_adam has no effect here: PyTorch's kernel makes the same update")
+        taken = {"fused": not taken.get("foreach"), **taken}
+    return Recipe(library, taken, tuple(notes))

@@ -1,0 +1,91 @@
+"""The order in which a model on the meta device is wrapped: one order, each position with its reason.
+
+1. the task turns the head into one that returns the loss: everything after it wraps modules, which have their final
+   class by then;
+2. tensor parallelism splits matrices: FSDP then shards what each tensor rank has left, and a block that is recomputed
+   runs its collectives again;
+3. activation checkpointing wraps the forward of blocks: outside of the split matrices, inside the hooks of dropout and
+   FSDP, so that recomputing gathers and seeds nothing twice;
+4. compile would stand here: after checkpointing, which it has to see through, and before FSDP, which it must not;
+5. dropout's hooks seed each block by its place in the model: before the forward that is recomputed, which replays them;
+6. the cut leaves a pipeline stage's own blocks: whole blocks, with all that was done to them;
+7. FSDP shards block by block, then the rest: on the meta device, so that no rank ever holds the whole;
+8. values: each rank makes or reads its shard alone.
+
+DDP comes after all of it, since it sends real values. DeepSpeed does 2, 7 and 8 in its own way, and takes the rest from
+`wrap_blocks`: its AutoTP splits real values, and its ZeRO-3 partitions each unit as it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from trainer.distributed.ranks import Ranks
+from trainer.layout import Layout
+from trainer.models.cut import check_cut, cut
+from trainer.models.materialise import materialise
+from trainer.models.spec import ModelSpec
+from trainer.parallel import activation_checkpointing, partition, shard, tensor
+from trainer.parallel.dropout import Dropout
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.pipeline import Stage
+from trainer.tasks.task import ModelWithLoss, Task
+
+
+def wrap_blocks(
+    spec: ModelSpec, task: Task, layout: Layout, mesh: ParallelMesh | None = None
+) -> tuple[nn.Module, Dropout]:
+    """The whole model on the meta device after the steps 1 to 5, and its dropout; split over tensor ranks by `mesh`."""
+    model = task.prepare(spec.build())
+    if mesh is not None and layout.tensor > 1:
+        tensor.apply(model, spec, mesh)
+    activation_checkpointing.apply(model, spec, layout.recompute)
+    return model, Dropout(model, spec)
+
+
+def stages_of_rank(
+    spec: ModelSpec, task: Task, mesh: ParallelMesh, ranks: Ranks, finish: Callable[[Stage, ModelSpec], None]
+) -> tuple[list[Stage], str]:
+    """The pipeline stages of this rank after the steps 1 to 6, and a line on how the model was cut. Collective.
+
+    `finish` gives a stage its values; the spec that it is told has the stage's blocks alone.
+    """
+    layout = mesh.layout
+    boundary = ranks.on_first(lambda: check_cut(spec, layout.stages))
+    ranges = partition.block_ranges(spec.build(), spec, layout.partition, layout.stages)
+    stages = []
+    for index in mesh.stages:
+        model, dropout = wrap_blocks(spec, task, layout, mesh)
+        stage_input = cut(model, spec, boundary, ranges[index])
+        stage = Stage(model, task, stage_input, dropout, ranges[index], last=index + 1 == layout.stages)
+        finish(stage, replace(spec, blocks=tuple(spec.blocks[i] for i in ranges[index])))
+        stages.append(stage)
+    blocks = " | ".join(str(len(blocks)) for blocks in ranges)
+    bubble = (layout.pipeline - 1) / (layout.accumulation * layout.schedule.stages_per_rank + layout.pipeline - 1)
+    note = f"{layout.stages} pipeline stages of {blocks} blocks; idle for about {bubble:.0%} of a step by {{}}"
+    return stages, note.format(layout.schedule.name)
+
+
+def shard_and_materialise(
+    module: ModelWithLoss, spec: ModelSpec, mesh: ParallelMesh, seed: int, device: torch.device
+) -> None:
+    """Steps 7 and 8, with FSDP2 if ZeRO asks for it; `spec` has the blocks of `module`."""
+    if mesh.layout.zero_stage > 0:
+        for name in spec.blocks:
+            shard.apply(module.model.get_submodule(name), mesh)
+        shard.apply(module, mesh)
+        shard.check_units(module, spec)
+    give_values(module.model, spec, mesh.layout, seed, device)
+
+
+def give_values(model: nn.Module, spec: ModelSpec, layout: Layout, seed: int, device: torch.device) -> None:
+    """Step 8: materialise what this rank keeps, in float32; parameters stay on the host where they are offloaded.
+
+    The base of an adapter is kept in the precision that it computes in.
+    """
+    storage, low = torch.device("cpu") if layout.offloads else device, getattr(torch, layout.precision)
+    materialise(model, spec, seed=seed, device=device, dtype=torch.float32, storage=storage, base_dtype=low)

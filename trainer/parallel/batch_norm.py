@@ -1,0 +1,180 @@
+"""Batch norm over several micro-batches and data ranks: running statistics as one process would have them.
+
+A micro-batch is normalised by its own statistics, whatever rank it runs on, so that the same micro-batches give the
+same gradients in any layout. The running statistics, which evaluation uses, take each micro-batch up once, in the order
+of the global batch (contract 2): they are the same on every rank, and not those of what it saw itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from trainer.errors import NumericsError, Problem
+from trainer.models.module import running_norms
+from trainer.parallel.mesh import ParallelMesh
+
+
+class RunningStatistics:
+    """Of all batch norms that this rank holds. A module's own update is put aside: it knows neither the other ranks nor
+    that a block which is computed again has been counted."""
+
+    def __init__(self, modules: Sequence[nn.Module], mesh: ParallelMesh, data_rank: int) -> None:
+        self._mesh = mesh
+        self._synchronised = mesh.layout.sync_batch_norm and mesh.size("batch") > 1
+        # ranks that were synchronised have all seen the same statistics
+        self._ranks, self._rank = (1, 0) if self._synchronised else (mesh.size("batch"), data_rank)
+        self._norms = [_Norm(norm) for module in modules for norm in running_norms(module).values()]
+        if self._synchronised or mesh.layout.precision != "float32":
+            for module in modules:
+                _replace_forward(module, mesh.group("batch") if self._synchronised else None)
+
+    @contextmanager
+    def of_step(self, micro_batches: int) -> Iterator[None]:
+        """Around the forward passes of a step: takes their statistics up, those of every data rank. Collective.
+
+        Raises NumericsError where a module did not run as often in each micro-batch.
+        """
+        for norm in self._norms:
+            norm.start()
+        yield
+        if self._norms:
+            with torch.no_grad():
+                self._take_up(micro_batches)
+
+    def _take_up(self, micro_batches: int) -> None:
+        seen = [norm.weighted(micro_batches, self._ranks, self._rank) for norm in self._norms]
+        if self._ranks > 1:
+            flat = torch.cat([value.flatten() for value in seen])
+            self._mesh.sum(flat, "batch")
+            parts = flat.split([value.numel() for value in seen])
+            seen = [part.view_as(value) for part, value in zip(parts, seen, strict=True)]
+        for norm, value in zip(self._norms, seen, strict=True):
+            norm.take_up(value, self._ranks)
+
+
+class _Norm:
+    """One module: what it found in each forward pass of a step."""
+
+    def __init__(self, module: _NormBase) -> None:
+        self._module, self._momentum = module, module.momentum
+        module.momentum = 1.0  # its running statistics are those of the last forward pass alone
+        self._found: list[torch.Tensor] = []
+        module.register_forward_hook(self._note)
+
+    def start(self) -> None:
+        self._found = []
+        self._before, self._count = self._kept().double(), self._counter().clone()
+
+    def weighted(self, micro_batches: int, ranks: int, rank: int) -> torch.Tensor:
+        """This rank's share of what the step adds, [mean and variance, features], float64.
+
+        An exponential average of n more values is (1 - m)^n of what it was, and m (1 - m)^(n - 1 - i) of value i.
+        """
+        passes, rest = divmod(len(self._found), micro_batches)
+        if rest:
+            seen = f"{len(self._found)} forward passes in {micro_batches} micro-batches"
+            raise NumericsError(Problem("batch norm", seen, "as many in each"))
+        momentum, total = self._momentum, torch.zeros_like(self._before)
+        for index, value in enumerate(self._found):
+            micro_batch, turn = divmod(index, passes)
+            later = len(self._found) * ranks - 1 - ((micro_batch * ranks + rank) * passes + turn)
+            total += value.double() * (1.0 if momentum is None else momentum * (1 - momentum) ** later)
+        return total
+
+    def take_up(self, added: torch.Tensor, ranks: int) -> None:
+        count = len(self._found) * ranks
+        if self._momentum is None:  # the mean of all
+            after = (self._before * self._count + added) / (self._count + count)
+        else:
+            after = self._before * (1 - self._momentum) ** count + added
+        for buffer, value in zip(self._buffers(), after, strict=True):
+            buffer.copy_(value)
+        self._counter().copy_(self._count + count)
+        self._found = []
+
+    def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        again = torch._C._current_graph_task_id() != -1  # in a backward pass: it was counted before
+        if module.training and not again:
+            self._found.append(self._kept().clone())
+
+    def _kept(self) -> torch.Tensor:
+        return torch.stack(self._buffers())
+
+    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, variance = self._module.running_mean, self._module.running_var
+        assert mean is not None and variance is not None
+        return mean, variance
+
+    def _counter(self) -> torch.Tensor:
+        counter = self._module.num_batches_tracked
+        assert counter is not None
+        return counter
+
+
+def _replace_forward(root: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """In place; no module changes its name."""
+    for module in root.modules():
+        if isinstance(module, _BatchNorm):
+            module.forward = _Forward(module, group)  # type: ignore[method-assign,assignment]
+
+
+class _Forward:
+    """Batch norm in float32, which not every device has for weights in 16 bits; by the statistics of the micro-batches
+    of a group together, if there is one: PyTorch's own SyncBatchNorm does so on GPUs alone."""
+
+    def __init__(self, module: _BatchNorm, group: dist.ProcessGroup | None) -> None:
+        self._module, self._group = module, group
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        module, kind = self._module, torch.promote_types(given.dtype, torch.float32)
+        module._check_input_dim(given)
+        wide = given.to(kind)
+        weight, bias = (None if value is None else value.to(kind) for value in (module.weight, module.bias))
+        if module.training and self._group is not None:
+            return self._together(wide, weight, bias, self._group).to(given.dtype)
+        by_batch = module.training or module.running_mean is None
+        kept = module.running_mean, module.running_var
+        found = F.batch_norm(wide, *kept, weight, bias, by_batch, module.momentum or 0.0, module.eps)
+        return found.to(given.dtype)
+
+    def _together(
+        self, wide: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        module, dims = self._module, [dim for dim in range(wide.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (wide.dim() - 2)
+        total = _Sum.apply(torch.cat([wide.sum(dims), wide.new_tensor([wide.numel() // wide.shape[1]])]), group)
+        count = total[-1].detach()
+        mean = total[:-1] / count
+        centred = wide - mean.view(shape)
+        variance = _Sum.apply(centred.square().sum(dims), group) / count
+        if module.running_mean is not None and module.running_var is not None:
+            with torch.no_grad():  # whose momentum is 1
+                module.running_mean.copy_(mean)
+                module.running_var.copy_(variance * count / (count - 1))
+        found = centred * (variance + module.eps).rsqrt().view(shape)
+        return found if weight is None or bias is None else found * weight.view(shape) + bias.view(shape)
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over ranks whose result is used on each of them: so gradients are summed, too."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -1,0 +1,168 @@
+"""What a layout needs of a model beyond one process, tried on a tiny copy before any of the model is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer.distributed.ranks import Ranks
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
+from trainer.models.checks import Findings, Task, applied, batches, check_model, tiny
+from trainer.models.cut import check_cut, cut, of_tokens
+from trainer.models.isolation import check_isolation, packed_batch
+from trainer.models.module import check_module, running_norms
+from trainer.models.spec import ModelSpec
+from trainer.parallel import activation_checkpointing
+from trainer.parallel.dropout import Dropout
+
+TOLERANCE = 1e-5
+
+
+def checked(
+    spec: ModelSpec, task: Task, layout: Layout, ranks: Ranks, packed: bool = False
+) -> tuple[ModelSpec, tuple[str, ...]]:
+    """The spec, with what a tiny copy of the model showed, and a line on each thing that a person should know.
+
+    `packed`: samples are several documents that are not to see one another.
+    Collective: the first rank tries. Raises ConfigError, with the numbers, for a model that is not what it is taken
+    for, or that this layout would train otherwise than one process does.
+    """
+
+    def tried() -> Findings:
+        findings = check_model(spec, task) if spec.trial is None else check_module(spec, task)  # type: ignore[arg-type]
+        if packed:
+            check_isolation(spec, task)
+        check_layout(applied(spec, findings), task, layout, findings, packed)
+        return findings
+
+    findings = ranks.on_first(tried)
+    return applied(spec, findings), (*spec.notes, *findings.notes, *_say_statistics(layout, findings))
+
+
+def check_layout(spec: ModelSpec, task: Task, layout: Layout, findings: Findings, packed: bool = False) -> None:
+    """Raises ConfigError, with the reason, for a layout that can't train the model as one process does."""
+    if findings.unproven and layout.world_size > 1:
+        seen = (
+            f"no tiny copy of it can be tried ({findings.unproven}), so that nothing shows what ranks would differ in"
+        )
+        raise _refused(spec, "processes", seen, "one process")
+    if findings.moves_buffers and layout.world_size > 1:
+        seen = f"training changes its buffer {findings.moves_buffers}: each rank would have another"
+        raise _refused(spec, "processes", seen, "one process, or a module without such buffers")
+    if layout.sync_batch_norm and findings.normalises:
+        norms = running_norms(spec.build()).items()
+        if other := [f"{name} ({type(norm).__name__})" for name, norm in norms if not isinstance(norm, _BatchNorm)]:
+            seen = f"it keeps running statistics in {other[0]}, which is no batch norm"
+            raise _refused(spec, "trainer.sync_batch_norm", seen, "false, or batch norms alone")
+    if findings.normalises and layout.micro_batch == 1:
+        _try("train_micro_batch_size_per_gpu", spec, lambda: _check_single(spec, task, findings.normalises))
+    needs = {
+        "pipeline.stages": layout.pipeline > 1 and "stages are cut between blocks",
+        "zero_optimization.stage": layout.zero_stage == 3 and "ZeRO-3 gathers parameters block by block",
+        "trainer.activation_checkpointing": layout.recompute.mode != "none" and "it recomputes block by block",
+        "tensor_parallel.autotp_size": layout.tensor > 1 and "tensor parallelism splits blocks",
+    }
+    for key, need in needs.items():
+        if need and not spec.blocks:
+            seen = "it has no list of modules that run once each, in order, from hidden state to hidden state"
+            raise _refused(spec, key, f"{need}, and {seen}", "a model of repeated blocks")
+    if layout.world_size > 1 and findings.draws.skips:
+        seen = "it leaves out blocks at random (layerdrop), and each process would leave out others"
+        raise _refused(spec, "processes", seen, "one process, or a layerdrop of 0 in the model's config")
+    if layout.pipeline > 1:
+        if spec.language.own_loss:
+            seen = "the router's loss (output_router_logits) is a product of means over all layers: no sum over stages"
+            raise _refused(spec, "pipeline.stages", seen, "1 stage, or output_router_logits false")
+        if findings.draws.between:
+            seen = "it draws random numbers between its blocks, which a stage could only repeat by running those before"
+            raise _refused(spec, "pipeline.stages", seen, "1 stage, or a model config without that dropout")
+        if findings.draws.any:
+            _try("pipeline.stages", spec, lambda: _check_stages(spec))
+    if layout.recompute.mode != "none":
+        _try("trainer.activation_checkpointing", spec, lambda: _check_recompute(spec, task, layout, packed))
+
+
+def _say_statistics(layout: Layout, findings: Findings) -> tuple[str, ...]:
+    """Which samples are normalised together, where these are not all of a step."""
+    if not findings.normalises or layout.accumulation * layout.data_ranks == 1:
+        return ()
+    own = f"batch norm ({findings.normalises}, ...) takes statistics of {layout.micro_batch} samples at a time"
+    if layout.data_ranks == 1:
+        return (f"{own}, a micro-batch",)
+    if layout.sync_batch_norm:
+        return (f"{own} on each of {layout.data_ranks} data ranks together (trainer.sync_batch_norm)",)
+    return (f"{own}, a micro-batch of one data rank (trainer.sync_batch_norm takes those of all data ranks together)",)
+
+
+def _check_single(spec: ModelSpec, task: Task, name: str) -> None:
+    """Batch norm has statistics of a single sample only where that has several positions."""
+    small, model = tiny(spec)
+    assert small.trial is not None
+    try:
+        task.loss_sum(model.train(), small.trial.batches[1])
+    except ValueError as error:
+        seen = f"a micro-batch of 1 sample, of which batch norm ({name}, ...) can take no statistics: {error}"
+        raise _refused(spec, "train_micro_batch_size_per_gpu", seen, "at least 2 samples") from error
+
+
+def _try(key: str, spec: ModelSpec, check: Callable[[], None]) -> None:
+    try:
+        check()
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a model's own code raises when it is run so
+        seen = f"a tiny copy of the model fails so: {type(error).__name__}: {error}".splitlines()[0][:200]
+        raise _refused(spec, key, seen, "a model that runs") from error
+
+
+def _check_stages(spec: ModelSpec) -> None:
+    """In training, with each block seeded by its place, stages of a block each compute what the whole does."""
+    small, whole = tiny(spec)
+    boundary, trial = check_cut(small, 1), small.trial or of_tokens(small)
+    dropout = Dropout(whole, small)
+    dropout.start(1, 0)
+    hidden = torch.empty(0)
+    with torch.no_grad():
+        expected = trial.output(whole.train())
+        for index in range(len(small.blocks)):
+            stage = tiny(spec)[1].train()
+            dropout = Dropout(stage, small)
+            stage_input = cut(stage, small, boundary, range(index, index + 1))
+            stage_input.hidden = hidden
+            dropout.start(1, 0)
+            hidden = trial.hidden(stage) if index + 1 < len(small.blocks) else trial.output(stage)
+    if not (error := _relative_error(hidden, expected)) <= TOLERANCE:
+        seen = f"stages that start from their own seeds give other logits than the whole model, by {error:.1e}"
+        raise _refused(spec, "pipeline.stages", seen, "1 stage, or a model config without what is random in it")
+
+
+def _check_recompute(spec: ModelSpec, task: Task, layout: Layout, packed: bool) -> None:
+    """The gradients of a model whose blocks are computed again are those of one that keeps all."""
+    found = []
+    for again in (False, True):
+        small, model = tiny(spec)
+        model = task.prepare(model).train()
+        if again:
+            activation_checkpointing.apply(model, small, layout.recompute)
+        dropout = Dropout(model, small)
+        dropout.start(1, 0)
+        language = packed_batch if packed else lambda spec, task: next(batches(spec, task))
+        task.loss_sum(model, small.trial.batches[0] if small.trial else language(small, task)).backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    largest = max(float(g.abs().max()) for g in found[0].values())
+    for name in dict.fromkeys([*found[0], *found[1]]):
+        kept, again_ = (grads.get(name, torch.zeros(())) for grads in found)
+        if not (error := float((kept - again_).abs().max()) / largest) <= TOLERANCE:
+            seen = f"the gradient of {name} is another when its block is computed again, by {error:.1e}"
+            raise _refused(spec, "trainer.activation_checkpointing", seen, '"none"')
+
+
+def _relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def _refused(spec: ModelSpec, key: str, seen: str, expected: str) -> ConfigError:
+    return ConfigError(Problem(f"{key}: {spec.name}", seen, expected))

@@ -1,0 +1,143 @@
+"""Gradients after the last backward pass: made equal on all ranks that hold a parameter, measured, clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor
+
+from trainer.distributed.dtensor import local
+from trainer.models.spec import ModelSpec
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.tensor import SUMMED
+
+BUCKET_BYTES = 64 << 20
+
+
+class GradientSync:
+    """Sums or averages the gradients of parameters that several ranks hold, where no DDP or FSDP does it.
+
+    Averages over replicas; sums over tensor ranks of which each saw a part of the activations; and sums over pipeline
+    stages: a tied table that the first and the last pipeline stage hold gets the sum of both gradients (Megatron-LM,
+    arXiv 2104.04473, section 2.2).
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], spec: ModelSpec, mesh: ParallelMesh, *, averages: bool = False
+    ) -> None:
+        """`averages` where no DDP does it."""
+        layout = mesh.layout
+        named = [(name, p) for module in modules for name, p in module.named_parameters() if p.requires_grad]
+        self._averaged = (
+            layout.zero_stage == 0 and layout.replicate > 1 and (averages or layout.pipeline * layout.tensor > 1)
+        )
+        whole = [f"model.{name}" for name, style in spec.language.tensor_plan.items() if style == SUMMED]
+        self._partial = [p for name, p in named if name.rpartition(".")[0] in whole] if layout.tensor > 1 else []
+        self._mesh = mesh
+        self.parameters = [p for _, p in named]
+        tied = {f"model.{name}" for name in spec.tied.values()} if layout.pipeline > 1 else set()
+        self._tied: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in named:
+            if name in tied:
+                self._tied.setdefault(name, []).append(parameter)
+                self._pair: Any = None
+        if tied and not mesh.layout.schedule.folded:
+            self._pair = ends(mesh)
+            self._tied = {name: self._tied[name] for name in on_both(self._pair, self._tied)}
+        self.counted = [p for name, p in named if self._counts(name, p)]
+        """Those whose gradients this rank counts in the norm: each counts once over the ranks of `norm`."""
+
+    def reduce(self) -> None:
+        """Make the gradients of all copies one. Collective, after the last backward pass."""
+        if self._averaged:
+            gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
+            add_up(gradients, self._mesh.group("replica"), self._mesh.size("replica"))
+        if self._partial:
+            add_up([local(p.grad) for p in self._partial if p.grad is not None], self._mesh.axis("tensor"))
+        for copies in self._tied.values():
+            gradients = [local(p.grad) for p in copies if p.grad is not None]
+            total = gradients[0]
+            for other in gradients[1:]:
+                total += other
+            if self._pair is not None:
+                dist.all_reduce(total, group=self._pair)
+            for other in gradients[1:]:
+                other.copy_(total)
+
+    def _counts(self, name: str, parameter: nn.Parameter) -> bool:
+        copies = self._tied.get(name)
+        if copies and (self._mesh.rank("pipeline") > 0 or parameter is not copies[0]):
+            return False
+        split = isinstance(parameter, DTensor) and any(
+            axis == "tensor" and placement.is_shard()
+            for axis, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
+        )
+        return split or self._mesh.rank("tensor") == 0
+
+
+class GradientNorm:
+    """The gradient norm of the whole model, from what each rank has of it.
+
+    `counted`: the parameters that this rank counts, of `parameters`, all that it has.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        counted: Iterable[nn.Parameter],
+        mesh: ParallelMesh,
+        device: torch.device,
+    ) -> None:
+        mine = set(counted)
+        self._parameters = [(p, p in mine) for p in parameters]
+        self._mesh = mesh
+        self._device = device
+
+    def clip(self, limit: float) -> torch.Tensor:
+        """The norm before clipping; gradients are scaled in place, down to `limit` if that is above 0. Collective."""
+        mine = [(counts, local(p.grad)) for p, counts in self._parameters if p.grad is not None]
+        counted = [gradient for counts, gradient in mine if counts]
+        norms = list(torch._foreach_norm(counted)) if counted else []  # a stage may be frozen as a whole
+        squares = torch.stack(norms).float().square().sum() if norms else torch.zeros(())
+        total = squares.to(self._device)  # gradients may be offloaded
+        norm = self._mesh.sum(total, "norm").sqrt()
+        if limit > 0 and mine:
+            scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
+            torch._foreach_mul_([gradient for _, gradient in mine], scale.to(mine[0][1].device))
+        return norm
+
+
+def ends(mesh: ParallelMesh) -> Any:
+    """The group of this rank and its counterpart at the other end of the pipeline; None in between. Collective."""
+    pairs = mesh.device_mesh.mesh[[0, -1]].reshape(2, -1).T
+    pair, _ = dist.new_subgroups_by_enumeration([[int(rank) for rank in pair] for pair in pairs])
+    return pair
+
+
+def on_both(pair: Any, names: Iterable[str]) -> list[str]:
+    """Which of `names` the first and the last stage both have; a head may be tied within itself. Collective."""
+    if pair is None:
+        return []
+    held: list[list[str]] = [[], []]
+    dist.all_gather_object(held, sorted(names), group=pair)
+    return [name for name in held[0] if name in held[1]]
+
+
+def add_up(gradients: list[torch.Tensor], group: dist.ProcessGroup | None, divisor: int = 1) -> None:
+    """Sum over a group, divided by `divisor`, in place, in buckets of like dtype."""
+    for dtype in {gradient.dtype for gradient in gradients}:
+        bucket: list[torch.Tensor] = []
+        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+        for index, gradient in enumerate(alike):
+            bucket.append(gradient)
+            if index + 1 == len(alike) or sum(g.nbytes for g in bucket) >= BUCKET_BYTES:
+                flat = _flatten_dense_tensors(bucket)
+                dist.all_reduce(flat, group=group)
+                flat /= divisor
+                torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
+                bucket = []

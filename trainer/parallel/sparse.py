@@ -1,0 +1,80 @@
+"""Parameters that some tokens leave without a gradient: an expert that none chose, a tower that text never enters.
+
+One process leaves such a parameter as it is; for Adam that is not the same as a gradient of zero. So the data ranks
+agree, in each step, on which parameters any of them had a gradient of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from trainer.parallel.mesh import REDUCTIONS, ParallelMesh, ranks_along
+
+
+class Used:
+    """Which of this rank's parameters had a gradient in a step, on any data rank."""
+
+    def __init__(self, modules: Sequence[nn.Module], mesh: ParallelMesh) -> None:
+        self._parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+        self._flags = [False] * len(self._parameters)
+        self._sharded = False
+        self._group = _data_ranks(mesh)
+        index = {parameter: i for i, parameter in enumerate(self._parameters)}
+        for unit in (m for module in modules for m in module.modules() if isinstance(m, FSDPModule)):
+            self._sharded = True
+            unit.set_reduce_scatter_unused_params(True, recurse=False)  # who reduces what is then the same on all
+            self._watch(unit, index)
+
+    def agree(self) -> None:
+        """After the last backward pass: all ranks have a gradient, if it be zero, where one has; else none. Collective.
+
+        On the host, which knows what it has asked the device for: nothing waits for that.
+        """
+        mine = self._flags if self._sharded else [p.grad is not None for p in self._parameters]
+        found = torch.tensor(mine, dtype=torch.uint8)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        for parameter, used in zip(self._parameters, found, strict=True):
+            if not used:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._flags = [False] * len(self._parameters)
+
+    def _watch(self, unit: nn.Module, index: dict[nn.Parameter, int]) -> None:
+        """See the gradients of what a unit gathers: its shards have one of zero where there was none."""
+        inner = {
+            m
+            for child in unit.modules()
+            if isinstance(child, FSDPModule) and child is not unit
+            for m in child.modules()
+        }
+        own = [
+            (module, key, index[parameter])
+            for module in unit.modules()
+            if module not in inner
+            for key, parameter in module._parameters.items()
+            if parameter is not None and parameter in index
+        ]
+        watched: set[nn.Parameter] = set()
+
+        def hook(module: nn.Module, inputs: object) -> None:
+            for owner, key, i in own:
+                whole = owner._parameters[key]
+                if whole is not None and whole not in watched:
+                    watched.add(whole)
+                    whole.register_post_accumulate_grad_hook(lambda _, i=i: self._flags.__setitem__(i, True))
+
+        unit.register_forward_pre_hook(hook)
+
+
+def _data_ranks(mesh: ParallelMesh) -> Any:
+    """Those that hold the same parameters and see other samples, as a group that meets on the host. Collective."""
+    rows = ranks_along(mesh.device_mesh, REDUCTIONS["batch"])
+    group, _ = dist.new_subgroups_by_enumeration(rows, backend="gloo")
+    return group

@@ -1,0 +1,90 @@
+"""Devices and clusters, in numbers from their vendors' data sheets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from trainer.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. Bytes, FLOP/s and bytes/s."""
+
+    name: str
+    memory: float
+    """As CUDA reports it, not as it is sold."""
+    peak: float
+    """Dense 16-bit FLOP/s; float32 is counted as half of it on tensor cores (TF32)."""
+    bandwidth: float
+    """Of its memory."""
+    link: float
+    """To the other devices of its node, one way."""
+    network: float = 50e9
+    """To other nodes, one way, each device: 400 Gb/s unless it is known."""
+
+
+GIB = 2**30
+RESERVED = 2 * GIB
+"""What is left free beside tensors: the CUDA context, the libraries' workspaces and NCCL's buffers take 1 to 2 GiB."""
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("h100-80gb", 79.1 * GIB, 989e12, 3.35e12, 450e9),
+        Device("h100-pcie-80gb", 79.1 * GIB, 756e12, 2.0e12, 64e9),
+        Device("h100-nvl-94gb", 93.1 * GIB, 835e12, 3.9e12, 300e9),
+        Device("h200-141gb", 139.8 * GIB, 989e12, 4.8e12, 450e9),
+        Device("gh200-96gb", 94.5 * GIB, 989e12, 4.0e12, 450e9),
+        Device("b200-180gb", 178.4 * GIB, 2250e12, 8.0e12, 900e9),
+        Device("a100-80gb", 79.2 * GIB, 312e12, 2.04e12, 300e9, 25e9),
+        Device("a100-40gb", 39.4 * GIB, 312e12, 1.56e12, 300e9, 25e9),
+        Device("l40s-48gb", 44.4 * GIB, 362e12, 0.864e12, 32e9, 25e9),
+        Device("l4-24gb", 22.0 * GIB, 121e12, 0.3e12, 32e9, 12.5e9),
+        Device("a10g-24gb", 22.0 * GIB, 70e12, 0.6e12, 32e9, 12.5e9),
+        Device("v100-32gb", 31.7 * GIB, 125e12, 0.9e12, 150e9, 12.5e9),
+        Device("t4-16gb", 14.6 * GIB, 65e12, 0.32e12, 16e9, 6.25e9),
+        Device("4090-24gb", 23.6 * GIB, 165e12, 1.008e12, 32e9, 1.25e9),
+        Device("3090-24gb", 23.6 * GIB, 71e12, 0.936e12, 32e9, 1.25e9),
+    )
+}
+"""Memory as `torch.cuda.get_device_properties` gives it, to about 1 %; the rest from the vendor's data sheets."""
+UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "": 1.0}
+NUMBERS = ("memory", "peak", "bandwidth", "link", "network")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes with as many devices each, of one kind."""
+
+    nodes: int
+    devices: int
+    """In each node."""
+    device: Device
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.devices
+
+
+def device_of(text: str) -> Device:
+    """A device by its name, or by numbers: `memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s`.
+
+    Raises ConfigError for another.
+    """
+    if text in DEVICES:
+        return DEVICES[text]
+    found = {}
+    for part in text.split(",") if "=" in text else []:
+        key, _, value = part.partition("=")
+        number = re.fullmatch(r"([0-9.]+) ?([KMGTP]?)i?[A-Za-z/]*", value.strip())
+        if key.strip() not in NUMBERS or number is None:
+            raise ConfigError(Problem("--device", part, f"one of {', '.join(NUMBERS)} with a number: memory=80GB"))
+        found[key.strip()] = float(number[1]) * UNITS[number[2]]
+    missing = [name for name in NUMBERS[:4] if name not in found]
+    if missing:
+        seen = f"{text}, which is not in the table" if not found else f"{text}, without {', '.join(missing)}"
+        mend = "Give its numbers: --device memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s"
+        raise ConfigError(Problem("--device", seen, f"one of {', '.join(DEVICES)}", mend))
+    return Device("a device of its own", **found)

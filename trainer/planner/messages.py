@@ -1,0 +1,175 @@
+"""What a rank says to others, in the order in which it says it: one line for each collective, send and receive."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
+from torch.distributed.pipelining import schedules
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+NAMES: Mapping[str, str] = {
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "allreduce_coalesced_": "all-reduce",
+    "all_reduce_coalesced": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_out": "all-gather",
+    "all_gather_into_tensor_coalesced": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced": "reduce-scatter",
+    "alltoall_": "all-to-all",
+    "alltoall_base_": "all-to-all",
+    "all_to_all_single": "all-to-all",
+    "shard_dim_alltoall": "all-to-all",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "send": "send",
+    "recv_": "receive",
+    "barrier": "barrier",
+}
+"""Operators of PyTorch that meet others -> the field's name. `size` is of the larger of what goes in and comes out."""
+LIBRARIES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+POINT_TO_POINT = ("send", "receive")
+BATCHES = ((dist, "batch_isend_irecv"), (schedules, "_batch_p2p"))
+"""Functions that send and receive several at once; PyTorch's schedules wait for all that the second one issued."""
+HERE = Path(__file__).parent
+PACKAGE = HERE.parent
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective, or one end of a point-to-point message."""
+
+    name: str
+    """The field's name: all-reduce, all-gather, ..., send, receive."""
+    group: tuple[int, ...]
+    """The ranks that meet; of a send or receive, this rank and its peer."""
+    dtype: torch.dtype | None
+    size: int
+    """Bytes of the whole: of what is reduced, or of what is gathered."""
+    phase: str
+    place: str
+    """Where in this package's code, `file:line function`."""
+    peer: int | None = None
+    """Of a send or receive."""
+    batch: int | None = None
+    """Sends and receives of a rank that are under way together have the same number; None: it is alone."""
+
+    @property
+    def sent(self) -> float:
+        """Bytes that this rank sends, where it is done in rings (Thakur et al., 2005; NCCL's `busbw`)."""
+        others = (len(self.group) - 1) / max(1, len(self.group))
+        if self.name == "all-reduce":
+            return 2 * others * self.size
+        return float(self.size) if self.name == "send" else 0.0 if self.name == "receive" else others * self.size
+
+
+@dataclass(eq=False)
+class Messages(TorchDispatchMode):
+    """Writes down what a rank says while it is entered."""
+
+    rank: int = 0
+    found: list[Message] = field(default_factory=list)
+    phase: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._batches = self._depth = 0
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Any:
+        for owner, name in BATCHES:
+            self._patches.enter_context(mock.patch.object(owner, name, self._batched(getattr(owner, name))))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def _batched(self, function: Any) -> Any:
+        """`function`, all that it sends and receives in one batch."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._batches += not self._depth
+            self._depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented
+        library, _, name = func._schema.name.partition("::")
+        output = func(*args, **(kwargs or {}))
+        if library in LIBRARIES and name in NAMES:
+            self._note(NAMES[name], args, output)
+        return output
+
+    def _note(self, name: str, args: Any, output: Any) -> None:
+        group = _group(args)
+        if len(group) == 1:
+            return
+        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        dtype = given[0].dtype if given else None
+        sizes = [sum(leaf.nbytes for leaf in leaves) for leaves in _sides(args, made)]
+        peer = None
+        if name in POINT_TO_POINT:
+            peer = group[int(args[2])]
+            group = tuple(sorted((self.rank, peer)))
+        batch = self._batches if peer is not None and self._depth else None
+        self.found.append(Message(name, group, dtype, max(sizes, default=0), self.phase, _place(), peer, batch))
+
+
+def _sides(args: Any, made: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors of each argument, and what comes back."""
+    return [[leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)] for value in args] + [made]
+
+
+def _group(args: Any) -> tuple[int, ...]:
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return tuple(dist.get_process_group_ranks(ProcessGroup.unbox(value)))
+            except (RuntimeError, TypeError):  # what is reduced how is such an object, too
+                continue
+    for value in reversed(args):
+        if isinstance(value, str):
+            try:
+                return tuple(dist.get_process_group_ranks(_resolve_process_group(value)))  # type: ignore[arg-type]
+            except (RuntimeError, ValueError):  # a word for the reduction
+                continue
+    return ()
+
+
+def _place() -> str:
+    frame: Any = sys._getframe(3)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(PACKAGE) and not path.is_relative_to(HERE):
+            return f"{path.relative_to(PACKAGE.parent)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""

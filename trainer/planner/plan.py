@@ -1,0 +1,344 @@
+"""The plan of a run: what each kind of rank takes and sends, and about how long a step takes.
+
+Ranks of one kind do the same: one is simulated for each place in the pipeline. Where blocks are all alike, a few are
+simulated at two depths, and the rest is a straight line through both; so is the number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from trainer.layout import AXES, Layout
+from trainer.models.spec import ModelSpec, flops_per_token
+from trainer.parallel.partition import block_ranges
+from trainer.planner.cluster import RESERVED, Cluster
+from trainer.planner.ledger import Peak
+from trainer.planner.messages import Message
+from trainer.planner.simulate import Subject, Trace, simulate_all
+
+STEADY = "step 2"
+"""The phase that all later steps are like."""
+FEW = 8
+"""Blocks of a stage up to which all of them are simulated."""
+
+LONG = 4
+"""Pipeline ranks from beyond which fewer of them, and of their micro-batches, are simulated."""
+
+ALL = 8
+"""Processes up to which each rank is asked whether it says what the others say."""
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank sends in a step, of one kind along one set of axes."""
+
+    name: str
+    """all-gather, reduce-scatter, all-reduce, send, ..."""
+    axes: Axes
+    """Along which the ranks that meet differ."""
+    ranks: int
+    """That meet."""
+    inside: bool
+    """Whether all of them stand in one node."""
+    count: float
+    size: float
+    """Bytes, in rings."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What all ranks of one kind do."""
+
+    name: str
+    rank: int
+    """The one that stands for them."""
+    peaks: tuple[Peak, ...]
+    sent: tuple[Sent, ...]
+
+    @property
+    def peak(self) -> Peak:
+        """The fullest moment."""
+        return max(self.peaks, key=lambda peak: peak.size)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take."""
+
+    subject: Subject
+    cluster: Cluster
+    roles: tuple[Role, ...]
+    sequence: int
+    """Tokens of a sample."""
+    simulated: Subject
+    """What `traces` are of: the same at the least depth."""
+    traces: tuple[Trace, ...]
+    """Of ranks that stand for all."""
+
+    @cached_property
+    def fullest(self) -> Role:
+        return max(self.roles, key=lambda role: role.peak.size)
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that tensors may take."""
+        return self.cluster.device.memory - RESERVED
+
+    @property
+    def needed(self) -> float:
+        """Bytes of tensors on the fullest device, as its allocator rounds them; what is offloaded is on the host."""
+        peak = self.fullest.peak
+        return peak.size + peak.rounding - self.on_host
+
+    @property
+    def on_host(self) -> float:
+        """Of the fullest moment, bytes on the host for each process."""
+        return sum(self.fullest.peak.by_kind.get(kind, 0) for kind in offloaded(self.subject))
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.room
+
+    @cached_property
+    def time(self) -> Time:
+        return time_of(self)
+
+
+@dataclass(frozen=True)
+class Time:
+    """A step's parts at the device's peaks, seconds: no step is faster, and a good one takes about twice as long."""
+
+    compute: float
+    """Matrix products at the peak, what is computed again included."""
+    bubble: float
+    """Of the pipeline: idle."""
+    inside: float
+    """Messages inside nodes, of the rank that sends most."""
+    between: float
+    """Messages between nodes."""
+    update: float
+    """The optimizer, at the memory's bandwidth."""
+
+    @property
+    def least(self) -> float:
+        """If all that is sent is hidden behind what is computed, where that is longer."""
+        return max(self.compute, self.inside, self.between) + self.bubble + self.update
+
+    @property
+    def most(self) -> float:
+        """If nothing is hidden."""
+        return self.compute + self.bubble + self.inside + self.between + self.update
+
+
+def offloaded(subject: Subject) -> tuple[str, ...]:
+    """The kinds of memory that are on the host: FSDP2 offloads all of a shard, DeepSpeed what it is told to."""
+    layout = subject.layout
+    if not layout.offloads:
+        return ()
+    if subject.engine_name != "deepspeed" or layout.offload_param != "none":
+        return ("weights", "gradients", "optimizer")
+    return ("optimizer",)
+
+
+def plan_of(make: Callable[[int | None, int], Subject], cluster: Cluster, sequence: int, *, asked: bool = True) -> Plan:
+    """Simulate a run.
+
+    `make(blocks, accumulation)` gives what is simulated: `blocks` of each stage, or all with None, and so many
+    micro-batches. Without `asked` the traces are of too few ranks to say whether they agree. Raises ConfigError for
+    what does not run on fake tensors.
+    """
+    full = make(None, 0)
+    layout, held = full.layout, blocks_held(full)
+    depths = depths_of(full, held)
+    micros = micro_batches_of(layout)
+    grid: list[Point] = [(depth, micro) for micro in micros for depth in (depths or (None,))]
+    subjects = {point: make(*point) for point in grid}
+    jobs = [(subjects[point], rank, point) for _, rank in representatives(layout) for point in grid]
+    traces = simulate_all([(subject, rank) for subject, rank, _ in jobs], cluster.devices)
+    found = {(rank, point): trace for (_, rank, point), trace in zip(jobs, traces, strict=True)}
+    roles = []
+    for name, rank in representatives(layout):
+        goal = held[layout_coordinates(layout, rank)["pipeline"]] / layout.stages_per_rank, layout.accumulation
+        points = {point: found[rank, point] for point in grid}
+        roles.append(Role(name, rank, _peaks(points, goal), tuple(_sent(points, goal, layout, cluster))))
+    small = subjects[grid[0]]
+    done = {rank: found[rank, grid[0]] for _, rank in representatives(layout)}
+    others = [rank for rank in witnesses(layout) if asked and rank not in done]
+    more = simulate_all([(small, rank) for rank in others], cluster.devices)
+    return Plan(full, cluster, tuple(roles), sequence, small, (*done.values(), *more))
+
+
+def representatives(layout: Layout) -> list[tuple[str, int]]:
+    """A rank for each kind: the first data and tensor rank, which has the largest shards, of each place."""
+    each = layout.replicate * layout.shard * layout.tensor
+    last = layout.pipeline - 1
+    if last == 0:
+        return [("each rank", 0)]
+    places = {0: "first stage", last: "last stage"}
+    if last > 1:
+        places[last // 2] = "a middle stage"
+    if 1 < last < LONG:
+        places[1] = "second stage"
+    return [(places[place], place * each) for place in sorted(places)]
+
+
+def witnesses(layout: Layout) -> list[int]:
+    """Ranks that are asked whether they say the same: all of a small layout, else the last on each other axis, too."""
+    if layout.world_size <= ALL:
+        return list(range(layout.world_size))
+    places = {"tensor": 1, "shard": layout.tensor, "replicate": layout.tensor * layout.shard}
+    ends = [(getattr(layout, axis) - 1) * stride for axis, stride in places.items()]
+    return [*(rank for _, rank in representatives(layout)), *dict.fromkeys(end for end in ends if end)]
+
+
+def layout_coordinates(layout: Layout, rank: int) -> dict[str, int]:
+    """Where a rank stands on each axis; the mesh is row-major, tensor innermost."""
+    found = {}
+    for axis in reversed(AXES):
+        rank, found[axis] = divmod(rank, getattr(layout, axis))
+    return found
+
+
+def blocks_held(subject: Subject) -> list[int]:
+    """Blocks of each pipeline rank."""
+    layout, spec = subject.layout, subject.spec
+    ranges = block_ranges(spec.build(), spec, layout.partition, layout.stages) if spec.blocks else [range(0)]
+    return [sum(len(ranges[stage]) for stage in layout.stages_of(place)) for place in range(layout.pipeline)]
+
+
+def depths_of(subject: Subject, held: Sequence[int]) -> list[int] | None:
+    """Two numbers of blocks a stage to draw the line through; None where all blocks are simulated."""
+    if subject.spec.shallow is None or max(held) <= FEW * subject.layout.stages_per_rank or not alike(subject.spec):
+        return None
+    step = subject.layout.recompute.every
+    few = 2 * step if subject.layout.pipeline > 1 else step * max(1, -(-4 // step))
+    return [few, few + step * max(1, -(-2 // step))]
+
+
+def alike(spec: ModelSpec) -> bool:
+    """Whether all blocks have the same parameters."""
+    model = spec.build()
+    shapes = [
+        sorted((name, tuple(p.shape), p.requires_grad) for name, p in model.get_submodule(block).named_parameters())
+        for block in spec.blocks
+    ]
+    return all(shape == shapes[0] for shape in shapes[1:])
+
+
+def micro_batches_of(layout: Layout) -> list[int]:
+    """One or two numbers of micro-batches: enough for a pipeline to be full, or for gradients to be added to.
+
+    Of a long pipeline one: what comes once for each micro-batch then grows with their number (`_sent`).
+    """
+    if layout.pipeline == 1:
+        enough, more = 2, 3
+    else:
+        enough, more = layout.stages, layout.stages + layout.pipeline
+    if layout.accumulation <= more:
+        return [layout.accumulation]
+    return [enough] if layout.pipeline > LONG and layout.schedule.name != "GPipe" else [enough, more]
+
+
+Point = tuple[int | None, int]
+
+
+def _peaks(points: Mapping[Point, Trace], goal: tuple[float, int]) -> tuple[Peak, ...]:
+    """Each phase's peak at the goal's depth and micro-batches."""
+    found = []
+    for peak in next(iter(points.values())).peaks:
+        at = {point: trace.peak(peak.phase) for point, trace in points.items()}
+        kinds, users = (
+            {name: round(_plane({p: read(found).get(name, 0) for p, found in at.items()}, goal)) for name in names}
+            for read, names in (
+                (lambda p: p.by_kind, dict.fromkeys(kind for p in at.values() for kind in p.by_kind)),
+                (lambda p: p.by_consumer, dict.fromkeys(user for p in at.values() for user in p.by_consumer)),
+            )
+        )
+        rounding = round(_plane({point: p.rounding for point, p in at.items()}, goal))
+        found.append(Peak(peak.phase, sum(kinds.values()), kinds, users, rounding))
+    return tuple(found)
+
+
+def _sent(points: Mapping[Point, Trace], goal: tuple[float, int], layout: Layout, cluster: Cluster) -> Iterator[Sent]:
+    totals = {point: _totals(trace.messages, layout, cluster) for point, trace in points.items()}
+    micros = {accumulation for _, accumulation in points}
+    few = min(micros)
+    for key in dict.fromkeys(key for total in totals.values() for key in total):
+        count, size = (_plane({p: total.get(key, (0, 0))[i] for p, total in totals.items()}, goal) for i in (0, 1))
+        if len(micros) == 1 and all(total.get(key, (0,))[0] % few == 0 for total in totals.values()):
+            count, size = count * goal[1] / few, size * goal[1] / few  # once, or so often, for each micro-batch
+        yield Sent(*key, count, size)
+
+
+def _totals(
+    messages: Iterable[Message], layout: Layout, cluster: Cluster
+) -> dict[tuple[str, Axes, int, bool], tuple[float, float]]:
+    counts: Counter[tuple[str, Axes, int, bool]] = Counter()
+    sizes: Counter[tuple[str, Axes, int, bool]] = Counter()
+    for message in messages:
+        if message.phase == STEADY and message.name != "receive":
+            inside = len({rank // cluster.devices for rank in message.group}) == 1
+            key = (message.name, axes_of(layout, message.group), len(message.group), inside)
+            counts[key] += 1
+            sizes[key] += message.sent  # type: ignore[assignment]
+    return {key: (counts[key], sizes[key]) for key in counts}
+
+
+def _plane(values: Mapping[Point, float], goal: tuple[float, int]) -> float:
+    """Straight lines in depth, and between them one in micro-batches."""
+    rows = {}
+    for accumulation in dict.fromkeys(a for _, a in values):
+        line = {depth: value for (depth, a), value in values.items() if a == accumulation}
+        rows[accumulation] = _straight(line, goal[0])
+    return max(0.0, _straight(rows, goal[1]))
+
+
+def _straight(values: Mapping[int | None, float] | Mapping[int, float], goal: float) -> float:
+    if len(values) == 1:
+        return next(iter(values.values()))
+    (low, first), (high, second) = sorted((d, v) for d, v in values.items() if d is not None)
+    return first + (second - first) * (goal - low) / (high - low)
+
+
+def axes_of(layout: Layout, group: Sequence[int]) -> Axes:
+    """The axes along which the ranks of a group differ."""
+    places = [layout_coordinates(layout, rank) for rank in (group[0], group[-1], *group[1:-1:7])]
+    return tuple(axis for axis in AXES if len({place[axis] for place in places}) > 1)
+
+
+def time_of(plan: Plan) -> Time:
+    """A roofline (Williams et al., 2009): FLOPs at the device's peak, bytes at its links' and memory's bandwidth."""
+    layout, spec, device = plan.subject.layout, plan.subject.spec, plan.cluster.device
+    tokens = layout.train_batch * plan.sequence
+    flops = flops_per_token(spec, plan.sequence) * tokens
+    if layout.recompute.mode in ("full", "every"):
+        flops *= 1 + 1 / (3 * layout.recompute.every)  # a third of a step is its forward pass
+    peak = device.peak if layout.precision != "float32" else device.peak / 2
+    compute = flops / layout.world_size / peak
+    rounds = layout.accumulation * layout.stages_per_rank
+    bubble = compute * (layout.pipeline - 1) / rounds if layout.pipeline > 1 else 0.0
+    inside, between = (
+        max(sum(s.size for s in role.sent if s.inside is where) for role in plan.roles) for where in (True, False)
+    )
+    state = sum(plan.fullest.peak.by_kind.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
+    return Time(compute, bubble, inside / device.link, between / device.network, 2 * state / device.bandwidth)
+
+
+def reduced(subject: Subject, spec: ModelSpec, blocks: int | None, accumulation: int) -> Subject:
+    """A subject with so many blocks a stage and micro-batches, in all else the same."""
+    layout = subject.layout
+    few = accumulation or layout.accumulation
+    samples = layout.micro_batch * few * layout.data_ranks
+    changed = replace(
+        layout,
+        accumulation=few,
+        train_batch=samples,
+        partition="uniform" if blocks is not None else layout.partition,
+    )
+    batches = {"train_batch_size": samples, "gradient_accumulation_steps": few}
+    return replace(subject, layout=changed, spec=spec, deepspeed={**subject.deepspeed, **batches})

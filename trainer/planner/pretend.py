@@ -1,0 +1,204 @@
+"""One rank of a cluster that is not there: PyTorch's fake process group and fake tensors, under the engines' own code.
+
+A tensor has a shape, a dtype and a storage's size, and no values. What is read on the host is a one, or True.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.distributed.ranks import Ranks
+from trainer.models.cut import StageBoundary, StageInput, cut, kept_for_the_head
+from trainer.models.spec import ModelSpec
+from trainer.parallel import gradients, mesh
+from trainer.planner.replicas_by_buckets import BucketedReplica
+
+T = TypeVar("T")
+aten = torch.ops.aten
+
+
+ONES: dict[tuple[bool, bool], Any] = {(True, False): 1.0, (False, False): 1, (False, True): True}
+"""By whether a dtype is floating, and whether it is bool."""
+
+
+class PretendRanks(Ranks):
+    """One rank, whose peers are all thought to say what it says."""
+
+    def on_host(self) -> Ranks:
+        return self
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+    def any_soon(self, value: bool) -> Callable[[], bool]:
+        return lambda: value
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        return real(work)()
+
+    def on_each(self, work: Callable[[], T]) -> list[T]:
+        return [real(work)()] * self.world_size
+
+    await_first = on_first
+    await_each = on_each
+
+
+def real(function: Callable[..., T]) -> Callable[..., T]:
+    """`function`, whose tensors have values."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **options: Any) -> T:
+        with unset_fake_temporarily():
+            return function(*arguments, **options)
+
+    return run
+
+
+@contextmanager
+def pretending(
+    rank: int, world_size: int, local_world_size: int, *, deepspeed: Callable[[], torch.Tensor] | None = None
+) -> Iterator[PretendRanks]:
+    """Be rank `rank` of `world_size`, with fake tensors. Raises RuntimeError where a process group is there already.
+
+    `deepspeed`, where that is the engine: an empty hidden state, as its pipeline receives it.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a process that is one of several can't pretend to be another")
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % local_world_size,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "LOCAL_SIZE": local_world_size,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 1,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()}))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        stack.callback(_forget)
+        for owner, name, value in _replacements(deepspeed):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_HostReads())
+        yield PretendRanks(rank, world_size)
+
+
+class _HostReads(TorchDispatchMode):
+    """Gives the host something where it reads a value that a fake tensor has not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return ONES[args[0].dtype.is_floating_point, args[0].dtype is torch.bool]
+        if func is aten.equal.default and isinstance(args[0], FakeTensor):
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+class _NoKernels:
+    """Stands for DeepSpeed's own kernels, which write in place and allocate nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tuple[Any, str, Any]]:
+    """What the host decides by values is told them: meshes are real, and objects come back as they were sent."""
+    for name in ("__init__", "__getitem__", "_flatten", "__hash__", "__eq__"):
+        yield DeviceMesh, name, real(getattr(DeviceMesh, name))
+    yield DeviceMesh, "mesh", property(real(vars(DeviceMesh)["mesh"].fget))
+    for function in (init_device_mesh, mesh.ranks_along, gradients.ends):
+        yield from _everywhere(function, real(function))
+    if deepspeed is not None:
+        yield from _in_deepspeed(deepspeed)
+    tables = _TiedTables()
+    yield from _everywhere(cut, tables.cut)
+    yield from _everywhere(gradients.on_both, tables.on_both)
+    yield from _everywhere(nn.parallel.DistributedDataParallel, BucketedReplica)
+    yield nn.Module, "_apply", _apply
+    yield dist, "all_gather_object", _all_gather_object
+    yield dist, "broadcast_object_list", lambda objects, *_, **__: None
+    yield dist, "barrier", lambda *_, **__: None
+
+
+class _TiedTables:
+    """Knows from how the model was cut what a pipeline's ends would tell each other: which tied tables both hold."""
+
+    def __init__(self) -> None:
+        self._both: set[str] = set()
+        self._plain = cut  # the name is replaced here, too
+
+    def cut(self, model: nn.Module, spec: ModelSpec, boundary: StageBoundary, blocks: range) -> StageInput:
+        kept = kept_for_the_head(spec, boundary)
+        self._both = {f"model.{owner}" for owner in spec.tied.values() if owner.rpartition(".")[0] in kept}
+        return self._plain(model, spec, boundary, blocks)
+
+    def on_both(self, pair: Any, names: Iterable[str]) -> list[str]:
+        return sorted(self._both & set(names)) if pair is not None else []
+
+
+def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str, Any]]:
+    from deepspeed.comm.torch import build_shm_op
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.utils import CheckOverflow, is_invalid_grad_norm
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    yield from _everywhere(build_shm_op, lambda: None)
+    yield from _everywhere(stage3.assert_ints_same_as_other_ranks, lambda found: None)
+    yield from _everywhere(is_invalid_grad_norm, lambda norm: False)
+    for kind in (stage3.DeepSpeedZeroOptimizer_Stage3, stage_1_and_2.DeepSpeedZeroOptimizer, CheckOverflow):
+        yield kind, "has_overflow", _never(kind.has_overflow)
+    yield CheckOverflow, "check_using_norm", _never(CheckOverflow.check_using_norm)
+    yield OpBuilder, "load", lambda *_, **__: _NoKernels()
+    # a stage is told by the one before what comes
+    yield PipelineEngine, "_recv_tensor_meta", lambda *_: hidden()
+    yield PipelineEngine, "_send_tensor_meta", lambda *_: None
+
+
+def _everywhere(function: Any, other: Any) -> Iterator[tuple[Any, str, Any]]:
+    """`function`, under each name that a module has for it."""
+    for module in list(sys.modules.values()):
+        names = [name for name, value in getattr(module, "__dict__", {}).items() if value is function]
+        yield from ((module, name, other) for name in names)
+
+
+def _never(function: Callable[..., Any]) -> Callable[..., bool]:
+    """`function`, which asks the others, with the answer no."""
+
+    def answer(*arguments: Any, **options: Any) -> bool:
+        function(*arguments, **options)
+        return False
+
+    return answer
+
+
+def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply` in place: that of PyTorch swaps fake tensors, which it can't where someone refers to them."""
+    for inner in module.modules() if recurse else [module]:
+        for tensor in (*inner._parameters.values(), *inner._buffers.values()):
+            if tensor is not None and (other := function(tensor.detach())) is not tensor:
+                tensor.data = other
+    return module
+
+
+def _all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+    found[:] = [value] * len(found)
+
+
+def _forget() -> None:
+    dist.destroy_process_group()

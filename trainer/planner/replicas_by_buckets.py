@@ -1,0 +1,85 @@
+"""DDP's memory and messages without its C++: gradients in buckets, each of which is reduced when it is full.
+
+As `torch/nn/parallel/distributed.py` and `torch/csrc/distributed/c10d/reducer.cpp` have it (Li et al., arXiv
+2006.15704, section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+FIRST_BUCKET = 1 << 20
+"""Bytes of the first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`), so that something is sent early."""
+
+
+class BucketedReplica(nn.Module):
+    """Stands for `DistributedDataParallel` where tensors have no values."""
+
+    def __init__(
+        self, module: nn.Module, *_: Any, gradient_as_bucket_view: bool = False, bucket_cap_mb: int = 25, **__: Any
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._views = gradient_as_bucket_view
+        self._syncs = True
+        learned = [p for p in module.parameters() if p.requires_grad]
+        self._buckets: list[torch.Tensor] = []
+        self._place: dict[nn.Parameter, tuple[int, int]] = {}
+        """Parameter -> its bucket, and where it begins in it."""
+        self._wanted: list[int] = []
+        for group in _divided(list(reversed(learned)), bucket_cap_mb << 20):
+            offset = 0
+            for parameter in group:
+                self._place[parameter] = (len(self._buckets), offset)
+                offset += parameter.numel()
+            self._buckets.append(torch.zeros(offset, dtype=group[0].dtype))
+            self._wanted.append(len(group))
+        self._missing = list(self._wanted)
+        for parameter in learned:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.module(*arguments)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._syncs = True
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        if not self._syncs:
+            return
+        index, offset = self._place[parameter]  # type: ignore[index]
+        view = self._buckets[index][offset : offset + parameter.numel()].view(parameter.shape)
+        assert parameter.grad is not None
+        view.copy_(parameter.grad)
+        if self._views:
+            parameter.grad = view
+        self._missing[index] -= 1
+        if self._missing[index] == 0:
+            dist.all_reduce(self._buckets[index])
+            self._missing[index] = self._wanted[index]
+
+
+def _divided(parameters: list[nn.Parameter], cap: int) -> Iterator[list[nn.Parameter]]:
+    """Parameters in groups of one dtype of about `cap` bytes, the first smaller."""
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        bucket: list[nn.Parameter] = []
+        limit = FIRST_BUCKET
+        for parameter in parameters:
+            if parameter.dtype is dtype:
+                bucket.append(parameter)
+                if sum(p.nbytes for p in bucket) >= limit:
+                    yield bucket
+                    bucket, limit = [], cap
+        if bucket:
+            yield bucket

@@ -1,0 +1,196 @@
+"""One rank of a run that is not there: its engine is built, takes steps and evaluates, and all is written down."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from trainer.engines import EngineKind, Job, Machine
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
+from trainer.models.spec import ModelSpec
+from trainer.optim.lr_schedules import LRSchedule
+from trainer.planner.ledger import BUILD, Ledger, Peak
+from trainer.planner.messages import Message, Messages
+from trainer.planner.pretend import pretending
+from trainer.tasks.task import Batch, Task, bare_name
+
+STEPS = 2
+"""Steps that are taken: optimizers make their state in the first, and from the second on all are alike."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned: all that an engine is built from but a machine."""
+
+    layout: Layout
+    engine_name: str
+    engine: EngineKind
+    spec: ModelSpec
+    task: Task
+    deepspeed: Mapping[str, Any]
+    undecayed: Mapping[str, int]
+    schedule: LRSchedule
+    batch: Callable[[int], Batch]
+    """A micro-batch of so many samples, of the length that is trained with; its values mean nothing."""
+
+    def hidden(self) -> torch.Tensor:
+        """A hidden state between two blocks, of a micro-batch."""
+        shape = self.task.hidden_shape(self.batch(self.layout.micro_batch), 1)
+        return torch.zeros(shape, dtype=getattr(torch, self.layout.precision))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank did."""
+
+    rank: int
+    peaks: tuple[Peak, ...]
+    """Of each phase, in order."""
+    messages: tuple[Message, ...]
+    """All that it said, in order."""
+
+    def peak(self, phase: str | None = None) -> Peak:
+        """The fullest moment of a phase, or of all."""
+        return max((p for p in self.peaks if phase in (None, p.phase)), key=lambda p: p.size)
+
+
+def simulate(subject: Subject, rank: int, local_world_size: int) -> Trace:
+    """What `rank` would do, one of `local_world_size` on its node. Raises as `simulate_all` does."""
+    return simulate_all([(subject, rank)], local_world_size)[0]
+
+
+def simulate_all(jobs: Sequence[tuple[Subject, int]], local_world_size: int) -> list[Trace]:
+    """What each rank would do, as many at once as there are cores.
+
+    Each in a process of its own: libraries keep what they have found out of groups and meshes for good. Raises
+    ConfigError with the reason where the engine's own code fails on fake tensors.
+    """
+    running: list[tuple[int, Any, Connection]] = []
+    found: dict[int, Trace] = {}
+    for index, (subject, rank) in enumerate(jobs):
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.get_context("fork").Process(
+            target=_simulate, args=(theirs, subject, rank, local_world_size), daemon=True
+        )
+        process.start()
+        theirs.close()
+        running.append((index, process, ours))
+        if len(running) == (os.cpu_count() or 1):
+            first = running.pop(0)
+            found[first[0]] = _answer(jobs[first[0]][1], *first[1:])
+    for index, process, ours in running:
+        found[index] = _answer(jobs[index][1], process, ours)
+    return [found[index] for index in range(len(jobs))]
+
+
+def _answer(rank: int, process: Any, pipe: Connection) -> Trace:
+    try:
+        trace, problem = pipe.recv()
+    except EOFError:
+        process.join()
+        trace, problem = None, f"the process that pretended to be it ended with {process.exitcode}"
+    process.join()
+    if trace is None:
+        raise ConfigError(Problem(f"rank {rank}", problem, "a model and a layout that run on fake tensors"))
+    return trace  # type: ignore[no-any-return]
+
+
+def _simulate(pipe: Connection, subject: Subject, rank: int, local_world_size: int) -> None:
+    """The rank's process: sends (trace, None) or (None, what went wrong)."""
+    torch.set_num_threads(1)  # those of the process that was forked are not here
+    gc.freeze()  # of what was there before nothing is ended here
+    layout, messages = subject.layout, Messages(rank)
+    try:
+        deepspeed = subject.hidden if subject.engine_name == "deepspeed" else None
+        with pretending(rank, layout.world_size, local_world_size, deepspeed=deepspeed) as ranks:
+            machine = Machine(torch.device("cpu"), ranks, local_world_size)
+            with messages:
+                ledger = recorded(subject, machine, lambda phase: setattr(messages, "phase", phase))
+        pipe.send((Trace(rank, tuple(ledger.peaks()), tuple(messages.found)), None))
+    except Exception as error:  # whatever an engine's or a model's own code raises
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        pipe.send((None, f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"[:600]))
+    finally:
+        pipe.close()
+        os._exit(0)  # nothing of the process that was forked is ended here
+
+
+def recorded(subject: Subject, machine: Machine, at: Callable[[str], None] = lambda phase: None) -> Ledger:
+    """The ledger of an engine that is built, takes `STEPS` steps and evaluates: of a real one or a pretended."""
+    layout = subject.layout
+    ledger = Ledger(vocabulary=subject.spec.language.vocabulary // (layout.tensor if layout.tensor > 1 else 1))
+
+    def begin(phase: str) -> None:
+        gc.collect()
+        ledger.begin(phase)
+        at(phase)
+
+    with ledger.open():
+        begin(BUILD)
+        job = Job(layout, subject.spec, subject.task, subject.deepspeed, 0, machine, subject.undecayed)
+        engine = subject.engine.build(job)
+        modules = engine.modules
+        _weights(ledger, modules)
+        with ledger.watching(modules), _optimizers(ledger, modules):
+            for step in range(STEPS):
+                begin(f"step {step + 1}")
+                batches = [subject.batch(layout.micro_batch) for _ in range(layout.accumulation)]
+                for batch in batches:
+                    for tensor in batch.values():
+                        ledger.of(tensor, "data", "the batch")
+                engine.step(step, batches, subject.schedule(step))
+            del batches, batch, tensor
+            begin("evaluation")
+            engine.evaluate([subject.batch(layout.micro_batch)])
+        begin("end")
+        engine.close()
+    return ledger
+
+
+def _weights(ledger: Ledger, modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            ledger.of(
+                getattr(tensor, "ds_tensor", tensor), "weights", bare_name(name)
+            )  # what DeepSpeed's ZeRO-3 keeps of it
+
+
+@contextmanager
+def _optimizers(ledger: Ledger, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Tells the ledger which tensors are gradients and optimizer state, whenever an optimizer steps."""
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                ledger.of(parameter.grad, "gradients", bare_name(name))
+        own = {parameter for module in modules for parameter in module.parameters()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in own:  # DeepSpeed's flat float32 copies
+                    ledger.of(parameter, "optimizer", "float32 copies")
+                    ledger.of(parameter.grad, "optimizer", "float32 copies")
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    ledger.of(value, "optimizer")
+
+    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,115 @@
+"""How pictures look, and what a section of the report is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from trainer.errors import printable
+
+INK, MUTED, GREY, LINE, PALE = "#27313b", "#6b7682", "#aab3bd", "#d5dae0", "#eef1f4"
+BLUE, TEAL, OCHRE, RED, VIOLET, SKY = "#2f5f96", "#3b8f83", "#cf9434", "#b4493c", "#7767a5", "#8db4d9"
+COLOURS = (BLUE, TEAL, OCHRE, VIOLET, SKY, "#a3b86c", "#c98a9b", MUTED)
+WIDTH, DPI = 9.6, 150
+FEW = 60
+"""Points up to which each of them is marked."""
+STYLE: Any = {
+    "font.family": "DejaVu Sans", "font.size": 9.0, "text.color": INK, "text.parse_math": False,
+    "axes.edgecolor": LINE, "axes.labelcolor": MUTED, "axes.linewidth": 0.8, "axes.axisbelow": True,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.color": PALE, "grid.linewidth": 0.8, "xtick.color": MUTED, "ytick.color": MUTED,
+    "xtick.labelsize": 8.0, "ytick.labelsize": 8.0, "legend.frameon": False, "legend.fontsize": 8.5,
+    "lines.linewidth": 1.6, "lines.markersize": 3.5, "lines.solid_capstyle": "round", "agg.path.chunksize": 20000,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page; without a figure, `text` says why there is none."""
+
+    key: str
+    """The name of its PNG."""
+    title: str
+    text: str
+    figure: Figure | None = None
+    table: Sequence[Sequence[str]] = ()
+    """Rows of cells, the first being the head."""
+
+
+def drawing() -> AbstractContextManager[None]:
+    """Within it, what is drawn looks as it does here."""
+    return matplotlib.rc_context(STYLE)
+
+
+def figure(height: float, rows: int = 1, **more: Any) -> tuple[Figure, list[Axes]]:
+    """An empty one of the report's width, and its axes from the top; heights and widths are in inches."""
+    made = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained", facecolor="white")
+    FigureCanvasAgg(made)
+    return made, list(made.subplots(rows, squeeze=False, **more).flat)
+
+
+def png(made: Figure) -> bytes:
+    with BytesIO() as file, drawing():
+        made.savefig(file, format="png", dpi=DPI)
+        return file.getvalue()
+
+
+def legend_above(axes: Axes, columns: int = 6) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        more: dict[str, Any] = {"borderaxespad": 0.2, "handlelength": 1.4, "columnspacing": 1.6}
+        axes.legend(handles, labels, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1), **more)
+
+
+def split_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], columns: int) -> None:
+    """A bar for each name, divided in proportion to its parts; those of 7 % and more say it."""
+    named: set[str] = set()
+    for row, parts in enumerate(bars.values()):
+        left, total = 0.0, sum(parts.values()) or 1.0
+        for name in (name for name in colours if name in parts):
+            share = parts[name] / total
+            axes.barh(row, share, left=left, height=0.66, color=colours[name], label="_" if name in named else name)
+            named.add(name)
+            if share >= 0.07:
+                middle = left + share / 2
+                axes.text(middle, row, f"{share:.0%}", ha="center", va="center", color="white", fontsize=8)
+            left += share
+    bare(axes)
+    axes.set(xlim=(0, 1), ylim=(len(bars) - 0.5, -0.5), yticks=range(len(bars)), yticklabels=list(bars))
+    axes.tick_params(length=0)
+    legend_above(axes, columns)
+
+
+def bare(axes: Axes) -> None:
+    """No grid, no frame, no ticks."""
+    axes.grid(False)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+
+
+def over_steps(axes: Axes, last: float, label: bool = True) -> None:
+    """The x axis of a curve over steps, from the start of the run to `last`."""
+    axes.set_xlim(0, max(last * 1.02, 1.5))
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.margins(y=0.12)
+    if label:
+        axes.set_xlabel("step")
+
+
+def marker(points: int) -> str:
+    return "o" if points <= FEW else ""
+
+
+def shown(text: str, most: int = 48) -> str:
+    """Somebody's name for something, fit for a picture."""
+    line = printable(text).replace("\n", " ")
+    return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -1,0 +1,245 @@
+"""What the loop calls: metrics, evaluation, saves, and the question whether to stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from trainer import checkpoint
+from trainer.data.images import ImageData
+from trainer.data.loader import StepBatches
+from trainer.data.prepare import Data
+from trainer.distributed.ranks import Ranks
+from trainer.engines import Engine, Machine, Metrics
+from trainer.errors import printable
+from trainer.models.spec import ModelSpec, given_tensors, stored
+from trainer.optim.lr_schedules import Update
+from trainer.run import describe
+from trainer.run.evaluate import continuation, held_out_loss, together
+from trainer.run.loop import Hooks
+from trainer.run.metrics import Meter
+from trainer.run.numerics import Skipped
+from trainer.run.prepare import Prepared
+from trainer.run.signals import NoSignals, StopSignals
+from trainer.state import RunState, StateTensor
+from trainer.tasks.causal_lm import CausalLM
+from trainer.trackers import Evaluation, Record, SampleLog, Tracker
+
+MERGED = "final-merged"
+SLOW = 0.1
+"""Share of the time spent waiting for data from which on a person is told."""
+SIGN_SECONDS = 60.0
+SLOW_DISK = 50e6
+"""Bytes a second: a save may take as long without a sign of life."""
+Saver = Callable[[Sequence[StateTensor], Callable[[Sequence[StateTensor], Ranks], None]], None]
+"""Has state tensors written by what is given, with the ranks to agree with: at once, or beside the training."""
+
+
+def hooks_of(
+    prepared: Prepared,
+    machine: Machine,
+    folder: Path,
+    engine: Engine,
+    meter: Meter,
+    trackers: Sequence[Tracker],
+    console: Console,
+    saver: Saver,
+    signals: StopSignals | NoSignals,
+    patience: Patience,
+    watchers: Sequence[Callable[[str, int], None]] = (),
+) -> Hooks:
+    """What the loop calls on every rank; only rank 0 has trackers. `watchers` are told what `Hooks.at` is."""
+    section, ranks, layout = prepared.config.trainer, machine.ranks, prepared.layout
+    directory = folder / "checkpoints"
+    samples = SampleLog(folder / "logs", ranks.rank) if section.log.sample_ids else None
+
+    skipped = Skipped(ranks, watching=layout.precision != "float16")
+    held_out: dict[int, float] = {}
+    waiting = SlowData(prepared)
+
+    def log(state: RunState, metrics: Metrics, update: Update) -> None:
+        machine.signs.close()
+        for line in skipped.lines():
+            say(console, line)
+        by_source = losses_by_source(prepared, metrics, machine)
+        record = meter.record(replace(state, engine=engine.scalars()), metrics, update, skipped.total)
+        record = replace(record, by_source=by_source)
+        for tracker in trackers:
+            tracker.record(record)
+        for line in waiting.lines(record):
+            say(console, line)
+
+    def evaluate(state: RunState) -> bool:
+        machine.signs.close()
+        limit, data_rank = section.evaluation.samples, layout.data_rank(ranks.rank)
+        by_source = {
+            name: held_out_loss(
+                engine,
+                source,
+                prepared.task,
+                layout,
+                limit,
+                data_rank,
+                machine.device,
+                prepared.workers,
+                machine.watch.moves,
+            )
+            for name, source in prepared.data.evaluations.items()
+        }
+        if not by_source:
+            return False
+        found = together(list(by_source.values()))
+        if math.isfinite(found.loss):
+            held_out[state.step] = found.loss
+        losses = {name: one.loss for name, one in by_source.items() if name}
+        more = {"perplexity": math.exp(min(found.loss, 700.0))} if prepared.tokenizer is not None else {}
+        for tracker in trackers:
+            tracker.evaluation(
+                Evaluation(state.step, found.loss, found.targets, **found.measures, **more, by_source=losses)
+            )
+        return patience.ends(state.step, found.loss)
+
+    def save(state: RunState) -> None:
+        machine.watch.moves(saved_bytes(prepared) / SLOW_DISK)
+        position = replace(state, engine=engine.scalars())
+        description = {**describe.run_description(prepared), "evaluation_loss": held_out.get(state.step)}
+
+        def write(entries: Sequence[StateTensor], agreeing: Ranks) -> None:
+            files, dtype = partial(write_model_files, prepared), stored_dtype(prepared)
+            checkpoint.save(directory, position, entries, description, files, agreeing, dtype, prepared.spec.stem)
+            keep = section.checkpoint
+            agreeing.on_first(lambda: checkpoint.prune(directory, keep.keep_last, keep.keep_best))
+
+        saver(stored(prepared.spec, engine.state_tensors()), write)
+
+    def seen(batches: StepBatches, metrics: Metrics) -> None:
+        skipped.seen(batches, metrics)
+        if samples is not None:
+            samples.write(batches.step, [int(i) for part in batches.ids for i in part])
+
+    on_host = ranks.on_host()
+    spoken = SignOfLife(console, prepared.steps)
+
+    def at(phase: str, step: int) -> None:
+        machine.watch.at(phase, step)
+        if phase == "training":
+            machine.signs.at(f"making step {step}")
+        spoken.at(phase, step)
+        for told in watchers:
+            told(phase, step)
+
+    return Hooks(log, evaluate, save, seen, lambda: on_host.any_soon(signals.received), at)
+
+
+def losses_by_source(prepared: Prepared, metrics: Metrics, machine: Machine) -> dict[str, float] | None:
+    """Since the last time, of sources that had a target; None unless asked for. Comes before the loss. Collective."""
+    task, data = prepared.task, prepared.data
+    if not isinstance(task, CausalLM) or task.by_source is None or not isinstance(data, Data):
+        return None
+    losses, targets = task.by_source.take(metrics.group, machine.device).tolist()
+    found = zip(data.shares, losses, targets, strict=True)
+    return {share.label: loss / count for share, loss, count in found if count}
+
+
+class Patience:
+    """Ends a run after so many evaluations in a row without a lower held-out loss (`trainer.evaluation.patience`).
+
+    A resumed run counts anew.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._lowest, self._at, self._since = math.inf, 0, 0
+
+    def ends(self, step: int, loss: float) -> bool:
+        """Whether this evaluation was one too many. The same on every rank, as the loss is."""
+        if loss < self._lowest:
+            self._lowest, self._at, self._since = loss, step, 0
+        else:
+            self._since += 1
+        return self.line is not None
+
+    @property
+    def line(self) -> str | None:
+        """Once it has ended the run: why, for a person."""
+        if self._limit is None or self._since < self._limit:
+            return None
+        lowest = f"the lowest was {self._lowest:.4g}, after step {self._at}"
+        return f"stopped: the held-out loss has not fallen in {self._since} evaluations; {lowest}"
+
+
+def saved_bytes(prepared: Prepared) -> int:
+    """Of a checkpoint: weights, and of what is learned float32 masters and two moments."""
+    weights = prepared.learned if prepared.spec.unsaved else prepared.spec.parameters
+    return 4 * weights + 12 * prepared.learned
+
+
+class SignOfLife:
+    """Where lines of progress are far apart, one a minute that says which step is made."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console, self._steps, self._spoken = console, steps, time.monotonic()
+
+    def at(self, phase: str, step: int) -> None:
+        now = time.monotonic()
+        if phase == "training" and now - self._spoken > SIGN_SECONDS:
+            self._spoken = now
+            say(self._console, f"step {step}/{self._steps} is made")
+        elif phase in ("logging", "evaluating"):
+            self._spoken = now
+
+
+class SlowData:
+    """Says once that the device waits for data, and what would help."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        images = isinstance(prepared.data, ImageData)
+        self._mend = f"; raise trainer.images.workers (now {prepared.workers})" if images else ""
+        self._logged, self._told = 0, False
+
+    def lines(self, record: Record) -> Iterator[str]:
+        self._logged += 1
+        if record.data_wait > SLOW and self._logged > 1 and not self._told:  # the first steps wait for the start
+            self._told = True
+            yield (
+                f"note: {record.data_wait:.0%} of the time goes by waiting for data: the loader is slower than the "
+                f"device{self._mend}"
+            )
+
+
+def stored_dtype(prepared: Prepared) -> torch.dtype | None:
+    name = prepared.config.trainer.checkpoint.dtype
+    return getattr(torch, name) if name else None
+
+
+def write_model_files(prepared: Prepared, target: Path) -> None:
+    prepared.spec.save_config(target, stored_dtype(prepared))
+    if prepared.tokenizer is not None:
+        prepared.tokenizer.save_pretrained(target)
+
+
+def export_merged(prepared: Prepared, merged: ModelSpec, folder: Path, ranks: Ranks) -> None:
+    """Write the base with the adapter added into it as a Hugging Face model folder. Collective."""
+    files = partial(write_model_files, replace(prepared, spec=merged))
+    checkpoint.export(folder, given_tensors(merged, ranks), files, ranks, stored_dtype(prepared))
+
+
+def finish(prepared: Prepared, folder: Path, console: Console) -> None:
+    wanted = prepared.config.trainer.generate
+    if wanted.prompt is not None and prepared.tokenizer is not None:
+        text = continuation(folder / "final", prepared.tokenizer, wanted.prompt, wanted.tokens, seed=0)
+        say(console, describe.framed_sample(text))
+    say(console, f"done: {folder / 'final'} opens with {prepared.spec.opens}")
+    if prepared.spec.merged is not None:
+        say(console, f"merged: {folder / MERGED} opens with AutoModelForCausalLM.from_pretrained")
+
+
+def say(console: Console, line: str) -> None:
+    console.print(printable(line), markup=False, soft_wrap=True)

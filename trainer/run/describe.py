@@ -1,0 +1,215 @@
+"""A run in words and files: the plan that is printed, and what is saved beside the results."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from trainer.config import origin_table
+from trainer.config.grammar import show
+from trainer.data.images import ImageData
+from trainer.data.order import sample_ids
+from trainer.data.prepare import Data
+from trainer.data.preview import preview
+from trainer.engines import ENGINES, Machine
+from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
+from trainer.models.spec import flops_per_token
+from trainer.optim.support import ROWS, No
+from trainer.run.prepare import Prepared
+from trainer.state import VERSION
+from trainer.storage import disk_errors, replace_file
+
+PREVIEWED = 4000
+"""Characters of a run of tokens, at most."""
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
+
+
+def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
+    """What is about to happen, a line each; `in_full` adds every resolved value, the whole config and samples."""
+    config, spec, data = prepared.config, prepared.spec, prepared.data
+    section = config.trainer
+    samples = prepared.steps * prepared.layout.train_batch
+    yield f"layout  {prepared.layout.describe()} (engine {prepared.engine_name})"
+    yield f"model   {spec.name}: {spec.parameters / 1e6:,.1f} M parameters, {len(spec.blocks)} blocks"
+    yield f"data    {data.describe()}"
+    if isinstance(data, Data):
+        yield from (f"source  {line}" for line in data.lines())
+    if isinstance(data, ImageData):
+        whose = f"{prepared.workers} workers on each rank" if prepared.workers else "a thread on each rank"
+        yield from (f"images  {line}" for line in (*data.lines(), f"loaded by {whose}"))
+    epochs = samples / len(data.train)
+    yield f"plan    {prepared.steps:,} steps, {samples:,} samples ({epochs:.2f} epochs){_tokens(prepared, samples)}"
+    yield f"update  {_update_line(prepared)}"
+    for note in (*prepared.model_notes, *config.notes):
+        yield f"note    {note}"
+    if not in_full:
+        return
+    yield "resolved values"
+    for key, value, origin in origin_table(config):
+        yield f"  {key} = {value}  <- {origin}"
+    yield "config"
+    yield json.dumps(resolved(prepared), indent=2)
+    if prepared.tokenizer is not None:
+        yield "samples"
+        yield preview(data.train, prepared.tokenizer)
+    held = [f"{len(source)}{name and f' of {name}'}" for name, source in data.evaluations.items()]
+    yield f"evaluation: {' and '.join(held) or 0} held-out samples, seed {section.seed}"
+
+
+def preview_lines(prepared: Prepared, count: int) -> Iterator[str]:
+    """The data, and its first `count` samples in the order of the training."""
+    data, seed = prepared.data, prepared.config.trainer.seed
+    yield f"data    {data.describe()}"
+    if not isinstance(data, Data):
+        return
+    yield from (f"source  {line}" for line in data.lines())
+    numbers = sample_ids(seed, 0, min(count, len(data.train)), len(data.train))
+    yield from preview(data.train, prepared.tokenizer, numbers.tolist(), width=PREVIEWED, in_full=True).splitlines()
+
+
+def _tokens(prepared: Prepared, samples: int) -> str:
+    """What the plan's line says of a language model."""
+    if prepared.tokenizer is None:
+        return ""
+    sequence = prepared.config.trainer.data.sequence_length
+    flops = flops_per_token(prepared.spec, sequence)
+    return f", at most {samples * sequence / 1e6:,.1f} M tokens, {flops / 1e6:,.0f} MFLOP a token"
+
+
+def unit(prepared: Prepared) -> str:
+    """What rates count, in short."""
+    return "img" if isinstance(prepared.data, ImageData) else "tok"
+
+
+def _update_line(prepared: Prepared) -> str:
+    optimizer, whole = prepared.config.optimizer, prepared.spec.parameters
+    if not (decay := optimizer.params["weight_decay"]):
+        return f"{optimizer.type} without weight decay"
+    excludes = show(prepared.config.trainer.weight_decay_excludes)
+    decayed = f"{prepared.learned - sum(prepared.undecayed.values()):,} of {whole:,} parameters"
+    return f"{optimizer.type}, weight decay {decay:g} on {decayed} (trainer.weight_decay_excludes: {excludes})"
+
+
+def resolved(prepared: Prepared) -> dict[str, Any]:
+    """The whole config with nothing left to resolve; itself a config that starts the same run."""
+    return {**prepared.config.settings, "trainer": prepared.config.trainer.model_dump()}
+
+
+def run_description(prepared: Prepared) -> dict[str, Any]:
+    """What `trainer.json` of a checkpoint says beside the position."""
+    return {
+        "seed": prepared.config.trainer.seed,
+        "engine": prepared.engine_name,
+        "layout": asdict(prepared.layout),
+        "config": resolved(prepared),
+        "data": {"fingerprint": prepared.data.fingerprint, **prepared.data.description()},
+        "model": prepared.spec.config,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"meshloom": VERSION, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write(folder: Path, prepared: Prepared, machine: Machine, overrides: Sequence[str]) -> None:
+    """`environment.json` and `config.json` of a run folder."""
+    environment = {
+        "versions": versions(),
+        "engine": prepared.engine_name,
+        "layout": asdict(prepared.layout),
+        "device": machine.device.type,
+        "platform": platform.platform(),
+        "command": sys.argv,
+        "config": str(prepared.config.path),
+        "overrides": list(overrides),
+        "request": prepared.config.raw,
+    }
+    _write_json(folder / "environment.json", environment)
+    _write_json(folder / "config.json", resolved(prepared))
+
+
+def framed_sample(text: str) -> str:
+    return "sample  " + "\n        ".join(text.splitlines())
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with disk_errors(path):
+        replace_file(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+# layout -> what a Layout needs beside the sizes of one that is plain
+_OFFERED: dict[str, dict[str, Any]] = {
+    "DDP (ZeRO-0)": {"replicate": 4},
+    "ZeRO-1": {"shard": 4, "zero_stage": 1},
+    "ZeRO-2": {"shard": 4, "zero_stage": 2},
+    "ZeRO-3": {"shard": 4, "zero_stage": 3},
+    "ZeRO-2, optimizer on the CPU": {"shard": 4, "zero_stage": 2, "offload_optimizer": "cpu"},
+    "ZeRO-3, all on the CPU": {"shard": 4, "zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+    "HSDP": {"replicate": 2, "shard": 2, "zero_stage": 3},
+    "pipeline": {"pipeline": 2, "replicate": 2},
+    "pipeline x ZeRO-1": {"pipeline": 2, "shard": 2, "zero_stage": 1},
+    "pipeline x ZeRO-2": {"pipeline": 2, "shard": 2, "zero_stage": 2},
+    "pipeline x ZeRO-3": {"pipeline": 2, "shard": 2, "zero_stage": 3},
+    "pipeline x HSDP": {"pipeline": 2, "replicate": 2, "shard": 2, "zero_stage": 3},
+    "zero-bubble pipeline x ZeRO-3": {
+        "pipeline": 2,
+        "shard": 2,
+        "zero_stage": 3,
+        "schedule": PIPELINE_SCHEDULES["ZBVZeroBubble"],
+    },
+    "tensor parallel": {"tensor": 2, "replicate": 2},
+    "tensor parallel x ZeRO-2": {"tensor": 2, "shard": 2, "zero_stage": 2},
+    "tensor parallel x ZeRO-3": {"tensor": 2, "shard": 2, "zero_stage": 3},
+    "pipeline x tensor parallel x ZeRO-2": {"pipeline": 2, "tensor": 2, "shard": 2, "zero_stage": 2},
+}
+
+
+def layout_table() -> str:
+    """Which engine runs which layout, as Markdown, from the engines' own refusals."""
+    lines = ["| layout | " + " | ".join(f"`{name}`" for name in ENGINES) + " |", "| --- |" + " --- |" * len(ENGINES)]
+    reasons: dict[str, int] = {}
+    for name, given in _OFFERED.items():
+        layout = _plain_layout(given)
+        cells = [
+            f"no [{reasons.setdefault(reason, len(reasons) + 1)}]" if (reason := kind.refusal(layout)) else "yes"
+            for kind in ENGINES.values()
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])
+
+
+def optimizer_table() -> str:
+    """What each engine makes of each optimizer, as Markdown."""
+    lines = [
+        "| optimizer | `mesh`, `accelerate` | `deepspeed` | `deepspeed`, optimizer on the host |",
+        "| --- " * 4 + "|",
+    ]
+    for name, row in ROWS.items():
+        entries = (row.torch, row.deepspeed, row.offloaded)
+        lines.append(
+            " | ".join([f"| {name}", *(f"no: {e}" if isinstance(e, No) else f"`{e}`" for e in entries)]) + " |"
+        )
+    return "\n".join(lines)
+
+
+def _plain_layout(given: dict[str, Any]) -> Layout:
+    sizes: dict[str, Any] = dict.fromkeys((*AXES, "micro_batch"), 1)
+    sizes |= {"zero_stage": 0, "offload_optimizer": "none", "offload_param": "none", "precision": "float32", **given}
+    ranks, accumulation = sizes["replicate"] * sizes["shard"], 2 * sizes["pipeline"]
+    world_size, train_batch = ranks * sizes["pipeline"] * sizes["tensor"], accumulation * ranks
+    return Layout(
+        **sizes, world_size=world_size, accumulation=accumulation, train_batch=train_batch, recompute=Recompute()
+    )

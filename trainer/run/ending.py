@@ -1,0 +1,147 @@
+"""How a run ends that does not end well: one of its ranks says it, the one that failed first."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from trainer.config import Config
+from trainer.distributed.ranks import Ranks
+from trainer.distributed.stall import who
+from trainer.distributed.watch import Watch
+from trainer.errors import MeshloomError, Stalled, printable
+from trainer.run import status
+from trainer.run.notes import Notes
+from trainer.run.world import World
+
+OTHERS_SECONDS = 4.0
+"""How long a rank that lost its connection waits for the one that knows why."""
+FOLLOWS = re.compile(
+    r"^rank \d+ failed:|closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|aborted)|timed out|"
+    r"wait timeout|pair closure|NCCL|store of the ranks is gone|failed to (recv|send)|socket",
+    re.IGNORECASE,
+)
+"""What the libraries say where another rank is gone."""
+
+
+class Ending:
+    def __init__(
+        self, world: World, terminal: TextIO, notes: Notes | None, hush: Callable[[], object] = lambda: None
+    ) -> None:
+        """`hush` ends what else is shown on the terminal."""
+        self._world, self._terminal, self._notes, self._hush = world, terminal, notes, hush
+        self.watch: Watch | None = None
+        self.told: Told | None = None
+        self.log: Path | None = None
+
+    def after(self, error: BaseException) -> int:
+        """Say it, or leave it to another rank; returns the exit code."""
+        if isinstance(error, MeshloomError):
+            self.tell(error.render(), error.exit_code, shared=error.shared)
+            return self.end(error.exit_code)
+        where = f"; the whole trace is in {self.log}" if self.log else "\n" + "".join(traceback.format_exception(error))
+        at = f", {self.watch.place}" if self.watch else ""
+        place = f"rank {self._world.rank} on {socket.gethostname()}{at}"
+        said = f"{type(error).__name__}: {error}"
+        code, follows = MeshloomError.exit_code, bool(FOLLOWS.search(str(error)))
+        self.tell(f"internal error ({place}): {said}{where}", code, follows=follows)
+        return self.end(code)
+
+    def end(self, code: int) -> int:
+        """Left in the run's folder, for who asks later."""
+        self._hush()
+        if self.watch is not None:
+            self.watch.close()
+            if self.told is not None:
+                with suppress(OSError):
+                    self.told({**self.watch.status(), "ended": code})
+        return code
+
+    def tell(self, text: str, code: int, shared: bool = False, follows: bool = False) -> None:
+        """`code`: with which it exits; `shared`: all ranks say it; `follows`: another one's end is behind it."""
+        text = printable(text)
+        self._hush()
+        if self._notes is not None and self.watch is not None:
+            self._notes.write_place(self._world.rank, self.watch.place)
+        if self._notes is not None and self._notes.write_end(self._world.rank, text, code, follows):
+            return  # the launcher, which knows how the others ended, says it
+        if shared or self._world.world_size == 1:
+            if self._world.rank == 0:
+                self._print(text)
+        elif self.watch is None:  # they have not met
+            if self._world.rank != 0:
+                time.sleep(OTHERS_SECONDS)
+            self._print(f"rank {self._world.rank}: {text}" if self._world.rank else text)
+        elif follows:
+            self._tell_who_is_gone(self.watch, text)
+        elif self.watch.fails_first():
+            self._print(text)
+            if self._world.rank == 0:  # the store goes with it, and with the store that it has spoken
+                time.sleep(OTHERS_SECONDS / 2)
+
+    def _tell_who_is_gone(self, watch: Watch, text: str) -> None:
+        deadline = time.monotonic() + OTHERS_SECONDS
+        gone = watch.gone()
+        while not gone and not watch.somebody_failed() and time.monotonic() < deadline:
+            time.sleep(0.2)
+            gone = watch.gone()
+        if watch.fails_first():
+            lost = f"{who(gone)} is gone, at {gone[0].place}: it was killed, or left without a word\n  " if gone else ""
+            self._print(f"{lost}{text}")
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._terminal, flush=True)
+
+    def stalled(self, lines: Sequence[str]) -> None:
+        """The run stands still: a thread says so, and the process ends after that."""
+        text = "\n".join([f"{Stalled.kind}: {lines[0]}", *lines[1:], "  run the same command again to go on"])
+        self.tell(text, Stalled.exit_code)
+        faulthandler.dump_traceback(all_threads=True)  # into the log
+        if self.log is not None:
+            write_flight_record(self.log.with_name(f"nccl-rank-{self._world.rank}.pickle"))
+        self.end(Stalled.exit_code)
+
+
+def write_flight_record(path: Path) -> None:
+    """What NCCL's collectives of this process were, where PyTorch recorded them (TORCH_FR_BUFFER_SIZE)."""
+    import torch.distributed as dist
+    from torch._C import _distributed_c10d
+
+    with suppress(Exception):  # it is the end of the run anyway
+        if dist.get_backend() == "nccl":
+            path.write_bytes(_distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank's watcher says each second, where others look for it."""
+
+    folder: Path | None
+    """Of the run, on its first rank."""
+    notes: Notes | None
+    rank: int
+
+    def __call__(self, seen: Mapping[str, Any]) -> None:
+        if self.folder is not None:
+            status.write(self.folder, seen)
+        if self.notes is not None:
+            self.notes.write_place(self.rank, str(seen["place"]))
+
+
+def watched(config: Config, ranks: Ranks, stalled: Callable[[list[str]], None]) -> Watch:
+    """Begins to watch this process and, on its first rank, the run; one is told what stands still. Collective."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store() if dist.is_initialized() and ranks.world_size > 1 else None
+    processes = ranks.gather((socket.gethostname(), os.getpid()))
+    return Watch(ranks.rank, processes, store, config.trainer.patience, stalled, Stalled.exit_code)

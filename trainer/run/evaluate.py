@@ -1,0 +1,87 @@
+"""How good the model is: held-out loss, and a sample that a person can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from trainer.data.loader import evaluation_batches
+from trainer.data.source import Source
+from trainer.engines.engine import Engine
+from trainer.layout import Layout
+from trainer.tasks.task import Batch, Task
+
+
+class HeldOut(NamedTuple):
+    """Over the targets of held-out samples."""
+
+    loss: float
+    """Nats per target, a mean."""
+    targets: int
+    measures: dict[str, float]
+    """What the task counts beside it, as shares of the targets."""
+
+
+def held_out_loss(
+    engine: Engine,
+    source: Source,
+    task: Task,
+    layout: Layout,
+    samples: int,
+    data_rank: int,
+    device: torch.device,
+    workers: int = 0,
+    moves: Callable[[], None] = lambda: None,
+) -> HeldOut:
+    """How good the model is on the first `samples` held-out samples; `moves` is told of each batch. Collective."""
+    batches = evaluation_batches(
+        source,
+        task.collate,
+        task.blank,
+        limit=samples,
+        micro_batch=layout.micro_batch,
+        data_ranks=layout.data_ranks,
+        data_rank=data_rank,
+        device=device,
+        workers=workers,
+    )
+    sums, targets = engine.evaluate(_told(batches, moves))
+    loss, *measures = (sums / targets).tolist()
+    return HeldOut(loss, int(targets), dict(zip(task.measures, measures, strict=True)))
+
+
+def _told(batches: Iterable[Batch], moves: Callable[[], None]) -> Iterator[Batch]:
+    for batch in batches:
+        moves()
+        yield batch
+
+
+def together(found: Sequence[HeldOut]) -> HeldOut:
+    """Of all their targets."""
+    targets = sum(one.targets for one in found)
+    mean = lambda values: sum(v * one.targets for v, one in zip(values, found, strict=True)) / targets  # noqa: E731
+    measures = {name: mean([one.measures[name] for one in found]) for name in found[0].measures}
+    return HeldOut(mean([one.loss for one in found]), targets, measures)
+
+
+def continuation(folder: Path, tokenizer: Any, prompt: str, tokens: int, seed: int) -> str:
+    """What the model in `folder`, opened as any Hugging Face model, writes after `prompt` (at temperature 0.8)."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        written = model.generate(
+            **inputs,
+            max_new_tokens=tokens,
+            do_sample=True,
+            temperature=0.8,
+            top_k=50,
+            pad_token_id=tokenizer.eos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    return str(tokenizer.decode(written[0], skip_special_tokens=True))

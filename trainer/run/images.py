@@ -1,0 +1,110 @@
+"""What an image classification run trains: a classifier, by name or handed in, on labelled images."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config import TrainerSection
+from trainer.data.images import ImageData, open_images
+from trainer.distributed.ranks import Ranks
+from trainer.engines import Machine
+from trainer.errors import ConfigError, DataError, Problem
+from trainer.layout import Layout
+from trainer.models import classifiers, module
+from trainer.models.classifiers import Classifier, Images
+from trainer.models.spec import ModelSpec
+from trainer.tasks.image_classification import ImageClassification
+
+MOST_WORKERS = 8
+
+
+def image_subject(
+    section: TrainerSection,
+    ranks: Ranks,
+    layout: Layout,
+    cache: Path,
+    model: Callable[[], nn.Module] | None = None,
+    blocks: str | None = None,
+    own: tuple[Any, Any] | None = None,
+) -> tuple[ModelSpec, ImageClassification, ImageData]:
+    """The spec, the task and the data, from the config or handed in. Collective.
+
+    Raises ConfigError or DataError for what does not fit together.
+    """
+    name, path = section.model.name_or_path, section.data.path
+    for key, handed, named in (("trainer.model.name_or_path", model, name), ("trainer.data.path", own, path)):
+        if handed is not None and named is not None:
+            raise ConfigError(Problem(key, str(named), "nothing: it is handed in"))
+    classifier = None
+    if model is None:
+        if name is None:
+            raise ConfigError(Problem("trainer.model.name_or_path", "nothing", classifiers.NAMES))
+        classifier = ranks.on_each(lambda: classifiers.named(name, arguments_of(section)))[ranks.rank]
+    data = open_images(section.data, section.images, section.seed, cache, ranks, own)
+    spec = spec_of(section, data.images, classifier, model, blocks)
+    task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)
+    first = [data.train[i] for i in range(min(4, len(data.train)))]
+    ranks.on_first(lambda: check(spec, task, data, layout, first))
+    return replace(spec, trial=task.trial(first)), task, data
+
+
+def arguments_of(section: TrainerSection) -> dict[str, Any]:
+    """What the config gives the callable that builds the classifier."""
+    return section.model.config if isinstance(section.model.config, dict) else {}
+
+
+def spec_of(
+    section: TrainerSection,
+    images: Images,
+    classifier: Classifier | None,
+    model: Callable[[], nn.Module] | None = None,
+    blocks: str | None = None,
+) -> ModelSpec:
+    """Of the classifier that the config names, complete with what the images say; or of a `model` handed in."""
+    pattern = blocks or section.model.blocks
+    if classifier is None:
+        assert model is not None
+        spec = module.spec_of(model, pattern, section.seed)
+        classifier = Classifier(str(spec.config["module"]))
+    else:
+        classifier = classifier.completed(images)
+        spec = classifiers.spec_of(classifier, pattern, section.seed)
+    content = classifiers.describe(classifier, images)
+
+    def save(folder: Any, dtype: torch.dtype | None) -> None:
+        (Path(folder) / classifiers.DESCRIPTION).write_text(content)
+
+    return replace(spec, save_config=save, opens="trainer.open_classifier")
+
+
+def check(spec: ModelSpec, task: ImageClassification, data: ImageData, layout: Layout, first: list[Any]) -> None:
+    """Raises for a layout that no classifier has, images that the model does not take, scores of other classes."""
+    model, images = spec.build(), data.images
+    if layout.tensor > 1:
+        seen = f"{layout.tensor}, and nothing says how the layers of an image classifier are split over ranks"
+        mend = "Use ZeRO-3, FSDP or pipeline.stages for a model that is too large."
+        raise ConfigError(Problem(f"tensor_parallel.autotp_size: {spec.name}", seen, "1", mend))
+    convolution = next((inner for inner in model.modules() if isinstance(inner, nn.Conv2d)), None)
+    if convolution is not None and convolution.in_channels != images.channels:
+        kind = "grey images, with 1 channel" if images.mode == "L" else "colour images, with 3 channels"
+        mend = f'Set trainer.images.mode="{"RGB" if images.mode == "L" else "L"}"'
+        expected = f"{convolution.in_channels} channels, which the first convolution of {spec.name} takes"
+        raise DataError(Problem(f"trainer.data: {data.path}", kind, expected, mend))
+    task.check_output(first, spec.name)
+
+
+def workers_of(section: TrainerSection, machine: Machine) -> int:
+    """Processes that load images, of each rank: on a GPU as many as there are cores for; on the CPU those are busy."""
+    if section.images.workers is not None:
+        return section.images.workers
+    if machine.device.type == "cpu":
+        return 0
+    sharers = machine.local_world_size or machine.ranks.world_size
+    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // sharers - 1))

@@ -1,0 +1,76 @@
+"""The loop, on one page. Knows types only: any engine, any data, anything that watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trainer.data.loader import BatchLoader, StepBatches
+from trainer.engines.engine import Engine, Metrics
+from trainer.optim.lr_schedules import LRSchedule, Update
+from trainer.state import RunState
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """How long, and what happens when. Counts are optimizer steps; None: only at the end."""
+
+    steps: int
+    train_batch: int
+    log_every: int
+    save_every: int | None
+    evaluate_every: int | None
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop calls. All are collective: every rank calls them at the same steps."""
+
+    log: Callable[[RunState, Metrics, Update], None]
+    evaluate: Callable[[RunState], bool]
+    """Whether to leave early, with all saved: nothing is gained any more."""
+    save: Callable[[RunState], None]
+    seen: Callable[[StepBatches, Metrics], None] = lambda batches, metrics: None
+    """Told each step, without a wait for the device."""
+    stop: Callable[[], Callable[[], bool]] = lambda: lambda: False
+    """Begins to ask, before each step, whether to save and leave early; what it returns is called after the step."""
+    at: Callable[[str, int], None] = lambda phase, step: None
+    """Told what begins, and for which step, from 1: whoever watches sees where a rank stands."""
+
+
+def train(
+    engine: Engine, loader: BatchLoader, schedule: LRSchedule, plan: LoopPlan, hooks: Hooks, state: RunState
+) -> RunState:
+    """Train from `state` to `plan.steps`; returns the last state. The only host synchronisation is in the hooks."""
+    tokens = None
+    hooks.at("waiting for data", state.step + 1)
+    for batches in loader:
+        hooks.at("training", batches.step + 1)
+        asked = hooks.stop()
+        update = schedule(batches.step)
+        metrics = engine.step(batches.step, batches.micro_batches, update)
+        hooks.seen(batches, metrics)
+        tokens = metrics.targets if tokens is None else tokens + metrics.targets
+        done = batches.step + 1
+        logs, saves = due(done, plan.steps, plan.log_every), due(done, plan.steps, plan.save_every)
+        evaluates, stops = due(done, plan.steps, plan.evaluate_every), asked()
+        if logs or saves or evaluates or stops:
+            state = RunState(done, state.samples + (done - state.step) * plan.train_batch, state.tokens + int(tokens))
+            tokens = None
+        if logs:
+            hooks.at("logging", done)
+            hooks.log(state, metrics, update)
+        if evaluates:
+            hooks.at("evaluating", done)
+            stops |= hooks.evaluate(state)
+        if saves or stops:
+            hooks.at("saving", done)
+            hooks.save(state)
+        if stops:
+            break
+        hooks.at("waiting for data", done + 1)
+    return state
+
+
+def due(step: int, last: int, every: int | None) -> bool:
+    return step == last or (every is not None and step % every == 0)

@@ -1,0 +1,85 @@
+"""From what the loop hands over to a `Record` of numbers: rates, shares, peaks. This is where the host waits."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from trainer.data.loader import BatchLoader
+from trainer.engines.engine import Metrics
+from trainer.errors import NumericsError, Problem
+from trainer.optim.lr_schedules import Update
+from trainer.state import RunState
+from trainer.trackers import Record
+
+
+@dataclass
+class Meter:
+    """Made when the first step starts; each call covers the steps since the last one."""
+
+    total_steps: int
+    device: torch.device
+    sharers: int
+    """Devices that work on one data rank's samples."""
+    flops_per_token: float | None
+    """None where it is not known."""
+    peak_flops: float | None
+    loader: BatchLoader
+    state: RunState
+    started: float = field(default_factory=time.perf_counter)
+    waited: float = 0.0
+    positions: int = 0
+
+    def record(self, state: RunState, metrics: Metrics, update: Update, skipped: int) -> Record:
+        """Collective; `skipped` is the number of steps so far that changed nothing.
+
+        Raises NumericsError when the loss is not finite and the gradient is: then the step was made.
+        """
+        loss, norm = float(metrics.loss()), float(metrics.gradient_norm)
+        if not math.isfinite(loss) and math.isfinite(norm) and not metrics.skipped:
+            raise NumericsError(
+                Problem(
+                    f"step {state.step}",
+                    f"the loss is {loss}",
+                    "a finite number",
+                    "Lower the learning rate, clip gradients, or look at the samples of this step",
+                )
+            )
+        now = time.perf_counter()
+        elapsed, steps = now - self.started, state.step - self.state.step
+        rate = (state.tokens - self.state.tokens) / elapsed
+        waited, self.waited = self.loader.waited_seconds - self.waited, self.loader.waited_seconds
+        # the device multiplies all that it is given, targets or not
+        computed, self.positions = self.loader.positions - self.positions, self.loader.positions
+        self.started, self.state = now, state
+        peak, flops = self.peak_flops, self.flops_per_token
+        return Record(
+            step=state.step,
+            total_steps=self.total_steps,
+            samples=state.samples,
+            tokens=state.tokens,
+            loss=loss,
+            learning_rate=update.learning_rate,
+            gradient_norm=norm,
+            tokens_per_second=rate,
+            step_seconds=elapsed / steps,
+            mfu=computed / elapsed * flops / (peak * self.sharers) if peak and flops else None,
+            memory_gib=_peak_memory(self.device) / 2**30,
+            data_wait=min(1.0, waited / elapsed),
+            eta_seconds=(self.total_steps - state.step) * elapsed / steps,
+            skipped=skipped,
+            loss_scale=state.engine.get("scaler.cur_scale"),
+        )
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: what torch allocated on a GPU, or the process's largest resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

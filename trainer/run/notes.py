@@ -1,0 +1,77 @@
+"""What this project's launcher and the processes that it starts leave for one another, in a folder of their machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = "MESHLOOM_LAUNCHER"
+"""The environment variable that names the folder."""
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """How a rank ended, for a person."""
+
+    text: str
+    code: int
+    """With which it exits."""
+    at: float
+    """By the machine's clock."""
+    follows: bool = False
+    """Whether it lost its connection to another rank, which knows better."""
+
+
+class Notes:
+    def __init__(self, folder: Path, reader: int | None = None) -> None:
+        """`reader`: the process that has to be this one's parent for its end to be read."""
+        self._folder, self._reader = folder, reader
+
+    def write_port(self, port: int) -> None:
+        """On which the store of the ranks listens."""
+        self._write("port", port)
+
+    def await_port(self, seconds: float) -> int | None:
+        deadline = time.monotonic() + seconds
+        while (port := self._read("port")) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return None if port is None else int(port)
+
+    def write_place(self, rank: int, place: str) -> None:
+        """What the rank does, "step 12, training"; of now and then."""
+        self._write(f"place-{rank}", place)
+
+    def place(self, rank: int) -> str | None:
+        return self._read(f"place-{rank}")  # type: ignore[no-any-return]
+
+    def write_end(self, rank: int, text: str, code: int, follows: bool = False) -> bool:
+        """Whether the launcher will find it: it may be gone, and no disk may have room for it."""
+        if self.end(rank) is None:
+            self._write(f"end-{rank}", asdict(LastWords(text, code, time.time(), follows)))
+        return self._reader in (None, os.getppid()) and self.end(rank) is not None
+
+    def end(self, rank: int) -> LastWords | None:
+        found = self._read(f"end-{rank}")
+        return None if found is None else LastWords(**found)
+
+    def _write(self, name: str, value: Any) -> None:
+        partial = self._folder / f".{name}.{os.getpid()}"
+        with suppress(OSError):  # a launcher that is gone took its folder along, and a full disk is told elsewhere
+            partial.write_text(json.dumps(value))
+            partial.rename(self._folder / name)
+
+    def _read(self, name: str) -> Any:
+        with suppress(OSError, ValueError):
+            return json.loads((self._folder / name).read_text())
+        return None
+
+
+def notes_of(environment: Mapping[str, str]) -> Notes | None:
+    """None under another launcher, and without one."""
+    return Notes(Path(environment[FOLDER]), os.getppid()) if FOLDER in environment else None

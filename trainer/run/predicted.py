@@ -1,0 +1,166 @@
+"""What a run will take of its device, said before it is built; at its end, beside what it took."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from trainer.config.compiled import FILE, OVERRIDE
+from trainer.engines import Machine
+from trainer.errors import ConfigError, Problem, first_line
+from trainer.planner.cluster import DEVICES, GIB, RESERVED, Device
+from trainer.run.describe import resolved
+from trainer.run.devices import peak_flops
+from trainer.run.prepare import Prepared
+from trainer.storage import disk_errors, replace_file
+
+PLAN = "plan.json"
+SECONDS = 120.0
+"""That a prediction may take; a run then begins without one."""
+RANKS = re.compile(r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI_|PMIX_).*|(RANK|WORLD_SIZE|NODE_RANK)")
+"""Variables by which a launcher tells a process that it is a rank."""
+UNKNOWN = Device("unknown", 0, 300e12, 2e12, 100e9)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of the fullest rank. Bytes."""
+
+    needed: float
+    device: Device
+
+
+def wanted(prepared: Prepared, machine: Machine) -> bool:
+    """Whether a prediction is made: on GPUs, or where the config asks for it; of a language model that it names."""
+    config = prepared.config
+    asked = config.origins.get("trainer.plan") in (FILE, OVERRIDE)
+    known = prepared.tokenizer is not None and config.trainer.plan != "off"
+    return known and (machine.device.type == "cuda" or asked)
+
+
+def predict(
+    prepared: Prepared, machine: Machine, folder: Path, device: Device | None = None
+) -> tuple[Prediction | None, list[str]]:
+    """What this run will take, written as `plan.json` into its folder; and lines for a person. On the first rank.
+
+    `device` is the one to fit; None: this rank's own. What can't be predicted is a line. Raises ConfigError for more
+    than the device has, unless `trainer.plan` says to try.
+    """
+    device = device or device_of(machine)
+    try:
+        found = simulated(prepared, machine, device)
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
+        return None, [f"memory  not predicted: {first_line(error)}"]
+    with disk_errors(folder / PLAN):
+        replace_file(folder / PLAN, (json.dumps(found, indent=2) + "\n").encode())
+    needed, fits, whose = found["needed"], found["fits"], "the device" if machine.device.type == "cuda" else "the host"
+    line = f"memory  {_gib(needed)} predicted on the fullest rank, of {_gib(device.memory)} that {whose} has for it"
+    if needed > device.memory and prepared.config.trainer.plan == "refuse":
+        raise ConfigError(_problem(found, device))
+    if fits:
+        return Prediction(needed, device), [line]
+    missing = needed - found["room"]
+    note = f"note    predicted to miss by {_gib(missing)}, with {_gib(RESERVED)} left for CUDA and NCCL"
+    return Prediction(needed, device), [line, f"{note}{_proposed(found)}"]
+
+
+def measured(prediction: Prediction | None, machine: Machine) -> list[str]:
+    """Predicted against measured, on the fullest GPU. Collective where there is a prediction."""
+    if prediction is None or machine.device.type != "cuda":
+        return []
+    peak = max(machine.ranks.gather(torch.cuda.max_memory_allocated(machine.device)))
+    error = prediction.needed / peak - 1
+    return [f"memory  {_gib(peak)} measured at the peak, {_gib(prediction.needed)} predicted ({error:+.1%})"]
+
+
+def device_of(machine: Machine) -> Device:
+    """This rank's device: its own memory; the rest by its name, as the table of devices has it."""
+    local = machine.local_world_size or machine.ranks.world_size
+    if machine.device.type != "cuda":
+        return replace(UNKNOWN, name="the host", memory=psutil.virtual_memory().available / local)
+    properties = torch.cuda.get_device_properties(machine.device)
+    return named(properties.name, properties.total_memory)
+
+
+def named(name: str, memory: float) -> Device:
+    """A device such as `NVIDIA H100 80GB HBM3`, with so many bytes."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    alike = [device for key, device in DEVICES.items() if key.split("-")[0] in words]
+    if alike:
+        device = min(alike, key=lambda device: abs(device.memory - memory))
+        return replace(device, name=name, memory=memory)
+    return replace(UNKNOWN, name=name, memory=memory, peak=peak_flops(name) or UNKNOWN.peak)
+
+
+def simulated(prepared: Prepared, machine: Machine, device: Device) -> dict[str, Any]:
+    """What a process of its own says of this run. Raises OSError, SubprocessError, ValueError."""
+    config = resolved(prepared)
+    config["trainer"]["engine"] = prepared.engine_name
+    world = machine.ranks.world_size
+    local = machine.local_world_size or world
+    # on a host nothing is left free for CUDA
+    memory = device.memory + (0 if machine.device.type == "cuda" else RESERVED)
+    numbers = {"memory": memory, "peak": device.peak, "bandwidth": device.bandwidth, "link": device.link}
+    text = ",".join(f"{key}={value:.0f}" for key, value in numbers.items())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        command = [sys.executable, "-m", "trainer.run.prediction", str(path), str(world // local), str(local), text]
+        return _answer(command)
+
+
+def _answer(command: list[str]) -> dict[str, Any]:
+    environment = alone(os.environ)
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True, text=True)  # type: ignore[call-overload]
+    try:
+        said, complaint = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"it takes more than {SECONDS:.0f} seconds; `meshloom plan` has no limit") from None
+    finally:
+        with suppress(ProcessLookupError):  # what it forked ends with it
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        last = complaint.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+        raise ValueError(last[0][:300])
+    return json.loads(said)  # type: ignore[no-any-return]
+
+
+def alone(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is no rank, and that sees no GPU."""
+    kept = {name: value for name, value in environment.items() if not RANKS.fullmatch(name)}
+    root = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
+
+
+def _problem(found: Mapping[str, Any], device: Device) -> Problem:
+    missing = found["needed"] - device.memory
+    seen = f"{found['layout']} needs {_gib(found['needed'])} on the fullest rank, {_gib(missing)} too many"
+    mend = f'trainer.plan="warn" tries all the same{_proposed(found)}'
+    return Problem("memory", seen, f"at most the {_gib(device.memory)} of {device.name}", mend)
+
+
+def _proposed(found: Mapping[str, Any]) -> str:
+    for proposal in found.get("proposals", []):
+        changes = " ".join(f"{path}={json.dumps(value)}" for path, value in proposal["changes"].items())
+        return f". {changes} would do: {proposal['reason']}" if proposal["fits"] else f". {proposal['reason']}"
+    return ""
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"

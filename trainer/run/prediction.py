@@ -1,0 +1,48 @@
+"""`python -m trainer.run.prediction CONFIG NODES DEVICES DEVICE` says as JSON what a config takes of its devices.
+
+A run asks for it beside its own processes: what pretends to be a rank can't live where real ranks have met.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.config import load
+from trainer.errors import MeshloomError
+from trainer.planner.cluster import Cluster, device_of
+from trainer.planner.describe import as_json
+from trainer.run.planned import planned
+from trainer.run.proposed import proposals
+
+SECONDS = 20.0
+"""For changes that would do: a run waits for them."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the prediction; returns the exit code."""
+    path, nodes, devices, device = arguments
+    terminal = os.dup(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        config, cluster = load(path), Cluster(int(nodes), int(devices), device_of(device))
+        plan = planned(config, cluster)
+        found = [] if plan.fits else proposals(config, cluster, plan, most=1, seconds_left=SECONDS)
+    except MeshloomError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    tried = [{"changes": p.changes, "fits": p.plan.fits, "reason": p.reason} for p in found]
+    os.write(terminal, json.dumps({**as_json(plan), "proposals": tried}).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""This process among the others of the run: its device, the process group, what its libraries print."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.config import Config
+from trainer.data.cache import private_folder
+from trainer.distributed import meeting
+from trainer.distributed.ranks import Ranks
+from trainer.distributed.session import session
+from trainer.engines import Machine
+from trainer.errors import ConfigError, Problem
+from trainer.run.notes import notes_of
+from trainer.run.world import World
+
+TIMEOUT = datetime.timedelta(minutes=30)
+"""Longer than any step or save; a rank that is lost shows at the latest then."""
+
+
+def join(config: Config, world: World, say: Callable[[str], None] = lambda line: None) -> Machine:
+    """This process's device, and the process group of all; `say` is told who is waited for."""
+    section = config.trainer.device
+    cuda = section == "cuda" or (section == "auto" and torch.cuda.is_available())
+    own = cuda and torch.cuda.device_count() == 1  # as Slurm's --gpus-per-task=1 has it: each process sees its own
+    if cuda and not own and torch.cuda.device_count() < world.local_world_size:
+        raise ConfigError(
+            Problem(
+                "processes on this machine",
+                f"{world.local_world_size} for {torch.cuda.device_count()} GPUs",
+                "at most one process per GPU",
+                'Start fewer, or set trainer.device="cpu"',
+            )
+        )
+    index = 0 if own else world.local_rank
+    device = torch.device("cuda", index) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # set for forks after use, which warn otherwise
+    os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed and Accelerate take it for the number of the GPU
+    if not cuda:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    _have_a_place_for_operators()
+    try:
+        if not dist.is_initialized():  # by an earlier call of the same script
+            dist.init_process_group(
+                "nccl" if cuda else "gloo",
+                store=_store(world, say),
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=TIMEOUT,
+                device_id=device if cuda else None,
+            )
+        ranks = Ranks(world.rank, world.world_size)
+        sizes = ranks.gather(world.local_world_size)
+    except dist.DistBackendError as error:
+        if "Duplicate GPU" not in str(error):
+            raise
+        seen, mend = "several processes on one GPU", "Start fewer, or give each its own (CUDA_VISIBLE_DEVICES)"
+        raise ConfigError(Problem("processes on this machine", seen, "at most one process per GPU", mend)) from error
+    ranks.on_first(lambda: _check_even(sizes))
+    return Machine(device, ranks, world.local_world_size)
+
+
+def _store(world: World, say: Callable[[str], None]) -> Any:
+    """By which the ranks meet: served by torchrun's agent, or else by rank 0. Raises ConfigError where they don't."""
+    if world.world_size == 1:
+        return dist.HashStore()
+    host, port, notes = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", ""), notes_of(os.environ)
+    if not host or not port.isdecimal():
+        seen = f"RANK={world.rank} with MASTER_ADDR={host!r} and MASTER_PORT={port!r}"
+        raise ConfigError(Problem("environment", seen, "a host and a port, as a launcher sets them"))
+    if world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = meeting.serve(host, 0 if notes else int(port), TIMEOUT)
+        if notes:
+            notes.write_port(store.port)
+    else:
+        listens = int(port) if notes is None else notes.await_port(meeting.MEET_SECONDS) or int(port)
+        store = meeting.reach(host, listens, world.rank, TIMEOUT, say)
+    os.environ["MASTER_PORT"] = str(store.port)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # which outlives the ranks
+        store = session(store, world.rank, world.world_size, meeting.MEET_SECONDS, say)
+    meeting.await_all(store, world.rank, world.world_size, say)
+    return store
+
+
+def _have_a_place_for_operators() -> None:
+    """What libraries compile goes to a folder of its own where the home can't be written."""
+    usual = cache_folder().with_name("torch_extensions")
+    try:
+        usual.mkdir(parents=True, exist_ok=True)
+        usable = os.access(usual, os.W_OK)
+    except OSError:
+        usable = False
+    if not usable:
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(private_folder() / "torch_extensions"))
+
+
+def _check_even(sizes: Sequence[int]) -> None:
+    """Raises ConfigError unless all machines run equally many processes: each would make another mesh of them."""
+    if len(set(sizes)) > 1:
+        found = ", ".join(f"{size} on that of rank {sizes.index(size)}" for size in dict.fromkeys(sizes))
+        mend = "Start as many on each (--nproc-per-node, slots of the hostfile)"
+        raise ConfigError(Problem("processes on a machine", found, "equally many on all", mend))
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "meshloom"
+    except RuntimeError:  # a user without a home, as in a container
+        return private_folder()
+
+
+def has_bf16(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_bf16_supported()
+
+
+def quiet_libraries() -> None:
+    """Progress bars and advice that a person can do nothing about."""
+    import datasets
+    import transformers
+
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()

@@ -1,0 +1,202 @@
+"""What to change of a config so that it fits a cluster, or is faster: tried, and written."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Config, RuntimeFacts, load, resolve
+from trainer.config.compiled import path_of
+from trainer.config.read import override, read
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout, layout_of
+from trainer.planner.cluster import Cluster
+from trainer.planner.plan import Plan
+from trainer.planner.proposals import (
+    Estimates,
+    Sizes,
+    candidates,
+    changes_to,
+    differences,
+    promising,
+    rank,
+    reason,
+    seconds,
+    shortfall,
+)
+from trainer.run.planned import planned
+from trainer.storage import disk_errors, replace_file
+
+SIMULATED = 8
+"""Candidates, at most."""
+REFUSED = 24
+"""Candidates that no engine runs, at most, before the search ends."""
+SECONDS = 45.0
+"""After which no other candidate is begun."""
+FASTER = 0.98
+"""What a change that is not needed must bring a step's time down to."""
+MARGIN = 0.97
+"""The share of a device's room that an estimate fills, at most, to be taken for one that fits."""
+MOST_NODES = 64
+"""Times the nodes that are there, up to which it is asked how many would do."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A change to a config, and what comes of it."""
+
+    changes: dict[str, Any]
+    """Config paths -> values."""
+    plan: Plan
+    reason: str
+    """One sentence."""
+
+    @property
+    def overrides(self) -> list[str]:
+        """The same as `key.path=value` arguments."""
+        return overrides_of(self.changes)
+
+    @property
+    def seconds(self) -> float:
+        """About what a step takes, by which proposals are sorted."""
+        return seconds(self.plan)
+
+
+def overrides_of(changes: Mapping[str, Any]) -> list[str]:
+    return [f"{path}={json.dumps(value)}" for path, value in changes.items()]
+
+
+def proposals(
+    config: Config, cluster: Cluster, plan: Plan, most: int = 5, seconds_left: float = SECONDS
+) -> list[Proposal]:
+    """Changes that fit, the fastest first, or of a config that fits those that are faster; at the same global batch.
+
+    Where none fits, the one that misses least comes first, and its reason says what would do. Each has been
+    simulated; after `seconds_left` no other one is begun.
+    """
+    found = list(_tried(config, cluster, plan, most, seconds_left))
+    fitting = [proposal for proposal in found if proposal.plan.fits]
+    if plan.fits:
+        fitting = [proposal for proposal in fitting if proposal.seconds < FASTER * seconds(plan)]
+        return sorted(fitting, key=lambda p: rank(p.plan, p.changes))[:most]
+    found.sort(key=lambda p: rank(p.plan, p.changes))
+    if not fitting:
+        best = min([Proposal({}, plan, ""), *found[:1]], key=lambda p: p.plan.needed)
+        told = replace(best, reason=shortfall(plan, best.plan, nodes_enough(config, cluster, plan, found)))
+        found = [told, *(proposal for proposal in found if proposal is not best)]
+    return found[:most]
+
+
+def _tried(config: Config, cluster: Cluster, plan: Plan, most: int, seconds_left: float) -> Iterator[Proposal]:
+    """Candidates as they are simulated: each time the one that looks best by all that is known by then."""
+    old, sizes = plan.subject.layout, Sizes.of(plan)
+    estimates = Estimates(sizes, cluster)
+    estimates.learn(old, plan.needed)
+    pool = promising(candidates(old, cluster, sizes.blocks), old, plan.room, estimates)
+    began, simulated, refused, fitting = time.monotonic(), 0, 0, 0
+    while pool and simulated < SIMULATED and refused < REFUSED and fitting < most:
+        if simulated and time.monotonic() - began > seconds_left:
+            return
+        simple = simulated % 2 == 0  # in turn: the least change that is likely to do, and the fastest
+        layout = min(pool, key=lambda layout: _hope(layout, old, plan, estimates, simple))
+        if plan.fits and estimates.seconds(layout) >= FASTER * estimates.seconds(old):
+            return
+        pool.remove(layout)
+        try:
+            changes, changed = changed_to(config, cluster, old, layout)
+            new = planned(changed, cluster, asked=False)
+        except ConfigError:  # no engine runs it, or not with this model
+            refused += 1
+            continue
+        simulated += 1
+        estimates.learn(layout, new.needed)
+        if new.fits:
+            fitting += 1
+            pool = [other for other in pool if _is_other(other, layout, old, estimates)]
+        yield Proposal(changes, new, reason(plan, new))
+
+
+def _hope(layout: Layout, old: Layout, plan: Plan, estimates: Estimates, simple: bool) -> tuple[bool, float, float]:
+    size, changed, time = estimates.bytes(layout), len(differences(old, layout)), estimates.seconds(layout)
+    if size > MARGIN * plan.room:
+        return True, size, changed
+    return (False, changed, time) if simple else (False, time * (1 + changed / 100), changed)
+
+
+def _is_other(layout: Layout, fitting: Layout, old: Layout, estimates: Estimates) -> bool:
+    """Whether it changes other things than one that fits; more things are changed only to be faster."""
+    known, changed = differences(old, fitting), differences(old, layout)
+    faster = estimates.seconds(layout) < FASTER * estimates.seconds(fitting)
+    return not known <= changed or (faster and known != changed)
+
+
+def changed_to(config: Config, cluster: Cluster, old: Layout, new: Layout) -> tuple[dict[str, Any], Config]:
+    """The changes that make a config's layout `new`, and the config with them. Raises ConfigError where none do."""
+    changes = changes_to(config.raw, old, new)
+    mesh = {"trainer.mesh.shard": new.shard}
+    if config.trainer.mesh.replicate is not None:
+        mesh["trainer.mesh.replicate"] = new.replicate
+    for more in ({}, mesh, {"trainer.engine": "auto"}, {**mesh, "trainer.engine": "auto"}):
+        try:
+            changed = with_changes(config, {**changes, **more})
+            if _layout(changed, cluster) == new:
+                return {**changes, **more}, changed
+        except ConfigError as error:
+            problem = error
+            continue
+        problem = ConfigError(Problem("proposals", new.describe(), "a layout that the config has keys for"))
+    raise problem
+
+
+def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
+    return replace(load(config.raw, overrides_of(changes)), path=config.path)
+
+
+def _layout(config: Config, cluster: Cluster) -> Layout:
+    from trainer.engines import select
+
+    config = resolve(config, RuntimeFacts(cluster.world_size, None, None, True, "cuda", cluster.devices))
+    layout = layout_of(config, cluster.world_size)
+    select(config.trainer.engine, layout, config, "cuda")
+    return layout
+
+
+def nodes_enough(config: Config, cluster: Cluster, plan: Plan, found: Sequence[Proposal]) -> int | None:
+    """The least power of two times as many nodes on which something fits, or None; the smallest is simulated."""
+    old, sizes = plan.subject.layout, Sizes.of(plan)
+    estimates = Estimates(sizes, cluster)
+    for layout, needed in ((old, plan.needed), *((p.plan.subject.layout, p.plan.needed) for p in found)):
+        estimates.learn(layout, needed)
+    times = 2
+    while times <= MOST_NODES:
+        larger = replace(cluster, nodes=cluster.nodes * times)
+        times *= 2
+        layouts = [one for one in candidates(old, larger, sizes.blocks) if estimates.bytes(one) <= MARGIN * plan.room]
+        for layout in sorted(layouts, key=lambda one: (len(differences(old, one)), estimates.bytes(one)))[:REFUSED]:
+            try:
+                _, changed = changed_to(config, larger, old, layout)
+                if planned(changed, larger, asked=False).fits:
+                    return larger.nodes
+            except ConfigError:
+                continue
+            break
+    return None
+
+
+def write(config_path: str | Path, overrides: Sequence[str], proposal: Proposal, target: str | Path) -> None:
+    """Write the config's JSON, with the overrides and a proposal's changes, to `target`; all other keys stay.
+
+    Raises ConfigError where another file than the config itself is there, DiskError where it can't be written.
+    """
+    source, target = path_of(config_path), Path(target)
+    raw, _, problems = override(read(source), [*overrides, *proposal.overrides])
+    if problems:
+        raise ConfigError(*problems)
+    if target.is_symlink() or (target.exists() and not target.samefile(source)):
+        raise ConfigError(Problem(str(target), "is there already", "a new file, or the config itself"))
+    with disk_errors(target):
+        replace_file(target, (json.dumps(raw, indent=2, ensure_ascii=False) + "\n").encode())

@@ -1,0 +1,243 @@
+"""Which folder a run writes to, which checkpoint it goes on from, and whether it may."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from trainer import checkpoint
+from trainer.config import Config, leaves
+from trainer.distributed.ranks import Ranks
+from trainer.errors import ConfigError, DataError, DiskError, Problem, listed
+from trainer.run import status
+from trainer.run.shared import check_shared
+
+FINAL, LOCK, ENVIRONMENT = "final", ".lock", "environment.json"
+HELD_SECONDS = 10.0
+BESIDE = {
+    "": ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger"),
+    "trainer": ("log", "checkpoint", "generate", "patience", "plan", "profile"),
+}
+"""Keys that may differ in what is still the same run: they say what is told and kept of it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for beside the config."""
+
+    resume: str | None = None
+    """A checkpoint's path, or "auto" for the newest of the newest run of that name, whatever that was started with."""
+    fresh: bool = False
+    """Start a run of its own, also where the last one was not finished."""
+    resume_anyway: bool = False
+    """Also where data, tokenizer or model changed."""
+    weights_only: bool = False
+    """Go on with a new optimizer."""
+    dry_run: bool = False
+    preview: int | None = None
+    """Show so many samples, and train nothing."""
+    overrides: Sequence[str] = ()
+    once: bool = True
+    """A run that is finished is not made again, in another folder."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run writes, and what it goes on from."""
+
+    folder: Path
+    source: Path | None = None
+    """The checkpoint, whole and verified; None: from the beginning."""
+    lines: list[str] = field(default_factory=list)
+    """What to tell a person of it."""
+    finished: bool = False
+    """There is nothing to do any more."""
+
+
+def choose(config: Config, request: Request, ranks: Ranks) -> Start:
+    """The folder `runs/NAME`, or the first free of NAME-2, NAME-3, ..., and the checkpoint. Collective.
+
+    The same command again goes on with a run that was not finished, and says of another one that it is. The folder is
+    held until this process ends. Raises ConfigError for a path that is no checkpoint and for a run that lives, and
+    DiskError where the folder can't be written, or checkpoints were saved and none is good.
+    """
+    folder, state, lines = ranks.on_first(lambda: _folder(config, request))
+    if state == "finished":
+        return Start(folder, finished=True)
+    check_shared(folder, ranks)
+    below = checkpoint.WEIGHTS_ALONE if request.weights_only else checkpoint.ALL
+    if request.resume not in (None, "auto"):
+        given = ranks.on_first(lambda: _checkpoint(Path(str(request.resume))))
+        problems = checkpoint.verify(given, ranks, below)
+        ranks.on_first(lambda: _refuse(problems))
+        return Start(folder, given, lines)
+    if state == "begins":
+        return Start(folder, None, lines)
+    directory = folder / "checkpoints"
+    source, damaged = checkpoint.newest(directory, ranks, below)
+    left = ranks.on_first(lambda: [path.name for path in checkpoint.leftovers(directory)])
+    lines = [*damaged, *([f"left over in {directory}: {', '.join(left)}"] if left else [])]
+    if source is None and any(checkpoint.DAMAGED in name for name in left):
+        mend = "Mend one and give its path to --resume, or start a run of its own with --fresh"
+        problem = Problem(str(directory), "; ".join(lines), "a checkpoint that is good", mend)
+        ranks.on_first(lambda: _refuse([problem]))
+    reached = ranks.on_first(lambda: _last_logged(folder / "metrics.jsonl"))
+    step = checkpoint.step_of(source) if source else 0
+    if reached > step:
+        lines.append(f"steps {step + 1} to {reached} came after the last good checkpoint and are made again")
+    return Start(folder, source, lines)
+
+
+def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
+    """What else changed since the checkpoint, a line each; an imported one says nothing of data and config.
+
+    Raises DataError if data or tokenizer did, ConfigError if the model did: the run would not be the same one.
+    """
+    saved = checkpoint.read_description(source)
+    mend = "Undo the change, start a run of its own with --fresh, or go on in spite of it with --resume-anyway"
+    data = _differences(saved.get("data", description["data"]), description["data"])
+    if data:
+        raise DataError(
+            Problem(f"data or tokenizer: {source}", listed(data), "what the checkpoint was made with", mend)
+        )
+    before, now = saved.get("model") or description["model"], description["model"]
+    if "base" in before and "base" in now and before["base"] != now["base"]:
+        seen, expected = f"fingerprint {now['base'][:12]}...", f"the base of the adapter, {before['base'][:12]}..."
+        raise ConfigError(Problem(f"trainer.model.name_or_path: {source}", seen, expected, mend))
+    model = _differences(before, now)
+    if model:
+        raise ConfigError(Problem(f"model: {source}", listed(model), "the model of the checkpoint", mend))
+    steering = _differences(_steering(saved), _steering(description)) if "config" in saved else []
+    return [f"changed since the checkpoint: {line}" for line in steering]
+
+
+def _folder(config: Config, request: Request) -> tuple[Path, str, list[str]]:
+    """The run's folder, held; whether the run in it "begins", "goes on" or is "finished"; and what to tell of that."""
+    section = config.trainer.run
+    base = Path(section.folder) / (section.name or config.path.stem)
+    lines = []
+    # a run that failed its checks has written no config, and gives its name back
+    runs, free = [], base
+    while (free / "config.json").exists():
+        runs.append(free)
+        free = base.with_name(f"{base.name}-{len(runs) + 1}")
+    if runs and not request.fresh and request.resume in (None, "auto"):
+        last, finished = runs[-1], not _is_unfinished(runs[-1])
+        wanted = request.resume == "auto" or _training(_request(last)) == _training(config.raw)
+        if wanted and finished and request.resume is None and request.once:
+            return last, "finished", []
+        if wanted and (request.resume == "auto" or not finished):
+            _take_over(last)
+            return last, "goes on", []
+        if not finished:
+            lines = [f"{last} was not finished and was started otherwise; --resume auto goes on with it"]
+    numbers = count(len(runs) + 2)
+    while hold(free) is None:  # another command was started at the same moment
+        free = base.with_name(f"{base.name}-{next(numbers)}")
+    return free, "begins", lines
+
+
+def _take_over(folder: Path) -> None:
+    """Hold a run's folder. Raises ConfigError where another process is at work in it: two would write over each other.
+
+    What a dead one forked may hold it for some seconds.
+    """
+    deadline = time.monotonic() + HELD_SECONDS
+    while hold(folder) is None:
+        found = status.read(folder)
+        if status.lives(found) or time.monotonic() > deadline:
+            seen = f"being trained by {status.whose(found)}" if found else "held by another process"
+            mend = "Wait for it, stop it, give this run another trainer.run.name, or start one beside it with --fresh"
+            raise ConfigError(Problem(f"trainer.run: {folder}", seen, "a run that nobody is at work on", mend))
+        time.sleep(0.5)
+
+
+def hold(folder: Path) -> int | None:
+    """Take a folder for this process until it ends, however it ends; None if another one has it. Raises DiskError."""
+    checkpoint.ensure_writable(folder)
+    handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:  # a file system without locks
+        if status.lives(status.read(folder)):
+            os.close(handle)
+            return None
+    return handle
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """A final model that is older than the last start is that of a run which then went on."""
+    final, environment = folder / FINAL, folder / ENVIRONMENT
+    return not final.exists() or (environment.exists() and final.stat().st_mtime < environment.stat().st_mtime)
+
+
+def _training(request: Any) -> Any:
+    """A config as it was given, without what leaves the numbers of training as they are."""
+    if not isinstance(request, dict) or not isinstance(section := request.get("trainer", {}), dict):
+        return request
+    kept = {key: value for key, value in section.items() if key not in BESIDE["trainer"]}
+    return {key: value for key, value in request.items() if key not in BESIDE[""]} | {"trainer": kept}
+
+
+def _request(folder: Path) -> Any:
+    """The config as it was given to the run in `folder`."""
+    try:
+        return json.loads((folder / ENVIRONMENT).read_bytes())["request"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _checkpoint(path: Path) -> Path:
+    pickles = [file.name for file in path.rglob("*") if file.suffix in checkpoint.PICKLES]
+    wrong = {
+        "no such folder": not path.is_dir(),
+        f"a folder with a pickle ({', '.join(pickles[:1])}), which is never opened": bool(pickles),
+        "a model alone": (path / "config.json").is_file(),
+        "a folder without a manifest.json": not (path / "manifest.json").is_file(),
+    }
+    if seen := next((text for text, holds in wrong.items() if holds), None):
+        expected = "auto, or a folder such as runs/NAME/checkpoints/step-000100"
+        mend = "Start a run from it with trainer.model.name_or_path" if (path / "config.json").is_file() else ""
+        raise ConfigError(Problem(f"--resume: {path}", seen, expected, mend))
+    return path
+
+
+def _refuse(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise DiskError(*problems)
+
+
+def _last_logged(path: Path) -> int:
+    """The step of the last whole line of a metrics file; 0 where there is none."""
+    for line in path.read_bytes().split(b"\n")[-2::-1] if path.is_file() else ():
+        with suppress(ValueError, TypeError, KeyError):  # what a machine that lost power left
+            return int(json.loads(line)["step"])
+    return 0
+
+
+def _steering(description: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the config decides the numbers of a run, beside data, model and layout."""
+    config = description.get("config", {})
+    wanted = ("optimizer", "scheduler", "gradient_clipping", "train_batch_size")
+    section = config.get("trainer") or {}
+    own = {
+        name: section.get(name) or [] for name in ("freeze", "parameter_groups", "label_smoothing", "neftune_alpha")
+    }  # those of old have none
+    return {name: config.get(name) for name in wanted} | {"seed": description.get("seed"), **own}
+
+
+def _differences(saved: Any, here: Any) -> list[str]:
+    before, now = dict(leaves(saved)), dict(leaves(here))
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    return [f"{key} {json.dumps(before.get(key))} -> {json.dumps(now.get(key))}" for key in sorted(keys)]

@@ -1,0 +1,328 @@
+"""A run from its config to its folder: the only place where everything meets."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.text import Text
+
+from trainer import checkpoint
+from trainer.config import Config, support
+from trainer.data.loader import BatchLoader
+from trainer.distributed.ranks import Ranks
+from trainer.engines import Engine, Job, Machine
+from trainer.errors import MeshloomError
+from trainer.layout import Layout
+from trainer.models.spec import flops_per_token, stored
+from trainer.optim.lr_schedules import schedule_of
+from trainer.run import describe, predicted, resume
+from trainer.run.callbacks import (
+    MERGED,
+    SLOW_DISK,
+    Patience,
+    Saver,
+    export_merged,
+    finish,
+    hooks_of,
+    saved_bytes,
+    say,
+    stored_dtype,
+    write_model_files,
+)
+from trainer.run.devices import peak_flops
+from trainer.run.ending import Ending, Told, watched
+from trainer.run.loop import LoopPlan
+from trainer.run.loop import train as loop
+from trainer.run.metrics import Meter
+from trainer.run.notes import notes_of
+from trainer.run.parents import leave_with_launcher
+from trainer.run.prepare import Given, Prepared, prepare
+from trainer.run.process import join, quiet_libraries
+from trainer.run.profile import StepProfiler
+from trainer.run.resume import Request, Start
+from trainer.run.signals import NoSignals, StopSignals, preempted
+from trainer.run.timeline import PROFILING, Timeline
+from trainer.run.world import World, world_of
+from trainer.state import RunState
+from trainer.trackers import Evaluation, Record, Signs, Tracker, open_trackers
+
+
+class Output(Protocol):
+    terminal: TextIO
+    console: Console
+    signs: Signs
+
+    def say(self, line: str) -> None: ...
+
+    def log_to(self, path: Path) -> None: ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to; on every rank the same."""
+
+    folder: Path
+    """Of the run: checkpoints, `metrics.jsonl`, and `final/` with the model."""
+    records: tuple[Record, ...]
+    """Of the logged steps (`trainer.log.every`) of this start."""
+    evaluations: tuple[Evaluation, ...]
+
+    @property
+    def losses(self) -> list[float]:
+        """Of the logged steps, means over the targets of a step's global batch."""
+        return [record.loss for record in self.records]
+
+
+class History:
+    """A tracker that remembers."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.evaluations: list[Evaluation] = []
+
+    def record(self, record: Record) -> None:
+        self.records.append(record)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
+
+    def close(self) -> None: ...
+
+
+def run(config: Config, request: Request, world: World, output: Output, signals: StopSignals) -> int:
+    """Train, or with `dry_run` show what would be trained; returns the exit code. Collective."""
+    console, signs = output.console, output.signs
+    notes = notes_of(os.environ)
+    ending = Ending(world, output.terminal, notes, signs.close)
+    signals.unnoticed = ending.after
+    if world_of(os.environ) is not None:
+        leave_with_launcher(own=notes is not None)
+    try:
+        signs.at(f"waiting for {world.world_size} ranks" if world.world_size > 1 else "making ready")
+        machine = join(config, world, output.say)
+        watch = ending.watch = watched(config, machine.ranks, ending.stalled)
+        quiet_libraries()
+
+        def log_to(folder: Path) -> None:
+            ending.log = folder / "logs" / f"rank-{world.rank}.log"
+            output.log_to(ending.log)
+            watch.slow = lambda line: say(console, line)
+            watch.told = ending.told = Told(folder if world.rank == 0 else None, notes, world.rank)
+
+        execute(config, request, replace(machine, watch=watch, signs=signs), console, signals, log_to)
+        if machine.ranks.world_size > 1:
+            watch.at("leaving")
+            dist.barrier()
+        return ending.end(0)
+    except BaseException as error:  # the last place where it can become an exit code
+        with suppress(OSError):  # the disk that holds the log may be full
+            traceback.print_exc()
+        if not isinstance(error, MeshloomError) and signals.explain_failure(others=world.world_size > 1):
+            error = preempted(0)
+        signals.release()
+        return ending.after(error)
+
+
+def execute(
+    config: Config,
+    request: Request,
+    machine: Machine,
+    console: Console,
+    signals: StopSignals | NoSignals,
+    log_to: Callable[[Path], None] = lambda folder: None,
+    given: Given | None = None,
+) -> Result | None:
+    """A run in processes that have met; None from a dry one. `log_to` is told the run's folder. Collective."""
+    signs = machine.signs
+    signs.at("looking at the run's folder")
+    start = None if request.dry_run or request.preview is not None else resume.choose(config, request, machine.ranks)
+    if start is not None and start.finished:
+        again = "--fresh starts one like it, more trainer.steps make it longer with --resume auto"
+        say(console, f"finished: {start.folder / 'final'} is there already; {again}")
+        return None
+    if start is not None:
+        log_to(start.folder)
+    prepared = prepare(config, machine, given, console)
+    signs.hide()
+    if request.preview is not None:
+        for line in describe.preview_lines(prepared, request.preview):
+            console.print(Text(line, "green" if line.startswith("  + ") else ""), soft_wrap=True)
+        return None
+    for line in (*describe.plan_lines(prepared, request.dry_run), *_slow_float32(prepared.layout, machine.device)):
+        say(console, line)
+    if start is None:
+        return None
+    history = _train(prepared, request, machine, start, console, signals)
+    return machine.ranks.on_first(lambda: Result(start.folder, tuple(history.records), tuple(history.evaluations)))
+
+
+def _train(
+    prepared: Prepared,
+    request: Request,
+    machine: Machine,
+    start: Start,
+    console: Console,
+    signals: StopSignals | NoSignals,
+) -> History:
+    config, spec, ranks = prepared.config, prepared.spec, machine.ranks
+    section, folder, source = config.trainer, start.folder, start.source
+    changed = []
+    if source is not None and not request.resume_anyway:
+        changed = ranks.on_first(lambda: resume.refuse_changed(source, describe.run_description(prepared)))
+    for line in [*start.lines, *changed]:
+        say(console, f"resume  {line}")
+    ranks.on_first(lambda: checkpoint.ensure_writable(folder / "checkpoints", saved_bytes(prepared)))
+    ranks.on_first(lambda: describe.write(folder, prepared, machine, request.overrides))
+    machine.watch.steps = prepared.steps
+    prediction = _predicted(prepared, machine, folder, console)
+    machine.watch.at("building")
+    machine.signs.at("building the engine, and the model's values")
+    machine.watch.moves(saved_bytes(prepared) / SLOW_DISK)
+    engine, position = _built(prepared, request, machine, source, console)
+    with ExitStack() as stack:
+        history = History()
+        trackers: list[Tracker] = (
+            [history, *open_trackers(section.log.trackers, folder, console, describe.unit(prepared))]
+            if ranks.first
+            else []
+        )
+        for tracker in trackers:
+            stack.callback(tracker.close)
+        loader = stack.enter_context(_loader(prepared, machine, position))
+        peak = peak_flops(torch.cuda.get_device_name(machine.device)) if machine.device.type == "cuda" else None
+        flops = flops_per_token(spec, section.data.sequence_length) if prepared.tokenizer is not None else None
+        sharers = prepared.layout.world_size // prepared.layout.data_ranks
+        meter = Meter(prepared.steps, machine.device, sharers, flops, peak, loader, position)
+        plan = LoopPlan(
+            prepared.steps,
+            prepared.layout.train_batch,
+            section.log.every,
+            section.checkpoint.every,
+            section.evaluation.every,
+        )
+        schedule = schedule_of(vars(config.optimizer), _mapping(config.scheduler))
+        saver: Saver = lambda entries, write: write(entries, ranks)  # noqa: E731
+        if section.checkpoint.asynchronous:
+            saver = stack.enter_context(checkpoint.Background(ranks.on_host())).save
+        patience = Patience(section.evaluation.patience)
+        watchers = _watchers(stack, prepared, machine, folder, position, source)
+        hooks = hooks_of(
+            prepared, machine, folder, engine, meter, trackers, console, saver, signals, patience, watchers
+        )
+        signals.saving()
+        machine.signs.at("making the first step")
+        with _reports(config, ranks, console):
+            position = loop(engine, loader, schedule, plan, hooks, position)
+    machine.watch.at("finishing")
+    machine.watch.moves(saved_bytes(prepared) / SLOW_DISK)
+    if patience.line is not None:
+        say(console, f"note: {patience.line}")
+    elif position.step < prepared.steps:
+        ranks.barrier()  # a launcher ends the others soon after the first has left
+        raise preempted(position.step)
+    files = partial(write_model_files, prepared)
+    checkpoint.export(
+        folder / "final", stored(spec, engine.state_tensors()), files, ranks, stored_dtype(prepared), spec.stem
+    )
+    if spec.merged is not None:
+        export_merged(prepared, spec.merged(folder / "final"), folder / MERGED, ranks)
+    for line in predicted.measured(prediction, machine):
+        say(console, line)
+    with _reports(config, ranks, console):
+        engine.close()
+    if ranks.first:
+        finish(prepared, folder, console)
+    return history
+
+
+def _predicted(prepared: Prepared, machine: Machine, folder: Path, console: Console) -> predicted.Prediction | None:
+    """What the run will take of its device, said; None where nobody asks. Collective."""
+    if not predicted.wanted(prepared, machine):
+        return None
+    machine.signs.at("predicting the memory that it takes")
+    machine.watch.moves(predicted.SECONDS)
+    found, lines = machine.ranks.on_first(lambda: predicted.predict(prepared, machine, folder))
+    for line in lines:
+        say(console, line)
+    return found
+
+
+def _built(
+    prepared: Prepared, request: Request, machine: Machine, source: Path | None, console: Console
+) -> tuple[Engine, RunState]:
+    """The engine, with the state of the checkpoint `source` if there is one, and where the run stands. Collective."""
+    config, ranks, position = prepared.config, machine.ranks, RunState()
+    seed, deepspeed = config.trainer.seed, config.deepspeed
+    engine = prepared.engine.build(
+        Job(prepared.layout, prepared.spec, prepared.task, deepspeed, seed, machine, prepared.undecayed)
+    )
+    prepared.spec.weights.release()
+    for note in engine.notes:
+        say(console, f"note: {note}")
+    if source is not None:
+        machine.signs.at(f"reading {source}")
+        if not request.weights_only:
+            engine.restore(ranks.on_first(lambda: checkpoint.read_description(source)["position"]["engine"]))
+        entries = stored(prepared.spec, engine.state_tensors())
+        position = checkpoint.load(source, entries, ranks, request.weights_only)
+        say(console, f"resumed from {source}: step {position.step}, {position.samples:,} samples seen")
+    return engine, position
+
+
+def _watchers(
+    stack: ExitStack, prepared: Prepared, machine: Machine, folder: Path, position: RunState, source: Path | None
+) -> list[Callable[[str, int], None]]:
+    """What the loop's phases are told to on this rank: a profiler, if it is asked for, and the timeline."""
+    wanted, first = prepared.config.trainer.profile, machine.ranks.first
+    timeline = stack.enter_context(Timeline(folder if first else None, prepared.steps, position.step, source))
+    if wanted is None or not first:
+        return [timeline.at]
+    profiler = StepProfiler(wanted, folder, machine.device)
+    stack.callback(profiler.close)
+    return [lambda phase, step: timeline.at(PROFILING, step), profiler.at, timeline.at]
+
+
+def _reports(config: Config, ranks: Ranks, console: Console) -> AbstractContextManager[Any]:
+    """The breakdowns that the config asks for reach the person: DeepSpeed prints them on the first rank."""
+    return redirect_stdout(console.file) if ranks.first and support.has_reports(config) else nullcontext()
+
+
+def _loader(prepared: Prepared, machine: Machine, position: RunState) -> BatchLoader:
+    layout = prepared.layout
+    return BatchLoader(
+        prepared.data.train,
+        prepared.task.collate,
+        seed=prepared.config.trainer.seed,
+        micro_batch=layout.micro_batch,
+        accumulation=layout.accumulation,
+        data_ranks=layout.data_ranks,
+        data_rank=layout.data_rank(machine.ranks.rank),
+        position=position.samples,
+        start_step=position.step,
+        end_step=prepared.steps,
+        device=machine.device,
+        workers=prepared.workers,
+    )
+
+
+def _slow_float32(layout: Layout, device: torch.device) -> Iterator[str]:
+    """A note where matrix products could be many times as fast."""
+    if layout.precision == "float32" and device.type == "cuda" and torch.get_float32_matmul_precision() == "highest":
+        yield (
+            "note    float32 on a GPU, without TF32: matrix products take several times as long as they could. Set "
+            "bf16.enabled=true, or TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in the environment for TF32's 10-bit mantissas"
+        )
+
+
+def _mapping(choice: Any) -> dict[str, Any] | None:
+    return None if choice is None else vars(choice)

@@ -1,0 +1,133 @@
+"""A run from a script of the user's own: in the processes that a launcher started, or in some that are started here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+from trainer.config import Config
+from trainer.errors import ConfigError, MeshloomError, Problem, Stalled
+from trainer.run.world import environment_of, free_port, world_of
+
+T = TypeVar("T")
+
+END_SECONDS = 5.0
+"""How long a process takes to end after its last word."""
+
+
+def in_processes(work: Callable[[], T], processes: int | None) -> T:
+    """What `work` returns on rank 0, run in each of the processes that meet; on a launcher's ranks, on that rank.
+
+    Without a launcher, `processes` are forked, or one: from a notebook, too, what `work` refers to is there, and this
+    process stays as it is. Raises what the first rank that failed raised.
+    """
+    launched = world_of(os.environ)
+    if launched is not None:
+        if processes not in (None, launched.world_size):
+            seen = f"{processes} in a world of {launched.world_size} that a launcher started"
+            raise ConfigError(Problem("processes", seen, "None under a launcher"))
+        return work()
+    count, port = processes or 1, free_port()
+    return _forked(work, [environment_of(rank, count, port) for rank in range(count)])
+
+
+def _forked(work: Callable[[], T], environments: Sequence[dict[str, str]]) -> T:
+    _refuse_cuda()
+    context = multiprocessing.get_context("fork")
+    children = []
+    for environment in environments:
+        ours, theirs = context.Pipe(duplex=False)
+        child = context.Process(target=_child, args=(work, environment, theirs), daemon=True)
+        child.start()
+        theirs.close()
+        children.append((child, ours))
+    answers: dict[int, tuple[bool, Any]] = {}
+    try:
+        while len(answers) < len(children):
+            waiting = {pipe: rank for rank, (_, pipe) in enumerate(children) if rank not in answers}
+            for pipe in wait(list(waiting)):
+                assert isinstance(pipe, Connection)
+                rank = waiting[pipe]
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = (True, _silent_end(rank, children[rank][0]))
+                if answers[rank][0]:
+                    raise answers[rank][1]
+        return answers[0][1]  # type: ignore[no-any-return]
+    finally:
+        for child, _ in children:
+            child.join(10 if len(answers) == len(children) else 0)
+            child.kill()
+            child.join()
+
+
+def _silent_end(rank: int, child: Any) -> Exception:
+    child.join(END_SECONDS)
+    if child.exitcode == Stalled.exit_code:
+        seen, mend = "the run stood still", "What it waited for stands above (trainer.patience: how long it may)"
+        return Stalled(Problem("train", seen, "ranks that go on", mend))
+    return RuntimeError(f"rank {rank} ended without a word, with {child.exitcode}")
+
+
+def _child(work: Callable[[], Any], environment: dict[str, str], pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # the parent's threads are not there after a fork
+    os.environ.update(environment)
+    try:
+        pipe.send((False, work()))
+    except MeshloomError as error:
+        pipe.send((True, error))
+    except BaseException as error:
+        pipe.send((True, RuntimeError(f"rank {environment['RANK']}: {error}\n{traceback.format_exc()}")))
+
+
+def _refuse_cuda() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():
+        seen = "CUDA is in use in this process, which can't be forked then"
+        raise ConfigError(Problem("processes", seen, "a call before CUDA is used, or a launcher such as torchrun"))
+
+
+def train_given(
+    config: Config, model: Any, data: Any, loss: Any, evaluation_data: Any, blocks: str | None, quiet: bool
+) -> Any:
+    """One rank's share of a run. Collective."""
+    from rich.console import Console
+
+    from trainer.distributed.watch import NoWatch
+    from trainer.run.ending import watched
+    from trainer.run.prepare import Given
+    from trainer.run.process import join, quiet_libraries
+    from trainer.run.resume import Request
+    from trainer.run.run import execute
+    from trainer.run.signals import NoSignals
+    from trainer.trackers import Signs
+
+    world = world_of(os.environ)
+    assert world is not None
+    console = Console(highlight=False, quiet=quiet or world.rank != 0)
+    given = Given(model, data, loss, evaluation_data, blocks)
+    signs = Signs(console)
+
+    def stalled(lines: Sequence[str]) -> None:
+        signs.close()
+        print("\n".join([f"{Stalled.kind}: {lines[0]}", *lines[1:]]), file=sys.stderr, flush=True)
+
+    machine = replace(join(config, world), signs=signs)
+    # a process that is alone has nobody to wait for, and a person before it: it is not ended
+    watch = watched(config, machine.ranks, stalled) if world.world_size > 1 else NoWatch()
+    quiet_libraries()
+    try:
+        return execute(config, Request(once=False), replace(machine, watch=watch), console, NoSignals(), given=given)
+    finally:
+        signs.close()
+        watch.close()

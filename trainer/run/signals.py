@@ -1,0 +1,104 @@
+"""Signals that ask a run to stop: before its first step it leaves, from then on it saves and leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from trainer.errors import Preempted, Problem
+
+PATIENCE_SECONDS = 3.0
+"""How long the main thread may take to notice a signal: one that waits for another rank does not."""
+SAME_SECONDS = 5.0
+"""What follows a signal sooner asks for the same: a launcher passes on what the terminal sent to all, or sends two."""
+
+
+class StopSignals:
+    """From when it is made, the first signal asks, and one that comes later than SAME_SECONDS ends the process."""
+
+    NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.received = False
+        self.unnoticed: Callable[[Preempted], object] = lambda error: None
+        """Told before the process ends though the main thread did not notice: it waits for another rank."""
+        self._saving = self._failed = False
+        self._at = 0.0
+        told, tell = os.pipe()
+        os.set_blocking(tell, False)
+        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(told,), name="signals", daemon=True).start()
+        self.deliver_to(self._receive)
+
+    @classmethod
+    def deliver_to(cls, receive: Callable[[int, FrameType | None], object]) -> None:
+        """From now on `receive` is called; not of the end of the terminal, where nohup said to ignore that."""
+        for number in cls.NUMBERS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, receive)
+
+    def hand_over(self) -> None:
+        """Somebody else takes signals in this process, and decides when it ends."""
+        self._saving = True
+
+    def saving(self) -> None:
+        """From now on the run looks at `received` and saves; until now a signal raised Preempted, on its rank alone."""
+        self._saving = True
+        if self.received:  # and a library swallowed what was raised
+            raise preempted(0)
+
+    def explain_failure(self, others: bool) -> bool:
+        """Whether what failed is that this rank, or one of its `others`, was asked to leave with nothing to save.
+
+        A launcher passes that on to all, but a lost connection may be noticed first.
+        """
+        self._failed = True
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while others and not self.received and not self._saving and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.received and not self._saving
+
+    def release(self) -> None:
+        """The run is over: from now on a signal ends the process at once, but one that only repeats the first."""
+        for number in self.NUMBERS:
+            signal.signal(number, signal.SIG_IGN if self.received else signal.SIG_DFL)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received and time.monotonic() - self._at > SAME_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if self.received:
+            return
+        self.received, self._at = True, time.monotonic()
+        if not self._saving and not self._failed:
+            raise preempted(0)
+
+    def _watch(self, told: int) -> None:
+        # written by the interpreter, whatever the main thread is waiting for; of libraries' signals too
+        while os.read(told, 1)[0] not in self.NUMBERS:
+            pass
+        time.sleep(PATIENCE_SECONDS)
+        if not self._saving:
+            self.unnoticed(preempted(0))
+            os._exit(Preempted.exit_code)
+
+
+class NoSignals:
+    """For a run inside somebody's own process, whose signals are theirs."""
+
+    received = False
+
+    def saving(self) -> None: ...
+
+
+def preempted(saved_step: int) -> Preempted:
+    """What a run that was asked to stop ends with; 0: before its first step."""
+    seen = "a signal asked the run to stop, and all is saved" if saved_step else "a signal asked the run to stop"
+    place = f"step {saved_step}" if saved_step else "before the first step"
+    error = Preempted(Problem(place, seen, "to go on", "Run the same command again"))
+    error.shared = True  # rank 0 tells it
+    return error

@@ -1,0 +1,47 @@
+"""What can be known of a run from outside: a file in its folder that its first rank writes anew each second."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainer.distributed.stall import is_gone
+from trainer.storage import parse_json
+
+NAME = "status.json"
+FRESH_SECONDS = 60.0
+"""How old the last sign of a run may be that is taken to live: clocks of machines differ, shared folders lag."""
+
+
+def write(folder: Path, status: Mapping[str, Any]) -> None:
+    """Raises OSError."""
+    partial = folder / f".{NAME}.{os.getpid()}"
+    partial.write_text(json.dumps({**status, "time": time.time()}))
+    partial.replace(folder / NAME)
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError):
+        found = parse_json((folder / NAME).read_bytes())
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def lives(status: Mapping[str, Any] | None) -> bool:
+    """Whether the process that wrote it still runs: known on its machine, elsewhere by how long ago that was."""
+    if status is None or status.get("ended") is not None:
+        return False
+    if status.get("host") == socket.gethostname():
+        return not is_gone(int(status["process"]))
+    return time.time() - float(status["time"]) < FRESH_SECONDS
+
+
+def whose(status: Mapping[str, Any]) -> str:
+    age = max(0.0, time.time() - float(status["time"]))
+    return f"process {status['process']} on {status['host']}, last seen {age:.0f} s ago"

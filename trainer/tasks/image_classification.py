@@ -1,0 +1,66 @@
+"""Image classification: cross entropy, and how many images the model has right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from trainer.errors import ConfigError, Problem
+from trainer.tasks.supervised import Supervised
+from trainer.tasks.task import IGNORED, Batch
+
+TOP = 5
+
+
+class ImageClassification(Supervised):
+    """Samples are pairs of an image [channels, height, width], float32, and the number of its class.
+
+    An image whose class is IGNORED, in place of one that can't be read, counts for nothing.
+    """
+
+    def __init__(self, classes: int, build: Callable[[], nn.Module], blocks: Sequence[str] = ()) -> None:
+        super().__init__(class_loss, build, blocks)
+        self._classes, self._smoothing = classes, 0.0
+        self.measures = ("accuracy", "accuracy_top5") if classes > TOP else ("accuracy",)
+
+    def regularised(self, label_smoothing: float) -> ImageClassification:
+        """The same task with smoothed labels in training."""
+        found = copy(self)
+        found._smoothing = label_smoothing
+        return found
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        smoothing = self._smoothing if model.training else 0.0
+        return class_loss(self.output(model, batch), batch["target"], smoothing)[0] * batch["share"]
+
+    def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The summed loss; how many images have their class highest; and among the highest five."""
+        logits, target = self.output(model, batch).float(), batch["target"]
+        # ties count against the model: else a constant one would be right by accident of their order
+        own = logits.gather(1, target.clamp_min(0)[:, None])
+        better = (logits >= own).sum(1) - 1
+        better = better.masked_fill(~torch.isfinite(own[:, 0]), self._classes)
+        counted = target != IGNORED
+        right = [((better < most) & counted).sum() for most in (1, TOP)[: len(self.measures)]]
+        return torch.stack([class_loss(logits, target)[0], *right]) * batch["share"]
+
+    def check_output(self, samples: Sequence[Any], name: str) -> None:
+        """Raises ConfigError unless the model gives a score for each class."""
+        batch = self.collate(samples)
+        output, _ = self._on_meta(batch)
+        wanted = (len(batch["target"]), self._classes)
+        if not torch.is_tensor(output) or tuple(output.shape) != wanted:
+            seen = str(list(output.shape)) if torch.is_tensor(output) else type(output).__name__
+            expected = f"scores {list(wanted)}: [batch, classes of the data]"
+            raise ConfigError(Problem(f"trainer.model: {name}", f"its output is {seen}", expected, "Set num_classes."))
+
+
+def class_loss(output: Any, target: torch.Tensor, smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `output` [batch, classes] and `target` [batch]: the summed loss, and how many targets count."""
+    total = cross_entropy(output.float(), target, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
+    return total, (target != IGNORED).sum()

@@ -1,0 +1,177 @@
+"""Own modules: pairs of input and target, and an own loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from trainer.errors import ConfigError, DataError, Problem, named_line
+from trainer.models.spec import Trial
+from trainer.tasks.task import Batch
+
+Loss = Callable[[Any, Any], tuple[torch.Tensor, int | torch.Tensor]]
+"""`loss(output, target)` of a micro-batch: its sum over the targets, a scalar tensor, and how many targets count.
+
+The number must not depend on the values of `output`: it is asked for before the forward pass, with zeros.
+"""
+
+
+@dataclass(frozen=True)
+class Blank:
+    """In place of a sample where there are none left: it counts for nothing."""
+
+    sample: Any
+
+
+class Supervised:
+    """Samples are pairs (input, target): tensors, numbers, or dictionaries of them.
+
+    The module is called with the input, or with a dictionary's entries as keyword arguments. `build` makes it on the
+    meta device; `blocks` are its blocks' names.
+    """
+
+    measures: tuple[str, ...] = ()
+
+    def __init__(self, loss: Loss, build: Callable[[], nn.Module], blocks: Sequence[str] = ()) -> None:
+        self._loss = loss
+        self._build = build
+        self._blocks = tuple(blocks)
+        self._shapes: dict[Any, tuple[Any, dict[int, tuple[int, ...]]]] = {}
+        """By the shapes of a batch: its output on the meta device, and the shapes of what enters the blocks."""
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        """`input` and `target` as `default_collate` stacks them, or `input.KEY`; `count` of targets; `share` 0 or 1."""
+        kept = [sample for sample in samples if not isinstance(sample, Blank)]
+        pairs = kept or [samples[0].sample]
+        try:
+            given, target = default_collate([tuple(pair) for pair in pairs])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(
+                Problem("data: samples", named_line(error), "pairs (input, target) that stack to a batch")
+            ) from error
+        batch = {**_flat("input", given), **_flat("target", target)}
+        count = self._count(batch) if kept else 0
+        return {**batch, "count": torch.tensor(count), "share": torch.tensor(float(bool(kept)))}
+
+    def trial(self, samples: Sequence[Any]) -> Trial:
+        """A few samples to try the module and its loss on."""
+        batch = self.collate(samples)
+
+        def output(model: nn.Module) -> torch.Tensor:
+            return torch.cat([value.flatten() for value in _tensors(self.output(model, batch))])
+
+        return Trial(output, lambda stage: self.hidden(stage, batch), [batch, *(self.collate([s]) for s in samples)])
+
+    def blank(self, sample: Any) -> Blank:
+        return Blank(sample)
+
+    def shape(self, batch: Batch) -> tuple[int, ...]:
+        return tuple(size for key, value in sorted(batch.items()) for size in (*value.shape, -1))
+
+    def hidden_shape(self, batch: Batch, block: int) -> tuple[int, ...]:
+        return self._on_meta(batch)[1][block]
+
+    def padded(self, batches: Sequence[Batch]) -> list[Batch]:
+        """They have one shape. Raises DataError if they do not: what would fill them up is not known."""
+        if len({self.shape(batch) for batch in batches}) > 1:
+            seen = "micro-batches of several shapes in a step"
+            raise DataError(Problem("data: samples", seen, "one shape, which a pipeline's buffers have"))
+        return list(batches)
+
+    def targets(self, batch: Batch) -> torch.Tensor:
+        return batch["count"]
+
+    def output(self, model: nn.Module, batch: Batch) -> Any:
+        """What the module makes of a batch's input."""
+        kind = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        given = _map(_nested("input", batch), lambda value: value.to(kind) if value.is_floating_point() else value)
+        return model(**given) if isinstance(given, dict) else model(given)
+
+    def hidden(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return self.output(model, batch)  # type: ignore[no-any-return]
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        total, _ = self._loss(self.output(model, batch), _nested("target", batch))
+        wide = torch.promote_types(total.dtype, torch.float32)
+        return total.to(wide) * batch["share"]
+
+    def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return self.loss_sum(model, batch)[None]
+
+    def count(self, model: nn.Module, batch: Batch) -> int:
+        """How many targets the loss says there are once it has seen what the model makes of the input."""
+        return int(_checked(self._loss(self.output(model, batch), _nested("target", batch)))[1])
+
+    def _count(self, batch: Batch) -> int:
+        zeros = _map(self._on_meta(batch)[0], lambda value: torch.zeros(value.shape, dtype=value.dtype))
+        total, count = _checked(self._loss(zeros, _nested("target", batch)))
+        return int(count)
+
+    def _on_meta(self, batch: Batch) -> tuple[Any, dict[int, tuple[int, ...]]]:
+        key = tuple((name, value.dtype, *value.shape) for name, value in sorted(batch.items()))
+        if key not in self._shapes:
+            self._shapes[key] = self._run_on_meta({name: value.to("meta") for name, value in batch.items()})
+        return self._shapes[key]
+
+    def _run_on_meta(self, batch: Batch) -> tuple[Any, dict[int, tuple[int, ...]]]:
+        model, entered = self._build().eval(), dict[int, tuple[int, ...]]()
+        for index, name in enumerate(self._blocks):
+
+            def note(module: nn.Module, args: Any, kwargs: Any, index: int = index) -> None:
+                given = args[0] if args else next(iter(kwargs.values()))
+                if isinstance(given, torch.Tensor):  # of another hidden state a pipeline says that it has no shape
+                    entered[index] = tuple(given.shape)
+
+            model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            with torch.no_grad():
+                return self.output(model, batch), entered
+        except Exception as error:  # whatever the module's own code raises
+            seen = f"its forward pass fails on the meta device: {type(error).__name__}: {error}".splitlines()[0][:200]
+            expected = "a forward pass over this input whose shapes do not depend on values"
+            raise ConfigError(Problem("model", seen, expected)) from error
+
+
+def _checked(found: Any) -> tuple[torch.Tensor, Any]:
+    if not (isinstance(found, tuple) and len(found) == 2 and torch.is_tensor(found[0]) and found[0].ndim == 0):
+        seen = f"{type(found).__name__} of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+        raise ConfigError(Problem("loss", seen, "(sum over the targets as a scalar tensor, number of targets)"))
+    return found
+
+
+def _flat(name: str, value: Any) -> Batch:
+    if isinstance(value, Mapping):
+        return {f"{name}.{key}": part for key, part in value.items()}
+    if not torch.is_tensor(value):
+        raise DataError(Problem("data: samples", f"an {name} of {type(value).__name__}", "a tensor, or a dictionary"))
+    return {name: value}
+
+
+def _nested(name: str, batch: Batch) -> Any:
+    if name in batch:
+        return batch[name]
+    return {key.removeprefix(f"{name}."): value for key, value in batch.items() if key.startswith(f"{name}.")}
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)
+
+
+def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    if torch.is_tensor(value):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _map(part, change) for key, part in value.items()}
+    return type(value)(_map(part, change) for part in value) if isinstance(value, list | tuple) else value

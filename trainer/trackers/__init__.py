@@ -1,0 +1,35 @@
+"""What a person watches: console and `metrics.jsonl`, TensorBoard, MLflow and Weights & Biases if asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console as Terminal
+
+from trainer.trackers.console import Console, progress_line
+from trainer.trackers.jsonl import JsonLines, SampleLog
+from trainer.trackers.services import TRACKERS, require
+from trainer.trackers.signs import NoSigns, Signs
+from trainer.trackers.tracker import Evaluation, Record, Tracker
+
+__all__ = [
+    "TRACKERS",
+    "Console",
+    "Evaluation",
+    "JsonLines",
+    "NoSigns",
+    "Record",
+    "SampleLog",
+    "Signs",
+    "Tracker",
+    "open_trackers",
+    "progress_line",
+    "require",
+]
+
+
+def open_trackers(names: Sequence[str], run_folder: Path, terminal: Terminal, unit: str = "tok") -> list[Tracker]:
+    """The trackers of rank 0: console, with rates in `unit`, `metrics.jsonl`, and those of TRACKERS that are named."""
+    always: list[Tracker] = [Console(terminal, unit), JsonLines(run_folder / "metrics.jsonl")]
+    return always + [TRACKERS[name](run_folder) for name in names]

@@ -1,0 +1,65 @@
+"""Progress in files: `metrics.jsonl`, and which samples were seen."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainer.storage import disk_errors
+from trainer.trackers.tracker import Evaluation, Record, fields
+
+
+class JsonLines:
+    """One JSON object per line, flushed at once; goes on after what is there.
+
+    JSON has no NaN: such a number is null, and stands as text in the line's `non_finite`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(path)
+        self._path = path
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, fields: Mapping[str, Any]) -> None:
+        floats = {key: value for key, value in fields.items() if isinstance(value, float)}
+        odd = {key: str(value) for key, value in floats.items() if not math.isfinite(value)}
+        line = {key: None if key in odd else value for key, value in fields.items()}
+        with disk_errors(self._path):
+            self._file.write(json.dumps(line | ({"non_finite": odd} if odd else {})) + "\n")
+            self._file.flush()
+
+    def record(self, record: Record) -> None:
+        self.write(fields(record))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self.write(fields(evaluation))
+
+    def close(self) -> None:
+        with suppress(OSError):  # a line that the disk did not take: told when it was written
+            self._file.close()
+
+
+class SampleLog:
+    """Which samples this rank trained on, in `FOLDER/samples-rank-N.jsonl`."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._rank = rank
+        self._lines = JsonLines(folder / f"samples-rank-{rank}.jsonl")
+
+    def write(self, step: int, ids: Sequence[int]) -> None:
+        self._lines.write({"step": step, "rank": self._rank, "ids": list(ids)})
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove what a killed run left after the last whole line."""
+    if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)

@@ -1,0 +1,111 @@
+"""Trackers of other people: TensorBoard, MLflow and Weights & Biases, on request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from trainer.errors import ConfigError, Problem
+from trainer.trackers.tracker import Evaluation, Record, Tracker, numbers
+
+
+class TensorBoard:
+    """Event files for `tensorboard --logdir FOLDER`."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def record(self, record: Record) -> None:
+        self._add(record)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._add(evaluation)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, item: Record | Evaluation) -> None:
+        for key, value in numbers(item).items():
+            self._writer.add_scalar(key, value, item.step)
+
+
+class MLflow:
+    """A run `name` in `FOLDER/mlflow.db`, or on the server that MLflow is configured for."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        import mlflow
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        for chatty in ("mlflow.store.db.utils", "alembic"):
+            logging.getLogger(chatty).setLevel(logging.WARNING)
+        local = None if mlflow.is_tracking_uri_set() else f"sqlite:///{folder.absolute() / 'mlflow.db'}"
+        self._metric = Metric
+        self._client = MlflowClient(tracking_uri=local)
+        found = self._client.get_experiment_by_name(_EXPERIMENT)
+        experiment = found.experiment_id if found else self._client.create_experiment(_EXPERIMENT)
+        self._run = self._client.create_run(experiment, run_name=name).info.run_id
+
+    def record(self, record: Record) -> None:
+        self._log(record)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._log(evaluation)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+    def _log(self, item: Record | Evaluation) -> None:
+        now = round(time.time() * 1000)
+        metrics = [self._metric(key, value, now, item.step) for key, value in numbers(item).items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+
+class WeightsAndBiases:
+    """A run `name`, where WANDB_* variables and `wandb login` say; `WANDB_MODE=offline` keeps it in `FOLDER/wandb`."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        import wandb
+
+        # neither the console nor the config: both may hold what a person does not want to send
+        settings = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
+        self._run = wandb.init(project=_EXPERIMENT, name=name, dir=str(folder), settings=settings)
+        self._run.define_metric("*", step_metric="step")  # its own counter takes no step of before
+
+    def record(self, record: Record) -> None:
+        self._log(record)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._log(evaluation)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _log(self, item: Record | Evaluation) -> None:
+        self._run.log({"step": item.step, **numbers(item)})
+
+
+TRACKERS: dict[str, Callable[[Path], Tracker]] = {
+    "tensorboard": lambda run_folder: TensorBoard(run_folder / "tensorboard"),
+    "mlflow": lambda run_folder: MLflow(run_folder, run_folder.name),
+    "wandb": lambda run_folder: WeightsAndBiases(run_folder, run_folder.name),
+}
+"""Those that `trainer.log.trackers` may name; each is the extra of the distribution that installs it."""
+
+_PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
+_EXPERIMENT = "meshloom"
+
+
+def require(names: Sequence[str]) -> None:
+    """Raises ConfigError if the package of a tracker is not installed."""
+    for name in names:
+        missing = [package for package in _PACKAGES[name] if find_spec(package) is None]
+        if missing:
+            seen = f'"{name}" without the package {missing[0]}'
+            mend = f"pip install meshloom[{name}]"
+            raise ConfigError(Problem("trainer.log.trackers", seen, "trackers that are installed", mend))

@@ -1,0 +1,75 @@
+"""Signs of life on the console from the command to the first logged step."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from rich.console import Console as Terminal
+from rich.live import Live
+from rich.text import Text
+
+_MOMENT, _BETWEEN = 2.0, 10.0
+"""Seconds that a phase takes before it has a line where there is no terminal, and between such lines."""
+
+
+class Signs:
+    """What the run does now: on a terminal one live line with its seconds, elsewhere a line for what takes a while.
+
+    `hide` makes place for another live display (rich shows one at a time), until the next phase.
+    """
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._phase, self._begun, self._due = "", 0.0, 0.0
+        self._live: Live | None = None
+        self._closed = threading.Event()
+        if not terminal.is_terminal and not terminal.quiet:
+            threading.Thread(target=self._tell, name="signs", daemon=True).start()
+
+    def at(self, phase: str) -> None:
+        """This begins. After `close`, nothing."""
+        if self._closed.is_set() or self._terminal.quiet:
+            return
+        self._begun = time.monotonic()
+        self._phase, self._due = phase, self._begun + _MOMENT
+        if self._terminal.is_terminal and self._live is None:
+            self._live = Live(
+                get_renderable=self._line,
+                console=self._terminal,
+                transient=True,
+                redirect_stdout=False,  # what libraries print goes to the log
+                redirect_stderr=False,
+            )
+            self._live.start()
+
+    def hide(self) -> None:
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+        self._phase = ""
+
+    def close(self) -> None:
+        self._closed.set()
+        self.hide()
+
+    def _line(self) -> Text:
+        seconds = time.monotonic() - self._begun
+        return Text(f"start   {self._phase} ({seconds:.0f} s)", no_wrap=True, overflow="ellipsis")
+
+    def _tell(self) -> None:
+        while not self._closed.wait(_MOMENT / 8):
+            now = time.monotonic()
+            if self._phase and now >= self._due:
+                self._due = now + _BETWEEN
+                self._terminal.print(self._line(), soft_wrap=True)
+
+
+class NoSigns:
+    """Where nobody watches."""
+
+    def at(self, phase: str) -> None: ...
+
+    def hide(self) -> None: ...
+
+    def close(self) -> None: ...
