@@ -177,6 +177,7 @@ def main():
     parser.add_argument("--output", type=Path, default=HERE)
     parser.add_argument("--only", help="rungs whose name has this in it, or sweep, or stages")
     args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
     measured = args.output / "measured.json"
     results = json.loads(measured.read_text()) if args.only and measured.exists() else {}
     for label, command in (RUNGS | {"sweep": SWEEP, "stages": STAGES}).items():
