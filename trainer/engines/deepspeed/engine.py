@@ -15,7 +15,6 @@ from trainer.engines.deepspeed import pipeline, tensor
 from trainer.engines.deepspeed.config import DTYPES, STAGE_0_NOTE, check_precision, has_plain_optimizer, runtime_config
 from trainer.engines.deepspeed.forward_backward import AccumulatedStep, Step, StepRunner
 from trainer.engines.deepspeed.operators import announce
-from trainer.engines.deepspeed.state import MasterState
 from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import EngineKind, Job, Metrics, Observer, recipe_of, set_update
 from trainer.engines.normalise import counted_here, evaluated, gradient_scale
@@ -148,6 +147,8 @@ class DeepSpeedEngine:
         self._runner = runner
         self._engine = runner.engine
         self._mesh = runner.mesh
+        from trainer.engines.deepspeed.state import MasterState  # seconds of imports that other engines do without
+
         self._state = MasterState(runner.engine, runner.module, job.machine.ranks, runner.mesh, runner.split)
         if self._state.low_precision:
             self._state.start_masters(*runner.blank, job.seed_of_values)
