@@ -77,6 +77,28 @@ def test_a_program_is_told_the_same_and_no_more(tmp_path):
     assert all(sent["bytes"] == 4 * 2 * 64 * 64 * 4 for sent in sends)
 
 
+def test_the_config_of_a_model_is_enough(tmp_path):
+    """What is trained from weights is planned without: of a model of the Hub none are downloaded."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({**TINY, "architectures": ["LlamaForCausalLM"]}))
+    result = plan(tmp_path, "--gpus", "2", model={"name_or_path": str(model)})
+    assert result.code == 0, result.output
+    assert f"model   {model}: 0." in result.output
+
+
+def test_time_is_calibrated_by_two_blocks(tmp_path):
+    """What was counted at the peak is counted at the rate that was measured."""
+    device = ("--device", "memory=80GB,peak=500TFLOPS,bandwidth=1TB/s,link=1GB/s")
+    counted, timed = (plan(tmp_path, "--gpus", "2", *device, "--json", *more) for more in ((), ("--measure",)))
+    assert (counted.code, timed.code) == (0, 0), timed.output
+    before, after = (json.loads(result.output)["time"] for result in (counted, timed))
+    assert before["measured_flops"] is None
+    assert after["measured_flops"] < 5e12  # of processors
+    assert after["compute"] == pytest.approx(before["compute"] * 250e12 / after["measured_flops"])  # float32: half
+    assert after["most"] - after["compute"] == pytest.approx(before["most"] - before["compute"])
+
+
 def test_what_does_not_fit_says_by_how_much(tmp_path):
     small = "memory=2.1GB,peak=1TFLOPS,bandwidth=1TB/s,link=1GB/s"
     result = plan(tmp_path, "--gpus", "2", "--device", small)
@@ -94,8 +116,9 @@ def test_what_does_not_fit_says_by_how_much(tmp_path):
         (("--nodes", "0"), {}, ("--nodes, --gpus: 0 nodes",)),
         (("--gpus", "6", "tensor_parallel.autotp_size=4"), {}, ("6",)),
         ((), IMAGES, ("trainer.task",)),
+        (("--measure",), {}, ("--measure: ", "a plan for h100-80gb", "--device")),
     ],
-    ids=["device", "half a device", "no such number", "no nodes", "does not divide", "images"],
+    ids=["device", "half a device", "no such number", "no nodes", "does not divide", "images", "another device here"],
 )
 def test_what_cant_be_planned_says_why(tmp_path, arguments, trainer, words):
     result = plan(tmp_path, *arguments, **trainer)

@@ -13,9 +13,9 @@ from tests.layouts import LAYOUTS
 from tests.training import layout_of
 from trainer.errors import ConfigError
 from trainer.layout import AXES
-from trainer.planner.cluster import DEVICES, NUMBERS, device_of
+from trainer.planner.cluster import DEVICES, NUMBERS, device_named, device_of
 from trainer.planner.messages import Message
-from trainer.planner.plan import _plane, _straight, axes_of, layout_coordinates
+from trainer.planner.plan import _plane, _straight
 
 SIZES = st.tuples(*[st.integers(1, 4)] * 4)
 PLAIN = layout_of(LAYOUTS["ddp"])
@@ -32,20 +32,21 @@ def mesh(sizes: tuple[int, ...]):
 @given(SIZES)
 def test_ranks_are_counted_row_by_row(sizes):
     layout = mesh(sizes)
-    places = [tuple(layout_coordinates(layout, rank)[axis] for axis in AXES) for rank in range(layout.world_size)]
+    places = [tuple(layout.coordinates(rank)[axis] for axis in AXES) for rank in range(layout.world_size)]
     assert places == list(product(*(range(getattr(layout, axis)) for axis in AXES)))
+    assert [layout.rank_at(*place) for place in places] == list(range(layout.world_size))
 
 
 @given(SIZES, st.sets(st.sampled_from(AXES), min_size=1), st.data())
 def test_a_group_lies_along_the_axes_in_which_its_ranks_differ(sizes, axes, data):
     layout = mesh(sizes)
-    at = layout_coordinates(layout, data.draw(st.integers(0, layout.world_size - 1)))
+    at = layout.coordinates(data.draw(st.integers(0, layout.world_size - 1)))
     group = [
         rank
         for rank in range(layout.world_size)
-        if all(place == at[axis] for axis, place in layout_coordinates(layout, rank).items() if axis not in axes)
+        if all(place == at[axis] for axis, place in layout.coordinates(rank).items() if axis not in axes)
     ]
-    assert axes_of(layout, group) == tuple(axis for axis in AXES if axis in axes and getattr(layout, axis) > 1)
+    assert layout.axes_of(group) == tuple(axis for axis in AXES if axis in axes and getattr(layout, axis) > 1)
 
 
 def message(name: str, ranks: int, size: int) -> Message:
@@ -98,3 +99,28 @@ def test_a_plane_is_found_again(parts, depth, micro):
     constant, by_depth, by_micro = parts
     values = {(d, m): constant + by_depth * d + by_micro * m for d in (4, 6) for m in (2, 3)}
     assert _plane(values, (depth, micro)) == pytest.approx(constant + by_depth * depth + by_micro * micro)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA L400", None),
+        ("cpu", None),
+    ],
+)
+def test_a_device_is_known_by_its_name(name, peak):
+    found = device_named(name)
+    assert (found and found.peak) == peak
+
+
+def test_of_devices_of_one_name_the_memory_tells():
+    assert device_named("NVIDIA A100-SXM4-40GB", 39 * 2**30) is DEVICES["a100-40gb"]
+    assert device_named("NVIDIA A100-SXM4-80GB", 79 * 2**30) is DEVICES["a100-80gb"]

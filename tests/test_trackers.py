@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console as Terminal
 
 from trainer.errors import ConfigError, DiskError
-from trainer.run.devices import peak_flops
 from trainer.trackers import Console, Evaluation, JsonLines, Record, SampleLog, open_trackers, progress_line, services
 
 RECORD = Record(
@@ -234,25 +233,3 @@ def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, name: 
         f'trainer.log.trackers: "{name}" without the package {package}; expected trackers that are installed. '
         f"pip install meshloom[{name}]"
     )
-
-
-# Devices
-
-
-@pytest.mark.parametrize(
-    ("device", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA A100-SXM4-40GB", 312e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L4", 121e12),
-        ("Tesla V100-SXM2-16GB", 125e12),
-        ("NVIDIA GeForce RTX 4090", 165e12),
-        ("NVIDIA L400", None),
-        ("cpu", None),
-    ],
-)
-def test_peak_flops(device: str, peak: float | None) -> None:
-    assert peak_flops(device) == peak

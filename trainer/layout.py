@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -126,6 +127,22 @@ class Layout:
     def data_rank(self, rank: int) -> int:
         """Which share of the samples process `rank` sees: the mesh is row-major, tensor innermost."""
         return rank // self.tensor % self.data_ranks
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where process `rank` stands on each axis."""
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
+    def rank_at(self, pipeline: int = 0, replicate: int = 0, shard: int = 0, tensor: int = 0) -> int:
+        """The process that stands there."""
+        return ((pipeline * self.replicate + replicate) * self.shard + shard) * self.tensor + tensor
+
+    def axes_of(self, group: Iterable[int]) -> tuple[str, ...]:
+        """The axes along which any two processes of a group differ."""
+        places = [self.coordinates(rank) for rank in group]
+        return tuple(axis for axis in AXES if len({place[axis] for place in places}) > 1)
 
     def stages_of(self, pipeline_rank: int) -> list[int]:
         """The pipeline stages that the ranks at this coordinate hold, in order."""

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,12 +29,13 @@ def main(arguments: Sequence[str], name: str) -> int:
     from trainer.errors import ConfigError, MeshloomError, Problem
 
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    terminal = os.dup(1)
     try:
         if min(options.nodes, options.gpus) < 1:
             seen = f"{options.nodes} nodes of {options.gpus} devices"
             raise ConfigError(Problem("--nodes, --gpus", seen, "at least one of each"))
-        _quiet()
+        from trainer.run.process import unheard
+
+        terminal = unheard()
         text, code = _planned(options)
     except MeshloomError as error:
         print(error.render(), file=sys.stderr)
@@ -52,6 +54,9 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
     parser.add_argument(
         "--device", default="h100-80gb", help="by name (default: h100-80gb), or memory=..,peak=..,bandwidth=..,link=.."
     )
+    parser.add_argument(
+        "--measure", action="store_true", help="time two blocks on the device that is here, and count products so"
+    )
     parser.add_argument("--propose", action="store_true", help="try other layouts; done anyway if it does not fit")
     parser.add_argument("--write", type=Path, metavar="JSON", help="write the config with the best proposal's changes")
     parser.add_argument("--json", action="store_true", help="for programs: bytes and seconds")
@@ -65,12 +70,16 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
     from trainer.errors import NumericsError
     from trainer.planner.agreement import disagreements
     from trainer.planner.cluster import Cluster, device_of
-    from trainer.planner.describe import as_json, lines
+    from trainer.planner.describe import as_json, in_seconds, lines
     from trainer.run.planned import planned
     from trainer.run.proposed import proposals, write
+    from trainer.run.timed import timed
 
     cluster = Cluster(options.nodes, options.gpus, device_of(options.device))
     config = load(options.config, options.overrides)
+    timing = timed(options.config, options.overrides, cluster) if options.measure else None
+    if timing is not None:
+        cluster = replace(cluster, device=replace(cluster.device, measured=timing.rate))
     plan = planned(config, cluster)
     layout = plan.simulated.layout
     if problems := disagreements(plan.traces, layout):
@@ -81,6 +90,10 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
     asked = f"{len(plan.traces)} of {layout.world_size} ranks"
     said = f"agree   {asked} were asked: the same collectives in the same order, and each send is received"
     told = [*lines(plan), said]
+    if timing is not None:
+        of_peak = f"{timing.rate / 1e12:.3g} TFLOP/s, {timing.rate / cluster.device.peak:.1%} of the peak"
+        took = f"two blocks took {in_seconds(timing.seconds)}, forward and backward, for a micro-batch"
+        told.append(f"measure {took} on {timing.where}: {of_peak}")
     if options.propose or options.write or not plan.fits:
         found = proposals(config, cluster, plan)
         told += [line for number, proposal in enumerate(found, 1) for line in _proposal(number, proposal)]
@@ -103,14 +116,3 @@ def _proposal(number: int, proposal: Proposal) -> Iterator[str]:
     told = f"{fits}, {gib(plan.needed)}, {in_seconds(plan.time.least)} a step at least"
     yield f"propose {number}. {told}: {proposal.reason}"
     yield from (f"          + {path}: {json.dumps(value)}" for path, value in proposal.changes.items())
-
-
-def _quiet() -> None:
-    """What libraries print is not the plan."""
-    import logging
-    import warnings
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    with Path(os.devnull).open("w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)

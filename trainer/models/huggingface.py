@@ -65,8 +65,11 @@ def read_config(options: Any) -> PreTrainedConfig:
     return config
 
 
-def spec_of(config: PreTrainedConfig, options: Any) -> ModelSpec:
-    """The spec of an architecture, with its weights where `trainer.model.name_or_path` names some."""
+def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> ModelSpec:
+    """The spec of an architecture, with its weights where `trainer.model.name_or_path` names some.
+
+    Without `weights` none are looked for, or downloaded.
+    """
     name, build = options.name_or_path or config.model_type, _builder(config, options)
     if getattr(config, "is_encoder_decoder", False):  # asked before it is built, which changes it
         seen = f"{type(config).__name__} is an encoder with a decoder, of which the decoder alone would be trained"
@@ -80,7 +83,7 @@ def spec_of(config: PreTrainedConfig, options: Any) -> ModelSpec:
         if not isinstance(error, ValueError | ImportError):
             seen, expected = f"{type(error).__name__}: {error}", "a config that the family's own code builds a model of"
         raise ConfigError(Problem(f"trainer.model: {name}", seen[:200], expected)) from error
-    weights, dropped = _weights(model, options) if options.name_or_path else (NoWeights(), "")
+    given, dropped = _weights(model, options) if options.name_or_path and weights else (NoWeights(), "")
     kind = type(model).__name__
     notes = [dropped] if dropped else []
     if options.name_or_path and stated and kind not in stated:
@@ -92,7 +95,7 @@ def spec_of(config: PreTrainedConfig, options: Any) -> ModelSpec:
     def shrunk(layers: int = 3, split: int = 1) -> ModelSpec:
         return _shrunk(config, options, name, layers, split)
 
-    spec = describe(model, name, build, weights, shrunk)
+    spec = describe(model, name, build, given, shrunk)
 
     def shallow(layers: int) -> ModelSpec:
         few = _builder(shrink(config, KEPT, range(layers), len(spec.blocks)), options)

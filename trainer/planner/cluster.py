@@ -23,6 +23,12 @@ class Device:
     """To the other devices of its node, one way."""
     network: float = 50e9
     """To other nodes, one way, each device: 400 Gb/s unless it is known."""
+    measured: float | None = None
+    """FLOP/s that blocks of this model reached, at its precision; None: they were not timed."""
+
+    def rate(self, precision: str) -> float:
+        """FLOP/s to count with."""
+        return self.measured or (self.peak / 2 if precision == "float32" else self.peak)
 
 
 GIB = 2**30
@@ -42,6 +48,7 @@ DEVICES = {
         Device("a100-40gb", 39.4 * GIB, 312e12, 1.56e12, 300e9, 25e9),
         Device("l40s-48gb", 44.4 * GIB, 362e12, 0.864e12, 32e9, 25e9),
         Device("l4-24gb", 22.0 * GIB, 121e12, 0.3e12, 32e9, 12.5e9),
+        Device("a10-24gb", 22.0 * GIB, 125e12, 0.6e12, 32e9, 12.5e9),
         Device("a10g-24gb", 22.0 * GIB, 70e12, 0.6e12, 32e9, 12.5e9),
         Device("v100-32gb", 31.7 * GIB, 125e12, 0.9e12, 150e9, 12.5e9),
         Device("t4-16gb", 14.6 * GIB, 65e12, 0.32e12, 16e9, 6.25e9),
@@ -66,6 +73,15 @@ class Cluster:
     @property
     def world_size(self) -> int:
         return self.nodes * self.devices
+
+
+def device_named(name: str, memory: float = 0) -> Device | None:
+    """The device of the table that is called, say, `NVIDIA H100 80GB HBM3`, the nearest to so many bytes of memory."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    known = {key: device for key, device in DEVICES.items() if words.issuperset(key.split("-")[:-1])}
+    narrowest = max((len(key.split("-")) for key in known), default=0)
+    alike = [device for key, device in known.items() if len(key.split("-")) == narrowest]
+    return min(alike, key=lambda device: abs(device.memory - memory), default=None)
 
 
 def device_of(text: str) -> Device:

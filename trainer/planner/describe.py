@@ -77,10 +77,13 @@ def _time(plan: Plan) -> str:
         "inside nodes": time.inside,
         "between nodes": time.between,
         "update": time.update,
+        "host": time.host,
     }
     told = ", ".join(f"{name} {in_seconds(part)}" for name, part in parts.items() if part > 0)
+    measured = plan.cluster.device.measured
+    origin = "from data sheets, and no faster" if measured is None else "from what was measured, and data sheets"
     return (
-        f"an estimate from data sheets, and no faster: {in_seconds(time.least)} a step if all messages are hidden, "
+        f"an estimate {origin}: {in_seconds(time.least)} a step if all messages are hidden, "
         f"{in_seconds(time.most)} if none is ({told}); at most {tokens / time.least:,.0f} tokens/s"
     )
 
@@ -96,7 +99,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "room": round(plan.room),
         "memory": {"peak_bytes": peak.size, "by_kind": peak.by_kind},
         "roles": [_role(role) for role in plan.roles],
-        "time": {"least": plan.time.least, "most": plan.time.most},
+        "time": {**vars(plan.time), "least": plan.time.least, "most": plan.time.most}
+        | {"measured_flops": plan.cluster.device.measured},
     }
 
 

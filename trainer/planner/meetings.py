@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import product
 
 from trainer.layout import AXES, Layout
 from trainer.planner.messages import POINT_TO_POINT, Message
@@ -34,11 +33,10 @@ class Meetings:
     """The meetings of these ranks of a layout: all of its ranks, or representatives."""
 
     def __init__(self, ranks: Sequence[int], layout: Layout) -> None:
-        sizes = [range(getattr(layout, axis)) for axis in AXES]
-        self._at = dict(enumerate(product(*sizes)))  # row-major, as the mesh is
+        self._layout = layout
+        self._at = [layout.coordinates(rank) for rank in range(layout.world_size)]
         self._ranks = tuple(sorted(ranks))
         self._complete = len(self._ranks) == layout.world_size
-        self._sizes = tuple(len(size) for size in sizes)
         self._known: dict[tuple[object, ...], Meeting] = {}
         self._made: dict[Meeting, Meeting] = {}
 
@@ -56,16 +54,16 @@ class Meetings:
         return self._known[known]
 
     def _exact(self, group: tuple[int, ...], ends: tuple[int, ...]) -> Meeting:
-        along = self._along(group)
+        along = self._layout.axes_of(group)
         if ends:
             return Meeting(("pair", *ends), f"from rank {ends[0]} to rank {ends[1]}", along, tuple(sorted(ends)))
         return Meeting(("group", *group), f"among {ranks_named(group)}", along, group)
 
     def _like(self, group: tuple[int, ...], ends: tuple[int, ...]) -> Meeting:
         """By coordinates: those along which the members differ, and those outside that make a difference."""
-        along = self._along(group)
+        along = self._layout.axes_of(group)
         fixed = {axis: self._coordinate(group[0], axis) for axis in AXES if axis not in along and axis not in SYMMETRIC}
-        outside = "".join(f", {axis} {at}" for axis, at in fixed.items() if self._sizes[AXES.index(axis)] > 1)
+        outside = "".join(f", {axis} {at}" for axis, at in fixed.items() if getattr(self._layout, axis) > 1)
         if ends:
             return self._pair_like(ends, along)
         within = frozenset(self._projected(rank, along) for rank in group)
@@ -82,19 +80,15 @@ class Meetings:
         kept = tuple(axis for axis in AXES if axis not in SYMMETRIC)
         sides = tuple(self._projected(rank, kept) for rank in ends)
         steps = tuple(
-            (self._coordinate(ends[1], axis) - self._coordinate(ends[0], axis)) % self._sizes[AXES.index(axis)]
+            (self._coordinate(ends[1], axis) - self._coordinate(ends[0], axis)) % getattr(self._layout, axis)
             for axis in SYMMETRIC
         )
         members = tuple(rank for rank in self._ranks if self._projected(rank, kept) in sides)
         name = f"from ranks like {ends[0]} to ranks like {ends[1]}"
         return Meeting(("pair", *sides, steps), name, along, members)
 
-    def _along(self, group: tuple[int, ...]) -> tuple[str, ...]:
-        """The axes along which any two of a group differ."""
-        return tuple(axis for axis in AXES if len({self._coordinate(rank, axis) for rank in group}) > 1)
-
     def _coordinate(self, rank: int, axis: str) -> int:
-        return self._at[rank][AXES.index(axis)]
+        return self._at[rank][axis]
 
     def _projected(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(self._coordinate(rank, axis) for axis in axes)

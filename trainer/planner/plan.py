@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
-from trainer.layout import AXES, Layout
+from torch import nn
+
+from trainer.layout import Layout
 from trainer.models.spec import ModelSpec, flops_per_token
 from trainer.parallel.partition import block_ranges
 from trainer.planner.cluster import RESERVED, Cluster
 from trainer.planner.ledger import Peak
 from trainer.planner.messages import Message
+from trainer.planner.roofline import Time, time_of
 from trainer.planner.simulate import Subject, Trace, simulate_all
 
 STEADY = "step 2"
@@ -104,35 +107,26 @@ class Plan:
     def fits(self) -> bool:
         return self.needed <= self.room
 
+    @property
+    def step_flops(self) -> float:
+        """FLOPs of a step on all ranks, without what is computed again."""
+        return flops_per_token(self.subject.spec, self.sequence) * self.subject.layout.train_batch * self.sequence
+
+    def sent(self, inside: bool) -> float:
+        """Bytes of a step from the rank that sends most: inside its node, or to others."""
+        return max(sum(sent.size for sent in role.sent if sent.inside is inside) for role in self.roles)
+
+    def on_device(self, kinds: Iterable[str]) -> float:
+        """Of the fullest moment, bytes of these kinds that are not on the host."""
+        away = offloaded(self.subject)
+        return sum(self.fullest.peak.by_kind.get(kind, 0) for kind in kinds if kind not in away)
+
     @cached_property
     def time(self) -> Time:
-        return time_of(self)
-
-
-@dataclass(frozen=True)
-class Time:
-    """A step's parts at the device's peaks, seconds: no step is faster, and a good one takes about twice as long."""
-
-    compute: float
-    """Matrix products at the peak, what is computed again included."""
-    bubble: float
-    """Of the pipeline: idle."""
-    inside: float
-    """Messages inside nodes, of the rank that sends most."""
-    between: float
-    """Messages between nodes."""
-    update: float
-    """The optimizer, at the memory's bandwidth."""
-
-    @property
-    def least(self) -> float:
-        """If all that is sent is hidden behind what is computed, where that is longer."""
-        return max(self.compute, self.inside, self.between) + self.bubble + self.update
-
-    @property
-    def most(self) -> float:
-        """If nothing is hidden."""
-        return self.compute + self.bubble + self.inside + self.between + self.update
+        state = self.on_device(("weights", "gradients", "optimizer"))
+        wires = {inside: self.sent(inside) for inside in (True, False)}
+        layout, device = self.subject.layout, self.cluster.device
+        return time_of(layout, device, self.step_flops, wires, state=state, on_host=self.on_host)
 
 
 def offloaded(subject: Subject) -> tuple[str, ...]:
@@ -153,29 +147,30 @@ def plan_of(make: Callable[[int | None, int], Subject], cluster: Cluster, sequen
     what does not run on fake tensors.
     """
     full = make(None, 0)
-    layout, held = full.layout, blocks_held(full)
-    depths = depths_of(full, held)
-    micros = micro_batches_of(layout)
-    grid: list[Point] = [(depth, micro) for micro in micros for depth in (depths or (None,))]
+    layout = full.layout
+    model = full.spec.build()
+    held = blocks_held(full, model)
+    depths = depths_of(full, model, held)
+    grid: list[Point] = [(depth, micro) for micro in micro_batches_of(layout) for depth in (depths or (None,))]
     subjects = {point: make(*point) for point in grid}
-    jobs = [(subjects[point], rank, point) for _, rank in representatives(layout) for point in grid]
-    traces = simulate_all([(subject, rank) for subject, rank, _ in jobs], cluster.devices)
-    found = {(rank, point): trace for (_, rank, point), trace in zip(jobs, traces, strict=True)}
+    stand = representatives(layout)
+    jobs = [(rank, point) for _, rank in stand for point in grid]
+    # of a rank that is only asked whether it says what others say, the least is simulated
+    jobs += [job for rank in witnesses(layout) if asked and (job := (rank, grid[0])) not in jobs]
+    found = dict(
+        zip(jobs, simulate_all([(subjects[point], rank) for rank, point in jobs], cluster.devices), strict=True)
+    )
     roles = []
-    for name, rank in representatives(layout):
-        goal = held[layout_coordinates(layout, rank)["pipeline"]] / layout.stages_per_rank, layout.accumulation
+    for name, rank in stand:
+        goal = held[layout.coordinates(rank)["pipeline"]] / layout.stages_per_rank, layout.accumulation
         points = {point: found[rank, point] for point in grid}
         roles.append(Role(name, rank, _peaks(points, goal), tuple(_sent(points, goal, layout, cluster))))
-    small = subjects[grid[0]]
-    done = {rank: found[rank, grid[0]] for _, rank in representatives(layout)}
-    others = [rank for rank in witnesses(layout) if asked and rank not in done]
-    more = simulate_all([(small, rank) for rank in others], cluster.devices)
-    return Plan(full, cluster, tuple(roles), sequence, small, (*done.values(), *more))
+    traces = tuple(trace for (_, point), trace in found.items() if point == grid[0])
+    return Plan(full, cluster, tuple(roles), sequence, subjects[grid[0]], traces)
 
 
 def representatives(layout: Layout) -> list[tuple[str, int]]:
     """A rank for each kind: the first data and tensor rank, which has the largest shards, of each place."""
-    each = layout.replicate * layout.shard * layout.tensor
     last = layout.pipeline - 1
     if last == 0:
         return [("each rank", 0)]
@@ -184,45 +179,36 @@ def representatives(layout: Layout) -> list[tuple[str, int]]:
         places[last // 2] = "a middle stage"
     if 1 < last < LONG:
         places[1] = "second stage"
-    return [(places[place], place * each) for place in sorted(places)]
+    return [(places[place], layout.rank_at(pipeline=place)) for place in sorted(places)]
 
 
 def witnesses(layout: Layout) -> list[int]:
     """Ranks that are asked whether they say the same: all of a small layout, else the last on each other axis, too."""
     if layout.world_size <= ALL:
         return list(range(layout.world_size))
-    places = {"tensor": 1, "shard": layout.tensor, "replicate": layout.tensor * layout.shard}
-    ends = [(getattr(layout, axis) - 1) * stride for axis, stride in places.items()]
-    return [*(rank for _, rank in representatives(layout)), *dict.fromkeys(end for end in ends if end)]
+    ends = [layout.rank_at(**{axis: getattr(layout, axis) - 1}) for axis in ("tensor", "shard", "replicate")]
+    return [*dict.fromkeys([*(rank for _, rank in representatives(layout)), *ends])]
 
 
-def layout_coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """Where a rank stands on each axis; the mesh is row-major, tensor innermost."""
-    found = {}
-    for axis in reversed(AXES):
-        rank, found[axis] = divmod(rank, getattr(layout, axis))
-    return found
-
-
-def blocks_held(subject: Subject) -> list[int]:
+def blocks_held(subject: Subject, model: nn.Module) -> list[int]:
     """Blocks of each pipeline rank."""
     layout, spec = subject.layout, subject.spec
-    ranges = block_ranges(spec.build(), spec, layout.partition, layout.stages) if spec.blocks else [range(0)]
+    ranges = block_ranges(model, spec, layout.partition, layout.stages) if spec.blocks else [range(0)]
     return [sum(len(ranges[stage]) for stage in layout.stages_of(place)) for place in range(layout.pipeline)]
 
 
-def depths_of(subject: Subject, held: Sequence[int]) -> list[int] | None:
+def depths_of(subject: Subject, model: nn.Module, held: Sequence[int]) -> list[int] | None:
     """Two numbers of blocks a stage to draw the line through; None where all blocks are simulated."""
-    if subject.spec.shallow is None or max(held) <= FEW * subject.layout.stages_per_rank or not alike(subject.spec):
+    spec, layout = subject.spec, subject.layout
+    if spec.shallow is None or max(held) <= FEW * layout.stages_per_rank or not alike(spec, model):
         return None
-    step = subject.layout.recompute.every
-    few = 2 * step if subject.layout.pipeline > 1 else step * max(1, -(-4 // step))
+    step = layout.recompute.every
+    few = 2 * step if layout.pipeline > 1 else step * max(1, -(-4 // step))
     return [few, few + step * max(1, -(-2 // step))]
 
 
-def alike(spec: ModelSpec) -> bool:
+def alike(spec: ModelSpec, model: nn.Module) -> bool:
     """Whether all blocks have the same parameters."""
-    model = spec.build()
     shapes = [
         sorted((name, tuple(p.shape), p.requires_grad) for name, p in model.get_submodule(block).named_parameters())
         for block in spec.blocks
@@ -278,12 +264,13 @@ def _sent(points: Mapping[Point, Trace], goal: tuple[float, int], layout: Layout
 def _totals(
     messages: Iterable[Message], layout: Layout, cluster: Cluster
 ) -> dict[tuple[str, Axes, int, bool], tuple[float, float]]:
+    axes_of = cache(layout.axes_of)
     counts: Counter[tuple[str, Axes, int, bool]] = Counter()
     sizes: Counter[tuple[str, Axes, int, bool]] = Counter()
     for message in messages:
         if message.phase == STEADY and message.name != "receive":
             inside = len({rank // cluster.devices for rank in message.group}) == 1
-            key = (message.name, axes_of(layout, message.group), len(message.group), inside)
+            key = (message.name, axes_of(message.group), len(message.group), inside)
             counts[key] += 1
             sizes[key] += message.sent  # type: ignore[assignment]
     return {key: (counts[key], sizes[key]) for key in counts}
@@ -303,30 +290,6 @@ def _straight(values: Mapping[int | None, float] | Mapping[int, float], goal: fl
         return next(iter(values.values()))
     (low, first), (high, second) = sorted((d, v) for d, v in values.items() if d is not None)
     return first + (second - first) * (goal - low) / (high - low)
-
-
-def axes_of(layout: Layout, group: Sequence[int]) -> Axes:
-    """The axes along which the ranks of a group differ."""
-    places = [layout_coordinates(layout, rank) for rank in (group[0], group[-1], *group[1:-1:7])]
-    return tuple(axis for axis in AXES if len({place[axis] for place in places}) > 1)
-
-
-def time_of(plan: Plan) -> Time:
-    """A roofline (Williams et al., 2009): FLOPs at the device's peak, bytes at its links' and memory's bandwidth."""
-    layout, spec, device = plan.subject.layout, plan.subject.spec, plan.cluster.device
-    tokens = layout.train_batch * plan.sequence
-    flops = flops_per_token(spec, plan.sequence) * tokens
-    if layout.recompute.mode in ("full", "every"):
-        flops *= 1 + 1 / (3 * layout.recompute.every)  # a third of a step is its forward pass
-    peak = device.peak if layout.precision != "float32" else device.peak / 2
-    compute = flops / layout.world_size / peak
-    rounds = layout.accumulation * layout.stages_per_rank
-    bubble = compute * (layout.pipeline - 1) / rounds if layout.pipeline > 1 else 0.0
-    inside, between = (
-        max(sum(s.size for s in role.sent if s.inside is where) for role in plan.roles) for where in (True, False)
-    )
-    state = sum(plan.fullest.peak.by_kind.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
-    return Time(compute, bubble, inside / device.link, between / device.network, 2 * state / device.bandwidth)
 
 
 def reduced(subject: Subject, spec: ModelSpec, blocks: int | None, accumulation: int) -> Subject:

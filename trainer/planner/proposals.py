@@ -1,4 +1,4 @@
-"""What to change of a layout so that it fits, or is faster: which changes to try, in which order, and why.
+"""What to change of a layout so that it fits, or is faster: which changes to try, and in which order.
 
 A closed form says what can't fit and what is likely to; what is proposed has been simulated.
 """
@@ -14,12 +14,10 @@ from typing import Any
 from trainer.config.read import Json
 from trainer.errors import ConfigError
 from trainer.layout import Layout, Recompute
-from trainer.models.spec import flops_per_token
-from trainer.planner.cluster import DEVICES, GIB, RESERVED, Cluster
-from trainer.planner.plan import Plan, offloaded
+from trainer.planner.cluster import Cluster
+from trainer.planner.plan import Plan
+from trainer.planner.roofline import time_of
 
-HOST = 25e9
-"""Bytes/s that each device's state on the host is moved and updated with: PCIe 4 x16, or a host's memory over 8."""
 BLOCK_BYTES = 34
 """Of activations per hidden value and token of a block, without the attention matrix (arXiv 2205.05198, eq. 1)."""
 MOST_CHANGES = 3
@@ -47,11 +45,10 @@ class Sizes:
 
     @classmethod
     def of(cls, plan: Plan) -> Sizes:
-        spec, layout = plan.subject.spec, plan.subject.layout
+        spec = plan.subject.spec
         optimizer = plan.subject.deepspeed.get("optimizer", {})
         sure = str(optimizer.get("type", "")).lower() in ADAM and "bf16" not in str(optimizer.get("params", {}))
         learned = spec.parameters - sum(spec.frozen.values())
-        tokens = layout.train_batch * plan.sequence
         return cls(
             spec.parameters,
             learned,
@@ -59,7 +56,7 @@ class Sizes:
             spec.language.hidden_size or 0,
             plan.sequence,
             8 if sure else 0,
-            flops_per_token(spec, plan.sequence) * tokens,
+            plan.step_flops,
         )
 
 
@@ -184,17 +181,10 @@ class Estimates:
 
     def seconds(self, layout: Layout) -> float:
         """Of a step: midway between all messages hidden and none."""
-        sizes, device = self.sizes, self.cluster.device
-        flops = sizes.flops * (1 + recomputed(layout))
-        compute = flops / layout.world_size / (device.peak if layout.precision != "float32" else device.peak / 2)
-        rounds = layout.accumulation * layout.stages_per_rank
-        bubble = compute * (layout.pipeline - 1) / rounds if layout.pipeline > 1 else 0.0
         wires = {True: 0.0, False: 0.0}
-        for within, size in self._sent(layout):
-            wires[within] += size
-        inside, between = wires[True] / device.link, wires[False] / device.network
-        middle = (max(compute, inside, between) + compute + inside + between) / 2
-        return middle + bubble + self._on_host(layout) * 2 / HOST
+        for inside, size in self._sent(layout):
+            wires[inside] += size
+        return time_of(layout, self.cluster.device, self.sizes.flops, wires, on_host=self._on_host(layout)).middle
 
     def _sent(self, layout: Layout) -> Iterator[tuple[bool, float]]:
         """(whether inside a node, bytes) of one rank: rings over each axis."""
@@ -215,24 +205,14 @@ class Estimates:
         return each * self.sizes.learned / _per_rank(layout) / layout.shard
 
 
-def recomputed(layout: Layout) -> float:
-    """The share of a step's products that is computed again."""
-    return 1 / (3 * layout.recompute.every) if layout.recompute.mode in ("full", "every") else 0.0
-
-
-def seconds(plan: Plan) -> float:
-    """About a step's time: midway between all messages hidden and none, and what is on the host moved."""
-    return (plan.time.least + plan.time.most) / 2 + plan.on_host * 2 / HOST
-
-
 def rank(plan: Plan, changes: Mapping[str, Any]) -> tuple[bool, float, int, float]:
     """By which proposals are sorted: those that fit, the fastest (to a percent), the fewest changes.
 
     Of those that do not fit, the one that misses least comes first.
     """
     if not plan.fits:
-        return True, plan.needed, len(changes), seconds(plan)
-    return False, round(math.log(seconds(plan)) * 100), len(changes), seconds(plan)
+        return True, plan.needed, len(changes), plan.time.middle
+    return False, round(math.log(plan.time.middle) * 100), len(changes), plan.time.middle
 
 
 CHANGES = {
@@ -297,101 +277,3 @@ def _batch_changes(raw: Json, new: Layout) -> dict[str, int]:
     wrong = {key for key in written if written[key] != wanted[key]}
     needed = wrong | ({BATCH, MICRO} - written.keys())
     return {key: wanted[key] for key in wanted if key in needed}
-
-
-RECOMPUTES = {"none": "recompute nothing", "full": "recompute all blocks", "selective": "recompute selectively"}
-
-
-def words(old: Layout, new: Layout) -> str:
-    """What is changed, for a sentence."""
-    said = {
-        "pipeline": f"{new.pipeline} pipeline stages instead of {old.pipeline}",
-        "tensor": f"tensor parallel over {new.tensor} instead of {old.tensor}",
-        "shard": f"shard over {new.shard} instead of {old.shard}",
-        "stage": f"ZeRO-{new.zero_stage} instead of ZeRO-{old.zero_stage}",
-        "micro-batch": f"a micro-batch of {new.micro_batch} instead of {old.micro_batch}",
-        "recompute": RECOMPUTES.get(new.recompute.mode, f"recompute every {new.recompute.every}. block"),
-        "offload": f"{_on_host(new)} on the host",
-    }
-    changed = differences(old, new)
-    return _listed([text for name, text in said.items() if name in changed]) or "another engine"
-
-
-def _on_host(layout: Layout) -> str:
-    if layout.offload_param != "none":
-        return "weights and optimizer state"
-    return "the optimizer's state" if layout.offload_optimizer != "none" else "nothing"
-
-
-def _listed(texts: list[str]) -> str:
-    return " and ".join([*([", ".join(texts[:-1])] if texts[1:] else []), *texts[-1:]])
-
-
-MEMORY = {
-    "state": ("weights", "gradients", "optimizer"),
-    "activations": ("activations", "logits", "temporaries", "data"),
-    "communication buffers": ("communication",),
-}
-
-
-def reason(old: Plan, new: Plan) -> str:
-    """What a change brings and costs, in one sentence."""
-    gains: list[str] = []
-    costs: list[str] = []
-    for said, less in _effects(old, new):
-        (gains if less else costs).append(said)
-    changed = words(old.subject.layout, new.subject.layout)
-    if old.subject.engine_name != new.subject.engine_name:
-        changed += f" (engine {new.subject.engine_name})"
-    text = _listed(gains) or "no gain"
-    return f"{changed}: {text}" + (f", for {_listed(costs)}" if costs else "")
-
-
-def _effects(old: Plan, new: Plan) -> Iterator[tuple[str, bool]]:
-    """(what is said, whether it is less) of each figure that changes by 1 % of the whole or more."""
-    whole = max(old.needed, new.needed)
-    for name, kinds in MEMORY.items():
-        change = _on_device(new, kinds) - _on_device(old, kinds)
-        if abs(change) >= whole / 100:
-            yield f"{_gib(change)} {_less(change)} {name} per GPU", change < 0
-    for name, inside in (("inside nodes", True), ("between nodes", False)):
-        before, after = (_wire(plan, inside) for plan in (old, new))
-        if abs(after - before) >= 1e8 and abs(after - before) >= 0.01 * max(before, after):
-            yield f"{abs(after - before) / 1e9:,.1f} GB {_less(after - before)} {name}", after < before
-    again = recomputed(new.subject.layout) - recomputed(old.subject.layout)
-    if again:
-        yield f"{abs(again):.0%} {_less(again)} to compute", again < 0
-    before, after = seconds(old), seconds(new)
-    if abs(after / before - 1) >= 0.01:
-        yield f"about {abs(after / before - 1):.0%} {_less(after - before)} time per step", after < before
-
-
-def _on_device(plan: Plan, kinds: Iterable[str]) -> float:
-    away = offloaded(plan.subject)
-    return sum(plan.fullest.peak.by_kind.get(kind, 0) for kind in kinds if kind not in away)
-
-
-def _wire(plan: Plan, inside: bool) -> float:
-    return max(sum(sent.size for sent in role.sent if sent.inside is inside) for role in plan.roles)
-
-
-def _less(change: float) -> str:
-    return "less" if change < 0 else "more"
-
-
-def _gib(size: float) -> str:
-    return f"{abs(size) / GIB:,.1f} GiB" if abs(size) >= 0.1 * GIB else f"{abs(size) / 2**20:,.1f} MiB"
-
-
-def shortfall(old: Plan, best: Plan, nodes: int | None) -> str:
-    """Why nothing fits, by how much the best misses, and what would do."""
-    missing, device = best.needed - best.room, best.cluster.device
-    larger = [found for found in DEVICES.values() if found.memory - RESERVED >= best.needed]
-    named = f" ({min(larger, key=lambda found: found.memory).name})" if larger else ""
-    mends = [f"{nodes} nodes of {best.cluster.devices}"] if nodes else []
-    mends.append(f"devices of {math.ceil((best.needed + RESERVED) / GIB)} GiB{named}")
-    best_words = words(old.subject.layout, best.subject.layout) if best is not old else "as it is"
-    return (
-        f"nothing fits {best.cluster.nodes} x {best.cluster.devices} {device.name}; {best_words} misses by "
-        f"{_gib(missing)} of {_gib(best.room)}, and would fit {' or '.join(mends)}"
-    )

@@ -115,7 +115,7 @@ def _draw(axes: Axes, layout: Layout, shown: dict[str, int]) -> None:
     down = _height(shown) - _above(shown)
     size = min(8.5, 90 * CELL * _scale(shown) / len(str(layout.world_size - 1)))
     for p, r, s, t in product(*(range(shown[axis]) for axis in AXES)):
-        rank = ((p * layout.replicate + r) * layout.shard + s) * layout.tensor + t
+        rank = layout.rank_at(p, r, s, t)
         x, y = s * step["shard"] + t * step["tensor"], p * step["pipeline"] + r * step["replicate"]
         inside: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.05", "linewidth": 0}
         box = FancyBboxPatch((x + 0.03, y + 0.03), CELL - 0.06, CELL - 0.06, facecolor=BLUE, alpha=0.85, **inside)

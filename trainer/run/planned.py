@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -21,16 +21,57 @@ from trainer.planner.plan import Plan, plan_of, reduced
 from trainer.planner.simulate import Subject
 from trainer.run.prepare import amended, regularised
 from trainer.tasks.causal_lm import CausalLM
-from trainer.tasks.task import Batch
+from trainer.tasks.task import Batch, Task
 
 STEPS = 1000
 """Of the learning rate's schedule, where the config leaves them to the data."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A config's model on a cluster, whole and with fewer blocks."""
+
+    config: Config
+    """Resolved."""
+    subject: Subject
+    """The whole."""
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sample."""
+        return self.config.trainer.data.sequence_length
+
+    def of_blocks(self, count: int) -> ModelSpec:
+        """The model with so many blocks in all. It has to have a `shallow`."""
+        assert self.subject.spec.shallow is not None
+        few = amended(self.subject.spec.shallow(count), self.config.trainer, ALONE, copied=True)
+        return replace(few, weights=NoWeights())
+
+    def task(self, spec: ModelSpec) -> Task:
+        return regularised(CausalLM.of(spec, 0), spec, self.config.trainer)
+
+    def reduced(self, blocks: int | None, accumulation: int) -> Subject:
+        """The subject with so many blocks a stage, or all, and so many micro-batches."""
+        spec = self.subject.spec
+        if blocks is not None and spec.shallow is not None:
+            spec = _of_shapes(self.of_blocks(blocks * self.subject.layout.stages))
+        undecayed = spared(self.config.trainer.weight_decay_excludes, spec)
+        return replace(reduced(self.subject, spec, blocks, accumulation), task=self.task(spec), undecayed=undecayed)
 
 
 def planned(config: Config, cluster: Cluster, *, asked: bool = True) -> Plan:
     """The plan of a config on a cluster. Raises ConfigError where it does not fit it, or can't be simulated.
 
     Without `asked`, no more ranks are simulated than memory and traffic need.
+    """
+    source = source_of(config, cluster)
+    return plan_of(source.reduced, cluster, source.sequence, asked=asked)
+
+
+def source_of(config: Config, cluster: Cluster) -> Source:
+    """What a config says of its model on a cluster; nothing of the model is read but its config.json.
+
+    Raises ConfigError where the layout does not fit the cluster or the model.
     """
     if config.trainer.task != "causal_lm":
         seen = f'saw the task "{config.trainer.task}"'
@@ -40,22 +81,10 @@ def planned(config: Config, cluster: Cluster, *, asked: bool = True) -> Plan:
     section, layout = config.trainer, layout_of(config, cluster.world_size)
     name, engine = select(section.engine, layout, config, "cuda")
     architecture = huggingface.read_config(section.model)
-    spec = without_values(amended(huggingface.spec_of(architecture, section.model), section, ALONE))
+    spec = _of_shapes(amended(huggingface.spec_of(architecture, section.model, weights=False), section, ALONE))
     config = resolve(config, replace(facts, hidden_size=spec.language.hidden_size, total_steps=section.steps or STEPS))
     engine.check(spec, layout)
     scheduler = None if config.scheduler is None else vars(config.scheduler)
-    length = section.data.sequence_length
-
-    def batch(count: int) -> Batch:
-        ids = torch.zeros(count, length, dtype=torch.int64)
-        return {"input_ids": ids, "targets": torch.ones_like(ids)}
-
-    @cache
-    def spec_of(blocks: int | None) -> ModelSpec:
-        if blocks is None or spec.shallow is None:
-            return spec
-        return without_values(amended(spec.shallow(blocks * layout.stages), section, ALONE, copied=True))
-
     full = Subject(
         layout=layout,
         engine_name=name,
@@ -65,18 +94,16 @@ def planned(config: Config, cluster: Cluster, *, asked: bool = True) -> Plan:
         deepspeed=config.deepspeed,
         undecayed=spared(section.weight_decay_excludes, spec),
         schedule=schedule_of(vars(config.optimizer), scheduler),
-        batch=batch,
+        batch=partial(_batch, section.data.sequence_length),
     )
-
-    def make(blocks: int | None, accumulation: int) -> Subject:
-        few = spec_of(blocks)
-        subject = reduced(full, few, blocks, accumulation)
-        task = regularised(CausalLM.of(few, 0), few, section)
-        return replace(subject, task=task, undecayed=spared(section.weight_decay_excludes, few))
-
-    return plan_of(make, cluster, length, asked=asked)
+    return Source(config, full)
 
 
-def without_values(spec: ModelSpec) -> ModelSpec:
+def _batch(length: int, count: int) -> Batch:
+    ids = torch.zeros(count, length, dtype=torch.int64)
+    return {"input_ids": ids, "targets": torch.ones_like(ids)}
+
+
+def _of_shapes(spec: ModelSpec) -> ModelSpec:
     """What has a shape alone: nothing is read, and nothing needs to be there."""
     return replace(spec, weights=NoWeights(), constructed=lambda name: None)

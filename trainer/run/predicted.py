@@ -21,9 +21,9 @@ import torch
 from trainer.config.compiled import FILE, OVERRIDE
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem, first_line
-from trainer.planner.cluster import DEVICES, GIB, RESERVED, Device
+from trainer.planner.cluster import RESERVED, Device, device_named
+from trainer.planner.describe import gib
 from trainer.run.describe import resolved
-from trainer.run.devices import peak_flops
 from trainer.run.prepare import Prepared
 from trainer.storage import disk_errors, replace_file
 
@@ -67,13 +67,13 @@ def predict(
     with disk_errors(folder / PLAN):
         replace_file(folder / PLAN, (json.dumps(found, indent=2) + "\n").encode())
     needed, fits, whose = found["needed"], found["fits"], "the device" if machine.device.type == "cuda" else "the host"
-    line = f"memory  {_gib(needed)} predicted on the fullest rank, of {_gib(device.memory)} that {whose} has for it"
+    line = f"memory  {gib(needed)} predicted on the fullest rank, of {gib(device.memory)} that {whose} has for it"
     if needed > device.memory and prepared.config.trainer.plan == "refuse":
         raise ConfigError(_problem(found, device))
     if fits:
         return Prediction(needed, device), [line]
     missing = needed - found["room"]
-    note = f"note    predicted to miss by {_gib(missing)}, with {_gib(RESERVED)} left for CUDA and NCCL"
+    note = f"note    predicted to miss by {gib(missing)}, with {gib(RESERVED)} left for CUDA and NCCL"
     return Prediction(needed, device), [line, f"{note}{_proposed(found)}"]
 
 
@@ -83,7 +83,7 @@ def measured(prediction: Prediction | None, machine: Machine) -> list[str]:
         return []
     peak = max(machine.ranks.gather(torch.cuda.max_memory_allocated(machine.device)))
     error = prediction.needed / peak - 1
-    return [f"memory  {_gib(peak)} measured at the peak, {_gib(prediction.needed)} predicted ({error:+.1%})"]
+    return [f"memory  {gib(peak)} measured at the peak, {gib(prediction.needed)} predicted ({error:+.1%})"]
 
 
 def device_of(machine: Machine) -> Device:
@@ -97,12 +97,7 @@ def device_of(machine: Machine) -> Device:
 
 def named(name: str, memory: float) -> Device:
     """A device such as `NVIDIA H100 80GB HBM3`, with so many bytes."""
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    alike = [device for key, device in DEVICES.items() if key.split("-")[0] in words]
-    if alike:
-        device = min(alike, key=lambda device: abs(device.memory - memory))
-        return replace(device, name=name, memory=memory)
-    return replace(UNKNOWN, name=name, memory=memory, peak=peak_flops(name) or UNKNOWN.peak)
+    return replace(device_named(name, memory) or UNKNOWN, name=name, memory=memory)
 
 
 def simulated(prepared: Prepared, machine: Machine, device: Device) -> dict[str, Any]:
@@ -150,9 +145,9 @@ def alone(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _problem(found: Mapping[str, Any], device: Device) -> Problem:
     missing = found["needed"] - device.memory
-    seen = f"{found['layout']} needs {_gib(found['needed'])} on the fullest rank, {_gib(missing)} too many"
+    seen = f"{found['layout']} needs {gib(found['needed'])} on the fullest rank, {gib(missing)} too many"
     mend = f'trainer.plan="warn" tries all the same{_proposed(found)}'
-    return Problem("memory", seen, f"at most the {_gib(device.memory)} of {device.name}", mend)
+    return Problem("memory", seen, f"at most the {gib(device.memory)} of {device.name}", mend)
 
 
 def _proposed(found: Mapping[str, Any]) -> str:
@@ -160,7 +155,3 @@ def _proposed(found: Mapping[str, Any]) -> str:
         changes = " ".join(f"{path}={json.dumps(value)}" for path, value in proposal["changes"].items())
         return f". {changes} would do: {proposal['reason']}" if proposal["fits"] else f". {proposal['reason']}"
     return ""
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"

@@ -6,18 +6,16 @@ A run asks for it beside its own processes: what pretends to be a rank can't liv
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 from trainer.config import load
 from trainer.errors import MeshloomError
 from trainer.planner.cluster import Cluster, device_of
 from trainer.planner.describe import as_json
 from trainer.run.planned import planned
+from trainer.run.process import unheard
 from trainer.run.proposed import proposals
 
 SECONDS = 20.0
@@ -27,11 +25,7 @@ SECONDS = 20.0
 def main(arguments: Sequence[str]) -> int:
     """Prints the prediction; returns the exit code."""
     path, nodes, devices, device = arguments
-    terminal = os.dup(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    with Path(os.devnull).open("w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
+    terminal = unheard()
     try:
         config, cluster = load(path), Cluster(int(nodes), int(devices), device_of(device))
         plan = planned(config, cluster)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -122,6 +123,16 @@ def cache_folder() -> Path:
 
 def has_bf16(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_bf16_supported()
+
+
+def unheard() -> int:
+    """From now on what libraries print and warn of goes nowhere; returns the descriptor of what standard output was."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    terminal = os.dup(1)
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    return terminal
 
 
 def quiet_libraries() -> None:

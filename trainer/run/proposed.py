@@ -24,10 +24,8 @@ from trainer.planner.proposals import (
     differences,
     promising,
     rank,
-    reason,
-    seconds,
-    shortfall,
 )
+from trainer.planner.reasons import reason, shortfall
 from trainer.run.planned import planned
 from trainer.storage import disk_errors, replace_file
 
@@ -63,7 +61,7 @@ class Proposal:
     @property
     def seconds(self) -> float:
         """About what a step takes, by which proposals are sorted."""
-        return seconds(self.plan)
+        return self.plan.time.middle
 
 
 def overrides_of(changes: Mapping[str, Any]) -> list[str]:
@@ -81,7 +79,7 @@ def proposals(
     found = list(_tried(config, cluster, plan, most, seconds_left))
     fitting = [proposal for proposal in found if proposal.plan.fits]
     if plan.fits:
-        fitting = [proposal for proposal in fitting if proposal.seconds < FASTER * seconds(plan)]
+        fitting = [proposal for proposal in fitting if proposal.seconds < FASTER * plan.time.middle]
         return sorted(fitting, key=lambda p: rank(p.plan, p.changes))[:most]
     found.sort(key=lambda p: rank(p.plan, p.changes))
     if not fitting:

@@ -25,6 +25,7 @@ from trainer.errors import MeshloomError
 from trainer.layout import Layout
 from trainer.models.spec import flops_per_token, stored
 from trainer.optim.lr_schedules import schedule_of
+from trainer.planner.cluster import device_named
 from trainer.run import describe, predicted, resume
 from trainer.run.callbacks import (
     MERGED,
@@ -39,7 +40,6 @@ from trainer.run.callbacks import (
     stored_dtype,
     write_model_files,
 )
-from trainer.run.devices import peak_flops
 from trainer.run.ending import Ending, Told, watched
 from trainer.run.loop import LoopPlan
 from trainer.run.loop import train as loop
@@ -199,10 +199,10 @@ def _train(
         for tracker in trackers:
             stack.callback(tracker.close)
         loader = stack.enter_context(_loader(prepared, machine, position))
-        peak = peak_flops(torch.cuda.get_device_name(machine.device)) if machine.device.type == "cuda" else None
+        known = device_named(torch.cuda.get_device_name(machine.device)) if machine.device.type == "cuda" else None
         flops = flops_per_token(spec, section.data.sequence_length) if prepared.tokenizer is not None else None
         sharers = prepared.layout.world_size // prepared.layout.data_ranks
-        meter = Meter(prepared.steps, machine.device, sharers, flops, peak, loader, position)
+        meter = Meter(prepared.steps, machine.device, sharers, flops, known.peak if known else None, loader, position)
         plan = LoopPlan(
             prepared.steps,
             prepared.layout.train_batch,
