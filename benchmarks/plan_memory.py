@@ -74,9 +74,9 @@ def in_proportion(case: Case) -> Case:
 
 def compared(name: str, case: Case, pools: Pools) -> Row:
     """The fullest rank, after building."""
-    real: list[Any] = [peaks for peaks, _ in pools[case.world_size].run(measured, case=case)]
+    real: list[Any] = [told.peaks for told in pools[case.world_size].run(measured, case=case)]
     most, rank, phase = max((real[r][phase].size, r, phase) for r in range(case.world_size) for phase in PHASES)
-    ((ours, _),) = planned(case, rank)
+    ours = planned(case, rank)[0].peaks
     return Row(name, case, phase, max(ours[phase].size for phase in PHASES), most)
 
 

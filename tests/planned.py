@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -41,8 +41,19 @@ def subject(case: Case) -> Any:
     )
 
 
-def measured(case: Case) -> tuple[dict[str, Any], list[Any]]:
-    """The peaks of this rank by phase, and what it said. Runs on each rank of a pool."""
+@dataclass(frozen=True)
+class Told:
+    """Of one rank."""
+
+    peaks: dict[str, Any]
+    """By phase."""
+    messages: list[Any]
+    copied: int
+    """Bytes that a save in the background copies."""
+
+
+def measured(case: Case) -> Told:
+    """What this rank takes and says. Runs on each rank of a pool."""
     import torch.distributed as dist
 
     from trainer.distributed.ranks import Ranks
@@ -54,15 +65,15 @@ def measured(case: Case) -> tuple[dict[str, Any], list[Any]]:
     machine = Machine(torch.device("cpu"), Ranks(rank, case.world_size), case.world_size)
     messages = Messages(rank)
     with messages:
-        ledger = recorded(subject(case), machine, lambda phase: setattr(messages, "phase", phase))
-    return {peak.phase: peak for peak in ledger.peaks()}, messages.found
+        ledger, copied = recorded(subject(case), machine, lambda phase: setattr(messages, "phase", phase))
+    return Told({peak.phase: peak for peak in ledger.peaks()}, messages.found, copied)
 
 
-def planned(case: Case, *ranks: int) -> list[tuple[dict[str, Any], list[Any]]]:
+def planned(case: Case, *ranks: int) -> list[Told]:
     """The same of each of these ranks, as it is planned."""
     from trainer.planner.simulate import simulate_all
 
     for name in PRELOADED:  # once, and not in each process that pretends to be a rank
         import_module(name)
     traces = simulate_all([(subject(case), rank) for rank in ranks], case.world_size)
-    return [({peak.phase: peak for peak in trace.peaks}, list(trace.messages)) for trace in traces]
+    return [Told({peak.phase: peak for peak in t.peaks}, list(t.messages), t.copied) for t in traces]

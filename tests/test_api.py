@@ -119,7 +119,7 @@ print("LOSSES", [round(loss, 4) for loss in result.losses], result.folder.name, 
 
 
 def test_a_run_of_several_ranks_that_stands_still_is_an_error(tmp_path):
-    section = {**CONFIG["trainer"], "patience": 1, "run": {"folder": str(tmp_path / "runs"), "name": "own"}}
+    section = {**CONFIG["trainer"], "patience": 3, "run": {"folder": str(tmp_path / "runs"), "name": "own"}}
     code = f"""
 import os, time, torch, trainer
 from torch import nn

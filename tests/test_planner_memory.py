@@ -46,22 +46,24 @@ def test_a_rank_takes_what_was_planned(pools, engine, name):
     case = replace(KNOWN[name], engine=engine)
     ranks = sorted({0, case.world_size - 1})
     plans = planned(case, *ranks)
-    for _ in range(
-        3
-    ):  # gloo's thread may hold on to what it has sent, a moment longer: the least of some runs is meant
+    for _ in range(3):  # the least is meant: gloo may hold on to what it has sent a moment longer
         real = pools[case.world_size].run(measured, case=case)
         off = [
             (rank, phase, ours, theirs)
-            for rank, (peaks, _) in zip(ranks, plans, strict=True)
+            for rank, plan in zip(ranks, plans, strict=True)
             for phase, (least, most) in bounds(case).items()
-            if not least <= (ours := peaks[phase]).size / (theirs := real[rank][0][phase]).size - 1 <= most
+            if not least <= (ours := plan.peaks[phase]).size / (theirs := real[rank].peaks[phase]).size - 1 <= most
         ]
         if not off:
             break
     assert not off, off[0]
-    for rank, (_, messages) in zip(ranks, plans, strict=True):
-        sent = [message for message in real[rank][1] if message.phase == "step 2" and message.dtype.is_floating_point]
-        said = [message for message in messages if message.phase == "step 2" and message.dtype.is_floating_point]
+    for rank, plan in zip(ranks, plans, strict=True):
+        # of what two stages both have, either one may keep the copy
+        assert plan.copied == real[rank].copied or case.pipeline > 1
+        sent = [
+            message for message in real[rank].messages if message.phase == "step 2" and message.dtype.is_floating_point
+        ]
+        said = [message for message in plan.messages if message.phase == "step 2" and message.dtype.is_floating_point]
         assert [(m.name, m.group, m.size, m.dtype) for m in said] == [(m.name, m.group, m.size, m.dtype) for m in sent]
 
 
@@ -70,4 +72,6 @@ def bounds(case: Case) -> dict[str, tuple[float, float]]:
     # hidden states that a pretended pipeline's sends hold on to, in a model this small
     most = 0.05 if case.pipeline > 1 else 0.03
     # what a step leaves behind goes soon after; an evaluation, which takes far less, may see it or not
-    return {"step 1": (-0.001, most), "step 2": (-0.001, most), "evaluation": (-0.1, most)}
+    found = {"step 1": (-0.001, most), "step 2": (-0.001, most), "evaluation": (-0.1, most)}
+    # the list of what there is to save goes from stage to stage as a pickle, which is no tensor of the planner's
+    return found if case.pipeline > 1 else found | {"save": (-0.03, 0.03)}

@@ -156,7 +156,7 @@ def test_nothing_is_left_out_that_fits(case):
     except ConfigError:
         return
     stages = range(0, case.world_size, case.world_size // case.pipeline)
-    peaks = [max(peak.size for peak in by_phase.values()) for by_phase, _ in planned(case, *stages)]
+    peaks = [max(peak.size for peak in plan.peaks.values()) for plan in planned(case, *stages)]
     learned = found.spec.parameters
     blocks, hidden = len(found.spec.blocks), found.spec.language.hidden_size
     sizes = Sizes(learned, learned, blocks, hidden, LENGTH, 8, 0.0)

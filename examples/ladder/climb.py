@@ -186,7 +186,7 @@ def main():
             results[label] = run(*command)
             print(row(label, results[label]), f"{time.perf_counter() - begun:.0f} s", flush=True)
             measured.write_text(json.dumps(results, indent=1) + "\n")
-    (args.output / "table.md").write_text(table(results))
+            (args.output / "table.md").write_text(table(results))  # which is whole before the sweeps begin
     print(table(results))
     draw(results, args.output)
 

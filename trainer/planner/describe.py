@@ -23,6 +23,7 @@ def lines(plan: Plan) -> Iterator[str]:
         yield f"  {role.name + ':':<16}{gib(role.peak.size)}, fullest in {role.peak.phase}"
     yield f"the fullest, {plan.fullest.name} (rank {plan.fullest.rank}), by kind:"
     yield from _kinds(plan)
+    yield f"host    {_host(plan)}"
     yield "largest consumers:"
     for name, size in plan.fullest.peak.largest:
         yield f"  {gib(size):>12}  {name}"
@@ -49,6 +50,12 @@ def _kinds(plan: Plan) -> Iterator[str]:
             yield f"  {gib(size):>12}  {kind}{' (on the host)' if kind in host else ''}"
     if peak.rounding >= peak.size * LEAST_SHOWN:
         yield f"  {gib(peak.rounding):>12}  what the allocator rounds up"
+
+
+def _host(plan: Plan) -> str:
+    """What each process takes of its node's memory."""
+    told = f"{gib(plan.loaded)} a process while the model is loaded, {gib(plan.copied)} for a save in the background"
+    return told + (f", {gib(plan.on_host)} offloaded" if plan.on_host else "")
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
@@ -98,6 +105,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "needed": round(plan.needed),
         "room": round(plan.room),
         "memory": {"peak_bytes": peak.size, "by_kind": peak.by_kind},
+        "host": {"loaded": plan.loaded, "copied": plan.copied, "offloaded": plan.on_host},
         "roles": [_role(role) for role in plan.roles],
         "time": {**vars(plan.time), "least": plan.time.least, "most": plan.time.most}
         | {"measured_flops": plan.cluster.device.measured},

@@ -28,8 +28,8 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "communic
 """What memory is for. `communication`: what collectives send from and receive into, gathered weights among it."""
 BLOCK = 512
 """Bytes that PyTorch's CUDA allocator rounds a tensor up to (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
-BUILD = "build"
-"""The phase in which what is made is no activation."""
+BUILD, SAVE = "build", "save"
+"""The phases in which what is made is no activation."""
 PLACES = {
     "_fsdp_collectives.py": "communication",
     "_fsdp_param.py": "communication",
@@ -208,7 +208,7 @@ class Ledger(TorchDispatchMode):
             frame = frame.f_back
         if self.vocabulary and tensor.is_floating_point() and tensor.ndim > 1 and tensor.shape[-1] == self.vocabulary:
             return "logits"
-        made = torch.is_grad_enabled() and self.phases[-1][0] != BUILD
+        made = torch.is_grad_enabled() and self.phases[-1][0] not in (BUILD, SAVE)
         return "activations" if made else "temporaries"
 
     def _enter(self, module: nn.Module, arguments: Any) -> None:

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from torch import nn
 
 from trainer.layout import Layout
-from trainer.models.spec import ModelSpec, flops_per_token
+from trainer.models.spec import ModelSpec, flops_per_token, units
 from trainer.parallel.partition import block_ranges
 from trainer.planner.cluster import RESERVED, Cluster
 from trainer.planner.ledger import Peak
@@ -62,6 +62,8 @@ class Role:
     """The one that stands for them."""
     peaks: tuple[Peak, ...]
     sent: tuple[Sent, ...]
+    copied: float
+    """Bytes on the host that a save in the background copies."""
 
     @property
     def peak(self) -> Peak:
@@ -82,6 +84,13 @@ class Plan:
     """What `traces` are of: the same at the least depth."""
     traces: tuple[Trace, ...]
     """Of ranks that stand for all."""
+    loaded: float
+    """Bytes on the host of each process while it loads the model, at most: of what is whole there at a time."""
+
+    @property
+    def copied(self) -> float:
+        """Bytes on the host of a process that a save in the background copies."""
+        return max(role.copied for role in self.roles)
 
     @cached_property
     def fullest(self) -> Role:
@@ -164,9 +173,10 @@ def plan_of(make: Callable[[int | None, int], Subject], cluster: Cluster, sequen
     for name, rank in stand:
         goal = held[layout.coordinates(rank)["pipeline"]] / layout.stages_per_rank, layout.accumulation
         points = {point: found[rank, point] for point in grid}
-        roles.append(Role(name, rank, _peaks(points, goal), tuple(_sent(points, goal, layout, cluster))))
+        copied = _plane({point: trace.copied for point, trace in points.items()}, goal)
+        roles.append(Role(name, rank, _peaks(points, goal), tuple(_sent(points, goal, layout, cluster)), copied))
     traces = tuple(trace for (_, point), trace in found.items() if point == grid[0])
-    return Plan(full, cluster, tuple(roles), sequence, subjects[grid[0]], traces)
+    return Plan(full, cluster, tuple(roles), sequence, subjects[grid[0]], traces, loaded_at_once(full, model))
 
 
 def representatives(layout: Layout) -> list[tuple[str, int]]:
@@ -195,6 +205,16 @@ def blocks_held(subject: Subject, model: nn.Module) -> list[int]:
     layout, spec = subject.layout, subject.spec
     ranges = block_ranges(model, spec, layout.partition, layout.stages) if spec.blocks else [range(0)]
     return [sum(len(ranges[stage]) for stage in layout.stages_of(place)) for place in range(layout.pipeline)]
+
+
+def loaded_at_once(subject: Subject, model: nn.Module) -> float:
+    """Bytes of the largest unit, as float32; AutoTP divides a model that is there."""
+    if subject.engine_name == "deepspeed" and subject.layout.tensor > 1:
+        return 4.0 * subject.spec.parameters
+    return 4.0 * max(
+        sum(parameter.numel() for _, module in unit for parameter in module.parameters(recurse=False))
+        for unit in units(model, subject.spec.blocks)
+    )
 
 
 def depths_of(subject: Subject, model: nn.Module, held: Sequence[int]) -> list[int] | None:

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.distributed.ranks import Ranks
+from trainer.engines import owners
 from trainer.models.cut import StageBoundary, StageInput, cut, kept_for_the_head
 from trainer.models.spec import ModelSpec
 from trainer.parallel import gradients, mesh
@@ -129,6 +130,7 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     yield from _everywhere(cut, tables.cut)
     yield from _everywhere(gradients.on_both, tables.on_both)
     yield from _everywhere(nn.parallel.DistributedDataParallel, BucketedReplica)
+    yield from _everywhere(owners.owning_stages, lambda held, mesh: dict.fromkeys(held, mesh.rank("pipeline")))
     yield nn.Module, "_apply", _apply
     yield dist, "all_gather_object", _all_gather_object
     yield dist, "broadcast_object_list", lambda objects, *_, **__: None

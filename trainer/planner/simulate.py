@@ -21,9 +21,10 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.optim.lr_schedules import LRSchedule
-from trainer.planner.ledger import BUILD, Ledger, Peak
+from trainer.planner.ledger import BUILD, SAVE, Ledger, Peak
 from trainer.planner.messages import Message, Messages
 from trainer.planner.pretend import pretending
+from trainer.state import StateTensor
 from trainer.tasks.task import Batch, Task, bare_name
 
 STEPS = 2
@@ -60,6 +61,8 @@ class Trace:
     """Of each phase, in order."""
     messages: tuple[Message, ...]
     """All that it said, in order."""
+    copied: int
+    """Bytes that a save in the background copies to the host."""
 
     def peak(self, phase: str | None = None) -> Peak:
         """The fullest moment of a phase, or of all."""
@@ -117,8 +120,8 @@ def _simulate(pipe: Connection, subject: Subject, rank: int, local_world_size: i
         with pretending(rank, layout.world_size, local_world_size, deepspeed=deepspeed) as ranks:
             machine = Machine(torch.device("cpu"), ranks, local_world_size)
             with messages:
-                ledger = recorded(subject, machine, lambda phase: setattr(messages, "phase", phase))
-        pipe.send((Trace(rank, tuple(ledger.peaks()), tuple(messages.found)), None))
+                ledger, copied = recorded(subject, machine, lambda phase: setattr(messages, "phase", phase))
+        pipe.send((Trace(rank, tuple(ledger.peaks()), tuple(messages.found), copied), None))
     except Exception as error:  # whatever an engine's or a model's own code raises
         where = traceback.extract_tb(error.__traceback__)[-1]
         pipe.send((None, f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"[:600]))
@@ -127,8 +130,11 @@ def _simulate(pipe: Connection, subject: Subject, rank: int, local_world_size: i
         os._exit(0)  # nothing of the process that was forked is ended here
 
 
-def recorded(subject: Subject, machine: Machine, at: Callable[[str], None] = lambda phase: None) -> Ledger:
-    """The ledger of an engine that is built, takes `STEPS` steps and evaluates: of a real one or a pretended."""
+def recorded(subject: Subject, machine: Machine, at: Callable[[str], None] = lambda phase: None) -> tuple[Ledger, int]:
+    """The ledger of an engine that is built, takes `STEPS` steps, evaluates and is saved: a real one or a pretended.
+
+    And the bytes that a save in the background copies.
+    """
     layout = subject.layout
     ledger = Ledger(vocabulary=subject.spec.language.vocabulary // (layout.tensor if layout.tensor > 1 else 1))
 
@@ -154,17 +160,27 @@ def recorded(subject: Subject, machine: Machine, at: Callable[[str], None] = lam
             del batches, batch, tensor
             begin("evaluation")
             engine.evaluate([subject.batch(layout.micro_batch)])
+        begin(SAVE)
+        copied = sum(_saved(entry) for entry in engine.state_tensors())
         begin("end")
         engine.close()
-    return ledger
+    return ledger, copied
+
+
+def _saved(entry: StateTensor) -> int:
+    """Read a tensor as a save does; returns the bytes that one in the background keeps of it on this rank's host.
+
+    Where a rank copies its shard, what is gathered later passes its device in small buffers, and is left out.
+    """
+    kept = entry.local.shard() if entry.local else entry.read()
+    return 0 if kept is None else kept.nbytes
 
 
 def _weights(ledger: Ledger, modules: Sequence[nn.Module]) -> None:
     for module in modules:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            ledger.of(
-                getattr(tensor, "ds_tensor", tensor), "weights", bare_name(name)
-            )  # what DeepSpeed's ZeRO-3 keeps of it
+            kept = getattr(tensor, "ds_tensor", tensor)  # of what DeepSpeed's ZeRO-3 has taken apart
+            ledger.of(kept, "weights", bare_name(name))
 
 
 @contextmanager
