@@ -48,12 +48,12 @@ def timed(config: str, overrides: Sequence[str], cluster: Cluster) -> Timing:
     In a process of its own: one that has used a GPU can't pretend to be a rank. Raises ConfigError where the device
     here is not of the cluster's kind, or where there is nothing to time.
     """
-    _check_kind(cluster)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
         return alone.submit(_timed, config, tuple(overrides), cluster).result()
 
 
 def _timed(config: str, overrides: Sequence[str], cluster: Cluster) -> Timing:
+    _check_kind(cluster)
     return time_blocks(source_of(load(config, list(overrides)), cluster))
 
 
