@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.planner.cluster import Cluster
+    from trainer.planner.plan import Plan
     from trainer.run.proposed import Proposal
 
 DESCRIPTION = """
@@ -72,7 +75,6 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
     from trainer.planner.cluster import Cluster, device_of
     from trainer.planner.describe import as_json, in_seconds, lines
     from trainer.run.planned import planned
-    from trainer.run.proposed import proposals, write
     from trainer.run.timed import timed
 
     cluster = Cluster(options.nodes, options.gpus, device_of(options.device))
@@ -95,16 +97,24 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
         took = f"two blocks took {in_seconds(timing.seconds)}, forward and backward, for a micro-batch"
         told.append(f"measure {took} on {timing.where}: {of_peak}")
     if options.propose or options.write or not plan.fits:
-        found = proposals(config, cluster, plan)
-        told += [line for number, proposal in enumerate(found, 1) for line in _proposal(number, proposal)]
-        if not found:
-            told.append("propose nothing: no other layout was found that fits better or is faster")
-        if options.write and found and found[0].plan.fits:
-            write(options.config, options.overrides, found[0], options.write)
-            told.append(f"wrote   {options.write}, with the first of them")
-        elif options.write:
-            told.append(f"wrote   nothing: there is no change for {options.write} that fits")
+        told += _proposed(options, config, cluster, plan)
     return "\n".join(told), code
+
+
+def _proposed(options: argparse.Namespace, config: Config, cluster: Cluster, plan: Plan) -> Iterator[str]:
+    """The proposals, and what became of the file that the first is to be written into."""
+    from trainer.run.proposed import proposals, write
+
+    found = proposals(config, cluster, plan)
+    for number, proposal in enumerate(found, 1):
+        yield from _proposal(number, proposal)
+    if not found:
+        yield "propose nothing: no other layout was found that fits better or is faster"
+    if options.write and found and found[0].plan.fits:
+        write(options.config, options.overrides, found[0], options.write)
+        yield f"wrote   {options.write}, with the first of them"
+    elif options.write:
+        yield f"wrote   nothing: there is no change for {options.write} that fits"
 
 
 def _proposal(number: int, proposal: Proposal) -> Iterator[str]:

@@ -61,7 +61,7 @@ class Trace:
     """Of each phase, in order."""
     messages: tuple[Message, ...]
     """All that it said, in order."""
-    copied: int
+    copied: int = 0
     """Bytes that a save in the background copies to the host."""
 
     def peak(self, phase: str | None = None) -> Peak:
