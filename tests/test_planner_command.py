@@ -106,6 +106,14 @@ def test_what_is_measured_here_is_what_is_planned_for(tmp_path):
     assert len(result.lines) <= 3, result.output
 
 
+def test_blocks_that_do_not_run_here_say_so(tmp_path):
+    device = "memory=80GB,peak=1TFLOPS,bandwidth=1TB/s,link=1GB/s"
+    result = plan(tmp_path, "--measure", "--device", device, f"train_micro_batch_size_per_gpu={10**9}")
+    assert result.code == 64, result.output
+    assert "--measure: " in result.output and "blocks that run here" in result.output
+    assert len(result.lines) <= 3, result.output
+
+
 def test_what_does_not_fit_says_by_how_much(tmp_path):
     small = "memory=2.1GB,peak=1TFLOPS,bandwidth=1TB/s,link=1GB/s"
     result = plan(tmp_path, "--gpus", "2", "--device", small)

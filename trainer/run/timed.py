@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from trainer.config import load
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, first_line
 from trainer.models.materialise import materialise
 from trainer.models.spec import ModelSpec, flops_per_token
 from trainer.planner.cluster import DEVICES, Cluster, device_named
@@ -46,10 +46,14 @@ def timed(config: str, overrides: Sequence[str], cluster: Cluster) -> Timing:
     """Time two blocks of a config's model at its precision, recomputing nothing, with a micro-batch of the layout's.
 
     In a process of its own: one that has used a GPU can't pretend to be a rank. Raises ConfigError where the device
-    here is not of the cluster's kind, or where there is nothing to time.
+    here is not of the cluster's kind, where there is nothing to time, or where it does not run.
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
-        return alone.submit(_timed, config, tuple(overrides), cluster).result()
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
+            return alone.submit(_timed, config, tuple(overrides), cluster).result()
+    except RuntimeError as error:  # memory that is not there; a process that was killed for it; a kernel that is not
+        mend = "A smaller train_micro_batch_size_per_gpu needs less"
+        raise ConfigError(Problem("--measure", first_line(error)[:300], "blocks that run here", mend)) from error
 
 
 def _timed(config: str, overrides: Sequence[str], cluster: Cluster) -> Timing:
