@@ -93,7 +93,7 @@ def test_what_fits_nowhere_is_told_by_how_much():
     assert not any(proposal.plan.fits for proposal in found)
     missing = (found[0].plan.needed - 100e3) / 2**20
     assert found[0].reason.startswith("nothing fits 2 x 2 small; ")
-    assert f"misses by {missing:,.1f} MiB of 0.1 MiB, and would fit " in found[0].reason
+    assert f"misses by {missing:,.2f} MiB of 0.10 MiB, and would fit " in found[0].reason
     assert "devices of 3 GiB (t4-16gb)" in found[0].reason
     assert found[0].plan.needed == min(p.plan.needed for p in found)
 

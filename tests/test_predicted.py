@@ -55,7 +55,7 @@ def test_a_run_refuses_what_its_device_has_no_memory_for(tmp_path, monkeypatch):
         execute(config, Request(fresh=True), machine(CPU), Console(file=nowhere), NoSignals())
     assert caught.value.exit_code == 64 and caught.value.shared
     text = str(caught.value)
-    assert "on the fullest rank, " in text and "MiB too many; expected at most the 6.0 MiB of a small one" in text
+    assert "on the fullest rank, " in text and "MiB too many; expected at most the 6.00 MiB of a small one" in text
     assert 'trainer.plan="warn" tries all the same. ' in text
     (plan,) = tmp_path.glob("runs/*/plan.json")
     memory = json.loads(plan.read_text())["memory"]
