@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.commands import ROOT, run
+from trainer.errors import ConfigError
+from trainer.planner.cluster import DEVICES, Cluster
 
 TINY = {
     "model_type": "llama",
@@ -104,6 +108,20 @@ def test_what_is_measured_here_is_what_is_planned_for(tmp_path):
     assert result.code == 64, result.output
     assert "--measure: " in result.output and "a plan for t4-16gb" in result.output and "--device" in result.output
     assert len(result.lines) <= 3, result.output
+
+
+def test_the_device_that_is_planned_for_is_known_again(monkeypatch):
+    """The process that measures is told of it by a pickle."""
+    import torch
+
+    from trainer.run import timed
+
+    here = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: here)
+    timed._check_kind(pickle.loads(pickle.dumps(Cluster(1, 8, DEVICES["h100-80gb"]))))
+    with pytest.raises(ConfigError, match="--device h100-80gb"):
+        timed._check_kind(Cluster(1, 8, DEVICES["h200-141gb"]))
 
 
 def test_blocks_that_do_not_run_here_say_so(tmp_path):

@@ -120,7 +120,7 @@ def _check_kind(cluster: Cluster) -> None:
         properties = torch.cuda.get_device_properties(0)
         name, memory = properties.name, properties.total_memory
     found = device_named(name, memory)
-    if found is not wanted:
+    if found != wanted:
         numbers = f"memory={memory / 1e9:.0f}GB,peak=..,bandwidth=..,link=.."
         mend = f"--device {found.name}" if found else f"Give the numbers of {name}: --device {numbers}"
         raise ConfigError(Problem("--measure", f"{name} here, and a plan for {wanted.name}", "one and the same", mend))
