@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, cached_property, partial
 
 import torch
 
@@ -41,11 +42,14 @@ class Source:
         """Tokens of a sample."""
         return self.config.trainer.data.sequence_length
 
-    def of_blocks(self, count: int) -> ModelSpec:
-        """The model with so many blocks in all. It has to have a `shallow`."""
-        assert self.subject.spec.shallow is not None
-        few = amended(self.subject.spec.shallow(count), self.config.trainer, ALONE, copied=True)
-        return replace(few, weights=NoWeights())
+    @cached_property
+    def of_blocks(self) -> Callable[[int], ModelSpec]:
+        """The model with so many blocks in all, each built once. It has to have a `shallow`."""
+        shallow = self.subject.spec.shallow
+        assert shallow is not None
+        return cache(
+            lambda count: replace(amended(shallow(count), self.config.trainer, ALONE, copied=True), weights=NoWeights())
+        )
 
     def task(self, spec: ModelSpec) -> Task:
         return regularised(CausalLM.of(spec, 0), spec, self.config.trainer)

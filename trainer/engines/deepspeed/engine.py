@@ -143,12 +143,12 @@ class DeepSpeedEngine:
     """Runs `deepspeed.DeepSpeedEngine` by contract 1 (`engines/normalise.py`)."""
 
     def __init__(self, runner: StepRunner, job: Job, notes: tuple[str, ...]) -> None:
+        from trainer.engines.deepspeed.state import MasterState  # seconds of imports that other engines do without
+
         self.job = job
         self._runner = runner
         self._engine = runner.engine
         self._mesh = runner.mesh
-        from trainer.engines.deepspeed.state import MasterState  # seconds of imports that other engines do without
-
         self._state = MasterState(runner.engine, runner.module, job.machine.ranks, runner.mesh, runner.split)
         if self._state.low_precision:
             self._state.start_masters(*runner.blank, job.seed_of_values)
