@@ -13,7 +13,7 @@ from tests.layouts import LAYOUTS
 from tests.training import layout_of
 from trainer.errors import ConfigError
 from trainer.layout import AXES
-from trainer.planner.cluster import DEVICES, NUMBERS, device_named, device_of
+from trainer.planner.cluster import DEVICES, NUMBERS, described, device_named, device_of
 from trainer.planner.messages import Message
 from trainer.planner.plan import _plane, _straight
 
@@ -64,15 +64,41 @@ def test_a_ring(ranks, size):
 
 
 UNIT = st.sampled_from([("", 1.0), ("K", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12), ("P", 1e15)])
-GIVEN = st.fixed_dictionaries({name: st.tuples(st.integers(1, 10**6), UNIT) for name in NUMBERS})
+LARGE = NUMBERS[:-1]
+GIVEN = st.fixed_dictionaries({name: st.tuples(st.integers(1, 10**6), UNIT) for name in LARGE})
 
 
-@given(GIVEN, st.permutations(NUMBERS), st.sampled_from(["B", "FLOPS", "B/s", "iB", ""]))
-def test_a_device_by_its_numbers(values, order, suffix):
+@given(GIVEN, st.permutations(LARGE), st.sampled_from(["B", "b", "FLOPS", "B/s", ""]), st.booleans())
+def test_a_device_by_its_numbers(values, order, suffix, small):
     text = ",".join(f"{name}={values[name][0]}{values[name][1][0]}{suffix}" for name in order)
-    found = device_of(text)
+    found = device_of(text.lower() if small else text)
     for name, (number, (_, unit)) in values.items():
         assert getattr(found, name) == number * unit
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [("memory=80GiB", "memory", 80 * 2**30), ("latency=20us", "latency", 20e-6), ("latency=1.5ms", "latency", 1.5e-3),
+     ("latency=0.25s", "latency", 0.25)],
+)  # fmt: skip
+def test_units_that_are_no_powers_of_ten(text, name, value):
+    rest = {"memory": 1, "peak": 1, "bandwidth": 1, "link": 1}
+    rest.pop(name, None)
+    found = device_of(",".join([text, *(f"{key}={number}" for key, number in rest.items())]))
+    assert getattr(found, name) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("part", ["memory=80GX", "memory=1.2.3", "memory=", "latency=20", "latency=20GB", "peak=20us"])
+def test_a_unit_that_is_none_is_an_error(part):
+    with pytest.raises(ConfigError, match="with a number: memory=80GB or latency=20us"):
+        device_of(f"{part},memory=1,peak=1,bandwidth=1,link=1")
+
+
+def test_a_device_in_words_and_back():
+    for device in DEVICES.values():
+        found = device_of(described(device))
+        for name in NUMBERS:
+            assert getattr(found, name) == pytest.approx(getattr(device, name))
 
 
 @given(st.text(max_size=40).filter(lambda text: text not in DEVICES))

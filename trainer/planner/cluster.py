@@ -23,6 +23,8 @@ class Device:
     """To the other devices of its node, one way."""
     network: float = 50e9
     """To other nodes, one way, each device: 400 Gb/s unless it is known."""
+    latency: float = 20e-6
+    """Seconds that a message takes beside its bytes: no data sheet says it, NCCL's are about so long."""
     measured: float | None = None
     """FLOP/s that blocks of this model reached, at its precision; None: they were not timed."""
 
@@ -57,8 +59,12 @@ DEVICES = {
     )
 }
 """Memory as `torch.cuda.get_device_properties` gives it, to about 1 %; the rest from the vendor's data sheets."""
-UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "": 1.0}
-NUMBERS = ("memory", "peak", "bandwidth", "link", "network")
+NUMBERS = ("memory", "peak", "bandwidth", "link", "network", "latency")
+NEEDED = NUMBERS[:4]
+UNITS = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "": 0}
+"""The power of a thousand, or with an `i` behind of 1024: 80GB, 74.5GiB."""
+LARGE = re.compile(r"(\d+(?:\.\d*)?) ?([kmgtp]?)(i?)(b|b/s|flops|flop/s|)", re.IGNORECASE)
+SHORT = re.compile(r"(\d+(?:\.\d*)?) ?(m|u|)s")
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ def device_named(name: str, memory: float = 0) -> Device | None:
 
 
 def device_of(text: str) -> Device:
-    """A device by its name, or by numbers: `memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s`.
+    """A device by its name, or by numbers: `memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s,latency=20us`.
 
     Raises ConfigError for another.
     """
@@ -93,14 +99,30 @@ def device_of(text: str) -> Device:
         return DEVICES[text]
     found = {}
     for part in text.split(",") if "=" in text else []:
-        key, _, value = part.partition("=")
-        number = re.fullmatch(r"([0-9.]+) ?([KMGTP]?)i?[A-Za-z/]*", value.strip())
-        if key.strip() not in NUMBERS or number is None:
-            raise ConfigError(Problem("--device", part, f"one of {', '.join(NUMBERS)} with a number: memory=80GB"))
-        found[key.strip()] = float(number[1]) * UNITS[number[2]]
-    missing = [name for name in NUMBERS[:4] if name not in found]
+        key, _, value = (word.strip() for word in part.partition("="))
+        number = _seconds(value) if key == "latency" else _number(value)
+        if key not in NUMBERS or number is None:
+            examples = "memory=80GB or latency=20us"
+            raise ConfigError(Problem("--device", part, f"one of {', '.join(NUMBERS)} with a number: {examples}"))
+        found[key] = number
+    missing = [name for name in NEEDED if name not in found]
     if missing:
         seen = f"{text}, which is not in the table" if not found else f"{text}, without {', '.join(missing)}"
         mend = "Give its numbers: --device memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s"
         raise ConfigError(Problem("--device", seen, f"one of {', '.join(DEVICES)}", mend))
     return Device("a device of its own", **found)
+
+
+def described(device: Device) -> str:
+    """The numbers from which `device_of` makes such a device."""
+    return ",".join(f"{name}={getattr(device, name):.0f}" for name in NUMBERS[:-1]) + f",latency={device.latency:.9f}s"
+
+
+def _number(text: str) -> float | None:
+    found = LARGE.fullmatch(text)
+    return float(found[1]) * (1024 if found[3] else 1000) ** UNITS[found[2].lower()] if found else None
+
+
+def _seconds(text: str) -> float | None:
+    found = SHORT.fullmatch(text)
+    return float(found[1]) / {"": 1, "m": 1e3, "u": 1e6}[found[2]] if found else None

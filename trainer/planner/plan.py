@@ -19,7 +19,7 @@ from trainer.parallel.partition import block_ranges
 from trainer.planner.cluster import RESERVED, Cluster
 from trainer.planner.ledger import Peak
 from trainer.planner.messages import Message
-from trainer.planner.roofline import Time, time_of
+from trainer.planner.roofline import Time, Traffic, time_of
 from trainer.planner.simulate import Subject, Trace, simulate_all
 
 STEADY = "step 2"
@@ -64,6 +64,10 @@ class Role:
     sent: tuple[Sent, ...]
     copied: float
     """Bytes on the host that a save in the background copies."""
+
+    def traffic(self, inside: bool) -> Traffic:
+        """Of a step: inside its node, or to others."""
+        return sum((Traffic(sent.count, sent.size) for sent in self.sent if sent.inside is inside), Traffic())
 
     @property
     def peak(self) -> Peak:
@@ -121,9 +125,11 @@ class Plan:
         """FLOPs of a step on all ranks, without what is computed again."""
         return flops_per_token(self.subject.spec, self.sequence) * self.subject.layout.train_batch * self.sequence
 
-    def sent(self, inside: bool) -> float:
-        """Bytes of a step from the rank that sends most: inside its node, or to others."""
-        return max(sum(sent.size for sent in role.sent if sent.inside is inside) for role in self.roles)
+    def traffic(self, inside: bool) -> Traffic:
+        """Of a step, from the rank that takes longest to send it: inside its node, or to others."""
+        device = self.cluster.device
+        bandwidth = device.link if inside else device.network
+        return max((role.traffic(inside) for role in self.roles), key=lambda t: t.seconds(bandwidth, device.latency))
 
     def on_device(self, kinds: Iterable[str]) -> float:
         """Of the fullest moment, bytes of these kinds that are not on the host."""
@@ -133,9 +139,8 @@ class Plan:
     @cached_property
     def time(self) -> Time:
         state = self.on_device(("weights", "gradients", "optimizer"))
-        wires = {inside: self.sent(inside) for inside in (True, False)}
-        layout, device = self.subject.layout, self.cluster.device
-        return time_of(layout, device, self.step_flops, wires, state=state, on_host=self.on_host)
+        layout, device, wires = self.subject.layout, self.cluster.device, map(self.traffic, (True, False))
+        return time_of(layout, device, self.step_flops, *wires, state=state, on_host=self.on_host)
 
 
 def offloaded(subject: Subject) -> tuple[str, ...]:

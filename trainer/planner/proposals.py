@@ -16,7 +16,7 @@ from trainer.errors import ConfigError
 from trainer.layout import Layout, Recompute
 from trainer.planner.cluster import Cluster
 from trainer.planner.plan import Plan
-from trainer.planner.roofline import time_of
+from trainer.planner.roofline import Traffic, time_of
 
 BLOCK_BYTES = 34
 """Of activations per hidden value and token of a block, without the attention matrix (arXiv 2205.05198, eq. 1)."""
@@ -181,24 +181,30 @@ class Estimates:
 
     def seconds(self, layout: Layout) -> float:
         """Of a step: midway between all messages hidden and none."""
-        wires = {True: 0.0, False: 0.0}
-        for inside, size in self._sent(layout):
-            wires[inside] += size
-        return time_of(layout, self.cluster.device, self.sizes.flops, wires, on_host=self._on_host(layout)).middle
+        wires = {True: Traffic(), False: Traffic()}
+        for inside, count, size in self._sent(layout):
+            wires[inside] += Traffic(count, size)
+        device, host = self.cluster.device, self._on_host(layout)
+        return time_of(layout, device, self.sizes.flops, wires[True], wires[False], on_host=host).middle
 
-    def _sent(self, layout: Layout) -> Iterator[tuple[bool, float]]:
-        """(whether inside a node, bytes) of one rank: rings over each axis."""
+    def _sent(self, layout: Layout) -> Iterator[tuple[bool, float, float]]:
+        """(whether inside a node, messages, bytes) of one rank: rings over each axis."""
         sizes, devices = self.sizes, self.cluster.devices
         value = 4 if layout.precision == "float32" else 2
         weights = value * sizes.parameters / _per_rank(layout)
         gathers = 2 * layout.accumulation if layout.zero_stage == 3 else 1
         reduces = layout.accumulation if layout.zero_stage >= 2 else 1
         shard, replicate, tensor = layout.shard, layout.replicate, layout.tensor
-        yield shard * tensor <= devices, weights * (gathers + reduces) * (shard - 1) / shard
-        yield shard * tensor * replicate <= devices, 2 * weights / shard * (replicate - 1) / replicate
+        blocks = sizes.blocks / layout.pipeline
+        times = float(gathers + reduces) if shard > 1 else 0.0
+        yield shard * tensor <= devices, times * blocks, times * weights * (shard - 1) / shard
+        times = blocks if replicate > 1 else 0.0
+        yield shard * tensor * replicate <= devices, times, 2 * weights / shard * (replicate - 1) / replicate
         hidden = value * sizes.hidden * sizes.sequence * layout.micro_batch * layout.accumulation
-        yield tensor <= devices, 4 * hidden * sizes.blocks / layout.pipeline * 2 * (tensor - 1) / tensor
-        yield layout.world_size <= devices, 2 * hidden * (layout.pipeline > 1)
+        times = 4 * blocks if tensor > 1 else 0.0
+        yield tensor <= devices, times * layout.accumulation, times * hidden * 2 * (tensor - 1) / tensor
+        times = 2.0 if layout.pipeline > 1 else 0.0
+        yield layout.world_size <= devices, times * layout.accumulation, times * hidden
 
     def _on_host(self, layout: Layout) -> float:
         each = 16 if layout.offload_param != "none" else 12 if layout.offload_optimizer != "none" else 0

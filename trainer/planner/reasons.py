@@ -68,7 +68,7 @@ def _effects(old: Plan, new: Plan) -> Iterator[tuple[str, bool]]:
         if abs(change) >= whole / 100:
             yield f"{gib(abs(change))} {_less(change)} {name} per GPU", change < 0
     for name, inside in (("inside nodes", True), ("between nodes", False)):
-        before, after = old.sent(inside), new.sent(inside)
+        before, after = old.traffic(inside).size, new.traffic(inside).size
         if abs(after - before) >= 1e8 and abs(after - before) >= 0.01 * max(before, after):
             yield f"{abs(after - before) / 1e9:,.1f} GB {_less(after - before)} {name}", after < before
     again = recomputed(new.subject.layout) - recomputed(old.subject.layout)

@@ -21,7 +21,7 @@ import torch
 from trainer.config.compiled import FILE, OVERRIDE
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem, first_line
-from trainer.planner.cluster import RESERVED, Device, device_named
+from trainer.planner.cluster import RESERVED, Device, described, device_named
 from trainer.planner.describe import gib
 from trainer.run.describe import resolved
 from trainer.run.prepare import Prepared
@@ -108,8 +108,7 @@ def simulated(prepared: Prepared, machine: Machine, device: Device) -> dict[str,
     local = machine.local_world_size or world
     # on a host nothing is left free for CUDA
     memory = device.memory + (0 if machine.device.type == "cuda" else RESERVED)
-    numbers = {"memory": memory, "peak": device.peak, "bandwidth": device.bandwidth, "link": device.link}
-    text = ",".join(f"{key}={value:.0f}" for key, value in numbers.items())
+    text = described(replace(device, memory=memory))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
