@@ -86,6 +86,17 @@ class Pool:
             self._workers.append((process, ours))
 
 
+def machine_here() -> Any:
+    """The `Machine` of this rank of a pool."""
+    import torch
+    import torch.distributed as dist
+
+    from trainer.distributed.ranks import Ranks
+    from trainer.engines import Machine
+
+    return Machine(torch.device("cpu"), Ranks(dist.get_rank(), dist.get_world_size()))
+
+
 def _serve(pipe: Connection, rank: int, world_size: int, port: int, backend: str) -> None:
     os.environ |= {**environment_of(rank, world_size, port), "OMP_NUM_THREADS": "1"}
     log = tempfile.TemporaryFile("w")

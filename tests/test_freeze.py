@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.layouts import DATA, HSDP, LLAMA_4, SPLIT_4, STAGES, STAGES_4, TIED, by_engine
+from tests.pool import machine_here
 from tests.training import (
     GPT2,
     LLAMA,
@@ -117,14 +118,11 @@ def certified(path: str, world_size: int, planted: bool = False) -> tuple[bool, 
     """Runs on each rank of a pool."""
     import contextlib
 
-    import torch.distributed as dist
-
     from trainer.certify.certificate import certify, table
     from trainer.certify.small import shrink
-    from trainer.distributed.ranks import Ranks
 
     with decayed_all_the_same("mesh") if planted else contextlib.nullcontext():
-        certificate = certify(shrink(path, [], world_size), Ranks(dist.get_rank(), world_size))
+        certificate = certify(shrink(path, [], world_size), machine_here())
     return certificate.passed, table(certificate)
 
 

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 from tests import test_verify as faults
+from tests.pool import machine_here
 from trainer.certify.small import shrink
 from trainer.errors import ConfigError
 
@@ -64,11 +65,9 @@ def other_labels(engine: str) -> Any:
 
 def certified(path: str, world_size: int, overrides: Sequence[str], fault: str = "") -> tuple[bool, str, str]:
     """Runs on each rank: whether it passed, the first check that failed, and the table."""
-    import torch.distributed as dist
 
     from trainer.certify.certificate import table
     from trainer.certify.images import certify_images
-    from trainer.distributed.ranks import Ranks
     from trainer.run.prepare import Given
 
     small = shrink(path, list(overrides), world_size)
@@ -76,7 +75,7 @@ def certified(path: str, world_size: int, overrides: Sequence[str], fault: str =
         if fault:
             planted = globals().get(fault) or getattr(faults, fault)
             stack.enter_context(planted(small.config.trainer.engine))
-        certificate = certify_images(small, Given(), Ranks(dist.get_rank(), world_size))
+        certificate = certify_images(small, Given(), machine_here())
     first = certificate.first_failure
     return certificate.passed, first.check if first else "", table(certificate)
 

@@ -61,9 +61,9 @@ def job_in(folder: Path, asynchronous: bool = False) -> Path:
     return write_job(folder, steps=STEPS, engine="mesh", checkpoint=saves, evaluation={"samples": 4, "every": 2})
 
 
-def command(folder: Path, job: Path, code: str = "") -> list[str]:
+def command(folder: Path, job: Path, code: str = "", does: str = TRAIN) -> list[str]:
     script = folder / "script.py"
-    script.write_text(SCRIPT.format(root=str(ROOT), train=TRAIN, folder=str(folder), code=code))
+    script.write_text(SCRIPT.format(root=str(ROOT), train=does, folder=str(folder), code=code))
     launch = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.command.launcher import start; "
     if code != PHASES["imports"]:
         launch += f"sys.executable = {str(warm.PYTHON)!r}; "

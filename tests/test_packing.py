@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.commands import ROOT, write_job
 from tests.layouts import DATA, GPT2_4, HSDP, LLAMA_4, SPLIT, STAGES
+from tests.pool import machine_here
 from tests.test_lora import LORA, write_base
 from tests.test_masks import FAMILIES, Waits, tiny
 from tests.test_models import SMALL
@@ -390,17 +391,15 @@ def test_gradients_are_those_of_the_documents_one_by_one(pools, name):
 
 def certified(path: str, world_size: int, leak: str | None = None, overrides: tuple[str, ...] = ()) -> tuple[str, str]:
     """The first check that failed, and the table. Runs on each rank."""
-    import torch.distributed as dist
 
     from trainer.certify import certificate as module
-    from trainer.distributed.ranks import Ranks
 
     with contextlib.ExitStack() as stack:
         if leak:
             # it is refused at start; here it is seen that the certificate finds it, too
             stack.enter_context(mock.patch.object(module, "checked", lambda spec, *_: (spec, ())))
             stack.enter_context(LEAKS[leak]())
-        certificate = module.certify(shrink(path, list(overrides), world_size), Ranks(dist.get_rank(), world_size))
+        certificate = module.certify(shrink(path, list(overrides), world_size), machine_here())
     return certificate.first_failure.check if certificate.first_failure else "", module.table(certificate)
 
 

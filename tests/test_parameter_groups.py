@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.layouts import DATA, HSDP, LLAMA_4, SPLIT, STAGES, STAGES_4, by_engine
+from tests.pool import machine_here
 from tests.training import LLAMA, Case, assert_same, resume_by_engine, spec_in, spec_of, train_by_engine, train_plainly
 from trainer.config.sections import ParameterGroup
 from trainer.config.validate import validate
@@ -58,11 +59,8 @@ def certified(path: str, world_size: int, planted: bool = False) -> tuple[bool, 
     """Runs on each rank of a pool. The fault: the schedule's rate for all."""
     import contextlib
 
-    import torch.distributed as dist
-
     from trainer.certify.certificate import certify, table
     from trainer.certify.small import shrink
-    from trainer.distributed.ranks import Ranks
 
     def one_rate(groups, update):
         for group in groups:
@@ -70,7 +68,7 @@ def certified(path: str, world_size: int, planted: bool = False) -> tuple[bool, 
 
     fault = mock.patch("trainer.engines.torch.engine.set_update", one_rate)
     with fault if planted else contextlib.nullcontext():
-        certificate = certify(shrink(path, [], world_size), Ranks(dist.get_rank(), world_size))
+        certificate = certify(shrink(path, [], world_size), machine_here())
     return certificate.passed, table(certificate)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.layouts import DATA, HSDP, SPLIT, STAGES, STAGES_4, by_engine
+from tests.pool import machine_here
 from tests.training import (
     GPT2,
     LLAMA,
@@ -67,18 +68,15 @@ def certified(
     """Runs on each rank of a pool. The fault: noise by the width of the padded rows, as in TRL."""
     import contextlib
 
-    import torch.distributed as dist
-
     from trainer.certify.certificate import certify, table
     from trainer.certify.small import shrink
-    from trainer.distributed.ranks import Ranks
     from trainer.tasks.noise import EmbeddingNoise
 
     def padded(self, lengths):
         self._lengths = lengths.max().expand_as(lengths)
 
     with mock.patch.object(EmbeddingNoise, "tell", padded) if planted else contextlib.nullcontext():
-        certificate = certify(shrink(path, overrides, world_size, precision), Ranks(dist.get_rank(), world_size))
+        certificate = certify(shrink(path, overrides, world_size, precision), machine_here())
     return certificate.passed, table(certificate)
 
 

@@ -86,6 +86,15 @@ def test_what_holds_a_run_is_named(tmp_path: Path, cache: Path, reason: str) -> 
     assert nothing_left(tmp_path)
 
 
+def test_what_holds_a_certificate_is_named(tmp_path: Path, cache: Path) -> None:
+    code, expected = STANDS["another collective"]
+    verify = command(tmp_path, job(tmp_path), code, str(ROOT / "launch" / "verify.py"))
+    result = run(*verify, timeout=120, **environment(cache))
+    assert result.code == 77, result.output
+    assert re.search(expected.replace("HOST", re.escape(socket.gethostname())), result.output), result.output
+    assert nothing_left(tmp_path)
+
+
 def test_a_full_pipe_ends_it_too(tmp_path: Path, cache: Path) -> None:
     """Whoever reads the output has stopped to read: no rank can print any more."""
     reading, writing = os.pipe()

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 from tests.commands import ROOT, run
+from tests.pool import machine_here
 from tests.training import GPT2
 from trainer.certify.small import shrink, smallest_world
 from trainer.errors import ConfigError
@@ -545,11 +546,9 @@ def certified(
     precision: str = "float32",
 ) -> tuple[bool, str, str]:
     """Runs on each rank: whether it passed, the first check that failed, and the table."""
-    import torch.distributed as dist
 
     from trainer.certify import certificate as module
     from trainer.certify.certificate import certify, table
-    from trainer.distributed.ranks import Ranks
 
     small = shrink(path, list(overrides), world_size, precision)
     with contextlib.ExitStack() as stack:
@@ -557,7 +556,7 @@ def certified(
             # the checks at start refuse some of these faults; here it is seen that the certificate does, too
             stack.enter_context(mock.patch.object(module, "checked", lambda spec, *_: (spec, ())))
             stack.enter_context(globals()[fault](small.config.trainer.engine))
-        certificate = certify(small, Ranks(dist.get_rank(), world_size))
+        certificate = certify(small, machine_here())
     first = certificate.first_failure
     return certificate.passed, first.check if first else "", table(certificate)
 

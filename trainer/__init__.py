@@ -72,12 +72,17 @@ def verify(
     from trainer.certify.images import certify_images
     from trainer.certify.module import certify_given, met, small_of
     from trainer.run.prepare import Given
-    from trainer.run.script import in_processes
+    from trainer.run.script import in_processes, watched_in_script
 
     small = small_of(config, overrides, processes)
     certify = certify_images if small.config.trainer.task == "image_classification" else certify_given
     given = Given(model, data, loss, blocks=blocks)
-    return in_processes(lambda: certify(small, given, met(small).ranks), small.layout.world_size)
+
+    def certified() -> Certificate:
+        with watched_in_script(small.config, met(small)) as machine:
+            return certify(small, given, machine)
+
+    return in_processes(certified, small.layout.world_size)
 
 
 def open_classifier(folder: str | Path) -> OpenedClassifier:

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainer.certify import samples
 from trainer.certify.comparison import (
     TOLERANCES,
@@ -25,7 +23,6 @@ from trainer.certify.packed import CHANGE, PackedReference, check_nothing_drawn,
 from trainer.certify.recording import Recording, Sources, engine_of, record, shared_folder
 from trainer.certify.reference import Expected, Reference
 from trainer.certify.small import Small
-from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine
 from trainer.models import huggingface
 from trainer.models.spec import ModelSpec
@@ -50,12 +47,12 @@ class Certificate:
         return self.first_failure is None
 
 
-def certify(small: Small, ranks: Ranks, device: torch.device | None = None) -> Certificate:
+def certify(small: Small, machine: Machine) -> Certificate:
     """Certify the config's language model, on a tiny copy and made-up documents.
 
     Collective; raises ConfigError where no engine can run the layout.
     """
-    section, device = small.config.trainer, device or torch.device("cpu")
+    section, ranks = small.config.trainer, machine.ranks
     options, packed = section.model, section.data.packs
     architecture = huggingface.read_config(options)
     if packed:
@@ -78,9 +75,9 @@ def certify(small: Small, ranks: Ranks, device: torch.device | None = None) -> C
         ranks.on_first(lambda: samples.write(documents, folder, packed))
         sources = Sources(samples.source(folder, "training"), samples.source(folder, "held_out"))
         trained = regularised(task, spec, section)
-        run, resumed = record(small, spec, trained, sources, Machine(device, ranks), folder)
+        run, resumed = record(small, spec, trained, sources, machine, folder)
     reference = PackedReference if packed else Reference
-    return compare(small, spec, run, resumed, ranks, device, lambda: reference(small, spec, documents, device))
+    return compare(small, spec, run, resumed, machine, lambda: reference(small, spec, documents, machine.device))
 
 
 def compare(
@@ -88,12 +85,13 @@ def compare(
     spec: ModelSpec,
     run: Recording,
     resumed: Recording,
-    ranks: Ranks,
-    device: torch.device,
+    machine: Machine,
     make_reference: Callable[[], Reference],
 ) -> Certificate:
     """What was recorded on every rank against one process, which is run on the first. Collective."""
     found: list[Finding] = []
+    ranks = machine.ranks
+    machine.watch.at("finishing")
 
     def one_process() -> tuple[list[Expected], Order]:
         reference = make_reference()
@@ -117,7 +115,11 @@ def compare(
     failures = sorted((f for f in findings if not f.passed), key=lambda f: (f.step, sequence[f.check], f.rank))
     worst = tuple(max((f for f in findings if f.check == check), key=lambda f: f.severity) for check in TOLERANCES)
     return Certificate(
-        small.layout.describe(), engine_of(small, device.type), small.changes, worst, failures[0] if failures else None
+        small.layout.describe(),
+        engine_of(small, machine.device.type),
+        small.changes,
+        worst,
+        failures[0] if failures else None,
     )
 
 

@@ -10,7 +10,7 @@ from trainer.certify.certificate import Certificate
 from trainer.certify.module import certify_subject
 from trainer.certify.small import Small
 from trainer.data.dataset import Pairs
-from trainer.distributed.ranks import Ranks
+from trainer.engines import Machine
 from trainer.models import classifiers
 from trainer.models.classifiers import Classifier, Images
 from trainer.run.images import arguments_of, image_subject, spec_of
@@ -24,9 +24,9 @@ VIT = {"patch_size": 8, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24}
 """So narrow that patches weigh no more than two blocks: else a cut would fall before the blocks, never between them."""
 
 
-def certify_images(small: Small, given: Given, ranks: Ranks) -> Certificate:
+def certify_images(small: Small, given: Given, machine: Machine) -> Certificate:
     """What the config names, or a script hands in. Collective; raises what `certify_given` does."""
-    section = small.config.trainer
+    section, ranks = small.config.trainer, machine.ranks
     wanted = small.layout.train_batch * 3 // 2 + small.held_out + 3
     if given.data is not None or given.model is not None or ":" in (section.model.name_or_path or ""):
         own = None if given.data is None else (given.data, None)
@@ -45,7 +45,7 @@ def certify_images(small: Small, given: Given, ranks: Ranks) -> Certificate:
     spec = amended(spec, section, ranks, copied=True)
     samples = made_up(images, wanted)
     subject = Subject(replace(spec, trial=task.trial(samples[:4])), task, Pairs(samples, None, ""))
-    return certify_subject(replace(small, changes=(*small.changes, *notes)), subject, class_loss, ranks)
+    return certify_subject(replace(small, changes=(*small.changes, *notes)), subject, class_loss, machine)
 
 
 def small_of(classifier: Classifier, stages: int) -> Classifier:

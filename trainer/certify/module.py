@@ -21,7 +21,6 @@ from trainer.certify.reference import IGNORED, MicroBatch, Reference
 from trainer.certify.samples import Documents
 from trainer.certify.small import Small, shrink
 from trainer.data.dataset import Pairs, Subset
-from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.models.checks import observe_draws, tiny
@@ -41,9 +40,9 @@ def small_of(config: str | Path | dict[str, Any], overrides: Sequence[str], proc
     return shrink(config, list(overrides), launched.world_size if launched and not processes else processes)
 
 
-def certify_given(small: Small, given: Given, ranks: Ranks) -> Certificate:
+def certify_given(small: Small, given: Given, machine: Machine) -> Certificate:
     """An own module on own data, with its loss. Collective."""
-    return certify_subject(small, subject_of(small.config, given, ranks), given.loss, ranks)
+    return certify_subject(small, subject_of(small.config, given, machine.ranks), given.loss, machine)
 
 
 def met(small: Small, device: str = "cpu", say: Callable[[str], None] = lambda line: None) -> Machine:
@@ -61,9 +60,9 @@ def met(small: Small, device: str = "cpu", say: Callable[[str], None] = lambda l
     return machine
 
 
-def certify_subject(small: Small, subject: Subject, loss: Any, ranks: Ranks) -> Certificate:
-    """Of any model on pairs of input and target, with its loss. Collective."""
-    device = torch.device("cpu")
+def certify_subject(small: Small, subject: Subject, loss: Any, machine: Machine) -> Certificate:
+    """Of any model on pairs of input and target, with its loss; on the CPU. Collective."""
+    ranks = machine.ranks
     if subject.spec.parameters > LARGEST:
         seen = f"{subject.spec.parameters / 1e6:,.0f} M parameters"
         raise ConfigError(
@@ -83,8 +82,8 @@ def certify_subject(small: Small, subject: Subject, loss: Any, ranks: Ranks) -> 
     with shared_folder(ranks) as folder:
         sources = Sources(training, held_out)
         task = regularised(subject.task, spec, small.config.trainer)
-        run, resumed = record(small, spec, task, sources, Machine(device, ranks), folder)
-    return compare(small, spec, run, resumed, ranks, device, lambda: _Reference(small, spec, training, held_out, loss))
+        run, resumed = record(small, spec, task, sources, machine, folder)
+    return compare(small, spec, run, resumed, machine, lambda: _Reference(small, spec, training, held_out, loss))
 
 
 class _Reference(Reference):

@@ -112,10 +112,11 @@ def record(
 ) -> tuple[Recording, Recording]:
     """The whole run; and its end again, by a new engine, from the checkpoint in its middle. Collective.
 
-    The second run is not watched while it steps: that watching changes nothing shows, too.
+    Of the second run no step is observed: that observing changes nothing shows, too.
     """
     section, layout, ranks = small.config.trainer, small.layout, machine.ranks
     kind = ENGINES[engine_of(small, machine.device.type)]
+    ranks.on_each(lambda: kind.ready(layout, machine.device))
     ranks.on_first(lambda: kind.check(spec, layout))
     undecayed = spared(section.weight_decay_excludes, spec)
     job = Job(layout, spec, task, small.config.deepspeed, section.seed, machine, undecayed)
@@ -130,12 +131,13 @@ def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: P
     layout, machine, ranks = job.layout, job.machine, job.machine.ranks
     state = RunState()
     # with other initial values, so that all it knows comes from the checkpoint
+    machine.watch.at("building")
     engine = kind.build(job if source is None else replace(job, values_seed=job.seed + 1))
     if source is not None:
         engine.restore(checkpoint.read_description(source)["position"]["engine"])
         state = checkpoint.load(source, stored(job.spec, engine.state_tensors()), ranks)
-    watched = Recorder(engine, ranks, observes=source is None)
-    recording = watched.recording
+    recorder = Recorder(engine, ranks, observes=source is None)
+    recording = recorder.recording
     recording.position = replace(state, engine=engine.scalars())
 
     def evaluate(state: RunState) -> bool:
@@ -168,7 +170,9 @@ def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: P
     )
     plan = LoopPlan(small.steps + PROBES, layout.train_batch, 1, small.middle, small.middle)
     with loader:
-        train(watched, loader, _schedule(small), plan, Hooks(lambda *_: None, evaluate, save), state)
+        train(
+            recorder, loader, _schedule(small), plan, Hooks(lambda *_: None, evaluate, save, at=machine.watch.at), state
+        )
     engine.close()
     return recording
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from trainer.certify.images import certify_images
 from trainer.certify.module import met
 from trainer.certify.small import Small
 from trainer.errors import ConfigError, MeshloomError, Problem
-from trainer.run.ending import Ending
+from trainer.run.ending import Ending, watched
 from trainer.run.notes import notes_of
 from trainer.run.prepare import Given
 from trainer.run.run import Output
@@ -31,6 +32,8 @@ def verify(small: Small, world: World, device: str, certificate_path: Path, outp
     try:
         signs.at(f"waiting for {world.world_size} ranks" if world.world_size > 1 else "making ready")
         machine = met(small, device, output.say)
+        watch = ending.watch = watched(small.config, machine.ranks, ending.stalled)
+        machine = replace(machine, watch=watch)
         signs.at("some steps of a small copy under the layout, and in one process")
         if device == "cuda":
             # a resumed run is compared bit for bit; some kernels add in any order unless they are told not to
@@ -38,14 +41,16 @@ def verify(small: Small, world: World, device: str, certificate_path: Path, outp
         if small.config.trainer.task == "image_classification":
             if device == "cuda":
                 raise ConfigError(Problem("--device", "cuda, of images", "cpu"))
-            certificate = certify_images(small, Given(), machine.ranks)
+            certificate = certify_images(small, Given(), machine)
         else:
-            certificate = certify(small, machine.ranks, machine.device)
+            certificate = certify(small, machine)
         if world.rank == 0:
             signs.close()
             write(certificate, certificate_path)
             print(f"{table(certificate)}\nwritten to {certificate_path}", file=output.terminal, flush=True)
+        watch.at("leaving")
         machine.ranks.barrier()
+        watch.close()
     except BaseException as error:
         traceback.print_exc(file=sys.stderr)
         if isinstance(error, MeshloomError) and dist.is_initialized():

@@ -16,7 +16,7 @@ DESCRIPTION = """
 Runs a few steps of a small copy of the config's model under the config's own layout, on CPU processes, and each of them
 in one process of plain PyTorch; compares losses, every gradient, the clip norm, what the optimizer keeps, how far each
 weight goes, the held-out loss, and a resume.
-Exit codes: 0 the same, 64 the config is wrong, 76 not the same.
+Exit codes: 0 the same, 64 the config is wrong, 76 not the same, 77 the ranks stood still.
 """
 
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     from trainer.command.output import Output
 
     output = Output(quiet=world.rank != 0)
-    output.signs.at("importing PyTorch, transformers and DeepSpeed")
+    output.signs.at("importing PyTorch and transformers")
     from trainer.certify.worker import verify
 
     return verify(small, world, options.device, options.output, output)

@@ -6,14 +6,18 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.config import Config
 from trainer.errors import ConfigError, MeshloomError, Problem, Stalled
 from trainer.run.world import environment_of, free_port, world_of
+
+if TYPE_CHECKING:
+    from trainer.engines import Machine
 
 T = TypeVar("T")
 
@@ -103,8 +107,6 @@ def train_given(
     """One rank's share of a run. Collective."""
     from rich.console import Console
 
-    from trainer.distributed.watch import NoWatch
-    from trainer.run.ending import watched
     from trainer.run.prepare import Given
     from trainer.run.process import join, quiet_libraries
     from trainer.run.resume import Request
@@ -118,16 +120,26 @@ def train_given(
     given = Given(model, data, loss, evaluation_data, blocks)
     signs = Signs(console)
 
+    machine = replace(join(config, world), signs=signs)
+    quiet_libraries()
+    with closing(signs), watched_in_script(config, machine) as machine:
+        return execute(config, Request(once=False), machine, console, NoSignals(), given=given)
+
+
+@contextmanager
+def watched_in_script(config: Config, machine: Machine) -> Iterator[Machine]:
+    """`machine` with a watcher, which says on standard error what stands still, and ends the process. Collective.
+
+    A process that is alone has nobody to wait for, and a person before it: it is not watched.
+    """
+    from trainer.run.ending import watched
+
     def stalled(lines: Sequence[str]) -> None:
-        signs.close()
+        machine.signs.close()
         print("\n".join([f"{Stalled.kind}: {lines[0]}", *lines[1:]]), file=sys.stderr, flush=True)
 
-    machine = replace(join(config, world), signs=signs)
-    # a process that is alone has nobody to wait for, and a person before it: it is not ended
-    watch = watched(config, machine.ranks, stalled) if world.world_size > 1 else NoWatch()
-    quiet_libraries()
-    try:
-        return execute(config, Request(once=False), replace(machine, watch=watch), console, NoSignals(), given=given)
-    finally:
-        signs.close()
-        watch.close()
+    if machine.ranks.world_size == 1:
+        yield machine
+        return
+    with closing(watched(config, machine.ranks, stalled)) as watch:
+        yield replace(machine, watch=watch)
