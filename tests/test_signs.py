@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ from tests.commands import ROOT, TRAIN, run, write_job
 from trainer.data.progress import Progress
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine
-from trainer.engines.deepspeed.operators import announce
+from trainer.engines.deepspeed.operators import announce, check_compiler
 from trainer.errors import ConfigError
 from trainer.trackers import Console, Signs, signs
 
@@ -111,7 +113,7 @@ def test_in_a_pipe_the_first_line_comes_before_the_libraries(tmp_path: Path) -> 
     found = run(sys.executable, TRAIN, "--config", write_job(tmp_path), "--processes", "1", cold=True)
     lines = [re.sub(r"\d+", "N", line) for line in found.output.splitlines()]
     assert found.code == 0, found.output
-    assert lines[0] == "start   importing PyTorch, transformers and DeepSpeed (N s)"
+    assert lines[0] == "start   importing PyTorch and transformers (N s)"
     first = next(at for at, line in enumerate(lines) if line.startswith("step N/N"))
     assert not any(line.startswith("start") for line in lines[first:])
 
@@ -132,7 +134,7 @@ def test_on_a_terminal_of_80_columns_nothing_is_wider(tmp_path: Path) -> None:
     assert process.wait() == 0, written
     text = re.sub(r"\x1b\[[0-9?;]*[A-Za-z]", "", written.decode())
     shown = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-    assert shown[0].startswith("start   importing PyTorch, transformers and DeepSpeed (")
+    assert shown[0].startswith("start   importing PyTorch and transformers (")
     assert any(line.startswith("step 3/3 | loss ") and " | ETA " in line for line in shown)
     live = [line for line in shown if line.startswith(("start", "step")) and "evaluation" not in line]
     assert max(map(len, live)) <= 80
@@ -150,14 +152,39 @@ class Noted:
         self.phases.append(phase)
 
 
-def announced(built: Path, offload: str = "none") -> list[str]:
-    noted: Any = Noted()
-    layout: Any = SimpleNamespace(offload_optimizer=offload, offload_param="none")
+CPU = torch.device("cpu")
+
+
+def layout_of(offload: str = "none") -> Any:
+    return SimpleNamespace(offload_optimizer=offload, offload_param="none")
+
+
+@contextlib.contextmanager
+def operators_in(built: Path) -> Iterator[None]:
     compatible = {"deepspeed_shm_comm": True, "async_io": True}
     folder = patch("torch.utils.cpp_extension._get_build_directory", lambda name, verbose: str(built / name))
     with folder, patch("deepspeed.ops.__compatible_ops__", compatible):
-        announce(layout, Machine(torch.device("cpu"), Ranks(), signs=noted))
+        yield
+
+
+def announced(built: Path, offload: str = "none") -> list[str]:
+    noted: Any = Noted()
+    with operators_in(built):
+        announce(layout_of(offload), Machine(CPU, Ranks(), signs=noted))
     return noted.phases
+
+
+def test_a_compiler_that_is_not_there_is_named_before_the_data_is_prepared(tmp_path: Path) -> None:
+    (tmp_path / "python3").symlink_to(sys.executable)
+    environment = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    job = write_job(tmp_path, engine="deepspeed")
+    result = run(sys.executable, TRAIN, "--config", job, "--processes", "1", **environment)
+    assert result.code == 64, result.output
+    assert "engine deepspeed: no c++ in PATH" in result.output
+    assert not (tmp_path / "meshloom").exists()  # no data
+    plan = (sys.executable, ROOT / "launch" / "plan.py", "--config", job, "--gpus", "2")
+    planned = run(*plan, **environment)
+    assert planned.code == 0, planned.output
 
 
 def test_an_operator_that_is_not_compiled_yet_is_announced(tmp_path: Path) -> None:
@@ -172,8 +199,10 @@ def test_an_operator_that_is_not_compiled_yet_is_announced(tmp_path: Path) -> No
 def test_a_compiler_that_is_not_there_is_named_before_it_is_needed(tmp_path: Path, tool: str, package: str) -> None:
     compiler = patch("torch.utils.cpp_extension.get_cxx_compiler", lambda: "c++")
     there = patch("shutil.which", lambda name: None if name == tool else f"/usr/bin/{name}")
-    with compiler, there, pytest.raises(ConfigError) as caught:
-        announced(tmp_path)
+    with compiler, there, operators_in(tmp_path):
+        with pytest.raises(ConfigError) as caught:
+            check_compiler(layout_of(), CPU)
+        announce(layout_of(), Machine(CPU, Ranks()))  # what only plans, compiles nothing
     assert str(caught.value) == (
         f"engine deepspeed: no {tool} in PATH, by which DeepSpeed compiles its operator deepspeed_shm_comm; expected "
         f'a C++ compiler and ninja. Install it (apt install {package}), or set trainer.engine to "mesh" or "accelerate"'

@@ -148,6 +148,8 @@ class EngineKind:
     build: Callable[[Job], Engine]
     check: Callable[[ModelSpec, Layout], None] = lambda spec, layout: None
     """Raises ConfigError for a model that it can't run in a layout; allocates next to nothing."""
+    ready: Callable[[Layout, torch.device], None] = lambda layout, device: None
+    """Raises ConfigError where this machine lacks what it is built with."""
 
 
 def recipe_of(kind: EngineKind, job: Job) -> Recipe:

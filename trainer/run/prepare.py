@@ -97,6 +97,7 @@ def prepare(config: Config, machine: Machine, given: Given | None = None, termin
     config = resolve(config, facts)
     layout = layout_of(config, ranks.world_size)
     name, engine = select(section.engine, layout, config, kind)
+    ranks.on_each(lambda: engine.ready(layout, machine.device))
     if layout.offloads and (note := share_of_cores(machine.local_world_size or 1)):
         config = replace(config, notes=(*config.notes, note))
     ranks.on_first(lambda: require(section.log.trackers))

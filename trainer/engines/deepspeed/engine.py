@@ -14,7 +14,7 @@ from trainer.distributed.seeding import step_seed
 from trainer.engines.deepspeed import pipeline, tensor
 from trainer.engines.deepspeed.config import DTYPES, STAGE_0_NOTE, check_precision, has_plain_optimizer, runtime_config
 from trainer.engines.deepspeed.forward_backward import AccumulatedStep, Step, StepRunner
-from trainer.engines.deepspeed.operators import announce
+from trainer.engines.deepspeed.operators import announce, check_compiler
 from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import EngineKind, Job, Metrics, Observer, recipe_of, set_update
 from trainer.engines.normalise import counted_here, evaluated, gradient_scale
@@ -136,7 +136,7 @@ def _link_group_by_group(optimizer: Any) -> None:
         optimizer._lazy_init_hp_params_optimizer_state = link
 
 
-KIND = EngineKind(refusal, in_deepspeed, build, check)
+KIND = EngineKind(refusal, in_deepspeed, build, check, check_compiler)
 
 
 class DeepSpeedEngine:
