@@ -1,11 +1,15 @@
 """Random faults, one after another: does each run end in time and leave nothing, and does it come to the same end?
 
-    python benchmarks/soak.py --faults 200
+    python benchmarks/soak.py --faults 200 [--minutes 60]
 
 A tiny Llama with dropout is trained for STEPS steps in two or four processes, by three launchers in turn. A fault of a
 random kind strikes at a random moment; then the run has to end with a last line, leave no process, and go on, in the
 same layout or with another number of processes and another engine, to the weights of an undisturbed run: bit by bit in
 the same layout, to 1e-5 of a weight's scale in others. Nothing is done by hand. One line a fault, then a table by kind.
+
+Each fault is a line of results/soak.jsonl, and depends on its number and the seed alone: the same command goes on
+behind the last one, and the table is of all. What is struck starts as a user's run does; what goes on after it, where
+nothing strikes, in processes that have imported PyTorch already (tests/warm.py).
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -34,9 +38,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.commands import TRAIN
+from tests.commands import start as started
 from tests.marked import MARK, processes, ranks, sweep
 from trainer.run.world import free_port
 
+LOG = ROOT / "benchmarks" / "results" / "soak.jsonl"
 STEPS, EVERY = 60, 5
 END_SECONDS, LEFT_SECONDS = 90.0, 10.0
 MODEL = {
@@ -51,12 +57,25 @@ LAUNCHERS = {
 LAYOUTS = [("mesh", 2), ("mesh", 4), ("accelerate", 2), ("deepspeed", 2)]
 
 
+@dataclass(frozen=True)
+class Struck:
+    """What a fault came to."""
+
+    number: int
+    kind: str
+    launcher: str
+    layouts: str
+    """Before and after it."""
+    seconds: float
+    """To the end of the last process."""
+    wrong: str
+    """Empty: it was survived."""
+
+
 @dataclass
 class Soak:
     folder: Path
     chance: random.Random
-    log: list[tuple[str, str, float, str]] = field(default_factory=list)
-    """Kind, launcher, seconds from fault to end, and what was wrong; empty: nothing."""
 
     def job(self, steps: int = STEPS, every: int = EVERY) -> Path:
         text = self.folder / "text.jsonl"
@@ -73,25 +92,25 @@ class Soak:
         }))  # fmt: skip
         return path
 
-    def start(self, launcher: str, layout: tuple[str, int], run: Path) -> tuple[subprocess.Popen[str], str]:
+    def start(
+        self, launcher: str, layout: tuple[str, int], run: Path, cold: bool = True
+    ) -> tuple[subprocess.Popen[str], str]:
         engine, count = layout
         mark = uuid.uuid4().hex
         words = [*LAUNCHERS[launcher](str(count)), "--config", str(self.folder / "job.json"), "--resume", "auto"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: mark}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         overrides = [f"trainer.engine={engine}", f"trainer.run.folder={run}"]
-        return subprocess.Popen([*words, *overrides], env=environment, start_new_session=True, cwd=ROOT, **pipes), mark
+        return started(*words, *overrides, cold=cold, **{MARK: mark}), mark
 
     def finish(self, launcher: str, layout: tuple[str, int], run: Path) -> tuple[int, str]:
-        process, mark = self.start(launcher, layout, run)
+        process, mark = self.start(launcher, layout, run, cold=False)
         try:
             output, _ = process.communicate(timeout=300)
         finally:
             sweep(mark)
         return process.returncode, output
 
-    def strike(self, kind: str, number: int, references: dict[tuple[str, int], dict[str, torch.Tensor]]) -> str:
-        """One fault from start to end; what was wrong."""
+    def strike(self, kind: str, number: int, references: dict[tuple[str, int], dict[str, torch.Tensor]]) -> Struck:
+        """One fault from start to end."""
         launcher, first = self.chance.choice(list(LAUNCHERS)), self.chance.choice(LAYOUTS)
         second = first if self.chance.random() < 0.5 else self.chance.choice(LAYOUTS)
         run = self.folder / f"run-{number}"
@@ -104,7 +123,7 @@ class Soak:
         begun = time.monotonic()
         if process.poll() is None:
             KINDS[kind](self, process, mark, run)
-        wrong = self._end(process, mark, begun, kind, launcher)
+        wrong, took = self._end(process, mark, begun)
         for again in (2, 3):
             code, output = self.finish(launcher, second, run)
             if code == 0:
@@ -114,9 +133,12 @@ class Soak:
         wrong = wrong or self._difference(run, references, first, second)
         if not wrong:
             shutil.rmtree(run)
-        return wrong
+        return Struck(
+            number, kind, launcher, f"{first[0]} {first[1]} -> {second[0]} {second[1]}", round(took, 1), wrong
+        )
 
-    def _end(self, process: subprocess.Popen[str], mark: str, begun: float, kind: str, launcher: str) -> str:
+    def _end(self, process: subprocess.Popen[str], mark: str, begun: float) -> tuple[str, float]:
+        """What was wrong with it, and the seconds from `begun` to the end of the last process."""
         wrong = ""
         try:
             output, _ = process.communicate(timeout=END_SECONDS)
@@ -131,8 +153,7 @@ class Soak:
         sweep(mark)
         if not wrong and not output.strip():
             wrong = "it said nothing"
-        self.log.append((kind, launcher, took, wrong))
-        return wrong
+        return wrong, took
 
     def _difference(self, run: Path, references: dict, first: tuple[str, int], second: tuple[str, int]) -> str:
         found, wanted = weights(run), references[second]
@@ -222,39 +243,41 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no fault later than that")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, default=LOG, metavar="PATH", help="go on behind its last fault")
     args = parser.parse_args()
+    log = [Struck(**json.loads(line)) for line in args.log.read_text().splitlines()] if args.log.exists() else []
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    soak, begun = Soak(folder, random.Random(args.seed)), time.monotonic()
+    soak, begun = Soak(folder, random.Random()), time.monotonic()
     soak.job()
     references = {}
     for layout in LAYOUTS:
         code, output = soak.finish("meshloom", layout, folder / f"whole-{layout[0]}-{layout[1]}")
         assert code == 0, output
         references[layout] = weights(folder / f"whole-{layout[0]}-{layout[1]}")
-    order: list[str] = []
-    for number in range(args.faults):
-        order = order or soak.chance.sample(list(KINDS), len(KINDS))
-        if time.monotonic() - begun > 60 * args.minutes:
-            break
-        kind = order.pop()
-        wrong = soak.strike(kind, number, references)
-        print(f"{number + 1} {kind} ({soak.log[-1][1]}): {wrong or 'survived'}, {soak.log[-1][2]:.1f} s", flush=True)
-        soak.log[-1] = (*soak.log[-1][:3], wrong)
-    print(table(soak.log))
-    return int(any(wrong for *_, wrong in soak.log))
+    while len(log) < args.faults and time.monotonic() - begun < 60 * args.minutes:
+        number = len(log) + 1
+        soak.chance = random.Random(f"{args.seed} {number}")
+        struck = soak.strike(list(KINDS)[number % len(KINDS)], number, references)
+        log.append(struck)
+        with args.log.open("a") as file:
+            file.write(json.dumps(asdict(struck)) + "\n")
+        said = f"{struck.wrong or 'survived'}, {struck.seconds} s"
+        print(f"{number} {struck.kind} ({struck.launcher}, {struck.layouts}): {said}", flush=True)
+    print(table(log))
+    return int(any(struck.wrong for struck in log))
 
 
-def table(log: list[tuple[str, str, float, str]]) -> str:
+def table(log: list[Struck]) -> str:
     kinds = defaultdict(list)
-    for kind, _, took, wrong in log:
-        kinds[kind].append((took, wrong))
+    for struck in log:
+        kinds[struck.kind].append(struck)
     rows = ["| fault | times | survived | s to the end, median | longest |", "| --- | ---: | ---: | ---: | ---: |"]
     for kind in KINDS:
         if found := kinds.get(kind):
-            took = [seconds for seconds, _ in found]
-            well = sum(not wrong for _, wrong in found)
+            took = [struck.seconds for struck in found]
+            well = sum(not struck.wrong for struck in found)
             rows.append(f"| {kind} | {len(found)} | {well} | {statistics.median(took):.1f} | {max(took):.1f} |")
-    well = sum(not wrong for *_, wrong in log)
+    well = sum(not struck.wrong for struck in log)
     return "\n".join([*rows, f"| all | {len(log)} | {well} | | |"])
 
 

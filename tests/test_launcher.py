@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.commands import ROOT, run
+from trainer.run import status
 
 RANK = """
 import os, sys, time
@@ -16,6 +18,8 @@ sys.path.insert(0, {root!r})
 from trainer.run.notes import notes_of
 rank, notes = int(os.environ["RANK"]), notes_of(os.environ)
 notes.write_place(rank, "step 3, saving")
+if rank == 0:
+    notes.write_folder(Path({folder!r}))
 came = Path(os.environ["MESHLOOM_LAUNCHER"]) / "came-1"
 if rank == 1:
     came.touch()
@@ -70,9 +74,13 @@ FULL = "says('rank 1: the disk is full', 74)"
         "a lost connection and no end",
     ],
 )
-def test_the_cause_is_named_whatever_ends_first(first: str, later: float, second: str, code: int, last: str) -> None:
-    rank = RANK.format(root=str(ROOT), first=first, later=later, second=second)
+def test_the_cause_is_named_whatever_ends_first(
+    tmp_path: Path, first: str, later: float, second: str, code: int, last: str
+) -> None:
+    rank = RANK.format(root=str(ROOT), first=first, later=later, second=second, folder=str(tmp_path))
     launch = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.command.launcher import start; "
     result = run(sys.executable, "-c", f"{launch}sys.exit(start(2, ['-c', {rank!r}]))", timeout=60)
     assert result.code == code, result.output
     assert re.match(last, result.output.splitlines()[-1]), result.output
+    left = status.read_end(tmp_path)
+    assert left is not None and left["code"] == code and re.match(last, left["text"]), left

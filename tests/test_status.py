@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 
 from trainer.command.status import main
+from trainer.distributed.stall import Beat
 from trainer.run import status
+from trainer.run.ending import Ending
+from trainer.run.world import World
 
 RUNS: dict[str, Any] = {
     "host": socket.gethostname(), "process": os.getpid(), "phase": "training", "step": 120, "still": 2.2, "busy": None,
@@ -54,6 +58,46 @@ def test_one_that_does_not(tmp_path, capsys, found, code, first):
     ended, lines = shown(tmp_path, capsys, **found)
     assert (ended, lines[0]) == (code, first)
     assert not any(line.startswith(("still", "waits")) for line in lines)
+
+
+def test_the_end_is_that_of_the_cause_and_not_of_the_first_rank(tmp_path, capsys):
+    assert status.end(tmp_path, 137, "rank 3 was ended by SIGKILL\nby the kernel")
+    assert not status.end(tmp_path, 70, "rank 0 lost its connection")
+    code, lines = shown(tmp_path, capsys, ended=70)
+    assert (code, lines[1]) == (1, "exit    137")
+    assert lines[-2:] == ["because rank 3 was ended by SIGKILL", "        by the kernel"]
+    assert not any("because" in line for line in shown(tmp_path, capsys)[1])  # one that lives has another end
+    status.begin(tmp_path)
+    assert shown(tmp_path, capsys, ended=75)[1][1] == "exit    75"
+
+
+def test_a_first_rank_without_a_word_has_the_launchers(tmp_path, capsys):
+    status.end(tmp_path, 137, "rank 0 was ended by SIGKILL")
+    code, lines = shown(tmp_path, capsys, process=2**22 + 1)
+    assert (code, lines[0], lines[-1]) == (1, "ended: step 120 of 500, training", "because rank 0 was ended by SIGKILL")
+
+
+class Lost:
+    """A watch whose store is gone: it can't know that another rank has spoken."""
+
+    place, fails_first, somebody_failed = "step 5, training", lambda self: True, lambda self: False
+
+    def gone(self) -> list[Beat]:
+        return [Beat(0, "node-1", 17, "training", 5, 1.0)]
+
+    def close(self) -> None: ...
+
+
+def test_one_rank_tells_the_end_though_the_store_ended_with_rank_0(tmp_path):
+    said = []
+    for rank in (0, 1, 2):
+        terminal = io.StringIO()
+        ending = Ending(World(rank, rank, 3, 3), terminal, None)
+        ending.begin_in(tmp_path)
+        ending.watch = Lost()
+        ending.tell("connection closed by peer" if rank else "rank 0: the disk is full", 70, follows=rank > 0)
+        said.append(terminal.getvalue())
+    assert said == ["rank 0: the disk is full\n", "", ""]
 
 
 def test_one_of_another_machine_is_known_by_its_age(tmp_path, capsys):

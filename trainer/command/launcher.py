@@ -11,11 +11,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from trainer.command.failures import Failure, cause
 from trainer.errors import Preempted
+from trainer.run import status
 from trainer.run.notes import FOLDER, Notes
 from trainer.run.signals import StopSignals
 from trainer.run.world import environment_of, free_port
@@ -70,13 +72,16 @@ class _Launcher:
             if child.poll() is None:
                 child.kill()
             child.wait()
+        text, code = self._text(failed, code), 128 - code if code < 0 else code
         if len(self._received) > 1:
-            name = signal.Signals(self._received[1]).name
-            self._say(f"a second signal, {name}, ended the run at once; the same command goes on from its checkpoint")
-            return 128 + self._received[1]
-        if text := self._text(failed, code):
+            name, code = signal.Signals(self._received[1]).name, 128 + self._received[1]
+            text = f"a second signal, {name}, ended the run at once; the same command goes on from its checkpoint"
+        if text:
             self._say(text)
-        return 128 - code if code < 0 else code
+        if code and (folder := self._notes.folder()) is not None:
+            with suppress(OSError):  # the disk may be why
+                status.end(folder, code, text or f"exit code {code}")
+        return code
 
     def _receive(self, number: int, frame: FrameType | None = None) -> None:
         self._received.append(number)

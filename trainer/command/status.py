@@ -32,9 +32,15 @@ def main(arguments: Sequence[str], name: str) -> int:
         seen = "no status.json in it" if folder.is_dir() else "no such folder"
         print(ConfigError(Problem(str(folder), seen, "the folder of a run that has begun")).render(), file=sys.stderr)
         return ConfigError.exit_code
-    for line in lines(folder, found, status.lives(found)):
+    lives = status.lives(found)
+    end = None if lives else status.read_end(folder)
+    if end is not None:
+        found = {**found, "ended": end["code"]}
+    for line in lines(folder, found, lives):
         print(line)
-    return 0 if status.lives(found) or found.get("ended") == 0 else 1
+    if end is not None:
+        print("because", str(end["text"]).replace("\n", "\n        "))
+    return 0 if lives or found.get("ended") == 0 else 1
 
 
 def lines(folder: Path, found: Mapping[str, Any], lives: bool) -> Iterator[str]:

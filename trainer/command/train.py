@@ -104,7 +104,7 @@ def command(options: argparse.Namespace, signals) -> int:  # type: ignore[no-unt
     from trainer.command.output import Output
 
     output = Output(quiet=world.rank != 0)
-    output.signs.at("importing PyTorch, transformers and DeepSpeed")
+    output.signs.at("importing PyTorch and transformers")
     from trainer.run.run import Request, run
 
     request = Request(

@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,8 +39,23 @@ class Ending:
         """`hush` ends what else is shown on the terminal."""
         self._world, self._terminal, self._notes, self._hush = world, terminal, notes, hush
         self.watch: Watch | None = None
-        self.told: Told | None = None
+        self.folder: Path | None = None
         self.log: Path | None = None
+        """Of the run and of this rank, once they are known."""
+
+    def begin_in(self, folder: Path) -> Path:
+        """The run's folder is known; returns where this rank's log has its place."""
+        self.folder, self.log = folder, folder / "logs" / f"rank-{self._world.rank}.log"
+        if self._notes is not None and self._world.rank == 0:
+            self._notes.write_folder(folder)
+        return self.log
+
+    def beat(self, seen: Mapping[str, Any]) -> None:
+        """Leave what this rank's watcher sees where others look for it. Raises OSError."""
+        if self.folder is not None and self._world.rank == 0:
+            status.write(self.folder, seen)
+        if self._notes is not None:
+            self._notes.write_place(self._world.rank, str(seen["place"]))
 
     def after(self, error: BaseException) -> int:
         """Say it, or leave it to another rank; returns the exit code."""
@@ -61,9 +75,8 @@ class Ending:
         self._hush()
         if self.watch is not None:
             self.watch.close()
-            if self.told is not None:
-                with suppress(OSError):
-                    self.told({**self.watch.status(), "ended": code})
+            with suppress(OSError):
+                self.beat({**self.watch.status(), "ended": code})
         return code
 
     def tell(self, text: str, code: int, shared: bool = False, follows: bool = False) -> None:
@@ -76,26 +89,33 @@ class Ending:
             return  # the launcher, which knows how the others ended, says it
         if shared or self._world.world_size == 1:
             if self._world.rank == 0:
+                self._leave_word(text, code)
                 self._print(text)
         elif self.watch is None:  # they have not met
             if self._world.rank != 0:
                 time.sleep(OTHERS_SECONDS)
             self._print(f"rank {self._world.rank}: {text}" if self._world.rank else text)
         elif follows:
-            self._tell_who_is_gone(self.watch, text)
-        elif self.watch.fails_first():
+            self._tell_who_is_gone(self.watch, text, code)
+        elif self.watch.fails_first() and self._leave_word(text, code):
             self._print(text)
             if self._world.rank == 0:  # the store goes with it, and with the store that it has spoken
                 time.sleep(OTHERS_SECONDS / 2)
 
-    def _tell_who_is_gone(self, watch: Watch, text: str) -> None:
+    def _leave_word(self, text: str, code: int) -> bool:
+        """Whether no other rank has: it may have ended with the store that would tell."""
+        with suppress(OSError):  # the disk may be why
+            return self.folder is None or status.end(self.folder, code, text)
+        return True
+
+    def _tell_who_is_gone(self, watch: Watch, text: str, code: int) -> None:
         deadline = time.monotonic() + OTHERS_SECONDS
         gone = watch.gone()
         while not gone and not watch.somebody_failed() and time.monotonic() < deadline:
             time.sleep(0.2)
             gone = watch.gone()
-        if watch.fails_first():
-            lost = f"{who(gone)} is gone, at {gone[0].place}: it was killed, or left without a word\n  " if gone else ""
+        lost = f"{who(gone)} is gone, at {gone[0].place}: it was killed, or left without a word\n  " if gone else ""
+        if watch.fails_first() and self._leave_word(f"{lost}{text}", code):
             self._print(f"{lost}{text}")
 
     def _print(self, text: str) -> None:
@@ -119,22 +139,6 @@ def write_flight_record(path: Path) -> None:
     with suppress(Exception):  # it is the end of the run anyway
         if dist.get_backend() == "nccl":
             path.write_bytes(_distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a rank's watcher says each second, where others look for it."""
-
-    folder: Path | None
-    """Of the run, on its first rank."""
-    notes: Notes | None
-    rank: int
-
-    def __call__(self, seen: Mapping[str, Any]) -> None:
-        if self.folder is not None:
-            status.write(self.folder, seen)
-        if self.notes is not None:
-            self.notes.write_place(self.rank, str(seen["place"]))
 
 
 def watched(config: Config, ranks: Ranks, stalled: Callable[[list[str]], None]) -> Watch:

@@ -43,6 +43,14 @@ class Notes:
             time.sleep(0.02)
         return None if port is None else int(port)
 
+    def write_folder(self, folder: Path) -> None:
+        """Of the run."""
+        self._write("folder", str(folder.absolute()))
+
+    def folder(self) -> Path | None:
+        found = self._read("folder")
+        return None if found is None else Path(found)
+
     def write_place(self, rank: int, place: str) -> None:
         """What the rank does, "step 12, training"; of now and then."""
         self._write(f"place-{rank}", place)

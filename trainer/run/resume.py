@@ -173,6 +173,7 @@ def hold(folder: Path) -> int | None:
         if status.lives(status.read(folder)):
             os.close(handle)
             return None
+    status.begin(folder)
     return handle
 
 

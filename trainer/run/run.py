@@ -40,7 +40,7 @@ from trainer.run.callbacks import (
     stored_dtype,
     write_model_files,
 )
-from trainer.run.ending import Ending, Told, watched
+from trainer.run.ending import Ending, watched
 from trainer.run.loop import LoopPlan
 from trainer.run.loop import train as loop
 from trainer.run.metrics import Meter
@@ -114,10 +114,9 @@ def run(config: Config, request: Request, world: World, output: Output, signals:
         quiet_libraries()
 
         def log_to(folder: Path) -> None:
-            ending.log = folder / "logs" / f"rank-{world.rank}.log"
-            output.log_to(ending.log)
+            output.log_to(ending.begin_in(folder))
             watch.slow = lambda line: say(console, line)
-            watch.told = ending.told = Told(folder if world.rank == 0 else None, notes, world.rank)
+            watch.told = ending.beat
 
         execute(config, request, replace(machine, watch=watch, signs=signs), console, signals, log_to)
         if machine.ranks.world_size > 1:

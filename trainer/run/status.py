@@ -1,4 +1,8 @@
-"""What can be known of a run from outside: a file in its folder that its first rank writes anew each second."""
+"""What can be known of a run from outside, by two files in its folder.
+
+Its first rank writes one anew each second; the other says why the run ended, in the words of whoever was the first to
+know. The store by which ranks agree on that one ends with the rank that has it; the folder outlives all of them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from typing import Any
 from trainer.distributed.stall import is_gone
 from trainer.storage import parse_json
 
-NAME = "status.json"
+NAME, END = "status.json", "end.json"
 FRESH_SECONDS = 60.0
 """How old the last sign of a run may be that is taken to live: clocks of machines differ, shared folders lag."""
 
@@ -27,10 +31,26 @@ def write(folder: Path, status: Mapping[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError):
-        found = parse_json((folder / NAME).read_bytes())
-        return found if isinstance(found, dict) else None
-    return None
+    return _read(folder / NAME)
+
+
+def begin(folder: Path) -> None:
+    """Forget how it ended before. Raises OSError."""
+    (folder / END).unlink(missing_ok=True)
+
+
+def end(folder: Path, code: int, text: str) -> bool:
+    """Leave with which exit code it ends, and why, for a person; whether nobody has said so before. Raises OSError."""
+    try:
+        with (folder / END).open("x") as file:
+            json.dump({"code": code, "text": text}, file)
+    except FileExistsError:
+        return False
+    return True
+
+
+def read_end(folder: Path) -> dict[str, Any] | None:
+    return _read(folder / END)
 
 
 def lives(status: Mapping[str, Any] | None) -> bool:
@@ -45,3 +65,10 @@ def lives(status: Mapping[str, Any] | None) -> bool:
 def whose(status: Mapping[str, Any]) -> str:
     age = max(0.0, time.time() - float(status["time"]))
     return f"process {status['process']} on {status['host']}, last seen {age:.0f} s ago"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError):
+        found = parse_json(path.read_bytes())
+        return found if isinstance(found, dict) else None
+    return None
