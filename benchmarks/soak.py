@@ -2,10 +2,11 @@
 
     python benchmarks/soak.py --faults 200 [--minutes 60]
 
-A tiny Llama with dropout is trained for STEPS steps in two or four processes, by three launchers in turn. A fault of a
-random kind strikes at a random moment; then the run has to end with a last line, leave no process, and go on, in the
-same layout or with another number of processes and another engine, to the weights of an undisturbed run: bit by bit in
-the same layout, to 1e-5 of a weight's scale in others. Nothing is done by hand. One line a fault, then a table by kind.
+A tiny Llama is trained for STEPS steps in two or four processes, by three launchers in turn. A fault of a random kind
+strikes at a random moment; then the run has to end with a last line, leave no process, and go on, in the same layout or
+with another number of processes and another engine, to the weights of an undisturbed run: bit by bit in the same layout,
+to 1e-5 of a weight's scale for each step in others. It has dropout, but where the number of data ranks changes, each of
+which draws its own. Nothing is done by hand. One line a fault, then a table by kind.
 
 Each fault is a line of results/soak.jsonl, and depends on its number and the seed alone: the same command goes on
 behind the last one, and the table is of all. What is struck starts as a user's run does; what goes on after it, where
@@ -29,6 +30,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -47,14 +49,19 @@ STEPS, EVERY = 60, 5
 END_SECONDS, LEFT_SECONDS = 90.0, 10.0
 MODEL = {
     "model_type": "llama", "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
 LAUNCHERS = {
     "meshloom": lambda n: [sys.executable, TRAIN, "--processes", n],
     "torchrun": lambda n: ["torchrun", "--nproc-per-node", n, "--master-port", str(free_port()), TRAIN],
     "deepspeed": lambda n: ["deepspeed", "--num_gpus", n, "--master_port", str(free_port()), TRAIN],
 }
-LAYOUTS = [("mesh", 2), ("mesh", 4), ("accelerate", 2), ("deepspeed", 2)]
+DROPOUT = 0.1
+Layout = tuple[str, int]
+"""An engine, and how many processes."""
+LAYOUTS: list[Layout] = [("mesh", 2), ("mesh", 4), ("accelerate", 2), ("deepspeed", 2)]
+References = dict[tuple[Layout, float], dict[str, torch.Tensor]]
+"""The weights of the undisturbed runs, by their layout and dropout."""
 
 
 @dataclass(frozen=True)
@@ -93,28 +100,30 @@ class Soak:
         return path
 
     def start(
-        self, launcher: str, layout: tuple[str, int], run: Path, cold: bool = True
+        self, launcher: str, layout: Layout, run: Path, dropout: float = DROPOUT, cold: bool = True
     ) -> tuple[subprocess.Popen[str], str]:
         engine, count = layout
         mark = uuid.uuid4().hex
         words = [*LAUNCHERS[launcher](str(count)), "--config", str(self.folder / "job.json"), "--resume", "auto"]
         overrides = [f"trainer.engine={engine}", f"trainer.run.folder={run}"]
+        overrides.append(f"trainer.model.config.attention_dropout={dropout}")
         return started(*words, *overrides, cold=cold, **{MARK: mark}), mark
 
-    def finish(self, launcher: str, layout: tuple[str, int], run: Path) -> tuple[int, str]:
-        process, mark = self.start(launcher, layout, run, cold=False)
+    def finish(self, launcher: str, layout: Layout, run: Path, dropout: float) -> tuple[int, str]:
+        process, mark = self.start(launcher, layout, run, dropout, cold=False)
         try:
             output, _ = process.communicate(timeout=300)
         finally:
             sweep(mark)
         return process.returncode, output
 
-    def strike(self, kind: str, number: int, references: dict[tuple[str, int], dict[str, torch.Tensor]]) -> Struck:
+    def strike(self, kind: str, number: int, references: References) -> Struck:
         """One fault from start to end."""
         launcher, first = self.chance.choice(list(LAUNCHERS)), self.chance.choice(LAYOUTS)
         second = first if self.chance.random() < 0.5 else self.chance.choice(LAYOUTS)
+        dropout = DROPOUT if first[1] == second[1] else 0.0
         run = self.folder / f"run-{number}"
-        process, mark = self.start(launcher, first, run)
+        process, mark = self.start(launcher, first, run, dropout)
         at = self.chance.randrange(EVERY + 1, STEPS - 5)
         deadline = time.monotonic() + 240
         while steps(run) < at and process.poll() is None and time.monotonic() < deadline:
@@ -125,12 +134,12 @@ class Soak:
             KINDS[kind](self, process, mark, run)
         wrong, took = self._end(process, mark, begun)
         for again in (2, 3):
-            code, output = self.finish(launcher, second, run)
+            code, output = self.finish(launcher, second, run, dropout)
             if code == 0:
                 break
             if again == 3:
                 wrong = wrong or f"did not go on: {code}: {output[-300:]}"
-        wrong = wrong or self._difference(run, references, first, second)
+        wrong = wrong or difference(weights(run), references[second, dropout], same=first == second)
         if not wrong:
             shutil.rmtree(run)
         return Struck(
@@ -155,14 +164,15 @@ class Soak:
             wrong = "it said nothing"
         return wrong, took
 
-    def _difference(self, run: Path, references: dict, first: tuple[str, int], second: tuple[str, int]) -> str:
-        found, wanted = weights(run), references[second]
-        if found.keys() != wanted.keys():
-            return "other tensors"
-        if first == second:
-            return "" if all(torch.equal(found[name], wanted[name]) for name in wanted) else "not bit-equal"
-        worst = max(float((found[n] - wanted[n]).abs().max() / wanted[n].abs().max()) for n in wanted)
-        return "" if worst < 1e-5 * STEPS else f"differs by {worst:.1e}"
+
+def difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], *, same: bool) -> str:
+    """What is wrong with weights; `same`: they come of one layout alone."""
+    if found.keys() != wanted.keys():
+        return "other tensors"
+    if same:
+        return "" if all(torch.equal(found[name], wanted[name]) for name in wanted) else "not bit-equal"
+    worst = max(float((found[n] - wanted[n]).abs().max() / wanted[n].abs().max()) for n in wanted)
+    return "" if worst < 1e-5 * STEPS else f"differs by {worst:.1e}"
 
 
 def steps(run: Path) -> int:
@@ -249,11 +259,11 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     soak, begun = Soak(folder, random.Random()), time.monotonic()
     soak.job()
-    references = {}
-    for layout in LAYOUTS:
-        code, output = soak.finish("meshloom", layout, folder / f"whole-{layout[0]}-{layout[1]}")
+    references: References = {}
+    for number, (layout, dropout) in enumerate(product(LAYOUTS, (0.0, DROPOUT))):
+        code, output = soak.finish("meshloom", layout, folder / f"whole-{number}", dropout)
         assert code == 0, output
-        references[layout] = weights(folder / f"whole-{layout[0]}-{layout[1]}")
+        references[layout, dropout] = weights(folder / f"whole-{number}")
     while len(log) < args.faults and time.monotonic() - begun < 60 * args.minutes:
         number = len(log) + 1
         soak.chance = random.Random(f"{args.seed} {number}")

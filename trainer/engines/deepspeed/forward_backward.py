@@ -86,4 +86,7 @@ class AccumulatedStep:
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         self.engine.eval()
         with torch.no_grad():
-            return torch.stack([self.engine(batch) for batch in micro_batches]).double().sum(0)
+            measured = torch.stack([self.engine(batch) for batch in micro_batches]).double().sum(0)
+        # ZeRO-3 has begun to gather weights for a backward pass that does not come, and refuses to have them read
+        self.engine.empty_partition_cache()
+        return measured
