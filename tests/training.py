@@ -102,8 +102,9 @@ class Case:
             if getattr(self, key) != "none":
                 zero[key] = {"device": getattr(self, key), "pin_memory": False}
         if self.zero_stage == 3:
-            # the default keeps every tiny parameter whole, and nothing would be sharded
-            zero["stage3_param_persistence_threshold"] = 0
+            # the defaults keep all of a tiny model whole, as they do nothing of a large one
+            zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+            zero["stage3_prefetch_bucket_size"] = 300
         precision = {
             "float16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
             "bfloat16": {"bf16": {"enabled": True}},
