@@ -87,6 +87,7 @@ class AccumulatedStep:
         self.engine.eval()
         with torch.no_grad():
             measured = torch.stack([self.engine(batch) for batch in micro_batches]).double().sum(0)
-        # ZeRO-3 has begun to gather weights for a backward pass that does not come, and refuses to have them read
-        self.engine.empty_partition_cache()
+        if self._job.layout.zero_stage == 3:
+            # it has begun to gather weights for a backward pass that does not come, and refuses to have them read
+            self.engine.optimizer.empty_partition_cache()
         return measured
