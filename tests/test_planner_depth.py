@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from trainer.config import load
+from trainer.models import cut
+from trainer.models.tiny import LARGEST
 from trainer.planner import plan as planner
 from trainer.planner.cluster import DEVICES, Cluster
-from trainer.run.planned import planned
+from trainer.run.planned import planned, source_of
 
 MODEL = dict(model_type="llama", hidden_size=64, intermediate_size=160, num_attention_heads=4, vocab_size=256)
 CASES = {
@@ -47,3 +50,27 @@ def test_a_line_through_two_depths(tmp_path, monkeypatch, name):
     assert [(s.name, s.axes, s.count, s.size) for s in drawn.sent] == [
         (s.name, s.axes, pytest.approx(s.count), pytest.approx(s.size)) for s in whole.sent
     ]
+
+
+def test_what_a_plan_tries_with_values_is_tiny(monkeypatch):
+    """Nothing of a large model is there but its shapes: not of few of its blocks, either."""
+    values: list[int] = []
+    real = cut.materialise
+
+    def counted(model: Any, *arguments: Any, **options: Any) -> None:
+        values.append(sum(parameter.numel() for parameter in model.parameters()))
+        real(model, *arguments, **options)
+
+    monkeypatch.setattr(cut, "materialise", counted)
+    large = MODEL | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 4,
+        "pipeline": {"stages": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "trainer": {"steps": 100, "data": {"sequence_length": 64}, "model": {"config": large}},
+    }
+    source = source_of(load(config), Cluster(1, 4, DEVICES["h100-80gb"]))
+    cut.check_cut(source.reduced(2, 2).spec, 2)
+    assert values and max(values) <= LARGEST

@@ -44,12 +44,20 @@ class Source:
 
     @cached_property
     def of_blocks(self) -> Callable[[int], ModelSpec]:
-        """The model with so many blocks in all, each built once. It has to have a `shallow`."""
-        shallow = self.subject.spec.shallow
+        """The model with so many blocks in all, each built once. It has to have a `shallow`.
+
+        What is tried out, is tried on the whole's tiny copy: few blocks of a large model are still large.
+        """
+        whole = self.subject.spec
+        shallow = whole.shallow
         assert shallow is not None
-        return cache(
-            lambda count: replace(amended(shallow(count), self.config.trainer, ALONE, copied=True), weights=NoWeights())
-        )
+
+        @cache
+        def of_blocks(count: int) -> ModelSpec:
+            few = amended(shallow(count), self.config.trainer, ALONE, copied=True)
+            return replace(few, weights=NoWeights(), shrunk=whole.shrunk)
+
+        return of_blocks
 
     def task(self, spec: ModelSpec) -> Task:
         return regularised(CausalLM.of(spec, 0), spec, self.config.trainer)
