@@ -124,7 +124,7 @@ class Soak:
         dropout = DROPOUT if first[1] == second[1] else 0.0
         run = self.folder / f"run-{number}"
         process, mark = self.start(launcher, first, run, dropout)
-        at = self.chance.randrange(EVERY + 1, STEPS - 5)
+        at = self.chance.randrange(2 * EVERY + 1, STEPS - 5)  # two are saved: a run whose one is damaged is refused
         deadline = time.monotonic() + 240
         while steps(run) < at and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -206,7 +206,7 @@ def then_damage(change: Callable[[Soak, Path], None]) -> Callable[..., None]:
     def strike(soak: Soak, process: subprocess.Popen[str], mark: str, run: Path) -> None:
         to_all(signal.SIGKILL)(soak, process, mark, run)
         process.wait()
-        if saved := sorted((run / "job" / "checkpoints").glob("step-*")):
+        if saved := sorted(run.glob("job/checkpoints/step-*[0-9]")):
             change(soak, saved[-1])
 
     return strike
