@@ -132,6 +132,8 @@ class Soak:
         begun = time.monotonic()
         if process.poll() is None:
             KINDS[kind](self, process, mark, run)
+        else:
+            kind = MISSED
         wrong, took = self._end(process, mark, begun)
         for again in (2, 3):
             code, output = self.finish(launcher, second, run, dropout)
@@ -248,6 +250,9 @@ KINDS = {
 }
 
 
+MISSED = "none: the run had ended before"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
@@ -282,7 +287,7 @@ def table(log: list[Struck]) -> str:
     for struck in log:
         kinds[struck.kind].append(struck)
     rows = ["| fault | times | survived | s to the end, median | longest |", "| --- | ---: | ---: | ---: | ---: |"]
-    for kind in KINDS:
+    for kind in (*KINDS, MISSED):
         if found := kinds.get(kind):
             took = [struck.seconds for struck in found]
             well = sum(not struck.wrong for struck in found)

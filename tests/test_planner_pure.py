@@ -68,10 +68,14 @@ LARGE = NUMBERS[:-1]
 GIVEN = st.fixed_dictionaries({name: st.tuples(st.integers(1, 10**6), UNIT) for name in LARGE})
 
 
-@given(GIVEN, st.permutations(LARGE), st.sampled_from(["B", "b", "FLOPS", "B/s", ""]), st.booleans())
-def test_a_device_by_its_numbers(values, order, suffix, small):
-    text = ",".join(f"{name}={values[name][0]}{values[name][1][0]}{suffix}" for name in order)
-    found = device_of(text.lower() if small else text)
+@given(GIVEN, st.permutations(LARGE), st.booleans(), st.booleans())
+def test_a_device_by_its_numbers(values, order, bare, small):
+    def written(name):
+        number, (unit, _) = values[name]
+        suffix = {"memory": "b" if small else "B", "peak": "FLOPS"}.get(name, "B/s")
+        return f"{name}={number}{unit.lower() if small else unit}{'' if bare else suffix}"
+
+    found = device_of(",".join(map(written, order)))
     for name, (number, (_, unit)) in values.items():
         assert getattr(found, name) == number * unit
 
@@ -88,9 +92,14 @@ def test_units_that_are_no_powers_of_ten(text, name, value):
     assert getattr(found, name) == pytest.approx(value)
 
 
-@pytest.mark.parametrize("part", ["memory=80GX", "memory=1.2.3", "memory=", "latency=20", "latency=20GB", "peak=20us"])
+WRONG = (
+    "memory=80GX memory=80TFLOPS memory=1.2.3 memory= memory=0 latency=20 latency=20GB peak=20us network=400Gb/s link=0"
+)
+
+
+@pytest.mark.parametrize("part", WRONG.split())
 def test_a_unit_that_is_none_is_an_error(part):
-    with pytest.raises(ConfigError, match="with a number: memory=80GB or latency=20us"):
+    with pytest.raises(ConfigError, match="with a number: memory=80GB, network=50GB/s or latency=20us"):
         device_of(f"{part},memory=1,peak=1,bandwidth=1,link=1")
 
 

@@ -88,6 +88,7 @@ def test_what_holds_a_run_is_named(tmp_path: Path, cache: Path, reason: str) -> 
 
 def test_what_holds_a_certificate_is_named(tmp_path: Path, cache: Path) -> None:
     code, expected = STANDS["another collective"]
+    code = f"import trainer.distributed.watch as w; w.LEAST_SECONDS = 3.0\n{code}"
     verify = command(tmp_path, job(tmp_path), code, str(ROOT / "launch" / "verify.py"))
     result = run(*verify, timeout=120, **environment(cache))
     assert result.code == 77, result.output

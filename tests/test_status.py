@@ -67,6 +67,7 @@ def test_the_end_is_that_of_the_cause_and_not_of_the_first_rank(tmp_path, capsys
     assert (code, lines[1]) == (1, "exit    137")
     assert lines[-2:] == ["because rank 3 was ended by SIGKILL", "        by the kernel"]
     assert not any("because" in line for line in shown(tmp_path, capsys)[1])  # one that lives has another end
+    assert shown(tmp_path, capsys, host="elsewhere")[1][1] == "exit    137"
     status.begin(tmp_path)
     assert shown(tmp_path, capsys, ended=75)[1][1] == "exit    75"
 

@@ -99,6 +99,7 @@ def compare(
         found.append(compare_initial(run, reference.weights(), order, spec.frozen))
         expected = []
         for step, gradients in enumerate(run.gradients):
+            machine.watch.moves()
             expected.append(reference.step(step, run.states[step], gradients, run.norms[step]))
             found.extend(compare_update(run, step, expected[-1], order))
             if step + 1 in run.held_out:

@@ -129,9 +129,10 @@ def record(
 def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: Path, source: Path | None) -> Recording:
     """By the loop of a real run; from the checkpoint `source` on if there is one."""
     layout, machine, ranks = job.layout, job.machine, job.machine.ranks
-    state = RunState()
+    state, done = RunState(), 0 if source is None else small.steps + PROBES
+    at = lambda phase, step: machine.watch.at(phase, done + step)  # noqa: E731 - what comes later has a higher step
+    at("building", 2 if done else 0)
     # with other initial values, so that all it knows comes from the checkpoint
-    machine.watch.at("building")
     engine = kind.build(job if source is None else replace(job, values_seed=job.seed + 1))
     if source is not None:
         engine.restore(checkpoint.read_description(source)["position"]["engine"])
@@ -169,10 +170,9 @@ def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: P
         device=machine.device,
     )
     plan = LoopPlan(small.steps + PROBES, layout.train_batch, 1, small.middle, small.middle)
+    hooks = Hooks(lambda *_: None, evaluate, save, at=at)
     with loader:
-        train(
-            recorder, loader, _schedule(small), plan, Hooks(lambda *_: None, evaluate, save, at=machine.watch.at), state
-        )
+        train(recorder, loader, _schedule(small), plan, hooks, state)
     engine.close()
     return recording
 

@@ -67,6 +67,7 @@ def shrink(
         f"train_micro_batch_size_per_gpu={MICRO_BATCH}",
         f"gradient_accumulation_steps={accumulation}",
         f"train_batch_size={MICRO_BATCH * accumulation * sizes.data_ranks}",
+        "trainer.patience=null",  # it is one for the run's steps on its devices
     ]
     if config.trainer.mesh.shard == "node":
         small.append(f"trainer.mesh.shard={sizes.shard}")
@@ -79,7 +80,9 @@ def shrink(
         if (enabled := config.settings.get(section, {}).get("enabled")) in (True, "auto"):
             small += _precision(section, enabled, precision, changes)
     if config.settings.get("zero_optimization", {}).get("stage") == 3:
-        small.append("zero_optimization.stage3_param_persistence_threshold=0")
+        # weights are let go and fetched ahead, as those of a model that is not tiny
+        zero = {"param_persistence_threshold": 0, "max_reuse_distance": 0, "prefetch_bucket_size": 300}
+        small += [f"zero_optimization.stage3_{key}={value}" for key, value in zero.items()]
     if config.scheduler is not None:
         small += [*_short(config.scheduler, steps), "trainer.warmup_ratio=null"]
         changes.append(f"the schedule {config.scheduler.type} in {steps} steps")

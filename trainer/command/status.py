@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +33,11 @@ def main(arguments: Sequence[str], name: str) -> int:
         seen = "no status.json in it" if folder.is_dir() else "no such folder"
         print(ConfigError(Problem(str(folder), seen, "the folder of a run that has begun")).render(), file=sys.stderr)
         return ConfigError.exit_code
-    lives = status.lives(found)
-    end = None if lives else status.read_end(folder)
+    end = status.read_end(folder)
+    # what lives is known of this machine's processes; of another one's the word that it ended comes first
+    lives = status.lives(found) and (end is None or found.get("host") == socket.gethostname())
+    if lives:
+        end = None
     if end is not None:
         found = {**found, "ended": end["code"]}
     for line in lines(folder, found, lives):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.errors import ConfigError, Problem
@@ -63,8 +64,11 @@ NUMBERS = ("memory", "peak", "bandwidth", "link", "network", "latency")
 NEEDED = NUMBERS[:4]
 UNITS = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "": 0}
 """The power of a thousand, or with an `i` behind of 1024: 80GB, 74.5GiB."""
-LARGE = re.compile(r"(\d+(?:\.\d*)?) ?([kmgtp]?)(i?)(b|b/s|flops|flop/s|)", re.IGNORECASE)
+LARGE = re.compile(r"(\d+(?:\.\d*)?) ?([kmgtp]?)(i?)([a-z/]*)", re.IGNORECASE)
 SHORT = re.compile(r"(\d+(?:\.\d*)?) ?(m|u|)s")
+SUFFIXES = {"memory": ("", "B", "b"), "peak": ("", "FLOPS", "flops", "FLOP/s", "flop/s")}
+"""Of the numbers; of the rest bytes a second, to be told from the bits a second that networks are sold in."""
+RATES = ("", "B/s", "B")
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,9 @@ def device_of(text: str) -> Device:
     found = {}
     for part in text.split(",") if "=" in text else []:
         key, _, value = (word.strip() for word in part.partition("="))
-        number = _seconds(value) if key == "latency" else _number(value)
+        number = _seconds(value) if key == "latency" else _number(value, SUFFIXES.get(key, RATES))
         if key not in NUMBERS or number is None:
-            examples = "memory=80GB or latency=20us"
+            examples = "memory=80GB, network=50GB/s or latency=20us"
             raise ConfigError(Problem("--device", part, f"one of {', '.join(NUMBERS)} with a number: {examples}"))
         found[key] = number
     missing = [name for name in NEEDED if name not in found]
@@ -118,9 +122,12 @@ def described(device: Device) -> str:
     return ",".join(f"{name}={getattr(device, name):.0f}" for name in NUMBERS[:-1]) + f",latency={device.latency:.9f}s"
 
 
-def _number(text: str) -> float | None:
+def _number(text: str, suffixes: Sequence[str]) -> float | None:
+    """None for what is none above zero, with one of the suffixes."""
     found = LARGE.fullmatch(text)
-    return float(found[1]) * (1024 if found[3] else 1000) ** UNITS[found[2].lower()] if found else None
+    if found is None or found[4] not in suffixes or not float(found[1]):
+        return None
+    return float(found[1]) * (1024 if found[3] else 1000) ** UNITS[found[2].lower()]
 
 
 def _seconds(text: str) -> float | None:

@@ -154,6 +154,7 @@ class _TiedTables:
 
 
 def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str, Any]]:
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.comm.torch import build_shm_op
     from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -167,6 +168,7 @@ def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str
         yield kind, "has_overflow", _never(kind.has_overflow)
     yield CheckOverflow, "check_using_norm", _never(CheckOverflow.check_using_norm)
     yield OpBuilder, "load", lambda *_, **__: _NoKernels()
+    yield type(get_accelerator()), "is_fp16_supported", lambda _: True  # what is planned for is a GPU
     # a stage is told by the one before what comes
     yield PipelineEngine, "_recv_tensor_meta", lambda *_: hidden()
     yield PipelineEngine, "_send_tensor_meta", lambda *_: None

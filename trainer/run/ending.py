@@ -123,7 +123,8 @@ class Ending:
 
     def stalled(self, lines: Sequence[str]) -> None:
         """The run stands still: a thread says so, and the process ends after that."""
-        text = "\n".join([f"{Stalled.kind}: {lines[0]}", *lines[1:], "  run the same command again to go on"])
+        again = ["  run the same command again to go on"] if self.folder else []
+        text = "\n".join([f"{Stalled.kind}: {lines[0]}", *lines[1:], *again])
         self.tell(text, Stalled.exit_code)
         faulthandler.dump_traceback(all_threads=True)  # into the log
         if self.log is not None:

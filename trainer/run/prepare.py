@@ -88,8 +88,18 @@ class Subject:
     """Whether a sample may be several documents that are not to see one another."""
 
 
-def prepare(config: Config, machine: Machine, given: Given | None = None, terminal: Console | None = None) -> Prepared:
-    """Everything that can be wrong, checked, in the order in which it is cheap to find out. Collective."""
+def prepare(
+    config: Config,
+    machine: Machine,
+    given: Given | None = None,
+    terminal: Console | None = None,
+    *,
+    builds: bool = True,
+) -> Prepared:
+    """Everything that can be wrong, checked, in the order in which it is cheap to find out. Collective.
+
+    Unless `builds`, it is only looked at: this machine need not have what the engine is built with.
+    """
     ranks, section = machine.ranks, config.trainer
     bf16 = has_bf16(machine.device)
     kind: Any = machine.device.type
@@ -97,7 +107,8 @@ def prepare(config: Config, machine: Machine, given: Given | None = None, termin
     config = resolve(config, facts)
     layout = layout_of(config, ranks.world_size)
     name, engine = select(section.engine, layout, config, kind)
-    ranks.on_each(lambda: engine.ready(layout, machine.device))
+    if builds:
+        ranks.on_each(lambda: engine.ready(layout, machine.device))
     if layout.offloads and (note := share_of_cores(machine.local_world_size or 1)):
         config = replace(config, notes=(*config.notes, note))
     ranks.on_first(lambda: require(section.log.trackers))

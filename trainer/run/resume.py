@@ -63,6 +63,14 @@ class Start:
 
 
 def choose(config: Config, request: Request, ranks: Ranks) -> Start:
+    """Where a run begins or goes on, as `_chosen` finds it; how it ended before is forgotten. Collective."""
+    start = _chosen(config, request, ranks)
+    if not start.finished:
+        ranks.on_first(lambda: status.begin(start.folder))
+    return start
+
+
+def _chosen(config: Config, request: Request, ranks: Ranks) -> Start:
     """The folder `runs/NAME`, or the first free of NAME-2, NAME-3, ..., and the checkpoint. Collective.
 
     The same command again goes on with a run that was not finished, and says of another one that it is. The folder is
@@ -173,7 +181,6 @@ def hold(folder: Path) -> int | None:
         if status.lives(status.read(folder)):
             os.close(handle)
             return None
-    status.begin(folder)
     return handle
 
 

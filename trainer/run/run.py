@@ -151,7 +151,7 @@ def execute(
         return None
     if start is not None:
         log_to(start.folder)
-    prepared = prepare(config, machine, given, console)
+    prepared = prepare(config, machine, given, console, builds=start is not None)
     signs.hide()
     if request.preview is not None:
         for line in describe.preview_lines(prepared, request.preview):

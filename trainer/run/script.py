@@ -75,8 +75,8 @@ def _forked(work: Callable[[], T], environments: Sequence[dict[str, str]]) -> T:
 def _silent_end(rank: int, child: Any) -> Exception:
     child.join(END_SECONDS)
     if child.exitcode == Stalled.exit_code:
-        seen, mend = "the run stood still", "What it waited for stands above (trainer.patience: how long it may)"
-        return Stalled(Problem("train", seen, "ranks that go on", mend))
+        seen, mend = "they stood still", "What they waited for stands above (trainer.patience: how long a run may)"
+        return Stalled(Problem("processes", seen, "ranks that go on", mend))
     return RuntimeError(f"rank {rank} ended without a word, with {child.exitcode}")
 
 

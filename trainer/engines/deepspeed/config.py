@@ -19,10 +19,11 @@ STAGE_0_NOTE = (
 )
 
 
-def check_precision(job: Job) -> None:
+def check_precision(layout: Layout) -> None:
+    """Raises ConfigError where this machine has not the arithmetic."""
     from deepspeed.accelerator import get_accelerator
 
-    if job.layout.precision == "float16" and not get_accelerator().is_fp16_supported():
+    if layout.precision == "float16" and not get_accelerator().is_fp16_supported():
         seen = "true on a processor without float16 arithmetic"
         expected = "a GPU, or a processor with AVX512-FP16 or AMX"
         raise ConfigError(Problem("fp16.enabled", seen, expected, 'Set bf16.enabled, or trainer.device="cuda"'))

@@ -73,7 +73,6 @@ def build(job: Job) -> DeepSpeedEngine:
     announce(job.layout, job.machine)
     deepspeed.init_distributed(dist.get_backend())
     job.machine.signs.at("building the engine, and the model's values")
-    check_precision(job)
     recipe = recipe_of(KIND, job)
     config = runtime_config(job, recipe)
     runner: StepRunner = pipeline.build(job, config) if job.layout.pipeline > 1 else _whole(job, config)
@@ -136,7 +135,13 @@ def _link_group_by_group(optimizer: Any) -> None:
         optimizer._lazy_init_hp_params_optimizer_state = link
 
 
-KIND = EngineKind(refusal, in_deepspeed, build, check, check_compiler)
+def ready(layout: Layout, device: torch.device) -> None:
+    """Raises ConfigError where this machine has no float16 arithmetic, or no compiler that is needed."""
+    check_precision(layout)
+    check_compiler(layout, device)
+
+
+KIND = EngineKind(refusal, in_deepspeed, build, check, ready)
 
 
 class DeepSpeedEngine:
