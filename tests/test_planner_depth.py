@@ -15,9 +15,13 @@ from trainer.planner.cluster import DEVICES, Cluster
 from trainer.run.planned import planned, source_of
 
 MODEL = dict(model_type="llama", hidden_size=64, intermediate_size=160, num_attention_heads=4, vocab_size=256)
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "mesh, zero3": dict(engine="mesh", stage=3),
     "mesh, zero2, full": dict(engine="mesh", stage=2, recompute="full"),
+    "mesh, two stages, full": dict(engine="mesh", stage=2, recompute="full", stages=2),
+    "mesh, two stages": dict(engine="mesh", stage=2, stages=2),
+    "deepspeed, zero3": dict(engine="deepspeed", stage=3),
+    "deepspeed, two stages": dict(engine="deepspeed", stage=1, stages=2),
 }
 
 
@@ -27,29 +31,31 @@ def test_a_line_through_two_depths(tmp_path, monkeypatch, name):
     config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": 2,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": case["stage"]},
+        **({"pipeline": {"stages": case["stages"]}} if "stages" in case else {}),
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "trainer": {
             "steps": 100,
             "engine": case["engine"],
             "activation_checkpointing": case.get("recompute", "none"),
             "data": {"sequence_length": 64},
-            "model": {"config": MODEL | {"num_hidden_layers": 16, "tie_word_embeddings": False}},
+            "model": {"config": MODEL | {"num_hidden_layers": 12, "tie_word_embeddings": False}},
         },
     }
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    found = []
-    for few in (planner.FEW, 100):
-        monkeypatch.setattr(planner, "FEW", few)
-        found.append(planned(load(path, []), Cluster(1, 4, DEVICES["h100-80gb"])).fullest)
-    drawn, whole = found
-    assert drawn.peak.size == pytest.approx(whole.peak.size, rel=0.03)
-    assert [(s.name, s.axes, s.count, s.size) for s in drawn.sent] == [
-        (s.name, s.axes, pytest.approx(s.count), pytest.approx(s.size)) for s in whole.sent
-    ]
+    cluster = Cluster(1, 4, DEVICES["h100-80gb"])
+    drawn = planned(load(path), cluster, asked=False)
+    monkeypatch.setattr(planner, "depths_of", lambda *_: None)
+    whole = planned(load(path), cluster, asked=False)
+    assert len(drawn.subject.spec.blocks) == 12
+    for line, exact in zip(drawn.roles, whole.roles, strict=True):
+        assert line.peak.size == pytest.approx(exact.peak.size, rel=0.03)
+        assert [(s.name, s.axes, s.count, s.size) for s in line.sent] == [
+            (s.name, s.axes, pytest.approx(s.count), pytest.approx(s.size)) for s in exact.sent
+        ]
 
 
 def test_what_a_plan_tries_with_values_is_tiny(monkeypatch):

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -158,10 +159,12 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
+        if func is torch.ops.prim.device.default:
+            return _device(args[0])  # asked for twice as often as anything is computed
         self._tick += 1
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.device.type != "meta":
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and _device(leaf).type != "meta":
                 storage = leaf.untyped_storage()
                 known = self._live.get(id(storage))
                 if known is None:
@@ -246,6 +249,11 @@ class Ledger(TorchDispatchMode):
                 most, when = size, tick
         live = [line for line in self.allocations if line.born <= when and (line.died is None or line.died >= when)]
         return peak_of(phase, live)
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    """Where it is, or pretends to be: to ask a fake tensor itself is a call through all modes."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 def peak_of(phase: str, live: Iterable[Allocation]) -> Peak:

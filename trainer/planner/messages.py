@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -168,8 +169,14 @@ def _group(args: Any) -> tuple[int, ...]:
 def _place() -> str:
     frame: Any = sys._getframe(3)
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(PACKAGE) and not path.is_relative_to(HERE):
-            return f"{path.relative_to(PACKAGE.parent)}:{frame.f_lineno} {frame.f_code.co_name}"
+        if name := _engines_file(frame.f_code.co_filename):
+            return f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
+
+
+@cache
+def _engines_file(name: str) -> str | None:
+    """A file of this package as it is shown; None for one of a library, or of the planner."""
+    path = Path(name)
+    return str(path.relative_to(PACKAGE.parent)) if path.is_relative_to(PACKAGE) and HERE not in path.parents else None

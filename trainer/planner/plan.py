@@ -24,9 +24,6 @@ from trainer.planner.simulate import Subject, Trace, simulate_all
 
 STEADY = "step 2"
 """The phase that all later steps are like."""
-FEW = 8
-"""Blocks of a stage up to which all of them are simulated."""
-
 LONG = 4
 """Pipeline ranks from beyond which fewer of them, and of their micro-batches, are simulated."""
 
@@ -223,13 +220,22 @@ def loaded_at_once(subject: Subject, model: nn.Module) -> float:
 
 
 def depths_of(subject: Subject, model: nn.Module, held: Sequence[int]) -> list[int] | None:
-    """Two numbers of blocks a stage to draw the line through; None where all blocks are simulated."""
+    """Two numbers of blocks a stage to draw the line through; None where all blocks are simulated.
+
+    All of them are where they differ, and where they are no more than those of both depths.
+    """
     spec, layout = subject.spec, subject.layout
-    if spec.shallow is None or max(held) <= FEW * layout.stages_per_rank or not alike(spec, model):
-        return None
     step = layout.recompute.every
-    few = 2 * step if layout.pipeline > 1 else step * max(1, -(-4 // step))
-    return [few, few + step * max(1, -(-2 // step))]
+    # whole groups of what is computed again together; where FSDP2 gathers ahead, more of them
+    few, more = (2 * step, step) if layout.pipeline > 1 else (_whole(4, step), _whole(2, step))
+    depths = [few, few + more]
+    gains = max(held) > sum(depths) * layout.stages_per_rank
+    return depths if gains and spec.shallow is not None and alike(spec, model) else None
+
+
+def _whole(least: int, step: int) -> int:
+    """The first multiple of `step` from `least` on."""
+    return -(-least // step) * step
 
 
 def alike(spec: ModelSpec, model: nn.Module) -> bool:

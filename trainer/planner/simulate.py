@@ -80,6 +80,8 @@ def simulate_all(jobs: Sequence[tuple[Subject, int]], local_world_size: int) -> 
     Each in a process of its own: libraries keep what they have found out of groups and meshes for good. Raises
     ConfigError with the reason where the engine's own code fails on fake tensors.
     """
+    if any(subject.engine_name == "deepspeed" for subject, _ in jobs):
+        import deepspeed  # noqa: F401 - seconds, once and not in each process
     running: list[tuple[int, Any, Connection]] = []
     found: dict[int, Trace] = {}
     for index, (subject, rank) in enumerate(jobs):
