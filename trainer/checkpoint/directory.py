@@ -12,12 +12,13 @@ from itertools import count
 from pathlib import Path
 
 from trainer.checkpoint import faults
-from trainer.checkpoint.manifest import ALL, check_sizes, read_description, verify
+from trainer.checkpoint.folders import PARTIAL, supply
+from trainer.checkpoint.manifest import ALL, MANIFEST, check_sizes, read_description, verify_each
 from trainer.distributed.ranks import ALONE, Ranks
-from trainer.errors import DiskError, Problem, shared
+from trainer.errors import DiskError, Problem, listed, shared
 from trainer.storage import disk_errors, rename_folder, replace_file
 
-PARTIAL, DELETING, DAMAGED = ".partial", ".deleting", ".damaged"
+DELETING, DAMAGED = ".deleting", ".damaged"
 LATEST = "latest"
 _STEP = re.compile(r"step-(\d{6,})")
 _LEFTOVER = re.compile(rf"step-\d{{6,}}({re.escape(PARTIAL)}|{re.escape(DELETING)})")
@@ -36,18 +37,36 @@ def published(folder: Path) -> list[Path]:
 def newest(folder: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and what to tell of each newer one, which is set aside. Collective.
 
-    `below` is as for `verify`. Raises DiskError where the ranks do not see the same folder, or it can't be written.
+    `below` is as for `verify`. Where machines have folders of their own, one that is good in any of them is copied to
+    those where it is not. Raises DiskError where the ranks do not see the same folder, or it can't be written.
     """
     damaged: list[tuple[Path, Path, list[Problem]]] = []
-    found = None
-    for path in reversed(ranks.on_first(lambda: published(folder))):
-        _seen_by_all(path, ranks)
-        problems = verify(path, ranks, below)
-        if not problems:
+    found, copied = None, []
+    for path in _published_anywhere(folder, ranks):
+        there = ranks.gather(path.is_dir())
+        _seen_beside(path, there, ranks)
+        wrong = verify_each(path, ranks, below)
+        bad = [keeper for keeper, problems in wrong.items() if problems and there[keeper]]
+        aside = ranks.on_each(lambda path=path, bad=bad: _out_of_the_way(path) if ranks.rank in bad else path)  # type: ignore[misc]
+        damaged += [(path, aside[keeper], wrong[keeper]) for keeper in bad]
+        if good := [keeper for keeper, problems in wrong.items() if not problems]:
             found = path
+            _same(path, good, ranks)
+            if lacking := [keeper for keeper in wrong if keeper not in good]:
+                supply(path, good[0], ranks.keeper in lacking, ranks)
+                copied = [f"{path.name} was copied from rank {good[0]} to {listed([f'rank {k}' for k in lacking])}"]
             break
-        damaged.append((path, ranks.on_first(partial(_out_of_the_way, path)), problems))
-    return found, [_told(path, aside, problems, found) for path, aside, problems in damaged]
+    return found, [*(_told(path, aside, problems, found) for path, aside, problems in damaged), *copied]
+
+
+def _published_anywhere(folder: Path, ranks: Ranks) -> list[Path]:
+    """The checkpoints that any run folder has, newest first. Collective."""
+    names = {path.name for paths in ranks.on_each(partial(_kept_here, folder, ranks)) for path in paths}
+    return sorted((folder / name for name in names), key=step_of, reverse=True)
+
+
+def _kept_here(folder: Path, ranks: Ranks) -> list[Path]:
+    return published(folder) if ranks.rank == ranks.keeper else []
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -62,10 +81,21 @@ def _told(path: Path, aside: Path, problems: list[Problem], found: Path | None) 
     return f"{path.name} is damaged: {fault}{more}; it is now {aside.name}, and {cost} steps are lost"
 
 
-def _seen_by_all(path: Path, ranks: Ranks) -> None:
-    if missing := [rank for rank, there in enumerate(ranks.gather(path.is_dir())) if not there]:
+def _seen_beside(path: Path, there: Sequence[bool], ranks: Ranks) -> None:
+    """Raises DiskError for a rank that does not see what the one sees that keeps its folder."""
+    keepers = ranks.keepers or (0,) * ranks.world_size
+    if missing := [rank for rank, keeper in enumerate(keepers) if there[keeper] and not there[rank]]:
         seen, expected = f"not there for rank {missing[0]}", "a folder that all machines share"
         raise shared(DiskError(Problem(str(path), seen, expected, "Put trainer.run.folder on a shared file system")))
+
+
+def _same(path: Path, keepers: Sequence[int], ranks: Ranks) -> None:
+    """Raises DiskError where the good ones of several folders are not of one run."""
+    found = ranks.gather((path / MANIFEST).read_bytes() if len(keepers) > 1 and ranks.rank in keepers else None)
+    if other := [keeper for keeper in keepers if found[keeper] != found[keepers[0]]]:
+        seen = f"on rank {other[0]} another one than on rank {keepers[0]}, both good"
+        mend = "Move the one away that is not of this run"
+        raise shared(DiskError(Problem(str(path), seen, "copies of one checkpoint", mend)))
 
 
 def _out_of_the_way(path: Path) -> Path:

@@ -39,7 +39,7 @@ def load(path: Path, entries: Sequence[StateTensor], ranks: Ranks, weights_only:
         if misfits := _misfits(path, wanted, stored):
             raise ConfigError(*misfits)
 
-    stored, position = ranks.on_first(check_files)
+    stored, position = ranks.on_keepers(check_files)
     wanted = [entry for entry in entries if entry.key in (WEIGHT, MASTER) or not weights_only]
     if not weights_only:
         wanted = _kept(wanted, stored, position)

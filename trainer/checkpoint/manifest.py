@@ -100,8 +100,15 @@ def verify(path: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> li
 
     Looks at those alone whose path begins with one of `below`. Collective: each rank hashes its share.
     """
-    found = ranks.gather(_check(path, _wrong_content, ranks, below))
-    return sorted({problem for problems in found for problem in problems}, key=lambda problem: problem.place)
+    return [problem for problems in verify_each(path, ranks, below).values() for problem in problems]
+
+
+def verify_each(path: Path, ranks: Ranks, below: tuple[str, ...] = ALL) -> dict[int, list[Problem]]:
+    """As `verify`, for each run folder: by the rank that keeps it."""
+    found: dict[int, set[Problem]] = {}
+    for keeper, problems in ranks.gather((ranks.keeper, _check(path, _wrong_content, ranks, below))):
+        found.setdefault(keeper, set()).update(problems)
+    return {keeper: sorted(problems, key=lambda problem: problem.place) for keeper, problems in found.items()}
 
 
 def check_sizes(path: Path, below: tuple[str, ...] = ALL) -> list[Problem]:
@@ -123,7 +130,8 @@ def _check(
         return [Problem(str(path / MANIFEST), seen, "the manifest that was saved", _MEND)]
     found = []
     by_size = sorted(records, key=lambda name: (-records[name].size, name))
-    for name in by_size[ranks.rank :: ranks.world_size]:
+    beside = ranks.beside
+    for name in by_size[beside.index(ranks.rank) :: len(beside)]:
         record = records[name]
         mend = _MEND_OPTIMIZER if name.startswith("optimizer/") else _MEND
         try:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from trainer.checkpoint import faults
-from trainer.checkpoint.directory import DELETING, PARTIAL, point_at, set_aside, step_name, sweep
+from trainer.checkpoint.directory import DELETING, point_at, set_aside, step_name, sweep
+from trainer.checkpoint.folders import PARTIAL, spread
 from trainer.checkpoint.manifest import DESCRIPTION, write_manifest
 from trainer.checkpoint.plan import MODEL, SavePlan, Slot, indexes, plan
 from trainer.checkpoint.safetensors_stream import FileRecord, TensorWriter, read_types
@@ -39,7 +40,7 @@ def save(
     weight_dtype: torch.dtype | None = None,
     stem: str = MODEL,
 ) -> Path:
-    """Publish the checkpoint of `state.step` in `folder`, which all ranks share; returns its path. Collective.
+    """Publish the checkpoint of `state.step` in `folder`, whole in that of each machine; returns its path. Collective.
 
     `description` is what `trainer.json` holds beside the position. `weight_dtype` is that of the model's files
     (None: as the weights are); the exact weights are then kept with the optimizer's state. `stem` is how the names of
@@ -51,12 +52,10 @@ def save(
     planned = plan(entries, weight_dtype, True, stem)
 
     @disk_errors(folder)
-    def prepare() -> bytes:
+    def prepare() -> None:
         _refuse_published(final)
         sweep(folder)
-        text = to_json({**description, "position": asdict(state)})
         _make(partial, planned)
-        return text
 
     @disk_errors(partial)
     def publish(records: Mapping[str, FileRecord], text: bytes) -> None:
@@ -69,9 +68,10 @@ def save(
 
     faults.at("before")
     with _removed_on_error(partial, ranks):
-        text = ranks.on_first(prepare)
+        text = ranks.on_first(lambda: to_json({**description, "position": asdict(state)}))
+        ranks.on_keepers(prepare)
         records = _write_shards(partial, planned, entries, ranks)
-        ranks.on_first(lambda: publish(records, text))
+        ranks.on_keepers(lambda: publish(records, text))
     return final
 
 
@@ -105,9 +105,9 @@ def export(
         shutil.rmtree(folder.with_name(folder.name + DELETING), ignore_errors=True)
 
     with _removed_on_error(partial, ranks):
-        ranks.on_first(prepare)
+        ranks.on_keepers(prepare)
         records = _write_shards(partial, planned, weights, ranks)
-        ranks.on_first(lambda: publish(records))
+        ranks.on_keepers(lambda: publish(records))
     return folder
 
 
@@ -128,7 +128,7 @@ def _make(partial: Path, planned: SavePlan) -> None:
 def _write_shards(
     partial: Path, planned: SavePlan, entries: Sequence[StateTensor], ranks: Ranks
 ) -> dict[str, FileRecord]:
-    """Every rank writes what it owns; returns the records of all files, on every rank."""
+    """Every rank writes what it owns; returns the records of all files, on every rank, which are in every folder."""
     mine = [slot for slot in _slots(planned) if slot.owner == ranks.rank]
     shards = _Shards(partial, mine)
 
@@ -143,7 +143,10 @@ def _write_shards(
         finally:
             shards.abandon()
 
-    return {name: record for records in ranks.on_each(write) for name, record in records.items()}
+    written = ranks.on_each(write)
+    found = {name: record for records in written for name, record in records.items()}
+    spread(partial, found, {name: rank for rank, records in enumerate(written) for name in records}, ranks)
+    return found
 
 
 class _Shards:
@@ -246,7 +249,7 @@ def _removed_on_error(partial: Path, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except Exception:
-        if ranks.first:
+        if ranks.rank == ranks.keeper:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 

@@ -221,7 +221,8 @@ online : bool null
 
 [checkpoint] ; checkpoints are written by this trainer: see trainer.checkpoint
 tag_validation : str Warn|Ignore|Fail
-load_universal use_node_local_storage checkpoint_serialization : bool
+load_universal checkpoint_serialization : bool
+use_node_local_storage : bool ; where machines share no folder, set trainer.run.node_local
 
 [checkpoint.writer] null
 type : str mock|python|fast

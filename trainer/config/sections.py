@@ -193,6 +193,8 @@ class ImagesSection(Section):
 class RunSection(Section):
     name: Annotated[str, AfterValidator(_file_name)] | None = None
     folder: str = "runs"
+    node_local: bool = False
+    """`folder` is each machine's own: every one keeps all that the run goes on from."""
 
 
 class CheckpointSection(Section):

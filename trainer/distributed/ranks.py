@@ -24,6 +24,10 @@ class Ranks:
     world_size: int = 1
     group: Any = None
     """The process group in which they meet; None: that of the run."""
+    keepers: tuple[int, ...] = ()
+    """Of each rank, the first one that sees the run's folder that it sees; empty: all share that of rank 0."""
+    among_keepers: Any = None
+    """The process group, on the host, in which keepers meet where there are several."""
 
     def on_host(self) -> Ranks:
         """The same processes, meeting on the host in a group of their own: a thread may ask them. Collective."""
@@ -36,6 +40,16 @@ class Ranks:
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def keeper(self) -> int:
+        """The rank that writes what is written once in the run's folder that this rank sees."""
+        return self.keepers[self.rank] if self.keepers else 0
+
+    @property
+    def beside(self) -> list[int]:
+        """The ranks that see the run's folder that this one sees."""
+        return [rank for rank in range(self.world_size) if not self.keepers or self.keepers[rank] == self.keeper]
 
     def barrier(self) -> None:
         self.gather(None)
@@ -75,6 +89,10 @@ class Ranks:
         Raises on every rank what `work` raised on rank 0, so that one mistake is never a hang elsewhere.
         """
         return self.on_each(lambda: work() if self.first else None)[0]  # type: ignore[return-value]
+
+    def on_keepers(self, work: Callable[[], T]) -> T:
+        """Run `work` once for each run folder, and return the result of this rank's. Raises as `on_each` does."""
+        return self.on_each(lambda: work() if self.rank == self.keeper else None)[self.keeper]  # type: ignore[return-value]
 
     def on_each(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results; raises everywhere the error of the lowest failing rank."""

@@ -115,7 +115,7 @@ def hooks_of(
             files, dtype = partial(write_model_files, prepared), stored_dtype(prepared)
             checkpoint.save(directory, position, entries, description, files, agreeing, dtype, prepared.spec.stem)
             keep = section.checkpoint
-            agreeing.on_first(lambda: checkpoint.prune(directory, keep.keep_last, keep.keep_best))
+            agreeing.on_keepers(lambda: checkpoint.prune(directory, keep.keep_last, keep.keep_best))
 
         saver(stored(prepared.spec, engine.state_tensors()), write)
 

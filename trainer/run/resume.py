@@ -8,17 +8,16 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trainer import checkpoint
 from trainer.config import Config, leaves
-from trainer.distributed.ranks import Ranks
-from trainer.errors import ConfigError, DataError, DiskError, Problem, listed
+from trainer.distributed.ranks import ALONE, Ranks
+from trainer.errors import ConfigError, DataError, DiskError, Problem, listed, shared
 from trainer.run import status
-from trainer.run.shared import check_shared
+from trainer.run.shared import check_shared, kept
 
 FINAL, LOCK, ENVIRONMENT = "final", ".lock", "environment.json"
 HELD_SECONDS = 10.0
@@ -60,14 +59,18 @@ class Start:
     """What to tell a person of it."""
     finished: bool = False
     """There is nothing to do any more."""
+    ranks: Ranks = ALONE
+    """Who keeps which folder."""
 
 
 def choose(config: Config, request: Request, ranks: Ranks) -> Start:
     """Where a run begins or goes on, as `_chosen` finds it; how it ended before is forgotten. Collective."""
+    if config.trainer.run.node_local:
+        ranks = kept(Path(config.trainer.run.folder), ranks)
     start = _chosen(config, request, ranks)
     if not start.finished:
         ranks.on_first(lambda: status.begin(start.folder))
-    return start
+    return replace(start, ranks=ranks)
 
 
 def _chosen(config: Config, request: Request, ranks: Ranks) -> Start:
@@ -77,10 +80,14 @@ def _chosen(config: Config, request: Request, ranks: Ranks) -> Start:
     held until this process ends. Raises ConfigError for a path that is no checkpoint and for a run that lives, and
     DiskError where the folder can't be written, or checkpoints were saved and none is good.
     """
-    folder, state, lines = ranks.on_first(lambda: _folder(config, request))
+    if len(set(ranks.keepers)) > 1:
+        folder, state, lines = _folders(config, request, ranks)
+    else:
+        folder, state, lines = ranks.on_first(lambda: _held(config, request))
+        if state != "finished":
+            check_shared(folder, ranks)
     if state == "finished":
         return Start(folder, finished=True)
-    check_shared(folder, ranks)
     below = checkpoint.WEIGHTS_ALONE if request.weights_only else checkpoint.ALL
     if request.resume not in (None, "auto"):
         given = ranks.on_first(lambda: _checkpoint(Path(str(request.resume))))
@@ -127,30 +134,67 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     return [f"changed since the checkpoint: {line}" for line in steering]
 
 
-def _folder(config: Config, request: Request) -> tuple[Path, str, list[str]]:
-    """The run's folder, held; whether the run in it "begins", "goes on" or is "finished"; and what to tell of that."""
-    section = config.trainer.run
-    base = Path(section.folder) / (section.name or config.path.stem)
+def _held(config: Config, request: Request) -> tuple[Path, str, list[str]]:
+    """`_folder`, held for this process; one that begins is the first that nobody holds."""
+    folder, state, lines, number = _folder(config, request)
+    if state == "goes on":
+        _take_over(folder)
+    if state == "begins":
+        while hold(folder) is None:  # another command was started at the same moment
+            number += 1
+            folder = _numbered(config, number)
+    return folder, state, lines
+
+
+def _folders(config: Config, request: Request, ranks: Ranks) -> tuple[Path, str, list[str]]:
+    """`_folder` where machines have folders of their own, of the same name on each, and held on each. Collective.
+
+    One that has nothing of the run follows those that have. Raises ConfigError where they have different runs.
+    """
+    mine = ranks.on_each(lambda: _folder(config, request) if ranks.rank == ranks.keeper else None)
+    found = {keeper: one for keeper, one in enumerate(mine) if one is not None}
+    state = next(state for state in ("goes on", "finished", "begins") if state in {one[1] for one in found.values()})
+    number, first = max((one[3], keeper) for keeper, one in found.items() if one[1] == state)
+    folder = _numbered(config, number)  # the path is each machine's own
+    there = ranks.on_each(lambda: (folder / "config.json").exists())
+    for keeper, (own, what, _, other) in found.items():
+        if other != number and (what != "begins" or there[keeper]):
+            here = f"{own.name} {what}" if what != "begins" else "that is another run"
+            seen = f"{folder.name} {state} on rank {first}; on rank {keeper} {here}"
+            mend = "Move the folder away that is not of this run, or start a run of its own with --fresh"
+            raise shared(ConfigError(Problem("trainer.run.node_local", seen, "one run in the folders of all", mend)))
+    if state != "finished":
+        ranks.on_keepers(lambda: _take_over(folder))
+    return folder, state, found[first][2]
+
+
+def _folder(config: Config, request: Request) -> tuple[Path, str, list[str], int]:
+    """The run's folder; whether the run in it "begins", "goes on" or is "finished"; what to tell of that; its number.
+
+    One that begins has a name that no run has.
+    """
     lines = []
     # a run that failed its checks has written no config, and gives its name back
-    runs, free = [], base
-    while (free / "config.json").exists():
-        runs.append(free)
-        free = base.with_name(f"{base.name}-{len(runs) + 1}")
-    if runs and not request.fresh and request.resume in (None, "auto"):
-        last, finished = runs[-1], not _is_unfinished(runs[-1])
+    number = 1
+    while (_numbered(config, number) / "config.json").exists():
+        number += 1
+    last = _numbered(config, number - 1) if number > 1 else None
+    if last is not None and not request.fresh and request.resume in (None, "auto"):
+        finished = not _is_unfinished(last)
         wanted = request.resume == "auto" or _training(_request(last)) == _training(config.raw)
         if wanted and finished and request.resume is None and request.once:
-            return last, "finished", []
+            return last, "finished", [], number - 1
         if wanted and (request.resume == "auto" or not finished):
-            _take_over(last)
-            return last, "goes on", []
+            return last, "goes on", [], number - 1
         if not finished:
             lines = [f"{last} was not finished and was started otherwise; --resume auto goes on with it"]
-    numbers = count(len(runs) + 2)
-    while hold(free) is None:  # another command was started at the same moment
-        free = base.with_name(f"{base.name}-{next(numbers)}")
-    return free, "begins", lines
+    return _numbered(config, number), "begins", lines, number
+
+
+def _numbered(config: Config, number: int) -> Path:
+    section = config.trainer.run
+    base = Path(section.folder) / (section.name or config.path.stem)
+    return base if number == 1 else base.with_name(f"{base.name}-{number}")
 
 
 def _take_over(folder: Path) -> None:

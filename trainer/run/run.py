@@ -151,6 +151,7 @@ def execute(
         return None
     if start is not None:
         log_to(start.folder)
+        machine = replace(machine, ranks=start.ranks)
     prepared = prepare(config, machine, given, console, builds=start is not None)
     signs.hide()
     if request.preview is not None:
@@ -180,8 +181,8 @@ def _train(
         changed = ranks.on_first(lambda: resume.refuse_changed(source, describe.run_description(prepared)))
     for line in [*start.lines, *changed]:
         say(console, f"resume  {line}")
-    ranks.on_first(lambda: checkpoint.ensure_writable(folder / "checkpoints", saved_bytes(prepared)))
-    ranks.on_first(lambda: describe.write(folder, prepared, machine, request.overrides))
+    ranks.on_keepers(lambda: checkpoint.ensure_writable(folder / "checkpoints", saved_bytes(prepared)))
+    ranks.on_keepers(lambda: describe.write(folder, prepared, machine, request.overrides))
     machine.watch.steps = prepared.steps
     prediction = _predicted(prepared, machine, folder, console)
     machine.watch.at("building")

@@ -1,4 +1,4 @@
-"""Whether all machines of a run see its folder."""
+"""Which machines of a run see one folder."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import socket
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
+from trainer import checkpoint
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, Problem, listed, shared
 from trainer.storage import disk_errors
@@ -26,8 +28,29 @@ def check_shared(folder: Path, ranks: Ranks) -> None:
     blind = {f"rank {rank} on {host} ({place})": None for rank, (host, place, sees) in enumerate(found) if not sees}
     if blind:
         seen = f"what rank 0 on {found[0][0]} writes there is not there for {listed(list(blind))}"
-        mend = "Put trainer.run.folder on a file system that they share, as an absolute path"
+        mend = "Put trainer.run.folder on a file system that they share, as an absolute path, or set "
+        mend += "trainer.run.node_local: each machine then keeps all of the run in a folder of its own"
         raise shared(DiskError(Problem(str(folder), seen, "one folder for all machines", mend)))
+
+
+def kept(folder: Path, ranks: Ranks) -> Ranks:
+    """The ranks, with who keeps which folder: `folder` is each machine's own, or several see one. Collective.
+
+    Raises DiskError where it can't be written.
+    """
+    if ranks.world_size == 1:
+        return ranks
+    import torch.distributed as dist
+
+    checkpoint.ensure_writable(folder)
+    token = ranks.on_first(lambda: uuid.uuid4().hex)
+    mark = folder / f".seen-{token}-{ranks.rank}"
+    ranks.on_each(disk_errors(folder)(mark.touch))
+    seen = sorted(int(path.name.rpartition("-")[2]) for path in folder.glob(f".seen-{token}-*"))
+    keepers = tuple(ranks.gather(seen[0]))
+    mark.unlink(missing_ok=True)
+    group = dist.new_group(sorted(set(keepers)), backend="gloo")
+    return replace(ranks, keepers=keepers, among_keepers=group)
 
 
 def _leave_mark(folder: Path) -> str:

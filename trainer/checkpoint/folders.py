@@ -1,0 +1,126 @@
+"""Run folders that machines have each for themselves: what is in one of them is copied to the others."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.checkpoint.manifest import MANIFEST, read_manifest
+from trainer.checkpoint.safetensors_stream import FileRecord
+from trainer.errors import DiskError, Problem
+from trainer.storage import disk_errors, flush, rename_folder, write_file
+
+if TYPE_CHECKING:
+    from trainer.distributed.ranks import Ranks
+
+PARTIAL = ".partial"
+"""Behind the name of a folder that is being made."""
+CHUNK = 16 * 2**20
+"""Bytes that go over the network at once."""
+
+
+def spread(folder: Path | None, records: Mapping[str, FileRecord], writers: Mapping[str, int], ranks: Ranks) -> None:
+    """Copy each file of `records` from the folder of the rank that wrote it, `writers`, to all others. Collective.
+
+    `folder` is that which this rank sees; None where no copy is wanted. What arrives is flushed, and has the hash of
+    its record. Raises DiskError everywhere where something can't be read or written, after all was sent.
+    """
+    if len(set(ranks.keepers)) < 2:
+        return
+
+    def copy() -> None:
+        failures = []
+        for name in sorted(records) if ranks.rank == ranks.keeper else ():
+            giver = ranks.keepers[writers[name]]
+            try:
+                _pass_on(None if folder is None else folder / name, records[name], giver, ranks)
+            except DiskError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    ranks.on_each(copy)
+
+
+def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
+    """Copy the checkpoint at `path` in the folder of rank `giver` to those that want it. Collective.
+
+    Raises DiskError everywhere.
+    """
+    at_work = ranks.rank == ranks.keeper
+    partial = path.with_name(path.name + PARTIAL)
+
+    def described() -> tuple[bytes, dict[str, FileRecord]]:
+        return (path / MANIFEST).read_bytes(), read_manifest(path)
+
+    def prepare() -> None:
+        if wants:
+            shutil.rmtree(partial, ignore_errors=True)
+            for name in records:
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+
+    @disk_errors(partial)
+    def publish() -> None:
+        if wants:
+            for inner in sorted(partial.rglob("*")):
+                if inner.is_dir():
+                    flush(inner)
+            write_file(partial / MANIFEST, manifest)
+            flush(partial)
+            rename_folder(partial, path)
+
+    manifest, records = ranks.on_each(lambda: described() if ranks.rank == giver else (b"", {}))[giver]
+    ranks.on_keepers(disk_errors(partial)(prepare))
+    here = path if ranks.rank == giver else partial if wants and at_work else None
+    spread(here, records, dict.fromkeys(records, giver), ranks)
+    ranks.on_keepers(publish)
+
+
+def _pass_on(path: Path | None, record: FileRecord, giver: int, ranks: Ranks) -> None:
+    """One file: the keeper `giver` reads `path`, the others write theirs. After a failure it is sent all the same."""
+    import torch
+    import torch.distributed as dist
+
+    gives, digest = ranks.rank == giver, hashlib.sha256()
+    file: Any = None
+    failure: OSError | None = None
+
+    def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
+        nonlocal failure
+        if failure is None and path is not None:
+            try:
+                return work(*arguments)
+            except OSError as error:
+                failure = error
+        return None
+
+    def move(values: memoryview) -> None:
+        (file.readinto if gives else file.write)(values)
+
+    file = attempt(open, path, "rb" if gives else "wb")
+    for start in range(0, record.size, CHUNK):
+        part = torch.zeros(min(CHUNK, record.size - start), dtype=torch.uint8)
+        values = part.numpy().data
+        if gives:
+            attempt(move, values)
+        dist.broadcast(part, src=giver, group=ranks.among_keepers)
+        digest.update(values)
+        if not gives:
+            attempt(move, values)
+    if file is not None:
+        attempt(file.flush)
+        with suppress(OSError):
+            file.close()
+    if path is None:
+        return
+    with disk_errors(path, record.size):
+        if failure is not None:
+            raise failure
+        flush(path)
+    if digest.hexdigest() != record.sha256:
+        seen = f"SHA-256 {digest.hexdigest()[:12]}... of what came from rank {giver}"
+        raise DiskError(Problem(str(path), seen, f"{record.sha256[:12]}..., as it was written"))
