@@ -135,12 +135,9 @@ class Soak:
         else:
             kind = MISSED
         wrong, took = self._end(process, mark, begun)
-        for again in (2, 3):
-            code, output = self.finish(launcher, second, run, dropout)
-            if code == 0:
-                break
-            if again == 3:
-                wrong = wrong or f"did not go on: {code}: {output[-300:]}"
+        code, output = self.finish(launcher, second, run, dropout)
+        if code != 0:
+            wrong = wrong or f"did not go on: {code}: {output[-300:]}"
         wrong = wrong or difference(weights(run), references[second, dropout], same=first == second)
         if not wrong:
             shutil.rmtree(run)

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -82,22 +82,35 @@ def simulate_all(jobs: Sequence[tuple[Subject, int]], local_world_size: int) -> 
     """
     if any(subject.engine_name == "deepspeed" for subject, _ in jobs):
         import deepspeed  # noqa: F401 - seconds, once and not in each process
-    running: list[tuple[int, Any, Connection]] = []
+    running: dict[Connection, tuple[int, Any]] = {}
     found: dict[int, Trace] = {}
-    for index, (subject, rank) in enumerate(jobs):
+
+    def answer() -> None:
+        for pipe in wait(list(running)):
+            assert isinstance(pipe, Connection)
+            index, process = running.pop(pipe)
+            found[index] = _answer(jobs[index][1], process, pipe)
+
+    # the longest first, so that at the end no core waits for long
+    for index in sorted(range(len(jobs)), key=lambda index: -_work(jobs[index][0])):
+        subject, rank = jobs[index]
         ours, theirs = multiprocessing.Pipe(duplex=False)
         process = multiprocessing.get_context("fork").Process(
             target=_simulate, args=(theirs, subject, rank, local_world_size), daemon=True
         )
         process.start()
         theirs.close()
-        running.append((index, process, ours))
-        if len(running) == (os.cpu_count() or 1):
-            first = running.pop(0)
-            found[first[0]] = _answer(jobs[first[0]][1], *first[1:])
-    for index, process, ours in running:
-        found[index] = _answer(jobs[index][1], process, ours)
+        running[ours] = index, process
+        while len(running) >= (os.cpu_count() or 1):
+            answer()
+    while running:
+        answer()
     return [found[index] for index in range(len(jobs))]
+
+
+def _work(subject: Subject) -> int:
+    """About how much there is to simulate, to compare it by."""
+    return len(subject.spec.blocks) * subject.layout.accumulation
 
 
 def _answer(rank: int, process: Any, pipe: Connection) -> Trace:
