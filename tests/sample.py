@@ -142,6 +142,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "engine[accelerate-2]",
         "numbers[fused-scale]",
     ),
+    "test_node_local.py": ("each_folder", "everywhere"),
     "test_numerics.py": (
         "[deepspeed ZeRO-2-gradient]",
         "[mesh ZeRO-3-loss]",

@@ -15,6 +15,7 @@ import torch
 
 from tests.commands import ROOT, write_job
 from tests.layouts import DATA, FAMILIES, HSDP, LLAMA_4, SPLIT, SPLIT_4, STAGES, STAGES_4, TIED, by_engine
+from tests.pool import machine_here
 from tests.test_verify import certified
 from tests.training import GPT2, LLAMA, Case, assert_same, spec_in, spec_of, train_by_engine, train_plainly
 from trainer.config.sections import AdapterSection
@@ -99,22 +100,18 @@ def train_here(path: Path, overrides: Sequence[str] = (), resume: str | None = N
     """The run of a config on each rank of a pool: its losses, or what it says is wrong."""
     import os
 
-    import torch.distributed as dist
     from rich.console import Console
 
     from trainer.config import load
-    from trainer.distributed.ranks import Ranks
-    from trainer.engines import Machine
     from trainer.errors import MeshloomError
     from trainer.run.resume import Request
     from trainer.run.run import execute
     from trainer.run.signals import NoSignals
 
-    machine = Machine(torch.device("cpu"), Ranks(dist.get_rank(), dist.get_world_size()))
     with open(os.devnull, "w") as nowhere:
         try:
             request = Request(resume=resume, fresh=resume is None)
-            result = execute(load(path, overrides), request, machine, Console(file=nowhere), NoSignals())
+            result = execute(load(path, overrides), request, machine_here(), Console(file=nowhere), NoSignals())
         except MeshloomError as error:
             return error.render()
     assert result is not None

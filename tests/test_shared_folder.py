@@ -36,7 +36,7 @@ def check(folders: list[Path]) -> list[DiskError | None]:
 
     def one(rank: int) -> DiskError | None:
         try:
-            check_shared(folders[rank], Together(rank, len(folders), None, meeting, values))
+            check_shared(folders[rank], Together(rank, len(folders), meeting=meeting, values=values))
         except DiskError as error:
             return error
         return None
