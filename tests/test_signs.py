@@ -209,3 +209,22 @@ def test_a_compiler_that_is_not_there_is_named_before_it_is_needed(tmp_path: Pat
         f"engine deepspeed: no {tool} in PATH, by which DeepSpeed compiles its operator deepspeed_shm_comm; expected "
         f'a C++ compiler and ninja. Install it (apt install {package}), or set trainer.engine to "mesh" or "accelerate"'
     )
+
+
+def test_a_wide_line_is_broken_between_words_on_a_terminal():
+    from trainer.run.callbacks import say
+
+    line = "data    3 documents, 4,811 tokens; /a/path/that/is/long\nsample  one\n        two"
+    shown = {}
+    for terminal in (True, False):
+        output = io.StringIO()
+        say(Terminal(file=output, highlight=False, force_terminal=terminal, width=30), line)
+        shown[terminal] = output.getvalue()
+    assert shown[True].splitlines() == [
+        "data    3 documents, 4,811",
+        "        tokens;",
+        "        /a/path/that/is/long",
+        "sample  one",
+        "        two",
+    ]
+    assert shown[False] == f"{line}\n"  # a file's lines are whole

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from textwrap import TextWrapper
 
 import torch
 from rich.console import Console
@@ -36,6 +37,7 @@ MERGED = "final-merged"
 SLOW = 0.1
 """Share of the time spent waiting for data from which on a person is told."""
 SIGN_SECONDS = 60.0
+HANGING = " " * len("layout  ")
 SLOW_DISK = 50e6
 """Bytes a second: a save may take as long without a sign of life."""
 Saver = Callable[[Sequence[StateTensor], Callable[[Sequence[StateTensor], Ranks], None]], None]
@@ -242,4 +244,16 @@ def finish(prepared: Prepared, folder: Path, console: Console) -> None:
 
 
 def say(console: Console, line: str) -> None:
-    console.print(printable(line), markup=False, soft_wrap=True)
+    """Print it; on a terminal, what is wider is broken between words and goes on under them."""
+    text = printable(line)
+    if console.is_terminal:
+        text = "\n".join(_broken(part, console.width) for part in text.split("\n"))
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _broken(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    # a path stays whole, to be copied
+    lines = TextWrapper(width, subsequent_indent=HANGING, break_long_words=False, break_on_hyphens=False)
+    return lines.fill(line)
