@@ -46,9 +46,12 @@ def kept(folder: Path, ranks: Ranks) -> Ranks:
     token = ranks.on_first(lambda: uuid.uuid4().hex)
     mark = folder / f".seen-{token}-{ranks.rank}"
     ranks.on_each(disk_errors(folder)(mark.touch))
-    seen = sorted(int(path.name.rpartition("-")[2]) for path in folder.glob(f".seen-{token}-*"))
-    keepers = tuple(ranks.gather(seen[0]))
+    marks = sorted(int(path.name.rpartition("-")[2]) for path in folder.glob(f".seen-{token}-*"))
+    keepers = tuple(ranks.gather(marks[0]))
     mark.unlink(missing_ok=True)
+    if odd := [rank for rank, keeper in enumerate(keepers) if keepers[keeper] != keeper]:
+        seen = f"what rank {odd[0]} sees is not what rank {keepers[odd[0]]} sees, which is there for it"
+        raise shared(DiskError(Problem(str(folder), seen, "folders that are the same for all who see them")))
     group = dist.new_group(sorted(set(keepers)), backend="gloo")
     return replace(ranks, keepers=keepers, among_keepers=group)
 
