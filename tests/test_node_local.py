@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from tests.checkpoint_pieces import DESCRIPTION, STATE, live, model_files, same
+from tests.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files, same
 from tests.commands import ROOT, Result, agents, train, write_job
 from tests.pool import Pools
-from trainer.checkpoint import export, load, newest, save, verify
+from trainer.checkpoint import export, newest, save, verify
+from trainer.checkpoint import load as read_back
 from trainer.checkpoint.folders import spread
 from trainer.checkpoint.manifest import hash_file, read_manifest
 from trainer.checkpoint.safetensors_stream import FileRecord
+from trainer.config import Config, load
 from trainer.distributed.ranks import Ranks
-from trainer.errors import DiskError
+from trainer.errors import DiskError, MeshloomError
+from trainer.run.resume import Request, choose
 from trainer.run.shared import kept
 from trainer.run.world import free_port
 
@@ -95,7 +100,7 @@ def test_another_run_of_that_name_is_not_taken_for_this_one(tmp_path: Path) -> N
     shutil.rmtree(tmp_path / "a" / "job" / "final")
     results = machines(job, tmp_path / "a", tmp_path / "b")
     assert all(result.code for result in results)
-    assert "job goes on on rank 0; on rank 1 that is another run" in results[0].output, results[0].output
+    assert "job on rank 1 is another run than on rank 0" in results[0].output, results[0].output
     assert content(tmp_path / "b") == before
 
 
@@ -117,7 +122,7 @@ def _whole_in_each(folder: Path) -> object:
         shutil.rmtree(path)
     ranks.barrier()
     found, lines = newest(mine, ranks)
-    loaded = load(path, back.state_tensors(), ranks) == STATE and same(state, back)
+    loaded = read_back(path, back.state_tensors(), ranks) == STATE and same(state, back)
     assert sum(name.endswith("safetensors") for name in read_manifest(path)) > 2  # of several ranks
     return ranks.keepers, found == path, lines, loaded, verify(path), sorted(p.name for p in mine.iterdir())
 
@@ -170,3 +175,81 @@ def test_what_does_not_arrive_is_an_error_everywhere(tmp_path: Path, pools: Pool
     found = pools[3].run(_broken, timeout=60, folder=tmp_path, how=how)
     assert found[0] == found[1] == found[2] and text in found[0], found
     assert bool(text) == bool(found[0])
+
+
+def _left(mine: Path, name: str, config: Config, step: int, seed: int = 3) -> Path:
+    """What a run that was interrupted left in a folder."""
+    folder = mine / name
+    save(
+        folder / "checkpoints",
+        replace(STATE, step=step),
+        live(seed=seed).state_tensors(),
+        DESCRIPTION,
+        model_files,
+        ALONE,
+    )
+    (folder / "config.json").write_text("{}")
+    (folder / "environment.json").write_text(json.dumps({"request": {**config.raw, "seed": seed}}))
+    return folder / "checkpoints" / f"step-{step:06d}"
+
+
+def _start(folder: Path, job: Path, how: str) -> tuple[str, str | None] | str:
+    mine = folder / ("a" if dist.get_rank() < 2 else "b")
+    config = load(job, [f"trainer.run.folder={mine}", "trainer.run.node_local=true"])
+    request = Request(resume="auto")
+    if dist.get_rank() == 2:
+        if how == "gap":
+            _left(mine, "job-2", config, 7)
+        if how in ("two runs", "paths"):
+            _left(mine, "job", config, 9, seed=4)
+        if how == "damaged":
+            weights = next(_left(mine, "job", config, 7).rglob("*.safetensors"))
+            weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    if dist.get_rank() == 0 and how in ("two runs", "paths"):
+        _left(mine, "job", config, 9)
+    if how == "paths":
+        request = Request(resume=str(mine / "job" / "checkpoints" / "step-000009"))
+    dist.barrier()
+    try:
+        start = choose(config, request, Ranks(dist.get_rank(), 3))
+    except MeshloomError as error:
+        return str(error)
+    assert start.folder.parent == mine
+    return start.folder.name, start.source and start.source.name
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("nothing", ("job", None)),
+        ("gap", ("job-2", "step-000007")),
+        ("two runs", "job on rank 2 is another run than on rank 0"),
+        ("paths", "on rank 2 another one than on rank 0, both good"),
+        ("damaged", "a checkpoint that is good"),
+    ],
+)
+def test_what_machines_have_decides_where_a_run_begins(
+    tmp_path: Path, pools: Pools, how: str, expected: tuple[str, str | None] | str
+) -> None:
+    found = pools[3].run(_start, timeout=60, folder=tmp_path, job=write_job(tmp_path), how=how)
+    if isinstance(expected, str):
+        assert all(expected in str(one) for one in found), found
+    else:
+        assert found == [expected] * 3
+
+
+def _other_libraries(folder: Path) -> None:
+    mine, ranks = private(folder)
+
+    def write(model: Path) -> None:
+        (model / "inner").mkdir()
+        (model / "inner" / "config.json").write_text(str(ranks.rank))
+
+    save(mine, STATE, live(ranks).state_tensors(), DESCRIPTION, write, ranks)
+
+
+def test_files_that_libraries_write_are_those_of_the_first_rank(tmp_path: Path, pools: Pools) -> None:
+    pools[3].run(_other_libraries, timeout=60, folder=tmp_path)
+    for name in "ab":
+        assert (tmp_path / name / "step-000100" / "model" / "inner" / "config.json").read_text() == "0"
+        assert verify(tmp_path / name / "step-000100") == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.directory import DAMAGED, leftovers, newest, prune, published, step_name, step_of
+from trainer.checkpoint.directory import DAMAGED, check_same, leftovers, newest, prune, published, step_name, step_of
 from trainer.checkpoint.load import load
 from trainer.checkpoint.manifest import ALL, PICKLES, WEIGHTS_ALONE, read_description, verify
 from trainer.checkpoint.save import export, save
@@ -15,6 +15,7 @@ __all__ = [
     "DAMAGED",
     "PICKLES",
     "WEIGHTS_ALONE",
+    "check_same",
     "ensure_writable",
     "export",
     "leftovers",

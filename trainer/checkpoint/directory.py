@@ -51,7 +51,7 @@ def newest(folder: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> 
         damaged += [(path, aside[keeper], wrong[keeper]) for keeper in bad]
         if good := [keeper for keeper, problems in wrong.items() if not problems]:
             found = path
-            _same(path, good, ranks)
+            check_same(path, good, ranks)
             if lacking := [keeper for keeper in wrong if keeper not in good]:
                 supply(path, good[0], ranks.keeper in lacking, ranks)
                 copied = [f"{path.name} was copied from rank {good[0]} to {listed([f'rank {k}' for k in lacking])}"]
@@ -89,9 +89,10 @@ def _seen_beside(path: Path, there: Sequence[bool], ranks: Ranks) -> None:
         raise shared(DiskError(Problem(str(path), seen, expected, "Put trainer.run.folder on a shared file system")))
 
 
-def _same(path: Path, keepers: Sequence[int], ranks: Ranks) -> None:
-    """Raises DiskError where the good ones of several folders are not of one run."""
-    found = ranks.gather((path / MANIFEST).read_bytes() if len(keepers) > 1 and ranks.rank in keepers else None)
+def check_same(path: Path, keepers: Sequence[int], ranks: Ranks) -> None:
+    """Raises DiskError where what several folders have under one name is not the same. Collective."""
+    wanted = len(keepers) > 1 and ranks.rank in keepers
+    found = ranks.on_each(lambda: (path / MANIFEST).read_bytes() if wanted else None)
     if other := [keeper for keeper in keepers if found[keeper] != found[keepers[0]]]:
         seen = f"on rank {other[0]} another one than on rank {keepers[0]}, both good"
         mend = "Move the one away that is not of this run"

@@ -60,8 +60,7 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
     def prepare() -> None:
         if wants:
             shutil.rmtree(partial, ignore_errors=True)
-            for name in records:
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            partial.mkdir(parents=True)
 
     @disk_errors(partial)
     def publish() -> None:
@@ -76,8 +75,13 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
     manifest, records = ranks.on_each(lambda: described() if ranks.rank == giver else (b"", {}))[giver]
     ranks.on_keepers(disk_errors(partial)(prepare))
     here = path if ranks.rank == giver else partial if wants and at_work else None
-    spread(here, records, dict.fromkeys(records, giver), ranks)
-    ranks.on_keepers(publish)
+    try:
+        spread(here, records, dict.fromkeys(records, giver), ranks)
+        ranks.on_keepers(publish)
+    except Exception:
+        if wants and at_work:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _pass_on(path: Path | None, record: FileRecord, giver: int, ranks: Ranks) -> None:
@@ -101,6 +105,8 @@ def _pass_on(path: Path | None, record: FileRecord, giver: int, ranks: Ranks) ->
     def move(values: memoryview) -> None:
         (file.readinto if gives else file.write)(values)
 
+    if path is not None and not gives:
+        attempt(lambda: path.parent.mkdir(parents=True, exist_ok=True))
     file = attempt(open, path, "rb" if gives else "wb")
     for start in range(0, record.size, CHUNK):
         part = torch.zeros(min(CHUNK, record.size - start), dtype=torch.uint8)

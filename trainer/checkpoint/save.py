@@ -15,7 +15,7 @@ from safetensors import safe_open
 from trainer.checkpoint import faults
 from trainer.checkpoint.directory import DELETING, point_at, set_aside, step_name, sweep
 from trainer.checkpoint.folders import PARTIAL, spread
-from trainer.checkpoint.manifest import DESCRIPTION, write_manifest
+from trainer.checkpoint.manifest import DESCRIPTION, hash_file, write_manifest
 from trainer.checkpoint.plan import MODEL, SavePlan, Slot, indexes, plan
 from trainer.checkpoint.safetensors_stream import FileRecord, TensorWriter, read_types
 from trainer.distributed.ranks import Ranks
@@ -60,7 +60,7 @@ def save(
     @disk_errors(partial)
     def publish(records: Mapping[str, FileRecord], text: bytes) -> None:
         (partial / DESCRIPTION).write_bytes(text)
-        _seal(partial, partial / MODEL, planned, _joined(partial, f"{MODEL}/", stem, records), write_model_files)
+        _seal(partial, planned, _joined(partial, f"{MODEL}/", stem, records))
         faults.at("rename")
         rename_folder(partial, final)
         faults.at("latest")
@@ -71,6 +71,7 @@ def save(
         text = ranks.on_first(lambda: to_json({**description, "position": asdict(state)}))
         ranks.on_keepers(prepare)
         records = _write_shards(partial, planned, entries, ranks)
+        _write_others(partial, partial / MODEL, write_model_files, records, ranks)
         ranks.on_keepers(lambda: publish(records, text))
     return final
 
@@ -98,7 +99,7 @@ def export(
 
     @disk_errors(partial)
     def publish(records: Mapping[str, FileRecord]) -> None:
-        _seal(partial, partial, planned, _joined(partial, "", stem, records), write_model_files)
+        _seal(partial, planned, _joined(partial, "", stem, records))
         if folder.exists():
             set_aside(folder)
         rename_folder(partial, folder)
@@ -107,6 +108,7 @@ def export(
     with _removed_on_error(partial, ranks):
         ranks.on_keepers(prepare)
         records = _write_shards(partial, planned, weights, ranks)
+        _write_others(partial, partial, write_model_files, records, ranks)
         ranks.on_keepers(lambda: publish(records))
     return folder
 
@@ -228,15 +230,24 @@ def _joined(partial: Path, folder: str, stem: str, records: Mapping[str, FileRec
     return {name: record for name, record in records.items() if name not in parts} | joined
 
 
-def _seal(
-    partial: Path,
-    model: Path,
-    planned: SavePlan,
-    records: Mapping[str, FileRecord],
-    write_model_files: WriteModelFiles,
+def _write_others(
+    partial: Path, model: Path, write: WriteModelFiles, records: Mapping[str, FileRecord], ranks: Ranks
 ) -> None:
-    """Write what is not a tensor; the manifest comes last."""
-    write_model_files(model)
+    """What is not a tensor of the model's files: by rank 0, whose libraries may differ from those of others."""
+
+    @disk_errors(partial)
+    def written() -> dict[str, FileRecord]:
+        write(model)
+        files = {path.relative_to(partial).as_posix(): path for path in model.rglob("*") if path.is_file()}
+        apart = len(set(ranks.keepers)) > 1
+        return {name: hash_file(path) for name, path in files.items() if apart and name not in records}
+
+    others = ranks.on_first(written)
+    spread(partial, others, dict.fromkeys(others, 0), ranks)
+
+
+def _seal(partial: Path, planned: SavePlan, records: Mapping[str, FileRecord]) -> None:
+    """Write the indexes, and the manifest last."""
     for name, index in indexes([slot for slot in _slots(planned) if slot.file in records]).items():
         (partial / name).write_bytes(to_json(index))
     faults.at("manifest")

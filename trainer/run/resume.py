@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def choose(config: Config, request: Request, ranks: Ranks) -> Start:
         ranks = kept(Path(config.trainer.run.folder), ranks)
     start = _chosen(config, request, ranks)
     if not start.finished:
-        ranks.on_first(lambda: status.begin(start.folder))
+        ranks.on_keepers(lambda: status.begin(start.folder))
     return replace(start, ranks=ranks)
 
 
@@ -81,7 +82,7 @@ def _chosen(config: Config, request: Request, ranks: Ranks) -> Start:
     DiskError where the folder can't be written, or checkpoints were saved and none is good.
     """
     if len(set(ranks.keepers)) > 1:
-        folder, state, lines = _folders(config, request, ranks)
+        folder, state, lines = _held_by_each(config, request, ranks)
     else:
         folder, state, lines = ranks.on_first(lambda: _held(config, request))
         if state != "finished":
@@ -90,15 +91,16 @@ def _chosen(config: Config, request: Request, ranks: Ranks) -> Start:
         return Start(folder, finished=True)
     below = checkpoint.WEIGHTS_ALONE if request.weights_only else checkpoint.ALL
     if request.resume not in (None, "auto"):
-        given = ranks.on_first(lambda: _checkpoint(Path(str(request.resume))))
+        given = ranks.on_keepers(lambda: _checkpoint(Path(str(request.resume))))
         problems = checkpoint.verify(given, ranks, below)
         ranks.on_first(lambda: _refuse(problems))
+        checkpoint.check_same(given, sorted(set(ranks.keepers)), ranks)
         return Start(folder, given, lines)
     if state == "begins":
         return Start(folder, None, lines)
     directory = folder / "checkpoints"
     source, damaged = checkpoint.newest(directory, ranks, below)
-    left = ranks.on_first(lambda: [path.name for path in checkpoint.leftovers(directory)])
+    left = sorted({path.name for paths in ranks.on_each(lambda: checkpoint.leftovers(directory)) for path in paths})
     lines = [*damaged, *([f"left over in {directory}: {', '.join(left)}"] if left else [])]
     if source is None and any(checkpoint.DAMAGED in name for name in left):
         mend = "Mend one and give its path to --resume, or start a run of its own with --fresh"
@@ -135,60 +137,86 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
 
 
 def _held(config: Config, request: Request) -> tuple[Path, str, list[str]]:
-    """`_folder`, held for this process; one that begins is the first that nobody holds."""
-    folder, state, lines, number = _folder(config, request)
+    """The run's folder, held; whether the run in it "begins", "goes on" or is "finished"; and what to tell of that."""
+    # a run that failed its checks has written no config, and gives its name back
+    last = next(number for number in count() if not _has_run(_numbered(config, number + 1)))
+    number, state, lines = _after(config, last, _judged(config, request, _numbered(config, last)) if last else "")
+    folder = _numbered(config, number)
     if state == "goes on":
         _take_over(folder)
-    if state == "begins":
-        while hold(folder) is None:  # another command was started at the same moment
-            number += 1
-            folder = _numbered(config, number)
+    while state == "begins" and hold(folder) is None:  # another command was started at the same moment
+        number += 1
+        folder = _numbered(config, number)
     return folder, state, lines
 
 
-def _folders(config: Config, request: Request, ranks: Ranks) -> tuple[Path, str, list[str]]:
-    """`_folder` where machines have folders of their own, of the same name on each, and held on each. Collective.
+def _held_by_each(config: Config, request: Request, ranks: Ranks) -> tuple[Path, str, list[str]]:
+    """As `_held`, where machines have folders of their own: of one name on each, and held on each. Collective.
 
     One that has nothing of the run follows those that have. Raises ConfigError where they have different runs.
     """
-    mine = ranks.on_each(lambda: _folder(config, request) if ranks.rank == ranks.keeper else None)
-    found = {keeper: one for keeper, one in enumerate(mine) if one is not None}
-    state = next(state for state in ("goes on", "finished", "begins") if state in {one[1] for one in found.values()})
-    number, first = max((one[3], keeper) for keeper, one in found.items() if one[1] == state)
-    folder = _numbered(config, number)  # the path is each machine's own
-    there = ranks.on_each(lambda: (folder / "config.json").exists())
-    for keeper, (own, what, _, other) in found.items():
-        if other != number and (what != "begins" or there[keeper]):
-            here = f"{own.name} {what}" if what != "begins" else "that is another run"
-            seen = f"{folder.name} {state} on rank {first}; on rank {keeper} {here}"
-            mend = "Move the folder away that is not of this run, or start a run of its own with --fresh"
-            raise shared(ConfigError(Problem("trainer.run.node_local", seen, "one run in the folders of all", mend)))
-    if state != "finished":
-        ranks.on_keepers(lambda: _take_over(folder))
-    return folder, state, found[first][2]
+    last = max(max(numbers, default=0) for numbers in ranks.on_each(lambda: _numbers(config)))
 
+    def look() -> tuple[str, Any] | None:
+        folder = _numbered(config, last)
+        return (_judged(config, request, folder), _beside_place(_request(folder))) if _has_run(folder) else None
 
-def _folder(config: Config, request: Request) -> tuple[Path, str, list[str], int]:
-    """The run's folder; whether the run in it "begins", "goes on" or is "finished"; what to tell of that; its number.
-
-    One that begins has a name that no run has.
-    """
-    lines = []
-    # a run that failed its checks has written no config, and gives its name back
-    number = 1
-    while (_numbered(config, number) / "config.json").exists():
+    found = {rank: one for rank, one in enumerate(ranks.on_each(look)) if one is not None and rank in ranks.keepers}
+    judged = [word for word in ("goes on", "finished", "unfinished") if word in {one[0] for one in found.values()}]
+    number, state, lines = _after(config, last, judged[0] if judged else "")
+    if state != "begins" and (other := [rank for rank in found if found[rank][1] != found[min(found)][1]]):
+        seen = f"{_numbered(config, last).name} on rank {other[0]} is another run than on rank {min(found)}"
+        mend = "Move the one away that is not of this run, or give this one another trainer.run.name"
+        raise shared(ConfigError(Problem("trainer.run.node_local", seen, "one run in the folders of all", mend)))
+    if state == "goes on":
+        ranks.on_keepers(lambda: _take_over(_numbered(config, number)))
+    while state == "begins" and not _held_on_each(_numbered(config, number), ranks):
         number += 1
-    last = _numbered(config, number - 1) if number > 1 else None
-    if last is not None and not request.fresh and request.resume in (None, "auto"):
-        finished = not _is_unfinished(last)
-        wanted = request.resume == "auto" or _training(_request(last)) == _training(config.raw)
-        if wanted and finished and request.resume is None and request.once:
-            return last, "finished", [], number - 1
-        if wanted and (request.resume == "auto" or not finished):
-            return last, "goes on", [], number - 1
-        if not finished:
-            lines = [f"{last} was not finished and was started otherwise; --resume auto goes on with it"]
-    return _numbered(config, number), "begins", lines, number
+    return _numbered(config, number), state, lines
+
+
+def _held_on_each(folder: Path, ranks: Ranks) -> bool:
+    return all(ranks.on_each(lambda: ranks.rank != ranks.keeper or hold(folder) is not None))
+
+
+def _judged(config: Config, request: Request, folder: Path) -> str:
+    """Of the run in a folder: "goes on" and "finished" are of this one; another's is "unfinished" or nothing."""
+    if request.fresh or request.resume not in (None, "auto"):
+        return ""
+    finished = not _is_unfinished(folder)
+    wanted = request.resume == "auto" or _training(_request(folder)) == _training(config.raw)
+    if wanted and finished and request.resume is None and request.once:
+        return "finished"
+    if wanted and (request.resume == "auto" or not finished):
+        return "goes on"
+    return "" if finished else "unfinished"
+
+
+def _after(config: Config, last: int, judged: str) -> tuple[int, str, list[str]]:
+    """The number of this run, whose name's last run has the number `last`; its state, and what to tell of it."""
+    if judged in ("goes on", "finished"):
+        return last, judged, []
+    told = f"{_numbered(config, last)} was not finished and was started otherwise; --resume auto goes on with it"
+    return last + 1, "begins", [told] if judged == "unfinished" else []
+
+
+def _numbers(config: Config) -> list[int]:
+    """Of all runs of that name that are here; another machine may have had those between."""
+    base = _numbered(config, 1)
+    names = [path.name.removeprefix(f"{base.name}-") for path in base.parent.glob("*") if _has_run(path)]
+    return [int(name) for name in names if name.isdecimal()] + [1] * _has_run(base)
+
+
+def _has_run(folder: Path) -> bool:
+    return (folder / "config.json").exists()
+
+
+def _beside_place(request: Any) -> Any:
+    """A config as it was given, without where its run is."""
+    found = _training(request)
+    if isinstance(found, dict) and isinstance(section := found.get("trainer"), dict):
+        return found | {"trainer": {key: value for key, value in section.items() if key != "run"}}
+    return found
 
 
 def _numbered(config: Config, number: int) -> Path:

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,13 +43,22 @@ def kept(folder: Path, ranks: Ranks) -> Ranks:
         return ranks
     import torch.distributed as dist
 
-    checkpoint.ensure_writable(folder)
     token = ranks.on_first(lambda: uuid.uuid4().hex)
     mark = folder / f".seen-{token}-{ranks.rank}"
-    ranks.on_each(disk_errors(folder)(mark.touch))
-    marks = sorted(int(path.name.rpartition("-")[2]) for path in folder.glob(f".seen-{token}-*"))
-    keepers = tuple(ranks.gather(marks[0]))
-    mark.unlink(missing_ok=True)
+
+    @disk_errors(folder)
+    def leave() -> None:
+        checkpoint.ensure_writable(folder)
+        mark.touch()
+
+    @disk_errors(folder)
+    def look() -> int:
+        return min(int(path.name.rpartition("-")[2]) for path in folder.glob(f".seen-{token}-*"))
+
+    ranks.on_each(leave)
+    keepers = tuple(ranks.on_each(look))
+    with suppress(OSError):
+        mark.unlink(missing_ok=True)
     if odd := [rank for rank, keeper in enumerate(keepers) if keepers[keeper] != keeper]:
         seen = f"what rank {odd[0]} sees is not what rank {keepers[odd[0]]} sees, which is there for it"
         raise shared(DiskError(Problem(str(folder), seen, "folders that are the same for all who see them")))
