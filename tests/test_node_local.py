@@ -200,6 +200,7 @@ def _start(folder: Path, job: Path, how: str) -> tuple[str, str | None] | str:
     if dist.get_rank() == 2:
         if how == "gap":
             _left(mine, "job-2", config, 7)
+            _left(mine, "2026", config, 8)  # a run of another name
         if how in ("two runs", "paths"):
             _left(mine, "job", config, 9, seed=4)
         if how == "damaged":

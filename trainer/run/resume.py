@@ -203,8 +203,8 @@ def _after(config: Config, last: int, judged: str) -> tuple[int, str, list[str]]
 def _numbers(config: Config) -> list[int]:
     """Of all runs of that name that are here; another machine may have had those between."""
     base = _numbered(config, 1)
-    names = [path.name.removeprefix(f"{base.name}-") for path in base.parent.glob("*") if _has_run(path)]
-    return [int(name) for name in names if name.isdecimal()] + [1] * _has_run(base)
+    runs = [path.name.rpartition("-") for path in base.parent.glob("*") if _has_run(path)]
+    return [int(number) for name, _, number in runs if name == base.name and number.isdecimal()] + [1] * _has_run(base)
 
 
 def _has_run(folder: Path) -> bool:
