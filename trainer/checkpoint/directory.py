@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -61,12 +60,8 @@ def newest(folder: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> 
 
 def _published_anywhere(folder: Path, ranks: Ranks) -> list[Path]:
     """The checkpoints that any run folder has, newest first. Collective."""
-    names = {path.name for paths in ranks.on_each(partial(_kept_here, folder, ranks)) for path in paths}
+    names = {path.name for paths in ranks.each_keeper(lambda: published(folder)).values() for path in paths}
     return sorted((folder / name for name in names), key=step_of, reverse=True)
-
-
-def _kept_here(folder: Path, ranks: Ranks) -> list[Path]:
-    return published(folder) if ranks.rank == ranks.keeper else []
 
 
 def leftovers(folder: Path) -> list[Path]:

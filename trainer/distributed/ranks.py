@@ -92,7 +92,12 @@ class Ranks:
 
     def on_keepers(self, work: Callable[[], T]) -> T:
         """Run `work` once for each run folder, and return the result of this rank's. Raises as `on_each` does."""
-        return self.on_each(lambda: work() if self.rank == self.keeper else None)[self.keeper]  # type: ignore[return-value]
+        return self.each_keeper(work)[self.keeper]
+
+    def each_keeper(self, work: Callable[[], T]) -> dict[int, T]:
+        """Run `work` once for each run folder, and return all results, by keeper. Raises as `on_each` does."""
+        found = self.on_each(lambda: work() if self.rank == self.keeper else None)
+        return {keeper: found[keeper] for keeper in sorted({*self.keepers} or {0})}  # type: ignore[misc]
 
     def on_each(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results; raises everywhere the error of the lowest failing rank."""

@@ -100,7 +100,8 @@ def _chosen(config: Config, request: Request, ranks: Ranks) -> Start:
         return Start(folder, None, lines)
     directory = folder / "checkpoints"
     source, damaged = checkpoint.newest(directory, ranks, below)
-    left = sorted({path.name for paths in ranks.on_each(lambda: checkpoint.leftovers(directory)) for path in paths})
+    kept_beside = ranks.each_keeper(lambda: checkpoint.leftovers(directory)).values()
+    left = sorted({path.name for paths in kept_beside for path in paths})
     lines = [*damaged, *([f"left over in {directory}: {', '.join(left)}"] if left else [])]
     if source is None and any(checkpoint.DAMAGED in name for name in left):
         mend = "Mend one and give its path to --resume, or start a run of its own with --fresh"
@@ -155,13 +156,13 @@ def _held_by_each(config: Config, request: Request, ranks: Ranks) -> tuple[Path,
 
     One that has nothing of the run follows those that have. Raises ConfigError where they have different runs.
     """
-    last = max(max(numbers, default=0) for numbers in ranks.on_each(lambda: _numbers(config)))
+    last = max(max(numbers, default=0) for numbers in ranks.each_keeper(lambda: _numbers(config)).values())
 
     def look() -> tuple[str, Any] | None:
         folder = _numbered(config, last)
         return (_judged(config, request, folder), _beside_place(_request(folder))) if _has_run(folder) else None
 
-    found = {rank: one for rank, one in enumerate(ranks.on_each(look)) if one is not None and rank in ranks.keepers}
+    found = {keeper: one for keeper, one in ranks.each_keeper(look).items() if one is not None}
     judged = [word for word in ("goes on", "finished", "unfinished") if word in {one[0] for one in found.values()}]
     number, state, lines = _after(config, last, judged[0] if judged else "")
     if state != "begins" and (other := [rank for rank in found if found[rank][1] != found[min(found)][1]]):
@@ -176,7 +177,7 @@ def _held_by_each(config: Config, request: Request, ranks: Ranks) -> tuple[Path,
 
 
 def _held_on_each(folder: Path, ranks: Ranks) -> bool:
-    return all(ranks.on_each(lambda: ranks.rank != ranks.keeper or hold(folder) is not None))
+    return all(ranks.each_keeper(lambda: hold(folder) is not None).values())
 
 
 def _judged(config: Config, request: Request, folder: Path) -> str:
