@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import fcntl
+import json
 import os
 import queue
 import re
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,25 @@ def test_another_rank_that_stops_before_it_was_heard(ended: queue.Queue[str]) ->
     stopped.kill()
     stopped.wait()
     assert f"rank 1 on {HERE} (process {stopped.pid}) is stopped (SIGSTOP)" in said and code == "77", said
+
+
+def test_a_beat_from_before_it_stood_does_not_make_a_verdict(ended: queue.Queue[str]) -> None:
+    """It tells no place yet, and all would seem to stand where those stand that do."""
+    other = subprocess.Popen(["sleep", "600"])
+    store = serve("127.0.0.1", 0, datetime.timedelta(seconds=20))
+    watcher = watch(ended, 0, store, (HERE, os.getpid()), (HERE, other.pid))
+    watcher.at("training", 3)
+    for number in range(1, 25):
+        assert number > 10 or ended.empty(), ended.get()
+        stack = ("elsewhere.py:1 f",) if number > 10 else ()
+        beat = Beat(1, HERE, other.pid, "training", 3, 100.0, number, stack=stack)
+        store.set(f"{watching.KEY}/1", json.dumps(asdict(beat)))
+        time.sleep(0.3)
+    said, code = ended.get(timeout=30), ended.get(timeout=30)
+    watcher.close()
+    other.kill()
+    other.wait()
+    assert f"rank 1 on {HERE} (process {other.pid}) waits elsewhere" in said and code == "77", said
 
 
 def test_who_is_gone_before_it_was_heard(ended: queue.Queue[str], first_rank: tuple[int, Any]) -> None:

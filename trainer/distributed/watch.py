@@ -259,9 +259,9 @@ class Watch:
                 self._verdict(seen)
 
     def _knows(self, seen: Sequence[Beat]) -> bool:
-        """Whether the store has told lately of all, and nobody may be silent soon."""
+        """Whether the store has told lately of all, and each that speaks has said where it stands."""
         answers = self._store is None or (self._asked and time.monotonic() - self._answered < DOUBTFUL_SECONDS)
-        return answers and not any(map(self._doubtful, seen))
+        return answers and all(self._silent(beat) or (beat.stack and not self._doubtful(beat)) for beat in seen)
 
     def _no_answer(self) -> list[str]:
         """The store is gone, or stands still: it is in rank 0's process, or in the launcher's beside it."""
