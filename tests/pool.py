@@ -7,6 +7,7 @@ results in rank order; a hang is an error after `timeout` seconds, and kills the
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -56,7 +57,9 @@ class Pool:
                 try:
                     results[open_pipes[pipe]] = pipe.recv()
                 except EOFError:
-                    results[open_pipes[pipe]] = (True, "the process died")
+                    process = self._workers[open_pipes[pipe]][0]
+                    process.join(5)
+                    results[open_pipes[pipe]] = (True, f"the process died (exit code {process.exitcode})")
                 if results[open_pipes[pipe]][0]:  # the others may be waiting for this rank in a collective
                     deadline = min(deadline, time.monotonic() + 3)
         for rank in range(self.world_size):
@@ -101,6 +104,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, backend: str
     os.environ |= {**environment_of(rank, world_size, port), "OMP_NUM_THREADS": "1"}
     log = tempfile.TemporaryFile("w")
     os.dup2(log.fileno(), 1)
+    faulthandler.enable()
     import torch
 
     torch.set_num_threads(1)

@@ -134,6 +134,18 @@ def test_a_lost_rank_is_named_last(tmp_path: Path, cache: Path, rank: int) -> No
     assert nothing_left(tmp_path)
 
 
+def test_a_crash_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
+    code = AT_STEP_3.format(rank=1, what="time.sleep(1.5); import ctypes; ctypes.string_at(0)")
+    result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
+    assert result.code == 128 + signal.SIGSEGV, result.output
+    last = result.output.splitlines()[-1]
+    said = re.search(r"was ended by SIGSEGV: a crash in native code; where it stood is at the end of (\S+)$", last)
+    assert said and "Traceback" not in result.output, result.output
+    log = Path(said[1]).read_text()
+    assert re.search(r"Fatal Python error: Segmentation fault.*script\.py.* in step", log, re.DOTALL), log
+    assert nothing_left(tmp_path)
+
+
 def test_a_slow_rank_is_named_while_the_run_goes_on(tmp_path: Path, cache: Path) -> None:
     found = job(tmp_path, patience=None)
     result = run(*command(tmp_path, found, SLOW), "--fresh", timeout=120, **environment(cache))

@@ -27,6 +27,7 @@ GRACE_SECONDS = 2.0
 CAUSE_SECONDS = 10.0
 """The same, while those that failed only say that they lost another rank: its process may take long to end."""
 POLL_SECONDS = 0.05
+CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 
 
 def start(count: int, arguments: Sequence[str]) -> int:
@@ -135,9 +136,16 @@ class _Launcher:
         if failed is None:
             return ""
         if code < 0:
-            why = " (a person did it, or the kernel where memory ran out)" if code == -signal.SIGKILL else ""
-            return f"{self._who(failed.rank)} was ended by {signal.Signals(-code).name}{why}"
+            return f"{self._who(failed.rank)} was ended by {signal.Signals(-code).name}{self._why(failed.rank, -code)}"
         return f"{self._who(failed.rank)} ended with exit code {code}" if self._notes.place(failed.rank) else ""
+
+    def _why(self, rank: int, number: int) -> str:
+        if number == signal.SIGKILL:
+            return " (a person did it, or the kernel where memory ran out)"
+        folder = self._notes.folder()
+        if number not in CRASHES or folder is None:
+            return ""
+        return f": a crash in native code; where it stood is at the end of {status.log_of(folder, rank)}"
 
     def _who(self, rank: int) -> str:
         place = self._notes.place(rank) or "while it started"

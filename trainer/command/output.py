@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import tempfile
 from pathlib import Path
@@ -16,7 +17,7 @@ class Output:
     """Takes over standard output and error; `terminal` still reaches the person.
 
     Until the log's place is known, a temporary file keeps what is written. Works on file descriptors, so that
-    compilers and C++ warnings are caught too.
+    compilers and C++ warnings are caught too, and the stack of a crash in native code.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -26,6 +27,7 @@ class Output:
         self.signs = Signs(self.console)
         self._log = tempfile.TemporaryFile("w+b")
         self._redirect(self._log.fileno())
+        faulthandler.enable()
 
     def say(self, line: str) -> None:
         """Whichever rank this is; above a live line of its own."""

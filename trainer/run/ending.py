@@ -45,7 +45,7 @@ class Ending:
 
     def begin_in(self, folder: Path) -> Path:
         """The run's folder is known; returns where this rank's log has its place."""
-        self.folder, self.log = folder, folder / "logs" / f"rank-{self._world.rank}.log"
+        self.folder, self.log = folder, status.log_of(folder, self._world.rank)
         if self._notes is not None and self._world.rank == 0:
             self._notes.write_folder(folder)
         return self.log

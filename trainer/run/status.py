@@ -49,6 +49,11 @@ def end(folder: Path, code: int, text: str) -> bool:
     return True
 
 
+def log_of(folder: Path, rank: int) -> Path:
+    """What libraries print there, and where it stood when it crashed."""
+    return folder / "logs" / f"rank-{rank}.log"
+
+
 def read_end(folder: Path) -> dict[str, Any] | None:
     return _read(folder / END)
 
