@@ -28,6 +28,7 @@ TINY = {
 
 
 IMAGES = {"task": "image_classification", "model": {"name_or_path": "resnet18"}, "data": None}
+TENSOR = {**IMAGES, "images": {"size": 32, "classes": 10}}
 
 
 def config(folder: Path, **trainer: Any) -> Path:
@@ -148,9 +149,10 @@ def test_what_does_not_fit_says_by_how_much(tmp_path):
         (("--device", "memory=80GB,pike=1"), {}, ("--device: pike=1", "peak")),
         (("--nodes", "0"), {}, ("--nodes, --gpus: 0 nodes",)),
         (("--gpus", "6", "tensor_parallel.autotp_size=4"), {}, ("6",)),
-        ((), IMAGES, ("trainer.task",)),
+        ((), IMAGES, ("trainer.images.size, trainer.images.classes", "trainer.images.size=224")),
+        (("tensor_parallel.autotp_size=2",), TENSOR, ("tensor_parallel.autotp_size: resnet18",)),
     ],
-    ids=["device", "half a device", "no such number", "no nodes", "does not divide", "images"],
+    ids=["device", "half a device", "no such number", "no nodes", "does not divide", "images", "tensor"],
 )
 def test_what_cant_be_planned_says_why(tmp_path, arguments, trainer, words):
     result = plan(tmp_path, *arguments, **trainer)

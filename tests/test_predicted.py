@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.commands import write_job
+from tests.commands import ROOT, write_job
 from trainer.config import load
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine
@@ -69,7 +69,10 @@ def test_what_is_asked_for_is_predicted(tmp_path):
     assert not wanted(prepared(tmp_path), machine(CPU))
     assert wanted(prepared(tmp_path, "trainer.plan=warn"), machine(CPU))
     assert not wanted(prepared(tmp_path, "trainer.plan=off"), machine(GPU))
-    assert not wanted(SimpleNamespace(config=load(write_job(tmp_path)), tokenizer=None), machine(GPU))
+    digits = ROOT / "examples" / "digits.json"
+    handed_in = load(digits, ["trainer.model.name_or_path=null"])
+    assert not wanted(SimpleNamespace(config=handed_in, tokenizer=None), machine(GPU))
+    assert wanted(SimpleNamespace(config=load(digits), tokenizer=None), machine(GPU))
 
 
 def test_a_warning_says_by_how_much_and_what_would_do(tmp_path, monkeypatch):

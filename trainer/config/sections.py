@@ -173,7 +173,7 @@ class ImagesSection(Section):
     image_column: str = "image"
     label_column: str = "label"
     classes: Count | None = None
-    """How many, where an own data set does not say."""
+    """How many, where an own data set does not say, or where a plan can't look at the images."""
     size: Annotated[list[Count], AfterValidator(_pair)] | Count | None = None
     """Of the images the model sees, one number or [height, width]; None: as they are, and all alike."""
     mode: Literal["auto", "RGB", "L"] = "auto"

@@ -65,6 +65,14 @@ def _digits() -> Labelled:
 
 TORCHVISION = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
 """Name -> torchvision's class. They have a part to evaluate on."""
+SHAPES: dict[str, tuple[int, str, tuple[int, int]]] = {
+    "digits": (10, "L", (8, 8)),
+    "mnist": (10, "L", (28, 28)),
+    "fashion_mnist": (10, "L", (28, 28)),
+    "cifar10": (10, "RGB", (32, 32)),
+    "cifar100": (100, "RGB", (32, 32)),
+}
+"""Name -> classes, mode and size of a data set's images."""
 KNOWN = "digits, " + ", ".join(TORCHVISION) + ", a folder of classes, parquet files or a hub id"
 """What `trainer.data.path` may be, for a person."""
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.distributed.ranks import Ranks
 from trainer.state import WEIGHT, StateTensor, renamed
@@ -175,6 +176,16 @@ def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Modu
     for child_name, child in module.named_children():
         yield from _children_first(f"{name}.{child_name}", child)
     yield name, module
+
+
+def counted_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor]) -> float:
+    """FLOPs of a forward and a backward pass of a loss, counted by PyTorch on the meta device.
+
+    Matrix products, convolutions and attention are counted; `loss(model)` brings its own input there.
+    """
+    with FlopCounterMode(display=False) as counter:
+        loss(spec.build().train()).backward()
+    return float(counter.get_total_flops())
 
 
 def flops_per_token(spec: ModelSpec, sequence: int) -> float:

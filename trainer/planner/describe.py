@@ -16,7 +16,8 @@ def lines(plan: Plan) -> Iterator[str]:
     """What a person wants to know, in the order in which it is asked."""
     layout, cluster = plan.subject.layout, plan.cluster
     where = f"{cluster.nodes} x {cluster.devices} {cluster.device.name}"
-    yield f"model   {plan.subject.spec.name}: {in_words(plan.subject.spec.parameters)} parameters"
+    spec = plan.subject.spec
+    yield f"model   {spec.name}: {in_words(spec.parameters)} parameters, on {plan.subject.sample.kind}"
     yield f"layout  {layout.describe()} (engine {plan.subject.engine_name}) on {where}"
     yield f"memory  {verdict(plan)}"
     for role in plan.roles:
@@ -77,7 +78,8 @@ def said(sent: Sent) -> str:
 
 
 def _time(plan: Plan) -> str:
-    time, tokens = plan.time, plan.subject.layout.train_batch * plan.sequence
+    time, sample = plan.time, plan.subject.sample
+    rate = plan.subject.layout.train_batch * sample.units / time.least
     parts = {
         "compute": time.compute,
         "bubble": time.bubble,
@@ -91,7 +93,7 @@ def _time(plan: Plan) -> str:
     origin = "from data sheets, and no faster" if measured is None else "from what was measured, and data sheets"
     return (
         f"an estimate {origin}: {in_seconds(time.least)} a step if all messages are hidden, "
-        f"{in_seconds(time.most)} if none is ({told}); at most {tokens / time.least:,.0f} tokens/s"
+        f"{in_seconds(time.most)} if none is ({told}); at most {rate:,.0f} {sample.unit}s/s"
     )
 
 

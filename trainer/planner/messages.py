@@ -142,7 +142,7 @@ class Messages(TorchDispatchMode):
             peer = group[int(args[2])]
             group = tuple(sorted((self.rank, peer)))
         batch = self._batches if peer is not None and self._depth else None
-        self.found.append(Message(name, group, dtype, max(sizes, default=0), self.phase, _place(), peer, batch))
+        self.found.append(Message(name, group, dtype, max(sizes, default=0), self.phase, place(), peer, batch))
 
 
 def _sides(args: Any, made: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -166,8 +166,9 @@ def _group(args: Any) -> tuple[int, ...]:
     return ()
 
 
-def _place() -> str:
-    frame: Any = sys._getframe(3)
+def place() -> str:
+    """The line of the engine that runs; "" where none does."""
+    frame: Any = sys._getframe(1)
     while frame is not None:
         if name := _engines_file(frame.f_code.co_filename):
             return f"{name}:{frame.f_lineno} {frame.f_code.co_name}"

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from torch import nn
 
 from trainer.layout import Layout
-from trainer.models.spec import ModelSpec, flops_per_token, units
+from trainer.models.spec import ModelSpec, units
 from trainer.parallel.partition import block_ranges
 from trainer.planner.cluster import RESERVED, Cluster
 from trainer.planner.ledger import Peak
@@ -79,8 +79,6 @@ class Plan:
     subject: Subject
     cluster: Cluster
     roles: tuple[Role, ...]
-    sequence: int
-    """Tokens of a sample."""
     simulated: Subject
     """What `traces` are of: the same at the least depth."""
     traces: tuple[Trace, ...]
@@ -120,7 +118,7 @@ class Plan:
     @property
     def step_flops(self) -> float:
         """FLOPs of a step on all ranks, without what is computed again."""
-        return flops_per_token(self.subject.spec, self.sequence) * self.subject.layout.train_batch * self.sequence
+        return self.subject.sample.flops * self.subject.layout.train_batch
 
     def traffic(self, inside: bool) -> Traffic:
         """Of a step, from the rank that takes longest to send it: inside its node, or to others."""
@@ -150,7 +148,7 @@ def offloaded(subject: Subject) -> tuple[str, ...]:
     return ("optimizer",)
 
 
-def plan_of(make: Callable[[int | None, int], Subject], cluster: Cluster, sequence: int, *, asked: bool = True) -> Plan:
+def plan_of(make: Callable[[int | None, int], Subject], cluster: Cluster, *, asked: bool = True) -> Plan:
     """Simulate a run.
 
     `make(blocks, accumulation)` gives what is simulated: `blocks` of each stage, or all with None, and so many
@@ -178,7 +176,7 @@ def plan_of(make: Callable[[int | None, int], Subject], cluster: Cluster, sequen
         copied = _plane({point: trace.copied for point, trace in points.items()}, goal)
         roles.append(Role(name, rank, _peaks(points, goal), tuple(_sent(points, goal, layout, cluster)), copied))
     traces = tuple(trace for (_, point), trace in found.items() if point == grid[0])
-    return Plan(full, cluster, tuple(roles), sequence, subjects[grid[0]], traces, loaded_at_once(full, model))
+    return Plan(full, cluster, tuple(roles), subjects[grid[0]], traces, loaded_at_once(full, model))
 
 
 def representatives(layout: Layout) -> list[tuple[str, int]]:

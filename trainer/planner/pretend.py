@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from trainer.engines import owners
 from trainer.models.cut import StageBoundary, StageInput, cut, kept_for_the_head
 from trainer.models.spec import ModelSpec
 from trainer.parallel import gradients, mesh
+from trainer.planner.messages import place
 from trainer.planner.replicas_by_buckets import BucketedReplica
 
 T = TypeVar("T")
@@ -34,6 +36,8 @@ aten = torch.ops.aten
 
 ONES: dict[tuple[bool, bool], Any] = {(True, False): 1.0, (False, False): 1, (False, True): True}
 """By whether a dtype is floating, and whether it is bool."""
+MOST_READS = 20_000
+"""Of truth values, by one call of the engine: who reads more waits in a loop for another value."""
 
 
 class PretendRanks(Ranks):
@@ -102,8 +106,16 @@ def pretending(
 class _HostReads(TorchDispatchMode):
     """Gives the host something where it reads a value that a fake tensor has not."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._reads: Counter[str] = Counter()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            if args[0].dtype is torch.bool:
+                self._reads[where := place()] += 1
+                if self._reads[where] > MOST_READS:
+                    raise RuntimeError(f"a loop waits for a value, which fake tensors have not, below {where}")
             return ONES[args[0].dtype.is_floating_point, args[0].dtype is torch.bool]
         if func is aten.equal.default and isinstance(args[0], FakeTensor):
             return True
@@ -131,6 +143,7 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     yield from _everywhere(gradients.on_both, tables.on_both)
     yield from _everywhere(nn.parallel.DistributedDataParallel, BucketedReplica)
     yield from _everywhere(owners.owning_stages, lambda held, mesh: dict.fromkeys(held, mesh.rank("pipeline")))
+    yield nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor  # draws until all are within bounds
     yield nn.Module, "_apply", _apply
     yield dist, "all_gather_object", _all_gather_object
     yield dist, "broadcast_object_list", lambda objects, *_, **__: None

@@ -36,12 +36,13 @@ class Sizes:
     learned: int
     blocks: int
     hidden: int
-    sequence: int
-    """Tokens of a sample."""
+    """Values of a hidden state, of a sample."""
+    kept: int
+    """As `Sample.kept`."""
     moments: int
     """Bytes of optimizer state per learned parameter that are certain."""
     flops: float
-    """Of a step: forward and backward of all tokens."""
+    """Of a step: forward and backward of all samples."""
 
     @classmethod
     def of(cls, plan: Plan) -> Sizes:
@@ -53,8 +54,8 @@ class Sizes:
             spec.parameters,
             learned,
             max(1, len(spec.blocks)),
-            spec.language.hidden_size or 0,
-            plan.sequence,
+            plan.subject.sample.hidden,
+            plan.subject.sample.kept,
             8 if sure else 0,
             plan.step_flops,
         )
@@ -129,9 +130,9 @@ def least_bytes(layout: Layout, sizes: Sizes) -> float:
 
 def _least_activations(layout: Layout, sizes: Sizes, value: int) -> float:
     every = layout.recompute.every if layout.recompute.mode == "every" else 1
-    inputs = 2 if layout.recompute.mode == "none" and sizes.learned == sizes.parameters else 1 / every
+    inputs = sizes.kept if layout.recompute.mode == "none" and sizes.learned == sizes.parameters else 1 / every
     held = sizes.blocks // layout.stages // max(1, every) * every
-    return value * inputs * held * layout.micro_batch * sizes.sequence * sizes.hidden
+    return value * inputs * held * layout.micro_batch * sizes.hidden
 
 
 def _per_rank(layout: Layout) -> int:
@@ -170,14 +171,14 @@ class Estimates:
 
     def _activations(self, layout: Layout) -> float:
         sizes, mode = self.sizes, layout.recompute.mode
-        token = sizes.hidden * sizes.sequence * layout.micro_batch * (2 if layout.precision == "float32" else 1)
-        whole = token * (10 + (BLOCK_BYTES - 10) / layout.tensor)
+        values = sizes.hidden * layout.micro_batch * (2 if layout.precision == "float32" else 1)
+        whole = values * (10 + (BLOCK_BYTES - 10) / layout.tensor)
         held = sizes.blocks / layout.pipeline * min(layout.pipeline, layout.accumulation)
         if mode == "none":
             return whole * held
         if mode == "selective":
             return whole * held * 0.7
-        return whole + held * (2 * token + (1 - 1 / layout.recompute.every) * whole)
+        return whole + held * (2 * values + (1 - 1 / layout.recompute.every) * whole)
 
     def seconds(self, layout: Layout) -> float:
         """Of a step: midway between all messages hidden and none."""
@@ -200,7 +201,7 @@ class Estimates:
         yield shard * tensor <= devices, times * blocks, times * weights * (shard - 1) / shard
         times = blocks if replicate > 1 else 0.0
         yield shard * tensor * replicate <= devices, times, 2 * weights / shard * (replicate - 1) / replicate
-        hidden = value * sizes.hidden * sizes.sequence * layout.micro_batch * layout.accumulation
+        hidden = value * sizes.hidden * layout.micro_batch * layout.accumulation
         times = 4 * blocks if tensor > 1 else 0.0
         yield tensor <= devices, times * layout.accumulation, times * hidden * 2 * (tensor - 1) / tensor
         times = 2.0 if layout.pipeline > 1 else 0.0

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -21,6 +22,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.optim.lr_schedules import LRSchedule
+from trainer.parallel.partition import block_ranges
 from trainer.planner.ledger import BUILD, SAVE, Ledger, Peak
 from trainer.planner.messages import Message, Messages
 from trainer.planner.pretend import pretending
@@ -29,6 +31,24 @@ from trainer.tasks.task import Batch, Task, bare_name
 
 STEPS = 2
 """Steps that are taken: optimizers make their state in the first, and from the second on all are alike."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What closed forms know of a sample."""
+
+    unit: str
+    """What rates count: "token", "image"."""
+    units: int
+    """Of them in a sample."""
+    kind: str
+    """For a person: "samples of 4,096 tokens"."""
+    flops: float
+    """Of its training, forward and backward, without what is computed again."""
+    hidden: int
+    """Values of the hidden state that enters a block, the least of them; 0: not known."""
+    kept: int
+    """So many times that is surely kept of a block of which nothing is computed again."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +63,16 @@ class Subject:
     deepspeed: Mapping[str, Any]
     undecayed: Mapping[str, int]
     schedule: LRSchedule
+    sample: Sample
     batch: Callable[[int], Batch]
     """A micro-batch of so many samples, of the length that is trained with; its values mean nothing."""
 
-    def hidden(self) -> torch.Tensor:
-        """A hidden state between two blocks, of a micro-batch."""
-        shape = self.task.hidden_shape(self.batch(self.layout.micro_batch), 1)
-        return torch.zeros(shape, dtype=getattr(torch, self.layout.precision))
+    def received(self, rank: int) -> torch.Tensor:
+        """The hidden state of a micro-batch that a rank's stage is given by the one before."""
+        layout, spec = self.layout, self.spec
+        stage = block_ranges(spec.build(), spec, layout.partition, layout.stages)[layout.coordinates(rank)["pipeline"]]
+        shape = self.task.hidden_shape(self.batch(layout.micro_batch), stage.start)
+        return torch.zeros(shape, dtype=getattr(torch, layout.precision))
 
 
 @dataclass(frozen=True)
@@ -131,7 +154,7 @@ def _simulate(pipe: Connection, subject: Subject, rank: int, local_world_size: i
     gc.freeze()  # of what was there before nothing is ended here
     layout, messages = subject.layout, Messages(rank)
     try:
-        deepspeed = subject.hidden if subject.engine_name == "deepspeed" else None
+        deepspeed = partial(subject.received, rank) if subject.engine_name == "deepspeed" else None
         with pretending(rank, layout.world_size, local_world_size, deepspeed=deepspeed) as ranks:
             machine = Machine(torch.device("cpu"), ranks, local_world_size)
             with messages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 from trainer.config import TrainerSection
+from trainer.data.image_sets import SHAPES
 from trainer.data.images import ImageData, open_images
-from trainer.distributed.ranks import Ranks
+from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.layout import Layout
@@ -51,8 +53,31 @@ def image_subject(
     spec = spec_of(section, data.images, classifier, model, blocks)
     task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)
     first = [data.train[i] for i in range(min(4, len(data.train)))]
-    ranks.on_first(lambda: check(spec, task, data, layout, first))
+    ranks.on_first(lambda: check(spec, task, data.images, data.path, layout, first))
     return replace(spec, trial=task.trial(first)), task, data
+
+
+def expected(section: TrainerSection, cache: Path) -> Images:
+    """What a classifier is given, as far as that is known before a run: nothing is downloaded.
+
+    Of images that are on this machine, of a data set by its name, else of what the config says. Raises ConfigError
+    where nothing says their size or how many classes they have, DataError for images that can't be read.
+    """
+    path, options = section.data.path, section.images
+    name = (path if isinstance(path, str) else path[0]) if path else ""
+    if name not in SHAPES and glob(name):
+        return open_images(section.data, options, section.seed, cache, ALONE).images
+    known = SHAPES.get(name)
+    count, mode = known[:2] if known else (options.classes or arguments_of(section).get("num_classes"), "RGB")
+    size = options.size or (known[2] if known else None)
+    if size is None or not isinstance(count, int):
+        seen = f"not said, and images of {path} can't be looked at here"
+        mend = "Set both, such as trainer.images.size=224 trainer.images.classes=1000"
+        raise ConfigError(Problem("trainer.images.size, trainer.images.classes", seen, "numbers", mend))
+    height, width = (size, size) if isinstance(size, int) else size
+    mode = mode if options.mode == "auto" else options.mode
+    plain = Images(tuple(map(str, range(count))), mode, (height, width), (), ())
+    return replace(plain, mean=(0.0,) * plain.channels, std=(1.0,) * plain.channels)
 
 
 def arguments_of(section: TrainerSection) -> dict[str, Any]:
@@ -84,9 +109,11 @@ def spec_of(
     return replace(spec, save_config=save, opens="trainer.open_classifier")
 
 
-def check(spec: ModelSpec, task: ImageClassification, data: ImageData, layout: Layout, first: list[Any]) -> None:
+def check(
+    spec: ModelSpec, task: ImageClassification, images: Images, path: str, layout: Layout, first: list[Any]
+) -> None:
     """Raises for a layout that no classifier has, images that the model does not take, scores of other classes."""
-    model, images = spec.build(), data.images
+    model = spec.build()
     if layout.tensor > 1:
         seen = f"{layout.tensor}, and nothing says how the layers of an image classifier are split over ranks"
         mend = "Use ZeRO-3, FSDP or pipeline.stages for a model that is too large."
@@ -96,7 +123,7 @@ def check(spec: ModelSpec, task: ImageClassification, data: ImageData, layout: L
         kind = "grey images, with 1 channel" if images.mode == "L" else "colour images, with 3 channels"
         mend = f'Set trainer.images.mode="{"RGB" if images.mode == "L" else "L"}"'
         expected = f"{convolution.in_channels} channels, which the first convolution of {spec.name} takes"
-        raise DataError(Problem(f"trainer.data: {data.path}", kind, expected, mend))
+        raise DataError(Problem(f"trainer.data: {path}", kind, expected, mend))
     task.check_output(first, spec.name)
 
 

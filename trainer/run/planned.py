@@ -1,27 +1,35 @@
-"""A config as what the planner simulates: without data, without weights, on a cluster that need not be there."""
+"""A config as what the planner simulates: without weights, on a cluster that need not be there.
+
+Data is not read either, but for the size and the classes of images that are here.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 
-from trainer.config import Config, RuntimeFacts, resolve
+from trainer.config import Config, RuntimeFacts, TrainerSection, resolve
 from trainer.distributed.ranks import ALONE
 from trainer.engines import select
-from trainer.errors import ConfigError, Problem
-from trainer.layout import layout_of
-from trainer.models import huggingface
-from trainer.models.spec import ModelSpec, NoWeights
+from trainer.layout import Layout, layout_of
+from trainer.models import classifiers, huggingface
+from trainer.models.classifiers import Images
+from trainer.models.spec import ModelSpec, NoWeights, counted_flops, flops_per_token
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import schedule_of
 from trainer.planner.cluster import Cluster
 from trainer.planner.plan import Plan, plan_of, reduced
-from trainer.planner.simulate import Subject
+from trainer.planner.simulate import Sample, Subject
+from trainer.run import images
 from trainer.run.prepare import amended, regularised
+from trainer.run.process import cache_folder
 from trainer.tasks.causal_lm import CausalLM
+from trainer.tasks.image_classification import ImageClassification
 from trainer.tasks.task import Batch, Task
 
 STEPS = 1000
@@ -36,11 +44,8 @@ class Source:
     """Resolved."""
     subject: Subject
     """The whole."""
-
-    @property
-    def sequence(self) -> int:
-        """Tokens of a sample."""
-        return self.config.trainer.data.sequence_length
+    task: Callable[[ModelSpec], Task]
+    """Of the model, or of it with fewer blocks."""
 
     @cached_property
     def of_blocks(self) -> Callable[[int], ModelSpec]:
@@ -59,9 +64,6 @@ class Source:
 
         return of_blocks
 
-    def task(self, spec: ModelSpec) -> Task:
-        return regularised(CausalLM.of(spec, 0), spec, self.config.trainer)
-
     def reduced(self, blocks: int | None, accumulation: int) -> Subject:
         """The subject with so many blocks a stage, or all, and so many micro-batches."""
         spec = self.subject.spec
@@ -77,23 +79,20 @@ def planned(config: Config, cluster: Cluster, *, asked: bool = True) -> Plan:
     Without `asked`, no more ranks are simulated than memory and traffic need.
     """
     source = source_of(config, cluster)
-    return plan_of(source.reduced, cluster, source.sequence, asked=asked)
+    return plan_of(source.reduced, cluster, asked=asked)
 
 
 def source_of(config: Config, cluster: Cluster) -> Source:
-    """What a config says of its model on a cluster; nothing of the model is read but its config.json.
+    """What a config says of its model on a cluster; nothing of the model is read but what describes it.
 
-    Raises ConfigError where the layout does not fit the cluster or the model.
+    Raises ConfigError where the layout does not fit the cluster or the model, DataError where images do not.
     """
-    if config.trainer.task != "causal_lm":
-        seen = f'saw the task "{config.trainer.task}"'
-        raise ConfigError(Problem("trainer.task", seen, '"causal_lm": plans are made of language models'))
     facts = RuntimeFacts(cluster.world_size, None, None, True, "cuda", cluster.devices)
     config = resolve(config, facts)
     section, layout = config.trainer, layout_of(config, cluster.world_size)
     name, engine = select(section.engine, layout, config, "cuda")
-    architecture = huggingface.read_config(section.model)
-    spec = _of_shapes(amended(huggingface.spec_of(architecture, section.model, weights=False), section, ALONE))
+    trained = (_classifier if section.task == "image_classification" else _language)(section, layout)
+    spec = trained.spec
     config = resolve(config, replace(facts, hidden_size=spec.language.hidden_size, total_steps=section.steps or STEPS))
     engine.check(spec, layout)
     scheduler = None if config.scheduler is None else vars(config.scheduler)
@@ -102,18 +101,68 @@ def source_of(config: Config, cluster: Cluster) -> Source:
         engine_name=name,
         engine=engine,
         spec=spec,
-        task=regularised(CausalLM.of(spec, 0), spec, section),
+        task=trained.task(spec),
         deepspeed=config.deepspeed,
         undecayed=spared(section.weight_decay_excludes, spec),
         schedule=schedule_of(vars(config.optimizer), scheduler),
-        batch=partial(_batch, section.data.sequence_length),
+        sample=trained.sample,
+        batch=trained.batch,
     )
-    return Source(config, full)
+    return Source(config, full, trained.task)
 
 
-def _batch(length: int, count: int) -> Batch:
-    ids = torch.zeros(count, length, dtype=torch.int64)
-    return {"input_ids": ids, "targets": torch.ones_like(ids)}
+class Trained(NamedTuple):
+    """What a task says of the model that a config names."""
+
+    spec: ModelSpec
+    task: Callable[[ModelSpec], Task]
+    """Of the model, or of it with fewer blocks."""
+    batch: Callable[[int], Batch]
+    """A micro-batch of so many samples."""
+    sample: Sample
+
+
+def _language(section: TrainerSection, layout: Layout) -> Trained:
+    architecture = huggingface.read_config(section.model)
+    spec = _of_shapes(amended(huggingface.spec_of(architecture, section.model, weights=False), section, ALONE))
+    length = section.data.sequence_length
+
+    def batch(count: int) -> Batch:
+        ids = torch.zeros(count, length, dtype=torch.int64)
+        return {"input_ids": ids, "targets": torch.ones_like(ids)}
+
+    flops, kind = flops_per_token(spec, length) * length, f"samples of {length:,} tokens"
+    # of a transformer's block surely the input of its attention and that of its other half are kept
+    sample = Sample("token", length, kind, flops, length * (spec.language.hidden_size or 0), 2)
+    return Trained(spec, lambda spec: regularised(CausalLM.of(spec, 0), spec, section), batch, sample)
+
+
+def _classifier(section: TrainerSection, layout: Layout) -> Trained:
+    given = images.expected(section, cache_folder())
+    classes, shape = len(given.classes), (given.channels, *given.size)
+    classifier = classifiers.named(section.model.name_or_path or "", images.arguments_of(section))
+    spec = images.spec_of(section, given, classifier)
+    plain = ImageClassification(classes, spec.build, spec.blocks)
+    first = [(torch.zeros(shape), 0)] * 2
+    images.check(spec, plain, given, str(section.data.path), layout, first)
+    spec = replace(_of_shapes(amended(spec, section, ALONE)), trial=plain.trial(first))
+
+    task, batch = regularised(plain, spec, section), batches_of(given)
+    two = {name: part.to("meta") for name, part in batch(2).items()}  # of one, batch norm has no statistics
+    flops = counted_flops(spec, lambda model: task.loss_sum(task.prepare(model), two)) / 2
+    hidden = [math.prod(task.hidden_shape(batch(1), block)) for block in range(len(spec.blocks))]
+    kind = f"images of {' x '.join(map(str, shape))}, {classes:,} classes"
+    return Trained(spec, lambda spec: task, batch, Sample("image", 1, kind, flops, min(hidden, default=0), 0))
+
+
+def batches_of(images: Images) -> Callable[[int], Batch]:
+    """Micro-batches as `ImageClassification` collates them, of so many images."""
+
+    def batch(count: int) -> Batch:
+        pixels, targets = torch.zeros(count, images.channels, *images.size), torch.zeros(count, dtype=torch.int64)
+        return {"input": pixels, "target": targets, "count": torch.tensor(count), "share": torch.tensor(1.0)}
+
+    return batch
 
 
 def _of_shapes(spec: ModelSpec) -> ModelSpec:

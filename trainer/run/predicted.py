@@ -44,11 +44,11 @@ class Prediction:
 
 
 def wanted(prepared: Prepared, machine: Machine) -> bool:
-    """Whether a prediction is made: on GPUs, or where the config asks for it; of a language model that it names."""
-    config = prepared.config
+    """Whether a prediction is made: on GPUs, or where the config asks for it; of a model and data that it names."""
+    config, section = prepared.config, prepared.config.trainer
     asked = config.origins.get("trainer.plan") in (FILE, OVERRIDE)
-    known = prepared.tokenizer is not None and config.trainer.plan != "off"
-    return known and (machine.device.type == "cuda" or asked)
+    known = prepared.tokenizer is not None or None not in (section.model.name_or_path, section.data.path)
+    return known and section.plan != "off" and (machine.device.type == "cuda" or asked)
 
 
 def predict(

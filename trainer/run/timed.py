@@ -77,8 +77,8 @@ def time_blocks(source: Source) -> Timing:
         for taken, one in zip(seconds, passes, strict=True):
             taken.append(one.seconds())
     first, second = (statistics.median(taken[1:]) for taken in seconds)  # the first warms up
-    tokens = layout.micro_batch * source.sequence
-    flops = (flops_per_token(more, source.sequence) - flops_per_token(few, source.sequence)) * tokens
+    sequence = source.subject.sample.units
+    flops = (flops_per_token(more, sequence) - flops_per_token(few, sequence)) * layout.micro_batch * sequence
     if second <= first:
         seen = f"{BLOCKS[1]} blocks took {second:.3g} s and {BLOCKS[0]} took {first:.3g} s"
         mend = "Measure on a machine that does nothing else, or with a larger micro-batch"
