@@ -28,7 +28,7 @@ TINY = {
 
 
 IMAGES = {"task": "image_classification", "model": {"name_or_path": "resnet18"}, "data": None}
-TENSOR = {**IMAGES, "images": {"size": 32, "classes": 10}}
+SIZED = {**IMAGES, "images": {"size": 128, "classes": 10}}
 
 
 def config(folder: Path, **trainer: Any) -> Path:
@@ -150,9 +150,19 @@ def test_what_does_not_fit_says_by_how_much(tmp_path):
         (("--nodes", "0"), {}, ("--nodes, --gpus: 0 nodes",)),
         (("--gpus", "6", "tensor_parallel.autotp_size=4"), {}, ("6",)),
         ((), IMAGES, ("trainer.images.size, trainer.images.classes", "trainer.images.size=224")),
-        (("tensor_parallel.autotp_size=2",), TENSOR, ("tensor_parallel.autotp_size: resnet18",)),
+        (("trainer.model.name_or_path=inception_v3",), SIZED, ("inception_v3", "training fails on the meta device")),
+        (("tensor_parallel.autotp_size=2",), SIZED, ("tensor_parallel.autotp_size: resnet18",)),
     ],
-    ids=["device", "half a device", "no such number", "no nodes", "does not divide", "images", "tensor"],
+    ids=[
+        "device",
+        "half a device",
+        "no such number",
+        "no nodes",
+        "does not divide",
+        "images",
+        "auxiliary scores",
+        "tensor",
+    ],
 )
 def test_what_cant_be_planned_says_why(tmp_path, arguments, trainer, words):
     result = plan(tmp_path, *arguments, **trainer)

@@ -126,6 +126,15 @@ def test_the_command_knows_the_images(tmp_path, where):
     assert "agree   2 of 2 ranks" in result.output
 
 
+@pytest.mark.parametrize("changes", [["pipeline.stages=2"], ["zero_optimization.stage=3"]], ids=["pipeline", "zero3"])
+def test_the_command_plans_what_torchvision_has(tmp_path, changes):
+    """A vision transformer has parameters that only its constructor fills; a layout is checked on its real values."""
+    path = config_of(tmp_path, "VisionTransformer", images={"size": 32, "classes": 10})
+    model = json.dumps({**VIT[1], "image_size": 32})
+    result = plan(path, *changes, f"trainer.model.config={model}")
+    assert result.code == 0 and "agree   2 of 2 ranks" in result.output, result.output
+
+
 def test_less_is_proposed_where_it_does_not_fit(tmp_path):
     path = config_of(tmp_path, f"{__name__}:convolutions", data={"path": "cifar10"}, images={"size": 256})
     device = "memory=2.2GB,peak=1TFLOPS,bandwidth=1TB/s,link=1GB/s"

@@ -46,9 +46,7 @@ def image_subject(
             raise ConfigError(Problem(key, str(named), "nothing: it is handed in"))
     classifier = None
     if model is None:
-        if name is None:
-            raise ConfigError(Problem("trainer.model.name_or_path", "nothing", classifiers.NAMES))
-        classifier = ranks.on_each(lambda: classifiers.named(name, arguments_of(section)))[ranks.rank]
+        classifier = ranks.on_each(lambda: named_in(section))[ranks.rank]
     data = open_images(section.data, section.images, section.seed, cache, ranks, own)
     spec = spec_of(section, data.images, classifier, model, blocks)
     task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)
@@ -78,6 +76,13 @@ def expected(section: TrainerSection, cache: Path) -> Images:
     mode = mode if options.mode == "auto" else options.mode
     plain = Images(tuple(map(str, range(count))), mode, (height, width), (), ())
     return replace(plain, mean=(0.0,) * plain.channels, std=(1.0,) * plain.channels)
+
+
+def named_in(section: TrainerSection) -> Classifier:
+    """The classifier that the config names. Raises ConfigError for none, and for a name that nothing has."""
+    if (name := section.model.name_or_path) is None:
+        raise ConfigError(Problem("trainer.model.name_or_path", "nothing", classifiers.NAMES))
+    return classifiers.named(name, arguments_of(section))
 
 
 def arguments_of(section: TrainerSection) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -16,8 +17,9 @@ import torch
 from trainer.config import Config, RuntimeFacts, TrainerSection, resolve
 from trainer.distributed.ranks import ALONE
 from trainer.engines import select
+from trainer.errors import ConfigError, Problem, first_line
 from trainer.layout import Layout, layout_of
-from trainer.models import classifiers, huggingface
+from trainer.models import huggingface
 from trainer.models.classifiers import Images
 from trainer.models.spec import ModelSpec, NoWeights, counted_flops, flops_per_token
 from trainer.optim.decay import spared
@@ -92,9 +94,9 @@ def source_of(config: Config, cluster: Cluster) -> Source:
     section, layout = config.trainer, layout_of(config, cluster.world_size)
     name, engine = select(section.engine, layout, config, "cuda")
     trained = (_classifier if section.task == "image_classification" else _language)(section, layout)
-    spec = trained.spec
+    engine.check(trained.spec, layout)
+    spec = _of_shapes(trained.spec)
     config = resolve(config, replace(facts, hidden_size=spec.language.hidden_size, total_steps=section.steps or STEPS))
-    engine.check(spec, layout)
     scheduler = None if config.scheduler is None else vars(config.scheduler)
     full = Subject(
         layout=layout,
@@ -124,7 +126,7 @@ class Trained(NamedTuple):
 
 def _language(section: TrainerSection, layout: Layout) -> Trained:
     architecture = huggingface.read_config(section.model)
-    spec = _of_shapes(amended(huggingface.spec_of(architecture, section.model, weights=False), section, ALONE))
+    spec = amended(huggingface.spec_of(architecture, section.model, weights=False), section, ALONE)
     length = section.data.sequence_length
 
     def batch(count: int) -> Batch:
@@ -138,21 +140,27 @@ def _language(section: TrainerSection, layout: Layout) -> Trained:
 
 
 def _classifier(section: TrainerSection, layout: Layout) -> Trained:
-    given = images.expected(section, cache_folder())
+    classifier, given = images.named_in(section), images.expected(section, cache_folder())
     classes, shape = len(given.classes), (given.channels, *given.size)
-    classifier = classifiers.named(section.model.name_or_path or "", images.arguments_of(section))
     spec = images.spec_of(section, given, classifier)
     plain = ImageClassification(classes, spec.build, spec.blocks)
     first = [(torch.zeros(shape), 0)] * 2
-    images.check(spec, plain, given, str(section.data.path), layout, first)
-    spec = replace(_of_shapes(amended(spec, section, ALONE)), trial=plain.trial(first))
+    images.check(spec, plain, given, str(section.data.path or section.task), layout, first)
+    spec = replace(amended(spec, section, ALONE), trial=plain.trial(first))
 
     task, batch = regularised(plain, spec, section), batches_of(given)
     two = {name: part.to("meta") for name, part in batch(2).items()}  # of one, batch norm has no statistics
-    flops = counted_flops(spec, lambda model: task.loss_sum(task.prepare(model), two)) / 2
-    hidden = [math.prod(task.hidden_shape(batch(1), block)) for block in range(len(spec.blocks))]
+    try:
+        flops = counted_flops(spec, lambda model: task.loss_sum(task.prepare(model), two)) / 2
+    except Exception as error:  # whatever the model's own code raises
+        seen = f"its training fails on the meta device: {type(error).__name__}: {first_line(error)}"[:200]
+        expected = "scores of these images in training, as in an evaluation"
+        raise ConfigError(Problem(f"trainer.model: {spec.name}", seen, expected)) from error
+    hidden = 0
+    with suppress(KeyError):  # a block that is given no tensor
+        hidden = min((math.prod(task.hidden_shape(batch(1), block)) for block in range(len(spec.blocks))), default=0)
     kind = f"images of {' x '.join(map(str, shape))}, {classes:,} classes"
-    return Trained(spec, lambda spec: task, batch, Sample("image", 1, kind, flops, min(hidden, default=0), 0))
+    return Trained(spec, lambda spec: task, batch, Sample("image", 1, kind, flops, hidden, 0))
 
 
 def batches_of(images: Images) -> Callable[[int], Batch]:
@@ -166,5 +174,13 @@ def batches_of(images: Images) -> Callable[[int], Batch]:
 
 
 def _of_shapes(spec: ModelSpec) -> ModelSpec:
-    """What has a shape alone: nothing is read, and nothing needs to be there."""
-    return replace(spec, weights=NoWeights(), constructed=lambda name: None)
+    """What has a shape alone: nothing is read, and nothing needs to be there. What is tried out has values."""
+
+    @cache
+    def shapes() -> dict[str, torch.Size]:
+        model = spec.build()
+        tensors = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+        return {name: tensor.shape for name, tensor in tensors}
+
+    tried = spec.shrunk or (lambda *_, **__: spec)
+    return replace(spec, weights=NoWeights(), constructed=lambda name: torch.empty(shapes()[name]), shrunk=tried)
