@@ -205,7 +205,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     ),
     "test_planner_command.py": ("each_rank_takes", "cant_be"),
     "test_planner_depth.py": ("is_tiny",),
-    "test_planner_images.py": ("by its name", "published", "waits_for", "truncated"),
+    "test_planner_images.py": ("by its name", "publishes", "waits_for", "truncated"),
     "test_planner_literature.py": ("zero[1", "layer"),
     "test_planner_memory.py": ("[mesh-zero2]", "[deepspeed-zero1]", "[mesh-pipeline, ZBV"),
     "test_planner_proposals.py": (),
