@@ -151,6 +151,9 @@ def test_what_does_not_fit_says_by_how_much(tmp_path):
         (("--gpus", "6", "tensor_parallel.autotp_size=4"), {}, ("6",)),
         ((), IMAGES, ("trainer.images.size, trainer.images.classes", "trainer.images.size=224")),
         (("trainer.model.name_or_path=inception_v3",), SIZED, ("inception_v3", "training fails on the meta device")),
+        ((), {**IMAGES, "images": {"size": 32, "classes": 10**9}}, ("at most 10,000,000 classes",)),
+        (("trainer.model.name_or_path=squeezenet1_1", "trainer.activation_checkpointing=full"), SIZED, ("recomputes",)),
+        (("trainer.model.name_or_path=builtins:dict",), SIZED, ("dict",)),
         (("tensor_parallel.autotp_size=2",), SIZED, ("tensor_parallel.autotp_size: resnet18",)),
     ],
     ids=[
@@ -161,6 +164,9 @@ def test_what_does_not_fit_says_by_how_much(tmp_path):
         "does not divide",
         "images",
         "auxiliary scores",
+        "many classes",
+        "no blocks",
+        "no model",
         "tensor",
     ],
 )

@@ -14,9 +14,10 @@ from torch import nn
 
 from tests.commands import ROOT, run
 from tests.picture_files import write_folder
-from tests.planned import assert_as_planned, subject_of
+from tests.planned import assert_as_planned, planned, subject_of
 from tests.training import Case, layout_of
 from trainer.config import load
+from trainer.errors import DataError
 from trainer.planner import pretend
 from trainer.planner.cluster import DEVICES, Cluster
 from trainer.run.planned import source_of
@@ -25,6 +26,7 @@ CLASSES, SIZE = 10, 32
 MESH = Case(engine="mesh", clip=1.0, micro_batch=2)
 RESNET = ("ResNet", {"block": "Bottleneck", "layers": [1, 1, 1, 1], "width_per_group": 8})
 VIT = ("VisionTransformer", {"patch_size": 8, "num_layers": 4, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24})
+PUBLISHED = [("resnet50", 4.089e9), ("vit_b_16", 17.564e9), ("convnext_tiny", 4.456e9), ("mobilenet_v2", 0.301e9)]
 CASES = {
     "mesh ddp": replace(MESH, zero_stage=0),
     "mesh zero3, full": replace(MESH, zero_stage=3, recompute="full"),
@@ -95,6 +97,12 @@ def test_a_rank_takes_what_was_planned(pools, name, kind):
     assert_as_planned(pools, CASES[name], of=kind)
 
 
+def test_what_is_tried_out_is_not_on_the_device():
+    """A stage is checked on a whole classifier, on the host: all of its values, gradients and stages."""
+    peaks = planned(CASES["mesh pipeline"], 1, of=vit)[0].peaks
+    assert peaks["build"].size < peaks["step 1"].size / 2
+
+
 def config_of(folder: Path, name: str, **trainer: Any) -> Path:
     path = folder / "config.json"
     section = {"task": "image_classification", "model": {"name_or_path": name}, "steps": 3, "engine": "mesh"} | trainer
@@ -135,6 +143,41 @@ def test_the_command_plans_what_torchvision_has(tmp_path, changes):
     assert result.code == 0 and "agree   2 of 2 ranks" in result.output, result.output
 
 
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        ({"data": {"path": "HERE", "evaluation_path": "cifar10"}}, "3 x 16 x 16, 3 classes"),
+        ({"data": {"path": "HERE", "format": "hub"}, "images": {"size": 24, "classes": 5}}, "3 x 24 x 24, 5 classes"),
+        ({"model": {"name_or_path": "FOLDER"}, "images": {"size": 24, "classes": 5}}, "3 x 24 x 24, 5 classes"),
+        (
+            {"model": {"name_or_path": "resnet18", "config": {"weights": "DEFAULT"}}, "data": {"path": "mnist"}},
+            "1 chan",
+        ),
+    ],
+    ids=["evaluation", "hub", "folder", "weights"],
+)
+def test_nothing_is_downloaded_or_read(tmp_path, monkeypatch, trainer, said):
+    """Nor are weights needed beside what describes a trained classifier."""
+    from trainer.data import image_sets
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a download")
+
+    monkeypatch.setattr(image_sets, "_torchvision", never)
+    monkeypatch.setattr("datasets.load_dataset", never)
+    monkeypatch.setattr("torch.hub.load_state_dict_from_url", never)
+    (tmp_path / "final").mkdir()
+    own = {"name": f"{__name__}:convolutions", "arguments": {}}
+    (tmp_path / "final" / "module.json").write_text(json.dumps({"model": own}))
+    text = json.dumps(trainer).replace("HERE", str(write_folder(tmp_path / "here", size=(16, 16))))
+    trainer = json.loads(text.replace("FOLDER", str(tmp_path / "final")))
+    config = load(config_of(tmp_path, f"{__name__}:convolutions", **trainer), ["train_batch_size=16"])
+    try:
+        assert said in source_of(config, Cluster(1, 2, DEVICES["h100-80gb"])).subject.sample.kind
+    except DataError as error:
+        assert said in str(error)
+
+
 def test_less_is_proposed_where_it_does_not_fit(tmp_path):
     path = config_of(tmp_path, f"{__name__}:convolutions", data={"path": "cifar10"}, images={"size": 256})
     device = "memory=2.2GB,peak=1TFLOPS,bandwidth=1TB/s,link=1GB/s"
@@ -143,7 +186,7 @@ def test_less_is_proposed_where_it_does_not_fit(tmp_path):
     assert "+ train_micro_batch_size_per_gpu: " in result.output, result.output
 
 
-@pytest.mark.parametrize(("name", "products"), [("resnet50", 4.089e9), ("vit_b_16", 17.564e9)])
+@pytest.mark.parametrize(("name", "products"), PUBLISHED)
 def test_flops_are_those_that_torchvision_publishes(tmp_path, name, products):
     """Products of a forward pass (torchvision's tables of weights), two FLOPs each; twice as many go back.
 

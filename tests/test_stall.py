@@ -139,7 +139,9 @@ def test_a_crash_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
     result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
     assert result.code == 128 + signal.SIGSEGV, result.output
     last = result.output.splitlines()[-1]
-    said = re.search(r"was ended by SIGSEGV: a crash in native code; where it stood is at the end of (\S+)$", last)
+    said = re.search(
+        r"was ended by SIGSEGV: a crash or an abort in native code; where it stood is at the end of (\S+)$", last
+    )
     assert said and "Traceback" not in result.output, result.output
     log = Path(said[1]).read_text()
     assert re.search(r"Fatal Python error: Segmentation fault.*script\.py.* in step", log, re.DOTALL), log

@@ -145,7 +145,7 @@ class _Launcher:
         folder = self._notes.folder()
         if number not in CRASHES or folder is None:
             return ""
-        return f": a crash in native code; where it stood is at the end of {status.log_of(folder, rank)}"
+        return f": a crash or an abort in native code; where it stood is at the end of {status.log_of(folder, rank)}"
 
     def _who(self, rank: int) -> str:
         place = self._notes.place(rank) or "while it started"

@@ -27,7 +27,7 @@ class Output:
         self.signs = Signs(self.console)
         self._log = tempfile.TemporaryFile("w+b")
         self._redirect(self._log.fileno())
-        faulthandler.enable()
+        faulthandler.enable(2)
 
     def say(self, line: str) -> None:
         """Whichever rank this is; above a live line of its own."""

@@ -214,7 +214,10 @@ def opened(folder: Path) -> tuple[nn.Module, Images]:
 
 def takes(function: Callable[..., Any], argument: str) -> bool:
     """Whether a callable has such a keyword argument, or takes any."""
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of what is written in C nothing says it
+        return False
     return any(one.name == argument or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 
 

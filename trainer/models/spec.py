@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from trainer.distributed.ranks import Ranks
 from trainer.state import WEIGHT, StateTensor, renamed
@@ -183,9 +183,16 @@ def counted_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor]) ->
 
     Matrix products, convolutions and attention are counted; `loss(model)` brings its own input there.
     """
-    with FlopCounterMode(display=False) as counter:
+    ours = {torch.ops.aten.convolution_backward: _convolution_backward}
+    with FlopCounterMode(display=False, custom_mapping=ours) as counter:
         loss(spec.build().train()).backward()
     return float(counter.get_total_flops())
+
+
+def _convolution_backward(grad: Any, given: Any, weight: Any, *rest: Any, **_: Any) -> int:
+    """As many for the input and for the weight as forward; PyTorch's own formula takes no heed of groups."""
+    transposed, wanted = rest[4], rest[7]
+    return conv_flop_count(given, weight, grad, transposed) * sum(wanted[:2])
 
 
 def flops_per_token(spec: ModelSpec, sequence: int) -> float:

@@ -59,16 +59,7 @@ def check_layout(spec: ModelSpec, task: Task, layout: Layout, findings: Findings
             raise _refused(spec, "trainer.sync_batch_norm", seen, "false, or batch norms alone")
     if findings.normalises and layout.micro_batch == 1:
         _try("train_micro_batch_size_per_gpu", spec, lambda: _check_single(spec, task, findings.normalises))
-    needs = {
-        "pipeline.stages": layout.pipeline > 1 and "stages are cut between blocks",
-        "zero_optimization.stage": layout.zero_stage == 3 and "ZeRO-3 gathers parameters block by block",
-        "trainer.activation_checkpointing": layout.recompute.mode != "none" and "it recomputes block by block",
-        "tensor_parallel.autotp_size": layout.tensor > 1 and "tensor parallelism splits blocks",
-    }
-    for key, need in needs.items():
-        if need and not spec.blocks:
-            seen = "it has no list of modules that run once each, in order, from hidden state to hidden state"
-            raise _refused(spec, key, f"{need}, and {seen}", "a model of repeated blocks")
+    check_blocks(spec, layout)
     if layout.world_size > 1 and findings.draws.skips:
         seen = "it leaves out blocks at random (layerdrop), and each process would leave out others"
         raise _refused(spec, "processes", seen, "one process, or a layerdrop of 0 in the model's config")
@@ -83,6 +74,20 @@ def check_layout(spec: ModelSpec, task: Task, layout: Layout, findings: Findings
             _try("pipeline.stages", spec, lambda: _check_stages(spec))
     if layout.recompute.mode != "none":
         _try("trainer.activation_checkpointing", spec, lambda: _check_recompute(spec, task, layout, packed))
+
+
+def check_blocks(spec: ModelSpec, layout: Layout) -> None:
+    """Raises ConfigError for a layout that needs blocks where none are known."""
+    needs = {
+        "pipeline.stages": layout.pipeline > 1 and "stages are cut between blocks",
+        "zero_optimization.stage": layout.zero_stage == 3 and "ZeRO-3 gathers parameters block by block",
+        "trainer.activation_checkpointing": layout.recompute.mode != "none" and "it recomputes block by block",
+        "tensor_parallel.autotp_size": layout.tensor > 1 and "tensor parallelism splits blocks",
+    }
+    for key, need in needs.items():
+        if need and not spec.blocks:
+            seen = "it has no list of modules that run once each, in order, from hidden state to hidden state"
+            raise _refused(spec, key, f"{need}, and {seen}", "a model of repeated blocks")
 
 
 def _say_statistics(layout: Layout, findings: Findings) -> tuple[str, ...]:

@@ -35,6 +35,8 @@ class Sizes:
     parameters: int
     learned: int
     blocks: int
+    splits: bool
+    """Whether tensor parallelism knows the model."""
     hidden: int
     """Values of a hidden state, of a sample."""
     kept: int
@@ -54,6 +56,7 @@ class Sizes:
             spec.parameters,
             learned,
             max(1, len(spec.blocks)),
+            spec.language.vocabulary > 0,
             plan.subject.sample.hidden,
             plan.subject.sample.kept,
             8 if sure else 0,
@@ -61,13 +64,14 @@ class Sizes:
         )
 
 
-def candidates(layout: Layout, cluster: Cluster, blocks: int) -> Iterator[Layout]:
+def candidates(layout: Layout, cluster: Cluster, blocks: int, splits: bool = True) -> Iterator[Layout]:
     """Layouts of the same global batch on a cluster, `layout` among them where it is one of it.
 
-    Tensor parallel groups stay inside a node. Whether an engine runs them is not asked.
+    `splits`: whether tensor parallelism knows the model. Its groups stay inside a node. Whether an engine
+    runs them is not asked.
     """
     world, stay = cluster.world_size, {layout.tensor}
-    tensors = sorted({t for t in (1, 2, 4, 8) if cluster.devices % t == 0} | stay)
+    tensors = sorted({t for t in (1, 2, 4, 8) if splits and cluster.devices % t == 0} | stay)
     pipelines = sorted({p for p in PIPELINES if p <= blocks} | {layout.pipeline})
     recomputes = dict.fromkeys((layout.recompute, Recompute(), Recompute("selective"), Recompute("full")))
     offloads = dict.fromkeys(((layout.offload_optimizer, layout.offload_param), *OFFLOADS))

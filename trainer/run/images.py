@@ -25,6 +25,8 @@ from trainer.models.spec import ModelSpec
 from trainer.tasks.image_classification import ImageClassification
 
 MOST_WORKERS = 8
+MOST_CLASSES = 10_000_000
+"""Of images that nobody has looked at."""
 
 
 def image_subject(
@@ -63,15 +65,18 @@ def expected(section: TrainerSection, cache: Path) -> Images:
     """
     path, options = section.data.path, section.images
     name = (path if isinstance(path, str) else path[0]) if path else ""
-    if name not in SHAPES and glob(name):
-        return open_images(section.data, options, section.seed, cache, ALONE).images
+    is_here = Path(name).expanduser().exists() or glob(os.path.expanduser(name), recursive=True)
+    if name and name not in SHAPES and section.data.format != "hub" and is_here:
+        training = section.data.model_copy(update={"evaluation_path": None})
+        return open_images(training, options, section.seed, cache, ALONE).images
     known = SHAPES.get(name)
     count, mode = known[:2] if known else (options.classes or arguments_of(section).get("num_classes"), "RGB")
     size = options.size or (known[2] if known else None)
-    if size is None or not isinstance(count, int):
+    if size is None or type(count) is not int or not 1 <= count <= MOST_CLASSES:
         seen = f"not said, and images of {path} can't be looked at here"
         mend = "Set both, such as trainer.images.size=224 trainer.images.classes=1000"
-        raise ConfigError(Problem("trainer.images.size, trainer.images.classes", seen, "numbers", mend))
+        expected = f"numbers, and at most {MOST_CLASSES:,} classes"
+        raise ConfigError(Problem("trainer.images.size, trainer.images.classes", seen, expected, mend))
     height, width = (size, size) if isinstance(size, int) else size
     mode = mode if options.mode == "auto" else options.mode
     plain = Images(tuple(map(str, range(count))), mode, (height, width), (), ())

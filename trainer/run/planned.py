@@ -21,9 +21,11 @@ from trainer.errors import ConfigError, Problem, first_line
 from trainer.layout import Layout, layout_of
 from trainer.models import huggingface
 from trainer.models.classifiers import Images
+from trainer.models.constructed import SMALL
 from trainer.models.spec import ModelSpec, NoWeights, counted_flops, flops_per_token
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import schedule_of
+from trainer.parallel.checks import check_blocks
 from trainer.planner.cluster import Cluster
 from trainer.planner.plan import Plan, plan_of, reduced
 from trainer.planner.simulate import Sample, Subject
@@ -94,6 +96,7 @@ def source_of(config: Config, cluster: Cluster) -> Source:
     section, layout = config.trainer, layout_of(config, cluster.world_size)
     name, engine = select(section.engine, layout, config, "cuda")
     trained = (_classifier if section.task == "image_classification" else _language)(section, layout)
+    check_blocks(trained.spec, layout)
     engine.check(trained.spec, layout)
     spec = _of_shapes(trained.spec)
     config = resolve(config, replace(facts, hidden_size=spec.language.hidden_size, total_steps=section.steps or STEPS))
@@ -140,7 +143,10 @@ def _language(section: TrainerSection, layout: Layout) -> Trained:
 
 
 def _classifier(section: TrainerSection, layout: Layout) -> Trained:
-    classifier, given = images.named_in(section), images.expected(section, cache_folder())
+    named, given = images.named_in(section), images.expected(section, cache_folder())
+    # nothing is read: not the weights beside it, nor those that torchvision would download
+    arguments = {key: value for key, value in named.arguments.items() if key not in ("weights", "weights_backbone")}
+    classifier = replace(named, arguments=arguments, folder=None)
     classes, shape = len(given.classes), (given.channels, *given.size)
     spec = images.spec_of(section, given, classifier)
     plain = ImageClassification(classes, spec.build, spec.blocks)
@@ -156,9 +162,9 @@ def _classifier(section: TrainerSection, layout: Layout) -> Trained:
         seen = f"its training fails on the meta device: {type(error).__name__}: {first_line(error)}"[:200]
         expected = "scores of these images in training, as in an evaluation"
         raise ConfigError(Problem(f"trainer.model: {spec.name}", seen, expected)) from error
-    hidden = 0
+    hidden = math.prod(shape)
     with suppress(KeyError):  # a block that is given no tensor
-        hidden = min((math.prod(task.hidden_shape(batch(1), block)) for block in range(len(spec.blocks))), default=0)
+        hidden = min([hidden, *(math.prod(task.hidden_shape(batch(1), block)) for block in range(len(spec.blocks)))])
     kind = f"images of {' x '.join(map(str, shape))}, {classes:,} classes"
     return Trained(spec, lambda spec: task, batch, Sample("image", 1, kind, flops, hidden, 0))
 
@@ -176,11 +182,16 @@ def batches_of(images: Images) -> Callable[[int], Batch]:
 def _of_shapes(spec: ModelSpec) -> ModelSpec:
     """What has a shape alone: nothing is read, and nothing needs to be there. What is tried out has values."""
 
+    most = SMALL if isinstance(spec.weights, NoWeights) else math.inf  # what else only its constructor fills
+
     @cache
     def shapes() -> dict[str, torch.Size]:
         model = spec.build()
         tensors = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
-        return {name: tensor.shape for name, tensor in tensors}
+        return {name: tensor.shape for name, tensor in tensors if tensor.numel() <= most}
+
+    def constructed(name: str) -> torch.Tensor | None:
+        return torch.empty(shape) if (shape := shapes().get(name)) is not None else None
 
     tried = spec.shrunk or (lambda *_, **__: spec)
-    return replace(spec, weights=NoWeights(), constructed=lambda name: torch.empty(shapes()[name]), shrunk=tried)
+    return replace(spec, weights=NoWeights(), constructed=constructed, shrunk=tried)

@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from trainer.config.compiled import FILE, OVERRIDE
+from trainer.data.images import ImageData
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem, first_line
 from trainer.planner.cluster import RESERVED, Device, described, device_named
@@ -104,6 +105,11 @@ def simulated(prepared: Prepared, machine: Machine, device: Device) -> dict[str,
     """What a process of its own says of this run. Raises OSError, SubprocessError, ValueError."""
     config = resolved(prepared)
     config["trainer"]["engine"] = prepared.engine_name
+    if isinstance(prepared.data, ImageData):  # it has been looked at
+        images = prepared.data.images
+        known = {"size": list(images.size), "mode": images.mode, "classes": len(images.classes)}
+        config["trainer"]["images"] |= known
+        config["trainer"]["data"]["path"] = None
     world = machine.ranks.world_size
     local = machine.local_world_size or world
     # on a host nothing is left free for CUDA

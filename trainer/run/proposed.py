@@ -94,7 +94,7 @@ def _tried(config: Config, cluster: Cluster, plan: Plan, most: int, seconds_left
     old, sizes = plan.subject.layout, Sizes.of(plan)
     estimates = Estimates(sizes, cluster)
     estimates.learn(old, plan.needed)
-    pool = promising(candidates(old, cluster, sizes.blocks), old, plan.room, estimates)
+    pool = promising(candidates(old, cluster, sizes.blocks, sizes.splits), old, plan.room, estimates)
     began, simulated, refused, fitting = time.monotonic(), 0, 0, 0
     while pool and simulated < SIMULATED and refused < REFUSED and fitting < most:
         if simulated and time.monotonic() - began > seconds_left:
@@ -173,7 +173,11 @@ def nodes_enough(config: Config, cluster: Cluster, plan: Plan, found: Sequence[P
     while times <= MOST_NODES:
         larger = replace(cluster, nodes=cluster.nodes * times)
         times *= 2
-        layouts = [one for one in candidates(old, larger, sizes.blocks) if estimates.bytes(one) <= MARGIN * plan.room]
+        layouts = [
+            one
+            for one in candidates(old, larger, sizes.blocks, sizes.splits)
+            if estimates.bytes(one) <= MARGIN * plan.room
+        ]
         for layout in sorted(layouts, key=lambda one: (len(differences(old, one)), estimates.bytes(one)))[:REFUSED]:
             try:
                 _, changed = changed_to(config, larger, old, layout)
