@@ -152,7 +152,11 @@ def test_what_does_not_fit_says_by_how_much(tmp_path):
         ((), IMAGES, ("trainer.images.size, trainer.images.classes", "trainer.images.size=224")),
         (("trainer.model.name_or_path=inception_v3",), SIZED, ("inception_v3", "training fails on the meta device")),
         ((), {**IMAGES, "images": {"size": 32, "classes": 10**9}}, ("at most 10,000,000 classes",)),
-        (("trainer.model.name_or_path=squeezenet1_1", "trainer.activation_checkpointing=full"), SIZED, ("recomputes",)),
+        (
+            ("trainer.model.name_or_path=squeezenet1_1", "trainer.activation_checkpointing=full"),
+            SIZED,
+            ("squeezenet1_1", "block by block"),
+        ),
         (("trainer.model.name_or_path=builtins:dict",), SIZED, ("dict",)),
         (("tensor_parallel.autotp_size=2",), SIZED, ("tensor_parallel.autotp_size: resnet18",)),
     ],

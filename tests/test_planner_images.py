@@ -151,7 +151,7 @@ def test_the_command_plans_what_torchvision_has(tmp_path, changes):
         ({"model": {"name_or_path": "FOLDER"}, "images": {"size": 24, "classes": 5}}, "3 x 24 x 24, 5 classes"),
         (
             {"model": {"name_or_path": "resnet18", "config": {"weights": "DEFAULT"}}, "data": {"path": "mnist"}},
-            "1 chan",
+            "1 channel",
         ),
     ],
     ids=["evaluation", "hub", "folder", "weights"],
