@@ -113,7 +113,9 @@ def reach(folder: Path, job: Path, cache: Path, phase: str) -> subprocess.Popen[
     """A run that has come to a phase, and stays there for two seconds."""
     process = start(*command(folder, job, PHASES[phase]), **environment(cache))
     deadline = time.monotonic() + 60
-    while not (folder / "reached-0").exists() or not (folder / "pid-1").exists():
+    # before its first step a rank leaves at once, wherever the first one is
+    wanted = [folder / "reached-0", folder / ("reached-1" if phase == "first step" else "pid-1")]
+    while not all(path.exists() for path in wanted):
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
     return process
