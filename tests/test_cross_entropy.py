@@ -46,7 +46,7 @@ def test_equals_pytorch_whatever_the_chunks(tokens, vocabulary, rows, with_bias)
 def test_the_gradient_is_the_derivative(monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 3 * 17 * 8)
     hidden, weight, bias, targets = inputs()
-    assert torch.autograd.gradcheck(lambda *tensors: linear_cross_entropy(*tensors, targets), (hidden, weight, bias))
+    assert torch.autograd.gradcheck(lambda h, w, b: linear_cross_entropy(h, w, b, targets), (hidden, weight, bias))
     logits = torch.randn(7, 11, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: logits_cross_entropy(x, torch.arange(7)), logits)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.planned import LENGTH, planned, subject
+from tests.planned import planned, subject
 from tests.training import LLAMA, Case
 from trainer.config import load
 from trainer.errors import ConfigError
@@ -157,7 +157,15 @@ def test_nothing_is_left_out_that_fits(case):
         return
     stages = range(0, case.world_size, case.world_size // case.pipeline)
     peaks = [max(peak.size for peak in plan.peaks.values()) for plan in planned(case, *stages)]
-    learned = found.spec.parameters
-    blocks, hidden = len(found.spec.blocks), found.spec.language.hidden_size
-    sizes = Sizes(learned, learned, blocks, hidden, LENGTH, 8, 0.0)
+    spec, sample = found.spec, found.sample
+    sizes = Sizes(
+        parameters=spec.parameters,
+        learned=spec.parameters,
+        blocks=len(spec.blocks),
+        splits=True,
+        hidden=sample.hidden,
+        kept=sample.kept,
+        moments=8,
+        flops=0.0,
+    )
     assert least_bytes(found.layout, sizes) <= max(peaks)
