@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
 
 from tests.pool import Pools
-from tests.sample import RARELY, SAMPLE
+from tests.sample import PARTS, RARELY, SAMPLE
 
 settings.register_profile("no clock", deadline=None)
 settings.load_profile("no clock")
@@ -15,6 +16,21 @@ settings.load_profile("no clock")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--more", action="store_true", help="also what a first run leaves out (tests/sample.py)")
     parser.addoption("--whole", action="store_true", help="every case there is: hours")
+    parser.addoption(
+        "--part",
+        metavar="COMMIT",
+        help=f"with --more: one of {PARTS} equal parts of what a first run leaves out, the one that this commit picks",
+    )
+
+
+def part_of(name: str) -> int:
+    """The part that a test or a commit belongs to: the same on every machine."""
+    return crc32(name.encode()) % PARTS
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    commit = config.getoption("--part")
+    return f"part {part_of(commit) + 1} of {PARTS} of the slow tests, picked by {commit}" if commit else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -38,8 +54,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unwanted = set()
     elif config.getoption("--more"):
         unwanted = {"whole"}
+    commit = config.getoption("--part")
     named = any("::" in argument for argument in config.args)  # who names a test means it
-    out = [item for item in items if not named and any(item.get_closest_marker(name) for name in unwanted)]
+    out = [
+        item
+        for item in items
+        if not named
+        and (
+            any(item.get_closest_marker(name) for name in unwanted)
+            or (commit and item.get_closest_marker("more") and part_of(item.nodeid) != part_of(commit))
+        )
+    ]
     config.hook.pytest_deselected(items=out)
     left = set(out)
     items[:] = [item for item in items if item not in left]
