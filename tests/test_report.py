@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import itertools
 import json
@@ -26,12 +27,9 @@ from trainer.command.report import main
 from trainer.config import load
 from trainer.config.sections import ProfileSection
 from trainer.errors import ConfigError
-from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
+from trainer.layout import AXES, Layout, Recompute
 from trainer.report import page, read
 from trainer.report.history import FINISHED, KILLED, STOPPED, sessions
-from trainer.report.mesh import travels
-from trainer.report.operators import category, profiled_phases
-from trainer.report.schedule import UNITS, idle, passes
 from trainer.report.style import drawing
 from trainer.run.profile import StepProfiler
 from trainer.run.timeline import Timeline
@@ -82,10 +80,6 @@ def logged(step: int, at: float) -> dict[str, Any]:
     return event("logged", step, at, seconds={"waiting for data": 0.1, "training": 2.0, "logging": 0.2})
 
 
-def operator(name: str, own: float, whole: float) -> dict[str, Any]:
-    return {"name": name, "calls": 3, "host": whole, "self_host": own, "device": 0, "self_device": 0}
-
-
 TIMELINE = [
     event("start", 0, 0, steps=40, source=None), *(logged(step, 3.0 * step) for step in range(1, 24)),
     event("saved", 10, 32, seconds=2.0), event("saved", 20, 62, seconds=2.0), event("evaluated", 20, 63, seconds=1.0),
@@ -94,19 +88,6 @@ TIMELINE = [
     event("start", 30, 300, steps=40, source="step-000030"), *(logged(n, 210 + 3.0 * n) for n in range(31, 41)),
     event("evaluated", 40, 331, seconds=1.0), event("saved", 40, 333, seconds=2.0), event("end", 40, 333, error=None),
 ]  # fmt: skip
-PROFILE = {
-    "steps": [5, 6, 7],
-    "device": "cpu",
-    "operators": [
-        operator("meshloom: training", 3000, 90_000),
-        operator("meshloom: logging", 500, 1000),
-        operator("autograd::engine::evaluate_function: MmBackward0", 100, 50_000),
-        operator("Optimizer.step#AdamW.step", 200, 10_000),
-        operator("aten::mm", 40_000, 40_000),
-        operator("c10d::allreduce_", 9000, 9000),
-        operator(f"odd{NASTY}", 7000, 7000),
-    ],
-}
 
 
 def full(folder: Path) -> Path:
@@ -117,7 +98,7 @@ def full(folder: Path) -> Path:
     kinds = {"weights": 2**30, "optimizer": 2**31, NASTY: 2**28, "gradients": 2**29, "activations": 2**27}
     kinds |= {"logits": 2**26, "communication buffers": 2**25, "temporaries": 2**24, "checkpoint copies": 2**20}
     plan = {"memory": {"peak_bytes": 4 * 2**30, "by_kind": kinds}}
-    files = {"plan.json": plan, "timeline.jsonl": TIMELINE, "profile/summary.json": PROFILE}
+    files = {"plan.json": plan, "timeline.jsonl": TIMELINE}
     files |= {f"checkpoints/step-{step:06d}/manifest.json": {} for step in (30, 40)}
     config = {"gradient_clipping": 1.0, "trainer": {"model": {"name_or_path": NASTY}}}
     return write_run(folder, rows + held, **files, **{"config.json": config})
@@ -161,7 +142,7 @@ def ink(image: Image.Image) -> float:
     return float((np.asarray(image.convert("L")) < 200).mean())
 
 
-ALL = {"loss", "learning-rate", "throughput", "time", "operators", "memory", "mesh", "pipeline", "history"}
+ALL = {"loss", "learning-rate", "throughput", "time", "memory", "history"}
 
 
 def test_a_page_with_every_picture(reported):
@@ -222,33 +203,10 @@ def test_no_words_lie_on_one_another(tmp_path, steps):
             assert overlaps(section.figure) == [], section.key
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"shard": 4}, {"replicate": 4, "zero_stage": 0}, {"tensor": 2, "shard": 2}, {"pipeline": 2},
-        {"pipeline": 2, "replicate": 2}, {"pipeline": 2, "replicate": 2, "shard": 4, "tensor": 2},
-        pytest.param(
-            {"pipeline": 16, "replicate": 4, "shard": 16, "tensor": 8, "accumulation": 32}, marks=pytest.mark.more
-        ),
-        {"pipeline": 2, "schedule": PIPELINE_SCHEDULES["ZBVZeroBubble"], "accumulation": 8},
-        {"pipeline": 2, "accumulation": 200},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_no_words_lie_on_one_another_in_any_mesh(tmp_path, given):
-    run = write_run(tmp_path, [], **{"environment.json": {"layout": asdict(layout(**given))}})
-    sections = {section.key: section for section in page.sections(read(run))}
-    assert sections["mesh"].figure is not None
-    assert (sections["pipeline"].figure is not None) == (given.get("pipeline", 1) > 1)
-    for section in sections.values():
-        if section.figure is not None:
-            assert overlaps(section.figure) == [], section.key
-
-
 def test_dollars_are_no_mathematics(tmp_path):
     sections = {section.key: section.figure for section in page.sections(read(full(tmp_path)))}
-    names = [text for key in ("operators", "memory") for text in sections[key].findobj(Text) if "$" in text.get_text()]
-    assert len({text.get_text() for text in names}) == 2 and not any(text.get_parse_math() for text in names)
+    names = [text for text in sections["memory"].findobj(Text) if "$" in text.get_text()]
+    assert len({text.get_text() for text in names}) == 1 and not any(text.get_parse_math() for text in names)
 
 
 # What is missing or broken
@@ -259,8 +217,7 @@ def test_a_run_that_never_logged_says_so_of_each_picture(tmp_path):
     elements = written(run)
     assert elements.images == [] and not list((run / "report").iterdir())
     for words in (
-        "has logged no step yet", "no phases", "No steps were profiled", "no memory", "layout is not known",
-        "no starts and saves", "none logged",
+        "has logged no step yet", "no phases", "no memory", "no starts and saves", "none logged",
     ):  # fmt: skip
         assert words in elements.text
     rows = [section.text for section in page.sections(read(run))]
@@ -275,27 +232,23 @@ def test_a_prediction_or_a_timeline_alone_is_drawn(tmp_path):
 
 
 def test_an_earlier_reports_pictures_go(tmp_path):
-    run = write_run(tmp_path, [], **{"environment.json": {}, "profile/summary.json": PROFILE})
-    for kept in ({"operators"}, set()):
+    run = write_run(tmp_path, [], **{"environment.json": {}, "timeline.jsonl": TIMELINE})
+    for kept in ({"time", "history"}, set()):
         written(run)
         assert {path.stem for path in (run / "report").glob("*.png")} == kept
-        (run / "profile" / "summary.json").unlink(missing_ok=True)
+        (run / "timeline.jsonl").unlink(missing_ok=True)
 
 
 def test_a_torn_last_line_and_other_rubbish(tmp_path):
     rows = [record_of(1), "[1, 2]\n", "\x00\x00\n", record_of(2), '{"step": 3, "lo']
     run = write_run(tmp_path / "job", rows, **{"timeline.jsonl": '{"event": "sta', "plan.json": '{"memory": 3}'})
-    run.joinpath("profile").mkdir()
-    (run / "profile" / "summary.json").write_text('{"operators": [{}], "steps": [1]}')
     text = written(run).text
     assert "metrics.jsonl: 3 of 5 lines can't be read" in text and "timeline.jsonl: 1 of 1 lines" in text
-    assert "plan.json: its memory can't be read" in text and "summary.json of the profile can't be read" in text
+    assert "plan.json: its memory can't be read" in text
     assert [row["step"] for row in read(run).steps] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "name", ["environment.json", "config.json", "plan.json", "status.json", "profile/summary.json"]
-)
+@pytest.mark.parametrize("name", ["environment.json", "config.json", "plan.json", "status.json"])
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "null", '{"layout": {"schedule": 1}, "memory": [], "trainer": 1}', "[" * 100_000]
 )
@@ -363,68 +316,6 @@ def test_starts_and_ends(tmp_path):
     assert sessions(read(write_run(tmp_path, [], **{"timeline.jsonl": failed})))[0].how == "failed: NumericsError"
 
 
-@pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
-@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (3, 9)])
-def test_the_timeline_keeps_to_what_passes_need(name, ranks, count):
-    plan = layout(pipeline=ranks, accumulation=count, schedule=PIPELINE_SCHEDULES[name])
-    made = passes(plan)
-    units = {"F": 1, "B": 2} if not plan.schedule.splits_backward else {"F": 1, "B": 2, "I": 1, "W": 1}
-    assert (
-        sum(UNITS[one.kind] for one in made) == 3 * count * plan.stages and {one.kind for one in made} <= units.keys()
-    )
-    ends = {(one.stage, one.kind, one.micro_batch): one for one in made}
-    assert len(ends) == len(made) and all(one.stage in plan.stages_of(one.rank) for one in made)
-    for one in made:
-        if one.kind == "F" and one.stage:
-            assert ends[one.stage - 1, "F", one.micro_batch].end <= one.start
-        if one.kind in "BI":
-            after = [ends.get((one.stage + 1, kind, one.micro_batch)) for kind in "BI"]
-            assert all(other.end <= one.start for other in after if other) and (
-                any(after) == (one.stage + 1 < plan.stages)
-            )
-    for rank in range(ranks):
-        own = sorted((one for one in made if one.rank == rank), key=lambda one: one.start)
-        assert all(one.end <= other.start for one, other in itertools.pairwise(own))
-
-
-@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
-@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (8, 64)])
-def test_the_bubble_is_that_of_the_literature(name, ranks, count):
-    """(p - 1) / (m + p - 1) of a step: arXiv 2104.04473, section 2.2."""
-    plan = layout(pipeline=ranks, accumulation=count, schedule=PIPELINE_SCHEDULES[name])
-    assert idle(passes(plan), ranks) == pytest.approx((ranks - 1) / (count + ranks - 1))
-
-
-def test_what_travels():
-    assert travels(layout(), "mesh") == {}
-    words = travels(layout(pipeline=2, replicate=2, shard=2, tensor=2, zero_stage=3), "mesh")
-    assert list(words) == list(AXES) and "reduce-scattered" in words["shard"] and "of each shard" in words["replicate"]
-    assert "after the step" in travels(layout(shard=2), "deepspeed")["shard"]
-    assert travels(layout(replicate=4, zero_stage=0), "mesh") == {
-        "replicate": "gradients are all-reduced among the replicas"
-    }
-
-
-def test_what_a_profile_is_made_of():
-    found = profiled_phases(PROFILE)
-    assert found is not None and found.steps == "5 to 7"
-    assert found.seconds == pytest.approx(
-        {"forward and the rest": 0.03, "backward": 0.05, "optimizer": 0.01, "logging": 0.001}
-    )
-    names = (
-        "aten::mm",
-        "c10d::allreduce_",
-        "aten::copy_",
-        "aten::add_",
-        "Optimizer.step#AdamW.step",
-        "aten::_foreach_add_",
-    )
-    assert [category(name) for name in names] == [
-        "matrix products", "communication", "copies and casts", "element-wise and others", "between operators",
-        "optimizer",
-    ]  # fmt: skip
-
-
 # What a run records
 
 
@@ -484,10 +375,10 @@ def test_the_steps_that_are_profiled(tmp_path, first, recorded):
     if recorded is None:
         assert not list(tmp_path.iterdir())
         return
-    found = json.loads((tmp_path / "profile" / "summary.json").read_text())
-    calls = {row["name"]: row["calls"] for row in found["operators"]}
-    assert found["steps"] == recorded and calls["meshloom: training"] == len(recorded)
-    assert calls["aten::mm"] == 3 * len(recorded)
+    events = json.loads(gzip.decompress((tmp_path / "profile" / "trace-rank-0.json.gz").read_bytes()))["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X" and event["cat"] != "gpu_user_annotation"]
+    assert names.count("meshloom: training") == len(recorded)
+    assert names.count("aten::mm") == 3 * len(recorded)
 
 
 # From a real run
@@ -529,15 +420,12 @@ def test_a_real_run_leaves_what_is_drawn(real):
     seconds = [row["seconds"] for row in found.timeline if row["event"] == "logged"]
     assert all({"waiting for data", "training", "logging"} <= set(one) for one in seconds)
     assert found.layout is not None and (found.engine, found.device) == ("mesh", "cpu")
-    assert found.profile is not None and found.profile["steps"] == [2, 3]
     plain = read(real.with_name("plain"))
-    assert [row["loss"] for row in plain.steps] == [row["loss"] for row in found.steps] and plain.profile is None
-    parts = profiled_phases(found.profile)
-    assert parts is not None and {"forward and the rest", "backward", "optimizer", "logging"} <= set(parts.seconds)
+    assert [row["loss"] for row in plain.steps] == [row["loss"] for row in found.steps]
     assert (real / "profile" / "trace-rank-0.json.gz").stat().st_size > 1000
     elements = written(real)
-    assert {Path(path).stem for path in (real / "report").glob("*.png")} == ALL - {"mesh", "pipeline"}
-    assert len(elements.images) == len(ALL) - 2
+    assert {Path(path).stem for path in (real / "report").glob("*.png")} == ALL
+    assert len(elements.images) == len(ALL) and "profile/trace-rank-0.json.gz has the steps" in elements.text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
-from trainer.report.operators import PHASES, profiled_phases
 from trainer.report.records import Row, RunRecord, finite, number
 from trainer.report.style import (
     BLUE,
@@ -17,6 +16,7 @@ from trainer.report.style import (
     MUTED,
     OCHRE,
     RED,
+    SKY,
     TEAL,
     VIOLET,
     Section,
@@ -25,11 +25,15 @@ from trainer.report.style import (
     marker,
     over_steps,
     shown,
-    split_bars,
 )
+from trainer.run.profile import FOLDER, TRACE
 from trainer.run.timeline import PROFILING
 
 NEVER = "The run has logged no step yet."
+PHASES = {
+    "waiting for data": OCHRE, "training": BLUE, "logging": MUTED, "evaluating": TEAL, "saving": VIOLET, PROFILING: SKY,
+}  # fmt: skip
+"""The phases of a step, in their order, and their colours."""
 UNEVEN = 50.0
 """How many times the least of the numbers the largest may be on a linear axis."""
 
@@ -107,11 +111,8 @@ def times(record: RunRecord) -> Section:
         waits = finite(record.steps, "data_wait")
         known = f" Waiting for data took {sum(waits) / len(waits):.1%} of it." if waits else ""
         return Section(key, title, f"The run recorded no phases (timeline.jsonl).{known}")
-    bars = {"whole run": _whole(record)}
-    if found := profiled_phases(record.profile):
-        bars[f"profiled\nsteps {found.steps}"] = found.seconds
-    made, (above, below) = figure(3.8 + 0.4 * len(bars), 2, height_ratios=(0.6 * len(bars), 2.4))
-    split_bars(above, bars, PHASES, columns=5)
+    made, (above, below) = figure(4.2, 2, height_ratios=(0.6, 2.4))
+    _split_bar(above, _whole(record))
     names = [name for name in PHASES if name != PROFILING and any(name in phases for _, phases in intervals)]
     shown_twice = [intervals[0], *intervals]  # the first interval begins at the start of the run
     series = [[1000 * phases.get(name, 0.0) for _, phases in shown_twice] for name in names]
@@ -123,8 +124,10 @@ def times(record: RunRecord) -> Section:
         "The host's time by phase, between log lines (timeline.jsonl). Nothing waits for the device within a step, so "
         "on a GPU the device's own work shows where the host waits for it, in logging."
     )
-    if not record.profile:
-        text += " What a step is made of within, forward, backward and optimizer, is recorded with trainer.profile."
+    if (record.folder / FOLDER / TRACE).is_file():
+        text += f" {FOLDER}/{TRACE} has the steps that were profiled, for Perfetto."
+    else:
+        text += " What a step is made of within is recorded with trainer.profile."
     return Section(key, title, text, made)
 
 
@@ -151,6 +154,22 @@ def memory(record: RunRecord) -> Section:
     axes.set_ylim(0, 1.15 * max(measured + ([predicted[0] / 2**30] if predicted else [])))
     legend_above(axes)
     return Section(key, title, text, made)
+
+
+def _split_bar(axes: Axes, parts: Mapping[str, float]) -> None:
+    """One bar, divided in proportion to its parts; those of 7 % and more say it."""
+    left, total = 0.0, sum(parts.values()) or 1.0
+    for name in (name for name in PHASES if name in parts):
+        share = parts[name] / total
+        axes.barh(0, share, left=left, height=0.66, color=PHASES[name], label=name)
+        if share >= 0.07:
+            axes.text(left + share / 2, 0, f"{share:.0%}", ha="center", va="center", color="white", fontsize=8)
+        left += share
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    axes.set(xlim=(0, 1), ylim=(0.5, -0.5), xticks=[], yticks=[0], yticklabels=["whole run"])
+    axes.tick_params(length=0)
+    legend_above(axes)
 
 
 def _by_kind(axes: Axes, kinds: Mapping[str, float], peak: float) -> None:

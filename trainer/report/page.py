@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from trainer.errors import printable
-from trainer.report import curves, history, mesh, operators, schedule
+from trainer.report import curves, history
 from trainer.report.records import RunRecord, finite, number
 from trainer.report.style import DPI, Section, drawing, png
 from trainer.storage import disk_errors, replace_file
@@ -38,10 +38,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 def sections(record: RunRecord) -> list[Section]:
     """All parts of the report, in the order in which they are read."""
-    parts = (
-        *(curves.losses, curves.rates, curves.throughput, curves.times, operators.operators, curves.memory),
-        *(mesh.mesh, schedule.pipeline, history.history),
-    )
+    parts = (curves.losses, curves.rates, curves.throughput, curves.times, curves.memory, history.history)
     with drawing():
         return [part(record) for part in parts]
 

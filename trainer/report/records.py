@@ -12,7 +12,7 @@ from typing import Any
 from trainer import checkpoint
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout, PipelineSchedule, Recompute
-from trainer.run import profile, status, timeline
+from trainer.run import status, timeline
 from trainer.storage import parse_json
 
 PLAN = "plan.json"
@@ -40,7 +40,6 @@ class RunRecord:
     """Those that are there: the step, and when its manifest was written, in seconds since 1970."""
     predicted: tuple[float, dict[str, float]] | None
     """The memory that `plan.json` predicts, in bytes: its peak, and the share of each kind."""
-    profile: Row | None
     notes: list[str] = field(default_factory=list)
     """What could not be read, for a person."""
 
@@ -81,7 +80,6 @@ def read(folder: Path) -> RunRecord:
         status=status.read(folder),
         checkpoints=_checkpoints(folder),
         predicted=_predicted(plan, notes),
-        profile=_profile(folder, notes),
         notes=notes,
     )
     return found
@@ -190,18 +188,3 @@ def _predicted(plan: Row | None, notes: list[str]) -> tuple[float, dict[str, flo
         notes.append(f"{PLAN}: its memory can't be read")
         return None
     return float(memory["peak_bytes"]), {str(kind): float(count) for kind, count in kinds.items()}
-
-
-def _profile(folder: Path, notes: list[str]) -> Row | None:
-    found = _json(folder / profile.FOLDER / profile.SUMMARY, notes)
-    if found is None:
-        return None
-    rows, wanted = found.get("operators"), ("calls", "host", "self_host", "device", "self_device")
-    good = isinstance(rows, list) and all(
-        isinstance(row, dict) and isinstance(row.get("name"), str) and all(_is_number(row.get(key)) for key in wanted)
-        for row in rows
-    )
-    if good and isinstance(found.get("steps"), list) and found["steps"]:
-        return found
-    notes.append(f"{profile.SUMMARY} of the profile can't be read")
-    return None

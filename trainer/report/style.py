@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import BytesIO
@@ -68,32 +68,6 @@ def legend_above(axes: Axes, columns: int = 6) -> None:
     if handles:
         more: dict[str, Any] = {"borderaxespad": 0.2, "handlelength": 1.4, "columnspacing": 1.6}
         axes.legend(handles, labels, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1), **more)
-
-
-def split_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], columns: int) -> None:
-    """A bar for each name, divided in proportion to its parts; those of 7 % and more say it."""
-    named: set[str] = set()
-    for row, parts in enumerate(bars.values()):
-        left, total = 0.0, sum(parts.values()) or 1.0
-        for name in (name for name in colours if name in parts):
-            share = parts[name] / total
-            axes.barh(row, share, left=left, height=0.66, color=colours[name], label="_" if name in named else name)
-            named.add(name)
-            if share >= 0.07:
-                middle = left + share / 2
-                axes.text(middle, row, f"{share:.0%}", ha="center", va="center", color="white", fontsize=8)
-            left += share
-    bare(axes)
-    axes.set(xlim=(0, 1), ylim=(len(bars) - 0.5, -0.5), yticks=range(len(bars)), yticklabels=list(bars))
-    axes.tick_params(length=0)
-    legend_above(axes, columns)
-
-
-def bare(axes: Axes) -> None:
-    """No grid, no frame, no ticks."""
-    axes.grid(False)
-    axes.set(xticks=[], yticks=[])
-    axes.spines[:].set_visible(False)
 
 
 def over_steps(axes: Axes, last: float, label: bool = True) -> None:
