@@ -108,6 +108,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, backend: str
     import torch
 
     torch.set_num_threads(1)
+    from trainer.run.process import place_for_operators
+
+    place_for_operators()
     device = None
     if backend == "nccl":  # with a GPU for each rank
         device = torch.device("cuda", rank)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import trainer
 from tests.commands import BIN, ROOT, run
 from trainer.errors import ConfigError, DataError
 from trainer.models.module import check_module, spec_of
@@ -286,3 +287,35 @@ def test_a_buffer_that_training_changes_is_one_processs():
     check_layout(spec, task, layout(), findings)
     with pytest.raises(ConfigError, match="training changes its buffer 1.seen"):
         check_layout(spec, task, layout(replicate=2, world_size=2, train_batch=4), findings)
+
+
+def test_neither_tokenizers_nor_records_are_sent_between_ranks(tmp_path, monkeypatch):
+    """Each rank loads the one, and keeps what it saw of the other."""
+    import pickle
+
+    from tests.commands import write_job
+    from trainer.config import load
+    from trainer.distributed.ranks import Ranks
+    from trainer.run import prepare
+
+    agree = Ranks._agree
+    sent: list[bytes] = []
+
+    def noted(self: Ranks, outcome: tuple[bool, Any]) -> list[Any]:
+        sent.append(pickle.dumps(outcome))
+        assert b"trainer.trackers" not in sent[-1]
+        return agree(self, outcome)
+
+    monkeypatch.setattr(Ranks, "_agree", noted)
+    config = load(write_job(tmp_path))
+    tokenizer = prepare._tokenizer(config, Ranks(), None)
+    assert len(tokenizer) and len(sent) == 1 and len(sent[0]) < 100
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    named = load(write_job(tmp_path), [f"trainer.data.tokenizer={tmp_path / 'tokenizer'}"])
+    assert len(prepare._tokenizer(named, Ranks(), None)) == len(tokenizer)
+    assert len(sent) == 2 and len(sent[1]) < 100
+    section = {**CONFIG["trainer"], "engine": "mesh", "run": {"folder": str(tmp_path / "runs")}, "steps": 2}
+    rows = [(torch.full((4,), i / 8), torch.tensor(i % 2)) for i in range(8)]
+    loss = lambda output, target: (cross_entropy(output, target, reduction="sum"), len(target))  # noqa: E731
+    own = {"model": lambda: nn.Sequential(nn.Linear(4, 2)), "data": rows, "loss": loss}
+    assert len(trainer.train(CONFIG | {"trainer": section}, **own, quiet=True).records) == 2

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -80,6 +83,18 @@ def test_no_circle_within_a_room():
         for name in free:
             del edges[name]
     assert sorted(edges) == []
+
+
+def test_every_library_that_is_imported_is_declared():
+    """As a dependency or of an extra: what another library brings along today may be gone tomorrow."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    declared = {re.split(r"[<>=\[ ;]", line)[0].lower().replace("_", "-") for line in lines}
+    offered = packages_distributions()
+    for path, tree in sources("trainer", "launch"):
+        for name in {module.split(".")[0] for module in imports(tree)} - sys.stdlib_module_names - {"trainer"}:
+            found = {one.lower().replace("_", "-") for one in offered.get(name, [name])}
+            assert found & declared, f"{path.relative_to(ROOT)} imports {name}, of {found}"
 
 
 def test_every_file_has_a_room():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import pty
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +26,11 @@ from tests.commands import ROOT, TRAIN, run, write_job
 from trainer.data.progress import Progress
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine
-from trainer.engines.deepspeed.operators import announce, check_compiler
+from trainer.engines.deepspeed.engine import KIND
+from trainer.engines.deepspeed.operators import OF_OPTIMIZERS, announce, check_compiler
 from trainer.errors import ConfigError
+from trainer.run.process import place_for_operators
+from trainer.run.run import _stragglers_unseen
 from trainer.trackers import Console, Signs, signs
 
 
@@ -148,7 +153,7 @@ class Noted:
     def __init__(self) -> None:
         self.phases: list[str] = []
 
-    def at(self, phase: str) -> None:
+    def at(self, phase: str, stays: bool = False) -> None:
         self.phases.append(phase)
 
 
@@ -167,10 +172,10 @@ def operators_in(built: Path) -> Iterator[None]:
         yield
 
 
-def announced(built: Path, offload: str = "none") -> list[str]:
+def announced(built: Path, offload: str = "none", optimizer: str = "", device: torch.device = CPU) -> list[str]:
     noted: Any = Noted()
     with operators_in(built):
-        announce(layout_of(offload), Machine(CPU, Ranks(), signs=noted))
+        announce(layout_of(offload), Machine(device, Ranks(), signs=noted), optimizer)
     return noted.phases
 
 
@@ -190,11 +195,76 @@ def test_a_compiler_that_is_not_there_is_named_before_the_data_is_prepared(tmp_p
 
 
 def test_an_operator_that_is_not_compiled_yet_is_announced(tmp_path: Path) -> None:
-    assert announced(tmp_path) == ["compiling DeepSpeed's deepspeed_shm_comm, once for this machine"]
+    line = "compiling DeepSpeed's operator {}, once for this environment: about a minute"
+    assert announced(tmp_path) == [line.format("deepspeed_shm_comm")]
     (tmp_path / "deepspeed_shm_comm").mkdir()
     (tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").write_text("")
     assert announced(tmp_path) == []
-    assert announced(tmp_path, "nvme") == ["compiling DeepSpeed's async_io, once for this machine"]
+    assert announced(tmp_path, "nvme") == [line.format("async_io")]
+    for library, operator in OF_OPTIMIZERS.items():  # of the host, wherever the model is; and of a GPU
+        for device in (CPU, torch.device("cuda")):
+            assert announced(tmp_path, "cpu", library, device) == [line.format(operator)]
+    assert announced(tmp_path, "none", "torch.optim.AdamW") == []
+
+
+def test_the_operators_of_optimizers_are_the_ones_that_deepspeed_compiles() -> None:
+    import deepspeed
+
+    for library, operator in OF_OPTIMIZERS.items():
+        source = inspect.getsource(attrgetter(library.removeprefix("deepspeed."))(deepspeed))
+        builder = re.findall(r"(\w+Builder)\(\)\.load\(", source)
+        assert {name.removesuffix("Builder").lower() for name in builder} == {operator.replace("_", "")}
+
+
+def test_of_a_gpu_the_compiler_is_named_before_it_is_needed(tmp_path: Path) -> None:
+    there = patch("shutil.which", lambda name: None if name.endswith("nvcc") else f"/usr/bin/{name}")
+    with there, operators_in(tmp_path):
+        check_compiler(layout_of("cpu"), torch.device("cuda"), "deepspeed.ops.adam.DeepSpeedCPUAdam")
+        with pytest.raises(ConfigError, match="nvcc in PATH, by which DeepSpeed compiles its operator fused_adam"):
+            check_compiler(layout_of(), torch.device("cuda"), "deepspeed.ops.adam.FusedAdam")
+
+
+def test_what_an_offloaded_config_compiles_is_checked_before_its_data(tmp_path: Path) -> None:
+    """`EngineKind.ready` knows the optimizer: DeepSpeed's Adam of the host is compiled, PyTorch's is not."""
+    settings = {"optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": 2}}
+    layout: Any = SimpleNamespace(
+        offload_optimizer="cpu", offload_param="none", zero_stage=2, precision="float32", pipeline=1
+    )
+    with patch("shutil.which", lambda name: None), operators_in(tmp_path):
+        with pytest.raises(ConfigError, match="compiles its operator cpu_adam"):
+            KIND.ready(layout, torch.device("cuda"), settings)
+        settings["optimizer"]["params"] = {"torch_adam": True}
+        KIND.ready(layout, torch.device("cuda"), settings)
+
+
+def test_environments_compile_their_operators_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folders = []
+    for prefix in (sys.prefix, "/another/environment", sys.prefix):
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        monkeypatch.setattr(sys, "prefix", prefix)
+        place_for_operators()
+        folders.append(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
+    assert folders[0] == folders[2] != folders[1] and all(folder.parent.parent == tmp_path for folder in folders)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/chosen")
+    place_for_operators()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == "/chosen"
+
+
+def test_a_line_that_stays_is_printed_at_once_where_there_is_no_terminal() -> None:
+    written = io.StringIO()
+    shown = Signs(Terminal(file=written))
+    shown.at("compiling", stays=True)
+    shown.close()
+    assert written.getvalue() == "start   compiling\n"
+
+
+def test_on_several_gpus_it_is_said_that_no_straggler_is_told() -> None:
+    def lines(device: str, ranks: int) -> list[str]:
+        return list(_stragglers_unseen(Machine(torch.device(device), Ranks(0, ranks))))
+
+    assert ["slower than the others is not told here" in line for line in lines("cuda", 2)] == [True]
+    assert lines("cpu", 2) == lines("cuda", 1) == []
 
 
 @pytest.mark.parametrize(("tool", "package"), [("c++", "g++"), ("ninja", "ninja-build")])

@@ -116,7 +116,7 @@ def record(
     """
     section, layout, ranks = small.config.trainer, small.layout, machine.ranks
     kind = ENGINES[engine_of(small, machine.device.type)]
-    ranks.on_each(lambda: kind.ready(layout, machine.device))
+    ranks.on_each(lambda: kind.ready(layout, machine.device, small.config.deepspeed))
     ranks.on_first(lambda: kind.check(spec, layout))
     undecayed = spared(section.weight_decay_excludes, spec)
     job = Job(layout, spec, task, small.config.deepspeed, section.seed, machine, undecayed)

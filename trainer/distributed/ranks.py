@@ -103,6 +103,12 @@ class Ranks:
         """Run `work` on every rank and return all results; raises everywhere the error of the lowest failing rank."""
         return self._agree(_outcome(work))
 
+    def on_own(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank and return this rank's own result, sent to nobody. Raises as `on_each` does."""
+        failed, result = _outcome(work)
+        self._agree((failed, result if failed else None))
+        return result  # type: ignore[no-any-return]
+
     def await_first(self, work: Callable[[], T]) -> T:
         """As `on_first`, for work that may take hours: see `await_each`."""
         return self.await_each(lambda: work() if self.first else None)[0]  # type: ignore[return-value]

@@ -148,7 +148,7 @@ class EngineKind:
     build: Callable[[Job], Engine]
     check: Callable[[ModelSpec, Layout], None] = lambda spec, layout: None
     """Raises ConfigError for a model that it can't run in a layout; allocates next to nothing."""
-    ready: Callable[[Layout, torch.device], None] = lambda layout, device: None
+    ready: Callable[[Layout, torch.device, Mapping[str, Any]], None] = lambda layout, device, settings: None
     """Raises ConfigError where this machine lacks what it is built with."""
 
 

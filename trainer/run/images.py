@@ -48,7 +48,7 @@ def image_subject(
             raise ConfigError(Problem(key, str(named), "nothing: it is handed in"))
     classifier = None
     if model is None:
-        classifier = ranks.on_each(lambda: named_in(section))[ranks.rank]
+        classifier = ranks.on_own(lambda: named_in(section))
     data = open_images(section.data, section.images, section.seed, cache, ranks, own)
     spec = spec_of(section, data.images, classifier, model, blocks)
     task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)

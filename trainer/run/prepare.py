@@ -108,7 +108,7 @@ def prepare(
     layout = layout_of(config, ranks.world_size)
     name, engine = select(section.engine, layout, config, kind)
     if builds:
-        ranks.on_each(lambda: engine.ready(layout, machine.device))
+        ranks.on_each(lambda: engine.ready(layout, machine.device, config.deepspeed))
     if layout.offloads and (note := share_of_cores(machine.local_world_size or 1)):
         config = replace(config, notes=(*config.notes, note))
     ranks.on_first(lambda: require(section.log.trackers))
@@ -213,7 +213,7 @@ def _images(config: Config, given: Given, layout: Layout, ranks: Ranks) -> Subje
 
 def _language_model(config: Config, ranks: Ranks, progress: Progress) -> Subject:
     section = config.trainer
-    architecture = ranks.on_each(lambda: huggingface.read_config(section.model))[ranks.rank]
+    architecture = ranks.on_own(lambda: huggingface.read_config(section.model))
     tokenizer = _tokenizer(config, ranks, progress)
     data = open_data(section.data, tokenizer, cache_folder(), ranks, section.seed, progress)
     if data.has_chats:  # the trained model's folder has it, so that it is asked as it was taught
@@ -231,9 +231,9 @@ def _tokenizer(config: Config, ranks: Ranks, progress: Progress) -> Any:
     name = data.tokenizer or model.name_or_path
     if name is None:
         load = lambda: embedded_tokenizer(cache_folder(), progress=progress)  # noqa: E731
-        ranks.on_first(load)
+        ranks.on_first(lambda: load() and None)  # the one that trains it
         return load()
-    return ranks.on_each(lambda: load_tokenizer(name, model.trust_remote_code, model.revision))[ranks.rank]
+    return ranks.on_own(lambda: load_tokenizer(name, model.trust_remote_code, model.revision))
 
 
 def _check_vocabulary(largest: int, spec: ModelSpec) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +52,7 @@ def join(config: Config, world: World, say: Callable[[str], None] = lambda line:
     os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed and Accelerate take it for the number of the GPU
     if not cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    _have_a_place_for_operators()
+    place_for_operators()
     try:
         if not dist.is_initialized():  # by an earlier call of the same script
             dist.init_process_group(
@@ -93,16 +96,22 @@ def _store(world: World, say: Callable[[str], None]) -> Any:
     return store
 
 
-def _have_a_place_for_operators() -> None:
-    """What libraries compile goes to a folder of its own where the home can't be written."""
-    usual = cache_folder().with_name("torch_extensions")
+def place_for_operators() -> None:
+    """What libraries compile has a folder for each environment: they would compile each other's anew.
+
+    Compilers are told the paths of the environment; where the home can't be written, it is elsewhere.
+    """
+    if "TORCH_EXTENSIONS_DIR" in os.environ:
+        return
+    versions = [torch.__version__, version("deepspeed"), sys.version, sys.prefix]
+    name = f"operators-{hashlib.sha256(repr(versions).encode()).hexdigest()[:12]}"
+    folder = cache_folder() / name
     try:
-        usual.mkdir(parents=True, exist_ok=True)
-        usable = os.access(usual, os.W_OK)
+        folder.mkdir(parents=True, exist_ok=True)
+        usable = os.access(folder, os.W_OK)
     except OSError:
         usable = False
-    if not usable:
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(private_folder() / "torch_extensions"))
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder if usable else private_folder() / name)
 
 
 def _check_even(sizes: Sequence[int]) -> None:

@@ -69,7 +69,7 @@ class Output(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to; on every rank the same."""
+    """What a run came to; on every rank, as that rank saw it: nothing of it is sent."""
 
     folder: Path
     """Of the run: checkpoints, `metrics.jsonl`, and `final/` with the model."""
@@ -158,12 +158,16 @@ def execute(
         for line in describe.preview_lines(prepared, request.preview):
             console.print(Text(line, "green" if line.startswith("  + ") else ""), soft_wrap=True)
         return None
-    for line in (*describe.plan_lines(prepared, request.dry_run), *_slow_float32(prepared.layout, machine.device)):
+    on_gpu = (*_slow_float32(prepared.layout, machine.device), *_stragglers_unseen(machine))
+    for line in (*describe.plan_lines(prepared, request.dry_run), *on_gpu):
         say(console, line)
     if start is None:
         return None
-    history = _train(prepared, request, machine, start, console, signals)
-    return machine.ranks.on_first(lambda: Result(start.folder, tuple(history.records), tuple(history.evaluations)))
+    history = History() if given else None
+    _train(prepared, request, machine, start, console, signals, [history] if history else [])
+    if history is None:  # a command's run is told by its folder
+        return None
+    return Result(start.folder, tuple(history.records), tuple(history.evaluations))
 
 
 def _train(
@@ -173,7 +177,9 @@ def _train(
     start: Start,
     console: Console,
     signals: StopSignals | NoSignals,
-) -> History:
+    trackers: list[Tracker],
+) -> None:
+    """`trackers` are told on every rank; those of the config on rank 0."""
     config, spec, ranks = prepared.config, prepared.spec, machine.ranks
     section, folder, source = config.trainer, start.folder, start.source
     changed = []
@@ -190,12 +196,8 @@ def _train(
     machine.watch.moves(saved_bytes(prepared) / SLOW_DISK)
     engine, position = _built(prepared, request, machine, source, console)
     with ExitStack() as stack:
-        history = History()
-        trackers: list[Tracker] = (
-            [history, *open_trackers(section.log.trackers, folder, console, describe.unit(prepared))]
-            if ranks.first
-            else []
-        )
+        if ranks.first:
+            trackers += open_trackers(section.log.trackers, folder, console, describe.unit(prepared))
         for tracker in trackers:
             stack.callback(tracker.close)
         loader = stack.enter_context(_loader(prepared, machine, position))
@@ -242,7 +244,6 @@ def _train(
         engine.close()
     if ranks.first:
         finish(prepared, folder, console)
-    return history
 
 
 def _predicted(prepared: Prepared, machine: Machine, folder: Path, console: Console) -> predicted.Prediction | None:
@@ -321,6 +322,15 @@ def _slow_float32(layout: Layout, device: torch.device) -> Iterator[str]:
         yield (
             "note    float32 on a GPU, without TF32: matrix products take several times as long as they could. Set "
             "bf16.enabled=true, or TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in the environment for TF32's 10-bit mantissas"
+        )
+
+
+def _stragglers_unseen(machine: Machine) -> Iterator[str]:
+    """A note where a rank that the others wait for is not found."""
+    if machine.device.type == "cuda" and machine.ranks.world_size > 1:
+        yield (
+            "note    a rank that is slower than the others is not told here: it is found by whose host waits in "
+            "collectives, and NCCL's wait on the device"
         )
 
 

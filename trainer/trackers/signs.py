@@ -27,12 +27,14 @@ class Signs:
         if not terminal.is_terminal and not terminal.quiet:
             threading.Thread(target=self._tell, name="signs", daemon=True).start()
 
-    def at(self, phase: str) -> None:
-        """This begins. After `close`, nothing."""
+    def at(self, phase: str, stays: bool = False) -> None:
+        """This begins; what takes long has a line at once, which `stays`. After `close`, nothing."""
         if self._closed.is_set() or self._terminal.quiet:
             return
         self._begun = time.monotonic()
-        self._phase, self._due = phase, self._begun + _MOMENT
+        self._phase, self._due = phase, self._begun + (_BETWEEN if stays else _MOMENT)
+        if stays:
+            self._terminal.print(Text(f"start   {phase}"), soft_wrap=True)
         if self._terminal.is_terminal and self._live is None:
             self._live = Live(
                 get_renderable=self._line,
@@ -68,7 +70,7 @@ class Signs:
 class NoSigns:
     """Where nobody watches."""
 
-    def at(self, phase: str) -> None: ...
+    def at(self, phase: str, stays: bool = False) -> None: ...
 
     def hide(self) -> None: ...
 

@@ -26,7 +26,7 @@ from trainer.models.spec import ModelSpec
 from trainer.optim.decay import groups_of
 from trainer.optim.lr_schedules import Update
 from trainer.optim.optimizer import step_if_finite
-from trainer.optim.support import in_deepspeed
+from trainer.optim.support import Recipe, in_deepspeed
 from trainer.parallel.apply import wrap_blocks
 from trainer.parallel.batch_norm import RunningStatistics
 from trainer.parallel.gradients import GradientNorm
@@ -70,10 +70,10 @@ def build(job: Job) -> DeepSpeedEngine:
     groups.mpu = groups._TENSOR_MODEL_PARALLEL_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     torch.nn.functional.linear = torch._C._nn.linear  # ZeRO-3 leaves a linear layer of its own there
     logger.setLevel("WARNING")
-    announce(job.layout, job.machine)
+    recipe = recipe_of(KIND, job)
+    announce(job.layout, job.machine, recipe.library)
     deepspeed.init_distributed(dist.get_backend())
     job.machine.signs.at("building the engine, and the model's values")
-    recipe = recipe_of(KIND, job)
     config = runtime_config(job, recipe)
     runner: StepRunner = pipeline.build(job, config) if job.layout.pipeline > 1 else _whole(job, config)
     _link_group_by_group(runner.engine.optimizer)
@@ -135,10 +135,11 @@ def _link_group_by_group(optimizer: Any) -> None:
         optimizer._lazy_init_hp_params_optimizer_state = link
 
 
-def ready(layout: Layout, device: torch.device) -> None:
+def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> None:
     """Raises ConfigError where this machine has no float16 arithmetic, or no compiler that is needed."""
     check_precision(layout)
-    check_compiler(layout, device)
+    recipe = in_deepspeed(settings, layout, device.type, grouped=False)
+    check_compiler(layout, device, recipe.library if isinstance(recipe, Recipe) else "")
 
 
 KIND = EngineKind(refusal, in_deepspeed, build, check, ready)

@@ -12,26 +12,43 @@ from trainer.engines.engine import Machine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 
+OF_OPTIMIZERS = {
+    "deepspeed.ops.adam.DeepSpeedCPUAdam": "cpu_adam",
+    "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad": "cpu_adagrad",
+    "deepspeed.ops.lion.DeepSpeedCPULion": "cpu_lion",
+    "deepspeed.ops.adam.FusedAdam": "fused_adam",
+    "deepspeed.ops.lion.FusedLion": "fused_lion",
+}
+"""By class; those of the host are C++ wherever the model is, the fused ones are of the device."""
 
-def check_compiler(layout: Layout, device: torch.device) -> None:
-    """Raises ConfigError where something has to be compiled, and there is nothing to compile it with."""
-    from torch.utils.cpp_extension import get_cxx_compiler
 
-    for name in _missing(layout, device):
-        for tool, package in ((get_cxx_compiler(), "g++"), ("ninja", "ninja-build")):
+def check_compiler(layout: Layout, device: torch.device, optimizer: str = "") -> None:
+    """Raises ConfigError where something has to be compiled, and there is nothing to compile it with.
+
+    `optimizer`: the class that the engine makes, by its public name.
+    """
+    from torch.utils.cpp_extension import CUDA_HOME, get_cxx_compiler
+
+    for name in _missing(layout, device, optimizer):
+        tools = [(get_cxx_compiler(), "g++"), ("ninja", "ninja-build")]
+        if device.type == "cuda" and name.startswith("fused"):
+            tools.append((f"{CUDA_HOME}/bin/nvcc" if CUDA_HOME else "nvcc", "nvidia-cuda-toolkit"))
+        for tool, package in tools:
             if shutil.which(tool) is None:
                 seen = f"no {tool} in PATH, by which DeepSpeed compiles its operator {name}"
                 mend = f'Install it (apt install {package}), or set trainer.engine to "mesh" or "accelerate"'
-                raise ConfigError(Problem("engine deepspeed", seen, "a C++ compiler and ninja", mend))
+                expected = "a C++ compiler and ninja" + (" and CUDA's nvcc" if len(tools) > 2 else "")
+                raise ConfigError(Problem("engine deepspeed", seen, expected, mend))
 
 
-def announce(layout: Layout, machine: Machine) -> None:
+def announce(layout: Layout, machine: Machine, optimizer: str = "") -> None:
     """Say what is about to be compiled."""
-    if names := list(_missing(layout, machine.device)):
-        machine.signs.at(f"compiling DeepSpeed's {' and '.join(names)}, once for this machine")
+    if names := list(_missing(layout, machine.device, optimizer)):
+        operators = f"operator{'s' if len(names) > 1 else ''} {' and '.join(names)}"
+        machine.signs.at(f"compiling DeepSpeed's {operators}, once for this environment: about a minute", stays=True)
 
 
-def _missing(layout: Layout, device: torch.device) -> Iterator[str]:
+def _missing(layout: Layout, device: torch.device, optimizer: str) -> Iterator[str]:
     from deepspeed.ops import __compatible_ops__ as compatible
     from torch.utils.cpp_extension import _get_build_directory
 
@@ -39,6 +56,9 @@ def _missing(layout: Layout, device: torch.device) -> Iterator[str]:
         "deepspeed_shm_comm": device.type == "cpu",  # left out by DeepSpeed where it can't be had
         "async_io": "nvme" in (layout.offload_optimizer, layout.offload_param),
     }
-    for name in (name for name, is_used in used.items() if is_used and compatible.get(name)):
+    names = [name for name, is_used in used.items() if is_used and compatible.get(name)]
+    if optimizer in OF_OPTIMIZERS:
+        names.append(OF_OPTIMIZERS[optimizer])
+    for name in names:
         if not Path(_get_build_directory(name, False), f"{name}.so").exists():
             yield name
