@@ -20,12 +20,14 @@ from trainer.certify.comparison import (
     compare_update,
 )
 from trainer.certify.packed import CHANGE, PackedReference, check_nothing_drawn, without_dropout
+from trainer.certify.parameters import initial, learner, opened, write_base
 from trainer.certify.recording import Recording, Sources, engine_of, record, shared_folder
 from trainer.certify.reference import Expected, Reference
 from trainer.certify.small import Small
+from trainer.config import TrainerSection
 from trainer.engines import Machine
 from trainer.models import huggingface
-from trainer.models.spec import ModelSpec
+from trainer.models.spec import ModelSpec, Weights
 from trainer.parallel.checks import checked
 from trainer.run.describe import versions
 from trainer.run.prepare import amended, regularised
@@ -58,11 +60,36 @@ def certify(small: Small, machine: Machine) -> Certificate:
     if packed:
         architecture, section = without_dropout(architecture, section)
         small = replace(small, changes=(*small.changes, CHANGE))
-    whole = huggingface.spec_of(architecture, options.model_copy(update={"name_or_path": None}))
-    whole = amended(whole, section, ranks)
-    assert whole.shrunk is not None
+    plain = huggingface.spec_of(architecture, options.model_copy(update={"name_or_path": None}))
+    assert plain.shrunk is not None
     # a block more than stages: they need not be equal
-    spec = whole.shrunk(max(2, small.layout.stages + 1), small.layout.tensor)
+    copy = plain.shrunk(max(2, small.layout.stages + 1), small.layout.tensor)
+    with shared_folder(ranks) as folder:
+        base = folder / "base" if options.name_or_path or section.adapter else None
+        if base is not None:
+            ranks.on_first(lambda: write_base(copy, base))
+            copy = replace(copy, weights=_weights_of(copy, options, base))
+        return _certified(small, section, (plain, copy), base, machine, folder)
+
+
+def _weights_of(copy: ModelSpec, options: Any, base: Path) -> Weights:
+    """As a run reads them."""
+    return huggingface.weights_of(copy.build(), options.model_copy(update={"name_or_path": str(base)}))[0]
+
+
+def _certified(
+    small: Small,
+    section: TrainerSection,
+    copied: tuple[ModelSpec, ModelSpec],
+    base: Path | None,
+    machine: Machine,
+    folder: Path,
+) -> Certificate:
+    """By a model and its tiny copy, without what the config changes of them."""
+    (plain, copy), ranks, packed = copied, machine.ranks, section.data.packs
+    whole = amended(replace(plain, shrunk=lambda *_: copy), section, ranks)
+    assert whole.shrunk is not None
+    spec = whole.shrunk(len(copy.blocks), small.layout.tensor)
     small = replace(
         small, changes=(*small.changes, *(f"the tiny copy lacks {what}: it proves less" for what in spec.lacks))
     )
@@ -71,13 +98,17 @@ def certify(small: Small, machine: Machine) -> Certificate:
     if packed:
         check_nothing_drawn(spec, ranks)
     documents = samples.documents_of(small, spec.language.vocabulary, packed)
-    with shared_folder(ranks) as folder:
-        ranks.on_first(lambda: samples.write(documents, folder, packed))
-        sources = Sources(samples.source(folder, "training"), samples.source(folder, "held_out"))
-        trained = regularised(task, spec, section)
-        run, resumed = record(small, spec, trained, sources, machine, folder)
-    reference = PackedReference if packed else Reference
-    return compare(small, spec, run, resumed, machine, lambda: reference(small, spec, documents, machine.device))
+    ranks.on_first(lambda: samples.write(documents, folder, packed))
+    sources = Sources(samples.source(folder, "training"), samples.source(folder, "held_out"))
+    trained = regularised(task, spec, section)
+    run, resumed = record(small, spec, trained, sources, machine, folder)
+
+    def reference() -> Reference:
+        model = initial(copy, section.seed) if base is None else opened(base, section.model)
+        own = learner(model, section, copied)
+        return (PackedReference if packed else Reference)(small, spec, own, documents, machine.device)
+
+    return compare(small, spec, run, resumed, machine, reference)
 
 
 def compare(
@@ -96,7 +127,7 @@ def compare(
     def one_process() -> tuple[list[Expected], Order]:
         reference = make_reference()
         order = Order(reference.order, spec.blocks)
-        found.append(compare_initial(run, reference.weights(), order, spec.frozen))
+        found.append(compare_initial(run, reference.weights(), order, reference.held))
         expected = []
         for step, gradients in enumerate(run.gradients):
             machine.watch.moves()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from trainer.certify.certificate import Certificate
 from trainer.certify.module import certify_subject
+from trainer.certify.parameters import constructed, initial
 from trainer.certify.small import Small
 from trainer.data.dataset import Pairs
 from trainer.engines import Machine
@@ -42,10 +44,13 @@ def certify_images(small: Small, given: Given, machine: Machine) -> Certificate:
         task = ImageClassification(CLASSES, spec.build, spec.blocks)
         size = " x ".join(map(str, images.size))
         notes = (f"a small one of its kind: {spec.parameters / 1e6:.1f} M parameters, made-up images of {size}",)
+    make = partial(initial, spec, section.seed)
+    if given.model is not None:
+        make = partial(constructed, given.model, section.seed)
     spec = amended(spec, section, ranks, copied=True)
     samples = made_up(images, wanted)
     subject = Subject(replace(spec, trial=task.trial(samples[:4])), task, Pairs(samples, None, ""))
-    return certify_subject(replace(small, changes=(*small.changes, *notes)), subject, class_loss, machine)
+    return certify_subject(replace(small, changes=(*small.changes, *notes)), subject, make, class_loss, machine)
 
 
 def small_of(classifier: Classifier, stages: int) -> Classifier:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from trainer.certify.certificate import Certificate, compare
+from trainer.certify.parameters import Learner, constructed, learner
 from trainer.certify.recording import Sources, State, record, shared_folder
 from trainer.certify.reference import IGNORED, MicroBatch, Reference
 from trainer.certify.samples import Documents
@@ -42,7 +44,9 @@ def small_of(config: str | Path | dict[str, Any], overrides: Sequence[str], proc
 
 def certify_given(small: Small, given: Given, machine: Machine) -> Certificate:
     """An own module on own data, with its loss. Collective."""
-    return certify_subject(small, subject_of(small.config, given, machine.ranks), given.loss, machine)
+    assert given.model is not None
+    author = partial(constructed, given.model, small.config.trainer.seed)
+    return certify_subject(small, subject_of(small.config, given, machine.ranks), author, given.loss, machine)
 
 
 def met(small: Small, device: str = "cpu", say: Callable[[str], None] = lambda line: None) -> Machine:
@@ -60,8 +64,13 @@ def met(small: Small, device: str = "cpu", say: Callable[[str], None] = lambda l
     return machine
 
 
-def certify_subject(small: Small, subject: Subject, loss: Any, machine: Machine) -> Certificate:
-    """Of any model on pairs of input and target, with its loss; on the CPU. Collective."""
+def certify_subject(
+    small: Small, subject: Subject, make: Callable[[], nn.Module], loss: Any, machine: Machine
+) -> Certificate:
+    """Of any model on pairs of input and target, with its loss; on the CPU. Collective.
+
+    `make` gives the model of the one process, with its initial values.
+    """
     ranks = machine.ranks
     if subject.spec.parameters > LARGEST:
         seen = f"{subject.spec.parameters / 1e6:,.0f} M parameters"
@@ -83,15 +92,21 @@ def certify_subject(small: Small, subject: Subject, loss: Any, machine: Machine)
         sources = Sources(training, held_out)
         task = regularised(subject.task, spec, small.config.trainer)
         run, resumed = record(small, spec, task, sources, machine, folder)
-    return compare(small, spec, run, resumed, machine, lambda: _Reference(small, spec, training, held_out, loss))
+
+    def reference() -> Reference:
+        return _Reference(small, spec, learner(make(), small.config.trainer), training, held_out, loss)
+
+    return compare(small, spec, run, resumed, machine, reference)
 
 
 class _Reference(Reference):
     """One process with nothing but the module, `default_collate` and the loss."""
 
-    def __init__(self, small: Small, spec: ModelSpec, training: Subset, held_out: Subset, loss: Any) -> None:
+    def __init__(
+        self, small: Small, spec: ModelSpec, own: Learner, training: Subset, held_out: Subset, loss: Any
+    ) -> None:
         self._training, self._held_out, self._loss = training, held_out, loss
-        super().__init__(small, spec, Documents([], []), torch.device("cpu"))
+        super().__init__(small, spec, own, Documents([], []), torch.device("cpu"))
 
     def held_out(self, state: State) -> tuple[float, int]:
         self._load(state)

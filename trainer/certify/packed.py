@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trainer.certify.parameters import Learner
 from trainer.certify.recording import State
 from trainer.certify.reference import IGNORED, MicroBatch, Reference, sample_of
 from trainer.certify.samples import Documents
@@ -46,9 +47,9 @@ def check_nothing_drawn(spec: ModelSpec, ranks: Ranks) -> None:
 class PackedReference(Reference):
     """One process in which a sample is a list of documents, each of which is a micro-batch of its own."""
 
-    def __init__(self, small: Small, spec: ModelSpec, documents: Documents, device: torch.device) -> None:
+    def __init__(self, small: Small, spec: ModelSpec, own: Learner, documents: Documents, device: torch.device) -> None:
         self._training, self._held_out = best_fit(documents.training), best_fit(documents.held_out)
-        super().__init__(small, spec, documents, device)
+        super().__init__(small, spec, own, documents, device)
 
     def held_out(self, state: State) -> tuple[float, int]:
         self._load(state)

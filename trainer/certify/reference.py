@@ -1,7 +1,7 @@
 """The same run in one process, of nothing but PyTorch, transformers and, for the schedules, DeepSpeed's own classes.
 
 Written anew from the contracts: order of samples, padding, seeds of dropout, loss, clipping, decay groups. Shared with
-what is checked are the initial values alone.
+what is checked are the initial values alone, and not those that are read from files or made by PEFT.
 
 Each step starts from the state that the engine had before it. So its error is that of one step: nothing grows from
 step to step, an optimizer that divides noise by noise (eps 1e-8) stays comparable, and what is wrong is found in the
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.certify.parameters import Learner
 from trainer.certify.recording import State, Tensors
 from trainer.certify.samples import Documents
 from trainer.certify.small import LONGEST, PROBE_RATE, Small
 from trainer.data.source import Encoded
-from trainer.models.materialise import materialise
 from trainer.models.spec import ModelSpec
 from trainer.state import MASTER, WEIGHT
 
@@ -68,16 +68,13 @@ class Rounding:
 class Reference:
     """One process with the whole small model in float32."""
 
-    def __init__(self, small: Small, spec: ModelSpec, documents: Documents, device: torch.device) -> None:
+    def __init__(self, small: Small, spec: ModelSpec, own: Learner, documents: Documents, device: torch.device) -> None:
         self._small, self._spec, self._documents, self._device = small, spec, documents, device
         self._layout, self._seed = small.layout, small.config.trainer.seed
         self._smoothing = small.config.trainer.label_smoothing
-        self.model = spec.build()
-        materialise(self.model, spec, seed=self._seed, device=device, dtype=torch.float32)
-        for name, parameter in self.model.named_parameters():
-            # what is said to have no gradient is seen to have none
-            parameter.requires_grad_(name not in spec.frozen)
+        self.model = own.model.to(device)
         self._named = dict(self.model.named_parameters())
+        self.held = {name for name, parameter in self._named.items() if not parameter.requires_grad}
         self.order: dict[str, int] = {}
         """Parameter -> its place in the order of computation of a forward pass."""
         self._has_own_loss, self._adds_to_loss = self._try_forward()
@@ -88,7 +85,7 @@ class Reference:
         if (alpha := small.config.trainer.neftune_alpha) and not small.config.trainer.data.packs:
             table: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
             table.register_forward_hook(self._adding_noise(alpha))
-        self._optimizer = optimizer_of(self.model, small, spec)
+        self._optimizer = optimizer_of(self.model, small, own.groups)
         self._scheduler = scheduler_of(self._optimizer, small)
 
     def weights(self) -> Tensors:
@@ -330,7 +327,9 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "little") // 2
 
 
-def optimizer_of(model: nn.Module, small: Small, spec: ModelSpec) -> torch.optim.Optimizer:
+def optimizer_of(
+    model: nn.Module, small: Small, own: Mapping[str, tuple[float, float | None]]
+) -> torch.optim.Optimizer:
     """PyTorch's own, tensor by tensor, with the config's parameters, DeepSpeed's defaults and the Trainer's groups.
 
     Each parameter is a group by itself.
@@ -348,9 +347,9 @@ def optimizer_of(model: nn.Module, small: Small, spec: ModelSpec) -> torch.optim
     groups = []
     for key, parameter in named.items():
         decay = params["weight_decay"] if key in decayed else 0.0
-        multiplier, own = spec.tuned.get(key, (1.0, None))
+        multiplier, other = own.get(key, (1.0, None))
         groups.append({"params": [parameter], "lr_multiplier": multiplier})
-        groups[-1]["weight_decay"] = decay if own is None else own
+        groups[-1]["weight_decay"] = decay if other is None else other
     return getattr(torch.optim, name)(groups, **params)  # type: ignore[no-any-return]
 
 

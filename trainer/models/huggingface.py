@@ -83,7 +83,7 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
         if not isinstance(error, ValueError | ImportError):
             seen, expected = f"{type(error).__name__}: {error}", "a config that the family's own code builds a model of"
         raise ConfigError(Problem(f"trainer.model: {name}", seen[:200], expected)) from error
-    given, dropped = _weights(model, options) if options.name_or_path and weights else (NoWeights(), "")
+    given, dropped = weights_of(model, options) if options.name_or_path and weights else (NoWeights(), "")
     kind = type(model).__name__
     notes = [dropped] if dropped else []
     if options.name_or_path and stated and kind not in stated:
@@ -289,7 +289,7 @@ def _initialise(root: nn.Module, name: str) -> None:
         owner._init_weights(module)  # type: ignore[operator]
 
 
-def _weights(model: nn.Module, options: Any) -> tuple[Weights, str]:
+def weights_of(model: nn.Module, options: Any) -> tuple[Weights, str]:
     """The values of the folder or hub id, and a line on what of them the model has no place for."""
     folder = Path(options.name_or_path)
     if not folder.is_dir():

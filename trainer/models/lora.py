@@ -24,7 +24,7 @@ from trainer.errors import ConfigError, Problem, listed, named_line
 from trainer.models.lora_folder import STEM, Started, completed
 from trainer.models.materialise import materialise
 from trainer.models.names import aliases_of, pattern_of
-from trainer.models.spec import WHOLE, ModelSpec, Weights
+from trainer.models.spec import WHOLE, ModelSpec, NoWeights, Weights
 from trainer.models.weights import fingerprint
 
 ADAPTER = "default"
@@ -146,7 +146,8 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
     def shrunk(layers: int = 3, split: int = 1) -> ModelSpec:
         assert spec.shrunk is not None
         small = spec.shrunk(layers, split)
-        small = replace(small, weights=_MadeUp(small))
+        if isinstance(small.weights, NoWeights):
+            small = replace(small, weights=_MadeUp(small))
         names = [name for name, _ in small.build().named_modules() if pattern_of(name) in patterns]
         return _described(small, options, names)
 

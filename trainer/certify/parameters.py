@@ -1,0 +1,148 @@
+"""The model of the one process: PEFT's own for adapters, transformers' own for weights, held and grouped by the config.
+
+Read anew from what docs/finetuning.md says of `trainer.freeze`, `trainer.parameter_groups` and `trainer.adapter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from trainer.config import TrainerSection
+from trainer.distributed.seeding import seeded_init
+from trainer.models.checks import drawn
+from trainer.models.frozen import stand_ins
+from trainer.models.materialise import materialise
+from trainer.models.names import pattern_of
+from trainer.models.spec import ModelSpec
+
+
+class Learner(NamedTuple):
+    """A module with values, of which what the config holds has no gradient."""
+
+    model: nn.Module
+    groups: Mapping[str, tuple[float, float | None]]
+    """Parameter -> what its rate is multiplied by, and its weight decay if it has one of its own."""
+
+
+def learner(base: nn.Module, section: TrainerSection, copied: tuple[ModelSpec, ModelSpec] | None = None) -> Learner:
+    """What one process trains of `base`, which is changed; `copied`: the model that the config means, and its copy."""
+    whole = copied[0].build() if copied else base
+    model = base
+    if section.adapter is not None:
+        assert copied
+        targets = _targets(whole, copied[0].blocks, section.adapter)
+        patterns = {pattern_of(name) for name in targets}
+        inside = [name for name, _ in base.named_modules() if pattern_of(name) in patterns]
+        whole, model = (_adapted(of, section, names) for of, names in ((whole, targets), (base, inside)))
+    held = dict.fromkeys(_matching(whole, section.freeze), True)
+    _hold(model, held if whole is base else _carried(held, model, copied))
+    _hold(whole, held)
+    groups: dict[str, tuple[float, float | None]] = {}
+    learned = {name for name, p in whole.named_parameters() if p.requires_grad}
+    for group in section.parameter_groups:
+        for name in _matching(whole, group.patterns) & learned:
+            groups.setdefault(name, (group.lr_multiplier, group.weight_decay))
+    return Learner(model, groups if whole is base else _carried(groups, model, copied))
+
+
+def initial(spec: ModelSpec, seed: int) -> nn.Module:
+    """With the initial values of a run; they are shared with what is checked."""
+    model = spec.build()
+    materialise(model, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
+    return model
+
+
+def constructed(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """As its author makes it."""
+    with seeded_init(seed, "module"):
+        return build()
+
+
+def write_base(copy: ModelSpec, folder: Path) -> None:
+    """Write made-up weights, in bfloat16 as most are, to a folder that transformers opens."""
+    model: Any = drawn(copy)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    model.save_pretrained(folder)
+
+
+def opened(folder: Path, options: Any) -> nn.Module:
+    """By transformers, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    attention = {"attn_implementation": options.attention} if options.attention in ("eager", "sdpa") else {}
+    trusted = options.trust_remote_code
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trusted, **attention)  # type: ignore[no-any-return]
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+    """Of a tied parameter any name will do."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {first[id(p)] for name, p in every if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def _hold(model: nn.Module, names: Mapping[str, bool]) -> None:
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.requires_grad_(False)
+
+
+def _carried(found: Mapping[str, Any], model: nn.Module, copied: Any) -> dict[str, Any]:
+    """The same of a copy, of which each block has what the block has that it stands for."""
+    whole, copy = copied
+    kinds = [
+        frozenset((name.removeprefix(f"{block}."), own) for name, own in found.items() if name.startswith(f"{block}."))
+        for block in whole.blocks
+    ]
+    within = {f"{block}.{key}" for block, kind in zip(whole.blocks, kinds, strict=True) for key, _ in kind}
+    carried = {name: own for name, own in found.items() if name not in within}
+    chosen = stand_ins(kinds, len(copy.blocks)) if kinds else []
+    for block, index in zip(copy.blocks, chosen, strict=False):
+        carried |= {f"{block}.{key}": own for key, own in kinds[index]}
+    known = {name for name, _ in model.named_parameters()}
+    return {name: own for name, own in carried.items() if name in known}
+
+
+def _targets(model: nn.Module, blocks: Sequence[str], adapter: Any) -> list[str]:
+    """Linear layers of the blocks: all, or those whose name is or ends in one of the targets."""
+    inside = tuple(f"{block}." for block in blocks)
+    names = [n for n, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and n.startswith(inside or "")]
+    wanted = _lora(adapter, ()).target_modules if adapter.path else adapter.targets
+    return names if wanted == "all-linear" else [n for n in names if f".{n}".endswith(tuple(f".{w}" for w in wanted))]
+
+
+def _adapted(model: nn.Module, section: TrainerSection, targets: Sequence[str]) -> nn.Module:
+    """PEFT's own model; an adapter's initial values are PEFT's, each from the seed of its place."""
+    from peft import get_peft_model
+    from peft.tuners.lora import LoraLayer
+
+    on_meta = next(model.parameters()).is_meta
+    wrapped = get_peft_model(model, _lora(section.adapter, targets), low_cpu_mem_usage=on_meta)  # type: ignore[arg-type]
+    for name, module in () if on_meta else model.named_modules():
+        if isinstance(module, LoraLayer):
+            with seeded_init(section.seed, f"{name}.lora_A.default"):
+                module.reset_lora_parameters("default", True)
+    return wrapped.get_base_model()  # type: ignore[operator,no-any-return]
+
+
+def _lora(adapter: Any, targets: Sequence[str]) -> Any:
+    from peft import LoraConfig
+
+    if adapter.path:
+        config = LoraConfig.from_pretrained(adapter.path)
+        config.inference_mode = False
+    else:
+        own = {"r": adapter.r, "lora_alpha": adapter.alpha, "bias": adapter.bias, "use_dora": adapter.dora}
+        saved = list(adapter.modules_to_save) or None
+        config = LoraConfig(**own, use_rslora=adapter.rslora, modules_to_save=saved)
+    config.lora_dropout = adapter.dropout
+    config.target_modules = set(targets) or config.target_modules
+    return config
