@@ -206,6 +206,8 @@ def _relative(ours: float, theirs: float) -> float:
 
 
 def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    if ours.numel() != theirs.numel():
+        return float("inf")
     return _largest(ours.reshape(theirs.shape).double() - theirs)
 
 
