@@ -145,7 +145,7 @@ def step_seconds(config: Config, cluster: Cluster) -> list[float]:
 
 def chosen(config: Config, cluster: Cluster, count: int) -> Iterator[tuple[Layout, Config]]:
     """Layouts that the engine runs, evenly from the fastest to the slowest by the closed form."""
-    base = planned(config, cluster, asked=False)
+    base = planned(config, cluster)
     old, estimates = base.subject.layout, Estimates(Sizes.of(base), cluster)
     known: list[tuple[float, Layout, Config]] = []
     for layout in candidates(old, cluster, LAYERS):
@@ -175,7 +175,7 @@ def compared(ranks: int, count: int, pools: Pools) -> tuple[str, list[Row]]:
     told += f"{latency * 1e3:.2f} ms a message"
     cluster, config, rows = Cluster(1, ranks, device), load(CONFIG), []
     for layout, changed in chosen(config, cluster, count):
-        plan = planned(changed, cluster, asked=False)
+        plan = planned(changed, cluster)
         taken = pools[ranks].run(step_seconds, config=changed, cluster=cluster)
         measured = statistics.median(max(step) for step in zip(*taken, strict=True))
         expected = plan.time.most - (plan.time.bubble if ranks > (os.cpu_count() or 1) else 0.0)

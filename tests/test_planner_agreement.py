@@ -14,13 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.agreement import disagreements
+from tests.agreement.batches import InBatch, noting_batches
 from tests.layouts import LAYOUTS
 from tests.planned import subject
 from tests.training import LLAMA
 from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
-from trainer.planner.agreement import disagreements
 from trainer.planner.messages import Message
-from trainer.planner.simulate import Trace, simulate
+from trainer.planner.simulate import Trace, simulate_all
 
 # Real engines
 
@@ -34,7 +35,8 @@ CASES = LAYOUTS | {
 def simulated(rank: int, engine: str = "mesh", name: str = SMALL) -> Trace:
     """What a rank does, as the engine's code is now."""
     case = replace(CASES[name], engine=engine)
-    return simulate(subject(case), rank, case.world_size)
+    with noting_batches():
+        return simulate_all([(subject(case), rank)], case.world_size)[0]
 
 
 @cache
@@ -262,7 +264,7 @@ def programs(layout: Layout, events: list[Any], ranks: list[int] | None = None) 
                 for name, peer in _ends(kind, rank, here[0], stage % (layout.pipeline - 1), layout):
                     pair = tuple(sorted((rank, peer)))
                     batch = number if kind == "exchange" else None
-                    said[rank].append(Message(name, pair, dtype, size, phase, place, peer, batch))
+                    said[rank].append(InBatch(name, pair, dtype, size, phase, place, peer, batch))
     return said
 
 
@@ -380,7 +382,7 @@ def test_an_exchange_needs_a_batch():
     def program(batch: int | None) -> Program:
         return {
             rank: [
-                Message(name, (0, 1), FAST, 4, "step 1", f"code.py:{rank} {name}", 1 - rank, batch)
+                InBatch(name, (0, 1), FAST, 4, "step 1", f"code.py:{rank} {name}", 1 - rank, batch)
                 for name in ("receive", "send")
             ]
             for rank in range(2)

@@ -64,7 +64,6 @@ def test_it_says_what_each_rank_takes_and_sends(tmp_path):
         "optimizer",
         "all-gather along shard, 8 ranks, inside a node",
         "along replicate",
-        "agree",
     ):
         assert word in result.output, result.output
     assert len(result.lines) < 30

@@ -47,9 +47,9 @@ def test_a_line_through_two_depths(tmp_path, monkeypatch, name):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     cluster = Cluster(1, 4, DEVICES["h100-80gb"])
-    drawn = planned(load(path), cluster, asked=False)
+    drawn = planned(load(path), cluster)
     monkeypatch.setattr(planner, "depths_of", lambda *_: None)
-    whole = planned(load(path), cluster, asked=False)
+    whole = planned(load(path), cluster)
     assert len(drawn.subject.spec.blocks) == 12
     for line, exact in zip(drawn.roles, whole.roles, strict=True):
         assert line.peak.size == pytest.approx(exact.peak.size, rel=0.03)

@@ -1,1 +1,1 @@
-"""What a run needs, known before it runs: memory, traffic and agreement, from the engines' own code on fake tensors."""
+"""What a run needs, known before it runs: memory and traffic, from the engines' own code on fake tensors."""

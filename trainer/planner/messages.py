@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
-from torch.distributed.pipelining import schedules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -51,8 +48,6 @@ NAMES: Mapping[str, str] = {
 """Operators of PyTorch that meet others -> the field's name. `size` is of the larger of what goes in and comes out."""
 LIBRARIES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 POINT_TO_POINT = ("send", "receive")
-BATCHES = ((dist, "batch_isend_irecv"), (schedules, "_batch_p2p"))
-"""Functions that send and receive several at once; PyTorch's schedules wait for all that the second one issued."""
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent
 
@@ -73,8 +68,6 @@ class Message:
     """Where in this package's code, `file:line function`."""
     peer: int | None = None
     """Of a send or receive."""
-    batch: int | None = None
-    """Sends and receives of a rank that are under way together have the same number; None: it is alone."""
 
     @property
     def sent(self) -> float:
@@ -95,30 +88,6 @@ class Messages(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._batches = self._depth = 0
-        self._patches = ExitStack()
-
-    def __enter__(self) -> Any:
-        for owner, name in BATCHES:
-            self._patches.enter_context(mock.patch.object(owner, name, self._batched(getattr(owner, name))))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._patches.close()
-
-    def _batched(self, function: Any) -> Any:
-        """`function`, all that it sends and receives in one batch."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self._batches += not self._depth
-            self._depth += 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._depth -= 1
-
-        return run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
@@ -141,8 +110,7 @@ class Messages(TorchDispatchMode):
         if name in POINT_TO_POINT:
             peer = group[int(args[2])]
             group = tuple(sorted((self.rank, peer)))
-        batch = self._batches if peer is not None and self._depth else None
-        self.found.append(Message(name, group, dtype, max(sizes, default=0), self.phase, place(), peer, batch))
+        self.found.append(Message(name, group, dtype, max(sizes, default=0), self.phase, place(), peer))
 
 
 def _sides(args: Any, made: list[torch.Tensor]) -> list[list[torch.Tensor]]:

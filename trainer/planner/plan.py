@@ -27,9 +27,6 @@ STEADY = "step 2"
 LONG = 4
 """Pipeline ranks from beyond which fewer of them, and of their micro-batches, are simulated."""
 
-ALL = 8
-"""Processes up to which each rank is asked whether it says what the others say."""
-
 Axes = tuple[str, ...]
 
 
@@ -79,10 +76,6 @@ class Plan:
     subject: Subject
     cluster: Cluster
     roles: tuple[Role, ...]
-    simulated: Subject
-    """What `traces` are of: the same at the least depth."""
-    traces: tuple[Trace, ...]
-    """Of ranks that stand for all."""
     loaded: float
     """Bytes on the host of each process while it loads the model, at most: of what is whole there at a time."""
 
@@ -148,12 +141,11 @@ def offloaded(subject: Subject) -> tuple[str, ...]:
     return ("optimizer",)
 
 
-def plan_of(make: Callable[[int | None, int], Subject], cluster: Cluster, *, asked: bool = True) -> Plan:
+def plan_of(make: Callable[[int | None, int], Subject], cluster: Cluster) -> Plan:
     """Simulate a run.
 
     `make(blocks, accumulation)` gives what is simulated: `blocks` of each stage, or all with None, and so many
-    micro-batches. Without `asked` the traces are of too few ranks to say whether they agree. Raises ConfigError for
-    what does not run on fake tensors.
+    micro-batches. Raises ConfigError for what does not run on fake tensors.
     """
     full = make(None, 0)
     layout = full.layout
@@ -164,8 +156,6 @@ def plan_of(make: Callable[[int | None, int], Subject], cluster: Cluster, *, ask
     subjects = {point: make(*point) for point in grid}
     stand = representatives(layout)
     jobs = [(rank, point) for _, rank in stand for point in grid]
-    # of a rank that is only asked whether it says what others say, the least is simulated
-    jobs += [job for rank in witnesses(layout) if asked and (job := (rank, grid[0])) not in jobs]
     found = dict(
         zip(jobs, simulate_all([(subjects[point], rank) for rank, point in jobs], cluster.devices), strict=True)
     )
@@ -175,8 +165,7 @@ def plan_of(make: Callable[[int | None, int], Subject], cluster: Cluster, *, ask
         points = {point: found[rank, point] for point in grid}
         copied = _plane({point: trace.copied for point, trace in points.items()}, goal)
         roles.append(Role(name, rank, _peaks(points, goal), tuple(_sent(points, goal, layout, cluster)), copied))
-    traces = tuple(trace for (_, point), trace in found.items() if point == grid[0])
-    return Plan(full, cluster, tuple(roles), subjects[grid[0]], traces, loaded_at_once(full, model))
+    return Plan(full, cluster, tuple(roles), loaded_at_once(full, model))
 
 
 def representatives(layout: Layout) -> list[tuple[str, int]]:
@@ -190,14 +179,6 @@ def representatives(layout: Layout) -> list[tuple[str, int]]:
     if 1 < last < LONG:
         places[1] = "second stage"
     return [(places[place], layout.rank_at(pipeline=place)) for place in sorted(places)]
-
-
-def witnesses(layout: Layout) -> list[int]:
-    """Ranks that are asked whether they say the same: all of a small layout, else the last on each other axis, too."""
-    if layout.world_size <= ALL:
-        return list(range(layout.world_size))
-    ends = [layout.rank_at(**{axis: getattr(layout, axis) - 1}) for axis in ("tensor", "shard", "replicate")]
-    return [*dict.fromkeys([*(rank for _, rank in representatives(layout)), *ends])]
 
 
 def blocks_held(subject: Subject, model: nn.Module) -> list[int]:

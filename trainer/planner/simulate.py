@@ -92,11 +92,6 @@ class Trace:
         return max((p for p in self.peaks if phase in (None, p.phase)), key=lambda p: p.size)
 
 
-def simulate(subject: Subject, rank: int, local_world_size: int) -> Trace:
-    """What `rank` would do, one of `local_world_size` on its node. Raises as `simulate_all` does."""
-    return simulate_all([(subject, rank)], local_world_size)[0]
-
-
 def simulate_all(jobs: Sequence[tuple[Subject, int]], local_world_size: int) -> list[Trace]:
     """What each rank would do, as many at once as there are cores.
 

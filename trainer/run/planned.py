@@ -77,13 +77,9 @@ class Source:
         return replace(reduced(self.subject, spec, blocks, accumulation), task=self.task(spec), undecayed=undecayed)
 
 
-def planned(config: Config, cluster: Cluster, *, asked: bool = True) -> Plan:
-    """The plan of a config on a cluster. Raises ConfigError where it does not fit it, or can't be simulated.
-
-    Without `asked`, no more ranks are simulated than memory and traffic need.
-    """
-    source = source_of(config, cluster)
-    return plan_of(source.reduced, cluster, asked=asked)
+def planned(config: Config, cluster: Cluster) -> Plan:
+    """The plan of a config on a cluster. Raises ConfigError where it does not fit it, or can't be simulated."""
+    return plan_of(source_of(config, cluster).reduced, cluster)
 
 
 def source_of(config: Config, cluster: Cluster) -> Source:

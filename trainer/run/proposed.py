@@ -106,7 +106,7 @@ def _tried(config: Config, cluster: Cluster, plan: Plan, most: int, seconds_left
         pool.remove(layout)
         try:
             changes, changed = changed_to(config, cluster, old, layout)
-            new = planned(changed, cluster, asked=False)
+            new = planned(changed, cluster)
         except ConfigError:  # no engine runs it, or not with this model
             refused += 1
             continue
@@ -181,7 +181,7 @@ def nodes_enough(config: Config, cluster: Cluster, plan: Plan, found: Sequence[P
         for layout in sorted(layouts, key=lambda one: (len(differences(old, one)), estimates.bytes(one)))[:REFUSED]:
             try:
                 _, changed = changed_to(config, larger, old, layout)
-                if planned(changed, larger, asked=False).fits:
+                if planned(changed, larger).fits:
                     return larger.nodes
             except ConfigError:
                 continue

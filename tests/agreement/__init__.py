@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 
+from tests.agreement.interleaving import standing_still
+from tests.agreement.meetings import Meeting, Meetings, described, ranks_named, said
 from trainer.errors import Problem
 from trainer.layout import Layout
-from trainer.planner.interleaving import standing_still
-from trainer.planner.meetings import Meeting, Meetings, described, ranks_named, said
 from trainer.planner.messages import Message
 from trainer.planner.simulate import Trace
 
@@ -37,7 +37,7 @@ def disagreements(traces: Sequence[Trace], layout: Layout) -> list[Problem]:
     - in each phase, and for each pair of ranks and direction, what is sent is received: as many messages, in the same
       order, with the same dtypes and sizes;
     - over all groups and pairs together no rank waits for good, even if no send is buffered and no message overlaps
-      with another but those of its batch (`trainer/planner/interleaving.py`).
+      with another but those of its batch (`tests/agreement/interleaving.py`).
 
     Of representatives (fewer ranks than `layout` has), groups that differ in where they stand along `replicate` and
     `shard` alone count as one, and so do pairs; a rank is held to those that are, by their coordinates, in such a

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
+from tests.agreement.meetings import Meeting, Meetings, described, ranks_named, said
 from trainer.errors import Problem, listed
-from trainer.planner.meetings import Meeting, Meetings, described, ranks_named, said
 from trainer.planner.messages import Message
 from trainer.planner.simulate import Trace
 
@@ -69,9 +69,9 @@ def standing_still(traces: Sequence[Trace], meetings: Meetings) -> list[Problem]
 
 def _together(messages: Sequence[Message]) -> Iterator[tuple[Message, ...]]:
     """Message by message, those of a batch at once."""
-    numbered = enumerate(messages)
-    for _, batch in groupby(numbered, lambda row: -1 - row[0] if row[1].batch is None else row[1].batch):
-        yield tuple(message for _, message in batch)
+    numbered = ((at, getattr(message, "batch", None), message) for at, message in enumerate(messages))
+    for _, batch in groupby(numbered, lambda row: -1 - row[0] if row[1] is None else row[1]):
+        yield tuple(message for *_, message in batch)
 
 
 def _alike(ranks: Sequence[_Rank], meeting: Meeting) -> bool:

@@ -1,0 +1,68 @@
+"""Messages with the batch that each send and receive is under way in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules
+
+from trainer.planner import simulate
+from trainer.planner.messages import Message, Messages
+
+BATCHES = ((dist, "batch_isend_irecv"), (schedules, "_batch_p2p"))
+"""Functions that send and receive several at once; PyTorch's schedules wait for all that the second one issued."""
+
+
+@dataclass(frozen=True)
+class InBatch(Message):
+    """A message, and which others are under way beside it."""
+
+    batch: int | None = None
+    """Sends and receives of a rank that are under way together have the same number; None: it is alone."""
+
+
+class BatchedMessages(Messages):
+    """Writes down, as `Messages` does, also what is in one batch."""
+
+    def __enter__(self) -> Any:
+        self._batches = self._depth = 0
+        self._patches = ExitStack()
+        for owner, name in BATCHES:
+            self._patches.enter_context(mock.patch.object(owner, name, self._batched(getattr(owner, name))))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def _batched(self, function: Any) -> Any:
+        """`function`, all that it sends and receives in one batch."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._batches += not self._depth
+            self._depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return run
+
+    def _note(self, name: str, args: Any, output: Any) -> None:
+        known = len(self.found)
+        super()._note(name, args, output)
+        for message in self.found[known:]:
+            batch = self._batches if message.peer is not None and self._depth else None
+            self.found[known] = InBatch(**vars(message), batch=batch)
+
+
+@contextmanager
+def noting_batches() -> Iterator[None]:
+    """Within it, what is simulated notes them: each rank is simulated in a fork of this process."""
+    with mock.patch.object(simulate, "Messages", BatchedMessages):
+        yield
