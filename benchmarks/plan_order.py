@@ -4,7 +4,7 @@
 
 Of all layouts of one global batch that the mesh engine runs on so many ranks, some are taken, evenly from the fastest
 to the slowest that the closed form of `trainer/planner/proposals.py` makes of them. Each is planned for a device whose
-numbers are measured first (two blocks as `meshloom plan --measure` times them, a copy, a line through the times of
+numbers are measured first (two blocks, forward and backward, a copy, a line through the times of
 gloo's collectives by their bytes), and run: the median of some steps, each as long as its slowest rank. Ranks have
 one thread.
 
@@ -31,14 +31,17 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 import torch
+from torch import nn
 
 from tests.pool import Pools
 from trainer.config import Config, load
 from trainer.errors import ConfigError
 from trainer.layout import Layout
+from trainer.models.materialise import materialise
+from trainer.models.spec import flops_per_token
 from trainer.planner.cluster import Cluster, Device
 from trainer.planner.proposals import Estimates, Sizes, candidates
-from trainer.run.planned import planned, source_of
+from trainer.run.planned import Source, planned, source_of
 from trainer.run.proposed import changed_to
 
 RESULTS = ROOT / "benchmarks" / "results" / "plan.md"
@@ -83,15 +86,32 @@ def device_numbers() -> dict[str, float]:
     """FLOP/s, bytes/s of memory and of messages in rings, seconds of one without bytes. On each rank of a pool."""
     import torch.distributed as dist
 
-    from trainer.run.timed import time_blocks
-
     torch.set_num_threads(1)
     alone = Cluster(1, 1, Device("this", 1e15, 1e12, 1e10, 1e10))
     dist.barrier()
-    rate = time_blocks(source_of(load({**CONFIG, "train_batch_size": 2}), alone)).rate
+    rate = _rate(source_of(load({**CONFIG, "train_batch_size": 2}), alone))
     copy = _usual(torch.ones(SIZES[-1]).clone)
     slope, latency = np.polyfit(*zip(*_messages(dist.get_world_size()), strict=True), 1)
     return {"rate": rate, "bandwidth": 2 * 4 * SIZES[-1] / copy, "link": 1 / slope, "latency": latency}
+
+
+def _rate(source: Source) -> float:
+    """FLOP/s of two blocks, forward and backward: by how much longer three take than one."""
+    seconds, flops, units = [], [], source.subject.sample.units
+    for blocks in (1, 3):
+        spec = source.of_blocks(blocks)
+        task, batch = source.task(spec), source.subject.batch(source.subject.layout.micro_batch)
+        model = task.prepare(spec.build())
+        materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+        seconds.append(_usual(partial(_pass, task, model, batch)))
+        flops.append(flops_per_token(spec, units) * units * source.subject.layout.micro_batch)
+    return (flops[1] - flops[0]) / (seconds[1] - seconds[0])
+
+
+def _pass(task: Any, model: nn.Module, batch: Any) -> None:
+    model.zero_grad()
+    hidden = task.hidden(model, batch)
+    hidden.backward(torch.ones_like(hidden))
 
 
 def _messages(world: int) -> Iterator[tuple[float, float]]:
@@ -170,7 +190,7 @@ def compared(ranks: int, count: int, pools: Pools) -> tuple[str, list[Row]]:
     """Of so many ranks: the device in words, and the layouts."""
     each = pools[ranks].run(device_numbers)
     rate, bandwidth, link, latency = (statistics.median(found[key] for found in each) for key in each[0])
-    device = Device("a core", 1e12, 2 * rate, bandwidth, link, link, latency, measured=rate)
+    device = Device("a core", 1e12, 2 * rate, bandwidth, link, link, latency)  # float32 is half the peak
     told = f"{rate / 1e9:.1f} GFLOP/s a rank, {bandwidth / 1e9:.1f} GB/s of memory, {link / 1e9:.2f} GB/s of gloo and "
     told += f"{latency * 1e3:.2f} ms a message"
     cluster, config, rows = Cluster(1, ranks, device), load(CONFIG), []

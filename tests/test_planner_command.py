@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import pickle
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.commands import ROOT, run
-from trainer.errors import ConfigError
-from trainer.planner.cluster import DEVICES, Cluster
 
 TINY = {
     "model_type": "llama",
@@ -89,47 +85,6 @@ def test_the_config_of_a_model_is_enough(tmp_path):
     result = plan(tmp_path, "--gpus", "2", model={"name_or_path": str(model)})
     assert result.code == 0, result.output
     assert f"model   {model}: 0." in result.output
-
-
-def test_time_is_calibrated_by_two_blocks(tmp_path):
-    """What was counted at the peak is counted at the rate that was measured."""
-    device = ("--device", "memory=80GB,peak=500TFLOPS,bandwidth=1TB/s,link=1GB/s")
-    counted, timed = (plan(tmp_path, "--gpus", "2", *device, "--json", *more) for more in ((), ("--measure",)))
-    assert (counted.code, timed.code) == (0, 0), timed.output
-    before, after = (json.loads(result.output)["time"] for result in (counted, timed))
-    assert before["measured_flops"] is None
-    assert after["measured_flops"] < 5e12  # of processors
-    assert after["compute"] == pytest.approx(before["compute"] * 250e12 / after["measured_flops"])  # float32: half
-    assert after["most"] - after["compute"] == pytest.approx(before["most"] - before["compute"])
-
-
-def test_what_is_measured_here_is_what_is_planned_for(tmp_path):
-    result = plan(tmp_path, "--measure", "--device", "t4-16gb")
-    assert result.code == 64, result.output
-    assert "--measure: " in result.output and "a plan for t4-16gb" in result.output and "--device" in result.output
-    assert len(result.lines) <= 3, result.output
-
-
-def test_the_device_that_is_planned_for_is_known_again(monkeypatch):
-    """The process that measures is told of it by a pickle."""
-    import torch
-
-    from trainer.run import timed
-
-    here = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * 2**30)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: here)
-    timed._check_kind(pickle.loads(pickle.dumps(Cluster(1, 8, DEVICES["h100-80gb"]))))
-    with pytest.raises(ConfigError, match="--device h100-80gb"):
-        timed._check_kind(Cluster(1, 8, DEVICES["h200-141gb"]))
-
-
-def test_blocks_that_do_not_run_here_say_so(tmp_path):
-    device = "memory=80GB,peak=1TFLOPS,bandwidth=1TB/s,link=1GB/s"
-    result = plan(tmp_path, "--measure", "--device", device, f"train_micro_batch_size_per_gpu={10**9}")
-    assert result.code == 64, result.output
-    assert "--measure: " in result.output and "blocks that run here" in result.output
-    assert len(result.lines) <= 3, result.output
 
 
 def test_what_does_not_fit_says_by_how_much(tmp_path):

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,9 +55,6 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
     parser.add_argument(
         "--device", default="h100-80gb", help="by name (default: h100-80gb), or memory=..,peak=..,bandwidth=..,link=.."
     )
-    parser.add_argument(
-        "--measure", action="store_true", help="time two blocks on the device that is here, and count products so"
-    )
     parser.add_argument("--propose", action="store_true", help="try other layouts; done anyway if it does not fit")
     parser.add_argument("--write", type=Path, metavar="JSON", help="write the config with the best proposal's changes")
     parser.add_argument("--json", action="store_true", help="for programs: bytes and seconds")
@@ -70,24 +66,16 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
     """What is printed, and the exit code."""
     from trainer.config import load
     from trainer.planner.cluster import Cluster, device_of
-    from trainer.planner.describe import as_json, in_seconds, lines
+    from trainer.planner.describe import as_json, lines
     from trainer.run.planned import planned
-    from trainer.run.timed import timed
 
     cluster = Cluster(options.nodes, options.gpus, device_of(options.device))
     config = load(options.config, options.overrides)
-    timing = timed(options.config, options.overrides, cluster) if options.measure else None
-    if timing is not None:
-        cluster = replace(cluster, device=replace(cluster.device, measured=timing.rate))
     plan = planned(config, cluster)
     code = 0 if plan.fits else DOES_NOT_FIT
     if options.json:
         return json.dumps(as_json(plan), indent=2), code
     told = [*lines(plan)]
-    if timing is not None:
-        of_peak = f"{timing.rate / 1e12:.3g} TFLOP/s, {timing.rate / cluster.device.peak:.1%} of the peak"
-        took = f"two blocks took {in_seconds(timing.seconds)}, forward and backward, for a micro-batch"
-        told.append(f"measure {took} on {timing.where}: {of_peak}")
     if options.propose or options.write or not plan.fits:
         told += _proposed(options, config, cluster, plan)
     return "\n".join(told), code

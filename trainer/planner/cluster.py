@@ -26,12 +26,10 @@ class Device:
     """To other nodes, one way, each device: 400 Gb/s unless it is known."""
     latency: float = 20e-6
     """Seconds that a message takes beside its bytes: no data sheet says it, NCCL's are about so long."""
-    measured: float | None = None
-    """FLOP/s that blocks of this model reached, at its precision; None: they were not timed."""
 
     def rate(self, precision: str) -> float:
         """FLOP/s to count with."""
-        return self.measured or (self.peak / 2 if precision == "float32" else self.peak)
+        return self.peak / 2 if precision == "float32" else self.peak
 
 
 GIB = 2**30

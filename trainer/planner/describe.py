@@ -89,10 +89,8 @@ def _time(plan: Plan) -> str:
         "host": time.host,
     }
     told = ", ".join(f"{name} {in_seconds(part)}" for name, part in parts.items() if part > 0)
-    measured = plan.cluster.device.measured
-    origin = "from data sheets, and no faster" if measured is None else "from what was measured, and data sheets"
     return (
-        f"an estimate {origin}: {in_seconds(time.least)} a step if all messages are hidden, "
+        f"an estimate from data sheets, and no faster: {in_seconds(time.least)} a step if all messages are hidden, "
         f"{in_seconds(time.most)} if none is ({told}); at most {rate:,.0f} {sample.unit}s/s"
     )
 
@@ -109,8 +107,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "memory": {"peak_bytes": peak.size, "by_kind": peak.by_kind},
         "host": {"loaded": plan.loaded, "copied": plan.copied, "offloaded": plan.on_host},
         "roles": [_role(role) for role in plan.roles],
-        "time": {**vars(plan.time), "least": plan.time.least, "most": plan.time.most}
-        | {"measured_flops": plan.cluster.device.measured},
+        "time": {**vars(plan.time), "least": plan.time.least, "most": plan.time.most},
     }
 
 
