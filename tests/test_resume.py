@@ -102,7 +102,7 @@ def test_a_finished_run_is_left_alone(config, later):
 def test_a_script_may_make_it_again(config):
     folder = begun(config, 10)
     finish(folder, 1.0)
-    assert choose(config, Request(once=False), ALONE).folder == folder.with_name("job-2")
+    assert choose(config, Request(script=True), ALONE).folder == folder.with_name("job-2")
 
 
 @pytest.mark.parametrize("key", ["log", "checkpoint", "generate", "patience"])

@@ -32,6 +32,10 @@ def train(
     overrides: Sequence[str] = (),
     processes: int | None = None,
     quiet: bool = False,
+    fresh: bool = False,
+    resume: str | Path | None = None,
+    resume_anyway: bool = False,
+    resume_weights_only: bool = False,
 ) -> Result:
     """Train an own module under any layout: the same run as `launch/train.py` makes of a language model.
 
@@ -44,14 +48,26 @@ def train(
     With `"task": "image_classification"` in the config, samples are pairs (image, label), images of Pillow or tensors
     [channels, height, width]; there is no `loss` to give, and what is not given is what the config names.
 
+    The same call again goes on with a run that was not finished, and begins another where it was: `fresh` begins one in
+    any case, `resume="auto"` goes on with the newest run of that name, `resume=path` from a checkpoint, with a new
+    optimizer if `resume_weights_only`, and `resume_anyway` also where the data or the model changed. SIGTERM, SIGINT (a
+    notebook's interrupt), SIGUSR1 and SIGHUP save and raise `trainer.errors.Preempted`.
+
     Call it in a script under any launcher, or with `processes=N` from plain Python or a notebook. Returns the losses
     and the run's folder, on every rank. Raises the errors that the command prints (`trainer.errors`).
     """
     from trainer.config import load
-    from trainer.run.script import in_processes, train_given
+    from trainer.run.script import Asked, in_processes, train_given
 
     compiled = load(config, overrides)
-    return in_processes(lambda: train_given(compiled, model, data, loss, evaluation_data, blocks, quiet), processes)
+    asked = Asked(fresh, None if resume is None else str(resume), resume_anyway, resume_weights_only, quiet)
+
+    def trained() -> Result:
+        from trainer.run.prepare import Given
+
+        return train_given(compiled, Given(model, data, loss, evaluation_data, blocks), asked)  # type: ignore[no-any-return]
+
+    return in_processes(trained, processes)
 
 
 def verify(
@@ -83,6 +99,17 @@ def verify(
             return certify(small, given, machine)
 
     return in_processes(certified, small.layout.world_size)
+
+
+def open(folder: str | Path, model: Callable[[], nn.Module] | None = None) -> nn.Module:
+    """What a run left in `runs/NAME/final` or in a checkpoint, as a module in evaluation mode, on the CPU.
+
+    `model` builds an own module, as it did for `train`; a Hugging Face model, an adapter on its base and a classifier
+    that torchvision or the config names need none. Raises ConfigError where the folder holds no model, or another one.
+    """
+    from trainer.models.opened import opened
+
+    return opened(Path(folder), model)
 
 
 def open_classifier(folder: str | Path) -> OpenedClassifier:

@@ -9,6 +9,17 @@ from dataclasses import dataclass
 MOST_SHOWN = 20
 """Problems that an error spells out; of the others it says how many they are."""
 
+FLAGS = {
+    "--resume-weights-only": "resume_weights_only=True",
+    "--resume-anyway": "resume_anyway=True",
+    "--resume auto": 'resume="auto"',
+    "--resume": "resume",
+    "--fresh": "fresh=True",
+    "--world-size": "processes",
+    "Run the same command again": "Make the same call again",
+}
+"""Of the command line, and what Python has in their place; the longer before what it begins with."""
+
 
 def printable(text: str) -> str:
     """`text`, whoever wrote it, with what would steer a terminal or turn its reading round shown as `\\x1b`.
@@ -51,6 +62,11 @@ class MeshloomError(Exception):
     def __init__(self, *problems: Problem) -> None:
         super().__init__("\n".join(map(str, problems)))
         self.problems = problems
+
+    def said_in_python(self) -> None:
+        """Say it from now on in the words of the Python API."""
+        self.problems = tuple(Problem(*map(in_python, vars(problem).values())) for problem in self.problems)
+        self.args = ("\n".join(map(str, self.problems)),)
 
     def render(self) -> str:
         """The text for a terminal: one line per problem, up to MOST_SHOWN."""
@@ -107,6 +123,13 @@ class Stalled(MeshloomError):
 
     exit_code = 77
     kind = "stalled"
+
+
+def in_python(text: str) -> str:
+    """What is said of the command line, as arguments of `trainer.train` and `trainer.verify`."""
+    for flag, argument in FLAGS.items():
+        text = text.replace(flag, argument)
+    return text
 
 
 def first_line(error: Exception) -> str:

@@ -60,7 +60,7 @@ def save(
     @disk_errors(partial)
     def publish(records: Mapping[str, FileRecord], text: bytes) -> None:
         (partial / DESCRIPTION).write_bytes(text)
-        _seal(partial, planned, _joined(partial, f"{MODEL}/", stem, records))
+        _seal(partial, planned, _joined(partial, f"{MODEL}/{stem}", records) if stem != MODEL else records)
         faults.at("rename")
         rename_folder(partial, final)
         faults.at("latest")
@@ -83,8 +83,9 @@ def export(
     ranks: Ranks,
     weight_dtype: torch.dtype | None = None,
     stem: str = MODEL,
+    joined: bool = False,
 ) -> Path:
-    """Write the weights alone as a Hugging Face model folder. Collective.
+    """Write the weights alone as a Hugging Face model folder, in one file if they are to be `joined`. Collective.
 
     An older one is replaced only by a whole one. Raises DiskError on every rank.
     """
@@ -99,7 +100,7 @@ def export(
 
     @disk_errors(partial)
     def publish(records: Mapping[str, FileRecord]) -> None:
-        _seal(partial, planned, _joined(partial, "", stem, records))
+        _seal(partial, planned, _joined(partial, stem, records) if joined or stem != MODEL else records)
         if folder.exists():
             set_aside(folder)
         rename_folder(partial, folder)
@@ -212,13 +213,13 @@ def read_all(entries: Sequence[StateTensor], write: Callable[[StateTensor, torch
         raise failure
 
 
-def _joined(partial: Path, folder: str, stem: str, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """The records, with one file in place of several whose names begin with a `stem` that has no index: adapters."""
-    parts = sorted(name for name in records if name.startswith(f"{folder}{stem}-"))
-    if stem == MODEL or not parts:
+def _joined(partial: Path, stem: str, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    """The records, with one file in place of several whose paths begin with `stem`."""
+    parts = sorted(name for name in records if name.startswith(f"{stem}-"))
+    if not parts:
         return dict(records)
     types = {name: kind for part in parts for name, kind in read_types(partial / part).items()}
-    whole = f"{folder}{stem}.safetensors"
+    whole = f"{stem}.safetensors"
     writer = TensorWriter(partial / whole, types)
     for part in parts:
         with safe_open(partial / part, "pt") as file:

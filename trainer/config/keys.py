@@ -27,7 +27,7 @@ log_level : str debug|info|warning|error|critical null @ it is for DeepSpeed's o
 sequence_parallel_size : int 1..1e6
 disable_allgather : bool ; DeepSpeed does not read it
 seq_parallel_communication_data_type : str fp32|fp16|bf16 null ; there is no sequence parallelism
-dump_state : bool ; --dry-run shows every resolved value
+dump_state : bool ; config.json in the run's folder has every resolved value
 steps_per_print : int >=0 auto null ; trainer.log.every says how often a line is printed
 dataloader_drop_last : bool ; the global order of samples fills every batch
 vocabulary_size : int >=1 null ; the tokenizer says it

@@ -111,19 +111,19 @@ def _initialise(root: nn.Module, name: str) -> None:
         reset()
 
 
-def _class_of(model: nn.Module) -> str:
+def class_of(model: nn.Module) -> str:
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
     """What is compared of an architecture: the class, and the shape of each tensor of the state dict."""
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    return {"module": _class_of(model), "shapes": shapes}
+    return {"module": class_of(model), "shapes": shapes}
 
 
 def _save_config(model: nn.Module, folder: Any) -> None:
     """`module.json`: which class it was; its weights are safetensors under the names of its state dict."""
-    content = {"module": _class_of(model)}
+    content = {"module": class_of(model)}
     (Path(folder) / "module.json").write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -28,6 +28,10 @@ class Weights(Protocol):
         ...
 
 
+ONE_FILE = 250_000_000
+"""Parameters, 1 GB in float32, up to which an own module's weights are one file."""
+
+
 class NoWeights:
     """Training from scratch."""
 
@@ -138,6 +142,11 @@ class ModelSpec:
     """What opens the folder of a trained one."""
     save_config: Callable[[Any, torch.dtype | None], None] = lambda folder, dtype: None
     """Writes config.json, naming the dtype if one is given, and generation_config.json into a folder."""
+
+    @property
+    def one_file(self) -> bool:
+        """True where a trained one is to be a single file, whoever held its shards: a small own module."""
+        return self.opens == "safetensors" and self.parameters <= ONE_FILE
 
 
 def stored(spec: ModelSpec, entries: Sequence[StateTensor]) -> list[StateTensor]:

@@ -16,7 +16,7 @@ from typing import Any
 from trainer import checkpoint
 from trainer.config import Config, leaves
 from trainer.distributed.ranks import ALONE, Ranks
-from trainer.errors import ConfigError, DataError, DiskError, Problem, listed, shared
+from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed, shared
 from trainer.run import status
 from trainer.run.shared import check_shared, kept
 
@@ -45,8 +45,8 @@ class Request:
     preview: int | None = None
     """Show so many samples, and train nothing."""
     overrides: Sequence[str] = ()
-    once: bool = True
-    """A run that is finished is not made again, in another folder."""
+    script: bool = False
+    """Asked from Python: a run that is finished is made again, in another folder."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def choose(config: Config, request: Request, ranks: Ranks) -> Start:
     start = _chosen(config, request, ranks)
     if not start.finished:
         ranks.on_keepers(lambda: status.begin(start.folder))
-    return replace(start, ranks=ranks)
+    return replace(start, ranks=ranks, lines=[in_python(line) if request.script else line for line in start.lines])
 
 
 def _chosen(config: Config, request: Request, ranks: Ranks) -> Start:
@@ -186,7 +186,7 @@ def _judged(config: Config, request: Request, folder: Path) -> str:
         return ""
     finished = not _is_unfinished(folder)
     wanted = request.resume == "auto" or _training(_request(folder)) == _training(config.raw)
-    if wanted and finished and request.resume is None and request.once:
+    if wanted and finished and request.resume is None and not request.script:
         return "finished"
     if wanted and (request.resume == "auto" or not finished):
         return "goes on"

@@ -233,9 +233,8 @@ def _train(
         ranks.barrier()  # a launcher ends the others soon after the first has left
         raise preempted(position.step)
     files = partial(write_model_files, prepared)
-    checkpoint.export(
-        folder / "final", stored(spec, engine.state_tensors()), files, ranks, stored_dtype(prepared), spec.stem
-    )
+    weights, dtype = stored(spec, engine.state_tensors()), stored_dtype(prepared)
+    checkpoint.export(folder / "final", weights, files, ranks, dtype, spec.stem, spec.one_file)
     if spec.merged is not None:
         export_merged(prepared, spec.merged(folder / "final"), folder / MERGED, ranks)
     for line in predicted.measured(prediction, machine):

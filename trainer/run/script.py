@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.config import Config
-from trainer.errors import ConfigError, MeshloomError, Problem, Stalled
+from trainer.errors import ConfigError, MeshloomError, Preempted, Problem, Stalled
+from trainer.run.parents import leave_with_launcher
+from trainer.run.signals import NoSignals, StopSignals, in_main_thread, preempted
 from trainer.run.world import environment_of, free_port, world_of
 
 if TYPE_CHECKING:
     from trainer.engines import Machine
+    from trainer.run.prepare import Given
 
 T = TypeVar("T")
 
 END_SECONDS = 5.0
 """How long a process takes to end after its last word."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `trainer.train` beside what is trained."""
+
+    fresh: bool = False
+    resume: str | None = None
+    resume_anyway: bool = False
+    weights_only: bool = False
+    quiet: bool = False
 
 
 def in_processes(work: Callable[[], T], processes: int | None) -> T:
@@ -31,6 +46,14 @@ def in_processes(work: Callable[[], T], processes: int | None) -> T:
     Without a launcher, `processes` are forked, or one: from a notebook, too, what `work` refers to is there, and this
     process stays as it is. Raises what the first rank that failed raised.
     """
+    try:
+        return _in_processes(work, processes)
+    except MeshloomError as error:
+        error.said_in_python()
+        raise
+
+
+def _in_processes(work: Callable[[], T], processes: int | None) -> T:
     launched = world_of(os.environ)
     if launched is not None:
         if processes not in (None, launched.world_size):
@@ -44,15 +67,15 @@ def in_processes(work: Callable[[], T], processes: int | None) -> T:
 def _forked(work: Callable[[], T], environments: Sequence[dict[str, str]]) -> T:
     _refuse_cuda()
     context = multiprocessing.get_context("fork")
-    children = []
-    for environment in environments:
-        ours, theirs = context.Pipe(duplex=False)
-        child = context.Process(target=_child, args=(work, environment, theirs), daemon=True)
-        child.start()
-        theirs.close()
-        children.append((child, ours))
+    children: list[tuple[Any, Connection]] = []
     answers: dict[int, tuple[bool, Any]] = {}
-    try:
+    with _passed_on(children), _ended(children, answers):
+        for environment in environments:
+            ours, theirs = context.Pipe(duplex=False)
+            child = context.Process(target=_child, args=(work, environment, theirs), daemon=True)
+            child.start()
+            theirs.close()
+            children.append((child, ours))
         while len(answers) < len(children):
             waiting = {pipe: rank for rank, (_, pipe) in enumerate(children) if rank not in answers}
             for pipe in wait(list(waiting)):
@@ -64,7 +87,35 @@ def _forked(work: Callable[[], T], environments: Sequence[dict[str, str]]) -> T:
                     answers[rank] = (True, _silent_end(rank, children[rank][0]))
                 if answers[rank][0]:
                     raise answers[rank][1]
-        return answers[0][1]  # type: ignore[no-any-return]
+    return answers[0][1]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _passed_on(children: Sequence[tuple[Any, Connection]]) -> Iterator[None]:
+    """Signals that ask to stop go to the ranks, which save; a notebook's interrupt reaches this process alone."""
+
+    def pass_on(number: int, frame: Any) -> None:
+        for child, _ in children:
+            if child.exitcode is None:
+                os.kill(child.pid, number)
+
+    if not in_main_thread():  # which is the one that hears of them
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in StopSignals.NUMBERS}
+    StopSignals.deliver_to(pass_on)
+    try:
+        yield
+    finally:
+        for number, receive in before.items():
+            signal.signal(number, signal.SIG_DFL if receive is None else receive)
+
+
+@contextmanager
+def _ended(children: Sequence[tuple[Any, Connection]], answers: Mapping[int, Any]) -> Iterator[None]:
+    """No process is left, however it ends."""
+    try:
+        yield
     finally:
         for child, _ in children:
             child.join(10 if len(answers) == len(children) else 0)
@@ -74,6 +125,8 @@ def _forked(work: Callable[[], T], environments: Sequence[dict[str, str]]) -> T:
 
 def _silent_end(rank: int, child: Any) -> Exception:
     child.join(END_SECONDS)
+    if -child.exitcode in StopSignals.NUMBERS or child.exitcode == Preempted.exit_code:
+        return preempted(0)
     if child.exitcode == Stalled.exit_code:
         seen, mend = "they stood still", "What they waited for stands above (trainer.patience: how long a run may)"
         return Stalled(Problem("processes", seen, "ranks that go on", mend))
@@ -83,6 +136,10 @@ def _silent_end(rank: int, child: Any) -> Exception:
 def _child(work: Callable[[], Any], environment: dict[str, str], pipe: Connection) -> None:
     import torch
 
+    for number in StopSignals.NUMBERS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)  # the parent's passes them on
+    leave_with_launcher(own=True)
     torch.set_num_threads(1)  # the parent's threads are not there after a fork
     os.environ.update(environment)
     try:
@@ -101,29 +158,38 @@ def _refuse_cuda() -> None:
         raise ConfigError(Problem("processes", seen, "a call before CUDA is used, or a launcher such as torchrun"))
 
 
-def train_given(
-    config: Config, model: Any, data: Any, loss: Any, evaluation_data: Any, blocks: str | None, quiet: bool
-) -> Any:
+def train_given(config: Config, given: Given, asked: Asked) -> Any:
     """One rank's share of a run. Collective."""
     from rich.console import Console
 
-    from trainer.run.prepare import Given
     from trainer.run.process import join, quiet_libraries
     from trainer.run.resume import Request
     from trainer.run.run import execute
-    from trainer.run.signals import NoSignals
     from trainer.trackers import Signs
 
     world = world_of(os.environ)
     assert world is not None
-    console = Console(highlight=False, quiet=quiet or world.rank != 0)
-    given = Given(model, data, loss, evaluation_data, blocks)
+    console = Console(highlight=False, quiet=asked.quiet or world.rank != 0)
     signs = Signs(console)
-
+    request = Request(asked.resume, asked.fresh, asked.resume_anyway, asked.weights_only, script=True)
     machine = replace(join(config, world), signs=signs)
     quiet_libraries()
-    with closing(signs), watched_in_script(config, machine) as machine:
-        return execute(config, Request(once=False), machine, console, NoSignals(), given=given)
+    with closing(signs), _stop_signals() as signals, watched_in_script(config, machine) as machine:
+        return execute(config, request, machine, console, signals, given=given)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[StopSignals | NoSignals]:
+    """For the time of a run signals ask it to stop, as under the command."""
+    signals = StopSignals() if in_main_thread() else NoSignals()
+    try:
+        yield signals
+    except Exception as error:
+        if not isinstance(error, MeshloomError) and signals.explain_failure(others=True):
+            raise preempted(0) from error
+        raise
+    finally:
+        signals.restore()
 
 
 @contextmanager

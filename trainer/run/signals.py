@@ -28,9 +28,10 @@ class StopSignals:
         """Told before the process ends though the main thread did not notice: it waits for another rank."""
         self._saving = self._failed = False
         self._at = 0.0
-        told, tell = os.pipe()
-        os.set_blocking(tell, False)
-        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+        told, self._tell = os.pipe()
+        os.set_blocking(self._tell, False)
+        self._before = {number: signal.getsignal(number) for number in self.NUMBERS}
+        self._woken = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(told,), name="signals", daemon=True).start()
         self.deliver_to(self._receive)
 
@@ -67,6 +68,14 @@ class StopSignals:
         for number in self.NUMBERS:
             signal.signal(number, signal.SIG_IGN if self.received else signal.SIG_DFL)
 
+    def restore(self) -> None:
+        """Signals are again whose they were before."""
+        self._saving = True  # nobody is to notice any more
+        signal.set_wakeup_fd(self._woken)
+        for number, receive in self._before.items():
+            signal.signal(number, signal.SIG_DFL if receive is None else receive)
+        os.close(self._tell)
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received and time.monotonic() - self._at > SAME_SECONDS:
             signal.signal(number, signal.SIG_DFL)
@@ -79,8 +88,11 @@ class StopSignals:
 
     def _watch(self, told: int) -> None:
         # written by the interpreter, whatever the main thread is waiting for; of libraries' signals too
-        while os.read(told, 1)[0] not in self.NUMBERS:
+        while (written := os.read(told, 1)) and written[0] not in self.NUMBERS:
             pass
+        if not written:
+            os.close(told)
+            return
         time.sleep(PATIENCE_SECONDS)
         if not self._saving:
             self.unnoticed(preempted(0))
@@ -88,11 +100,20 @@ class StopSignals:
 
 
 class NoSignals:
-    """For a run inside somebody's own process, whose signals are theirs."""
+    """For a run in another thread than the main one, which alone is told of signals."""
 
     received = False
 
     def saving(self) -> None: ...
+
+    def explain_failure(self, others: bool) -> bool:
+        return False
+
+    def restore(self) -> None: ...
+
+
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def preempted(saved_step: int) -> Preempted:
