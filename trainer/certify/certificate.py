@@ -27,6 +27,7 @@ from trainer.certify.small import Small
 from trainer.config import TrainerSection
 from trainer.engines import Machine
 from trainer.models import huggingface
+from trainer.models.checks import Alone
 from trainer.models.spec import ModelSpec, Weights
 from trainer.parallel.checks import checked
 from trainer.run.describe import versions
@@ -141,7 +142,7 @@ def compare(
         found.extend(compare_resumed(resumed, run, small.middle, order))
         return expected, order
 
-    expected, order = ranks.on_first(one_process)
+    expected, order = ranks.on_first(Alone()(one_process))
     for step, one in enumerate(expected):
         found.extend(compare_step(run, step, one, order, ranks.rank))
     findings = [finding for theirs in ranks.gather(found) for finding in theirs]

@@ -34,6 +34,8 @@ from trainer.run.world import world_of
 
 LARGEST = 50_000_000
 """Parameters of a module that is certified itself: there is no smaller copy of it."""
+PAIRED = 1e-5
+"""By how much more the loss of a micro-batch is another than that of its samples, if it is one of pairs of them."""
 
 
 def small_of(config: str | Path | dict[str, Any], overrides: Sequence[str], processes: int | None) -> Small:
@@ -109,11 +111,17 @@ class _Reference(Reference):
         super().__init__(small, spec, own, Documents([], []), torch.device("cpu"))
 
     def held_out(self, state: State) -> tuple[float, int]:
+        """Each sample by itself; by micro-batches where the loss is one of pairs of samples."""
         self._load(state)
+        alone, together = (self._evaluated(size) for size in (1, self._layout.micro_batch))
+        return alone if abs(alone[0] - together[0]) <= PAIRED * abs(alone[0]) else together
+
+    def _evaluated(self, size: int) -> tuple[float, int]:
         self.model.eval()
-        total, counted = 0.0, 0
-        for index in range(min(len(self._held_out), self._small.held_out)):
-            inputs, targets = default_collate([tuple(self._held_out[index])])
+        total, counted, limit = 0.0, 0, min(len(self._held_out), self._small.held_out)
+        for start in range(0, limit, size):
+            samples = [tuple(self._held_out[i]) for i in range(start, min(start + size, limit))]
+            inputs, targets = default_collate(samples)
             with torch.no_grad():
                 loss, count = self._loss(self._output(self.model, inputs), targets)
             total, counted = total + float(loss), counted + int(count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -416,6 +416,17 @@ class DrawWatch(TorchDispatchMode):
             if self._place() in self._held and torch.is_tensor(result):
                 result.fill_(self._held[self._place()])
         return result
+
+
+class Alone(ContextDecorator, TorchDispatchMode):
+    """What one process runs by itself enters no collective operation: the others would never come."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            seen = f"a collective operation ({func}) in a forward pass or a loss"
+            mend = "The sum of the loss and the number of targets are added up over the ranks for it."
+            raise ConfigError(Problem("model, loss", seen, "what each rank computes by itself", mend))
+        return func(*args, **(kwargs or {}))
 
 
 def _outside_torch() -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.distributed.seeding import seeded_init
 from trainer.errors import ConfigError, Problem
-from trainer.models.checks import Findings, observe_draws, own_randomness, say_unused
+from trainer.models.checks import Alone, Findings, observe_draws, own_randomness, say_unused
 from trainer.models.constructed import small_tensor
 from trainer.models.materialise import materialise
 from trainer.models.names import aliases_of, pattern_of
@@ -72,6 +72,9 @@ def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> Mo
     if synced := [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]:
         wanted, mend = "nn.BatchNorm", "Set trainer.sync_batch_norm, which knows the data ranks of each layout."
         raise ConfigError(Problem("model", f"{synced[0]} is an nn.SyncBatchNorm", wanted, mend))
+    if whole := [(name, p.dtype) for name, p in named.items() if not (p.is_floating_point() or p.is_complex())]:
+        mend = "Make it a buffer: register_buffer."
+        raise ConfigError(Problem("model", f"{whole[0][0]} is a parameter of {whole[0][1]}", "floating point", mend))
     parameters = sum(parameter.numel() for parameter in named.values())
     built = parameters <= LARGEST_BUILT
     note = f"its {parameters / 1e9:.1f} G parameters get initial values from reset_parameters, not from the constructor"
@@ -147,7 +150,7 @@ def check_module(spec: ModelSpec, task: OwnTask) -> Findings:
     assert spec.trial is not None
     if spec.parameters > LARGEST_BUILT:
         return Findings(notes=(f"{spec.name} is too large to be tried before it is trained",))
-    with own_randomness():
+    with own_randomness(), Alone():
         model = spec.build()
         materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
         whole, *single = spec.trial.batches
@@ -185,6 +188,9 @@ def _with_gradient(model: nn.Module, task: OwnTask, batch: dict[str, torch.Tenso
     if not loss.requires_grad:
         raise ConfigError(Problem("loss", "depends on no parameter", "a sum that gradients can be taken of"))
     loss.backward()
+    if sparse := [name for name, p in model.named_parameters() if p.grad is not None and p.grad.is_sparse]:
+        mend = "Leave sparse=True out of nn.Embedding: the gradients are the same."
+        raise ConfigError(Problem("model", f"{sparse[0]} has a sparse gradient", "dense ones", mend))
     return float(loss.detach()), {name for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -90,6 +90,7 @@ def tiny(
     failed: Exception = ValueError("no copy of it is small enough to try things on")
     for keep in _choices(whole.blocks, layers):
         built = False
+        lacks: tuple[str, ...] = ()
         for scale in (scale_of(config, split, head_sizes=True), scale_of(config, split, head_sizes=False), None):
             try:
                 spec = spec_of(shrink(config, scale, keep, count))
@@ -104,7 +105,7 @@ def tiny(
                 failed = error
                 continue
             break
-        if built and (best is None or not best[1]):  # more layers do not make one run
+        if built and not (best[1] if best else lacks):  # more layers do not make one run
             break
     if best is None:
         raise failed

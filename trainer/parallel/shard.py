@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parameter import UninitializedParameter
 
 from trainer.errors import ConfigError, NumericsError, Problem
 from trainer.layout import Layout
-from trainer.models.spec import ModelSpec
+from trainer.models.materialise import materialise
+from trainer.models.spec import ModelSpec, Trial
 from trainer.parallel.mesh import ParallelMesh
 
 
@@ -54,6 +59,36 @@ def check_shardable(spec: ModelSpec, layout: Layout) -> None:
         mend = 'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed".'
         seen = f"FSDP2 shards block by block, and {alias} is one with {name}"
         raise ConfigError(Problem(f"zero_optimization.stage: {spec.name}", seen, "blocks that share nothing", mend))
+    if layout.zero_stage > 0 and spec.trial and _uses_weights_outside(spec, spec.trial):
+        mend = 'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed".'
+        seen = "FSDP2 shards block by block, and a block's weight is used outside it"
+        raise ConfigError(Problem(f"zero_optimization.stage: {spec.name}", seen, "blocks that share nothing", mend))
+
+
+def _uses_weights_outside(spec: ModelSpec, trial: Trial) -> bool:
+    """True if a forward pass fails in which each block has parameters while it runs, and not before or after."""
+    model = spec.build()
+    materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    for name in spec.blocks:
+        block = model.get_submodule(name)
+        own = [(inner, dict(inner._parameters)) for inner in block.modules()]
+        empty = [
+            (inner, {k: None if p is None else UninitializedParameter() for k, p in of.items()}) for inner, of in own
+        ]
+
+        def put(*_: Any, parts: Any) -> None:
+            for inner, parameters in parts:
+                inner._parameters.update(parameters)
+
+        put(parts=empty)
+        block.register_forward_pre_hook(partial(put, parts=own))
+        block.register_forward_hook(partial(put, parts=empty))
+    try:
+        with torch.no_grad():
+            trial.output(model.eval())
+    except Exception:  # whatever a module's own code raises
+        return True
+    return False
 
 
 def check_units(module: nn.Module, spec: ModelSpec) -> None:

@@ -25,6 +25,7 @@ from trainer.engines import EngineKind, Machine, select
 from trainer.errors import ConfigError, DataError, Problem, shared
 from trainer.layout import Layout, layout_of
 from trainer.models import huggingface, module
+from trainer.models.checks import Alone
 from trainer.models.frozen import frozen
 from trainer.models.lora import adapted
 from trainer.models.spec import ModelSpec
@@ -198,7 +199,7 @@ def subject_of(config: Config, given: Given, ranks: Ranks) -> Subject:
     spec = module.spec_of(given.model, given.blocks, section.seed)
     task = Supervised(given.loss, spec.build, spec.blocks)
     first = [data.train[i] for i in range(min(4, len(data.train)))]
-    ranks.on_first(lambda: task.collate(first) and None)  # what is wrong with them is said once
+    ranks.on_first(Alone()(lambda: task.collate(first) and None))  # what is wrong with them is said once
     return Subject(replace(amended(spec, section, ranks), trial=task.trial(first)), task, data)
 
 
