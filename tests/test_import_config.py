@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from trainer.command.import_config import main
 from trainer.config import RuntimeFacts, load, resolve
 from trainer.config.habits import SYSTEMS, Draft, translate
-from trainer.config.habits.reading import read_arguments
+from trainer.config.habits.reading import read_file, read_flags
 from trainer.errors import ConfigError
 
 HABITS = Path(__file__).parent / "habits"
 FILES = {path.name: path.name.partition("_")[0] for path in sorted(HABITS.glob("*_*.*"))}
 
 
-def written(folder: Path, system: str, keys: dict, name: str = "theirs.yml") -> Draft:
-    path = folder / name
-    path.write_text(yaml.safe_dump(keys))
-    return translate(system, path)
+def shipped(name: str, partial: bool = False) -> Draft:
+    return translate(FILES[name], read_file(HABITS / name), HABITS, partial)
+
+
+def written(folder: Path, system: str, keys: dict, partial: bool = False) -> Draft:
+    path = folder / "theirs.yml"
+    path.write_text(yaml.safe_dump({"do_train": True, **keys} if system == "llamafactory" else keys))
+    return translate(system, read_file(path), folder, partial)
+
+
+def named(draft: Draft) -> set[str]:
+    """Every key that something is said of."""
+    said = {key.partition(" ")[0] for lines in (draft.carried, draft.changed, draft.lost) for key in lines}
+    said |= {*draft.listed, *draft.idle}
+    return said | {key.partition(".")[0] for key in said}
 
 
 def words(lines: dict[str, list[str]], key: str) -> str:
@@ -32,17 +47,15 @@ def words(lines: dict[str, list[str]], key: str) -> str:
 
 @pytest.mark.parametrize("name", FILES)
 def test_configs_as_they_are_found_load_and_every_key_of_them_is_named(name: str):
-    given = read_arguments(HABITS / name)
-    draft = translate(FILES[name], HABITS / name)
+    draft = shipped(name, partial=True)
     config = load(draft.made)
     assert config.trainer.model.name_or_path
-    said = {key.partition(" ")[0] for lines in (draft.carried, draft.changed, draft.left) for key in lines}
-    assert given.keys() - said - set(draft.idle) == set()
-    assert not [text for texts in draft.left.values() for text in texts if text.startswith("not known")]
+    assert read_file(HABITS / name).keys() - named(draft) == set()
+    assert not [text for texts in draft.lost.values() for text in texts if text.startswith("not known")]
 
 
 def test_axolotls_qlora():
-    draft = translate("axolotl", HABITS / "axolotl_qlora.yml")
+    draft = shipped("axolotl_qlora.yml", partial=True)
     made, data = draft.made, draft.made["trainer"]["data"]
     assert made["trainer"]["adapter"] == {
         "type": "lora",
@@ -60,15 +73,15 @@ def test_axolotls_qlora():
     ]
     assert data["sources"][1]["chat_column"] == "conversations"
     assert (data["documents"], data["too_long"], data["sequence_length"]) == ("pack", "drop", 2048)
-    assert "not in 4" in words(draft.changed, "adapter")
-    assert "quantised" in words(draft.left, "load_in_4bit")
-    assert "8 bits" in words(draft.changed, "optimizer")
+    assert {line.partition(" ")[0] for line in draft.lost} == {"load_in_4bit", "adapter", "datasets[0].type"}
+    assert "not in 4" in words(draft.lost, "adapter")
+    assert "float32" in words(draft.changed, "optimizer")
     assert made["trainer"]["evaluation"] == {"every": 0.25} and "every" not in made["trainer"].get("checkpoint", {})
     assert made["scheduler"]["params"]["warmup_num_steps"] == "auto" and made["trainer"]["warmup_ratio"] == 0.1
 
 
 def test_axolotls_fsdp():
-    draft = translate("axolotl", HABITS / "axolotl_full.yml")
+    draft = shipped("axolotl_full.yml")
     made, section = draft.made, draft.made["trainer"]
     cpu = {"device": "cpu"}
     assert made["zero_optimization"] == {"stage": 2, "offload_param": cpu, "offload_optimizer": cpu}
@@ -92,7 +105,7 @@ def test_axolotls_fsdp():
 
 
 def test_llamafactorys_lora_over_a_deepspeed_file():
-    draft = translate("llamafactory", HABITS / "llamafactory_lora.yaml")
+    draft = shipped("llamafactory_lora.yaml", partial=True)
     made, section = draft.made, draft.made["trainer"]
     assert made["zero_optimization"]["stage"] == 3 and made["train_batch_size"] == "auto"
     assert (made["gradient_accumulation_steps"], made["bf16"]["enabled"], made["gradient_clipping"]) == (8, True, 1.0)
@@ -106,27 +119,38 @@ def test_llamafactorys_lora_over_a_deepspeed_file():
 
 
 def test_llamafactorys_pretraining():
-    section = translate("llamafactory", HABITS / "llamafactory_pretrain.yaml").made["trainer"]
+    section = shipped("llamafactory_pretrain.yaml").made["trainer"]
     assert (section["data"]["documents"], section["data"]["text_column"]) == ("concatenate", "text")
     assert "adapter" not in section and "activation_checkpointing" not in section
     assert section["model"]["attention"] == "sdpa" and "checkpoint" not in section
 
 
-def test_a_script_of_the_trainer():
-    draft = translate("trainer", HABITS / "trainer_fsdp.sh")
+FLAGS = """--model_name_or_path gpt2 --dataset_name wikitext --dataset_config_name wikitext-2-raw-v1
+  --do_train --do_eval --learning_rate 2e-5 --per_device_train_batch_size=4 --fsdp 'full_shard auto_wrap'
+  --fsdp_config '{"transformer_layer_cls_to_wrap": ["GPT2Block"]}' --max_steps 1000 --warmup_ratio 0.03
+  --lr_scheduler_type cosine --report_to wandb tensorboard --bf16 True --save_strategy steps --save_steps 0.1
+  --evaluation_strategy no --output-dir out/gpt2"""
+
+
+def from_flags(text: str, partial: bool = False) -> Draft:
+    return translate("trainer", read_flags(shlex.split(text)), Path(), partial)
+
+
+def test_arguments_of_the_trainer():
+    draft = from_flags(FLAGS)
     made, section = draft.made, draft.made["trainer"]
     assert made["optimizer"]["params"]["lr"] == 2e-5 and made["train_micro_batch_size_per_gpu"] == 4
     assert made["scheduler"]["params"]["warmup_num_steps"] == 30 and section["steps"] == 1000
     assert section["checkpoint"]["every"] == 100 and section["log"]["trackers"] == ["wandb", "tensorboard"]
     assert (made["zero_optimization"]["stage"], section["engine"]) == (3, "accelerate")
     assert section["run"] == {"name": "gpt2", "folder": "out"}
+    assert read_flags(shlex.split(FLAGS)).keys() - named(draft) == set()
 
 
-def test_a_line_of_trl(tmp_path: Path):
-    line = "trl sft --model_name_or_path m --dataset_name a/b --packing --max_length 64 --use_peft --lora_r 4"
-    (tmp_path / "line.txt").write_text(f"{line} --lora_target_modules q_proj v_proj\n")
-    section = translate("trainer", tmp_path / "line.txt").made["trainer"]
-    assert section["data"] == {"path": "a/b", "sequence_length": 64, "documents": "pack"}
+def test_arguments_of_trl():
+    text = "--model_name_or_path m --dataset_name a/b --packing --max_length 64 --use_peft --lora_r 4"
+    section = from_flags(f"{text} --lora_target_modules q_proj v_proj").made["trainer"]
+    assert section["data"] == {"path": "a/b", "sequence_length": 64, "documents": "pack", "evaluation_fraction": 0.0}
     targets = ["q_proj", "v_proj"]
     assert section["adapter"] == {"type": "lora", "r": 4, "alpha": 32, "dropout": 0.05, "targets": targets}
 
@@ -139,14 +163,14 @@ def test_every_argument_of_the_trainer_has_a_row():
     assert {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)} - table.keys() == set()
 
 
-def test_arguments_that_are_as_by_default_ask_for_nothing(tmp_path: Path):
-    """A file of all arguments, as the Trainer itself writes them, names what was asked for and nothing else."""
+def test_arguments_that_are_as_by_default_lose_nothing(tmp_path: Path):
+    """In a file of all arguments, as the Trainer itself writes them."""
     from transformers import TrainingArguments
 
     path = tmp_path / "args.json"
     path.write_text(TrainingArguments(output_dir="out", learning_rate=1e-4, use_cpu=True).to_json_string())
-    draft = translate("trainer", path)
-    assert {key.partition(" ")[0] for key in draft.left} == {"use_cpu"}
+    draft = translate("trainer", read_file(path), tmp_path)
+    assert draft.lost == {} and "use_cpu" in draft.listed
     assert draft.made["optimizer"]["params"]["lr"] == 1e-4
     load(draft.made)
 
@@ -158,12 +182,15 @@ def test_their_defaults_are_written_and_said(tmp_path: Path):
     assert draft.carried["num_train_epochs 3.0 (their default)"] == ["trainer.epochs 3.0"]
 
 
-def test_a_key_that_is_not_known_is_named(tmp_path: Path):
-    draft = written(tmp_path, "axolotl", {"base_model": "m", "learning_rate": 1e-4, "sequence_length": 9, "zzz": 1})
-    assert "not known" in words(draft.left, "zzz")
-    assert "sequence_len" in words(draft.left, "sequence_length")
-    nested = written(tmp_path, "axolotl", {"learning_rate": 1, "datasets": [{"path": "a", "typ": "alpaca"}]})
-    assert "not known" in words(nested.left, "datasets[0].typ")
+def test_a_key_that_is_not_known_is_refused_with_what_is_near_it(tmp_path: Path):
+    keys = {"base_model": "m", "learning_rate": 1e-4, "sequence_length": 9, "zzz": False}
+    draft = written(tmp_path, "axolotl", keys, partial=True)
+    assert "not known" in words(draft.lost, "zzz")
+    assert "sequence_len" in words(draft.lost, "sequence_length")
+    keys = {"learning_rate": 1, "datasets": [{"path": "a", "typ": "alpaca"}]}
+    assert "not known" in words(written(tmp_path, "axolotl", keys, partial=True).lost, "datasets[0].typ")
+    with pytest.raises(ConfigError, match='datasets\\[0\\].typ: saw "alpaca"'):
+        written(tmp_path, "axolotl", keys)
 
 
 def test_a_deepspeed_file_has_the_last_word(tmp_path: Path):
@@ -175,14 +202,16 @@ def test_a_deepspeed_file_has_the_last_word(tmp_path: Path):
     }
     (tmp_path / "ds.json").write_text(json.dumps(base))
     keys = {"deepspeed": "ds.json", "learning_rate": 1e-4, "weight_decay": 0.1, "gradient_accumulation_steps": 4}
-    draft = written(tmp_path, "trainer", {**keys, "warmup_steps": 7, "lr_scheduler_type": "cosine", "adam_beta2": 0.9})
+    keys |= {"warmup_steps": 7, "lr_scheduler_type": "cosine", "adam_beta2": 0.9}
+    draft = written(tmp_path, "trainer", keys, partial=True)
     assert draft.made["optimizer"] == {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}
     assert draft.made["scheduler"] == {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}
     assert (
         draft.made["gradient_accumulation_steps"] == 2 and draft.made["trainer"]["weight_decay_excludes"] == "nothing"
     )
-    assert "says gradient_accumulation_steps 2" in words(draft.left, "gradient_accumulation_steps")
-    assert "of its own" in words(draft.left, "lr_scheduler_type") and "of its own" in words(draft.left, "adam_beta2")
+    assert "says gradient_accumulation_steps 2" in words(draft.lost, "gradient_accumulation_steps")
+    assert "of its own" in words(draft.changed, "lr_scheduler_type")
+    assert "of its own" in words(draft.changed, "adam_beta2")
     assert "gradient_clipping" not in draft.made  # DeepSpeed clips only where its JSON says so
 
 
@@ -207,23 +236,194 @@ def test_a_deepspeed_file_has_the_last_word(tmp_path: Path):
 )
 def test_another_training_and_values_that_do_not_fit_are_refused(tmp_path: Path, system: str, keys: dict, place: str):
     with pytest.raises(ConfigError) as caught:
-        written(tmp_path, system, keys)
+        written(tmp_path, system, keys, partial=True)
     assert caught.value.problems[0].place == place
+
+
+@pytest.mark.parametrize(
+    ("system", "keys", "seen"),
+    [
+        *(("llamafactory", {"stage": stage}, f'saw "{stage}"') for stage in ("dpo", "kto", "rm", "ppo")),
+        ("llamafactory", {"do_train": None, "infer_backend": "vllm", "template": "llama3"}, "predicts, chats"),
+        ("llamafactory", {"do_train": False, "do_predict": True, "eval_dataset": "a"}, "predicts, chats"),
+        ("llamafactory", {"vllm_enforce_eager": True}, "inference"),
+        ("llamafactory", {"export_dir": "out", "adapter_name_or_path": "a"}, "export of weights"),
+        (
+            "llamafactory",
+            {"model": "m", "train_dataset": "d.yaml", "peft_config": {"name": "lora"}, "micro_batch_size": 1},
+            "second format",
+        ),
+        *(("axolotl", {"rl": kind}, "DPO, KTO") for kind in ("dpo", "kto", "orpo", "grpo", "ipo", "simpo")),
+        ("axolotl", {"reward_model": True}, "a reward model"),
+        ("axolotl", {"model_type": "AutoModelForSequenceClassification"}, "a causal language model"),
+        ("axolotl", {"diffusion": {"eps": 1e-3}}, "diffusion"),
+        ("axolotl", {"slices": [{"sources": ["a"]}], "merge_method": "slerp"}, "the merging of models"),
+        ("axolotl", {"inference": True}, "inference"),
+        ("trainer", {"beta": 0.1, "max_prompt_length": 512}, "DPO, KTO"),
+        ("trainer", {"num_generations": 8, "reward_funcs": ["f"]}, "reinforcement learning"),
+        ("trainer", {"do_predict": True}, "a prediction"),
+        ("trainer", {"export_dir": "x"}, "export of weights"),
+    ],
+)
+@pytest.mark.parametrize("partial", [False, True])
+def test_another_training_is_refused_for_what_it_is(tmp_path: Path, system: str, keys: dict, seen: str, partial: bool):
+    """Also with --partial: no part of it is fine-tuning."""
+    with pytest.raises(ConfigError, match=seen):
+        written(tmp_path, system, {"learning_rate": 1e-4, **keys}, partial)
+
+
+LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+PEFT = {"use_peft": True, "lora_target_modules": ["q_proj"]}
+SETS = [{"path": "a", "type": "chat_template"}]
+
+
+@pytest.mark.parametrize(
+    ("system", "keys", "key"),
+    [
+        ("trainer", {"use_lora": True}, "use_lora"),
+        ("trainer", {"lora_enable": True, "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0}, "lora_enable"),
+        ("trainer", {"q_lora": True}, "q_lora"),
+        ("trainer", {"use_peft": True}, "use_peft"),
+        ("trainer", {"lora_r": 8}, "lora_r"),
+        ("trainer", {**PEFT, "lora_target_modules": [".*q_proj"]}, "lora_target_modules"),
+        ("trainer", {"bits": 4}, "bits"),
+        ("trainer", {"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ("trainer", {"accelerator_config": {"split_batches": True}}, "accelerator_config.split_batches"),
+        ("trainer", {"average_tokens_across_devices": False}, "average_tokens_across_devices"),
+        ("trainer", {"completion_only_loss": False}, "completion_only_loss"),
+        ("trainer", {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy"),
+        ("trainer", {"lr_scheduler_type": "polynomial"}, "lr_scheduler_type"),
+        ("trainer", {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 3}}, "lr_scheduler_kwargs"),
+        ("trainer", {"optim": "adafactor"}, "optim"),
+        ("trainer", {"fp16": True, "bf16": True}, "fp16"),
+        ("trainer", {"dtype": "float16"}, "dtype"),
+        ("trainer", {"eval_strategy": "epoch", "max_steps": 9}, "eval_strategy"),
+        ("trainer", {"dataset_name": "a/b", "eval_strategy": "steps", "eval_steps": 5}, "dataset_name"),
+        ("trainer", {"max_train_samples": 10}, "max_train_samples"),
+        ("trainer", {"resume_from_checkpoint": "out/checkpoint-5"}, "resume_from_checkpoint"),
+        ("axolotl", {**LORA, "lora_target_linear": None, "lora_target_modules": ["q.*"]}, "lora_target_modules"),
+        ("axolotl", {**LORA, "lora_target_modules": ["lm_head"]}, "lora_target_modules"),
+        ("axolotl", {**LORA, "loraplus_lr_ratio": 16}, "loraplus_lr_ratio"),
+        ("axolotl", {**LORA, "adapter": "qlora"}, "adapter"),
+        ("axolotl", {"load_in_4bit": True}, "load_in_4bit"),
+        ("axolotl", {"unfrozen_parameters": ["^lm_head"]}, "unfrozen_parameters"),
+        ("axolotl", {"batch_size": 5, "micro_batch_size": 2}, "batch_size"),
+        ("axolotl", {"batch_size": 4, "gradient_accumulation_steps": 2}, "batch_size"),
+        ("axolotl", {"val_set_size": 500}, "val_set_size"),
+        ("axolotl", {"datasets": SETS, "test_datasets": [{**SETS[0], "split": "test"}]}, "test_datasets"),
+        ("axolotl", {"datasets": SETS, "evals_per_epoch": 2, "max_steps": 9}, "evals_per_epoch"),
+        ("axolotl", {"datasets": [{"path": "a", "type": "alpaca"}]}, "datasets[0].type"),
+        ("axolotl", {"datasets": [{**SETS[0], "roles": {"user": ["boss"]}}]}, "datasets[0].roles.user"),
+        ("axolotl", {"datasets": [{**SETS[0], "shards": 10}]}, "datasets[0].shards"),
+        ("axolotl", {"datasets": SETS, "chat_template": "chatml"}, "chat_template"),
+        ("axolotl", {"special_tokens": {"eos_token": "<|im_end|>"}}, "special_tokens"),
+        ("axolotl", {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins"),
+        ("axolotl", {"model_type": "MllamaForConditionalGeneration"}, "model_type"),
+        ("axolotl", {"excess_length_strategy": "split"}, "excess_length_strategy"),
+        ("axolotl", {"train_on_inputs": True}, "train_on_inputs"),
+        ("llamafactory", {"lora_target": ".*q_proj"}, "lora_target"),
+        ("llamafactory", {"quantization_bit": 4}, "quantization_bit"),
+        ("llamafactory", {"max_samples": 1000}, "max_samples"),
+        ("llamafactory", {"val_size": 100}, "val_size"),
+        ("llamafactory", {"template": "alpaca"}, "template"),
+        ("llamafactory", {"dataset": "nowhere"}, "dataset"),
+        ("llamafactory", {"mix_strategy": "interleave_under"}, "mix_strategy"),
+        ("llamafactory", {"use_muon": True}, "use_muon"),
+        ("llamafactory", {"pissa_init": True}, "pissa_init"),
+    ],
+)
+def test_what_changes_the_training_and_is_not_carried_over_is_refused(tmp_path: Path, system, keys, key):
+    keys = {"learning_rate": 1e-4, "base_model" if system == "axolotl" else "model_name_or_path": "m", **keys}
+    with pytest.raises(ConfigError) as caught:
+        written(tmp_path, system, keys)
+    assert [problem.place for problem in caught.value.problems] == ["not imported", key]
+    assert {line.partition(" ")[0] for line in written(tmp_path, system, keys, partial=True).lost} == {key}
+
+
+def test_a_regular_expression_stays_one_and_names_stay_names(tmp_path: Path):
+    pattern = r"model\.layers\.\d+\.(self_attn|mlp)\.(q|up)_proj"
+    for system, keys in (("axolotl", {**LORA, "lora_target_linear": None, "base_model": "m"}), ("trainer", PEFT)):
+        keys = {"learning_rate": 1e-4, "model_name_or_path": "m", **keys}
+        if system == "axolotl":
+            del keys["model_name_or_path"]
+        made = written(tmp_path, system, {**keys, "lora_target_modules": pattern}).made
+        assert load(made).trainer.adapter.targets == pattern
+        made = written(tmp_path, system, {**keys, "lora_target_modules": "q_proj,v_proj"}).made
+        assert made["trainer"]["adapter"]["targets"] == ["q_proj", "v_proj"]
+
+
+def test_lora_flags_of_scripts_are_carried_over_where_all_is_said():
+    text = "--use_lora True --lora_r 8 --lora_alpha 16 --lora_dropout 0 --lora_target_modules q_proj"
+    section = from_flags(f"--model_name_or_path m {text} --lora_bias none").made["trainer"]
+    assert section["adapter"] == {"type": "lora", "r": 8, "alpha": 16, "targets": ["q_proj"], "bias": "none"}
+    assert "adapter" not in from_flags("--use_lora false --lora_r 8 --model_name_or_path m").made["trainer"]
+
+
+def test_axolotls_batch_size_is_that_of_one_process(tmp_path: Path):
+    made = written(tmp_path, "axolotl", {"batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-4}).made
+    assert (made["train_micro_batch_size_per_gpu"], made["gradient_accumulation_steps"]) == (2, 4)
+    assert resolve(load(made), RuntimeFacts(4, None, 9, False, "cpu")).settings["train_batch_size"] == 32
+
+
+def test_rows_to_evaluate_on_are_carried_over(tmp_path: Path):
+    keys = {"datasets": SETS, "test_datasets": [{"path": "held", "type": "chat_template"}], "eval_steps": 5}
+    section = written(tmp_path, "axolotl", {"learning_rate": 1e-4, **keys}).made["trainer"]
+    assert (section["data"]["evaluation_path"], section["evaluation"]["every"]) == ("held", 5)
+    flags = "--model_name_or_path m --train_file a.jsonl --eval_strategy steps --eval_steps 5 --learning_rate 1"
+    section = from_flags(f"{flags} --validation_file b.jsonl --max_eval_samples 7").made["trainer"]
+    assert section["data"]["evaluation_path"] == "b.jsonl" and section["evaluation"] == {"every": 5, "samples": 7}
+    assert from_flags(flags).made["trainer"]["data"]["evaluation_fraction"] == 0.05  # of transformers' scripts
+
+
+ENOUGH: dict[str, dict[str, Any]] = {
+    "axolotl": {"adapter": "lora", "base_model": "m"},
+    "llamafactory": {"model_name_or_path": "m", "do_train": True},
+    "trainer": {"model_name_or_path": "m", "use_peft": True},
+}
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_no_value_is_a_traceback_and_none_goes_unsaid(tmp_path: Path, system: str):
-    path = tmp_path / "theirs.json"
-    more = {"axolotl": {"adapter": "lora", "base_model": "m"}, "llamafactory": {}, "trainer": {"use_peft": True}}
-    for key in [key for key, row in SYSTEMS[system].table.items() if row.group]:
-        for value in ("x", True, [1], {"a": 1}):
-            path.write_text(json.dumps({"model_name_or_path": "m", **more[system], key: value}))
+    for key in (key for key, row in SYSTEMS[system].table.items() if row.section == "carried"):
+        for value in ("x", True, -1, 1e300, [1], {"a": [[{"b": None}]]}):
+            given = {**ENOUGH[system], key: value}
             try:
-                draft = translate(system, path)
-            except ConfigError:
+                draft = translate(system, given, tmp_path, partial=True)
+            except ConfigError as error:
+                assert len(error.render()) < 4000
                 continue
-            said = {name.partition(" ")[0] for lines in (draft.carried, draft.changed, draft.left) for name in lines}
-            assert key in said or key in draft.idle, (key, value)
+            assert key in named(draft), (key, value)
+            json.dumps(draft.made, allow_nan=False)
+
+
+_ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("2e-5"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_no_key_of_a_config_vanishes(tmp_path: Path, system: str, data: st.DataObject):
+    """Each is carried over, listed or lost, or the whole is refused in words."""
+    keys = [*SYSTEMS[system].table, "unheard_of"]
+    some = data.draw(st.dictionaries(st.sampled_from(keys) | st.text(max_size=8), _ANY, max_size=5))
+    path = tmp_path / "theirs.yml"
+    path.write_text(yaml.safe_dump({**ENOUGH[system], **some}), encoding="utf-8")
+    try:
+        given = read_file(path)
+        draft = translate(system, given, tmp_path, partial=True)
+    except ConfigError as error:
+        assert error.problems and len(error.render()) < 20_000
+        return
+    assert {key.partition(" ")[0] for key in given} - named(draft) == set()
+    load(draft.made)
+    try:
+        assert translate(system, given, tmp_path).lost == {}
+    except ConfigError as error:
+        assert draft.lost and len(error.problems) == len(draft.lost) + 1
 
 
 @pytest.mark.parametrize(
@@ -231,39 +431,91 @@ def test_no_value_is_a_traceback_and_none_goes_unsaid(tmp_path: Path, system: st
     [
         ("a.yml", "a: 1\na: 2\n", "the key a twice"),
         ("a.yml", "a: [1\n", "expected"),
-        ("a.yml", "- 1\n", "[1]"),
-        ("a.sh", "python a.py --x 1\npython b.py --x 2\n", "2 commands"),
-        ("a.sh", "python a.py --x 'open\n", "quotation"),
+        ("a.yml", "- 1\n", r"\[1\]"),
+        ("a.yml", "", "null"),
+        ("a.sh", "python a.py --x 1\npython b.py --x 2\n", "a script.*meshloom import -- "),
+        ("a", "python a.py --x 1\n", "meshloom import -- "),
         ("a.json", "{", "the end"),
+        ("a.json", '{"a": {"b": NaN}}', "NaN"),
+        ("a.yml", "a: {b: .inf}\n", "a.b: saw inf"),
+        ("a.yml", "a: [.nan]\n", r"a\[0\]: saw nan"),
+        ("a.yml", "a: &x\n  b: *x\n", "anchor that holds itself"),
+        ("a.yml", "&x [*x]\n", "anchor that holds itself"),
+        (
+            "a.yml",
+            "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9 if i else '1')}]\n" for i in range(30)),
+            "anchor",
+        ),
+        ("a.yml", "a: " + "[" * 2000, "deep"),
+        ("a.yml", "a: " + "{b: " * 60 + "1" + "}" * 60, "deep"),
+        ("a.yml", "a: " + "9" * 5000, "digits"),
+        ("a.yml", "a: " + "9" * 400, "64 bits"),
+        ("a.yml", "a: 'open\n", "unexpected end"),
+        ("a.yml", 'a: "\\udc80"\n', "saw"),
+        ("a.yml", "a: !!python/object/apply:os.system [x]\n", "constructor"),
+        ("a.yml", "a: !!binary aGk=\n", "saw b'hi'"),
+        ("a.yml", "a: !!set {x}\n", "saw {'x'}"),
+        ("a.yml", "? [a]\n: 1\n", "unhashable"),
+        ("a.yml", "a: {1: 2}\n", "the key 1"),
+        ("a.yml", "a: \0\n", "a.yml"),
+        ("a.yml", "deepspeed: $DS\n", r"deepspeed: saw \"\$DS\""),
+        ("a.yml", "datasets:\n- path: ${DATA}/x\n", r"datasets\[0\].path: saw"),
+        ("a.yml", "a: $(nproc)\n", "a: saw"),
     ],
 )
 def test_files_that_can_not_be_read(tmp_path: Path, name: str, text: str, seen: str):
     (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match=seen.replace("[", r"\[")):
-        read_arguments(tmp_path / name)
+    with pytest.raises(ConfigError, match=seen) as caught:
+        read_file(tmp_path / name)
+    assert len(caught.value.render()) < 1000
 
 
-def test_arguments_one_a_line(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("--learning-rate 1e-4  # fast\n--bf16\n--report_to a b\n--name='x y'\n")
-    assert read_arguments(tmp_path / "a.txt") == {
+def test_a_date_is_text_and_a_dollar_at_the_end_is_of_a_pattern(tmp_path: Path):
+    (tmp_path / "a.yml").write_text("run_name: 2024-01-01\nlora_target_modules: '.*(q|v)_proj$'\n")
+    assert read_file(tmp_path / "a.yml") == {"run_name": "2024-01-01", "lora_target_modules": ".*(q|v)_proj$"}
+
+
+def test_arguments():
+    found = read_flags(shlex.split("--learning-rate 1e-4 --bf16 no --report_to a b --name='x \" y' --no_tf32 --a -1"))
+    assert found == {
         "learning_rate": "1e-4",
-        "bf16": True,
+        "bf16": False,
         "report_to": ["a", "b"],
-        "name": "x y",
+        "name": 'x " y',
+        "tf32": False,
+        "a": "-1",
     }
+
+
+@pytest.mark.parametrize("words", ["", "trl sft --x 1", "--x 1 --x 2", "--x $Y"])
+def test_arguments_that_are_none(words: str):
+    with pytest.raises(ConfigError):
+        read_flags(words.split())
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source, target = HABITS / "axolotl_qlora.yml", tmp_path / "ours.json"
-    assert main(["--from", "axolotl", str(source), "--output", str(target)], "meshloom import") == 0
+    ours = ["--from", "axolotl", str(source), "--output", str(target)]
+    assert main(ours, "meshloom import") == 64 and not target.exists()
+    refusal = capsys.readouterr()
+    assert refusal.out == "" and "load_in_4bit: saw true" in refusal.err and "--partial" in refusal.err
+    assert main([*ours, "--partial"], "meshloom import") == 0
     report = capsys.readouterr().out
-    assert "left out (" in report and "load_in_4bit true" in report and "with another meaning" in report
+    assert "lost, and changes what is trained (3)" in report and "load_in_4bit true" in report
+    assert "with another meaning" in report and "change nothing of what is trained" in report
     assert load(target).trainer.adapter is not None
-    assert main(["--from", "axolotl", str(source)], "meshloom import") == 0
+    assert main(["--from", "axolotl", "--partial", str(source)], "meshloom import") == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out) == json.loads(target.read_text()) and "carried over (" in printed.err
     assert main(["--from", "trainer", str(tmp_path / "none.yml")], "meshloom import") == 64
     assert "no such file" in capsys.readouterr().err
+    flags = shlex.split(FLAGS)
+    assert main(["--output", str(target), "--", *flags], "meshloom import") == 0
+    assert load(target).trainer.model.name_or_path == "gpt2"
+    assert main(["--", *flags, "--use_lora", "True"], "meshloom import") == 64
+    assert "use_lora: saw true (nothing says LoRA's r, alpha, dropout, targets)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(source), "--", *flags], "meshloom import")
 
 
 @pytest.mark.parametrize(
@@ -272,11 +524,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 )
 def test_what_is_counted_in_epochs_or_as_a_share_is_a_share_of_the_steps(tmp_path: Path, length, share, every):
     keys = {"warmup_ratio": 0.05, "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
-    draft = written(tmp_path, "trainer", keys | length)
+    draft = written(tmp_path, "trainer", keys | length, partial=True)
     section, steps = draft.made["trainer"], draft.made["scheduler"]["params"]["warmup_num_steps"]
     assert (section["warmup_ratio"] if steps == "auto" else steps) == share
     assert [section.get(name, {}).get("every") for name in ("evaluation", "checkpoint")] == [every, every]
-    assert ("--dry-run" in words(draft.left, "eval_strategy")) == ("max_steps" in length)
+    assert ("--dry-run" in words(draft.lost, "eval_strategy")) == ("max_steps" in length)
     assert section.get("checkpoint", {}).get("keep_best") is True
     resolved = resolve(load(draft.made), RuntimeFacts(1, None, 200, False, "cpu"))
     assert resolved.scheduler.params["warmup_num_steps"] == 10
@@ -293,7 +545,7 @@ def test_what_is_counted_in_epochs_or_as_a_share_is_a_share_of_the_steps(tmp_pat
 def test_an_adapter_to_start_from_says_what_it_is(tmp_path: Path, system: str, key: str, keys: dict):
     draft = written(tmp_path, system, {**keys, key: "out/lora", "lora_dropout": 0.1, "learning_rate": 1e-4})
     assert draft.made["trainer"]["adapter"] == {"type": "lora", "path": "out/lora", "dropout": 0.1}
-    whole = written(tmp_path, system, {**keys, key: None, "learning_rate": 1e-4})
+    whole = written(tmp_path, system, {**keys, key: None, "learning_rate": 1e-4}, partial=True)
     assert "path" not in whole.made["trainer"]["adapter"]
 
 

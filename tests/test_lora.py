@@ -287,6 +287,7 @@ def test_the_base_is_kept_in_the_precision_that_it_computes_in(pools, engine, le
         ({"alpah": 3}, 'Did you mean "alpha"?'),
         ({"type": "ia3"}, 'trainer.adapter.type: saw "ia3"; expected "lora"'),
         ({"targets": []}, "trainer.adapter.targets"),
+        ({"targets": "(q_proj"}, "a regular expression (missing )"),
         ({}, "Name the base as trainer.model.name_or_path"),
     ],
 )
@@ -305,6 +306,8 @@ def test_a_section_that_is_wrong(tmp_path, adapter, message):
         ({"targets": ["q_proj", "k_prjo"]}, 'targets[1]: "k_prjo" names no linear layer of a block'),
         ({"targets": ["q_prj"]}, 'Did you mean "q_proj" or "v_proj"?'),
         ({"targets": ["embed_tokens"]}, "model.embed_tokens is Embedding"),
+        ({"targets": r".*q_prj"}, '".*q_prj" matches no module; expected linear layers of the blocks alone'),
+        ({"targets": r"(.*up_proj|lm_head)"}, "matches lm_head"),
         ({"targets": ["lm_head"]}, "modules_to_save trains a module as a whole"),
         ({"modules_to_save": ["lmhead"]}, 'modules_to_save[0]: "lmhead" is no module with parameters'),
         ({"modules_to_save": ["self_attn"]}, "which has an adapter"),
@@ -315,6 +318,22 @@ def test_what_the_model_has_not(changes, message):
     with pytest.raises(ConfigError) as caught:
         adapted(spec_of(LLAMA), AdapterSection(**changes))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("pattern", [r"model\.layers\.[01]\.self_attn\.(q|v)_proj", r".*\.(up|down)_proj", "q_proj"])
+def test_a_text_as_targets_means_the_modules_that_it_means_to_peft(pattern):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    try:
+        theirs = inject_adapter_in_model(LoraConfig(target_modules=pattern), spec_of(LLAMA).build())
+    except ValueError as error:
+        assert "not found" in str(error)
+        with pytest.raises(ConfigError, match="matches no module"):
+            adapted(spec_of(LLAMA), AdapterSection(targets=pattern))
+        return
+    ours = adapted(spec_of(LLAMA), AdapterSection(targets=pattern)).build()
+    adapters = [{name for name, _ in model.named_modules() if name.endswith("lora_A")} for model in (ours, theirs)]
+    assert adapters[0] == adapters[1] and adapters[0]
 
 
 def test_an_adapter_is_no_base(tmp_path):

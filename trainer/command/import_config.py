@@ -1,4 +1,4 @@
-"""`meshloom import`: what another trainer is told, as a config of this one."""
+"""`meshloom import`: a config of another trainer as one of this one."""
 
 from __future__ import annotations
 
@@ -13,34 +13,42 @@ if TYPE_CHECKING:
     from trainer.config.habits import Draft
 
 EPILOG = """
-  %(prog)s --from axolotl qlora.yml --output qlora.json
-  %(prog)s --from llamafactory examples/train_lora/llama3_lora_sft.yaml --output lora.json
-  %(prog)s --from trainer run_clm.sh > clm.json
+  %(prog)s --from axolotl full.yml --output full.json
+  %(prog)s --from llamafactory llama3_full_sft.yaml --output full.json
+  %(prog)s --output clm.json -- --model_name_or_path gpt2 --learning_rate 1e-5
 
-FILE is their YAML or JSON; of the Trainer also a script or a text with --key value. Each key is named with what became
-of it: carried over, carried over with another meaning, or left out and why. Exit codes: 0 written, 64 not a config, or
-a training that is another one.
+FILE is their YAML or JSON; after -- stand the Trainer's arguments, or with --from those of another. Each key is named
+with what became of it. One that changes what is trained and has no key here is an error, and nothing is written; with
+--partial the rest is. Another training (preferences, inference, ...) is always an error. Exit codes: 0 written, 64 not.
 """
 
 
 def main(arguments: Sequence[str], name: str) -> int:
     """Run the command `name`; returns its exit code."""
     from trainer.config.habits import SYSTEMS, translate
+    from trainer.config.habits.reading import read_file, read_flags
     from trainer.errors import MeshloomError
     from trainer.storage import disk_errors
 
+    at = arguments.index("--") if "--" in arguments else None
     parser = argparse.ArgumentParser(
         prog=name,
+        usage="%(prog)s [--from SYSTEM] [--output OUT.json] [--partial] (FILE | -- ARGUMENTS)",
         description="Write a config from one of Axolotl, LLaMA-Factory or Hugging Face's Trainer.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--from", dest="system", required=True, choices=sorted(SYSTEMS), help="whose FILE is")
-    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("--from", dest="system", choices=sorted(SYSTEMS), help="whose it is; arguments: the Trainer's")
     parser.add_argument("--output", type=Path, metavar="OUT.json", help="where ours goes; else it is printed")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--partial", action="store_true", help="write what can be carried over, and list the rest")
+    parser.add_argument("file", type=Path, nargs="?", metavar="FILE")
+    options = parser.parse_args(arguments[:at])
+    if (options.file is None) == (at is None) or (at is None and options.system is None):
+        parser.error("--from SYSTEM FILE, or arguments after --")
     try:
-        draft = translate(options.system, options.file)
+        given = read_file(options.file) if at is None else read_flags(arguments[at + 1 :])
+        folder = options.file.parent if options.file else Path()
+        draft = translate(options.system or "trainer", given, folder, options.partial)
         text = json.dumps(draft.made, indent=2, ensure_ascii=False) + "\n"
         if options.output:
             with disk_errors(options.output):
@@ -56,18 +64,24 @@ def main(arguments: Sequence[str], name: str) -> int:
 
 
 def _report(draft: Draft) -> Iterator[str]:
-    """A line for each key of theirs."""
-    titles = ("carried over", "carried over with another meaning", "left out")
-    for title, lines in zip(titles, (draft.carried, draft.changed, draft.left), strict=True):
+    """A line for each key of theirs that makes a difference, and the names of the others."""
+    from trainer.errors import printable
+
+    titles = ("carried over", "carried over with another meaning", "lost, and changes what is trained")
+    for title, lines in zip(titles, (draft.carried, draft.changed, draft.lost), strict=True):
         yield f"{title} ({len(lines)})"
         width = min(44, max(map(len, lines), default=0))
-        yield from (f"  {key:<{width}}  {'; '.join(dict.fromkeys(texts))}" for key, texts in lines.items())
-    if draft.idle:
-        yield f"ask for nothing: {', '.join(draft.idle)}"
+        for key, texts in lines.items():
+            yield printable(f"  {key:<{width}}  {'; '.join(dict.fromkeys(filter(None, texts)))}".rstrip())
+    for title, names in (("change nothing of what is trained", draft.listed), ("ask for nothing", draft.idle)):
+        if names:
+            yield printable(f"{title} ({len(names)}): {', '.join(names)}")
     data, model = (draft.made["trainer"].get(name, {}) for name in ("data", "model"))
     missing = {
         "trainer.model.name_or_path": "name_or_path" in model,
         "trainer.data.path": bool({"path", "sources"} & data.keys()),
+        "trainer.data.sequence_length": "sequence_length" in data,
+        "optimizer.params.lr": "lr" in draft.made.get("optimizer", {}).get("params", {}),
     }
     if absent := [path for path, there in missing.items() if not there]:
         yield f"still to say: {', '.join(absent)}"

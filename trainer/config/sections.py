@@ -44,6 +44,14 @@ def _range(value: list[float]) -> list[float]:
     return value
 
 
+def _pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f'"all-linear", names in a list, or a regular expression ({error})') from None
+    return value
+
+
 def _pair(value: list[int]) -> list[int]:
     if len(value) != 2:
         raise ValueError("a height and a width")
@@ -251,8 +259,11 @@ class AdapterSection(Section):
     alpha: Annotated[Number, Field(gt=0)] = 8.0
     """What it adds is multiplied by alpha / r, or with `rslora` by alpha / sqrt(r)."""
     dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1, max_length=10_000)] = "all-linear"
-    """Names of linear layers of the blocks, or their ends: ["q_proj", "v_proj"]."""
+    targets: (
+        Annotated[str, Field(min_length=1, max_length=10_000), AfterValidator(_pattern)]
+        | Annotated[list[str], Field(min_length=1, max_length=10_000)]
+    ) = "all-linear"
+    """Names of linear layers of the blocks, or their ends: ["q_proj", "v_proj"]; a text: a regular expression."""
     bias: Literal["none", "all", "lora_only"] = "none"
     modules_to_save: Annotated[list[str], Field(max_length=1000)] = []
     """Modules that are trained as they are, and saved with the adapter."""

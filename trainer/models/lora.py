@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from trainer.config.grammar import show
 from trainer.errors import ConfigError, Problem, listed, named_line
 from trainer.models.lora_folder import STEM, Started, completed
 from trainer.models.materialise import materialise
@@ -235,7 +237,7 @@ def _targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str]) -> 
             raise ConfigError(
                 Problem("trainer.adapter.targets", "no linear layer", "a model with blocks that have one")
             )
-        return linear
+        return linear if wanted == "all-linear" else _matched(model, wanted, linear)
     found = {target: [name for name in linear if _means(target, name)] for target in wanted}
     wrong = [
         _no_target(f"trainer.adapter.targets[{index}]", target, model, linear)
@@ -246,6 +248,16 @@ def _targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str]) -> 
         raise ConfigError(*(wrong or [_no_target("trainer.adapter.targets", "", model, linear)]))
     chosen = {name for names in found.values() for name in names}
     return [name for name in linear if name in chosen]
+
+
+def _matched(model: nn.Module, pattern: str, linear: Sequence[str]) -> list[str]:
+    """The modules whose whole name the pattern matches, as in PEFT. Raises ConfigError for others than `linear`."""
+    found = [name for name, module in model.named_modules() if name and re.fullmatch(pattern, name)]
+    if not found or (others := [name for name in found if name not in linear]):
+        seen = f"{show(pattern)} matches {listed(others) if found else 'no module'}"
+        short = listed(list(dict.fromkeys(map(pattern_of, linear))), 12)
+        raise ConfigError(Problem("trainer.adapter.targets", seen, f"linear layers of the blocks alone: {short}"))
+    return found
 
 
 def _passed_over(model: nn.Module, spec: ModelSpec) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Configs of other trainers as ours: what Axolotl, LLaMA-Factory and Hugging Face's Trainer are told.
 
-Which key of theirs becomes which of ours is data: `axolotl`, `llamafactory` and `arguments` have the tables, `training`
-and `sources` the functions for keys that belong together, `draft` the notation.
+The fate of each key of theirs is data, in a YAML file for each system; `training` and `sources` have the functions for
+keys that belong together, `draft` what became of them. What changes the training and has no key of ours is an error.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 from trainer.config.compiled import load
 from trainer.config.habits import arguments, axolotl, llamafactory
 from trainer.config.habits.draft import Draft, Group, Row, fill
-from trainer.config.habits.reading import read_arguments
 from trainer.config.habits.training import section_of
 from trainer.config.read import Json
 from trainer.config.sections import Section, TrainerSection
+from trainer.errors import ConfigError, Problem
 
 __all__ = ["SYSTEMS", "Draft", "translate"]
 
 
 class System(NamedTuple):
-    """What another trainer is told: its keys, what it does where it is not told, and keys that go together."""
+    """Another trainer: its keys, its defaults, and keys that go together."""
 
     table: Mapping[str, Row]
     defaults: Callable[[Json], Json]
@@ -37,20 +37,34 @@ SYSTEMS = {
 }
 
 
-def translate(system: str, path: Path) -> Draft:
-    """Their file as our config, in `made`, with what is to be said of each key.
+def translate(system: str, given: Json, folder: Path, partial: bool = False) -> Draft:
+    """Their keys as our config, in `made`, with what is to be said of each key; `folder`: where their file is.
 
-    Raises ConfigError for a file that can't be read, a training that is another one, and values that ours does not
-    take.
+    Raises ConfigError for a training that is another one, for values that ours does not take, and, unless `partial`,
+    for keys that change what is trained and are lost.
     """
     table, defaults, groups = SYSTEMS[system]
-    given = read_arguments(path)
-    base = section_of("deepspeed", given.get("deepspeed"), path.parent)
-    draft = Draft(given, path.parent, base=base, made=deepcopy(base))
+    base = section_of("deepspeed", given.get("deepspeed"), folder)
+    draft = Draft(given, folder, base=base, made=deepcopy(base))
     fill(draft, table, defaults({key: value for key, value in given.items() if value is not None}), groups)
     draft.made = _ordered(draft.made)
+    if draft.lost and not partial:
+        raise ConfigError(*_refusals(draft.lost))
     load(draft.made)
     return draft
+
+
+def _refusals(lost: Mapping[str, list[str]]) -> list[Problem]:
+    found = []
+    for line, reasons in lost.items():
+        key, _, value = line.partition(" ")
+        why = "; ".join(dict.fromkeys(filter(None, reasons)))
+        found.append(Problem(key, f"saw {value}{f' ({why})' if why else ''}", "something that has a key here"))
+    mend = "Take them out of theirs, or give --partial: it writes the rest and lists them."
+    return [
+        Problem("not imported", f"{len(found)} of theirs, which would change what is trained", "all of it", mend),
+        *found,
+    ]
 
 
 _FIRST = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")

@@ -1,20 +1,15 @@
-"""A config in the making: each key of theirs goes by a table, and what became of it is said.
+"""A config in the making: each key of theirs goes by a table, and what became of it is kept.
 
-A table is text, one row per key or per group of keys:
-
-    name name ... : path               carried over to the key at `path`, as it is
-    name : path ~ why                  carried over, but with another meaning
-    name : @group role                 several keys make some of ours together: see the function of the group
-    name : - =value,value why          left out, and why; `=`: the values that ask for nothing, beside false and null
-
-Names may stand on several lines.
+The tables are data, one YAML file per system; `arguments.yml` says what their sections mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,18 +17,14 @@ import yaml
 
 from trainer.config.grammar import AUTO, show
 from trainer.config.read import Json, leaves
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, listed
 
 
 class Row(NamedTuple):
-    """What becomes of a key."""
+    """The fate of a key: a section of the table, and what it says there."""
 
-    path: str = ""
-    why: str = ""
-    group: str = ""
-    role: str = ""
-    nothing: tuple[Any, ...] = ()
-    """The values that ask for nothing."""
+    section: str
+    says: Any = None
 
 
 class Asked(NamedTuple):
@@ -43,32 +34,30 @@ class Asked(NamedTuple):
     value: Any
 
 
+Table = Mapping[str, Row]
 Roles = Mapping[str, Asked]
 """Of a group's keys: those that were given, or have a default of theirs, by their role."""
 
 
-def parse(table: str) -> dict[str, Row]:
-    """The rows of a table by key."""
-    rows: dict[str, Row] = {}
-    waiting = ""
-    for line in filter(None, map(str.strip, table.splitlines())):
-        names, colon, spec = f"{waiting} {line}".partition(" : ")
-        waiting = "" if colon else names
-        if not colon:
-            continue
-        spec, _, why = spec.partition(" ~ ")
-        if spec.startswith("@"):
-            group, role = spec[1:].split()
-            row = Row(group=group, role=role)
-        elif spec.startswith("- "):
-            start, _, rest = spec[2:].partition(" ")
-            nothing = start.startswith("=")
-            values = tuple(map(yaml.safe_load, start[1:].split(","))) if nothing else ()
-            row = Row(why=rest if nothing else spec[2:], nothing=values)
-        else:
-            row = Row(spec, why)
-        rows |= dict.fromkeys(names.split(), row)
-    return rows
+def tables(name: str) -> tuple[dict[str, Row], dict[str, Row]]:
+    """The rows of `name`.yml by key: of a config, and of a section in it."""
+    found = data(name)
+    return dict(_rows(found)), dict(_rows(found["inner"]))
+
+
+@cache
+def data(name: str) -> Json:
+    found: Json = yaml.safe_load(Path(__file__).with_name(f"{name}.yml").read_text(encoding="utf-8"))
+    return found
+
+
+def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, Row]]:
+    for section in ("listed", "unlike"):
+        yield from ((key, Row(section)) for key in found.get(section, "").split())
+    for section in ("alike", "carried"):
+        yield from ((key, Row(section, says)) for key, says in found.get(section, {}).items())
+    for kind, keys in found.get("another", {}).items():
+        yield from ((key, Row("another", kind)) for key in keys.split())
 
 
 @dataclass
@@ -87,7 +76,10 @@ class Draft:
     """The DeepSpeed file: what it says stays, but for "auto"."""
     carried: dict[str, list[str]] = field(default_factory=dict)
     changed: dict[str, list[str]] = field(default_factory=dict)
-    left: dict[str, list[str]] = field(default_factory=dict)
+    lost: dict[str, list[str]] = field(default_factory=dict)
+    """What changes the training and is not in ours."""
+    listed: list[str] = field(default_factory=list)
+    """Keys that change nothing of what is trained."""
     idle: list[str] = field(default_factory=list)
     """Keys that ask for nothing."""
 
@@ -96,11 +88,11 @@ class Draft:
         section, held = path.partition(".")[0], dict(leaves(self.base)).get(path)
         own = section in ("optimizer", "scheduler") and section in self.base and held is None
         if own or held not in (None, AUTO):
-            said = f"has an {section} of its own" if own else f"says {path} {show(held)}"
-            if self.explicit(asked) and (own or held != value):
-                self.leave(asked, f"the DeepSpeed file {said}")
+            if self.explicit(asked) and not own and held != value:
+                self.lose(asked, f"the DeepSpeed file says {path} {show(held)}")
             elif self.explicit(asked):
-                self._say(self.carried, asked, f"{path} {show(held)}")
+                why = f"the DeepSpeed file has an {section} of its own" if own else f"{path} {show(held)}"
+                self._say(self.changed if own else self.carried, asked, why)
             return
         *sections, name = path.split(".")
         inner = self.made
@@ -119,25 +111,31 @@ class Draft:
         if self.explicit(asked):
             self._say(self.carried, asked, why)
 
-    def leave(self, asked: Asked, why: str) -> None:
-        """Say that what was asked is not carried over."""
-        self._say(self.left, asked, why)
+    def lose(self, asked: Asked, why: str = "") -> None:
+        """Say that what was asked changes what is trained, and is not carried over."""
+        self._say(self.lost, asked, why)
+
+    def skip(self, asked: Asked) -> None:
+        """Name a key that changes nothing of what is trained."""
+        if self.explicit(asked) and asked.key not in self.listed:
+            self.listed.append(asked.key)
 
     def has(self, path: str) -> bool:
-        """Whether ours, or the DeepSpeed file, has the key."""
+        """True if ours, or the DeepSpeed file, has the key."""
         return path in dict(leaves(self.made)) or path in dict(leaves(self.base))
 
     def take(self, other: Draft) -> Json:
-        """What a part of the config became, its lines with those of the whole."""
-        for mine, theirs in ((self.carried, other.carried), (self.changed, other.changed), (self.left, other.left)):
+        """The part of the config that `other` became; its lines join those of the whole."""
+        for mine, theirs in ((self.carried, other.carried), (self.changed, other.changed), (self.lost, other.lost)):
             for key, lines in theirs.items():
                 mine.setdefault(key, []).extend(lines)
+        self.listed += other.listed
         self.idle += other.idle
         return other.made
 
     def explicit(self, asked: Asked) -> bool:
-        """Whether they wrote it; else it is a default of theirs."""
-        return asked.key.removeprefix(self.prefix) in self.given
+        """True if they wrote it; else it is a default of theirs."""
+        return asked.key.removeprefix(self.prefix).partition(".")[0] in self.given
 
     def _say(self, lines: dict[str, list[str]], asked: Asked, text: str) -> None:
         key = f"{asked.key} {show(asked.value)}"
@@ -147,89 +145,134 @@ class Draft:
 Group = Callable[[Draft, Roles], None]
 
 
-def fill(draft: Draft, table: Mapping[str, Row], defaults: Json, groups: Mapping[str, Group]) -> None:
-    """Carry each key of theirs over by the table; a key that the table lacks is named, and so is one that is left."""
+def fill(draft: Draft, table: Table, defaults: Json, groups: Mapping[str, Group]) -> None:
+    """Carry each key of theirs over by the table; one that the table lacks is lost.
+
+    Raises ConfigError for keys of another kind of training.
+    """
     together: dict[str, dict[str, Asked]] = {group: {} for group in groups}
     given = {key: value for key, value in draft.given.items() if value is not None}
     draft.idle += [draft.prefix + key for key in draft.given.keys() - given.keys()]
-    for key, value in (defaults | given).items():
+    others: dict[str, list[Asked]] = {}
+    for key, value in _apart(defaults | given, table):
         asked, row = Asked(draft.prefix + key, number(value)), table.get(key)
         if row is None:
-            draft.leave(asked, f"not known{_near(key, table)}")
-        elif row.group:
-            _join(draft, together[row.group], row.role, asked)
-        elif row.path:
-            draft.put(asked, row.path, asked.value, row.why)
-        elif asks(value, row.nothing):
-            draft.leave(asked, row.why)
+            draft.lose(asked, f"not known{_near(key, table)}")
+        elif row.section == "another" and asks(value):
+            others.setdefault(row.says, []).append(asked)
+        elif row.section == "carried" and row.says.startswith("@"):
+            group, role = row.says[1:].split()
+            _join(draft, together[group], role, asked)
+        elif row.section == "carried":
+            draft.put(asked, row.says, asked.value)
+        elif row.section == "listed" and asks(value):
+            draft.skip(asked)
+        elif row.section == "unlike" and asks(value):
+            draft.lose(asked)
+        elif row.section == "alike" and not _alike(value, row.says):
+            draft.lose(asked, f"alike is only {' or '.join(map(show, row.says)) or 'null'}")
         else:
             draft.idle.append(asked.key)
+    if others:
+        raise ConfigError(*(_other(kind, found) for kind, found in others.items()))
     for name, group in groups.items():
         group(draft, together[name])
-    _say_rest(draft, [asked for roles in together.values() for asked in roles.values()], given)
+    _lose_rest(draft, [asked for roles in together.values() for asked in roles.values()])
 
 
-_NUMBERS = "steps epochs share per_epoch limit held beta1 beta2 least rank patience window longest"
-_KINDS: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(_NUMBERS.split(), ((int, float), "a number")),
-    **dict.fromkeys(("names_of", "tags", "columns"), (dict, "a section of keys and values")),
+def _apart(given: Json, table: Table) -> Iterator[tuple[str, Any]]:
+    """Keys with their values; of a section that the table knows by its own keys, each of those."""
+    for key, value in given.items():
+        if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in table):
+            yield from ((f"{key}.{inner}", below) for inner, below in value.items())
+        else:
+            yield key, value
+
+
+def _other(kind: str, found: list[Asked]) -> Problem:
+    keys = listed([f"{asked.key} {show(asked.value)}" for asked in found])
+    return Problem(found[0].key, f"saw {keys}: {kind}", "training on the next token of text: no other is imported")
+
+
+_NUMBERS = (
+    "steps epochs share per_epoch limit held beta1 beta2 least r patience window longest micro whole accumulation"
+)
+_FLAGS = "bf16 fp16 trains predicts best pure packing neat last on off"
+_WORDS = ("full", "unsloth", "offload", "offload_disk", "legacy")
+"""Values of Axolotl's that are as good as true."""
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(_NUMBERS.split(), (lambda v: type(v) in (int, float), "a number")),
+    **dict.fromkeys(_FLAGS.split(), (lambda v: isinstance(v, bool) or v in (0, 1, AUTO, *_WORDS), "true or false")),
+    **dict.fromkeys(("names_of", "tags", "columns"), (lambda v: isinstance(v, dict), "a section of keys and values")),
 }
-"""What the values of some roles have to be, as functions of groups count with them."""
+"""The kind of value that a role has to have, as functions of groups count with it."""
 
 
 def _join(draft: Draft, roles: dict[str, Asked], role: str, asked: Asked) -> None:
     """Of several keys for one role the first that asks for something has it, and what they wrote before a default.
 
-    Raises ConfigError for a value that is not even of the role's kind.
+    Raises ConfigError for a value that is not even of the role's kind, and for two that differ.
     """
-    kind, noun = _KINDS.get(role, (object, ""))
-    if not isinstance(asked.value, kind) or (noun == "a number" and asked.value is True):
+    fits, noun = _KINDS.get(role, (lambda value: True, ""))
+    if not fits(asked.value):
         raise ConfigError(Problem(asked.key, f"saw {show(asked.value)}", noun))
     other = roles.get(role)
     if other is None or not draft.explicit(other) or not asks(other.value):
         roles[role] = asked
         if other is not None and draft.explicit(other):
             draft.idle.append(other.key)
-    elif asks(asked.value):
-        draft.leave(asked, f"{other.key} says it")
+    elif asks(asked.value) and asked.value != other.value and role not in _ALSO:
+        draft.lose(asked, f"{other.key} says {show(other.value)}")
     else:
         draft.idle.append(asked.key)
 
 
-def _say_rest(draft: Draft, grouped: Iterable[Asked], given: Json) -> None:
-    """Name the keys of groups that nothing was said of."""
-    said = {line.partition(" ")[0] for lines in (draft.carried, draft.changed, draft.left) for line in lines}
+_ALSO = ("wandb", "mlflow")
+"""Roles of several keys that say one thing together."""
+
+
+def _lose_rest(draft: Draft, grouped: Iterable[Asked]) -> None:
+    """Lose the keys of groups that nothing was said of, unless they ask for nothing."""
+    said = {line.partition(" ")[0] for lines in (draft.carried, draft.changed, draft.lost) for line in lines}
     for asked in grouped:
-        if asked.key in said or asked.key.removeprefix(draft.prefix) not in given:
+        if asked.key in said or asked.key in draft.listed or not draft.explicit(asked):
             continue
         if asks(asked.value):
-            draft.leave(asked, "it changes nothing beside the other keys")
+            draft.lose(asked, "it does nothing beside the other keys")
         else:
             draft.idle.append(asked.key)
 
 
-def asks(value: Any, nothing: Iterable[Any] = ()) -> bool:
-    """Whether a value asks for something; of a section, any of its values."""
+def asks(value: Any) -> bool:
+    """True if a value asks for something; of a section, any of its values."""
     if isinstance(value, dict):
-        return any(asks(inner, nothing) for inner in value.values())
-    return not (value is None or value is False or value in ("", "none", "None", []) or value in tuple(nothing))
+        return any(map(asks, value.values()))
+    return not (value is None or value is False or value in ("", "none", "None", []))
+
+
+def _alike(value: Any, values: Iterable[Any]) -> bool:
+    if isinstance(value, dict | list):
+        return all(_alike(inner, values) for inner in (value.values() if isinstance(value, dict) else value))
+    return value is None or any(number(value) == known and type(number(value)) is type(known) for known in values)
 
 
 def number(value: Any) -> Any:
     """A number where it was written as text: YAML reads 2e-5 so."""
-    if not isinstance(value, str) or value[:1] not in "-+.0123456789":
+    if not isinstance(value, str) or value[:1] not in "-+.0123456789" or len(value) > 40:
         return value
     try:
         found = float(value)
     except ValueError:
+        return value
+    if not math.isfinite(found):
         return value
     return int(found) if value.lstrip("-").isdigit() else found
 
 
 def names(value: Any) -> list[str]:
     """The names in a list, or in a text with commas or spaces between them."""
-    listed = value if isinstance(value, list) else str(value).replace(",", " ").split()
-    return [str(name) for name in listed]
+    given = value if isinstance(value, list) else str(value).replace(",", " ").split()
+    return [str(name) for name in given]
 
 
 def _near(key: str, table: Iterable[str]) -> str:

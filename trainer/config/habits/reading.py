@@ -1,105 +1,151 @@
-"""Files of other trainers: YAML, JSON, and the shell lines that start them."""
+"""Reads another trainer's YAML or JSON, and arguments as a command line has them. Raises ConfigError."""
 
 from __future__ import annotations
 
+import math
 import re
-import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from trainer.config.grammar import show
-from trainer.config.read import LARGEST, Json, read
+from trainer.config.read import DEEPEST, LARGEST, Json, read
 from trainer.errors import ConfigError, Problem, first_line
 
 _ARGUMENT = re.compile(r"--[A-Za-z_]")
-_VARIABLE = re.compile(r"(?:export )?(\w+)=[\"']?([^\"'`$]*)[\"']?")
-_ENDS = frozenset({"&&", "||", ";", "|", ">", ">>", "2>&1", "&", "2>"})
-"""What ends the arguments of a command in a shell."""
+_VARIABLE = re.compile(r"\$[A-Za-z_{(]")
+_SCRIPTS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".py", ".txt", ".bat", ".ps1")
+_ADVICE = "Give the arguments themselves after --: meshloom import -- --model_name_or_path NAME --learning_rate 1e-5"
+_MOST = 100_000
+"""Values of a config, each counted as often as an anchor repeats it."""
+_WORDS = {"true": True, "yes": True, "false": False, "no": False}
 
 
-def read_arguments(path: Path) -> Json:
-    """The keys of a YAML or JSON file, or of the `--key value` pairs in it. Raises ConfigError."""
-    if path.suffix == ".json":
-        return read(path)
-    text = _text(path)
-    bare = re.sub(r"(?m)(^|\s)#.*$", "", text)
-    if any(_ARGUMENT.match(word) for word in bare.split()):
-        return _shell(path, bare)
-    try:
-        found = yaml.load(text, _Unique)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(Problem(place, getattr(error, "problem", "") or first_line(error), "YAML")) from None
+def read_file(path: Path) -> Json:
+    """The keys of a YAML or JSON file; text keys, and values as JSON has them."""
+    if path.suffix in _SCRIPTS:
+        raise ConfigError(Problem(str(path), "a script or a text", "a YAML or JSON file", _ADVICE))
+    found = checked(read(path) if path.suffix == ".json" else _yaml(path), str(path))
     if not isinstance(found, dict):
-        raise ConfigError(Problem(str(path), f"saw {show(found)}", "keys with values, or --key value"))
-    return {str(key): value for key, value in found.items()}
+        advice = _ADVICE if isinstance(found, str) and _ARGUMENT.search(found) else ""
+        raise ConfigError(Problem(str(path), f"saw {show(found)}", "keys with values", advice))
+    return dict(found)
+
+
+def read_flags(words: Sequence[str]) -> Json:
+    """The keys of `--key value`, `--key=value`, `--key` (true) and `--no_key` (false); a list of several values."""
+    if not words or not _ARGUMENT.match(words[0]):
+        seen = f"saw {show(words[0])} first" if words else "saw nothing"
+        raise ConfigError(Problem("--", seen, "--key value: the arguments without the command before them"))
+    found: Json = {}
+    for key, value in _pairs(words):
+        if key in found:
+            raise ConfigError(Problem(f"--{key}", f"saw {show(found[key])} and {show(value)}", "one value"))
+        found[key] = value
+    checked(found, "--")
+    return found
+
+
+def checked(given: Any, place: str) -> Any:
+    """`given`, if it is a tree of text, finite numbers, true, false and null without a variable of a shell."""
+    problem = next(_strange(given, place), None)
+    if problem is not None:
+        raise ConfigError(problem)
+    return given
 
 
 def beside(folder: Path, name: str) -> Path | None:
     """The file or folder of that name, seen from `folder`, or else from here; None if there is none."""
-    path = Path(name).expanduser()
-    return next((found for found in (folder / path, path) if found.exists()), None)
+    try:
+        path = Path(name).expanduser()
+        return next((found for found in (folder / path, path) if found.exists()), None)
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
+def _strange(given: Any, place: str) -> Iterator[Problem]:
+    waiting: list[tuple[str, Any, int]] = [("", given, 0)]
+    for _ in range(_MOST):
+        if not waiting:
+            return
+        key, value, depth = waiting.pop()
+        where = key or place
+        if depth > DEEPEST:
+            yield Problem(place, f"sections nested more than {DEEPEST} deep", "no anchor that holds itself")
+        elif isinstance(value, dict):
+            if odd := [name for name in value if not (isinstance(name, str) and name.isprintable())]:
+                yield Problem(where, f"saw the key {show(odd[0])}", "keys of printable text, a number in quotes")
+            waiting += [(f"{key}.{name}".lstrip("."), inner, depth + 1) for name, inner in value.items()]
+        elif isinstance(value, list):
+            waiting += [(f"{key}[{at}]", inner, depth + 1) for at, inner in enumerate(value)]
+        elif isinstance(value, str) and _VARIABLE.search(value) and "{%" not in value:
+            yield Problem(where, f"saw {show(value)}", "its value: what a shell puts in is not known here")
+        elif isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+            yield Problem(where, f"saw {show(value)}", "text without the character 0 and halves of characters")
+        elif not isinstance(value, str | int | float | None) or (isinstance(value, float) and not math.isfinite(value)):
+            yield Problem(where, f"saw {str(value)[:60]}", "text, a finite number, true, false or null")
+        elif isinstance(value, int) and abs(value) >= 2**63:
+            yield Problem(where, "saw a number beyond 64 bits", "a smaller one")
+    yield Problem(place, f"more than {_MOST:,} values", "a config: anchors repeat what they hold")
+
+
+def _yaml(path: Path) -> Any:
+    text = _text(path)
+    try:
+        return yaml.load(text, _Unique)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(Problem(place, getattr(error, "problem", "") or first_line(error), "YAML")) from None
+    except RecursionError:
+        raise ConfigError(Problem(str(path), "sections nested too deep", "the few levels of a config")) from None
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(Problem(str(path), first_line(error), "YAML")) from None
 
 
 def _text(path: Path) -> str:
     try:
         if not path.is_file():
             seen = "a folder" if path.is_dir() else "no such file"
-            raise ConfigError(Problem(str(path), seen, "a YAML or JSON file, or one with --key value"))
-        found = path.read_bytes()[: LARGEST + 1]
+            raise ConfigError(Problem(str(path), seen, "a YAML or JSON file"))
+        with path.open("rb") as file:
+            found = file.read(LARGEST + 1)
         if len(found) > LARGEST:
             raise ConfigError(Problem(str(path), f"more than {LARGEST >> 20} MB", "a config"))
         return found.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(Problem(str(path), first_line(error), "a text file that can be read")) from None
 
 
 class _Unique(yaml.SafeLoader):  # type: ignore[misc]
-    """Says so where a mapping has a key twice; YAML's own loader takes the last."""
+    """Refuses a key that a mapping has twice, where YAML's own loader takes the last; leaves dates as text."""
+
+    yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if not pair[0].endswith("timestamp")]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen and isinstance(key.value, str):
+        for key in keys:
+            if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} twice", key.start_mark)
-            seen.add(str(key.value))
+            seen.add(key.value)
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         return found
 
 
-def _shell(path: Path, text: str) -> Json:
-    """The arguments after the script's name, or all if there is none; `NAME=value` lines are put in for `$NAME`."""
-    lines = [line.strip() for line in re.sub(r"\\\r?\n", " ", text).splitlines()]
-    variables = {found[1]: found[2] for line in lines if (found := _VARIABLE.fullmatch(line))}
-    commands = [line for line in lines if any(_ARGUMENT.match(word) for word in line.split())]
-    if len(commands) > 1 and not all(line.startswith("-") for line in commands[1:]):
-        raise ConfigError(Problem(str(path), f"{len(commands)} commands", "one", "Keep that of the training alone."))
-    whole = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), " ".join(commands))
-    try:
-        words = shlex.split(whole)
-    except ValueError as error:
-        raise ConfigError(Problem(str(path), str(error).lower(), "a line as a shell takes it")) from None
-    ends = [at for at, word in enumerate(words) if word in _ENDS]
-    words = words[: ends[0]] if ends else words
-    scripts = [at for at, word in enumerate(words) if word.endswith(".py") or (at and words[at - 1] == "-m")]
-    return dict(_pairs(words[scripts[0] + 1 :] if scripts else words))
-
-
-def _pairs(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """(key, value): true for a key alone, a list for several values."""
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(key, value) in the order of the command line."""
     starts = [at for at, word in enumerate(words) if _ARGUMENT.match(word)]
     for start, stop in zip(starts, [*starts[1:], len(words)], strict=True):
         name, equals, first = words[start][2:].partition("=")
-        values = [_value(word) for word in ([first] if equals else []) + words[start + 1 : stop]]
-        yield name.replace("-", "_"), True if not values else values[0] if len(values) == 1 else values
-
-
-def _value(word: str) -> Any:
-    try:
-        return yaml.safe_load(word)
-    except yaml.YAMLError:
-        return word
+        values = [_WORDS.get(word.lower(), word) for word in ([first] if equals else []) + [*words[start + 1 : stop]]]
+        key = name.replace("-", "_")
+        if not values and key.startswith("no_") and key != "no_cuda":
+            yield key.removeprefix("no_"), False
+        else:
+            yield key, True if not values else values[0] if len(values) == 1 else values

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from trainer.config.grammar import show
 from trainer.config.habits.draft import Asked, Draft
 from trainer.config.read import Json
 
@@ -14,12 +16,24 @@ def put_sources(draft: Draft, asked: Asked, parts: Sequence[Json], labels: Seque
         whole = {label: part["path"] for label, part in zip(_unlike(labels), parts, strict=True)}
         value = whole if len(whole) > 1 else next(iter(whole.values()))
         draft.put(asked, "trainer.data.evaluation_path", value, "its rows are read as those that are trained on")
+        data = draft.made["trainer"]["data"]
+        for label, part in zip(labels, parts, strict=True):
+            odd = {key: value for key, value in part.items() if key != "path" and _read(data, key, part) != value}
+            if odd:
+                draft.lose(asked, f"{label} has {show(odd)}, which the rows that are trained on have not")
     elif len(parts) == 1:
         draft.made.setdefault("trainer", {}).setdefault("data", {}).update(parts[0])
         draft.keep(asked, "trainer.data")
     else:
         named = zip(_unlike(labels), parts, strict=True)
         draft.put(asked, "trainer.data.sources", [{"label": label, **part} for label, part in named])
+
+
+def _read(data: Json, key: str, part: Json) -> Any:
+    """The value with which rows to evaluate on are read; of several sources what the rows themselves say."""
+    if "sources" in data and key in ("records", "chat_column"):
+        return part[key]
+    return data.get(key, {"split": "train", "text_column": "text"}.get(key))
 
 
 def _unlike(labels: Sequence[str]) -> list[str]:

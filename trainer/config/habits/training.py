@@ -4,60 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
 from trainer.config.grammar import AUTO, show
-from trainer.config.habits.draft import Asked, Draft, Group, Roles, fill, names, parse
-from trainer.config.habits.reading import beside
+from trainer.config.habits.draft import Asked, Draft, Group, Roles, asks, data, fill, names, number, tables
+from trainer.config.habits.reading import beside, checked
 from trainer.config.keys import OPTIMIZERS
 from trainer.config.read import Json, read
 from trainer.config.validate import evaluated_at
 from trainer.errors import ConfigError, Problem, first_line
 
-_OPTIMIZERS = parse("""
-    adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_anyprecision adamw : AdamW
-    paged_adamw
-    paged_adamw_32bit : AdamW ~ its state is not paged; zero_optimization.offload_optimizer has it on the CPU
-    adamw_8bit
-    adamw_bnb_8bit paged_adamw_8bit adamw_torch_8bit ao_adamw_8bit : AdamW ~ its state is in float32, not 8 bits
-    adamw_torch_4bit ao_adamw_4bit ao_adamw_fp8 : AdamW ~ its state is in float32, not 4 or 8 bits
-    sgd : SGD
-    adagrad : Adagrad
-    rmsprop rmsprop_bnb rmsprop_bnb_32bit : RMSprop
-    lion lion_32bit paged_lion_32bit : Lion
-    lion_8bit paged_lion_8bit : Lion ~ its state is in float32, not 8 bits
-""")
-_SCHEDULERS = parse("""
-    linear : WarmupDecayLR
-    cosine cosine_with_min_lr : WarmupCosineLR
-    constant : -
-    constant_with_warmup : WarmupLR
-""")
-_ATTENTION = parse("""
-    flash_attention_2 fa2 flash : flash_attention_2
-    flash_attention_3 fa3 flash_attention_4 : flash_attention_2 ~ the version that there is
-    sdpa sdp : sdpa
-    eager disabled : eager
-    xformers : sdpa ~ PyTorch picks the kernel
-    flex flex_attention : sdpa ~ packed samples choose their masks themselves
-""")
-_SHARD = "each block of the model is a unit"
-_FSDP = parse(f"""
-    sharding_strategy : @shard strategy
-    reshard_after_forward : @shard reshard
-    offload_params cpu_offload : @shard offload
-    activation_checkpointing : @shard recompute
-    auto_wrap_policy transformer_layer_cls_to_wrap min_num_params : - {_SHARD}
-    version fsdp_version : - =2 it is PyTorch's FSDP2
-    state_dict_type final_state_dict_type : - files are always whole, in safetensors
-    cpu_ram_efficient_loading sync_module_states : - =true each rank reads what it keeps
-    use_orig_params limit_all_gathers forward_prefetch backward_prefetch xla xla_fsdp_v2 : - FSDP2 knows no such thing
-    xla_fsdp_grad_ckpt xla_fsdp_settings mixed_precision_policy : - bf16 and fp16 say the precision
-""")
-_STAGES = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3, "hybrid_shard_zero2": 2}
+_OPTIMIZERS, _SCHEDULERS, _ATTENTION, _STAGES = data("arguments")["values"].values()
 _TRACKERS = ("tensorboard", "mlflow", "wandb")
-_UNKNOWN_STEPS = "how many steps that is depends on the data: --dry-run says in its line plan how many there are; set"
+_FSDP = tables("arguments")[1]
 
 
 def section_of(key: str, value: Any, folder: Path) -> Json:
@@ -66,20 +28,23 @@ def section_of(key: str, value: Any, folder: Path) -> Json:
         return dict(value or {})
     if str(value).lstrip().startswith("{"):
         try:
-            return dict(json.loads(value))
-        except ValueError as error:
+            found: Json = checked(json.loads(value), key)
+            return found
+        except (ValueError, RecursionError) as error:
             raise ConfigError(Problem(key, first_line(error), "JSON")) from None
-    found = beside(folder, str(value))
-    if found is None:
+    file = beside(folder, str(value))
+    if file is None:
         expected = f"a JSON file, seen from {folder} or from here"
-        raise ConfigError(Problem(key, f"no file {value}", expected, "Put it there."))
-    return read(found)
+        raise ConfigError(Problem(key, f"no file {show(value)}", expected, "Put it there."))
+    return read(file)
 
 
 def length(draft: Draft, roles: Roles) -> None:
     steps, epochs = roles.get("steps"), roles.get("epochs")
     if steps and steps.value > 0:
-        draft.put(steps, "trainer.steps", int(steps.value))
+        draft.put(steps, "trainer.steps", int(steps.value) if steps.value == int(steps.value) else steps.value)
+        if epochs:
+            draft.skip(epochs)
         return
     if epochs:
         draft.put(epochs, "trainer.epochs", epochs.value)
@@ -89,9 +54,10 @@ def length(draft: Draft, roles: Roles) -> None:
 
 def optimizer(draft: Draft, roles: Roles) -> None:
     asked = roles["name"]
-    row = _OPTIMIZERS.get(str(asked.value))
-    kind, why = (row.path, row.why) if row else ("AdamW", f"{show(asked.value)} is not offered")
-    draft.put(asked, "optimizer.type", kind, why)
+    kind, *why = _OPTIMIZERS.get(str(asked.value), ("AdamW",))
+    draft.put(asked, "optimizer.type", kind, *why)
+    if str(asked.value) not in _OPTIMIZERS:
+        draft.lose(asked, "not offered")
     for role, name in (("lr", "lr"), ("decay", "weight_decay"), ("eps", "eps")):
         if role in roles and name in OPTIMIZERS[kind]:
             draft.put(roles[role], f"optimizer.params.{name}", roles[role].value)
@@ -101,6 +67,8 @@ def optimizer(draft: Draft, roles: Roles) -> None:
     for role in ("beta1", "beta2"):
         if role in roles and "betas" in OPTIMIZERS[kind]:
             draft.put(roles[role], "optimizer.params.betas", betas)
+    for role in {"beta1", "beta2", "eps"} & roles.keys() if kind == "SGD" else ():
+        draft.skip(roles[role])
     if "optimizer" in draft.base and "decay" in roles and roles["decay"].value:
         why = "with an optimizer in the DeepSpeed file, the Trainer decays norms and biases as well"
         draft.put(roles["decay"], "trainer.weight_decay_excludes", "nothing", why)
@@ -120,17 +88,19 @@ def scheduler(draft: Draft, roles: Roles) -> None:
     asked, warmup = roles["type"], _warmup(draft, roles)
     if "scheduler" in draft.base:
         if draft.explicit(asked):
-            draft.leave(asked, "the DeepSpeed file has a scheduler of its own")
+            draft.change(asked, "the DeepSpeed file has a scheduler of its own")
         if warmup and (held := draft.base["scheduler"].get("params", {}).get("warmup_num_steps")) is not None:
             _put_warmup(draft, *warmup, decides=held == AUTO)
         return
-    row = _SCHEDULERS.get(str(asked.value))
-    if row and row.path == "-":
+    if asked.value == "constant":
         draft.change(asked, "no scheduler: the rate is constant")
+        for role in {"steps", "share"} & roles.keys():
+            draft.skip(roles[role])
         return
-    kind = row.path if row else "WarmupLR"
-    why = "" if row else f"{show(asked.value)} is not offered: constant after the warm-up. "
-    draft.put(asked, "scheduler.type", kind, f"{why}DeepSpeed's starts at 0, and is an update behind theirs")
+    [kind] = _SCHEDULERS.get(str(asked.value), ["WarmupLR"])
+    draft.put(asked, "scheduler.type", kind, "DeepSpeed's starts at 0, and is an update behind theirs")
+    if str(asked.value) not in _SCHEDULERS:
+        draft.lose(asked, "not offered")
     draft.put(asked, "scheduler.params.warmup_type", "linear")
     _put_warmup(draft, *(warmup or (asked, 0)))
     if kind != "WarmupLR":
@@ -138,9 +108,8 @@ def scheduler(draft: Draft, roles: Roles) -> None:
     if kind == "WarmupDecayLR":
         draft.put(asked, "scheduler.params.warmup_max_lr", AUTO)
     if kind == "WarmupCosineLR":
-        draft.put(
-            roles.get("least", roles.get("options", asked)), "scheduler.params.cos_min_ratio", _least(draft, roles)
-        )
+        least = _least(draft, roles)
+        draft.put(roles.get("least", roles.get("options", asked)), "scheduler.params.cos_min_ratio", least)
 
 
 def _put_warmup(draft: Draft, asked: Asked, steps: int | str, decides: bool = True) -> None:
@@ -153,18 +122,27 @@ def _put_warmup(draft: Draft, asked: Asked, steps: int | str, decides: bool = Tr
 def _least(draft: Draft, roles: Roles) -> float:
     """The share of the learning rate at which a cosine ends."""
     options = section_of(*roles["options"], draft.folder) if "options" in roles else {}
-    if "min_lr" in options:
-        return float(options["min_lr"]) / float(draft.made["optimizer"]["params"]["lr"])
-    return float(options.get("min_lr_rate", roles["least"].value if "least" in roles else 0.0))
+    more = {key: value for key, value in options.items() if key not in ("min_lr", "min_lr_rate")}
+    if more and more != {"num_cycles": 0.5}:
+        draft.lose(roles["options"], f"only min_lr and min_lr_rate are carried over, not {show(more)}")
+    rate = number(draft.made.get("optimizer", {}).get("params", {}).get("lr"))
+    least = number(options.get("min_lr", options.get("min_lr_rate", roles["least"].value if "least" in roles else 0)))
+    if type(least) not in (int, float) or ("min_lr" in options and not (isinstance(rate, float | int) and rate)):
+        raise ConfigError(Problem("min_lr", f"saw {show(least)}, and a rate of {show(rate)}", "two numbers"))
+    return float(least) / float(rate) if "min_lr" in options else float(least)
 
 
 def _warmup(draft: Draft, roles: Roles) -> tuple[Asked, int | str] | None:
-    """What asks for a warm-up, and of how many steps; "auto" where that needs the number of all steps."""
+    """The key that asks for a warm-up, and how many steps; "auto" where that needs the number of all steps."""
     steps, share = roles.get("steps"), roles.get("share")
     if steps is None or (not steps.value and share is not None and draft.explicit(share)):
-        steps = share
+        steps, share = share, None
+    if share is not None:
+        draft.skip(share)
     if steps is None:
         return None
+    if steps.value < 0:
+        raise ConfigError(Problem(steps.key, f"saw {show(steps.value)}", "a number of at least 0"))
     if steps.value >= 1 or not steps.value:
         return steps, int(steps.value)
     return steps, _steps_of(draft, steps) or AUTO
@@ -177,17 +155,15 @@ def _steps_of(draft: Draft, asked: Asked) -> int | None:
 
 
 def evaluation(draft: Draft, roles: Roles) -> None:
-    _interval(draft, roles, "trainer.evaluation.every")
-    if (asked := roles.get("patience")) and asked.value:
-        if draft.has("trainer.evaluation.every"):
-            draft.put(asked, "trainer.evaluation.patience", int(asked.value))
-        else:
-            draft.leave(asked, "set trainer.evaluation.patience with trainer.evaluation.every")
+    _interval(draft, roles, "trainer.evaluation.every", draft.lose)
+    if (asked := roles.get("patience")) and asked.value and draft.has("trainer.evaluation.every"):
+        draft.put(asked, "trainer.evaluation.patience", int(asked.value))
 
 
 def saving(draft: Draft, roles: Roles) -> None:
     limit = roles.get("limit")
-    _interval(draft, roles, "trainer.checkpoint.every", "" if limit else "of the checkpoints the last 2 are kept")
+    why = "" if limit else "of the checkpoints the last 2 are kept"
+    _interval(draft, roles, "trainer.checkpoint.every", lambda asked, _: draft.skip(asked), why)
     if limit and limit.value:
         draft.put(limit, "trainer.checkpoint.keep_last", max(1, int(limit.value)))
     if (best := roles.get("best")) is None or not best.value:
@@ -198,48 +174,65 @@ def saving(draft: Draft, roles: Roles) -> None:
         why = "the checkpoint of the lowest held-out loss is kept; final/ is the last one's"
         draft.put(best, "trainer.checkpoint.keep_best", True, why)
     else:
-        draft.leave(best, "trainer.checkpoint.keep_best needs an evaluation at each checkpoint")
+        draft.lose(best, "trainer.checkpoint.keep_best needs an evaluation at each checkpoint")
 
 
-def _interval(draft: Draft, roles: Roles, path: str, why: str = "") -> None:
-    """Every so many steps, or a share of them all."""
+Drop = Callable[[Asked, str], None]
+
+
+def _interval(draft: Draft, roles: Roles, path: str, drop: Drop, why: str = "") -> None:
+    """Every so many steps, or a share of them all; `drop` takes what can't be said so."""
     strategy, steps, often = roles.get("strategy"), roles.get("steps"), roles.get("per_epoch")
     kind = str(strategy.value) if strategy else "steps"
-    if often and often.value:
-        _each_epoch(draft, often, often.value, path, why)
-    elif kind == "steps" and (steps := steps or roles.get("else")) and steps.value:
+    if strategy and kind in ("no", "False"):
+        draft.keep(strategy, "none on the way, one at the end")
+        for asked in (steps, often):
+            if asked:
+                draft.skip(asked)
+    elif often and often.value:
+        _each_epoch(draft, often, path, drop, why)
+        if steps:
+            draft.skip(steps)
+    elif kind == "steps" and steps and steps.value:
         every = int(steps.value) if steps.value >= 1 else _steps_of(draft, steps) or float(steps.value)
         if strategy:
             draft.keep(strategy, "intervals are of steps")
         draft.put(steps, path, every, why)
     elif kind == "epoch" and strategy:
-        _each_epoch(draft, strategy, 1, path, why)
-    elif strategy and kind in ("no", "False"):
-        draft.keep(strategy, "none on the way, one at the end")
+        _each_epoch(draft, strategy._replace(value=1), path, drop, why)
+        if steps:
+            draft.skip(steps)
     elif strategy and kind != "steps":
-        draft.leave(strategy, f"{_UNKNOWN_STEPS} {path}")
+        drop(strategy, "a number of steps, or a share of them, is what is offered")
+    elif steps and "trainer.checkpoint" in path:
+        draft.skip(steps)
 
 
-def _each_epoch(draft: Draft, asked: Asked, times: float, path: str, why: str) -> None:
+def _each_epoch(draft: Draft, asked: Asked, path: str, drop: Drop, why: str) -> None:
     """So often in each epoch, as a share of all steps; not where theirs are a number: nobody knows how many epochs."""
-    epochs = draft.made.get("trainer", {}).get("epochs")
-    if not epochs:
-        draft.leave(asked, f"{_UNKNOWN_STEPS} {path}")
-    elif times * epochs > 1:
-        draft.put(asked, path, 1 / (times * epochs), why)
+    epochs, shown = draft.made.get("trainer", {}).get("epochs"), asked._replace(value=draft.given.get(asked.key))
+    shown = asked if shown.value is None else shown
+    if not epochs or isinstance(epochs, str):
+        drop(shown, f"of epochs beside a number of steps: --dry-run says how many there are; set {path}")
+    elif asked.value * epochs > 1:
+        draft.put(shown, path, 1 / (asked.value * epochs), why)
     else:
-        draft.keep(asked, "once, at the end")
+        draft.keep(shown, "once, at the end")
 
 
 def precision(draft: Draft, roles: Roles) -> None:
-    bf16, fp16 = roles.get("bf16"), roles.get("fp16")
+    bf16, fp16, pure, weights = (roles.get(role) for role in ("bf16", "fp16", "pure", "weights"))
     masters = "it computes in it, and keeps float32 weights for the update"
-    if fp16 and fp16.value is True and not (bf16 and bf16.value and draft.explicit(bf16)):
+    if weights and str(weights.value) in (AUTO, "float32", "torch.float32"):
+        draft.skip(weights)
+    elif weights and str(weights.value) in ("bfloat16", "torch.bfloat16"):
+        pure = weights
+    if fp16 and fp16.value and not (bf16 and bf16.value and draft.explicit(bf16)):
         draft.put(fp16, "fp16.enabled", True)
-    elif pure := next((roles[role] for role in ("pure", "whole") if role in roles and roles[role].value), None):
-        draft.put(pure, "bf16.enabled", True, masters)
-    elif bf16 and bf16.value:
-        draft.put(bf16, "bf16.enabled", AUTO if bf16.value == AUTO else True, masters if bf16.value == "full" else "")
+    else:
+        for asked, why in ((bf16, masters if bf16 and bf16.value == "full" else ""), (pure, masters)):
+            if asked and asked.value:
+                draft.put(asked, "bf16.enabled", AUTO if asked.value == AUTO else True, why)
     for asked, name in ((bf16, "bf16"), (fp16, "fp16")):
         if asked and not asked.value and draft.base.get(name, {}).get("enabled") == AUTO:
             draft.put(asked, f"{name}.enabled", False)
@@ -291,59 +284,87 @@ def recomputation(draft: Draft, roles: Roles) -> None:
     off, on = roles.get("off"), roles.get("on")
     if off and off.value:
         draft.keep(off, "nothing is computed again")
+        if on:
+            draft.skip(on)
     elif on and on.value:
-        why = "" if on.value is True else f"{show(on.value)} is not offered: blocks are computed again, not offloaded"
+        why = f"{show(on.value)} is not offered: blocks are computed again" if isinstance(on.value, str) else ""
         draft.put(on, "trainer.activation_checkpointing", "full", why)
 
 
 def attention(draft: Draft, roles: Roles) -> None:
     for role, asked in roles.items():
-        row = _ATTENTION.get(str(asked.value) if role == "name" else role)
-        if row and asked.value and asked.value != AUTO:
-            draft.put(asked, "trainer.model.attention", row.path, row.why)
+        found = _ATTENTION.get(str(asked.value) if role == "name" else role)
+        if asked.value == AUTO:
+            draft.skip(asked)
+        elif found and asked.value:
+            draft.put(asked, "trainer.model.attention", *found)
 
 
 def adapter(draft: Draft, roles: Roles) -> None:
     """LoRA, where it is asked for. Raises ConfigError for another method: without it all would be trained."""
-    kind = roles.get("kind")
-    if kind is None or not kind.value or kind.value == "full":
-        if kind and kind.value:
-            draft.keep(kind, "all parameters are trained")
+    if (kind := roles.get("kind")) is None:
         return
-    if kind.value not in (True, "lora", "qlora"):
+    rest = {role: asked for role, asked in roles.items() if role != "kind"}
+    if not asks(kind.value) or kind.value in (0, "full"):
+        draft.keep(kind, "all parameters are trained")
+        for asked in rest.values():
+            draft.skip(asked)
+        return
+    if kind.value not in (1, "lora", "qlora"):
         raise ConfigError(Problem(kind.key, f"saw {show(kind.value)}", "lora, or all parameters: no other is offered"))
-    why = "the base is kept in 16 or 32 bits, not in 4" if kind.value == "qlora" else ""
-    draft.put(kind, "trainer.adapter.type", "lora", why)
-    if (dropout := roles.get("dropout")) and dropout.value:
+    draft.put(kind, "trainer.adapter.type", "lora")
+    if kind.value == "qlora":
+        draft.lose(kind, "the base is kept in 16 or 32 bits, not in 4")
+    if (dropout := rest.get("dropout")) and dropout.value:
         draft.put(dropout, "trainer.adapter.dropout", dropout.value)
-    if (folder := roles.get("path")) and folder.value:
+    elif dropout:
+        draft.keep(dropout, "none")
+    if (folder := rest.get("path")) and folder.value:
         draft.put(folder, "trainer.adapter.path", folder.value)
-        for role in roles.keys() - {"kind", "path", "dropout"}:
-            draft.keep(roles[role], "the adapter's folder says it")
+        for role in rest.keys() - {"path", "dropout"}:
+            draft.keep(rest[role], "the adapter's folder says it")
         return
     for role in ("r", "alpha", "bias", "rslora", "dora"):
-        if role in roles and roles[role].value not in (None, False, ""):
-            draft.put(roles[role], f"trainer.adapter.{role}", roles[role].value)
-    if (asked := roles.get("save")) and asked.value:
-        draft.put(asked, "trainer.adapter.modules_to_save", names(asked.value))
-    linear, targets = roles.get("linear"), roles.get("targets")
+        if role in rest and rest[role].value not in (None, False, ""):
+            draft.put(rest[role], f"trainer.adapter.{role}", rest[role].value)
+    _modules(draft, rest)
+    known = {_AS.get(role, role) for role, asked in rest.items() if asks(asked.value)}
+    if silent := [role for role in ("r", "alpha", "dropout", "targets") if role not in known]:
+        draft.lose(kind, f"nothing says LoRA's {', '.join(silent)}")
+
+
+_AS = {"linear": "targets", "names": "targets"}
+_NAME = re.compile(r"[\w.-]+")
+
+
+def _modules(draft: Draft, roles: Roles) -> None:
+    """The modules that have an adapter: names, or a text that PEFT takes as a regular expression."""
+    if (save := roles.get("save")) and asks(save.value):
+        draft.put(save, "trainer.adapter.modules_to_save", names(save.value))
+    asked, linear = roles.get("targets") or roles.get("names"), roles.get("linear")
+    found = names(asked.value) if asked and asks(asked.value) else []
     if linear and linear.value:
         draft.put(linear, "trainer.adapter.targets", "all-linear")
-    elif targets and targets.value:
-        found = names(targets.value)
-        whole = found in (["all"], ["all-linear"], ["all_linear"])
-        draft.put(targets, "trainer.adapter.targets", "all-linear" if whole else found)
+        if asked and all(name.endswith("_proj") for name in found):
+            draft.skip(asked)  # Axolotl joins both, and these are among all of them
+    elif asked and found == (["all-linear"] if "targets" in roles else ["all"]):
+        draft.put(asked, "trainer.adapter.targets", "all-linear")
+    elif asked and found and all(map(_NAME.fullmatch, found)):
+        draft.put(asked, "trainer.adapter.targets", found)
+    elif asked and "targets" in roles and isinstance(asked.value, str):
+        draft.put(asked, "trainer.adapter.targets", asked.value)
+    elif asked and found:
+        draft.lose(asked, "in a list PEFT takes names as they are, and no layer is called so")
 
 
 def trackers(draft: Draft, roles: Roles) -> None:
     wanted: list[str] = []
     for role, asked in roles.items():
-        if not asked.value or asked.value in ("none", ["none"]) or (role in _TRACKERS and asked.value == "disabled"):
+        if not asks(asked.value) or asked.value == ["none"] or (role in _TRACKERS and asked.value == "disabled"):
             continue
-        found = [role] if role in _TRACKERS else names(asked.value)
-        for name in found:
+        for name in [role] if role in _TRACKERS else names(asked.value):
             if name not in _TRACKERS:
-                draft.leave(asked, f"trackers are {', '.join(_TRACKERS)}")
+                draft.skip(asked)
                 continue
             wanted += [name] if name not in wanted else []
             why = 'the project is called "meshloom" there, the run as trainer.run.name' if role == "wandb" else ""
@@ -356,6 +377,16 @@ def run_folder(draft: Draft, roles: Roles) -> None:
         draft.put(asked, "trainer.run.folder", str(path.parent))
         if path.name:
             draft.put(asked, "trainer.run.name", path.name)
+
+
+def logging(draft: Draft, roles: Roles) -> None:
+    steps, strategy = roles.get("steps"), roles.get("strategy")
+    if strategy:
+        draft.skip(strategy)
+    if steps and steps.value >= 1:
+        draft.put(steps, "trainer.log.every", int(steps.value))
+    elif steps:
+        draft.skip(steps)
 
 
 GROUPS: dict[str, Group] = {
@@ -372,5 +403,6 @@ GROUPS: dict[str, Group] = {
     "adapter": adapter,
     "trackers": trackers,
     "run": run_folder,
+    "logging": logging,
 }
 """In the order in which they need one another."""
