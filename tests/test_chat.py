@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,6 +107,23 @@ def test_answers_and_the_ends_of_their_turns_are_learned(tokenizer: Any, family:
     assert tokens == (whole["input_ids"] if not isinstance(whole, list) else whole)
 
 
+@pytest.mark.parametrize("end_is_eos", [False, True])
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_an_empty_answer_learns_its_end_alone(tokenizer: Any, family: str, end_is_eos: bool) -> None:
+    """Also where the token that ends a turn is the tokenizer's end-of-text, as Llama-3's <|eot_id|> is."""
+    own = copy.deepcopy(tokenizer)
+    if end_is_eos:
+        own.eos_token = ENDS[family]
+    turns = [TURNS[0], ("assistant", ""), *TURNS[2:]]
+    space = " " if family == "mistral" else ""
+    assert learned(own, TEMPLATES[family], Chat(messages(turns))) == [
+        f"{space}{ENDS[family]}",
+        f"{space}Yes: ünd so.{ENDS[family]}",
+    ]
+    last = learned(own, TEMPLATES[family], Chat(messages([*TURNS[:3], ("assistant", "")])))
+    assert last == [f"{space}It is 4.{ENDS[family]}", f"{space}{ENDS[family]}"]
+
+
 def test_a_marked_template_gives_the_mask_that_transformers_gives(tokenizer: Any) -> None:
     theirs = tokenizer.apply_chat_template(
         messages(), chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
@@ -160,7 +178,7 @@ def test_the_data_may_say_what_counts(tokenizer: Any) -> None:
 # Rows
 
 OPTIONS = {"text_column": "text", "prompt_column": None, "completion_column": None, "name": None, "split": "train"}
-OPTIONS |= {"records": "auto", "chat_column": "messages"}
+OPTIONS |= {"records": "auto", "chat_column": "messages", "corrupt": "error"}
 SHARED = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 OPEN = [
     {"role": "system", "content": "Be brief."},

@@ -13,12 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from trainer.data.chat import Template
+from trainer.data.encode import Chunk, Tokenising
 from trainer.data.formats import Location, locate
-from trainer.data.records import Text, read_documents
-from trainer.errors import DataError
+from trainer.data.records import Chat, Text, read_documents
+from trainer.data.source import Cut, Encoded
+from trainer.errors import DataError, Problem
 
 COLUMNS = {"text_column": "text", "prompt_column": None, "completion_column": None, "name": None, "split": "train"}
-COLUMNS |= {"records": "auto", "chat_column": "messages"}
+COLUMNS |= {"records": "auto", "chat_column": "messages", "corrupt": "error"}
 TEXTS = ["one", "zwei ü", 'a, "quoted"\nline']
 
 
@@ -227,3 +230,68 @@ def test_broken_gzip(tmp_path: Path) -> None:
     assert message(str(path)) == (
         f"{path}: Compressed file ended before the end-of-stream marker was reached; expected a file that can be read"
     )
+
+
+GOOD = [{"text": f"the text number {number}"} for number in range(6)]
+BAD = {
+    "not JSON": (b'{"text": "half\n', "not JSON"),
+    "no object": (b"[1, 2]\n", "not a JSON object"),
+    "no such column": (b'{"txt": "x"}\n', 'no column "text"'),
+    "another type": (b'{"text": 7}\n', "holds int 7"),
+    "not UTF-8": ('{"text": "naïve"}\n'.encode("latin-1"), "not UTF-8"),
+    "half a pair": (b'{"text": "\\ud800"}\n', "half of a surrogate pair"),
+    "another kind": (b'{"messages": [{"role": "user", "content": "x"}]}\n', "where"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_corrupt_row_is_an_error_or_skipped_and_counted(tmp_path: Path, kind: str) -> None:
+    from trainer.config import DataSection
+    from trainer.data.prepare import open_data
+    from trainer.data.tokenizer import embedded_tokenizer
+    from trainer.distributed.ranks import Ranks
+
+    line, message = BAD[kind]
+    rows = [json.dumps(row).encode() + b"\n" for row in GOOD]
+    (tmp_path / "good.jsonl").write_bytes(b"".join(rows))
+    (tmp_path / "bad.jsonl").write_bytes(b"".join([*rows[:2], line, *rows[2:], line]))
+    (tmp_path / "worst.jsonl").write_bytes(line)
+    tokenizer = embedded_tokenizer(tmp_path / "cache")
+
+    def opened(name: str, **more: Any) -> Any:
+        known = {"path": str(tmp_path / name), "evaluation_fraction": 0.0, "documents": "pad", "sequence_length": 32}
+        return open_data(DataSection(**known, **more), tokenizer, tmp_path / "cache", Ranks())
+
+    with pytest.raises(DataError, match=message):
+        opened("bad.jsonl")
+    with pytest.raises(DataError):  # nothing else is there
+        opened("worst.jsonl", corrupt="skip")
+    good, found = opened("good.jsonl"), opened("bad.jsonl", corrupt="skip")
+    assert found.fingerprint == good.fingerprint
+    assert found.summary.corrupt == 2 and message in found.describe()
+    assert "6 documents (2 corrupt and skipped, the first " in found.describe()
+
+
+def test_a_row_of_csv_with_other_fields_and_a_chat_that_no_template_takes_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,more\none,1\ntwo\nthree,3\n")
+    with pytest.raises(DataError, match="more or fewer fields"):
+        read(str(tmp_path / "a.csv"))
+    first, bad, last = read_documents(locate(str(tmp_path / "a.csv")), SimpleNamespace(**COLUMNS | {"corrupt": "skip"}))
+    assert isinstance(bad, DataError) and (first, last) == (
+        Text("one", None, f"{tmp_path}/a.csv:2"),
+        Text("three", None, f"{tmp_path}/a.csv:4"),
+    )
+
+    class Refuses(Template):
+        def encode(self, chats: Any) -> Any:
+            for chat in chats:
+                if chat.place == "bad":
+                    raise DataError(Problem("bad", "a role that it does not know", "another"))
+                yield Encoded([1, 2], [False, True], chat.place)
+
+    template, chats = Refuses(None, None, ""), [Chat([], None, 0, place) for place in ("a", "bad", "b")]
+    done = Tokenising(template, Cut(8, "pad"), 0.0, skips=True)(Chunk(0, list(chats)))
+    assert done.error is None and (done.train.counts.documents, done.train.counts.corrupt) == (2, 1)
+    assert done.train.counts.first_corrupt == "bad: a role that it does not know"
+    stopped = Tokenising(template, Cut(8, "pad"), 0.0)(Chunk(0, list(chats)))
+    assert stopped.error is not None and stopped.train.counts.documents == 1

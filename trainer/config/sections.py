@@ -134,6 +134,8 @@ class DataSection(Rows):
     """Of a chat: all of the assistant's turns, or the last."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """What becomes of a document of more than `sequence_length` tokens, unless documents are concatenated."""
+    corrupt: Literal["error", "skip"] = "error"
+    """What becomes of a row that is not JSON, lacks a column, or is no text and no chat; the skipped are counted."""
     sequence_length: Annotated[Whole, Field(ge=2, le=2**24)] = 512
     """Tokens per sample."""
     documents: Literal["concatenate", "pad", "pack"] = "concatenate"

@@ -107,7 +107,7 @@ OF_TEXT: dict[str, tuple[str, ...]] = {
             "chat_template",
             "loss_on",
         ),
-        *("sequence_length", "documents", "isolate", "too_long", "tokenizer", "workers"),
+        *("sequence_length", "documents", "isolate", "too_long", "corrupt", "tokenizer", "workers"),
     ),
     "generate": ("prompt",),
     "model": ("revision", "trust_remote_code", "attention"),

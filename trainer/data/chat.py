@@ -108,20 +108,21 @@ class Template:
         """What the turn adds: from the chat up to it, with the prompt for an answer, to the chat that ends with it."""
         before, _ = self._rendered(chat, turn, prompts=True)
         after, _ = self._rendered(chat, turn + 1)
-        after = self._without_tail(after)
+        after = self._without_tail(after, len(before))
         if not after.startswith(before):
             self._rewrites(chat, turn, before, after, "once it is answered")
         if not text.startswith(after):
             self._rewrites(chat, turn, after, text, "once more turns follow")
         return len(before), len(after)
 
-    def _without_tail(self, text: str) -> str:
-        """Up to the token that ends the turn: what some templates add at the end of everything is no part of it."""
+    def _without_tail(self, text: str, start: int) -> str:
+        """Up to the token that ends the turn: what some templates add at the end of everything is no part of it.
+
+        What stands before `start` ends no turn: of an empty answer it is the header of the turn.
+        """
         bare = text.rstrip()
         inner = bare.removesuffix(self.tokenizer.eos_token).rstrip()
-        if inner != bare and self._ends_turn(inner):
-            return inner
-        return bare if self._ends_turn(bare) else text
+        return next((part for part in (inner, bare) if len(part) > start and self._ends_turn(part)), text)
 
     def _ends_turn(self, text: str) -> bool:
         return text.endswith(self._special)

@@ -63,6 +63,8 @@ def chunks(documents: Iterable[Document], done: int = 0) -> Iterator[Chunk]:
 
 
 def _size(document: Document) -> int:
+    if isinstance(document, DataError):
+        return 0
     if isinstance(document, Text):
         return len(document.text) + len(document.prompt or "")
     return sum(len(message["content"]) for message in document.messages)
@@ -76,11 +78,16 @@ class Tokenising:
     cut: Cut
     fraction: float
     """Of the documents, which are held out."""
+    skips: bool = False
+    """What can't be rendered is left out, and counted."""
 
     def __call__(self, chunk: Chunk) -> Tokenised:
         train, held, error = CutDocuments(), CutDocuments(), chunk.error
         try:
-            for number, encoded in enumerate(encode(chunk.documents, self.template), chunk.first):
+            for number, encoded in enumerate(encode(chunk.documents, self.template, self.skips), chunk.first):
+                if isinstance(encoded, DataError):
+                    train.counts.skip(encoded)
+                    continue
                 part = held if held_out(number, self.fraction) else train
                 part.add(encoded, self.cut.longest, self.cut.too_long)
         except DataError as earlier:
@@ -96,24 +103,37 @@ def held_out(index: int, fraction: float) -> bool:
     return math.floor((index - 1) * fraction) > math.floor((index - 2) * fraction)
 
 
-def encode(documents: Sequence[Document], template: Template) -> Iterator[Encoded]:
+def encode(documents: Sequence[Document], template: Template, skips: bool = False) -> Iterator[Encoded | DataError]:
     """Tokens of each document: what the tokenizer begins texts with, prompt, text, end-of-text; or a rendered chat.
 
     Targets are the text and its end. Prompt and text are tokenised apart, as they are when the model is used.
-    Raises DataError at the first document that can't be encoded, after all before it.
+    Raises DataError at the first document that can't be encoded, after all before it; if it `skips`, gives that error.
     """
     for kind, run in groupby(documents, type):
         alike: list[Any] = list(run)
-        if kind is not Chat:
+        if kind is DataError:
+            yield from alike
+        elif kind is Text:
             yield from _texts(alike, template.tokenizer)
-            continue
+        else:
+            yield from _chats(alike, template, skips)
+
+
+def _chats(alike: Sequence[Chat], template: Template, skips: bool) -> Iterator[Encoded | DataError]:
+    try:
+        yield from list(template.encode(alike))
+        return
+    except DataError:  # of one of them: those before it come first
+        pass
+    for chat in alike:
         try:
-            found = list(template.encode(alike))
-        except DataError:  # of one of them: those before it come first
-            for chat in alike:
-                yield from template.encode([chat])
-            raise
-        yield from found
+            [encoded] = template.encode([chat])
+        except DataError as error:
+            if not skips:
+                raise
+            yield error
+        else:
+            yield encoded
 
 
 def _texts(batch: list[Text], tokenizer: Any) -> Iterator[Encoded]:

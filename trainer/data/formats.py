@@ -34,6 +34,8 @@ class Row(NamedTuple):
     place: str
     """For a person: `file:line`, or the file and the number of the row."""
     columns: Mapping[str, Any]
+    error: DataError | None = None
+    """What is wrong with it, where it could not be read and those after it can."""
 
 
 class Format(NamedTuple):
@@ -168,7 +170,14 @@ def _plain(name: str) -> str:
 
 
 def _lines(file: Path, told: Told) -> Iterator[tuple[int, str]]:
-    """Numbered lines with their ends, from a file that may be compressed."""
+    """Numbered lines with their ends, from a file that may be compressed. Raises DataError for one that is no text."""
+    for number, line in _decoded(file, told):
+        if isinstance(line, DataError):
+            raise line
+        yield number, line
+
+
+def _decoded(file: Path, told: Told) -> Iterator[tuple[int, str | DataError]]:
     with open(file, "rb") as raw, _opened(file, raw) as stream:
         offset, size = 0, max(os.fstat(raw.fileno()).st_size, 1)
         for number, line in enumerate(stream, 1):
@@ -179,7 +188,7 @@ def _lines(file: Path, told: Told) -> Iterator[tuple[int, str]]:
             except UnicodeDecodeError as error:
                 seen = f"byte 0x{error.object[error.start]:02x}, which is not UTF-8"
                 place = f"{file}: byte {offset + error.start}"
-                raise DataError(Problem(place, seen, "text in UTF-8", "Convert the file, e.g. with iconv")) from error
+                yield number, DataError(Problem(place, seen, "text in UTF-8", "Convert the file, e.g. with iconv"))
             offset += len(line)
 
 
@@ -195,13 +204,18 @@ def _opened(file: Path, raw: BinaryIO) -> Any:
 
 
 def _jsonl(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
-    lines = _lines(file, told)
-    for number, line in lines:
-        if number == 1 and line.lstrip().startswith("["):  # not lines but one array
-            items = _json(file, line + "".join(rest for _, rest in lines), 1)
+    for number, line in _decoded(file, told):
+        if isinstance(line, DataError):
+            yield Row(f"{file}:{number}", {}, line)
+        elif number == 1 and line.lstrip().startswith("["):  # not lines but one array
+            items = _json(file, "".join(line for _, line in _lines(file, told)), 1)
             yield from (_object(f"{file}: item {index}", item) for index, item in enumerate(items))
+            return
         elif line.strip():
-            yield _object(f"{file}:{number}", _json(file, line, number))
+            try:
+                yield _object(f"{file}:{number}", _json(file, line, number))
+            except DataError as error:
+                yield Row(f"{file}:{number}", {}, error)
 
 
 def _json(file: Path, text: str, number: int) -> Any:
@@ -216,7 +230,8 @@ def _json(file: Path, text: str, number: int) -> Any:
 
 def _object(place: str, value: Any) -> Row:
     if not isinstance(value, dict):
-        raise DataError(Problem(place, f"not a JSON object: {short(json.dumps(value))}", "one with named columns"))
+        seen = f"not a JSON object: {short(json.dumps(value))}"
+        return Row(place, {}, DataError(Problem(place, seen, "one with named columns")))
     return Row(place, value)
 
 
@@ -228,8 +243,10 @@ def _csv(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
             place = f"{file}:{reader.line_num}"
             if None in row or None in row.values():
                 names = reader.fieldnames or ()
-                raise DataError(Problem(place, "a row with more or fewer fields", f"{len(names)}, as the header has"))
-            yield Row(place, row)
+                problem = Problem(place, "a row with more or fewer fields", f"{len(names)}, as the header has")
+                yield Row(place, {}, DataError(problem))
+            else:
+                yield Row(place, row)
     except csv.Error as error:
         raise DataError(
             Problem(f"{file}:{reader.reader.line_num}", f"not CSV: {error}", "comma-separated fields")

@@ -52,7 +52,7 @@ class Share(NamedTuple):
         """Of its samples, not of how they are called; what is newer than a checkpoint it can't have said."""
         summary = self.source.summary
         told = {field.name: (getattr(summary, field.name), field.default) for field in fields(summary)}
-        names = told.keys() - {"kind", "first_dropped", "empty"}
+        names = told.keys() - {"kind", "first_dropped", "empty", "corrupt", "first_corrupt"}
         return {name: value for name, (value, default) in told.items() if name in names and value != default}
 
 
@@ -186,7 +186,8 @@ def prepare(options: DataSection, tokenizer: Any, cache_folder: Path, progress: 
     shape = [*astuple(cut), options.evaluation_fraction, options.name, options.split]
     columns = [options.text_column, options.prompt_column, options.completion_column, options.chat_column]
     template = Template.of(tokenizer, options.chat_template, options.loss_on)
-    read = [options.records, columns, template.key]
+    skips = options.corrupt == "skip"
+    read = [options.records, columns, template.key, *(["skip"] if skips else [])]
     before = stamps(location.files)
     progress.begin(str(location))
     looked = partial(_looked_at, progress, len(location.files))
@@ -195,7 +196,8 @@ def prepare(options: DataSection, tokenizer: Any, cache_folder: Path, progress: 
     name = "data-" + hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def write(folder: Path, journal: Path) -> None:
-        _write(folder, journal, location, options, Tokenising(template, cut, options.evaluation_fraction), progress)
+        work = Tokenising(template, cut, options.evaluation_fraction, skips)
+        _write(folder, journal, location, options, work, progress)
         if stamps(location.files) != before:
             raise DataError(Problem(str(location), "changed while it was read", "files that stay as they are"))
 
@@ -272,11 +274,17 @@ def _origin(found: Found, template: Template) -> Origin:
 def _documents(location: Location, options: DataSection, found: Found) -> Iterator[Document]:
     """The documents with something to train on. Raises DataError if there are none."""
     rows = used = 0
+    skipped: DataError | None = None
     for document in read_documents(location, options, found):
         rows += 1
-        if document is not None:
+        if isinstance(document, DataError):
+            skipped = skipped or document
+        elif document is not None:
             used += 1
+        if document is not None:
             yield document
+    if not used and skipped is not None:  # all that there is
+        raise skipped
     if not used:
         seen = f"{rows} documents, all of them empty" if rows else "no documents"
         raise DataError(Problem(str(location), seen, "at least one with text in it"))

@@ -32,7 +32,8 @@ class Chat(NamedTuple):
     place: str = ""
 
 
-Document = Text | Chat
+Document = Text | Chat | DataError
+"""Or what is wrong with a row that is skipped."""
 
 
 @dataclass
@@ -76,7 +77,8 @@ class Kind:
 def read_documents(location: Location, options: Any, found: Found | None = None) -> Iterator[Document | None]:
     """The documents in order; None stands for one with nothing in it to train on. What they are is noted in `found`.
 
-    Raises DataError at the first row that can't be read, lacks a column, is another kind than the first, or is no chat.
+    A row that can't be read, lacks a column, is another kind than the first, or is no chat, raises DataError; skipped
+    (`trainer.data.corrupt`), it is that error.
     """
     found = found or Found()
     if not location.hub and not location.files:
@@ -87,9 +89,17 @@ def read_documents(location: Location, options: Any, found: Found | None = None)
     columns = list(dict.fromkeys(name for kind in kinds for name in (*kind.columns, *kind.also)))
     chosen: Kind | None = kinds[0] if len(kinds) == 1 else None
     for row in rows_of(location, options, columns, partial(setattr, found, "share")):
-        if chosen is None or (len(kinds) > 1 and not chosen.fits(row)):
-            chosen = _kind_of(row, kinds, chosen, found)
-        document = None if chosen is None else chosen.read(row)
+        try:
+            if row.error is not None:
+                raise row.error
+            if chosen is None or (len(kinds) > 1 and not chosen.fits(row)):
+                chosen = _kind_of(row, kinds, chosen, found)
+            document = None if chosen is None else chosen.read(row)
+        except DataError as error:
+            if options.corrupt == "error":
+                raise
+            yield error
+            continue
         found.empty += document is None
         if chosen is None:
             yield None

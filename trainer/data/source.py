@@ -108,6 +108,9 @@ class Summary:
     """Documents left out for their length."""
     first_dropped: str = ""
     """The row of the first document that was dropped."""
+    corrupt: int = 0
+    first_corrupt: str = ""
+    """Rows that were skipped, and what was wrong with the first."""
     fill: float | None = None
     """Where documents are kept apart within a sample: the share of `sequence_length` that is filled. Else None."""
 
@@ -127,6 +130,7 @@ class Summary:
             "truncated": self.truncated,
             "too long and left out": self.too_long,
             f"without a target and dropped{where}": self.dropped,
+            f"corrupt and skipped, the first {self.first_corrupt}": self.corrupt,
         }
         said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         kind = "" if self.kind == "text" else f"{self.kind}: "
@@ -186,11 +190,18 @@ class Counts:
     too_long: int = 0
     dropped: int = 0
     first_dropped: str = ""
+    corrupt: int = 0
+    first_corrupt: str = ""
+
+    def skip(self, error: DataError) -> None:
+        self.corrupt += 1
+        self.first_corrupt = self.first_corrupt or f"{error.problems[0].place}: {error.problems[0].seen}"
 
     def add(self, other: Counts) -> None:
-        for name in ("documents", "truncated", "too_long", "dropped"):
+        for name in ("documents", "truncated", "too_long", "dropped", "corrupt"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.first_dropped = self.first_dropped or other.first_dropped
+        self.first_corrupt = self.first_corrupt or other.first_corrupt
 
 
 class CutDocuments:
