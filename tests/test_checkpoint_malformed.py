@@ -144,6 +144,10 @@ def test_a_file_of_tensors_that_is_none(directory: Path, name: str, part: str) -
     is_set_aside(directory)
 
 
+def positioned(whole: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return whole | {"position": whole["position"] | fields}
+
+
 DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a list": lambda whole: [],
     "no position": lambda whole: {key: value for key, value in whole.items() if key != "position"},
@@ -153,6 +157,17 @@ DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a step of text": lambda whole: whole | {"position": whole["position"] | {"step": "20"}},
     "a config that is a list": lambda whole: whole | {"config": []},
     "samples of text": lambda whole: whole | {"position": whole["position"] | {"samples": None}},
+    "a step before the first": lambda whole: positioned(whole, step=-20),
+    "a step that is not the folder's": lambda whole: positioned(whole, step=21),
+    "a step beyond numbers": lambda whole: positioned(whole, step=10**400),
+    "samples below nothing": lambda whole: positioned(whole, samples=-3),
+    "samples of fewer than a step has": lambda whole: positioned(whole, samples=19),
+    "samples beyond numbers": lambda whole: positioned(whole, samples=2**63),
+    "tokens below nothing": lambda whole: positioned(whole, tokens=-1),
+    "a scalar of text": lambda whole: positioned(whole, engine={"optimizer_step": "20"}),
+    "samples that its steps do not make": lambda whole: (
+        positioned(whole, samples=3201) | {"since": {"step": 0, "samples": 0}, "layout": {"train_batch": 160}}
+    ),
     "a loss of text": lambda whole: whole | {"evaluation_loss": "low"},
 }
 
@@ -163,6 +178,23 @@ def test_a_description_that_is_none(directory: Path, name: str) -> None:
     whole = json.loads((path / "trainer.json").read_bytes())
     rewritten(path, "trainer.json", to_json(DESCRIPTIONS[name](whole)))
     is_set_aside(directory)
+
+
+@pytest.mark.parametrize("field", ["step", "samples", "tokens"])
+def test_a_position_that_can_not_be_is_told_by_its_field(directory: Path, field: str) -> None:
+    path = directory / "step-000020"
+    rewritten(
+        path, "trainer.json", to_json(positioned(json.loads((path / "trainer.json").read_bytes()), **{field: -7}))
+    )
+    assert f"position.{field} is -7" in newest(directory)[1][0]
+
+
+def test_a_position_after_another_batch_size_counts_from_where_the_run_went_on(directory: Path) -> None:
+    path = directory / "step-000020"
+    whole = json.loads((path / "trainer.json").read_bytes())
+    grown = {"since": {"step": 10, "samples": 1600}, "layout": {"train_batch": 160}}
+    rewritten(path, "trainer.json", to_json(whole | grown))
+    assert newest(directory) == (path, [])
 
 
 def test_a_folder_without_its_description(directory: Path) -> None:

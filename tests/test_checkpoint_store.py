@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoint_pieces import ALONE, DESCRIPTION, STATE, Live, files, live, model_files, same
 from trainer.checkpoint import (
@@ -28,9 +30,10 @@ from trainer.checkpoint import (
     save,
     verify,
 )
+from trainer.checkpoint.manifest import hash_file
 from trainer.checkpoint.safetensors_stream import TensorWriter
 from trainer.errors import ConfigError, DiskError
-from trainer.state import WEIGHT
+from trainer.state import WEIGHT, StateTensor
 from trainer.storage import to_json
 
 
@@ -57,8 +60,44 @@ def test_round_trip(good: Path) -> None:
     assert load(good, back.state_tensors(), ALONE) == STATE
     assert same(state, back)
     assert read_description(good) == DESCRIPTION | {
-        "position": {"step": 100, "samples": 3200, "tokens": 51_000, "engine": {"optimizer_step": 100.0}}
+        "stateless": ["c.buffer"],
+        "position": {"step": 100, "samples": 3200, "tokens": 51_000, "engine": {"optimizer_step": 100.0}},
     }
+
+
+@pytest.mark.parametrize("gone", [["exp_avg", "exp_avg_sq", "step"], ["step"]])
+def test_optimizer_state_of_one_parameter_that_is_gone_is_an_error(tmp_path: Path, gone: list[str]) -> None:
+    """Its manifest agrees; a parameter that had none when it was saved is as it was."""
+    tensors = {key: value for key, value in live().tensors.items() if key[0] != "empty" or key[1] == WEIGHT}
+    tensors |= {(name, "step"): torch.tensor(4.0) for name in ("a.weight", "b.weight", "scale")}
+    path = save(tmp_path, STATE, Live(tensors).state_tensors(), DESCRIPTION, model_files, ALONE)
+
+    def entries() -> list[StateTensor]:
+        """An engine's before its first step: state is made where a checkpoint has some."""
+        found = {(entry.name, entry.key): entry for entry in Live(tensors).blank().state_tensors()}
+
+        def keep(name: str) -> Callable[[Mapping[str, tuple[int, ...]]], list[StateTensor]]:
+            return lambda shapes: [found[name, key] for key in shapes]
+
+        return [replace(entry, keep=keep(name)) for (name, key), entry in found.items() if key == WEIGHT]
+
+    load(path, entries(), ALONE)
+    kept = load_file(path / "optimizer/optimizer.safetensors")
+    kept = {name: value for name, value in kept.items() if name not in {f"b.weight.{key}" for key in gone}}
+    save_file(kept, path / "optimizer/optimizer.safetensors")
+    agree(path, "optimizer/optimizer.safetensors")
+    assert verify(path) == []
+    with pytest.raises(DiskError, match=r"optimizer state of 1 parameters is gone \(b.weight\).*resume-weights-only"):
+        load(path, entries(), ALONE)
+    load(path, entries(), ALONE, weights_only=True)
+
+
+def agree(path: Path, name: str) -> None:
+    """Have the manifest say what the file `name` is."""
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    record = hash_file(path / name)
+    manifest["files"][name] = {"size": record.size, "sha256": record.sha256}
+    (path / "manifest.json").write_bytes(to_json(manifest))
 
 
 def test_layout_on_disk(good: Path) -> None:
@@ -75,8 +114,6 @@ def test_narrowed_weights_come_back_exactly(tmp_path: Path) -> None:
     path = saved(tmp_path, state=state, dtype=torch.bfloat16)
     load(path, back.state_tensors(), ALONE)
     assert same(state, back)
-    from safetensors.torch import load_file
-
     weights = load_file(path / "model/model.safetensors")
     assert weights["a.weight"].dtype == torch.bfloat16
     assert weights["c.buffer"].dtype == torch.int64
@@ -412,7 +449,8 @@ def steps(folder: Path) -> list[int]:
 def test_prune_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     for step, loss in {10: 3.0, 20: 2.0, 30: None, 40: 2.5, 1_000_000: 2.2}.items():
         description = DESCRIPTION | {"evaluation_loss": loss}
-        save(tmp_path, replace(STATE, step=step), live().state_tensors(), description, model_files, ALONE)
+        state = replace(STATE, step=step, samples=32 * step)
+        save(tmp_path, state, live().state_tensors(), description, model_files, ALONE)
     assert prune(tmp_path, 2, keep_best=True) == [tmp_path / "step-000010", tmp_path / "step-000030"]
     assert steps(tmp_path) == [20, 40, 1_000_000]
     (tmp_path / "step-000020/trainer.json").write_text("{")

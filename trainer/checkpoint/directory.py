@@ -12,14 +12,13 @@ from pathlib import Path
 
 from trainer.checkpoint import faults
 from trainer.checkpoint.folders import PARTIAL, supply
-from trainer.checkpoint.manifest import ALL, MANIFEST, check_sizes, read_description, verify_each
+from trainer.checkpoint.manifest import ALL, MANIFEST, STEP_FOLDER, check_sizes, read_description, verify_each
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import DiskError, Problem, listed, shared
 from trainer.storage import disk_errors, rename_folder, replace_file
 
 DELETING, DAMAGED = ".deleting", ".damaged"
 LATEST = "latest"
-_STEP = re.compile(r"step-(\d{6,})")
 _LEFTOVER = re.compile(rf"step-\d{{6,}}({re.escape(PARTIAL)}|{re.escape(DELETING)})")
 
 
@@ -29,7 +28,7 @@ def step_name(step: int) -> str:
 
 def published(folder: Path) -> list[Path]:
     """The checkpoints in `folder` that are visible, oldest first; whether they are good is not looked at."""
-    found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    found = [path for path in folder.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
@@ -66,7 +65,7 @@ def _published_anywhere(folder: Path, ranks: Ranks) -> list[Path]:
 
 def leftovers(folder: Path) -> list[Path]:
     """What runs that died, and damage, left beside the checkpoints."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir() and not _STEP.fullmatch(path.name))
+    return sorted(path for path in folder.glob("step-*") if path.is_dir() and not STEP_FOLDER.fullmatch(path.name))
 
 
 def _told(path: Path, aside: Path, problems: list[Problem], found: Path | None) -> str:
@@ -152,6 +151,6 @@ def point_at(path: Path) -> None:
 
 def step_of(path: Path) -> int:
     """The step of a published checkpoint, from its name."""
-    found = _STEP.fullmatch(path.name)
+    found = STEP_FOLDER.fullmatch(path.name)
     assert found
     return int(found[1])

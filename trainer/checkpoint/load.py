@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from trainer.checkpoint.manifest import ALL, WEIGHTS_ALONE, check_sizes, read_description, read_manifest
+from trainer.checkpoint.manifest import ALL, MEND_OPTIMIZER, WEIGHTS_ALONE, check_sizes, read_description, read_manifest
 from trainer.checkpoint.plan import MODEL, OPTIMIZER, optimizer_name
 from trainer.checkpoint.safetensors_stream import read_types
 from trainer.distributed.ranks import Ranks
@@ -33,7 +33,11 @@ def load(path: Path, entries: Sequence[StateTensor], ranks: Ranks, weights_only:
     def check_files() -> tuple[Stored, RunState]:
         if problems := check_sizes(path, below):
             raise DiskError(*problems)
-        return _stored(path, below), RunState(**read_description(path)["position"])
+        description, found = read_description(path), _stored(path, below)
+        if below == ALL and (lost := _lost(entries, found, description.get("stateless"))):
+            seen = f"all or some optimizer state of {len(lost)} parameters is gone ({listed(lost)})"
+            raise DiskError(Problem(str(path), seen, "that which was saved", MEND_OPTIMIZER))
+        return found, RunState(**description["position"])
 
     def check() -> None:
         if misfits := _misfits(path, wanted, stored):
@@ -53,6 +57,21 @@ def load(path: Path, entries: Sequence[StateTensor], ranks: Ranks, weights_only:
                 opened[name] = files.enter_context(safe_open(path / name, framework="pt"))
             entry.write(opened[name].get_tensor(location[1]).to(entry.dtype))
     return position
+
+
+def _lost(entries: Sequence[StateTensor], stored: Stored, stateless: Sequence[str] | None) -> list[str]:
+    """Parameters without optimizer state, or the count of their updates, which had it when the checkpoint was saved.
+
+    Checkpoints of old do not say which had none.
+    """
+    keys: dict[str, set[str]] = {}
+    for location, name in stored:
+        if location == OPTIMIZER:
+            keys.setdefault(name.rpartition(".")[0], set()).add(name.rpartition(".")[2])
+    states = {name: found - {WEIGHT, MASTER} for name, found in keys.items()}
+    wanted = {STEP} if any(STEP in found for found in states.values()) else set[str]()
+    names = {entry.name for entry in entries if (MODEL, entry.name) in stored} - set(stateless or ())
+    return [] if stateless is None else sorted(n for n in names if not states.get(n) or not wanted <= states[n])
 
 
 def _kept(entries: Sequence[StateTensor], stored: Stored, position: RunState) -> list[StateTensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path, PurePosixPath
@@ -20,14 +21,15 @@ PICKLES = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
 """What such files hold can run code when it is opened, so none is."""
 ALL, WEIGHTS_ALONE = ("",), ("model/", DESCRIPTION)
 """How the paths begin of all files, and of those that are read when optimizer state is not."""
+STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _POSITION = {"step": int, "samples": int, "tokens": int, "engine": dict}
 _DESCRIPTION: dict[str, tuple[type, ...]] = {
     name: (dict, NoneType) for name in ("config", "data", "layout", "model", "versions")
 }
-_DESCRIPTION |= {"evaluation_loss": (float, int, NoneType)}
+_DESCRIPTION |= {"evaluation_loss": (float, int, NoneType), "stateless": (list, NoneType), "since": (dict, NoneType)}
 """The types of what is looked at of a description, where it is there."""
 _MEND = "Resume from an older checkpoint"
-_MEND_OPTIMIZER = f"{_MEND}, or without the optimizer's state by --resume-weights-only"
+MEND_OPTIMIZER = f"{_MEND}, or without the optimizer's state by --resume-weights-only"
 
 
 def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
@@ -83,7 +85,30 @@ def read_description(path: Path) -> dict[str, Any]:
     whole = isinstance(found, dict) and _is(found.get("position"), _POSITION)
     if not whole or not all(isinstance(found.get(key), kinds) for key, kinds in _DESCRIPTION.items()):
         raise DiskError(Problem(str(place), "not the description of a run", "the description that was saved"))
+    if wrong := _wrong_position(path, found):
+        raise DiskError(Problem(str(place), f"position.{wrong}", "where the run stood when it was saved"))
     return found
+
+
+def _wrong_position(path: Path, description: Mapping[str, Any]) -> str:
+    """The field of a position that can't be so, and why."""
+    position, since, layout = description["position"], description.get("since"), description.get("layout") or {}
+    step, samples = position["step"], position["samples"]
+    for key in ("step", "samples", "tokens"):
+        if not 0 <= position[key] < 2**63:
+            return f"{key} is {position[key]!r:.40}"
+    for key, value in position["engine"].items():
+        if type(value) not in (int, float) or not abs(value) < 2**63:
+            return f"engine.{key} is {value!r:.40}"
+    if (named := STEP_FOLDER.fullmatch(path.name)) and int(named[1]) != step:
+        return f"step is {step}, in a folder of another name"
+    if samples < step or (step == 0 and samples):
+        return f"samples is {samples} after {step} steps"
+    if not _is(since, {"step": int, "samples": int}) or type(batch := layout.get("train_batch")) is not int:
+        return ""
+    # a run that goes on with another batch size counts from where it went on
+    expected = since["samples"] + (step - since["step"]) * batch  # type: ignore[index]
+    return "" if samples == expected else f"samples is {samples}, where steps of {batch} make {expected}"
 
 
 def _is(value: object, kinds: Mapping[str, type]) -> bool:
@@ -133,7 +158,7 @@ def _check(
     beside = ranks.beside
     for name in by_size[beside.index(ranks.rank) :: len(beside)]:
         record = records[name]
-        mend = _MEND_OPTIMIZER if name.startswith("optimizer/") else _MEND
+        mend = MEND_OPTIMIZER if name.startswith("optimizer/") else _MEND
         try:
             if fault := wrong(path / name, record):
                 found.append(Problem(_shown(path / name), *fault, mend))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.safetensors_stream import TensorType
-from trainer.state import WEIGHT, StateTensor
+from trainer.state import MASTER, WEIGHT, StateTensor
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,12 @@ SavePlan = dict[tuple[str, str], list[Slot]]
 def optimizer_name(entry: StateTensor) -> str:
     """A state tensor's name in `optimizer/`. A key has no dot, so two state tensors never share a name."""
     return f"{entry.name}.{entry.key}"
+
+
+def stateless(entries: Sequence[StateTensor]) -> list[str]:
+    """The tensors that the optimizer keeps nothing of: buffers, what is frozen, what had no gradient yet."""
+    learned = {entry.name for entry in entries if entry.key not in (WEIGHT, MASTER)}
+    return sorted({entry.name for entry in entries} - learned)
 
 
 def plan(

@@ -16,7 +16,7 @@ from trainer.checkpoint import faults
 from trainer.checkpoint.directory import DELETING, point_at, set_aside, step_name, sweep
 from trainer.checkpoint.folders import PARTIAL, spread
 from trainer.checkpoint.manifest import DESCRIPTION, hash_file, write_manifest
-from trainer.checkpoint.plan import MODEL, SavePlan, Slot, indexes, plan
+from trainer.checkpoint.plan import MODEL, SavePlan, Slot, indexes, plan, stateless
 from trainer.checkpoint.safetensors_stream import FileRecord, TensorWriter, read_types
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, Problem
@@ -68,7 +68,8 @@ def save(
 
     faults.at("before")
     with _removed_on_error(partial, ranks):
-        text = ranks.on_first(lambda: to_json({**description, "position": asdict(state)}))
+        record = {"stateless": stateless(entries), "position": asdict(state)}
+        text = ranks.on_first(lambda: to_json({**description, **record}))
         ranks.on_keepers(prepare)
         records = _write_shards(partial, planned, entries, ranks)
         _write_others(partial, partial / MODEL, write_model_files, records, ranks)

@@ -133,6 +133,11 @@ def _builder(config: PreTrainedConfig, options: Any, on_cpu: bool = False) -> Ca
         bodies = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
         if model.base_model is model and len(bodies) == 1:  # Llama-4's text model calls it otherwise than it says
             model.base_model_prefix = bodies[0]  # type: ignore[assignment]
+        if getattr(config, "rescale_every", 0):
+            # RWKV would divide weights in place when it evaluates, for float16, and what is saved then would be wrong
+            unscaled = copy.deepcopy(model.base_model.config)  # type: ignore[union-attr]
+            unscaled.rescale_every = 0  # type: ignore[union-attr]
+            model.base_model.config = unscaled  # type: ignore[union-attr]
         return model
 
     return build

@@ -18,6 +18,7 @@ from trainer.distributed.seeding import seeded_init
 from trainer.errors import ConfigError, Problem
 from trainer.models.checks import Alone, Findings, observe_draws, own_randomness, say_unused
 from trainer.models.constructed import small_tensor
+from trainer.models.forward_state import Run, check_forward_state
 from trainer.models.materialise import materialise
 from trainer.models.names import aliases_of, pattern_of
 from trainer.models.spec import ModelSpec, NoWeights
@@ -151,15 +152,12 @@ def check_module(spec: ModelSpec, task: OwnTask) -> Findings:
     if spec.parameters > LARGEST_BUILT:
         return Findings(notes=(f"{spec.name} is too large to be tried before it is trained",))
     with own_randomness(), Alone():
-        model = spec.build()
-        materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
         whole, *single = spec.trial.batches
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model = _made(spec)
         model.train()
         loss, found = _with_gradient(model, task, whole)
         norms = running_norms(model)
         known = {f"{name}.{key}" for name, norm in norms.items() for key in norm._buffers}
-        moved = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
         if not math.isfinite(loss):
             raise ConfigError(Problem(f"loss: {spec.name}", f"{loss} on the first samples", "a finite number"))
         if (count := task.count(model, whole)) != (asked := int(whole["count"])):
@@ -173,12 +171,30 @@ def check_module(spec: ModelSpec, task: OwnTask) -> Findings:
         sometimes = {pattern_of(name) for name in names if any(name not in one for one in (found, *alone))}
         draws = observe_draws(model, spec)
         runs = _runs_once_in_order(model.eval(), spec)
+        del model
+        halves = _halves(whole)
+        run: Run = lambda model, rows: task.loss_sum(model, halves[rows])  # noqa: E731
+        moved = check_forward_state(spec.name, lambda: _made(spec), run, ("loss", getattr(task, "_loss", None)))
     notes = list(say_unused(spec, never))
     if spec.blocks and not runs:
         notes.append(f"the blocks of {spec.name} do not run once each, in order: layouts that need blocks are refused")
     sparse = tuple(sorted(sometimes - set(never)))
     moves = next((name for name in moved if name not in known), "")
     return Findings(never, sparse, draws, runs, moves, next(iter(norms), ""), notes=tuple(notes))
+
+
+def _made(spec: ModelSpec) -> nn.Module:
+    model = spec.build()
+    materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    return model
+
+
+def _halves(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Two batches of other rows, of two rows each where there are as many: batch norm can't be trained on one."""
+    size = max((len(value) for value in batch.values() if value.ndim), default=0)
+    first = range(min(2, size)), range(max(0, size - 2), size)
+    pick = lambda value, rows: value[list(rows)] if value.ndim and len(value) == size else value  # noqa: E731
+    return [{key: pick(value, rows) for key, value in batch.items()} for rows in first]
 
 
 def _with_gradient(model: nn.Module, task: OwnTask, batch: dict[str, torch.Tensor]) -> tuple[float, set[str]]:

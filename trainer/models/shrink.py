@@ -25,6 +25,7 @@ _ROLES: tuple[tuple[str, str], ...] = (
     ("first", r"first_k_dense|dense_layers|max_window_layers|layer_start_index"),
     ("last index", r"layer_end_index"),
     ("last", r"kv_shared_layers"),
+    ("every", r"_every$"),
     ("layers", r"(num|n)_(\w+_)?layers?$|^n_layer|coder_layers$|^num_blocks$|layers_per_stack$"),
     ("vocabulary", r"vocab_size"),
     ("positions", r"max_position|n_positions|n_ctx|max_seq|max_source|max_target|model_max_length|^context_length"),
@@ -152,6 +153,8 @@ def _number(name: str, value: int, scale: Scale | None, keep: Sequence[int], lay
         return 0
     if role == "layers":
         return len(keep) if value == layers else min(value, 2 if layers else len(keep))
+    if role == "every":  # what happens at every so many blocks happens in the copy, too: RWKV divides weights
+        return min(value, 1)
     if role in ("first", "last index", "last"):
         end = sum(index <= value for index in keep) - 1
         return {"first": below, "last index": end, "last": sum(index >= layers - value for index in keep)}[role]

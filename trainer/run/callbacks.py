@@ -65,6 +65,7 @@ def hooks_of(
     skipped = Skipped(ranks, watching=layout.precision != "float16")
     held_out: dict[int, float] = {}
     waiting = SlowData(prepared)
+    since = {"step": meter.state.step, "samples": meter.state.samples}
 
     def log(state: RunState, metrics: Metrics, update: Update) -> None:
         machine.signs.close()
@@ -111,7 +112,11 @@ def hooks_of(
     def save(state: RunState) -> None:
         machine.watch.moves(saved_bytes(prepared) / SLOW_DISK)
         position = replace(state, engine=engine.scalars())
-        description = {**describe.run_description(prepared), "evaluation_loss": held_out.get(state.step)}
+        description = {
+            **describe.run_description(prepared),
+            "evaluation_loss": held_out.get(state.step),
+            "since": since,
+        }
 
         def write(entries: Sequence[StateTensor], agreeing: Ranks) -> None:
             files, dtype = partial(write_model_files, prepared), stored_dtype(prepared)

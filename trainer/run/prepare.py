@@ -223,6 +223,7 @@ def _language_model(config: Config, ranks: Ranks, progress: Progress) -> Subject
     spec = amended(huggingface.spec_of(architecture, section.model), section, ranks)
     _check_vocabulary(data.largest_token_id, spec)
     _check_length(section.data.sequence_length, architecture)
+    spec = replace(spec, notes=(*spec.notes, *_say_rotary(section.data.sequence_length, architecture)))
     task = CausalLM.of(spec, tokenizer.pad_token_id or 0)
     return Subject(spec, task, data, tokenizer, section.data.packs)
 
@@ -255,3 +256,16 @@ def _check_length(sequence: int, architecture: Any) -> None:
         raise ConfigError(
             Problem("trainer.data.sequence_length", str(sequence), f"at most the model's {longest} positions")
         )
+
+
+def _say_rotary(sequence: int, architecture: Any) -> tuple[str, ...]:
+    """A line where rotary embeddings turn by the longest row of a micro-batch: a tiny copy's rows are too short."""
+    rope = getattr(architecture.get_text_config(), "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    limits = [kind.get("original_max_position_embeddings") for kind in kinds if kind.get("rope_type") == "longrope"]
+    if not (reached := [limit for limit in limits if limit and sequence > limit]):
+        return ()
+    line = (
+        f"its rotary embeddings (longrope) turn otherwise in a micro-batch with a row of more than {reached[0]} tokens"
+    )
+    return (f"{line}: its loss depends on which samples share a micro-batch",)

@@ -1,0 +1,106 @@
+"""A forward pass leaves nothing behind that changes the next one, or what is saved: tried on a copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainer.distributed.seeding import seed_generators
+from trainer.errors import ConfigError, Problem, listed
+from trainer.models.python_state import snapshot
+
+TOLERANCE = 1e-5
+"""Of what comes out, relative to the largest: how a library adds up may differ."""
+TRAIN, EVAL = True, False
+ALONE = ((TRAIN, 0), (EVAL, 1), (EVAL, 0), (TRAIN, 0), (EVAL, 0), (TRAIN, 0))
+"""Passes in training or evaluation, and over which rows. Some over rows 0 are an odd number of passes apart: what
+turns over with each shows only so. The last two in training have seen all before: what still changes never rests."""
+AFTER_OTHERS = ((TRAIN, 1), (TRAIN, 0), (EVAL, 0))
+"""Of another copy: what keeps the first rows that it sees shows so."""
+
+Run = Callable[[nn.Module, int], torch.Tensor]
+"""`run(model, rows)`: what comes out of a forward pass over rows 0 or 1."""
+
+
+class Pass(NamedTuple):
+    training: bool
+    rows: int
+    before: dict[str, Any]
+    after: dict[str, Any]
+    output: torch.Tensor
+
+
+def check_forward_state(name: str, make: Callable[[], nn.Module], run: Run, *beside: tuple[str, Any]) -> list[str]:
+    """The persistent buffers that a forward pass in training changes; each pass here starts from the first ones.
+
+    `make` gives the same model each time. Raises ConfigError, with the place, if a pass changes a parameter, if one in
+    evaluation changes a persistent buffer, if what it leaves behind changes what comes out later, and if an attribute
+    never rests, such as a count. What rests and changes nothing is allowed: a mask that is kept, say.
+    """
+    alone, moved = _passes(name, make(), run, ALONE, beside)
+    others, _ = _passes(name, make(), run, AFTER_OTHERS, beside)
+    for training in (TRAIN, EVAL):
+        first, *later = [one for one in (*alone, *others) if (one.training, one.rows) == (training, 0)]
+        for one in later:
+            _compare(name, first, one)
+    before, after = alone[3].after, alone[5].after
+    if restless := _changed(before, after):
+        seen = f"each forward pass leaves something behind, and never rests: {_shown(restless, before, after)}"
+        raise _refused(name, f"{seen}. No checkpoint has it, and ranks that make other passes have another")
+    return moved
+
+
+def _passes(
+    name: str, model: nn.Module, run: Run, order: Sequence[tuple[bool, int]], beside: Sequence[tuple[str, Any]]
+) -> tuple[list[Pass], list[str]]:
+    """What the passes gave, and the persistent buffers that those in training change."""
+    parameters = dict(model.named_parameters(remove_duplicate=False)).keys()
+    buffers = {key: value for key, value in model.state_dict().items() if key not in parameters}
+    first = {key: value.clone() for key, value in buffers.items()}
+    passes, moved, after = list[Pass](), dict[str, None](), snapshot(model, *beside)
+    for training, rows in order:
+        for key, value in first.items():
+            buffers[key].copy_(value)
+        before = snapshot(model, *beside) if first else after
+        seed_generators(1)
+        with torch.set_grad_enabled(training):
+            output = run(model.train(training), rows).detach().float().clone()
+        after = snapshot(model, *beside)
+        changed = _changed(before, after)
+        if wrong := [key for key in changed if key in parameters or (key in buffers and not training)]:
+            mode = "training" if training else "evaluation"
+            seen = f"a forward pass in {mode} changes {_shown(wrong, before, after)}"
+            raise _refused(name, f"{seen}. What is trained and saved would depend on when it is evaluated")
+        moved |= dict.fromkeys(key for key in changed if key in buffers)
+        passes.append(Pass(training, rows, before, after, output))
+    return passes, list(moved)
+
+
+def _compare(name: str, first: Pass, later: Pass) -> None:
+    moved, largest = float((later.output - first.output).abs().max()), float(first.output.abs().max())
+    if not moved <= TOLERANCE * largest and bool(first.output.isfinite().all()):
+        changed = _changed(first.before, later.before)
+        where = f": {_shown(changed, first.before, later.before)}" if changed else ""
+        seen = (
+            "the same rows with the same random numbers give something else after other passes, by "
+            f"{moved:.1e} of {largest:.1e}: a forward pass leaves something behind{where}"
+        )
+        raise _refused(name, f"{seen}. Ranks run different rows")
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [key for key in {**before, **after} if before.get(key) != after.get(key)]
+
+
+def _shown(places: Sequence[str], before: dict[str, Any], after: dict[str, Any]) -> str:
+    values = {key: (before.get(key, "nothing"), after.get(key, "nothing")) for key in places}
+    tensors = {key for key, pair in values.items() if pair[1].startswith("a tensor")}
+    return listed([key if key in tensors else f"{key} ({' -> '.join(values[key]):.80})" for key in places], most=3)
+
+
+def _refused(name: str, seen: str) -> ConfigError:
+    expected = "a forward pass that depends on its rows, weights and torch's random numbers alone"
+    return ConfigError(Problem(f"trainer.model: {name}", seen, expected))

@@ -1,0 +1,122 @@
+"""What Python code keeps beside tensors of the state dict: attributes, closures, defaults, globals, generators."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+LIBRARIES = {"torch", "transformers", "torchvision", "numpy", "deepspeed", "accelerate", "peft", "trainer"}
+"""Whose code is not a user's own, beside Python's."""
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
+LONGEST = 1000
+"""Entries of a list that are looked at: a longer one is data."""
+DEEPEST = 8
+_STREAMS = ("random", "itertools", "numpy.random", "builtins", "collections", "functools", "types")
+"""Where the classes are from that keep a position: generators and iterators."""
+_OF_MODULES = {"training", "_parameters", "_buffers", "_modules"}
+
+
+def is_library(thing: Any) -> bool:
+    """True of code that is Python's, PyTorch's, transformers' or this program's."""
+    root = (getattr(thing, "__module__", None) or "builtins").partition(".")[0]
+    return root in LIBRARIES or (root in sys.stdlib_module_names and root != "__main__")
+
+
+def captured(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The values that a function takes from elsewhere: closure, defaults, attributes, and globals that it names."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    yield "defaults", (function.__defaults__, function.__kwdefaults__)
+    yield from vars(function).items()
+    for name in dict.fromkeys(_names(function.__code__)):
+        if isinstance(value := function.__globals__.get(name), (*PLAIN, list, tuple, dict, set, FunctionType)):
+            yield name, value
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def snapshot(model: nn.Module, *beside: tuple[str, Any]) -> dict[str, Any]:
+    """All that a model keeps, by place: tensors as checksums, whatever else can be compared as text.
+
+    Own classes' functions are looked at with what they capture, and so is what stands `beside` the model.
+    """
+    seen: dict[int, Any] = {id(module): module for module in model.modules()}
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        tensors = {**module._parameters, **module._buffers}
+        state = {**tensors, **{key: v for key, v in vars(module).items() if key not in _OF_MODULES}}
+        for key, value in state.items():
+            found |= dict(leaves(f"{name}.{key}".lstrip("."), value, seen))
+    classes = (kind for kind in dict.fromkeys(map(type, model.modules())) if not is_library(kind))
+    for place, thing in (*((kind.__qualname__, dict(vars(kind))) for kind in classes), *beside):
+        found |= dict(leaves(place, thing, seen))
+    return found
+
+
+def leaves(place: str, value: Any, seen: dict[int, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """The comparable values in a value, each object once; `seen` keeps what was looked at alive."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        yield place, checksum(value)
+    elif isinstance(value, torch.Generator):
+        yield place, checksum(value.get_state())
+    elif isinstance(value, PLAIN):
+        yield place, repr(value)
+    elif id(value) not in seen and depth < DEEPEST:
+        seen[id(value)] = value
+        if isinstance(value, (list, tuple, dict, set, deque)):
+            yield f"{place} (its length)", str(len(value))
+        for name, part in _parts(value):
+            yield from leaves(f"{place}{name}", part, seen, depth + 1)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    kind = type(value)
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r:.40}]", part) for key, part in list(value.items())[:LONGEST])
+    elif isinstance(value, (list, tuple, deque)):
+        yield from ((f"[{index}]", part) for index, part in enumerate(islice(value, LONGEST)))
+    elif isinstance(value, (set, frozenset)):
+        yield "", repr(sorted(map(repr, list(value)[:LONGEST])))
+    elif isinstance(value, nn.Module):  # kept where `modules()` does not find it
+        yield from ((f".{key}", part) for key, part in vars(value).items() if key not in _OF_MODULES)
+        yield from ((f".{name}", tensor) for name, tensor in value.state_dict().items())
+    elif isinstance(value, (MethodType, staticmethod, classmethod, property)):
+        function = getattr(value, "__func__", None) or getattr(value, "fget", None)
+        yield from (("", part) for part in (getattr(value, "__self__", None), function))
+    elif isinstance(value, FunctionType):
+        yield from () if is_library(value) else ((f" {name}", part) for name, part in captured(value))
+    elif not is_library(kind) and not isinstance(value, type) and getattr(value, "__dict__", None):
+        yield from ((f".{key}", part) for key, part in vars(value).items())
+    elif not is_library(kind) or kind.__module__.startswith(_STREAMS):
+        try:
+            yield "", value.__reduce_ex__(2)[1:]
+        except Exception:  # a lock, an open file, a Python generator: its effect shows, if it has one
+            return
+
+
+def checksum(value: torch.Tensor | np.ndarray) -> str:
+    """Text that is the same for the same values, bit for bit."""
+    if isinstance(value, torch.Tensor):
+        kind = f"{value.dtype}, {list(value.shape)}"
+        if value.is_meta or value.layout != torch.strided:
+            return f"a tensor ({kind})"
+        value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return f"a tensor ({kind}, {zlib.crc32(value.tobytes()):x})"
+    return f"an array ({value.dtype}, {list(value.shape)}, {zlib.crc32(value.tobytes()):x})"
