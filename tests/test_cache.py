@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
-import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -115,45 +114,6 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
         folder = prepared(path, cache)
     assert left == [] and folder.is_dir()
     assert cache.stat().st_ino in flushed
-
-
-def test_what_a_killed_process_has_left_is_compared_too(tmp_path: Path) -> None:
-    path, whole = write_rows(tmp_path / "data.jsonl", *TEXTS), None
-    for name in ("journal.json", "data/train/tokens.bin", "data/evaluation/lengths.bin", ""):
-        cache = tmp_path / f"cache-{Path(name).name}"
-        child = FORK.Process(target=_killed, args=(path, cache))
-        child.start()
-        child.join()
-        assert child.exitcode == -signal.SIGKILL
-        [begun] = cache.iterdir()
-        if name:
-            flip(begun / name)
-        firsts: list[int] = []
-        real = Tokenising.__call__
-
-        def noted(work: Tokenising, chunk: Any, firsts: list[int] = firsts, real: Any = real) -> Any:
-            firsts.append(chunk.first)
-            return real(work, chunk)
-
-        with patch.object(Tokenising, "__call__", noted), patch("trainer.data.encode._DOCUMENTS", 4):
-            found = contents(prepared(path, cache))
-        assert (firsts[0] == 0) == bool(name)
-        whole = whole or found
-        assert found == whole
-
-
-def _killed(path: Path, cache: Path) -> None:
-    noted, real = [0], prepare._note
-
-    def note(*arguments: Any) -> None:
-        real(*arguments)
-        noted[0] += 1
-        if noted[0] == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    small = patch("trainer.data.encode._DOCUMENTS", 4)
-    with small, patch.object(prepare, "_note", note), patch.object(prepare, "_JOURNAL_SECONDS", 0):
-        prepared(path, cache)
 
 
 @pytest.mark.parametrize("damage", [flip, halve, lambda path: os.truncate(path, 0)], ids=["flip", "short", "empty"])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from rich.console import Console
@@ -21,9 +22,9 @@ from rich.console import Console
 from tests.pool import Pools
 from tests.test_data_samples import options, tokenizer, write_rows
 from trainer.data import digest, prepare, workers
-from trainer.data.cache import resumable_folder
-from trainer.data.encode import Tokenised, Tokenising
+from trainer.data.cache import locked_folder
 from trainer.data.progress import Progress
+from trainer.data.source import PartWriter, PreparedSource
 from trainer.distributed import rendezvous
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem
@@ -112,17 +113,17 @@ def test_a_worker_that_is_killed_is_an_error_and_no_hang() -> None:
 
 
 def _killed(path: Path, cache: Path, count: int) -> None:
-    """In a process of its own, which dies once it has noted something three times."""
-    noted, real = [0], prepare._note
+    """In a process of its own, which dies once a third chunk is written."""
+    written, real = [0], PartWriter.append
 
-    def note(*arguments: Any) -> None:
+    def append(*arguments: Any) -> None:
         real(*arguments)
-        noted[0] += 1
-        if noted[0] == 3:
+        written[0] += 1
+        if written[0] == 6:  # of two parts
             (cache / "pids").write_text(" ".join(str(child.pid) for child in multiprocessing.active_children()))
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with patch.object(prepare, "_note", note), patch.object(prepare, "_JOURNAL_SECONDS", 0):
+    with patch.object(PartWriter, "append", append):
         prepared(path, cache, workers=count)
 
 
@@ -134,7 +135,7 @@ def alive(pid: str) -> bool:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_a_killed_process_has_done_is_not_done_again(tmp_path: Path, count: int) -> None:
+def test_what_a_killed_process_has_begun_is_begun_anew(tmp_path: Path, count: int) -> None:
     path, cache = write_rows(tmp_path / "data.jsonl", *TEXTS), tmp_path / "cache"
     child = FORK.Process(target=_killed, args=(path, cache, count))
     child.start()
@@ -145,30 +146,30 @@ def test_what_a_killed_process_has_done_is_not_done_again(tmp_path: Path, count:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     (cache / "pids").unlink()
-    assert [name.name[:14] for name in cache.iterdir()] == [".partial-data-"]
-    firsts: list[int] = []
-    real = Tokenising.__call__
-
-    def noted(work: Tokenising, chunk: Any) -> Tokenised:
-        firsts.append(chunk.first)
-        return real(work, chunk)
-
-    with patch.object(Tokenising, "__call__", noted):
-        again = prepared(path, cache, workers=1)
-    assert firsts == list(range(12, 60, 4))
+    [begun] = cache.iterdir()
+    assert begun.name.startswith(".partial-data-")
+    for left in (begun / "data" / "train").iterdir():  # a disk that lost power may have anything in it
+        left.write_bytes(b"left by another" * 1000)
+    again = prepared(path, cache, workers=1)
     assert [name.name for name in cache.iterdir()] == [again.name]
     assert contents(again) == contents(prepared(path, tmp_path / "undisturbed"))
 
 
-def test_one_that_dies_just_before_the_end_is_begun_anew(tmp_path: Path) -> None:
+def test_one_that_ends_just_before_the_end_leaves_nothing(tmp_path: Path) -> None:
     path, cache = write_rows(tmp_path / "data.jsonl", *TEXTS), tmp_path / "cache"
-    with (
-        patch.object(prepare, "_check_samples", side_effect=KeyboardInterrupt),
-        patch.object(prepare, "_JOURNAL_SECONDS", 0),
-        pytest.raises(KeyboardInterrupt),
-    ):
+    with patch.object(prepare, "_check_samples", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         prepared(path, cache)
+    assert list(cache.iterdir()) == []
     assert contents(prepared(path, cache)) == contents(prepared(path, tmp_path / "undisturbed"))
+
+
+def test_a_text_of_over_a_million_characters_has_the_tokens_of_the_whole(tmp_path: Path) -> None:
+    text = " ".join("abcdefgh"[at * at % 8] for at in range(600_000))
+    train = PreparedSource(prepared(write_rows(tmp_path / "data.jsonl", text, "a"), tmp_path / "cache") / "train")
+    assert len(text) > 1_000_000
+    ids = np.concatenate([train[at]["input_ids"] for at in range(3)])
+    assert ids.tolist() == tokenizer()(text[:1000], add_special_tokens=False)["input_ids"][: len(ids)]
+    assert train.summary.tokens > 599_000
 
 
 class Waits(Progress):
@@ -181,12 +182,12 @@ class Waits(Progress):
 
 
 def _slowly(cache: Path, told: Any) -> None:
-    def write(folder: Path, journal: Path) -> None:
+    def write(folder: Path) -> None:
         told.put("writes")
         time.sleep(0.5)
         (folder / "file").write_text("whole")
 
-    told.put((resumable_folder(cache, "name", write, Waits(told)) / "file").read_text())
+    told.put((locked_folder(cache, "name", write, Waits(told)) / "file").read_text())
 
 
 def test_two_at_once_write_once(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from trainer.data.progress import QUIET, Progress
 from trainer.data.sealed import flaw, seal
-from trainer.errors import DataError, DiskError, Problem
+from trainer.errors import DiskError, Problem
 from trainer.storage import rename_folder
 
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
@@ -38,13 +38,12 @@ def cached_folder(cache: Path, name: str, write: Callable[[Path], object], told:
     return _somewhere(cache, lambda place: _cached(place, name, write, told), told)
 
 
-def resumable_folder(cache: Path, name: str, write: Callable[[Path, Path], object], told: Progress = QUIET) -> Path:
-    """The same, for what takes long: `write(folder, journal)` goes on with what a killed process left of it.
+def locked_folder(cache: Path, name: str, write: Callable[[Path], object], told: Progress = QUIET) -> Path:
+    """The same, for what takes long: one process writes at a time.
 
-    `journal` is a file that `write` keeps beside the folder; without one, or with a DataError, nothing is left. One
-    process writes at a time, and the others wait for it, and are told so; they take over if it dies.
+    The others wait for it, and are told so; they begin anew if it dies.
     """
-    return _somewhere(cache, lambda place: _resumable(place, name, write, told), told)
+    return _somewhere(cache, lambda place: _one_at_a_time(place, name, write, told), told)
 
 
 def _cached(cache: Path, name: str, write: Callable[[Path], object], told: Progress) -> Path:
@@ -61,7 +60,7 @@ def _cached(cache: Path, name: str, write: Callable[[Path], object], told: Progr
     return final
 
 
-def _resumable(cache: Path, name: str, write: Callable[[Path, Path], object], told: Progress) -> Path:
+def _one_at_a_time(cache: Path, name: str, write: Callable[[Path], object], told: Progress) -> Path:
     final, begun = cache / name, cache / f".partial-{name}"
     while not _is_whole(final, told):
         cache.mkdir(parents=True, exist_ok=True)
@@ -74,26 +73,22 @@ def _resumable(cache: Path, name: str, write: Callable[[Path, Path], object], to
                     else:
                         _write(begun, final, write, told)
                     return final
-        except _NoLocks:  # on this file system: each for itself, from the beginning
-            return _cached(cache, name, lambda folder: write(folder, folder.with_name("journal.json")), told)
+        except _NoLocks:  # on this file system: each for itself
+            return _cached(cache, name, write, told)
     return final
 
 
-def _write(begun: Path, final: Path, write: Callable[[Path, Path], object], told: Progress) -> None:
-    folder, journal = begun / "data", begun / "journal.json"
-    kept = False
+def _write(begun: Path, final: Path, write: Callable[[Path], object], told: Progress) -> None:
+    """Write the folder anew, whatever a killed process has left of it."""
+    folder = begun / "data"
     try:
-        folder.mkdir(exist_ok=True)
-        write(folder, journal)
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        folder.mkdir()
+        write(folder)
         _publish(folder, final, told)
-    except DataError:
-        raise
-    except BaseException:
-        kept = journal.exists()
-        raise
     finally:
-        if not kept:
-            _discard(begun)
+        _discard(begun)
 
 
 # What is there

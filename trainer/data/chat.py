@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from trainer.data.formats import short
-from trainer.data.long_text import tokens_of
 from trainer.data.records import Chat
 from trainer.data.source import Encoded
+from trainer.data.tokenizer import tokens_of
 from trainer.errors import ConfigError, DataError, Problem, first_line
 
 PLAIN = (
@@ -76,7 +76,7 @@ class Template:
             seen = f"{type(self.tokenizer).__name__}, which does not say which characters a token stands for"
             raise DataError(Problem("trainer.data.tokenizer", seen, "a fast tokenizer, for chats"))
         rendered = [self.render(chat) for chat in chats]
-        found = tokens_of(self.tokenizer, [text for text, _ in rendered], [chat.place for chat in chats], offsets=True)
+        found = tokens_of(self.tokenizer, [text for text, _ in rendered], offsets=True)
         for chat, (_, spans), (ids, offsets) in zip(chats, rendered, found, strict=True):
             yield Encoded(ids, _overlapping(offsets, spans), chat.place)
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from trainer.data.chat import Template
-from trainer.data.long_text import tokens_of
 from trainer.data.records import Chat, Document, Text
 from trainer.data.source import Cut, CutDocuments, Encoded
-from trainer.data.tokenizer import end_of_text
+from trainer.data.tokenizer import end_of_text, tokens_of
 from trainer.errors import DataError
 
 _DOCUMENTS, _CHARACTERS = 1024, 1 << 18
@@ -41,14 +38,12 @@ class Tokenised(NamedTuple):
     """What the first document raised that is in neither."""
 
 
-def chunks(documents: Iterable[Document], done: int = 0) -> Iterator[Chunk]:
-    """All documents but the first `done`, which are read and left out."""
+def chunks(documents: Iterable[Document]) -> Iterator[Chunk]:
+    """All documents, some at a time."""
     some: list[Document] = []
     first = size = 0
     try:
         for number, document in enumerate(documents):
-            if number < done:
-                continue
             first = first if some else number
             some.append(document)
             size += _size(document)
@@ -139,12 +134,10 @@ def _chats(alike: Sequence[Chat], template: Template, skips: bool) -> Iterator[E
 def _texts(batch: list[Text], tokenizer: Any) -> Iterator[Encoded]:
     start, end = _beginning(tokenizer), [end_of_text(tokenizer)]
     places = [document.place for document in batch]
-    texts = tokens_of(tokenizer, [document.text for document in batch], places)
-    prompts = tokens_of(tokenizer, [document.prompt or "" for document in batch], places)
+    texts = tokens_of(tokenizer, [document.text for document in batch])
+    prompts = tokens_of(tokenizer, [document.prompt or "" for document in batch])
     for place, prompt, text in zip(places, prompts, texts, strict=True):
-        parts = (start, prompt.ids, text.ids, end)
-        long = any(isinstance(part, np.ndarray) for part in parts)
-        tokens = np.concatenate([np.asarray(part, np.int32) for part in parts]) if long else list(chain(*parts))
+        tokens = [*start, *prompt.ids, *text.ids, *end]
         yield Encoded.from_token(tokens, max(1, len(start) + len(prompt.ids)), place)
 
 

@@ -6,8 +6,7 @@ import hashlib
 import json
 import shutil
 import socket
-import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import astuple, dataclass, fields
 from functools import partial
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config import DataSection
-from trainer.data.cache import resumable_folder
+from trainer.data.cache import locked_folder
 from trainer.data.chat import Template
 from trainer.data.digest import digests, stamps
 from trainer.data.encode import Tokenised, Tokenising, chunks
@@ -23,18 +22,15 @@ from trainer.data.formats import Location, locate
 from trainer.data.mixture import Mixture, by_epochs, by_weights
 from trainer.data.progress import QUIET, Progress
 from trainer.data.records import Document, Found, read_documents
-from trainer.data.sealed import SEAL, checked
+from trainer.data.sealed import SEAL
 from trainer.data.source import Cut, Origin, PartWriter, PreparedSource, Source, Summary
 from trainer.data.tokenizer import end_of_text, tokenizer_key
 from trainer.data.workers import in_order
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem
-from trainer.storage import replace_file
 
 _VERSION = 4
 """Of the prepared files; to be raised whenever what is written for the same input changes."""
-_JOURNAL_SECONDS = 1.0
-"""Between notes of what is done: a killed process loses so much."""
 
 
 class Share(NamedTuple):
@@ -176,9 +172,9 @@ def _stamped(folder: Path) -> tuple[Path, tuple[int, int]]:
 def prepare(options: DataSection, tokenizer: Any, cache_folder: Path, progress: Progress = QUIET) -> Path:
     """The folder of a prepared source: `train`, and `evaluation` where any is held out; written if it is not there.
 
-    Deterministic, and the folder appears whole or not at all; what a killed process has done is not done again. The
-    name tells the input: what is in the files, the tokenizer, the options. A data set of the hub is prepared once,
-    and not again when it changes there.
+    Deterministic, and the folder appears whole or not at all; what a killed process has begun is begun anew. The name
+    tells the input: what is in the files, the tokenizer, the options. A data set of the hub is prepared once, and not
+    again when it changes there.
     """
     end_of_text(tokenizer)
     location = locate(options.path, options.format)
@@ -195,14 +191,14 @@ def prepare(options: DataSection, tokenizer: Any, cache_folder: Path, progress: 
     key = json.dumps([_VERSION, tokenizer_key(tokenizer), content, shape, read])
     name = "data-" + hashlib.sha256(key.encode()).hexdigest()[:32]
 
-    def write(folder: Path, journal: Path) -> None:
+    def write(folder: Path) -> None:
         work = Tokenising(template, cut, options.evaluation_fraction, skips)
-        _write(folder, journal, location, options, work, progress)
+        _write(folder, location, options, work, progress)
         if stamps(location.files) != before:
             raise DataError(Problem(str(location), "changed while it was read", "files that stay as they are"))
 
     try:
-        return resumable_folder(cache_folder, name, write, progress)
+        return locked_folder(cache_folder, name, write, progress)
     finally:
         progress.close()
 
@@ -211,16 +207,10 @@ def _looked_at(progress: Progress, files: int, done: int) -> None:
     progress.say(f"looked at {done:,} of {files:,} files, whether they are known")
 
 
-_PARTS = ("train", "evaluation")
-
-
-def _write(
-    folder: Path, journal: Path, location: Location, options: DataSection, work: Tokenising, progress: Progress
-) -> None:
-    found = Found()
-    done, parts = _begun(folder, journal, _PARTS if work.fraction else _PARTS[:1])
-    written = time.monotonic()
-    given = chunks(_documents(location, options, found), done)
+def _write(folder: Path, location: Location, options: DataSection, work: Tokenising, progress: Progress) -> None:
+    found, done = Found(), 0
+    parts = [PartWriter(folder / name) for name in (("train", "evaluation") if work.fraction else ("train",))]
+    given = chunks(_documents(location, options, found))
     results: Generator[Tokenised, None, None] = in_order(work, given, options.workers)
     with closing(results):
         for result in results:
@@ -230,37 +220,11 @@ def _write(
                 raise result.error
             done += result.documents
             progress.at(found.share, done, sum(part.tokens for part in parts))
-            if time.monotonic() - written > _JOURNAL_SECONDS:
-                _note(journal, done, parts)
-                written = time.monotonic()
-    if journal.exists():
-        _note(journal, done, parts)
     progress.say("arranging samples")
     summaries = [part.finish(work.cut, _origin(found, work.template)) for part in parts]
     _check_samples(location, summaries[0])
     if work.fraction and not summaries[1].samples:
         shutil.rmtree(folder / "evaluation")
-
-
-def _begun(folder: Path, journal: Path, names: Sequence[str]) -> tuple[int, list[PartWriter]]:
-    """How many documents an earlier process has written, and the parts to go on with."""
-    if not journal.exists():
-        return 0, [PartWriter(folder / name) for name in names]
-    try:
-        content, _, check = journal.read_text(encoding="utf-8").rpartition("\n")
-        if check != checked(content):
-            raise ValueError(f"{journal} is not as it was written")
-        noted = json.loads(content)
-        return noted["documents"], [PartWriter(folder / name, noted["parts"].get(name)) for name in names]
-    except (EOFError, ValueError):  # damaged; or it died when all but the folder's new name was done
-        journal.unlink()
-        return _begun(folder, journal, names)
-
-
-def _note(journal: Path, documents: int, parts: Sequence[PartWriter]) -> None:
-    """At once or not at all, and what it speaks of is on the disk before it is."""
-    content = json.dumps({"documents": documents, "parts": {part.folder.name: part.state() for part in parts}})
-    replace_file(journal, f"{content}\n{checked(content)}".encode())
 
 
 def _origin(found: Found, template: Template) -> Origin:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from trainer.storage import flush, write_file
 
@@ -57,18 +56,6 @@ def flaw(folder: Path, told: Told = lambda done, all: None) -> str:
 def checked(content: str) -> str:
     """What stands beside a small text, to tell whether it is whole."""
     return hashlib.sha256(content.encode()).hexdigest()
-
-
-def prefix_digest(path: Path, size: int) -> Any:
-    """SHA-256, to be gone on with, of the first `size` bytes. Raises EOFError where there are not so many."""
-    found, left = hashlib.sha256(), size
-    with open(path, "rb") as file:
-        while left:
-            if not (part := file.read(min(left, _READ))):
-                raise EOFError(f"{path} has {size - left} bytes, of {size}")
-            found.update(part)
-            left -= len(part)
-    return found
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple, NotRequired, Protocol, TypedDict
 import numpy as np
 
 from trainer.data.packing import pack
-from trainer.data.sealed import prefix_digest
 from trainer.errors import DataError, Problem
 from trainer.tasks.task import IGNORED
 
@@ -234,42 +233,22 @@ class CutDocuments:
 
 
 class PartWriter:
-    """A part that grows by some documents at a time; one that was interrupted goes on from its `state`."""
+    """A part that grows by some documents at a time."""
 
     FILES = {"tokens.bin": 4, "counted.bin": 1, "lengths.bin": 8}
     """Bytes of an entry. The lengths are of documents."""
 
-    def __init__(self, folder: Path, state: dict[str, Any] | None = None) -> None:
-        """Raises EOFError where the files have less in them than the state says, ValueError where it is other."""
-        state = state or {"tokens": 0, "lengths": 0, "counts": {}}
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
-        self.folder, self.counts = folder, Counts(**state["counts"])
-        self.tokens, self._lengths = state["tokens"], state["lengths"]
-        self._files, self._digests = [], {}
-        for name, width in self.FILES.items():
-            file = open(folder / name, "ab")
-            self._files.append(file)
-            size = width * (self._lengths if name == "lengths.bin" else self.tokens)
-            self._digests[name] = prefix_digest(folder / name, size)
-            if size and self._digests[name].hexdigest() != state["sha256"][name]:
-                raise ValueError(f"{folder / name} is not as it was written")
-            file.truncate(size)
+        self.folder, self.counts, self.tokens = folder, Counts(), 0
+        self._files = [open(folder / name, "wb") for name in self.FILES]
 
     def append(self, some: CutDocuments) -> None:
         parts: list[Any] = [some.tokens, some.counted, some.lengths]
-        for file, digest, part in zip(self._files, self._digests.values(), parts, strict=True):
+        for file, part in zip(self._files, parts, strict=True):
             file.write(part)
-            digest.update(part)
         self.counts.add(some.counts)
-        self.tokens, self._lengths = self.tokens + len(some.counted), self._lengths + len(some.lengths)
-
-    def state(self) -> dict[str, Any]:
-        """All that was appended is on the disk when this returns."""
-        for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
-        digests = {name: digest.hexdigest() for name, digest in self._digests.items()}
-        return {"tokens": self.tokens, "lengths": self._lengths, "counts": asdict(self.counts), "sha256": digests}
+        self.tokens += len(some.counted)
 
     def close(self) -> None:
         for file in self._files:
