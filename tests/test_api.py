@@ -239,6 +239,60 @@ def test_what_can_not_be_trained_says_why(change, message):
         check_module(*spec_and_task(**given))
 
 
+class Scaled(nn.Parameter):
+    """A kind of parameter of its own."""
+
+
+def parameter(value: torch.Tensor, **attributes: Any) -> nn.Parameter:
+    found = nn.Parameter(value, requires_grad=value.is_floating_point() or value.is_complex())
+    vars(found).update(attributes)
+    return found
+
+
+def hooked(register: str) -> nn.Parameter:
+    found = nn.Parameter(torch.zeros(2))
+    getattr(found, register)(lambda *_: None)
+    return found
+
+
+LOST = {
+    "complex": (
+        lambda: parameter(torch.zeros(2, dtype=torch.complex64)),
+        "is a parameter of torch.complex64; expected",
+    ),
+    "bfloat16": (lambda: parameter(torch.zeros(2, dtype=torch.bfloat16)), "is a parameter of torch.bfloat16; expected"),
+    "float64": (lambda: parameter(torch.zeros(2, dtype=torch.float64)), "is a parameter of torch.float64; expected"),
+    "integers": (lambda: parameter(torch.zeros(2, dtype=torch.int8)), "is a parameter of torch.int8; expected"),
+    "a hook": (lambda: hooked("register_hook"), "has a hook of its own"),
+    "a hook after": (lambda: hooked("register_post_accumulate_grad_hook"), "has a hook of its own"),
+    "an attribute": (lambda: parameter(torch.zeros(2), scale=2.0), "has an attribute scale"),
+    "a subclass": (lambda: Scaled(torch.zeros(2)), "is a tests.test_api.Scaled; expected an nn.Parameter"),
+    "no size yet": (nn.UninitializedParameter, "UninitializedParameter; expected an nn.Parameter of known size"),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_of_a_parameter_would_be_lost_is_refused_with_its_name(name):
+    make, message = LOST[name]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = small()
+            self.body.own = make()
+
+    with pytest.raises(ConfigError, match=re.escape(f"model: body.own {message}")):
+        spec_of(Net, None, seed=3)
+
+
+def test_what_transformers_marks_its_parameters_with_is_allowed():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for family in ("llama", "mamba", "bamba"):
+        config = AutoConfig.for_model(family, num_hidden_layers=2)
+        assert spec_of(lambda config=config: AutoModelForCausalLM.from_config(config), None, seed=3).parameters
+
+
 def test_samples_that_are_no_pairs():
     spec = spec_of(small, None, seed=3)
     task = Supervised(loss, spec.build)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,9 @@ from trainer.models.spec import ModelSpec, NoWeights
 
 LARGEST_BUILT = 1_000_000_000
 """Parameters of a module that each process builds on the host, to take the values that its constructor gives."""
+
+UNUSED = {"_is_hf_initialized", "_no_reinit", "_no_weight_decay"}
+"""Attributes of parameters that transformers' own initialisation sets, and no forward pass reads."""
 
 
 class _Built:
@@ -73,9 +76,8 @@ def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> Mo
     if synced := [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]:
         wanted, mend = "nn.BatchNorm", "Set trainer.sync_batch_norm, which knows the data ranks of each layout."
         raise ConfigError(Problem("model", f"{synced[0]} is an nn.SyncBatchNorm", wanted, mend))
-    if whole := [(name, p.dtype) for name, p in named.items() if not (p.is_floating_point() or p.is_complex())]:
-        mend = "Make it a buffer: register_buffer."
-        raise ConfigError(Problem("model", f"{whole[0][0]} is a parameter of {whole[0][1]}", "floating point", mend))
+    if problems := [problem for name, p in named.items() for problem in _not_kept(name, p)]:
+        raise ConfigError(*problems)
     parameters = sum(parameter.numel() for parameter in named.values())
     built = parameters <= LARGEST_BUILT
     note = f"its {parameters / 1e9:.1f} G parameters get initial values from reset_parameters, not from the constructor"
@@ -92,6 +94,26 @@ def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> Mo
         config=config_of(model),
         save_config=lambda folder, dtype: _save_config(model, folder),
     )
+
+
+def _not_kept(name: str, parameter: nn.Parameter) -> Iterator[Problem]:
+    """What of a parameter is lost where an engine makes it anew, in float32, cut to pieces or gathered."""
+    kind, hooks = type(parameter), (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        mend = "Make it a buffer: register_buffer."
+        yield Problem("model", f"{name} is a parameter of {parameter.dtype}", "floating point", mend)
+    elif parameter.dtype != torch.float32:
+        mend = "Complex numbers fit two real ones (torch.view_as_complex); bf16.enabled computes in bfloat16."
+        yield Problem("model", f"{name} is a parameter of {parameter.dtype}", "float32", mend)
+    if kind is not nn.Parameter:
+        yield Problem("model", f"{name} is a {kind.__module__}.{kind.__qualname__}", "an nn.Parameter of known size")
+    if any(hooks):
+        mend = "Scale what comes out in the forward pass, or use a hook of the module."
+        yield Problem("model", f"{name} has a hook of its own", "none: it would never run", mend)
+    if own := vars(parameter).keys() - UNUSED:
+        yield Problem(
+            "model", f"{name} has an attribute {min(own)}", "none: keep it on the module, which has it in every layout"
+        )
 
 
 def _blocks(model: nn.Module, pattern: str | None) -> tuple[str, ...]:
