@@ -103,7 +103,7 @@ def step_time(folder: Path, named: Classifier, size: int, batch: int, blocks: in
         recompute=Recompute(),
         schedule=PIPELINE_SCHEDULES["1F1B"],
     )
-    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}}}
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}}, "gradient_clipping": 0.0}
     engine = mesh.build(Job(layout, spec, task, config, 0, Machine(CPU, Ranks())))
     steps = blocks * block + 1
     with ExitStack() as stack:

@@ -219,3 +219,17 @@ def test_the_table_has_every_parameter_of_deepspeeds_schedulers() -> None:
     for name, table in SCHEDULERS.items():
         parameters = inspect.signature(getattr(lr_schedules, name).__init__).parameters
         assert set(table) == set(parameters) - {"self", "optimizer"}
+
+
+@pytest.mark.parametrize("written", [{}, {"gradient_clipping": 0}, {"gradient_clipping": 0.5}])
+def test_clipping_is_deepspeeds_own_where_the_key_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: dict[str, Any]
+) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 0)
+    content = {"train_batch_size": 1, **written}
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(content))
+    ours = load(path).settings["gradient_clipping"]
+    assert ours == DeepSpeedConfig(content).gradient_clipping == written.get("gradient_clipping", 1.0)

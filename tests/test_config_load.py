@@ -609,7 +609,7 @@ def test_older_keys_become_the_present_ones(tmp_path: Path) -> None:
             "type": "AdamW",
             "params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
         },
-        "gradient_clipping": 0.0,
+        "gradient_clipping": 1.0,
     }
     assert (config.trainer.mesh.shard, config.trainer.activation_checkpointing) == (2, "full")
     assert config.origins["trainer.activation_checkpointing"] == "auto: from the activation_checkpointing section"

@@ -109,7 +109,7 @@ def test_the_origin_table() -> None:
         ("bf16.enabled", "false", "auto: from the device cpu: float32"),
         ("fp16.loss_scale", "-", "auto: DeepSpeed's default"),
         ("gradient_accumulation_steps", "1", "auto: 1, for want of other batch sizes"),
-        ("gradient_clipping", "0.0", "default"),
+        ("gradient_clipping", "1.0", "default"),
         ("optimizer.params.betas", "[0.9, 0.999]", "default"),
         ("optimizer.params.eps", "1e-08", "default"),
         ("optimizer.params.lr", "5e-05", "default"),

@@ -292,7 +292,7 @@ class Reference:
                         value.copy_(state[name, part].reshape(value.shape))
 
     def _update(self, step: int, gradients: Tensors, norm: float) -> None:
-        limit = float(self._small.config.settings.get("gradient_clipping", 0.0))
+        limit = float(self._small.config.settings["gradient_clipping"])
         share = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         for name, parameter in self._named.items():
             gradient = gradients.get(name)

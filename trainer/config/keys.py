@@ -12,7 +12,7 @@ from trainer.config.grammar import Key, parse
 KEYS: dict[str, Key] = parse("""
 []
 train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps : int 1..1e9 auto null
-gradient_clipping : float >=0 auto
+gradient_clipping : float >=0 auto = 1.0
 gradient_allreduce_op : str mean
 managed_gradient_accumulation : bool =true @! gradients are accumulated over gradient_accumulation_steps
 prescale_gradients : bool @ they are averaged as they are added up

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from trainer.config.check import Checked
 from trainer.config.choices import DEFAULT_OPTIMIZER, choose_optimizer, choose_scheduler
-from trainer.config.keys import RENAMED
+from trainer.config.keys import KEYS, RENAMED
 from trainer.config.read import Json
 from trainer.config.sections import TrainerSection
 from trainer.errors import Problem
@@ -113,6 +113,7 @@ def _fill(upgraded: Upgraded) -> None:
         settings["scheduler"], problems, notes = choose_scheduler(scheduler)
         upgraded.problems += problems
         upgraded.notes += notes
-    if "gradient_clipping" not in settings:
-        settings["gradient_clipping"] = 0.0  # DeepSpeed's default
-        upgraded.origins["gradient_clipping"] = "default"
+    for name, key in KEYS.items():
+        if key.default is not None and name not in settings:
+            settings[name] = key.default
+            upgraded.origins[name] = "default"

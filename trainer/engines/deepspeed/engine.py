@@ -169,7 +169,7 @@ class DeepSpeedEngine:
             self._own_norm = GradientNorm(learned, counted, runner.mesh, job.machine.device)
             optimizer, update = runner.engine.optimizer, runner.engine.optimizer.step
             optimizer.step = lambda: step_if_finite(optimizer, self._norm, update)
-        self._clip = float(job.deepspeed.get("gradient_clipping", 0.0))
+        self._clip = float(job.deepspeed["gradient_clipping"])
         plain = job.layout.zero_stage > 0 or self._own_norm is not None
         self.notes = (*runner.notes, *notes, *(() if plain else (STAGE_0_NOTE.format(job.layout.precision),)))
 

@@ -40,7 +40,7 @@ class TorchEngine:
         self._optimizer = optimizer
         self._mesh = mesh
         self._used = used
-        self._clip = float(job.deepspeed.get("gradient_clipping", 0.0))
+        self._clip = float(job.deepspeed["gradient_clipping"])
         self._state = TorchState(forward_backward.modules, optimizer, job.machine.ranks, mesh)
         self._sync = GradientSync(forward_backward.modules, job.spec, mesh, averages=used is not None)
         self._statistics = RunningStatistics(forward_backward.modules, mesh, job.data_rank)
