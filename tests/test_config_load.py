@@ -16,12 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainer.config import Config, RuntimeFacts, load, resolve, shipped, support
-from trainer.config.grammar import unknown
-from trainer.config.keys import KEYS, OPTIMIZERS, SCHEDULERS
+from trainer.config.check import check
+from trainer.config.grammar import unknown, useless
+from trainer.config.keys import KEYS, OPTIMIZERS, SCHEDULERS, UNBUILT
 from trainer.config.read import leaves, override
 from trainer.config.sections import known_keys
 from trainer.errors import ConfigError
 from trainer.layout import layout_of
+from trainer.optim.support import ROWS, No
 
 HERE = Path(__file__).parent
 SHIPPED = sorted((HERE.parent / "ds_configs").glob("*.json"))
@@ -103,6 +105,7 @@ def test_what_deepspeed_swallows_is_rejected_all_at_once(tmp_path: Path) -> None
 
 
 ZERO1, ZERO3 = {"stage": 1}, {"stage": 3}
+BUILT = ", ".join(name for name in OPTIMIZERS if name not in UNBUILT)
 CONFLICTS = [
     (
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
@@ -208,26 +211,27 @@ CONFLICTS = [
     ),
     (
         {"autotuning": {"metrc": "flops"}},
-        'autotuning.metrc: saw "flops"; expected a known key of the section "autotuning". Did you mean "metric"?',
+        'autotuning.metrc: saw "flops"; expected a known key of the section "autotuning". '
+        'Remove it: "metric", which is like it, does nothing here (run DeepSpeed\'s autotuner on its own).',
     ),
     (
         {"checkpoint": {"writer": {"decoupeld": True}}},
         'checkpoint.writer.decoupeld: saw true; expected a known key of the section "checkpoint.writer". '
-        'Did you mean "decoupled"?',
+        'Remove it: "decoupled", which is like it, does nothing here (checkpoints are written by this trainer: '
+        "see trainer.checkpoint).",
     ),
     ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: saw "sum"; expected "mean"'),
     *(
         (
             {"optimizer": {"type": name, "params": {}}},
-            f'optimizer.type: saw "{name}"; expected one of {", ".join(OPTIMIZERS)}. '
-            "DeepSpeed removed it: use Adam or Lamb.",
+            f'optimizer.type: saw "{name}"; expected one of {BUILT}. DeepSpeed removed it: use Adam.',
         )
         for name in ("OneBitAdam", "OnebitAdam", "ZeroOneAdam", "OneBitLamb")
     ),
     *(
         (
             {"optimizer": {"type": name, "params": {}}},
-            f'optimizer.type: saw "{name}"; expected one of {", ".join(OPTIMIZERS)}. '
+            f'optimizer.type: saw "{name}"; expected one of {BUILT}. '
             f'Write "{right}": which kernel runs it follows from the device and the offload.',
         )
         for name, right in (
@@ -237,8 +241,11 @@ CONFLICTS = [
             ("adamw_torch", "AdamW"),
             ("adamw_torch_fused", "AdamW"),
             ("adamw_hf", "AdamW"),
-            ("FusedLamb", "Lamb"),
         )
+    ),
+    (
+        {"optimizer": {"type": "FusedLamb", "params": {}}},
+        f'optimizer.type: saw "FusedLamb"; expected one of {BUILT}. No engine here runs it.',
     ),
     (
         {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
@@ -337,11 +344,16 @@ def test_the_best_is_kept_where_each_checkpoint_is_evaluated(tmp_path: Path, eve
     assert compile_(tmp_path, {"trainer": section}).trainer.checkpoint.keep_best
 
 
+WHOLE = "text without the character 0 and without halves of characters"
 NO_CONFIG = [
     ("[1]", ": saw [1]; expected a JSON object {...}"),
     ('{"a": 1, "a": 2}', ': saw the key "a" twice in one section; expected once'),
-    ('{"a": NaN}', ": saw NaN; expected a finite number"),
-    (f'{{"a": {"9" * 5000}}}', ": saw a number of 5,000 digits; expected a finite number"),
+    ('{"a": NaN}', ":1: a: saw NaN; expected a finite number"),
+    (
+        '{"x": "NaN", "y": [-0.5, 1e400],\n "optimizer": {"params": {\n "betas": [0.9, -Infinity]}}}',
+        ":3: optimizer.params.betas[1]: saw -Infinity; expected a finite number",
+    ),
+    (f'{{"a": {"9" * 5000}}}', ":1: a: saw a number of 5,000 digits; expected a finite number"),
     ("", ": an empty file; expected a DeepSpeed JSON config. The least of configs is {}."),
     (" \n", ": an empty file; expected a DeepSpeed JSON config. The least of configs is {}."),
     ("{'a': 1}", ':1:2: a single quote; expected JSON. JSON text stands in double quotes: "stage".'),
@@ -396,7 +408,10 @@ NO_CONFIG = [
         (text, ": sections nested more than 40 deep; expected the few levels of a DeepSpeed JSON config")
         for text in ('{"a":' * 900 + "1" + "}" * 900, "[" * 100_000, '{"a": ' + "[" * 50 + "]" * 50 + "}")
     ),
-    ('{"a": "x\\u0000"}', ': saw "x\\u0000"; expected text without the character 0 and without halves of characters'),
+    (
+        '{"a": "x\\u0000"}',
+        f': a: saw "x\\u0000"; expected {WHOLE}',
+    ),
     ('{"\\ud800": 1}', ': saw "\\ud800"; expected text without the character 0 and without halves of characters'),
 ]
 
@@ -571,7 +586,217 @@ def test_a_misspelt_key_fails_through_load(tmp_path: Path) -> None:
     for path in [key for key in EVERY_KEY if ".sources." not in key][::9]:  # which are in a list
         name = path.rpartition(".")[2] + "x"
         found = errors(tmp_path, {}, f"{path.rpartition('.')[0]}.{name}=1".removeprefix("."))
-        assert any("expected a known key" in text and f'Did you mean "{name[:-1]}"' in text for text in found), path
+        hint = f'Remove it: "{name[:-1]}", which is like it, does' if path in USELESS else f'Did you mean "{name[:-1]}"'
+        assert any("expected a known key" in text and hint in text for text in found), path
+
+
+USELESS = {path for path in useless(KEYS) if not path.startswith("activation_checkpointing.")}  # which recomputes
+
+
+def hinted(place: str, name: str, value: Any = 1) -> tuple[str, set[str]]:
+    """The mend of a key below a section, and the paths that it leads to."""
+    mend = check({name: value}, KEYS, ("trainer", *known_keys()), place).problems[0].mend
+    names = re.findall(r'"?([\w.]+)"?', mend.removeprefix("Did you mean ")) if mend.startswith("Did you mean") else []
+    return mend, {name if "." in name and name in EVERY_KEY else place + name for name in names if name != "or"}
+
+
+def leads_astray(path: str, at: int, kind: int) -> bool:
+    section, dot, name = path.rpartition(".")
+    wrong = one_edit(name, kind, at, "x")
+    if f"{section}{dot}{wrong}" in KEYS or not wrong or wrong.startswith("_"):
+        return False
+    _, led = hinted(section + dot, wrong)
+    return not {path.rstrip(".") for path in led} <= set(EVERY_KEY) - USELESS
+
+
+def test_no_hint_leads_to_a_key_without_effect_or_to_a_removed_one() -> None:
+    places = [(path, at) for path in KEYS for at in range(len(path.rpartition(".")[2]))]
+    assert not [case for case in places[::23] if leads_astray(*case, kind=len(case[0]) % 4)]
+    assert hinted("", "elastcity")[0] == (
+        'Remove it: "elasticity", which is like it, does nothing here (Elastic training was removed from DeepSpeed. '
+        "Set the batch sizes themselves)."
+    )
+    assert hinted("", "stpes_per_print")[0].startswith('Remove it: "steps_per_print", which is like it, does nothing')
+    assert hinted("", "gradient_cliping")[1] == {"gradient_clipping"}
+    assert hinted("activation_checkpointing.", "profil")[1] == {"activation_checkpointing.profile"}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", range(4))
+def test_no_typo_of_one_letter_leads_to_a_key_without_effect(kind: int) -> None:
+    places = [(path, at) for path in KEYS for at in range(len(path.rpartition(".")[2]))]
+    assert not [case for case in places if leads_astray(*case, kind=kind)]
+
+
+def test_what_a_note_or_a_refusal_names_in_place_of_a_key_is_a_key_with_an_effect() -> None:
+    known = set(EVERY_KEY) - USELESS
+    named = []
+    for path, key in KEYS.items():
+        for name in re.findall(
+            r"(?:[Uu]se|see|set) ((?:[a-z]+\.)+[a-z_.]+|[a-z]+(?:_[a-z]+)+)", key.idle or key.refused
+        ):
+            named.append(name)
+            assert {name, f"{path.rpartition('.')[0]}.{name}", f"zero_optimization.{name}"} & known, (path, name)
+    assert len(named) > 12
+
+
+def test_optimizers_that_no_engine_builds_are_in_no_hint() -> None:
+    assert {name for name, row in ROWS.items() if all(isinstance(it, No) for it in vars(row).values())} == set(UNBUILT)
+    for name in ("Muo", "Lam", "MuAdamm", "muadam_w", "lamb2"):
+        with pytest.raises(ConfigError) as caught:
+            load({"optimizer": {"type": name, "params": {}}})
+        assert not re.search("Muon|Lamb|Mu[AS]", str(caught.value).split("expected")[1]), caught.value
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[31m", "a\r", "a\u2028b", "a\x85b", "x\n.y"])
+def test_a_key_with_a_line_break_or_a_control_character_is_one_line_that_shows_it(tmp_path: Path, name: str) -> None:
+    named = {"trainer": {"data": {"evaluation_path": {name: 3}}}}
+    for content in ({name: 1}, {"fp16": {name: 1}}, {"trainer": {name: 1}}, named, {"optimizer": {name: {}}}):
+        with pytest.raises(ConfigError) as caught:
+            compile_(tmp_path, content)
+        lines = caught.value.render().splitlines()
+        assert len(lines) == 1 + len(caught.value.problems) and all(line.isprintable() for line in lines), lines
+        assert len(str(caught.value).splitlines()) == len(caught.value.problems)
+    for text in (f"{name}=1", name, f"fp16.{name}=1", f"trainer.{name}={{}}"):
+        with pytest.raises(ConfigError) as caught:
+            compile_(tmp_path, {}, text)
+        assert all(line.isprintable() for line in caught.value.render().splitlines())
+
+
+# A key on the command line against another of the file
+
+WARM = {"type": "WarmupLR", "params": {"warmup_num_steps": 50}}
+AUTO_WARM = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+GIVES_WAY: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
+    ({"trainer": {"steps": 500}}, "trainer.epochs=1", "trainer.steps", {"trainer.steps": None, "trainer.epochs": 1}),
+    ({"trainer": {"epochs": 2}}, "trainer.steps=9", "trainer.epochs", {"trainer.steps": 9, "trainer.epochs": None}),
+    (
+        {"trainer": {"model": {"config": {"n": 1}}}},
+        "trainer.model.name_or_path=m",
+        "trainer.model.config",
+        {"trainer.model.config": None},
+    ),
+    (
+        {"trainer": {"model": {"name_or_path": "m"}}},
+        'trainer.model.config={"n": 1}',
+        "trainer.model.name_or_path",
+        {"trainer.model.name_or_path": None},
+    ),
+    (
+        {"trainer": {"data": {"sources": [{"path": "a"}]}}},
+        "trainer.data.path=b",
+        "trainer.data.sources",
+        {"trainer.data.sources": [], "trainer.data.path": "b"},
+    ),
+    ({"fp16": {"enabled": True}}, "bf16.enabled=true", "fp16.enabled", {"bf16.enabled": True, "fp16.enabled": None}),
+    (
+        {"scheduler": WARM},
+        "trainer.warmup_ratio=0.1",
+        "scheduler.params.warmup_num_steps",
+        {"trainer.warmup_ratio": 0.1},
+    ),
+    (
+        {"scheduler": AUTO_WARM, "trainer": {"warmup_ratio": 0.1}},
+        "scheduler.params.warmup_num_steps=5",
+        "trainer.warmup_ratio",
+        {"scheduler.params.warmup_num_steps": 5, "trainer.warmup_ratio": None},
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "mics_shard_size": 4}},
+        "trainer.mesh.shard=2",
+        "zero_optimization.mics_shard_size",
+        {"trainer.mesh.shard": 2},
+    ),
+    ({"bfloat16": {"enabled": True}}, "bf16.enabled=false", "bfloat16", {"bf16.enabled": False}),
+    (
+        {"zero_optimization": {"stage": 3, "cpu_offload": True}},
+        'zero_optimization.offload_optimizer={"device": "none"}',
+        "zero_optimization.cpu_offload",
+        {"zero_optimization.offload_optimizer.device": "none"},
+    ),
+]
+SHORT = {"batch": "train_batch_size", "micro": "train_micro_batch_size_per_gpu", "steps": "gradient_accumulation_steps"}
+
+
+@pytest.mark.parametrize(("content", "line", "gone", "values"), GIVES_WAY, ids=[gone for _, _, gone, _ in GIVES_WAY])
+def test_the_command_line_goes_before_the_file_where_both_can_not_be(
+    tmp_path: Path, content: dict[str, Any], line: str, gone: str, values: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError):
+        compile_(tmp_path, override(content, [line])[0])  # in one file neither is the stronger
+    config = compile_(tmp_path, content, line)
+    found = dict(leaves(config.settings)) | dict(leaves({"trainer": config.trainer.model_dump()}))
+    assert {path: found.get(path) for path in values} == values
+    said = f"gives way to {'bf16' if gone == 'bfloat16' else line.partition('=')[0]} on the command line"
+    assert [note for note in config.notes if note.startswith(f"{gone} ") and note.endswith(said)]
+    assert config.origins[gone].startswith("auto: the file's ") and config.origins[gone].endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ({"batch": 32}, (32, 8, 4)),
+        ({"micro": 4}, (16, 4, 4)),
+        ({"steps": 4}, (16, 4, 4)),
+        ({"micro": 4, "steps": 2}, (8, 4, 2)),
+        ({"batch": 8, "steps": 2}, (8, 4, 2)),
+        ({"batch": 8, "micro": 8}, (8, 8, 1)),
+        ({"batch": 8, "micro": 4, "steps": 2}, (8, 4, 2)),
+    ],
+)
+def test_batch_sizes_of_the_file_give_way_to_those_of_the_command_line(
+    tmp_path: Path, line: dict[str, int], wanted: tuple[int, int, int]
+) -> None:
+    sizes = dict(zip(SHORT.values(), (16, 8, 2), strict=True))
+    config = compile_(tmp_path, sizes, *(f"{SHORT[name]}={size}" for name, size in line.items()))
+    found = resolve(config, RuntimeFacts(1, 64, 100, False, "cpu")).settings
+    assert tuple(found[name] for name in SHORT.values()) == wanted
+    assert len(config.notes) == (len(line) < 3)
+
+
+def test_nothing_gives_way_to_what_asks_for_nothing_or_stands_in_the_same_place(tmp_path: Path) -> None:
+    for text in ("trainer.epochs=null", "bf16.enabled=false", "bf16.enabled=auto", "trainer.seed=3"):
+        config = compile_(tmp_path, {"trainer": {"steps": 5}, "fp16": {"enabled": True}}, text)
+        assert (config.trainer.steps, config.settings["fp16"]["enabled"], config.notes) == (5, True, ())
+    assert errors(tmp_path, {}, "trainer.steps=3", "trainer.epochs=1") == [
+        "trainer: saw steps 3 and epochs 1; expected one of the two"
+    ]
+    section = {"task": "image_classification", "model": {"name_or_path": "resnet18", "config": {"a": 1}}}
+    model = compile_(tmp_path, {"trainer": section}, "trainer.model.name_or_path=resnet50").trainer.model
+    assert (model.name_or_path, model.config) == ("resnet50", {"a": 1})
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_config_takes_epochs_from_the_command_line(path: Path) -> None:
+    config = load(path, ["trainer.epochs=1"])
+    assert (config.trainer.steps, config.trainer.epochs) == (None, 1)
+    assert config.notes == ("trainer.steps 500 in the file gives way to trainer.epochs on the command line",)
+
+
+@pytest.mark.parametrize(
+    ("content", "noted"),
+    [
+        ({"cuda_visible_devices": 0}, "cuda_visible_devices"),
+        ({"steps_per_print": 0}, "steps_per_print"),
+        ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint"),
+        ({"pipeline": {"pipe_partitioned": False}}, "pipeline.pipe_partitioned"),
+        ({"optimizer": {"type": "Adam", "params": {"set_grad_none": True}}}, "optimizer.params.set_grad_none"),
+        ({"fp16": {"loss_scale": 128}}, "fp16"),
+        ({"torch_autocast": {"dtype": "bfloat16"}}, "torch_autocast"),
+        ({"comms_logger": {"prof_all": False}}, "comms_logger"),
+        ({"zero_optimization": {"overlap_comm": True}}, "zero_optimization"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"ratio": 1}}}, "zero_optimization.offload_optimizer"),
+        ({"aio": {"queue_depth": 8}}, "aio"),
+        ({"pipeline": {"partition": "uniform"}}, "pipeline.partition"),
+        ({"trainer": {"pipeline_schedule": "GPipe"}}, "trainer.pipeline_schedule"),
+        ({"tensor_parallel": {"tp_overlap_comm": True}}, "tensor_parallel.tp_overlap_comm"),
+        ({"data_efficiency": {"data_routing": {"random_ltd": {"total_layer_num": 24}}}}, "data_efficiency"),
+    ],
+    ids=str,
+)
+def test_what_has_no_effect_is_noted(tmp_path: Path, content: dict[str, Any], noted: str) -> None:
+    (note,) = compile_(tmp_path, content).notes
+    assert note.startswith(f"{noted} has no effect here: "), note
 
 
 def test_values_are_coerced_as_deepspeed_does(tmp_path: Path) -> None:
@@ -613,10 +838,11 @@ def test_older_keys_become_the_present_ones(tmp_path: Path) -> None:
     }
     assert (config.trainer.mesh.shard, config.trainer.activation_checkpointing) == (2, "full")
     assert config.origins["trainer.activation_checkpointing"] == "auto: from the activation_checkpointing section"
-    assert config.origins["optimizer.type"] == config.origins["optimizer.params.lr"] == "default"
+    assert config.origins["optimizer.type"] == config.origins["optimizer.params.lr"] == OWN
     assert config.origins["trainer.mesh.shard"] == "auto: from zero_optimization.mics_shard_size"
 
 
+OWN = "default: Hugging Face's; DeepSpeed has none"
 OFF = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "profile")
 
 

@@ -102,6 +102,9 @@ def test_values_wait_for_their_facts() -> None:
     assert not waiting & {key for key, _, _ in origin_table(early)}
 
 
+OWN = "default: Hugging Face's; DeepSpeed has none"
+
+
 def test_the_origin_table() -> None:
     config = config_of({"bf16": {"enabled": "auto"}, "train_batch_size": 8, "fp16": {"loss_scale": "auto"}})
     facts = replace(FACTS, device="cpu")
@@ -110,11 +113,11 @@ def test_the_origin_table() -> None:
         ("fp16.loss_scale", "-", "auto: DeepSpeed's default"),
         ("gradient_accumulation_steps", "1", "auto: 1, for want of other batch sizes"),
         ("gradient_clipping", "1.0", "default"),
-        ("optimizer.params.betas", "[0.9, 0.999]", "default"),
-        ("optimizer.params.eps", "1e-08", "default"),
-        ("optimizer.params.lr", "5e-05", "default"),
-        ("optimizer.params.weight_decay", "0.0", "default"),
-        ("optimizer.type", '"AdamW"', "default"),
+        ("optimizer.params.betas", "[0.9, 0.999]", OWN),
+        ("optimizer.params.eps", "1e-08", OWN),
+        ("optimizer.params.lr", "5e-05", OWN),
+        ("optimizer.params.weight_decay", "0.0", OWN),
+        ("optimizer.type", '"AdamW"', OWN),
         ("train_micro_batch_size_per_gpu", "4", "auto: from train_batch_size, 2 data ranks"),
     ]
 

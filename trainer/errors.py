@@ -31,7 +31,7 @@ def printable(text: str) -> str:
 
 def _steers(character: str) -> bool:
     return (
-        unicodedata.category(character) in ("Cc", "Cs")
+        unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
         or character in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
     )
 
@@ -48,7 +48,7 @@ class Problem:
     def __str__(self) -> str:
         place = self.place if len(self.place) <= 500 else f"{self.place[:500]}..."
         line = f"{place}: {self.seen}; expected {self.expected}"
-        return printable(f"{line}. {self.mend}" if self.mend else line)
+        return printable(f"{line}. {self.mend}" if self.mend else line).replace("\n", "\\n")
 
 
 class MeshloomError(Exception):

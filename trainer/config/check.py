@@ -6,9 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config.grammar import Key, coerce, is_off, misfit, show, unknown
+from trainer.config.grammar import Key, coerce, is_off, misfit, show, unknown, useless
+from trainer.config.keys import RECOMPUTES
 from trainer.config.read import Json
 from trainer.errors import MOST_SHOWN, Problem
+
+UNSAID = 'it does not say "{}", and is off'
+"""Why a section has no effect that is off where it is not switched on."""
 
 
 @dataclass
@@ -44,16 +48,17 @@ def _check_one(
     if key is None or "." in name:
         # to find what is alike takes time, and nobody reads more than the first few
         known = (*table, *elsewhere) if len(found.problems) < MOST_SHOWN else ()
-        found.problems.append(unknown(place, value, known))
+        idle = {} if not known else {path: why for path, why in useless(table).items() if RECOMPUTES not in path}
+        found.problems.append(unknown(place, value, known, idle))
         return
     whole = value
     if isinstance(value, dict) and any(known.startswith(f"{place}.") for known in table):
         below = check(value, table, elsewhere, f"{place}.")
         found.problems += below.problems
         found.idle |= {} if key.idle else below.idle
-        if value and not (below.values or key.refused):
-            return  # nothing of it has an effect
-        value = below.values
+        if value and not (below.values or key.idle or key.refused):
+            return  # each of its keys has a note, or asks for nothing
+        value = {**below.idle, **below.values} if key.idle else below.values
     elif not (key.refused or (isinstance(value, bool) and place == "zero_optimization")):
         try:
             value = coerce(value, key)
@@ -61,9 +66,11 @@ def _check_one(
             found.problems.append(misfit(place, value, key))
             return
     if key.refused:
-        if not _is_off(whole, place, table):
+        if whole not in key.otherwise if key.otherwise else not _is_off(whole, place, table):
             why, _, mend = key.refused.partition(". ")
             found.problems.append(Problem(place, f"saw {show(whole)}", f"no such key: {why}", f"{mend}."))
+        elif isinstance(value, dict) and value and "enabled" not in value:
+            found.idle[place] = UNSAID.format("enabled")
     elif not key.idle:
         found.values[name] = value
     elif key.asks(value):

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.config.check import check
 from trainer.config.grammar import LONGEST_NAME, Key, show
-from trainer.config.keys import GONE_OPTIMIZERS, NEEDED, OPTIMIZERS, SCHEDULERS
+from trainer.config.keys import GONE_OPTIMIZERS, NEEDED, OPTIMIZERS, SCHEDULERS, UNBUILT
 from trainer.config.read import Json
 from trainer.errors import Problem
 
@@ -20,15 +20,15 @@ DEFAULT_OPTIMIZER: Json = {
 """Hugging Face's defaults for a config without an optimizer."""
 
 
-def choose_optimizer(section: Json) -> tuple[Json, list[Problem]]:
-    """The optimizer section with DeepSpeed's spelling of the type and checked parameters."""
+def choose_optimizer(section: Json) -> tuple[Json, list[Problem], list[str]]:
+    """The optimizer section with DeepSpeed's spelling of the type and checked parameters, and notes."""
     if "max_grad_norm" in section.get("params", {}):
         params = {name: value for name, value in section["params"].items() if name != "max_grad_norm"}
-        chosen, problems = choose_optimizer(section | {"params": params})
+        chosen, problems, notes = choose_optimizer(section | {"params": params})
         seen = f"saw {show(section['params']['max_grad_norm'])}"
         mend = 'Use the top-level "gradient_clipping".'
-        return chosen, [*problems, Problem("optimizer.params.max_grad_norm", seen, "no clipping here", mend)]
-    chosen, problems = _choose("optimizer", section, OPTIMIZERS)
+        return chosen, [*problems, Problem("optimizer.params.max_grad_norm", seen, "no clipping here", mend)], notes
+    chosen, problems, notes = _choose("optimizer", section, OPTIMIZERS)
     params = chosen["params"]
     problems += [Problem(f"optimizer.params.{name}", *found) for name, *found in _misuse(params)]
     if not problems:
@@ -36,7 +36,7 @@ def choose_optimizer(section: Json) -> tuple[Json, list[Problem]]:
         if params.get("torch_adam") and (chosen["type"] == "AdamW" or params.get("adam_w_mode", True)):
             defaults["weight_decay"] = 0.01  # of torch.optim.AdamW, which DeepSpeed then makes
         params |= {name: value for name, value in defaults.items() if name not in params}
-    return chosen, problems
+    return chosen, problems, notes
 
 
 def _misuse(params: Json) -> Iterator[tuple[str, str, str]]:
@@ -52,38 +52,40 @@ def _misuse(params: Json) -> Iterator[tuple[str, str, str]]:
 
 def choose_scheduler(section: Json) -> tuple[Json, list[Problem], list[str]]:
     """The scheduler section with DeepSpeed's spelling of the type and checked parameters, and notes."""
-    chosen, problems = _choose("scheduler", section, SCHEDULERS)
+    chosen, problems, notes = _choose("scheduler", section, SCHEDULERS)
     params = chosen["params"]
     if section.get("type") is not None and chosen["type"] in SCHEDULERS:
         for name in NEEDED.get(chosen["type"], ()):
             if name not in params:
                 mend = f'Set "{name}"' + (' to "auto".' if name == "total_num_steps" else ".")
                 problems.append(Problem("scheduler.params", f"saw no {name}", f"{name} for {chosen['type']}", mend))
-    notes = []
     if params.get("warmup_num_steps") == 0:
         params["warmup_num_steps"] = 1
         notes.append("scheduler.params.warmup_num_steps: 0 is read as 1, the least that DeepSpeed takes")
     return chosen, problems, notes
 
 
-def _choose(place: str, section: Json, types: Mapping[str, Mapping[str, Key]]) -> tuple[Json, list[Problem]]:
+def _choose(place: str, section: Json, types: Mapping[str, Mapping[str, Key]]) -> tuple[Json, list[Problem], list[str]]:
     kind, params = section.get("type"), section.get("params", {})
     # DeepSpeed compares optimizer names without case, and scheduler names with it
     name = {known.lower(): known for known in types}.get(str(kind).lower())
     if name is None:
-        return section | {"params": params}, [_unknown_type(place, kind, list(types))]
+        return section | {"params": params}, [_unknown_type(place, kind, list(types))], []
     table = {f"{place}.params.{key}": value for key, value in types[name].items()}
     checked = check(params, table, path=f"{place}.params.")
-    return section | {"type": name, "params": checked.values}, checked.problems
+    return section | {"type": name, "params": checked.values}, checked.problems, checked.notes
 
 
 def _unknown_type(place: str, kind: Any, types: list[str]) -> Problem:
     seen = "saw no type" if kind is None else f"saw {show(kind)}"
+    types = [known for known in types if known not in UNBUILT]
     near, name = {known.lower(): known for known in types}, str(kind)[:LONGEST_NAME].lower()
     match = get_close_matches(name, near, n=1)
     bare = re.sub("deepspeed|fused|cpu|torch|hf|xla|[^a-z]", "", name)
     if name in GONE_OPTIMIZERS:
-        mend = "DeepSpeed removed it: use Adam or Lamb."
+        mend = "DeepSpeed removed it: use Adam."
+    elif bare in map(str.lower, UNBUILT):
+        mend = "No engine here runs it."
     elif bare in near:
         mend = f'Write "{near[bare]}": which kernel runs it follows from the device and the offload.'
     else:

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.config.check import check
 from trainer.config.diagnose import other_config
+from trainer.config.exclusive import give_way
 from trainer.config.keys import KEYS
 from trainer.config.legacy_keys import upgrade
 from trainer.config.read import Json, leaves, override, read
@@ -70,6 +71,7 @@ def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
     if strange := other_config(path, given, {"trainer", *KEYS}):
         raise strange
     raw, overridden, problems = override(given, overrides)
+    gone, gone_notes = give_way(raw, overridden)
     trainer, trainer_problems = validate(raw.get("trainer", {}))
     checked = check({key: value for key, value in raw.items() if key != "trainer"}, KEYS, ("trainer", *known_keys()))
     problems += [*trainer_problems, *checked.problems]
@@ -84,8 +86,8 @@ def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
     origins |= {
         name: OVERRIDE for name in origins if any(name == over or name.startswith(over + ".") for over in overridden)
     }
-    notes = (*checked.notes, *upgraded.notes, *notes_of(upgraded.settings))
-    return Config(path, raw, upgraded.trainer, upgraded.settings, origins | upgraded.origins, notes)
+    notes = (*gone_notes, *checked.notes, *upgraded.notes, *notes_of(upgraded.settings, trainer.pipeline_schedule))
+    return Config(path, raw, upgraded.trainer, upgraded.settings, origins | upgraded.origins | gone, notes)
 
 
 def path_of(source: str | Path) -> Path:

@@ -10,8 +10,8 @@ A table is text, one row per key or per group of keys that take the same values:
     name : type =value @! why                         `@! why`: it changes numbers; the others refuse it
 
 with the types bool, int, float, str, dtype, list, any and section, and ranges as `>=1`, `>0`, `0..3` or `a|b|c`. The
-engines that do not honour a key do as if it were `=value` (several by commas), or switched off. A section's `@` goes
-for its keys.
+engines that do not honour a key do as if it were `=value` (several by commas), or switched off; 0 is a value. A
+section's `@` goes for its keys.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher, get_close_matches
+from types import MappingProxyType
 from typing import Any
 
 from trainer.errors import Problem
@@ -68,7 +69,8 @@ class Key:
         """Whether `value` asks for something that is not done anyway."""
         if value is None or value == AUTO:
             return False
-        return value not in self.otherwise if self.otherwise else not is_off(value)
+        number = self.kind in ("int", "float", "any") and not isinstance(value, bool | list | dict)
+        return value not in self.otherwise if self.otherwise or number else not is_off(value)
 
 
 def parse(table: str) -> dict[str, Key]:
@@ -148,26 +150,42 @@ def show(value: Any, most: int = 60) -> str:
     return text
 
 
-def unknown(path: str, value: Any, known: Sequence[str]) -> Problem:
-    """The problem of a key that is not in the table, with the nearest of the `known` paths."""
+def unknown(path: str, value: Any, known: Sequence[str], useless: Mapping[str, str] = MappingProxyType({})) -> Problem:
+    """The problem of a key that is not in the table, with the nearest of the `known` paths.
+
+    `useless`: why a known path is not to be led to.
+    """
     section = path.rpartition(".")[0]
     where = f'the section "{section}"' if section else "the top level"
-    return Problem(path, f"saw {show(value)}", f"a known key of {where}", _mend(path, known))
+    return Problem(path, f"saw {show(value)}", f"a known key of {where}", _mend(path, known, useless))
 
 
-def _mend(path: str, known: Sequence[str]) -> str:
+def useless(table: Mapping[str, Key]) -> dict[str, str]:
+    """Why each key of a table, or a section that it is in, has no effect or is refused."""
+    why = {path: key.refused or key.idle for path, key in table.items() if key.refused or key.idle}
+    for path in table:
+        section = path.rpartition(".")[0]
+        if section in why:
+            why.setdefault(path, why[section])
+    return why
+
+
+def _mend(path: str, known: Sequence[str], useless: Mapping[str, str]) -> str:
     section, _, name = path.rpartition(".")
     if not known or len(name) > LONGEST_NAME:
         return "Remove it."
     if path in known:
         return "Write it as a section in a section, without the dot."
     siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
-    owning_stages = [other for other in known if other.rpartition(".")[2] == name]
+    owning_stages = [other for other in known if other.rpartition(".")[2] == name and other not in useless]
     near = get_close_matches(name, siblings, n=2, cutoff=0.5)
     if near and (not owning_stages or get_close_matches(name, near, cutoff=0.8)):
         likeness = [SequenceMatcher(None, name, other).ratio() for other in near]
-        best = [f'"{other}"' for other, ratio in zip(near, likeness, strict=True) if ratio == max(likeness)]
-        return f"Did you mean {' or '.join(best)}?"
+        best = [other for other, ratio in zip(near, likeness, strict=True) if ratio == max(likeness)]
+        useful = [f'"{other}"' for other in best if siblings[other] not in useless]
+        if not useful:
+            return f'Remove it: "{best[0]}", which is like it, does nothing here ({useless[siblings[best[0]]]}).'
+        return f"Did you mean {' or '.join(useful)}?"
     return f"Did you mean {' or '.join(owning_stages)}?" if 1 <= len(owning_stages) <= 3 else "Remove it."
 
 

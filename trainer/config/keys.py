@@ -18,7 +18,7 @@ managed_gradient_accumulation : bool =true @! gradients are accumulated over gra
 prescale_gradients : bool @ they are averaged as they are added up
 gradient_predivide_factor : float >0 =1 @ they are averaged as they are added up
 zero_allow_untested_optimizer : bool @ the optimizers are PyTorch's own
-zero_force_ds_cpu_optimizer : bool ; DeepSpeed asks it of optimizers made in code, and the JSON names this one
+zero_force_ds_cpu_optimizer : bool =true ; DeepSpeed asks it of optimizers made in code, and the JSON names this one
 wall_clock_breakdown : bool @ metrics.jsonl has the time of each step
 memory_breakdown : bool @ metrics.jsonl has the memory of each step
 disable_python_gc : bool @ Python collects its garbage
@@ -65,7 +65,7 @@ params : section
 enabled : bool auto
 fp16_master_weights_and_grads : bool auto @! the weights that are updated are in float32
 auto_cast consecutive_hysteresis : bool auto @ float16 is run by DeepSpeed alone
-loss_scale : float >=0 auto @ float16 is run by DeepSpeed alone
+loss_scale : float >=0 auto =0 @ float16 is run by DeepSpeed alone
 initial_scale_power : int 0..126 auto @ float16 is run by DeepSpeed alone
 hysteresis min_loss_scale loss_scale_window : int >=0 auto @ float16 is run by DeepSpeed alone
 
@@ -74,8 +74,7 @@ enabled : bool auto
 immediate_grad_update : bool auto @ gradients are added up by FSDP2
 bf16_master_weights_and_grads : bool auto @! the weights that are updated are in float32
 bf16_optimizer_states : bool auto @! the optimizer's state is in float32
-check_grad_overflow : bool auto =true ; a step that is not finite is always skipped
-check_overflow : bool ; it was renamed: use check_grad_overflow
+check_grad_overflow check_overflow : bool auto =true ; a step that is not finite is always skipped
 auto_cast loss_scale initial_scale_power loss_scale_window : any ; bf16 needs no loss scale
 hysteresis consecutive_hysteresis min_loss_scale : any ; bf16 needs no loss scale
 
@@ -104,7 +103,8 @@ use_multi_rank_bucket_allreduce : bool auto =true @ PyTorch's buckets are a bloc
 overlap_comm : bool auto null =true @ PyTorch always overlaps
 compute_grad_norm : bool auto =true ; the norm is always taken, and logged
 ignore_unused_parameters : bool auto =true @ a parameter without a gradient stays as it is
-load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint : bool auto ; checkpoints are this trainer's own
+load_from_fp32_weights : bool auto =true ; checkpoints are this trainer's own
+elastic_checkpoint pipeline_loading_checkpoint : bool auto ; checkpoints are this trainer's own
 legacy_stage1 : bool ! It was removed from DeepSpeed. Remove it
 round_robin_gradients : bool auto ; with it DeepSpeed takes one parameter's state for another's, also in checkpoints
 parameter_alignment save_muon_momentum_buffer_in_memory : bool auto @ it is for DeepSpeed's own buffers
@@ -112,7 +112,8 @@ memory_efficient_linear override_module_apply : bool auto =true @ it is for Deep
 log_trace_cache_warnings enable_sanity_checks : bool auto @ it is for DeepSpeed's own ZeRO-3
 stage3_prefetch_bucket_size stage3_param_persistence_threshold : int >=0 auto @ FSDP2 gathers a block ahead
 stage3_max_live_parameters stage3_max_reuse_distance : int >=0 auto @ FSDP2 gathers a block ahead
-stage3_model_persistence_threshold stage3_module_granularity_threshold : int >=0 auto @ FSDP2 gathers a block ahead
+stage3_model_persistence_threshold : int >=0 auto @ FSDP2 gathers a block ahead
+stage3_module_granularity_threshold : int >=0 auto =0 @ FSDP2 gathers a block ahead
 stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential : bool auto @ FSDP2 gathers a block ahead
 stage3_gather_16bit_weights_on_model_save : bool auto ; the model's files are always whole: see trainer.checkpoint.dtype
 stage3_gather_fp16_weights_on_model_save : bool auto ; the model's files are always whole: see trainer.checkpoint.dtype
@@ -124,7 +125,7 @@ zero_hpz_partition_size : int 0..1e6 auto =0,1 @ trainer.mesh.shard keeps the tr
 zero_quantized_weights zero_quantized_nontrainable_weights : bool auto @! weights are sent as they are
 zero_quantized_gradients : bool auto @! gradients are added up in float32
 cpu_offload cpu_offload_param : bool null
-cpu_offload_use_pin_memory : bool null ; DeepSpeed does not read it; use offload_optimizer.pin_memory
+cpu_offload_use_pin_memory : bool null =true ; DeepSpeed does not read it; use offload_optimizer.pin_memory
 mics_shard_size : int -1..1e6
 mics_hierarchical_params_gather : bool ! MiCS was removed from DeepSpeed. Remove it
 zeropp_loco_param : any ! LoCo was removed from DeepSpeed. Remove it
@@ -150,7 +151,7 @@ select_strategy : str step|epoch auto
 select_interval update_interval : int >=1 auto
 overlap_step offload : bool auto
 auto_ratio pt_reserved_cores_perc : float 0..1 auto
-full_warm_up_rounds : int >=0 auto
+full_warm_up_rounds : int >=0 auto =0
 steps_per_epoch : int null
 
 [zero_optimization.leaf_module] @ FSDP2 gathers whole blocks
@@ -158,13 +159,15 @@ classes names name_suffixes : any
 
 [aio] null @ nothing is read from NVMe
 block_size queue_depth intra_op_parallelism : int >=1
-single_submit overlap_events use_gds : bool
+single_submit use_gds : bool
+overlap_events : bool =true
 thread_count : int ; it was renamed: use intra_op_parallelism
 
 [pipeline]
 stages : int 1..1e6 auto
 partition : str best|parameters|uniform
-seed_layers pipe_partitioned grad_partitioned use_reentrant : bool ; no engine here reads it
+seed_layers use_reentrant : bool ; no engine here reads it
+pipe_partitioned grad_partitioned : bool =true ; no engine here reads it
 activation_checkpoint_interval : int >=0
 
 [tensor_parallel]
@@ -172,7 +175,7 @@ autotp_size : int 0..1e6 auto
 tp_overlap_comm : bool auto @ DTensor does not overlap
 dtype : str ; bf16 and fp16 say the precision
 keep_module_on_host replace_with_kernel_inject kernel_inject : bool auto ; it is for inference
-vocab_parallel_lm_head : bool auto null ; the head is whole on every tensor rank
+vocab_parallel_lm_head : bool auto null =false ; the head is whole on every tensor rank
 vocab_parallel_ce_backend : str torch|liger ; the head is whole on every tensor rank
 tensor_parallel tp partition_config : section ; the model's own plan says what is split
 injection_policy_tuple : list null ; the model's own plan says what is split
@@ -184,21 +187,23 @@ profile synchronize_checkpoint_boundary : bool ; only deepspeed.checkpointing re
 number_checkpoints : int >=0 null ; only deepspeed.checkpointing reads it
 
 [flops_profiler] @ metrics.jsonl has the time and the MFU of each step
-enabled detailed : bool
+enabled : bool
+detailed : bool =true
 profile_step top_modules : int >=0
 module_depth : int >=-1
-recompute_fwd_factor : float >=0
+recompute_fwd_factor : float >=0 =0
 output_file : str null
 
 [comms_logger] @ it logs DeepSpeed's own communication
-enabled prof_all debug : bool auto
+enabled debug : bool auto
+prof_all : bool auto =true
 verbose : bool auto ; its summary is printed at the end
 prof_ops : list
 
 [timers]
 
 [timers.throughput] @ metrics.jsonl has the tokens of each second
-enabled synchronized : bool auto
+enabled synchronized : bool auto =true
 
 [tensorboard] ; use trainer.log.trackers
 enabled : bool auto
@@ -303,7 +308,19 @@ q_type : str
 quantized_initialization post_init_quant : section
 """)
 
-_ZERO = "zero_optimization."
+RECOMPUTES = "activation_checkpointing."
+"""Its keys have one effect here, all the same: blocks are recomputed."""
+
+LOW_PRECISION = ("communication_data_type", "data_types.grad_accum_dtype")
+DIFFERS = {
+    "optimizer": "Hugging Face's; DeepSpeed has none",
+    **dict.fromkeys(LOW_PRECISION, "mesh and accelerate add up in float32, DeepSpeed in the model's precision"),
+}
+"""Keys that are not DeepSpeed's where they are left out, and why; `--dry-run` says so."""
+
+ZERO = "zero_optimization."
+OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+"""Keys below it that DeepSpeed reads as `{"device": "cpu"}` of another."""
 RENAMED = {
     "bfloat16": "bf16",
     **{
@@ -368,40 +385,44 @@ OPTIMIZERS: dict[str, dict[str, Key]] = {
 """The parameters of each optimizer, with the defaults that they have in DeepSpeed: its own optimizers', and those of
 torch.optim that it passes through."""
 
+UNBUILT = ("Lamb", "Muon", "MuAdam", "MuAdamW", "MuSGD")
+"""Optimizers of the table that each engine refuses, with its reason."""
+
 GONE_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 """Optimizers that DeepSpeed removed, in lower case."""
 
-_WARMUP = """
+_START = "last_batch_iteration : int >=-1 =-1 ! A run counts its own steps. Remove it"
+_WARMUP = f"""
 warmup_min_lr : float >=0 auto
 warmup_max_lr : float >=0 auto null
 warmup_num_steps : int >=0 auto
 warmup_type : str log|linear
-last_batch_iteration : int >=-1
+{_START}
 """
 SCHEDULERS: dict[str, dict[str, Key]] = {
     name: parse(table)
     for name, table in {
         "WarmupLR": _WARMUP,
         "WarmupDecayLR": _WARMUP + "total_num_steps : int >=1 auto",
-        "WarmupCosineLR": """
+        "WarmupCosineLR": f"""
             total_num_steps : int >=1 auto
             warmup_num_steps : int >=0 auto
             warmup_min_ratio cos_min_ratio : float 0..1
             warmup_type : str log|linear
-            last_batch_iteration : int >=-1""",
-        "OneCycle": """
+            {_START}""",
+        "OneCycle": f"""
             cycle_min_lr cycle_max_lr decay_lr_rate decay_mom_rate : float >=0
             cycle_first_step_size : int >=1
             cycle_second_step_size cycle_second_stair_count : int >=0 null
             cycle_first_stair_count decay_step_size : int >=0
             cycle_momentum : bool
             cycle_min_mom cycle_max_mom : float 0..1
-            last_batch_iteration : int >=-1""",
-        "LRRangeTest": """
+            {_START}""",
+        "LRRangeTest": f"""
             lr_range_test_min_lr lr_range_test_step_rate : float >=0
             lr_range_test_step_size : int >=1
             lr_range_test_staircase : bool
-            last_batch_iteration : int >=-1""",
+            {_START}""",
     }.items()
 }
 """The parameters of each of DeepSpeed's schedulers."""

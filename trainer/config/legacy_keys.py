@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 from trainer.config.check import Checked
 from trainer.config.choices import DEFAULT_OPTIMIZER, choose_optimizer, choose_scheduler
-from trainer.config.keys import KEYS, RENAMED
+from trainer.config.keys import DIFFERS, KEYS, OFFLOADS, RECOMPUTES, RENAMED
 from trainer.config.read import Json
+from trainer.config.rules import unswitched
 from trainer.config.sections import TrainerSection
 from trainer.errors import Problem
-
-OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
 @dataclass
@@ -33,9 +32,10 @@ def upgrade(checked: Checked, trainer: TrainerSection) -> Upgraded:
     _rename(upgraded)
     _offload(upgraded)
     _mics(upgraded)
+    upgraded.notes += unswitched(upgraded.settings)
     if upgraded.settings.get("comms_logger", {}).get("enabled") is not True:
         upgraded.settings.pop("comms_logger", None)  # DeepSpeed logs, and waits for each operation, where it is there
-    asked = any(place.startswith("activation_checkpointing.") for place in checked.idle)
+    asked = any(place.startswith(RECOMPUTES) for place in checked.idle)
     _recompute(upgraded, "the activation_checkpointing section", asked)
     # DeepSpeed recomputes runs of so many layers as one; here each block is one, for the same gradient
     interval = upgraded.settings.get("pipeline", {}).pop("activation_checkpoint_interval", 0)
@@ -102,12 +102,14 @@ def _recompute(upgraded: Upgraded, place: str, asked: bool) -> None:
 def _fill(upgraded: Upgraded) -> None:
     settings = upgraded.settings
     given = settings.get("optimizer")
-    settings["optimizer"], problems = choose_optimizer(deepcopy(given or DEFAULT_OPTIMIZER))
+    settings["optimizer"], problems, notes = choose_optimizer(deepcopy(given or DEFAULT_OPTIMIZER))
     upgraded.problems += problems
+    upgraded.notes += notes
     names = set(settings["optimizer"]["params"]) - set((given or {}).get("params", {})) if not problems else set()
-    upgraded.origins |= {f"optimizer.params.{name}": "default" for name in names}
+    origin = "default" if given else f"default: {DIFFERS['optimizer']}"
+    upgraded.origins |= {f"optimizer.params.{name}": origin for name in names}
     if not given:
-        upgraded.origins["optimizer.type"] = "default"
+        upgraded.origins["optimizer.type"] = origin
     scheduler = settings.pop("scheduler", {})
     if scheduler and (scheduler.get("type") or scheduler.get("params")):
         settings["scheduler"], problems, notes = choose_scheduler(scheduler)

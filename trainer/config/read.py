@@ -6,17 +6,18 @@ import json
 import os
 import re
 import stat
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from itertools import islice
+from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from trainer.config.diagnose import no_json
 from trainer.config.grammar import show
 from trainer.config.shipped import shipped_names
-from trainer.errors import ConfigError, Problem
+from trainer.errors import MOST_SHOWN, ConfigError, Problem
 
 Json = dict[str, Any]
 
@@ -36,15 +37,13 @@ def read(path: Path) -> Json:
         raw = _parse(text, twice)
     except json.JSONDecodeError as error:
         raise no_json(path, text, error) from None
-    except ValueError as error:
-        raise ConfigError(Problem(str(path), f"saw {error}", "a finite number")) from None
     except RecursionError:
         raise ConfigError(_too_deep(str(path))) from None
     if twice:
         raise ConfigError(*(_double(str(path), key) for key in sorted(twice)))
     if not isinstance(raw, dict):
         raise ConfigError(Problem(str(path), f"saw {show(raw)}", "a JSON object {...}"))
-    if problems := [*_unfit(raw, str(path))]:
+    if problems := [*_unfit(raw, str(path), text)]:
         raise ConfigError(*problems)
     return raw
 
@@ -85,30 +84,57 @@ def _decode(path: Path, found: bytes) -> str:
     return text
 
 
+@dataclass(frozen=True)
+class _NoNumber:
+    """A number that no float holds, in place of which it stands until it is reported."""
+
+    text: str
+    order: int
+    """How many of its kind stand before it in the text."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
 def _parse(text: str, twice: set[str]) -> Any:
     """The value of a JSON text; keys that a section has twice go to `twice`. Raises ValueError and RecursionError."""
-    unique = lambda pairs: _unique(pairs, twice)  # noqa: E731
-    return json.loads(text, object_pairs_hook=unique, parse_constant=_no_constant, parse_int=_whole_number)
+    order = count()
+    return json.loads(
+        text,
+        object_pairs_hook=lambda pairs: _unique(pairs, twice),
+        parse_constant=lambda name: _NoNumber(name, next(order)),
+        parse_int=lambda digits: int(digits) if len(digits) <= DIGITS else _NoNumber(digits, next(order)),
+    )
 
 
-def _unfit(raw: Json, place: str) -> Iterator[Problem]:
-    """The problems of a tree that is too deep to walk, or has text that no file system and no terminal takes."""
-    waiting: list[tuple[Any, int]] = [(raw, 0)]
+def _lines(text: str) -> Iterator[int]:
+    """The line of each number that no float holds, in their order."""
+    for token in re.finditer(r'"(?:\\.|[^"\\])*"|NaN|-?Infinity|-?\d[\d.eE+-]*', text):
+        number = token[0].lstrip("-")
+        if number in ("NaN", "Infinity") or (number.isdecimal() and len(token[0]) > DIGITS):
+            yield text.count("\n", 0, token.start()) + 1
+
+
+def _unfit(raw: Json, place: str, text: str = "") -> Iterator[Problem]:
+    """The problems of a tree that is too deep to walk, or has what no float, file system or terminal takes."""
+    waiting: deque[tuple[str, Any, int]] = deque([("", raw, 0)])
+    lines = dict(enumerate(islice(_lines(text), MOST_SHOWN)))
     while waiting:
-        value, depth = waiting.pop()
+        path, value, depth = waiting.popleft()
         if isinstance(value, dict | list):
             if depth > DEEPEST:
                 yield _too_deep(place)
                 return
-            waiting += [(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value)]
-            texts = list(value) if isinstance(value, dict) else []
-        else:
-            texts = [value] if isinstance(value, str) else []
-        for text in texts:
-            if "\0" in text or re.search("[\ud800-\udfff]", text):
-                yield Problem(
-                    place, f"saw {show(text)}", "text without the character 0 and without halves of characters"
-                )
+            named = value.items() if isinstance(value, dict) else ((f"[{at}]", it) for at, it in enumerate(value))
+            waiting += [(f"{path}.{name}".lstrip(".").replace(".[", "["), it, depth + 1) for name, it in named]
+        if isinstance(value, _NoNumber):
+            line = f":{lines[value.order]}" if value.order in lines else ""
+            seen = value.text if len(value.text) < DIGITS else f"a number of {len(value.text):,} digits"
+            yield Problem(f"{place}{line}: {path}", f"saw {seen}", "a finite number")
+        for part in value if isinstance(value, dict) else [value] if isinstance(value, str) else []:
+            if "\0" in part or re.search("[\ud800-\udfff]", part):
+                expected = "text without the character 0 and without halves of characters"
+                yield Problem(f"{place}: {path}" if path else place, f"saw {show(part)}", expected)
 
 
 def _too_deep(place: str) -> Problem:
@@ -156,9 +182,17 @@ def leaves(tree: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
+def at(tree: Json, path: str) -> Any:
+    """The value at a dotted path; None where there is none."""
+    found: Any = tree
+    for name in filter(None, path.split(".")):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
 def _value(text: str, twice: set[str]) -> Any:
     try:
-        return _parse(text, twice) if len(text) <= LARGEST else text
+        return _parse(text, twice) if len(text) <= LARGEST and not any(_lines(text)) else text
     except (ValueError, RecursionError):
         return text
 
@@ -168,16 +202,6 @@ def _unique(pairs: list[tuple[str, Any]], twice: set[str]) -> Json:
     if len(found) < len(pairs):
         twice |= {key for key, count in Counter(key for key, _ in pairs).items() if count > 1}
     return found
-
-
-def _whole_number(text: str) -> int:
-    if len(text) > DIGITS:
-        raise ValueError(f"a number of {len(text):,} digits")
-    return int(text)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(name)
 
 
 def _nearby(path: Path) -> str:

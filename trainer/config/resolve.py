@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from trainer.config.axes import mesh_sizes, nearest, ranks_inside
 from trainer.config.compiled import FILE, OVERRIDE, Config
+from trainer.config.exclusive import ACCUMULATION, BATCH, MICRO, WARMUP
 from trainer.config.grammar import AUTO, show
+from trainer.config.keys import DIFFERS, LOW_PRECISION
 from trainer.config.read import Json, leaves
 from trainer.config.rules import conflicts
 from trainer.errors import ConfigError, Problem
 
-BATCH, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-WARMUP = "scheduler.params.warmup_num_steps"
 MICRO_BATCH = 8
 """Hugging Face's `per_device_train_batch_size`, for a config that leaves its batch sizes to "auto"."""
 
@@ -113,9 +113,11 @@ def _with_note(config: Config, note: str | None) -> Config:
 def origin_table(config: Config) -> list[tuple[str, str, str]]:
     """(key, value, origin) of every value that was decided rather than written, for printing."""
     values = dict(leaves(config.settings)) | dict(leaves({"trainer": config.trainer.model_dump()}))
+    low = LOW_PRECISION if values.get("bf16.enabled") is True else ()
+    differing = {path: f"default: {DIFFERS[path]}" for path in low if values.get(path) is None}
     return [
         (path, show(values[path]) if path in values else "-", origin)
-        for path, origin in sorted(config.origins.items())
+        for path, origin in sorted((config.origins | differing).items())
         if origin not in (FILE, OVERRIDE)
         and not (origin == "default" and path.startswith("trainer."))
         and values.get(path) != AUTO

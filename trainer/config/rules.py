@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainer.config.check import UNSAID
 from trainer.config.grammar import AUTO, show
-from trainer.config.read import Json
+from trainer.config.read import Json, at
 from trainer.errors import Problem
 
 SAME = {
@@ -38,14 +39,39 @@ def warm_up(settings: Json, ratio: float | None) -> list[Problem]:
     return [Problem("trainer.warmup_ratio", seen, '"auto" there, which it decides, in a scheduler with a warm-up')]
 
 
-def notes_of(settings: Json) -> list[str]:
-    """One line about keys that are right and change nothing at this ZeRO stage."""
-    zero = settings.get("zero_optimization", {})
-    idle = sorted(name for name in zero if name.startswith("stage3_"))
-    if not idle or zero.get("stage", 0) == 3:
-        return []
-    names = ", ".join(f"zero_optimization.{name}" for name in idle)
-    return [f"{names} {'has' if len(idle) == 1 else 'have'} no effect here: the ZeRO stage is {zero.get('stage', 0)}"]
+SWITCHES = {
+    "zero_optimization": "stage",
+    **dict.fromkeys(("zero_optimization.offload_param", "zero_optimization.offload_optimizer"), "device"),
+    **dict.fromkeys(("fp16", "bf16", "torch_autocast", "flops_profiler", "comms_logger"), "enabled"),
+}
+"""The key that switches a section on; left out, it is off."""
+
+
+def unswitched(settings: Json) -> list[str]:
+    """A line for each section that does not say whether it is on."""
+    found = [(path, switch) for path, switch in SWITCHES.items() if switch not in (at(settings, path) or {switch})]
+    return [f"{path} has no effect here: {UNSAID.format(switch)}" for path, switch in found]
+
+
+def notes_of(settings: Json, schedule: str) -> list[str]:
+    """A line about keys that are right and change nothing beside the others; `schedule`: that of a pipeline."""
+    zero, one = settings.get("zero_optimization", {}), (None, 0, 1, AUTO)
+    stage, offloads = zero.get("stage", 0), [at(zero, f"offload_{which}.device") for which in ("param", "optimizer")]
+    threes = sorted(f"zero_optimization.{name}" for name in zero if name.startswith("stage3_"))
+    pipeline, tensor = at(settings, "pipeline.stages"), at(settings, "tensor_parallel.autotp_size")
+    rows = [
+        (f"the ZeRO stage is {stage}", stage != 3, threes),
+        ("nothing is offloaded to NVMe", "nvme" not in offloads, ["aio"]),
+        ("there is no pipeline", pipeline in one, ["pipeline.partition", "trainer.pipeline_schedule"]),
+        ("there is no tensor parallelism", tensor in one, ["tensor_parallel.tp_overlap_comm"]),
+    ]
+    written = settings | {"trainer": {"pipeline_schedule": schedule != "1F1B"}}
+    found = {why: [path for path in paths if at(written, path)] for why, idle, paths in rows if idle}
+    return [
+        f"{', '.join(paths)} {'has' if len(paths) == 1 else 'have'} no effect here: {why}"
+        for why, paths in found.items()
+        if paths
+    ]
 
 
 def _precision(settings: Json, stage: int) -> list[Problem]:

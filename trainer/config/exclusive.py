@@ -1,0 +1,49 @@
+"""Keys of which a config has but some: what the command line says goes before what the file says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainer.config.grammar import AUTO, show
+from trainer.config.keys import OFFLOADS, RENAMED, ZERO
+from trainer.config.read import Json, at
+
+BATCH, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+WARMUP = "scheduler.params.warmup_num_steps"
+OLD_NAMES = RENAMED | {ZERO + old: ZERO + new for old, new in OFFLOADS.items()}
+GROUPS = (
+    ("trainer.steps", "trainer.epochs"),
+    ("trainer.model.name_or_path", "trainer.model.config"),
+    ("trainer.data.path", "trainer.data.sources"),
+    ("trainer.warmup_ratio", WARMUP),
+    ("trainer.mesh.shard", "zero_optimization.mics_shard_size"),
+    ("fp16.enabled", "bf16.enabled"),
+    (ACCUMULATION, MICRO, BATCH),  # a batch stays what it is unless both of the others are said
+    *OLD_NAMES.items(),
+)
+"""Keys that can't all be said. Of those that the file says, the first gives way."""
+
+
+def give_way(raw: Json, overridden: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Take out of `raw` what the file says against the command line; the origins and notes of it."""
+    origins, notes = {}, []
+    for group in GROUPS:
+        values = {path: at(raw, path) for path in group}
+        said = {path: value for path, value in values.items() if value not in (None, AUTO, []) and value is not False}
+        line = [path for path in said if any(_within(path, over) or _within(over, path) for over in overridden)]
+        loser = next((path for path in group if path not in line), None)
+        together = "model" in group[0] and at(raw, "trainer.task") == "image_classification"
+        if len(said) < len(group) or together or not line or loser is None:
+            continue
+        section, _, name = loser.rpartition(".")
+        del at(raw, section)[name]
+        if loser == WARMUP:
+            at(raw, section)[name] = AUTO  # which the ratio decides
+        winner = f"{' and '.join(line)} on the command line"
+        origins[loser] = f"auto: the file's {show(said[loser])} gives way to {winner}"
+        notes.append(f"{loser} {show(said[loser])} in the file gives way to {winner}")
+    return origins, notes
+
+
+def _within(path: str, section: str) -> bool:
+    return f"{path}.".startswith(f"{section}.")
