@@ -14,7 +14,7 @@ KEYS: dict[str, Key] = parse("""
 train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps : int 1..1e9 auto null
 gradient_clipping : float >=0 auto = 1.0
 gradient_allreduce_op : str mean
-managed_gradient_accumulation : bool =true @! gradients are accumulated over gradient_accumulation_steps
+managed_gradient_accumulation : bool =true ! gradient_accumulation_steps says when to update. Remove it
 prescale_gradients : bool @ they are averaged as they are added up
 gradient_predivide_factor : float >0 =1 @ they are averaged as they are added up
 zero_allow_untested_optimizer : bool @ the optimizers are PyTorch's own
@@ -24,7 +24,7 @@ memory_breakdown : bool @ metrics.jsonl has the memory of each step
 disable_python_gc : bool @ Python collects its garbage
 communication_data_type : str fp32|fp16|bf16 auto null =fp32 @! gradients are added up in float32
 log_level : str debug|info|warning|error|critical null @ it is for DeepSpeed's own log
-sequence_parallel_size : int 1..1e6
+sequence_parallel_size : int =1 ! It is not offered yet. Remove it; trainer.activation_checkpointing saves memory too
 disable_allgather : bool ; DeepSpeed does not read it
 seq_parallel_communication_data_type : str fp32|fp16|bf16 null ; there is no sequence parallelism
 dump_state : bool ; config.json in the run's folder has every resolved value
@@ -81,7 +81,7 @@ hysteresis consecutive_hysteresis min_loss_scale : any ; bf16 needs no loss scal
 [bfloat16]
 enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states : bool auto
 
-[torch_autocast]
+[torch_autocast] ! It picks a precision for each operator, which no engine here proves. Set bf16.enabled in its place
 enabled : bool
 dtype : str float16|bfloat16|fp16|bf16|half|torch.float16|torch.bfloat16
 lower_precision_safe_modules : list null

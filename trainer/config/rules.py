@@ -23,10 +23,8 @@ def conflicts(settings: Json) -> list[Problem]:
     stage = zero.get("stage", 0)
     return [
         *_precision(settings, stage),
-        *_autocast(settings),
         *_offload(zero, stage),
         *_averages(settings, zero, stage),
-        *_not_offered(settings),
     ]
 
 
@@ -42,7 +40,7 @@ def warm_up(settings: Json, ratio: float | None) -> list[Problem]:
 SWITCHES = {
     "zero_optimization": "stage",
     **dict.fromkeys(("zero_optimization.offload_param", "zero_optimization.offload_optimizer"), "device"),
-    **dict.fromkeys(("fp16", "bf16", "torch_autocast", "flops_profiler", "comms_logger"), "enabled"),
+    **dict.fromkeys(("fp16", "bf16", "flops_profiler", "comms_logger"), "enabled"),
 }
 """The key that switches a section on; left out, it is off."""
 
@@ -99,14 +97,6 @@ def _precision(settings: Json, stage: int) -> list[Problem]:
     return found
 
 
-def _autocast(settings: Json) -> list[Problem]:
-    if settings.get("torch_autocast", {}).get("enabled") is not True:
-        return []
-    expected = "no autocast: it picks a precision for each operator, which no engine here proves"
-    mend = "Set bf16.enabled instead: it computes in bfloat16 and keeps float32 weights for the update."
-    return [Problem("torch_autocast.enabled", "saw true", expected, mend)]
-
-
 def _averages(settings: Json, zero: Json, stage: int) -> list[Problem]:
     """DeepSpeed asserts that a reduce-scatter divides after the sum."""
     if not zero.get("reduce_scatter", True) or stage < 2:
@@ -120,18 +110,6 @@ def _averages(settings: Json, zero: Json, stage: int) -> list[Problem]:
 
 
 _NO_SCATTER = "DeepSpeed takes it only with zero_optimization.reduce_scatter false."
-
-
-def _not_offered(settings: Json) -> list[Problem]:
-    size, managed = settings.get("sequence_parallel_size", 1), settings.get("managed_gradient_accumulation", True)
-    found = []
-    if size > 1:
-        mend = "Remove it; trainer.activation_checkpointing saves memory too."
-        found.append(Problem("sequence_parallel_size", f"saw {size}", "1: sequence parallel is not offered yet", mend))
-    if not managed:
-        expected = "true: the trainer says when to update by gradient_accumulation_steps"
-        found.append(Problem("managed_gradient_accumulation", "saw false", expected))
-    return found
 
 
 def _offload(zero: Json, stage: int) -> list[Problem]:
