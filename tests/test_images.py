@@ -16,8 +16,9 @@ from torch import nn
 from tests.commands import ROOT, Result, metrics, train
 from tests.picture_files import write_folder
 from trainer.errors import ConfigError
-from trainer.models import classifiers
+from trainer.models import classifiers, module
 from trainer.models.classifiers import Classifier, Images, chain_of
+from trainer.models.materialise import materialise
 
 VIT = {"patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24, "dropout": 0.1}
 RESNET = {"block": "BasicBlock", "layers": [1, 1, 1, 1]}
@@ -200,3 +201,127 @@ def test_who_trains_text_waits_for_no_image_library():
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
                 assert not {name.split(".")[0] for name in names} & {"torchvision", "PIL", "sklearn"}, path
+
+
+# Pretrained weights by name, and blocks of own callables
+
+
+def cached_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Where torchvision keeps what it has downloaded: a file of the name, without counts of batches as old ones are."""
+    from torchvision import models
+
+    torch.manual_seed(5)
+    known = models.resnet18().state_dict()
+    state = {name: value for name, value in known.items() if not name.endswith("num_batches_tracked")}
+    cache = folder / "torch" / "hub" / "checkpoints"
+    cache.mkdir(parents=True)
+    torch.save(state, cache / models.ResNet18_Weights.IMAGENET1K_V1.url.rpartition("/")[2])
+    return state
+
+
+def test_pretrained_weights_are_torchvisions_but_for_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    state = cached_weights(tmp_path)
+    images = Images(("a", "b", "c"), "RGB", (32, 32), (0.5,) * 3, (0.5,) * 3)
+    for weights in ("IMAGENET1K_V1", "DEFAULT"):
+        found = classifiers.named("resnet18", {}, weights).completed(images)
+        spec = classifiers.spec_of(found, None, seed=3)
+        model = spec.build()
+        materialise(model, spec, seed=3, device=torch.device("cpu"), dtype=torch.float32)
+        own = {spec.published[name]: value for name, value in model.state_dict().items()}
+        assert all(torch.equal(own[name], value) for name, value in state.items() if not name.startswith("fc."))
+        assert own["fc.weight"].shape == (3, 512) and own["fc.weight"].abs().sum() > 0
+        assert spec.notes == ("weights ResNet18_Weights.IMAGENET1K_V1; fc.weight, fc.bias of other classes begin anew",)
+        assert found.normalised_by == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    whole = classifiers.spec_of(classifiers.named("resnet18", {"num_classes": 1000}, "DEFAULT"), None, seed=3)
+    assert torch.equal(whole.weights.read("head.fc.weight"), state["fc.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "message"),
+    [
+        ("resnet18", "IMAGENET", 'saw "IMAGENET" of resnet18; expected one of IMAGENET1K_V1, DEFAULT'),
+        ("VisionTransformer", "DEFAULT", "none: there are no weights by name"),
+        ("inception_v3", "DEFAULT", "none: there are no weights by name"),
+        ("torch.nn:Identity", "DEFAULT", "none: there are no weights by name"),
+    ],
+)
+def test_weights_that_there_are_not_are_named(name: str, weights: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        classifiers.named(name, {}, weights)
+
+
+def test_weights_that_can_not_be_had_say_where_they_belong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+
+    def unreachable(*arguments: Any, **more: Any) -> None:
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", unreachable)
+    with pytest.raises(ConfigError, match=r"can't be had: OSError: Network .*resnet18-f37072fd.pth, or that file in "):
+        classifiers.named("resnet18", {}, "DEFAULT").state()
+    hostile = tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
+    torch.save({"fc.weight": Classifier("x")}, hostile)
+    with pytest.raises(ConfigError, match="can't be had: UnpicklingError"):
+        classifiers.named("resnet18", {}, "DEFAULT").state()
+
+
+@pytest.mark.more
+def test_a_run_begins_with_pretrained_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    state = cached_weights(tmp_path)
+    path = job(tmp_path, {"name_or_path": "resnet18", "weights": "DEFAULT"}, steps=1)
+    result = run(path, "tuned", "optimizer.params.lr=1e-8", "trainer.engine=mesh")
+    assert "another mean and deviation: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)) (trainer.images.norm" in (
+        " ".join(result.output.split())
+    )
+    final = load_file(tmp_path / "runs" / "tuned" / "final" / "model.safetensors")
+    torch.testing.assert_close(final["conv1.weight"], state["conv1.weight"], rtol=0, atol=1e-5)
+
+
+def wrapped(num_classes: int = 2) -> nn.Module:
+    from torchvision import models
+
+    return models.resnet18(num_classes=num_classes)
+
+
+class Encoder(nn.Module):
+    """As Hugging Face's are: a list of blocks, each with modules of its own, below other modules."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Flatten(), nn.Linear(192, 16))
+        self.encoder = nn.Module()
+        self.encoder.layer = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, num_classes))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(images)[:, None]
+        for layer in self.encoder.layer:
+            hidden = layer(hidden)
+        return self.head(hidden[:, 0])  # type: ignore[no-any-return]
+
+
+def test_blocks_of_an_own_callables_model_are_found() -> None:
+    own = classifiers.spec_of(Classifier("tests.test_images:wrapped", {"num_classes": 2}), None, seed=3)
+    named = classifiers.spec_of(Classifier("resnet18", {"num_classes": 2}), None, seed=3)
+    assert own.blocks == named.blocks and len(own.blocks) == 10 and own.published == named.published
+    layers = tuple(f"encoder.layer.{index}" for index in range(3))
+    assert classifiers.spec_of(Classifier("tests.test_images:Encoder"), None, seed=3).blocks == layers
+    assert module.spec_of(Encoder, None, seed=3).blocks == layers
+    assert module.spec_of(wrapped, None, seed=3).blocks == tuple(f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1))
+    assert module.spec_of(lambda: nn.Linear(2, 2), None, seed=3).blocks == ()
+
+
+def test_a_model_whose_forward_is_another_is_no_chain() -> None:
+    model = wrapped()
+    model.forward = lambda images: images  # type: ignore[method-assign]
+    assert chain_of(model) is None
+
+    class Other(type(wrapped())):  # type: ignore[misc]
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return images
+
+    from torchvision.models.resnet import BasicBlock
+
+    assert chain_of(Other(BasicBlock, [1, 1, 1, 1])) is None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -233,3 +235,25 @@ def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, name: 
         f'trainer.log.trackers: "{name}" without the package {package}; expected trackers that are installed. '
         f"pip install meshloom[{name}]"
     )
+
+
+def test_weights_and_biases_without_a_login_is_said_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | {
+        "HOME": str(tmp_path)
+    }
+    code = "from trainer.trackers import require; require(['wandb'])"
+
+    def said(**more: str) -> str:
+        found = subprocess.run(
+            [sys.executable, "-c", code], env=bare | more, capture_output=True, text=True, timeout=120
+        )
+        return found.stderr
+
+    assert (
+        'trainer.log.trackers: "wandb" without a login; expected a login, or WANDB_API_KEY. Run `wandb login`, or set '
+        "WANDB_MODE=offline to keep it on this disk"
+    ) in said()
+    assert "Error" not in said(WANDB_MODE="offline") and "Error" not in said(WANDB_API_KEY="a" * 40)
+    code = "from pathlib import Path; from trainer.trackers import TRACKERS; TRACKERS['wandb'](Path('.'))"
+    assert "ConfigError: wandb: " in said(WANDB_API_KEY="short")

@@ -44,7 +44,8 @@ def train(
     `__getitem__`, whose samples are pairs (input, target) that `torch.utils.data.default_collate` stacks; without
     `evaluation_data`, `trainer.data.evaluation_fraction` of it is held out. `loss(output, target)` of a micro-batch
     gives its sum over the targets and their number; the loss of a step is the sum over the global batch / the number.
-    `blocks`: a pattern such as "layers.*" of the modules that run once each, in order; an `nn.Sequential` needs none.
+    `blocks`: a pattern such as "layers.*" of the modules that run once each, in order; those of an `nn.Sequential`, and of
+    lists of one class, are found.
     With `"task": "image_classification"` in the config, samples are pairs (image, label), images of Pillow or tensors
     [channels, height, width]; there is no `loss` to give, and what is not given is what the config names.
 

@@ -86,6 +86,8 @@ class ModelSection(Section):
     """
     blocks: str | None = None
     """Of an own classifier: a pattern of the modules that run once each, in order, such as "layers.*"."""
+    weights: str | None = None
+    """Of a name of torchvision.models: pretrained ones by name, "DEFAULT" or such as "IMAGENET1K_V2"."""
     revision: str | None = None
     trust_remote_code: bool = False
     attention: Literal["sdpa", "eager", "flash_attention_2"] | None = None

@@ -113,7 +113,7 @@ OF_TEXT: dict[str, tuple[str, ...]] = {
     "model": ("revision", "trust_remote_code", "attention"),
 }
 """Keys that only the task causal_lm knows."""
-OF_IMAGES = {"model": ("blocks",)}
+OF_IMAGES = {"model": ("blocks", "weights")}
 
 
 def _strange(section: TrainerSection) -> list[Problem]:

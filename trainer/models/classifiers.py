@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import nn
 
 from trainer.errors import ConfigError, Problem, named_line
 from trainer.models import module
-from trainer.models.spec import ModelSpec
+from trainer.models.spec import ModelSpec, Weights
 from trainer.models.weights import SafetensorsFolder
 
 DESCRIPTION = "module.json"
@@ -65,6 +66,8 @@ def chain_of(model: nn.Module) -> nn.Sequential | None:
     """The same modules as segments that run one after the other; None for a kind of which no split is known."""
     from torchvision.models import ResNet, VisionTransformer
 
+    if not type(model).__module__.startswith("torchvision.models") or "forward" in vars(model):
+        return None  # another forward
     if isinstance(model, ResNet):
         segments = {"stem": _segment(model, "conv1", "bn1", "relu", "maxpool")}
         for name in ("layer1", "layer2", "layer3", "layer4"):
@@ -116,7 +119,9 @@ class Classifier:
     """Of a function or class of torchvision.models, or "package.module:callable"."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
-    """Where its weights are; None: from scratch."""
+    """Where its weights are; None: from scratch, or torchvision's."""
+    weights: str | None = None
+    """Torchvision's, by name."""
 
     def completed(self, images: Images) -> Classifier:
         """With the number of classes and the size of the images, where the config says neither."""
@@ -132,6 +137,38 @@ class Classifier:
     def callable(self) -> Callable[..., nn.Module]:
         return _imported(self.name) if ":" in self.name else _of_torchvision(self.name)
 
+    @property
+    def pretrained(self) -> Any:
+        """torchvision's entry of the weights; None without. Raises ConfigError for a name that nothing has."""
+        if self.weights is None:
+            return None
+        from torchvision import models
+
+        # these two change what they are given, once they are pretrained
+        unknown = ":" in self.name or self.folder or self.name in (*CLASSES, "googlenet", "inception_v3")
+        known = {} if unknown else models.get_model_weights(self.name).__members__
+        if self.weights not in known:
+            expected = f"one of {', '.join(known)}" if known else "none: there are no weights by name"
+            raise ConfigError(Problem("trainer.model.weights", f'saw "{self.weights}" of {self.name}', expected))
+        return known[self.weights]
+
+    @property
+    def normalised_by(self) -> tuple[tuple[float, ...], ...] | None:
+        """Mean and deviation of the images that the weights were trained on."""
+        given = self.pretrained and self.pretrained.transforms()
+        return given and (tuple(given.mean), tuple(given.std))
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """The pretrained weights, from torchvision's cache (TORCH_HOME) or downloaded; empty without. No pickle."""
+        if (entry := self.pretrained) is None:
+            return {}
+        try:
+            return entry.get_state_dict(progress=False, check_hash=True, weights_only=True)  # type: ignore[no-any-return]
+        except Exception as error:  # of the network, of the disk, or of a file that is another
+            seen = f"{entry} can't be had: {named_line(error)}"
+            expected = f"{entry.url}, or that file in {torch.hub.get_dir()}/checkpoints"
+            raise ConfigError(Problem("trainer.model.weights", seen, expected)) from error
+
     def build(self) -> nn.Module:
         arguments = dict(self.arguments)
         if self.name == "ResNet" and isinstance(arguments.get("block"), str):
@@ -141,15 +178,17 @@ class Classifier:
         return self.callable(**arguments)
 
 
-def named(name: str, arguments: Mapping[str, Any]) -> Classifier:
+def named(name: str, arguments: Mapping[str, Any], weights: str | None = None) -> Classifier:
     """The classifier that `trainer.model` names. Raises ConfigError for a name that nothing has."""
     if not (folder := Path(name)).is_dir():
-        found = Classifier(name, arguments)
-        _ = found.callable
+        found = Classifier(name, arguments, weights=weights)
+        _ = found.callable, found.pretrained
         return found
     try:
         model = json.loads((folder / DESCRIPTION).read_bytes())["model"]
-        return Classifier(model["name"], {**model["arguments"], **arguments}, folder)
+        found = Classifier(model["name"], {**model["arguments"], **arguments}, folder, weights)
+        _ = found.pretrained
+        return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         seen = f"a folder without a {DESCRIPTION} that says how it is built: {named_line(error)}"
         raise ConfigError(Problem("trainer.model.name_or_path", seen, "a folder such as runs/NAME/final")) from error
@@ -160,18 +199,27 @@ def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
 
     def build() -> nn.Module:
         model = classifier.build()
-        chain = None if ":" in classifier.name or blocks else chain_of(model)
+        chain = None if blocks else chain_of(model)
         return model if chain is None else chain
 
     spec = module.spec_of(build, blocks, seed)
     with torch.device("meta"):
         whole = classifier.build()
-    names = published_names(whole, chain_of(whole)) if spec.name == "Sequential" and ":" not in classifier.name else {}
-    weights = spec.weights
+    names = published_names(whole, chain_of(whole)) if spec.name == "Sequential" else {}
+    weights, notes = spec.weights, spec.notes
     if classifier.folder is not None:
         weights = _Published(SafetensorsFolder(classifier.folder), names)
     config = module.config_of(whole)
-    return replace(spec, name=classifier.name, published=names, weights=weights, config=config)
+    if (entry := classifier.pretrained) is not None:
+        with torch.device("meta"):
+            theirs = replace(
+                classifier, arguments={**classifier.arguments, "num_classes": len(entry.meta["categories"])}
+            )
+            shapes = module.config_of(theirs.build())["shapes"]
+        head = [name for name, shape in config["shapes"].items() if shapes.get(name) != shape]
+        weights = _Pretrained(classifier, names, head, spec.weights)
+        notes = (*notes, f"weights {entry}" + (f"; {', '.join(head)} of other classes begin anew" if head else ""))
+    return replace(spec, name=classifier.name, published=names, weights=weights, config=config, notes=notes)
 
 
 def published_names(model: nn.Module, chain: nn.Module | None) -> dict[str, str]:
@@ -191,6 +239,29 @@ class _Published:
         return self._files.read(self._names.get(name, name))
 
     def release(self) -> None: ...
+
+
+class _Pretrained:
+    """Torchvision's weights, but for the head of another number of classes, which has initial values."""
+
+    def __init__(self, classifier: Classifier, names: Mapping[str, str], head: Sequence[str], initial: Weights) -> None:
+        self._classifier, self._names, self._head, self._initial = classifier, names, head, initial
+
+    @cached_property
+    def _state(self) -> Mapping[str, torch.Tensor]:
+        return self._classifier.state()
+
+    def read(self, name: str) -> torch.Tensor | None:
+        own = self._names.get(name, name)
+        # older files know no count of batches, and a batch norm's is zero then
+        if own in self._head or (own not in self._state and own.endswith("num_batches_tracked")):
+            return self._initial.read(name)
+        value = self._state.get(own)
+        return None if value is None else value.clone()
+
+    def release(self) -> None:
+        self.__dict__.pop("_state", None)
+        self._initial.release()
 
 
 def describe(classifier: Classifier, images: Images) -> str:

@@ -118,7 +118,9 @@ def _not_kept(name: str, parameter: nn.Parameter) -> Iterator[Problem]:
 
 def _blocks(model: nn.Module, pattern: str | None) -> tuple[str, ...]:
     if pattern is None:
-        return tuple(name for name, _ in model.named_children()) if isinstance(model, nn.Sequential) else ()
+        return (
+            tuple(name for name, _ in model.named_children()) if isinstance(model, nn.Sequential) else _repeated(model)
+        )
     wanted = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
     found = [(match, name) for name, _ in model.named_modules() if (match := wanted.fullmatch(name))]
     if not found:
@@ -126,6 +128,24 @@ def _blocks(model: nn.Module, pattern: str | None) -> tuple[str, ...]:
         names = ", ".join(name for name, _ in model.named_children())
         raise ConfigError(Problem("blocks", seen, f"a pattern of names below {names}, such as layers.*"))
     return tuple(name for _, name in sorted(found, key=lambda item: [int(number) for number in item[0].groups()]))
+
+
+def _repeated(model: nn.Module) -> tuple[str, ...]:
+    """The blocks that are not named: of a list's members that are alike and no single layers, the kind with the most.
+
+    All of that kind, in all lists, in order; those within another are no blocks. That they run so is tried later.
+    """
+    lists = [(name, inner) for name, inner in model.named_modules() if isinstance(inner, nn.ModuleList | nn.Sequential)]
+    kinds: dict[type, dict[str, int]] = {}
+    for name, inner in lists:
+        for key, member in inner.named_children():
+            if not isinstance(member, nn.ModuleList | nn.Sequential) and any(member.children()):
+                kinds.setdefault(type(member), {})[f"{name}.{key}".lstrip(".")] = sum(
+                    p.numel() for p in member.parameters()
+                )
+    alike = [found for found in kinds.values() if len(found) > 1]
+    best = max(alike, key=lambda found: sum(found.values()), default={})
+    return tuple(name for name in best if not any(name.startswith(f"{other}.") for other in best))
 
 
 def _initialise(root: nn.Module, name: str) -> None:

@@ -48,7 +48,8 @@ def image_subject(
             raise ConfigError(Problem(key, str(named), "nothing: it is handed in"))
     classifier = None
     if model is None:
-        classifier = ranks.on_own(lambda: named_in(section))
+        classifier = pretrained = ranks.on_own(lambda: named_in(section))
+        ranks.await_first(lambda: pretrained.state() and None)  # where it is downloaded, that is done once
     data = open_images(section.data, section.images, section.seed, cache, ranks, own)
     spec = spec_of(section, data.images, classifier, model, blocks)
     task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)
@@ -87,7 +88,7 @@ def named_in(section: TrainerSection) -> Classifier:
     """The classifier that the config names. Raises ConfigError for none, and for a name that nothing has."""
     if (name := section.model.name_or_path) is None:
         raise ConfigError(Problem("trainer.model.name_or_path", "nothing", classifiers.NAMES))
-    return classifiers.named(name, arguments_of(section))
+    return classifiers.named(name, arguments_of(section), section.model.weights)
 
 
 def arguments_of(section: TrainerSection) -> dict[str, Any]:
@@ -111,6 +112,10 @@ def spec_of(
     else:
         classifier = classifier.completed(images)
         spec = classifiers.spec_of(classifier, pattern, section.seed)
+        if (trained_on := classifier.normalised_by) not in (None, (images.mean, images.std)):
+            note = f"{section.model.weights} was trained on images of another mean and deviation: {trained_on}"
+            mend = 'trainer.images.normalize="imagenet"'
+            spec = replace(spec, notes=(*spec.notes, f"{note} ({mend})"))
     content = classifiers.describe(classifier, images)
 
     def save(folder: Any, dtype: torch.dtype | None) -> None:

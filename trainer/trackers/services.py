@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, first_line
 from trainer.trackers.tracker import Evaluation, Record, Tracker, numbers
 
 
@@ -74,7 +74,11 @@ class WeightsAndBiases:
 
         # neither the console nor the config: both may hold what a person does not want to send
         settings = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
-        self._run = wandb.init(project=_EXPERIMENT, name=name, dir=str(folder), settings=settings)
+        try:
+            self._run = wandb.init(project=_EXPERIMENT, name=name, dir=str(folder), settings=settings)
+        except wandb.Error as error:  # a bad key, or a server that does not answer
+            mend = "WANDB_MODE=offline keeps it on this disk"
+            raise ConfigError(Problem("wandb", first_line(error), "a login that its server takes", mend)) from error
         self._run.define_metric("*", step_metric="step")  # its own counter takes no step of before
 
     def record(self, record: Record) -> None:
@@ -109,3 +113,20 @@ def require(names: Sequence[str]) -> None:
             seen = f'"{name}" without the package {missing[0]}'
             mend = f"pip install meshloom[{name}]"
             raise ConfigError(Problem("trainer.log.trackers", seen, "trackers that are installed", mend))
+        if name == "wandb" and not _logged_in():
+            seen, mend = (
+                '"wandb" without a login',
+                "Run `wandb login`, or set WANDB_MODE=offline to keep it on this disk",
+            )
+            raise ConfigError(Problem("trainer.log.trackers", seen, "a login, or WANDB_API_KEY", mend))
+
+
+def _logged_in() -> bool:
+    """True too where nothing is sent, of a package too old to say it without asking a person, and of a bad key."""
+    import wandb
+
+    settings = wandb.setup().settings
+    try:
+        return settings.mode in ("offline", "disabled") or bool(settings.api_key) or wandb.login(prompt=False)
+    except (TypeError, wandb.Error):
+        return True
