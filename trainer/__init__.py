@@ -51,7 +51,7 @@ def train(
 
     The same call again goes on with a run that was not finished, and begins another where it was: `fresh` begins one in
     any case, `resume="auto"` goes on with the newest run of that name, `resume=path` from a checkpoint, with a new
-    optimizer if `resume_weights_only`, and `resume_anyway` also where the data or the model changed. SIGTERM, SIGINT (a
+    optimizer if `resume_weights_only`, and `resume_anyway` also where the data, the model or its code changed. SIGTERM, SIGINT (a
     notebook's interrupt), SIGUSR1 and SIGHUP save and raise `trainer.errors.Preempted`.
 
     Call it in a script under any launcher, or with `processes=N` from plain Python or a notebook. Returns the losses

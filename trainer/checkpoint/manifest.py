@@ -24,7 +24,7 @@ ALL, WEIGHTS_ALONE = ("",), ("model/", DESCRIPTION)
 STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _POSITION = {"step": int, "samples": int, "tokens": int, "engine": dict}
 _DESCRIPTION: dict[str, tuple[type, ...]] = {
-    name: (dict, NoneType) for name in ("config", "data", "layout", "model", "versions")
+    name: (dict, NoneType) for name in ("code", "config", "data", "layout", "model", "versions")
 }
 _DESCRIPTION |= {"evaluation_loss": (float, int, NoneType), "stateless": (list, NoneType), "since": (dict, NoneType)}
 """The types of what is looked at of a description, where it is there."""

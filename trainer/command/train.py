@@ -51,7 +51,7 @@ def options_of(arguments: Sequence[str], name: str) -> argparse.Namespace:
     )
     whence.add_argument("--fresh", action="store_true", help="start a run of its own, and leave an unfinished one")
     parser.add_argument(
-        "--resume-anyway", action="store_true", help="also where data, tokenizer or model changed since the checkpoint"
+        "--resume-anyway", action="store_true", help="also where data, tokenizer, model or code changed since"
     )
     parser.add_argument("--resume-weights-only", action="store_true", help="leave the checkpoint's optimizer state out")
     parser.add_argument("--dry-run", action="store_true", help="show the plan and the data; train nothing")

@@ -7,7 +7,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from torch import nn
 LIBRARIES = {"torch", "transformers", "torchvision", "numpy", "deepspeed", "accelerate", "peft", "trainer"}
 """Whose code is not a user's own, beside Python's."""
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
+KEPT = (*PLAIN, list, tuple, dict, set, FunctionType, type)
+"""Of globals those alone: another object may be anything."""
 LONGEST = 1000
 """Entries of a list that are looked at: a longer one is data."""
 DEEPEST = 8
@@ -27,7 +29,7 @@ _OF_MODULES = {"training", "_parameters", "_buffers", "_modules"}
 
 def is_library(thing: Any) -> bool:
     """True of code that is Python's, PyTorch's, transformers' or this program's."""
-    root = (getattr(thing, "__module__", None) or "builtins").partition(".")[0]
+    root = str(getattr(thing, "__module__", None) or getattr(thing, "__name__", "builtins")).partition(".")[0]
     return root in LIBRARIES or (root in sys.stdlib_module_names and root != "__main__")
 
 
@@ -40,9 +42,14 @@ def captured(function: FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     yield "defaults", (function.__defaults__, function.__kwdefaults__)
     yield from vars(function).items()
-    for name in dict.fromkeys(_names(function.__code__)):
-        if isinstance(value := function.__globals__.get(name), (*PLAIN, list, tuple, dict, set, FunctionType)):
+    names, known = dict.fromkeys(_names(function.__code__)), function.__globals__
+    for name, value in ((name, known[name]) for name in names if name in known):
+        if isinstance(value, KEPT):
             yield name, value
+        elif isinstance(value, ModuleType) and not is_library(value):  # `module.function` of it
+            yield from (
+                (f"{name}.{key}", vars(value)[key]) for key in names if isinstance(vars(value).get(key, ...), KEPT)
+            )
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -102,7 +109,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (("", part) for part in (getattr(value, "__self__", None), function))
     elif isinstance(value, FunctionType):
         yield from () if is_library(value) else ((f" {name}", part) for name, part in captured(value))
-    elif not is_library(kind) and not isinstance(value, type) and getattr(value, "__dict__", None):
+    elif isinstance(value, type):
+        return
+    elif not is_library(kind) and getattr(value, "__dict__", None):
         yield from ((f".{key}", part) for key, part in vars(value).items())
     elif not is_library(kind) or kind.__module__.startswith(_STREAMS):
         try:

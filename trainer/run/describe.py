@@ -110,6 +110,7 @@ def run_description(prepared: Prepared) -> dict[str, Any]:
         "config": resolved(prepared),
         "data": {"fingerprint": prepared.data.fingerprint, **prepared.data.description()},
         "model": prepared.spec.config,
+        "code": dict(prepared.code),
         "versions": versions(),
     }
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +26,7 @@ from trainer.errors import ConfigError, DataError, Problem, shared
 from trainer.layout import Layout, layout_of
 from trainer.models import huggingface, module
 from trainer.models.checks import Alone
+from trainer.models.code import code_of
 from trainer.models.frozen import frozen
 from trainer.models.lora import adapted
 from trainer.models.spec import ModelSpec
@@ -64,6 +65,8 @@ class Prepared:
     """Those of them that weight decay spares, with their sizes."""
     workers: int
     """Processes of each rank that load samples; 0: a thread."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """Digests of own code, by name: what a checkpoint was trained with."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,9 @@ def prepare(
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     undecayed = spared(section.weight_decay_excludes, spec)
     known = (config, layout, name, engine, spec, task, data, subject.tokenizer, steps, model_notes, learned, undecayed)
-    return Prepared(*known, workers_of(section, machine) if isinstance(data, ImageData) else 0)
+    workers = workers_of(section, machine) if isinstance(data, ImageData) else 0
+    own = {"loss": given.loss, "model": given.model} if given else {}
+    return Prepared(*known, workers, code_of(model, **own))
 
 
 def amended(spec: ModelSpec, section: TrainerSection, ranks: Ranks, *, copied: bool = False) -> ModelSpec:

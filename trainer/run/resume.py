@@ -38,7 +38,7 @@ class Request:
     fresh: bool = False
     """Start a run of its own, also where the last one was not finished."""
     resume_anyway: bool = False
-    """Also where data, tokenizer or model changed."""
+    """Also where data, tokenizer, model or code changed."""
     weights_only: bool = False
     """Go on with a new optimizer."""
     dry_run: bool = False
@@ -117,7 +117,7 @@ def _chosen(config: Config, request: Request, ranks: Ranks) -> Start:
 def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     """What else changed since the checkpoint, a line each; an imported one says nothing of data and config.
 
-    Raises DataError if data or tokenizer did, ConfigError if the model did: the run would not be the same one.
+    Raises DataError if data or tokenizer did, ConfigError if the model or its code did: it would not be the same run.
     """
     saved = checkpoint.read_description(source)
     mend = "Undo the change, start a run of its own with --fresh, or go on in spite of it with --resume-anyway"
@@ -133,6 +133,8 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     model = _differences(before, now)
     if model:
         raise ConfigError(Problem(f"model: {source}", listed(model), "the model of the checkpoint", mend))
+    if code := _recoded(saved.get("code") or {}, description.get("code") or {}):
+        raise ConfigError(Problem(f"code: {source}", listed(code), "that of the checkpoint", mend))
     steering = _differences(_steering(saved), _steering(description)) if "config" in saved else []
     return [f"changed since the checkpoint: {line}" for line in steering]
 
@@ -316,6 +318,13 @@ def _steering(description: Mapping[str, Any]) -> dict[str, Any]:
         name: section.get(name) or [] for name in ("freeze", "parameter_groups", "label_smoothing", "neftune_alpha")
     }  # those of old have none
     return {name: config.get(name) for name in wanted} | {"seed": description.get("seed"), **own}
+
+
+def _recoded(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The names of code that both have and that mean something else now; what came or went shows in what uses it."""
+    pairs = {name: (str(before[name]), now[name]) for name in sorted(before) if name in now}
+    told = {name: "was edited" if "sha256" in pair[0] else " -> ".join(pair) for name, pair in pairs.items()}
+    return [f"{name} {told[name]}" for name, (was, is_) in pairs.items() if was != is_]
 
 
 def _differences(saved: Any, here: Any) -> list[str]:

@@ -1,0 +1,169 @@
+"""The code that a model and its loss run, as digests by name: an edit since a checkpoint shows, a comment does not."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import textwrap
+from dataclasses import is_dataclass
+from functools import cache, partial
+from types import CodeType, FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer.models.names import pattern_of
+from trainer.models.python_state import LONGEST, PLAIN, captured, checksum, is_library
+
+SHORT = 60
+"""Characters of a value that is kept as it is."""
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def code_of(model: nn.Module, /, **given: Any) -> dict[str, str]:
+    """By name: own classes in the model's tree and what is `given` with all own functions that they call, as digests
+    of their source; plain values that these take from closures, defaults and globals.
+
+    With something given, the model is an own one: classes and plain attributes of all submodules are there, too.
+    """
+    found, seen = dict[str, str](), set[int]()
+    for name, thing in given.items():
+        _note(name, thing, found, seen)
+    values: dict[str, list[str]] = {}
+    for place, module in model.named_modules():
+        _note(type(module).__qualname__, type(module), found, seen)
+        pattern = pattern_of(place) or "model"
+        values.setdefault(f"{pattern}'s class", []).append(type(module).__qualname__)
+        for key, value in vars(module).items():
+            if callable(value) and not isinstance(value, nn.Module):  # a forward of this one alone, an activation
+                _note(f"{pattern}.{key}", value, found, seen)
+            elif key.endswith("_hooks") and not isinstance(value, set):
+                for hook in value.values():
+                    _note(f"{pattern}.{key}", hook, found, seen)
+            elif not key.startswith("_") and key != "training" and (text := _text(value)) is not None:
+                values.setdefault(f"{pattern}.{key}", []).append(text)
+    if given:
+        for key, texts in values.items():
+            found[key] = _short(texts[0] if len(set(texts)) == 1 else " ".join(texts))
+    return found
+
+
+def _note(name: str, thing: Any, found: dict[str, str], seen: set[int]) -> None:
+    """Add own code, with what it takes from elsewhere."""
+    if isinstance(thing, partial):
+        _add(found, f"{name}'s arguments", _text((thing.args, thing.keywords)))
+        _note(name, thing.func, found, seen)
+    elif isinstance(thing, MethodType):
+        _note(name, thing.__func__, found, seen)
+    elif isinstance(thing, (FunctionType, type)):
+        _note_code(thing.__qualname__ if thing.__name__ != "<lambda>" else name, thing, found, seen)
+    elif callable(thing) and not is_library(type(thing)):
+        _add(found, f"{name}'s values", _text(vars(thing)) if hasattr(thing, "__dict__") else None)
+        _note(type(thing).__qualname__, type(thing), found, seen)
+
+
+def _note_code(name: str, thing: Any, found: dict[str, str], seen: set[int]) -> None:
+    if is_library(thing) or id(thing) in seen:
+        return
+    seen.add(id(thing))
+    _add(found, name, _source(thing), 0)
+    members = [*vars(thing).values(), *thing.__bases__] if isinstance(thing, type) else [thing]
+    for member in members:
+        function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+        if isinstance(function, type):
+            _note_code(function.__qualname__, function, found, seen)
+        elif isinstance(function, FunctionType):
+            for key, value in captured(function):
+                if not isinstance(value, (FunctionType, type)):
+                    _add(found, f"{name}: {key}", _text(value))
+                elif not _is_installed(value):
+                    _note(f"{name}: {key}", value, found, seen)
+
+
+def _is_installed(thing: Any) -> bool:
+    """True of a package's code, which is not followed from function to function."""
+    try:
+        return any(part in (inspect.getsourcefile(thing) or "") for part in _INSTALLED)
+    except TypeError:
+        return True
+
+
+def _add(found: dict[str, str], name: str, text: str | None, most: int = SHORT) -> None:
+    """Several things of one name, such as lambdas, are told by all of them."""
+    short = None if text is None else _short(text, most)
+    if short is not None and short not in found.get(name, ""):
+        found[name] = f"{found[name]} {short}" if name in found else short
+
+
+def _short(text: str, most: int = SHORT) -> str:
+    return text if len(text) <= most else f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _text(value: Any, depth: int = 0) -> str | None:
+    """Plain data as text; None of what is none."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return checksum(value)
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
+        value = vars(value) if hasattr(value, "__dict__") else None
+    if not isinstance(value, (list, tuple, set, frozenset, dict)) or len(value) > LONGEST or depth > 3:
+        return None
+    if isinstance(value, (set, frozenset)):
+        value = sorted(map(repr, value))
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    return str([(key if isinstance(key, PLAIN) else "", _text(part, depth + 1)) for key, part in pairs])
+
+
+def _source(thing: Any) -> str:
+    """Source without comments and docstrings; the bytecode of what has none, such as what was typed in."""
+    try:
+        tree = _lambda(thing.__code__) if thing.__name__ == "<lambda>" else _parsed(inspect.getsource(thing))
+    except (OSError, TypeError, SyntaxError, LookupError):
+        functions = vars(thing).values() if isinstance(thing, type) else [thing]
+        return " ".join(_bytecode(one.__code__) for one in functions if isinstance(one, FunctionType))
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
+            body[:1] = [] if len(body) > 1 else [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def _parsed(text: str) -> ast.AST:
+    return ast.parse(textwrap.dedent(text))
+
+
+@cache
+def _file(text: str) -> ast.AST:
+    return ast.parse(text)
+
+
+def _lambda(code: CodeType) -> ast.AST:
+    """The lambda alone, not the statement that it stands in. Raises LookupError."""
+    spots = [(line, column) for line, _, column, _ in code.co_positions() if line and column]
+    nodes = (node for node in ast.walk(_file("".join(inspect.findsource(code)[0]))) if isinstance(node, ast.Lambda))
+    around = [node for node in nodes if all(_start(node.body) <= spot <= _end(node.body) for spot in spots)]
+    if not spots or not around:
+        raise LookupError
+    return max(around, key=_start)
+
+
+def _start(node: ast.expr) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def _end(node: ast.expr) -> tuple[int, int]:
+    return node.end_lineno or 0, node.end_col_offset or 0
+
+
+def _bytecode(code: CodeType) -> str:
+    constants = [_bytecode(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    return f"{code.co_code.hex()} {constants} {code.co_names}"
