@@ -1,6 +1,6 @@
 """What a checkpoint costs, on CPU: beside plain safetensors and `torch.distributed.checkpoint`, stall, and memory.
 
-    torchrun --nproc-per-node 2 benchmarks/checkpoints.py [--rounds 5] [--folder DISK]
+    torchrun --nproc-per-node 2 benchmarks/checkpoints.py [--rounds 5] [--folder DISK] [--smoke]
 
 The state is that of the memory model of layouts.py under ZeRO-3 on engine `mesh`: weights and two moments in float32.
 save, load: `trainer.checkpoint` (hashed, flushed, agreed, one rename; loading without and with the verification of
@@ -190,7 +190,7 @@ def measure_memory(arms: Arms) -> list[str]:
             most = torch.tensor([peak.most - before])
             dist.all_reduce(most, dist.ReduceOp.MAX)
             lines.append(f"| {name} | {int(most) / 2**20:.0f} | {largest:.0f} |")
-        copies = sum(tensor.nbytes for tensor in background._gradient_sync.values()) / 2**20
+        copies = sum(tensor.nbytes for tensor in background._copies.values()) / 2**20
     return [*lines, f"\nThe copy that is kept for saves beside the training: {copies:.0f} MiB on rank 0."]
 
 
@@ -198,6 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--smoke", action="store_true", help="that it runs: a tiny model, one round, no figure")
     options = parser.parse_args()
     world = world_of(os.environ)
     if world is None:
@@ -205,15 +206,15 @@ def main() -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_world_size))
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    bench = Bench("memory", world.rank, world.world_size)
+    bench, rounds = Bench("memory", world.rank, world.world_size, options.smoke), 1 if options.smoke else options.rounds
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         names = [temporary]
         dist.broadcast_object_list(names)
         arms = Arms(bench, Path(names[0]))
         for measure in (
             lambda: measure_memory(arms),
-            lambda: measure_bandwidth(arms, options.rounds),
-            lambda: measure_stall(arms, bench, options.rounds),
+            lambda: measure_bandwidth(arms, rounds),
+            lambda: measure_stall(arms, bench, rounds),
         ):
             lines = measure()
             if world.rank == 0:

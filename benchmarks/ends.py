@@ -3,6 +3,8 @@
     python benchmarks/ends.py overhead [--steps 4000]
     python benchmarks/ends.py faults [--times 3] [--minutes 60]
 
+`--smoke` shows that it runs: a few steps, one kind of fault, and no figure.
+
 overhead: one run of a tiny Llama in two processes, in which the watcher's threads are there for BLOCK steps and away
 for as many, in turn; the ratio is that of the mean step with it to the mean step without it, of neighbouring blocks.
 Then what a call costs that tells it a phase. faults: each kind of benchmarks/soak.py that ends a run, by three
@@ -34,7 +36,7 @@ from tests.commands import write_job
 from tests.marked import ended, sweep
 from trainer.distributed.watch import Watch
 
-BLOCK, WARM_UP = 200, 200
+BLOCK = WARM_UP = int(os.environ.get("ENDS_BLOCK", 200))
 """Steps: of a block, which takes longer than the second between two beats; and before the first."""
 NAMED = re.compile(r"rank \d+ on |preempted|stalled|ended the run at once")
 """Ours: what torchrun and deepspeed say of signals does not count."""
@@ -95,7 +97,8 @@ def as_rank(arguments: list[str]) -> int:
 def overhead(folder: Path, count: int) -> str:
     job = write_job(folder, steps=count, engine="mesh", log={"every": 100})
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ENDS_FOUND": str(folder / "found.json")}
-    words = ["torchrun", "--nproc-per-node", "2", "--standalone", __file__, "rank", "--config", str(job)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    words = [*launcher, __file__, "rank", "--config", str(job)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((folder / "found.json").read_text())
@@ -104,7 +107,8 @@ def overhead(folder: Path, count: int) -> str:
     low, middle, high = statistics.quantiles(ratios, n=4)
     step = statistics.median(off for _, off in pairs) * 1e3
     return (
-        f"{len(pairs)} pairs of blocks of {BLOCK} steps, {step:.1f} ms a step without: with / without {middle:.3f} in "
+        f"{len(pairs)} pairs of blocks of {os.environ.get('ENDS_BLOCK', BLOCK)} steps, {step:.1f} ms a step without: "
+        f"with / without {middle:.3f} in "
         f"the median, quartiles {low:.3f} and {high:.3f}; {found['mark'] * 1e6:.2f} us for each phase that is told"
     )
 
@@ -137,11 +141,11 @@ def strike(soak: Soak, kind: str, launcher: str, number: int) -> tuple[float | N
     return (named[0] - begun if named else None), took if gone else float("inf"), line
 
 
-def faults(folder: Path, times: int, minutes: float) -> None:
+def faults(folder: Path, times: int, minutes: float, smoke: bool) -> None:
     soak, begun = Soak(folder, random.Random(0)), time.monotonic()
     soak.job(steps=1_000_000, every=1_000_000)
     found = defaultdict(list)
-    kinds = [kind for kind in KINDS if kind not in TEMPORARY]
+    kinds = [kind for kind in KINDS if kind not in TEMPORARY][: 1 if smoke else None]
     for number in range(times * len(kinds)):
         if time.monotonic() - begun > 60 * minutes:
             break
@@ -166,12 +170,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no fault later than that")
+    parser.add_argument("--smoke", action="store_true", help="that it runs: a few steps, one kind, no figure")
     given = parser.parse_args()
+    if given.smoke:
+        os.environ["ENDS_BLOCK"], given.steps, given.times = "5", 30, 1
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         if given.what == "overhead":
             print(overhead(Path(temporary), given.steps))
         else:
-            faults(Path(temporary), given.times, given.minutes)
+            faults(Path(temporary), given.times, given.minutes, given.smoke)
     print(f"load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores")
 
 

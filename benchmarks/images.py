@@ -1,6 +1,7 @@
 """Image training against a bare PyTorch loop with the same model and loader, and the loader against PyTorch's own.
 
     python benchmarks/images.py                 # both, about three minutes on two cores
+    python benchmarks/images.py --smoke         # that it runs
 
 Steps of both loops are interleaved in blocks in one process, so that what else the machine does hits both; each ratio
 is the median over blocks, and A/A compares the bare loop with itself. The loader is compared with
@@ -179,18 +180,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=15)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--smoke", action="store_true", help="that it runs: few and small images, no figure")
     options = parser.parse_args()
+    blocks, rounds, count, pixels = (2, 1, 16, 64) if options.smoke else (options.blocks, options.rounds, 256, 256)
     torch.set_num_threads(1)
     os.environ.update(environment_of(0, 1, free_port()))
     with tempfile.TemporaryDirectory() as place:
-        folder = pictures(Path(place), 256, 256)
+        folder = pictures(Path(place), count, pixels)
         print("| model | bare step | engine / bare | A/A |\n| --- | --- | --- | --- |")
-        for named, size, batch in ((Classifier("resnet18"), 64, 16), (VIT, 64, 16)):
-            for line in step_time(folder, named, size, batch, options.blocks, 3):
+        for named, size, batch in ((Classifier("resnet18"), 64, 16), (VIT, 64, 16))[: 1 if options.smoke else 2]:
+            for line in step_time(
+                folder, named, size, 2 if options.smoke else batch, blocks, 1 if options.smoke else 3
+            ):
                 print(line, flush=True)
         print("\n| workers | images/s | DataLoader | ratio |\n| --- | --- | --- | --- |")
         for workers in (1, 2):
-            for line in loader_rate(folder, 128, 32, workers, 16, options.rounds):
+            for line in loader_rate(folder, 128, *((4, workers, 2) if options.smoke else (32, workers, 16)), rounds):
                 print(line, flush=True)
 
 

@@ -5,6 +5,8 @@
     torchrun --nproc-per-node 2 benchmarks/layouts.py pipeline [--rounds 10]
     python benchmarks/layouts.py build
 
+`--smoke` shows that a measure runs: a tiny model, and no figure.
+
 time: one step (forward, backward, clipping, fused AdamW) of engine `mesh` (twice, for A/A) and `accelerate`, and of the
 same layout written by hand (DDP, or fully_shard on every block and the root), interleaved in random order. Median of
 ratios within a round.
@@ -54,7 +56,7 @@ from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.task import Batch, ModelWithLoss
 
 BATCH, CLIP, RATE = 2, 1.0, 1e-3
-OPTIMIZER = {"type": "AdamW", "params": {"lr": RATE, "fused": True}}
+OPTIMIZER = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01, "fused": True}}
 SIZES = {
     "time": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "vocab_size": 4096, "sequence": 64},
     "memory": {
@@ -73,6 +75,7 @@ SIZES = {
         "sequence": 128,
     },
 }
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64, "sequence": 8}
 # pipeline stages and ZeRO stage
 BUILDS = {"ZeRO-3": (1, 3), "2 stages x ZeRO-3": (2, 3), "2 stages": (2, 0), "DDP": (1, 0)}
 HEADS = {
@@ -83,15 +86,15 @@ KINDS = {"DDP": 0, "ZeRO-2": 2, "ZeRO-3": 3}
 
 
 class Bench:
-    def __init__(self, measure: str, rank: int, world_size: int) -> None:
-        sizes = {**SIZES[measure]}
+    def __init__(self, measure: str, rank: int, world_size: int, smoke: bool = False) -> None:
+        sizes = {**(TINY if smoke else SIZES[measure])}
         self.sequence, self.rank, self.world_size = sizes.pop("sequence"), rank, world_size
         config = {"model_type": "llama", **sizes, "num_attention_heads": 8, "num_key_value_heads": 8}
         options = SimpleNamespace(
             name_or_path=None, config=config, revision=None, trust_remote_code=False, attention=None
         )
         self.spec = huggingface.spec_of(huggingface.read_config(options), options)
-        self.task = CausalLM(fused_head=self.spec.language.plain_head)
+        self.task = CausalLM(fused_head=self.spec.language.plain_head, hidden_size=sizes["hidden_size"])
 
     def batches(self, count: int = 1) -> list[Batch]:
         ids = torch.randint(0, self.spec.language.vocabulary, (count, BATCH, self.sequence + 1))
@@ -180,7 +183,7 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def measure_time(bench: Bench, rounds: int) -> str:
+def measure_time(bench: Bench, rounds: int, counts: Sequence[int] = ()) -> str:
     lines = ["| layout | by hand (ms) | mesh / by hand | accelerate / by hand | A/A |", "| --- |" + " ---: |" * 4]
     for kind, stage in KINDS.items():
         arms = {
@@ -198,9 +201,9 @@ def measure_time(bench: Bench, rounds: int) -> str:
     return "\n".join(lines)
 
 
-def measure_pipeline(bench: Bench, rounds: int) -> str:
+def measure_pipeline(bench: Bench, rounds: int, counts: Sequence[int]) -> str:
     lines = ["| micro-batches | m / (m + p - 1) | of that | of that, both cores busy |", "| ---: |" + " ---: |" * 3]
-    for count in (2, 4, 8, 16):
+    for count in counts:
         batches = bench.batches(count)
         pipeline = bench.engine("mesh", bench.layout(0, pipeline=2, accumulation=count))
         single = partial(bench.by_hand(None), batches)
@@ -274,9 +277,9 @@ def measure_build(bench: Bench, kind: str, folder: str) -> str:
     return f"| {kind} | " + " | ".join(f"{cell / 2**20:.0f}" for cell in cells) + " |"
 
 
-def save_model(folder: str) -> None:
+def save_model(folder: str, smoke: bool) -> None:
     """The model of the memory measure as `save_pretrained` writes it, in shards."""
-    bench = Bench("memory", 0, 1)
+    bench = Bench("memory", 0, 1, smoke)
     model = bench.spec.build()
     materialise(model, bench.spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
     model.save_pretrained(folder, max_shard_size="200MB")  # type: ignore[operator]
@@ -288,15 +291,17 @@ def main() -> None:
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--kind", help=argparse.SUPPRESS)
+    parser.add_argument("--smoke", action="store_true", help="that it runs: a tiny model, one kind, no figure")
     options = parser.parse_args()
     if options.measure in HEADS and options.kind is None:
         print(HEADS[options.measure])
         with tempfile.TemporaryDirectory() as folder:
             if options.measure == "build":
-                save_model(folder)
-            for kind in KINDS if options.measure == "memory" else BUILDS:
+                save_model(folder, options.smoke)
+            kinds = list(KINDS if options.measure == "memory" else BUILDS)
+            for kind in kinds[:1] if options.smoke else kinds:
                 command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__]
-                command += [options.measure, "--kind", kind, "--folder", folder]
+                command += [options.measure, "--kind", kind, "--folder", folder, *["--smoke"][: options.smoke]]
                 environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
                 done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=environment)
                 print("\n".join(line for line in done.stdout.splitlines() if line.startswith("|")), flush=True)
@@ -308,13 +313,15 @@ def main() -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_world_size))
     dist.init_process_group("gloo")
     torch.manual_seed(world.rank if options.measure == "time" else 0)
-    bench = Bench("memory" if options.measure == "build" else options.measure, world.rank, world.world_size)
+    measured = "memory" if options.measure == "build" else options.measure
+    bench = Bench(measured, world.rank, world.world_size, options.smoke)
     if options.measure == "memory":
         report = measure_memory(bench, options.kind)
     elif options.measure == "build":
         report = measure_build(bench, options.kind, options.folder)
     else:
-        report = {"time": measure_time, "pipeline": measure_pipeline}[options.measure](bench, options.rounds)
+        measure = {"time": measure_time, "pipeline": measure_pipeline}[options.measure]
+        report = measure(bench, 1 if options.smoke else options.rounds, (2,) if options.smoke else (2, 4, 8, 16))
     if world.rank == 0:
         print(report, flush=True)
     dist.barrier()

@@ -1,6 +1,6 @@
 """The chunked loss against PyTorch's own at a vocabulary of 128k: memory and time, forward and backward.
 
-    python benchmarks/loss_memory.py
+    python benchmarks/loss_memory.py [--repeats 8] [--smoke]
 
 Peak memory is that of a process of its own per arm, above the same process without the loss. Times are taken in one
 process, arms in random order, and reported as the median of paired ratios.
@@ -23,7 +23,8 @@ import torch.nn.functional as F
 
 from trainer.tasks.cross_entropy import linear_cross_entropy
 
-TOKENS, WIDTH, VOCABULARY = 2048, 1024, 131072
+SMOKE = "--smoke" in sys.argv
+TOKENS, WIDTH, VOCABULARY = (64, 32, 512) if SMOKE else (2048, 1024, 131072)
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -46,7 +47,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def peak_gib(arm: str, dtype: str) -> float:
-    command = [sys.executable, __file__, "--arm", arm, "--dtype", dtype]
+    command = [sys.executable, __file__, "--arm", arm, "--dtype", dtype, *["--smoke"][:SMOKE]]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--arm", choices=ARMS)
     parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--smoke", action="store_true", help="that it runs: a small vocabulary, no figure")
     options = parser.parse_args()
     if options.arm:
         hidden, weight, targets = inputs(DTYPES[options.dtype])

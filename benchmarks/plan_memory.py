@@ -2,6 +2,7 @@
 
     python benchmarks/plan_memory.py            # each layout that the tests know, under each engine that offers it
     python benchmarks/plan_memory.py lora chunked mesh-zero3       # those whose names contain one of these
+    python benchmarks/plan_memory.py --smoke mesh-zero3 # that it runs: nothing is written
 
 Real ranks meet through gloo, build the engine, take two steps and evaluate, while each storage that is made and freed
 is written down. The rank that was fullest is then planned: the same engine on fake tensors. Writes the section "CPU"
@@ -125,13 +126,13 @@ def in_order(item: tuple[str, Case]) -> tuple[int, bool, str]:
 
 
 def main() -> None:
-    words = sys.argv[1:]
+    words, smoke = [word for word in sys.argv[1:] if word != "--smoke"], "--smoke" in sys.argv
     cases = by_engine(LAYOUTS | PRECISIONS | MORE)
     chosen = {
         name: in_proportion(case) for name, case in cases.items() if not words or any(word in name for word in words)
     }
     pools, rows, failed = Pools(), kept(), []
-    for name, case in sorted(chosen.items(), key=in_order):
+    for name, case in sorted(chosen.items(), key=in_order)[: 1 if smoke else None]:
         started = time.monotonic()
         try:
             row = compared(name, case, pools)
@@ -142,8 +143,10 @@ def main() -> None:
         print(f"{row} {time.monotonic() - started:.1f} s", flush=True)
         engine, _, layout = name.partition("-")
         rows[engine, layout] = str(row)
-        written(section(rows, failed))
+        if not smoke:
+            written(section(rows, failed))
     pools.close()
+    sys.exit(1 if smoke and failed else 0)
 
 
 if __name__ == "__main__":

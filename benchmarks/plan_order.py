@@ -1,6 +1,6 @@
 """Does the plan put layouts in the order that their steps take? On processors, by rank correlation.
 
-    python benchmarks/plan_order.py [--ranks 2 4 8] [--layouts 12]
+    python benchmarks/plan_order.py [--ranks 2 4 8] [--layouts 12] [--smoke]
 
 Of all layouts of one global batch that the mesh engine runs on so many ranks, some are taken, evenly from the fastest
 to the slowest that the closed form of `trainer/planner/proposals.py` makes of them. Each is planned for a device whose
@@ -227,7 +227,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--layouts", type=int, default=12)
+    parser.add_argument("--smoke", action="store_true", help="that it runs: two layouts of two ranks, no file")
     options = parser.parse_args()
+    if options.smoke:
+        options.ranks, options.layouts = [2], 2
     pools = Pools()
     try:
         found = {ranks: compared(ranks, options.layouts, pools) for ranks in options.ranks}
@@ -235,6 +238,8 @@ def main() -> None:
         pools.close()
     text = section(found)
     print(text)
+    if options.smoke:
+        return
     before, _, after = RESULTS.read_text().partition("## Order\n")
     rest = after.partition("\n## ")
     RESULTS.write_text(f"{before.rstrip()}\n\n{text}" + (f"\n## {rest[2]}" if rest[1] else ""))

@@ -1,6 +1,7 @@
 """Random faults, one after another: does each run end in time and leave nothing, and does it come to the same end?
 
     python benchmarks/soak.py --faults 200 [--minutes 60]
+    python benchmarks/soak.py --smoke               # that it runs: one fault in one layout, no line in results/
 
 A tiny Llama is trained for STEPS steps in two or four processes, by three launchers in turn. A fault of a random kind
 strikes at a random moment; then the run has to end with a last line, leave no process, and go on, in the same layout or
@@ -256,7 +257,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no fault later than that")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, default=LOG, metavar="PATH", help="go on behind its last fault")
+    parser.add_argument("--smoke", action="store_true", help="that it runs: one fault in one layout, no log")
     args = parser.parse_args()
+    if args.smoke:
+        del LAYOUTS[1:]
+        args.faults, args.log = 1, Path(tempfile.mkdtemp(prefix="soak-")) / "log"
     log = [Struck(**json.loads(line)) for line in args.log.read_text().splitlines()] if args.log.exists() else []
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     soak, begun = Soak(folder, random.Random()), time.monotonic()

@@ -1,6 +1,6 @@
 """What a step costs beside bare loops and Hugging Face's Trainer, on CPU, interleaved step by step in one run.
 
-    python benchmarks/step_time.py [--model small|26m] [--steps 60] [--peer trainer|accelerate]
+    python benchmarks/step_time.py [--model small|26m] [--steps 60] [--peer trainer|accelerate] [--smoke]
     torchrun --nproc-per-node 2 benchmarks/step_time.py ...
 
 Arms, all with the same model, values, samples, batch size, clipping, schedule and fused AdamW:
@@ -132,7 +132,10 @@ class Bench:
             "gradient_accumulation_steps": 1,
             "gradient_clipping": CLIP,
             "zero_optimization": {"stage": self.stage},
-            "optimizer": {"type": "AdamW", "params": {"lr": RATE, "torch_adam": True, "fused": True}},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": RATE, "weight_decay": 0.01, "torch_adam": True, "fused": True},
+            },
         }
         self.scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": RATE, "warmup_num_steps": 10}}
 
@@ -281,7 +284,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--peer", choices=("trainer", "accelerate"), default="trainer", help="the sixth arm")
     parser.add_argument("--arm", help="run this arm alone and print its peak memory")
+    parser.add_argument("--smoke", action="store_true", help="that it runs: the small model, two steps, no figure")
     options = parser.parse_args()
+    if options.smoke:
+        options.model, options.steps = "small", 2
     if world_of(os.environ) is None:
         os.environ.update(environment_of(0, 1, free_port()))
     os.environ["DS_ACCELERATOR"] = "cpu"
