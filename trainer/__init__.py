@@ -44,15 +44,15 @@ def train(
     `__getitem__`, whose samples are pairs (input, target) that `torch.utils.data.default_collate` stacks; without
     `evaluation_data`, `trainer.data.evaluation_fraction` of it is held out. `loss(output, target)` of a micro-batch
     gives its sum over the targets and their number; the loss of a step is the sum over the global batch / the number.
-    `blocks`: a pattern such as "layers.*" of the modules that run once each, in order; those of an `nn.Sequential`, and of
-    lists of one class, are found.
+    `blocks`: a pattern such as "layers.*" of the modules that run once each, in order; those of an `nn.Sequential`,
+    and of lists of one class, are found.
     With `"task": "image_classification"` in the config, samples are pairs (image, label), images of Pillow or tensors
     [channels, height, width]; there is no `loss` to give, and what is not given is what the config names.
 
     The same call again goes on with a run that was not finished, and begins another where it was: `fresh` begins one in
     any case, `resume="auto"` goes on with the newest run of that name, `resume=path` from a checkpoint, with a new
-    optimizer if `resume_weights_only`, and `resume_anyway` also where the data, the model or its code changed. SIGTERM, SIGINT (a
-    notebook's interrupt), SIGUSR1 and SIGHUP save and raise `trainer.errors.Preempted`.
+    optimizer if `resume_weights_only`, and `resume_anyway` also where the data, the model or its code changed.
+    SIGTERM, SIGINT (a notebook's interrupt), SIGUSR1 and SIGHUP save and raise `trainer.errors.Preempted`.
 
     Call it in a script under any launcher, or with `processes=N` from plain Python or a notebook. Returns the losses
     and the run's folder, on every rank. Raises the errors that the command prints (`trainer.errors`).
