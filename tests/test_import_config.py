@@ -212,7 +212,7 @@ def test_a_deepspeed_file_has_the_last_word(tmp_path: Path):
     assert "says gradient_accumulation_steps 2" in words(draft.lost, "gradient_accumulation_steps")
     assert "of its own" in words(draft.changed, "lr_scheduler_type")
     assert "of its own" in words(draft.changed, "adam_beta2")
-    assert "gradient_clipping" not in draft.made  # DeepSpeed clips only where its JSON says so
+    assert "gradient_clipping" not in draft.made  # DeepSpeed's own default, not the Trainer's
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def clipping(draft: Draft, roles: Roles) -> None:
     if not draft.base or "gradient_clipping" in draft.base:
         draft.put(asked, "gradient_clipping", asked.value)
     elif draft.explicit(asked):
-        why = "the DeepSpeed file has no such key, so that DeepSpeed did not clip"
+        why = "the DeepSpeed file has no such key, so that DeepSpeed clipped at its own default"
         draft.put(asked, "gradient_clipping", asked.value, why)
 
 
