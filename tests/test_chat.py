@@ -304,3 +304,34 @@ def test_chats_become_samples(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "none.jinja").write_text("{% for %}")
     with pytest.raises(ConfigError, match="none.jinja:1: .*; expected a Jinja template"):
         open_data(options, tokenizer, tmp_path / "cache", Ranks())
+
+
+def test_a_sample_begins_as_the_data_does(tmp_path: Path, tokenizer: Any) -> None:
+    """A chat's up to its first answer, with the header that prompts it; a text's with its first tokens."""
+    from trainer.run.evaluate import FEW, beginning
+
+    template = tmp_path / "template.jinja"
+    template.write_text(CHATML)
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages()}) + "\n")
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "def f(x): return x + 1"}) + "\n")
+    found = {}
+    for name in ("chats", "texts"):
+        options = DataSection(
+            path=str(tmp_path / f"{name}.jsonl"),
+            chat_template=str(template),
+            documents="pad",
+            sequence_length=128,
+            evaluation_fraction=0.0,
+        )
+        source = open_data(options, tokenizer, tmp_path / "cache", Ranks()).train
+        found[name] = tokenizer.decode(beginning(source, 100))
+        assert len(beginning(source, 5)) == 5
+    assert found == {
+        "chats": "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n",
+        "texts": "def f(x): return x + 1"[:FEW],
+    }
+
+
+def test_no_shipped_config_begins_its_sample_with_code() -> None:
+    for path in (Path(__file__).parent.parent / "ds_configs").glob("*.json"):
+        assert json.loads(path.read_text())["trainer"]["generate"]["prompt"] == "auto", path

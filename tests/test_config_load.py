@@ -70,7 +70,7 @@ def test_the_shipped_configs_are_short_and_complete() -> None:
     for path in SHIPPED:
         config = load(path)
         assert len(path.read_text().splitlines()) < 40 and not config.notes
-        assert (config.trainer.steps, config.trainer.generate.prompt) == (500, "def ")
+        assert (config.trainer.steps, config.trainer.generate.prompt) == (500, "auto")
 
 
 def test_what_deepspeed_swallows_is_rejected_all_at_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -351,8 +352,10 @@ def drawn(data: Data, epoch: int) -> list[tuple[int, int]]:
 def test_a_mixture_has_of_each_source_what_was_asked_for(tmp_path: Path) -> None:
     data = mixed(tmp_path, one={"epochs": 0.5}, two={"epochs": 3})
     assert [share.samples for share in data.shares] == [4, 9]
-    assert data.describe() == "2 sources, 13 samples an epoch"
-    assert data.lines()[1].startswith("two: 69.2%, 3.00 times an epoch; 3 documents, ")
+    assert data.describe() == "2 sources, 13 samples an epoch, from 11 that they have"
+    assert data.lines()[1].startswith("two: 9 samples an epoch (69.2% of it, each 3.00 times), from 3 documents, ")
+    of_each = [int(re.findall(r": ([0-9,]+) samples an epoch", line)[0]) for line in data.lines()]
+    assert sum(of_each) == len(data.train)
     first, second = drawn(data, 0), drawn(data, 1)
     assert Counter(first[4:]) == Counter({(1, number): 3 for number in range(3)})
     assert sorted(first[:4] + second[:4]) == [(0, number) for number in range(8)]  # each once in two epochs

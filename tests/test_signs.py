@@ -140,7 +140,9 @@ def test_on_a_terminal_of_80_columns_nothing_is_wider(tmp_path: Path) -> None:
     text = re.sub(r"\x1b\[[0-9?;]*[A-Za-z]", "", written.decode())
     shown = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     assert shown[0].startswith("start   importing PyTorch and transformers (")
-    assert any(line.startswith("step 3/3 | loss ") and " | ETA " in line for line in shown)
+    at = next(at for at, line in enumerate(shown) if line.startswith("step 3/3 | loss ") and " | ETA " in line)
+    assert re.search(r"\| data \d+\.\d%", " ".join(shown[at : at + 2])), shown  # wrapped, not cut
+    assert [line[:8] for line in shown if " | loss " in line] == ["step 1/3", "step 2/3", "step 3/3"]
     live = [line for line in shown if line.startswith(("start", "step")) and "evaluation" not in line]
     assert max(map(len, live)) <= 80
     assert "Traceback" not in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,17 @@ import pytest
 from rich.console import Console as Terminal
 
 from trainer.errors import ConfigError, DiskError
-from trainer.trackers import Console, Evaluation, JsonLines, Record, SampleLog, open_trackers, progress_line, services
+from trainer.trackers import (
+    Console,
+    Evaluation,
+    JsonLines,
+    Record,
+    SampleLog,
+    Signs,
+    open_trackers,
+    progress_line,
+    services,
+)
 
 RECORD = Record(
     step=120,
@@ -81,22 +92,79 @@ def test_an_evaluation_is_a_line_of_its_own() -> None:
     assert text.getvalue() == "step 120 | evaluation loss 3.457 | 12,345 targets\n"
 
 
-def test_a_terminal_has_one_live_line_and_evaluations_above_it() -> None:
+def on_a_screen(written: str) -> list[str]:
+    """The lines that stay on a terminal: what moves up and clears writes over those above."""
+    screen, row = [""], 0
+    for part in re.split(r"(\n|\r|\x1b\[[?0-9;]*[A-Za-z])", written):
+        if part == "\n":
+            row += 1
+            screen += [""] * (row == len(screen))
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part in ("\x1b[2K", "\r") or not part.startswith("\x1b"):
+            screen[row] = "" if part == "\x1b[2K" else screen[row] + part.strip("\r")
+    return [line for line in screen if line]
+
+
+def test_on_a_terminal_each_record_stays_whole_above_one_live_line() -> None:
     text = StringIO()
-    console = Console(Terminal(file=text, force_terminal=True, width=60, color_system=None))
-    console.record(replace(RECORD, step=119))
+    terminal = Terminal(file=text, force_terminal=True, width=60, color_system=None, highlight=False)
+    console, signs = Console(terminal), Signs(terminal)
+    for step in (119, 120):
+        for phase in ("waiting for data", "training", "logging"):
+            signs.at_step(step, 150, phase)
+            time.sleep(0.05)
+        console.record(replace(RECORD, step=step))
+    signs.at_step(120, 150, "evaluating")
     console.evaluation(EVALUATION)
-    console.record(RECORD)
-    console.close()
-    screen: list[str] = []
-    for line in text.getvalue().replace("\x1b[2K", "").splitlines():
-        screen = screen[:-1] if "\x1b[1A" in line else screen  # what moves up writes over the line above
-        screen.append(line.rpartition("\r")[2])
-    shown = [line for line in screen if line.strip("\x1b[?25hl ")]
-    assert shown[-1].startswith("step 120/150 | loss 3.214 | ETA 0:12 | lr")
-    assert len(shown[-1]) == 60
-    assert shown[-1].endswith("…")
-    assert "step 120 | evaluation loss 3.457 | 12,345 targets" in text.getvalue()
+    signs.close()
+    shown = on_a_screen(text.getvalue())
+    first, second = (
+        [
+            f"step {step}/150 | loss 3.214 | ETA 0:12 | lr 9.1e-4 | |g| 0.83",
+            "        | 21.4k tok/s | MFU 41% | 1.9 GiB | data 0.3%",
+        ]
+        for step in (119, 120)
+    )
+    assert shown == [*first, *second, "step 120 | evaluation loss 3.457 | 12,345 targets"]
+    assert "step 120/150, evaluating (0 s)" in text.getvalue()
+
+
+def test_in_a_pipe_slow_steps_print_nothing_once_the_first_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.trackers.signs._MOMENT", 0.05)
+    monkeypatch.setattr("trainer.trackers.signs._BETWEEN", 0.05)
+    text = StringIO()
+    signs = Signs(Terminal(file=text))
+    signs.at("making the first step")
+    signs.at_step(7, 150, "training")
+    deadline = time.monotonic() + 20
+    while "making the first step" not in text.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    signs.at_step(8, 150, "waiting for data")
+    time.sleep(0.1)
+    before = text.getvalue()
+    for step in (8, 9):
+        signs.at_step(step, 150, "training")
+        time.sleep(0.2)
+    signs.close()
+    assert before.startswith("start   making the first step (") and text.getvalue() == before
+
+
+def test_between_logged_steps_a_pipe_has_a_line_in_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.run import callbacks
+
+    now = [0.0]
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
+    text, shown = StringIO(), StringIO()
+    signs = [
+        callbacks.SignOfLife(Terminal(file=file, force_terminal=there), 99)
+        for file, there in ((text, False), (shown, True))
+    ]
+    for step in range(1, 41):  # of 90 seconds each
+        now[0] = 90.0 * step
+        for sign in signs:
+            sign.at("training", step)
+    assert len(text.getvalue().splitlines()) == 5 and shown.getvalue() == ""
 
 
 # Files

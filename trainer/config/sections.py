@@ -249,6 +249,7 @@ class ProfileSection(Section):
 
 class GenerateSection(Section):
     prompt: str | None = None
+    """What the sample at the end begins with; auto: as the data, of a chat up to the first answer; None: no sample."""
     tokens: Count = 48
 
 

@@ -41,8 +41,8 @@ class Share(NamedTuple):
     samples: int
 
     def describe(self, whole: int) -> str:
-        passes = f"{self.samples / whole:.1%}, {self.samples / len(self.source):.2f} times an epoch"
-        return f"{self.label}: {passes}; {self.source.summary.describe()}"
+        often = f"{self.samples / whole:.1%} of it, each {self.samples / len(self.source):.2f} times"
+        return f"{self.label}: {self.samples:,} samples an epoch ({often}), from {self.source.summary.describe()}"
 
     def description(self) -> dict[str, Any]:
         """Of its samples, not of how they are called; what is newer than a checkpoint it can't have said."""
@@ -79,7 +79,8 @@ class Data:
         """On one line, for a person."""
         if len(self.shares) == 1:
             return self.summary.describe()
-        return f"{len(self.shares)} sources, {len(self.train):,} samples an epoch"
+        have = sum(len(share.source) for share in self.shares)
+        return f"{len(self.shares)} sources, {len(self.train):,} samples an epoch, from {have:,} that they have"
 
     def lines(self) -> list[str]:
         """Of a mixture, a line for each source."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from textwrap import TextWrapper
 
 import torch
 from rich.console import Console
@@ -19,11 +18,10 @@ from trainer.data.loader import StepBatches
 from trainer.data.prepare import Data
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Machine, Metrics
-from trainer.errors import printable
 from trainer.models.spec import ModelSpec, given_tensors, stored
 from trainer.optim.lr_schedules import Update
 from trainer.run import describe
-from trainer.run.evaluate import continuation, held_out_loss, together
+from trainer.run.evaluate import beginning, continuation, held_out_loss, together
 from trainer.run.loop import Hooks
 from trainer.run.metrics import Meter
 from trainer.run.numerics import Skipped
@@ -31,13 +29,13 @@ from trainer.run.prepare import Prepared
 from trainer.run.signals import NoSignals, StopSignals
 from trainer.state import RunState, StateTensor
 from trainer.tasks.causal_lm import CausalLM
-from trainer.trackers import Evaluation, Record, SampleLog, Tracker
+from trainer.trackers import Evaluation, Record, SampleLog, Tracker, say
 
 MERGED = "final-merged"
 SLOW = 0.1
 """Share of the time spent waiting for data from which on a person is told."""
-SIGN_SECONDS = 60.0
-HANGING = " " * len("layout  ")
+SIGN_SECONDS = 600.0
+"""Without a line, where nothing else shows that a run goes on."""
 SLOW_DISK = 50e6
 """Bytes a second: a save may take as long without a sign of life."""
 Saver = Callable[[Sequence[StateTensor], Callable[[Sequence[StateTensor], Ranks], None]], None]
@@ -68,7 +66,6 @@ def hooks_of(
     since = {"step": meter.state.step, "samples": meter.state.samples}
 
     def log(state: RunState, metrics: Metrics, update: Update) -> None:
-        machine.signs.close()
         for line in skipped.lines():
             say(console, line)
         by_source = losses_by_source(prepared, metrics, machine)
@@ -80,7 +77,6 @@ def hooks_of(
             say(console, line)
 
     def evaluate(state: RunState) -> bool:
-        machine.signs.close()
         limit, data_rank = section.evaluation.samples, layout.data_rank(ranks.rank)
         by_source = {
             name: held_out_loss(
@@ -136,8 +132,7 @@ def hooks_of(
 
     def at(phase: str, step: int) -> None:
         machine.watch.at(phase, step)
-        if phase == "training":
-            machine.signs.at(f"making step {step}")
+        machine.signs.at_step(step, prepared.steps, phase)
         spoken.at(phase, step)
         for told in watchers:
             told(phase, step)
@@ -189,14 +184,14 @@ def saved_bytes(prepared: Prepared) -> int:
 
 
 class SignOfLife:
-    """Where lines of progress are far apart, one a minute that says which step is made."""
+    """Where there is no terminal and logged steps are far apart, a line now and then that says which step is made."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console, self._steps, self._spoken = console, steps, time.monotonic()
 
     def at(self, phase: str, step: int) -> None:
         now = time.monotonic()
-        if phase == "training" and now - self._spoken > SIGN_SECONDS:
+        if phase == "training" and not self._console.is_terminal and now - self._spoken > SIGN_SECONDS:
             self._spoken = now
             say(self._console, f"step {step}/{self._steps} is made")
         elif phase in ("logging", "evaluating"):
@@ -241,24 +236,11 @@ def export_merged(prepared: Prepared, merged: ModelSpec, folder: Path, ranks: Ra
 def finish(prepared: Prepared, folder: Path, console: Console) -> None:
     wanted = prepared.config.trainer.generate
     if wanted.prompt is not None and prepared.tokenizer is not None:
-        text = continuation(folder / "final", prepared.tokenizer, wanted.prompt, wanted.tokens, seed=0)
+        source = next(iter(prepared.data.evaluations.values()), prepared.data.train)
+        room = prepared.config.trainer.data.sequence_length - wanted.tokens
+        prompt = beginning(source, room) if wanted.prompt == "auto" else wanted.prompt
+        text = continuation(folder / "final", prepared.tokenizer, prompt, wanted.tokens, seed=0)
         say(console, describe.framed_sample(text))
     say(console, f"done: {folder / 'final'} opens with {prepared.spec.opens}")
     if prepared.spec.merged is not None:
         say(console, f"merged: {folder / MERGED} opens with AutoModelForCausalLM.from_pretrained")
-
-
-def say(console: Console, line: str) -> None:
-    """Print it; on a terminal, what is wider is broken between words and goes on under them."""
-    text = printable(line)
-    if console.is_terminal:
-        text = "\n".join(_broken(part, console.width) for part in text.split("\n"))
-    console.print(text, markup=False, soft_wrap=True)
-
-
-def _broken(line: str, width: int) -> str:
-    if len(line) <= width:
-        return line
-    # a path stays whole, to be copied
-    lines = TextWrapper(width, subsequent_indent=HANGING, break_long_words=False, break_on_hyphens=False)
-    return lines.fill(line)

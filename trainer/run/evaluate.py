@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from trainer.data.loader import evaluation_batches
 from trainer.data.source import Source
 from trainer.engines.engine import Engine
 from trainer.layout import Layout
-from trainer.tasks.task import Batch, Task
+from trainer.tasks.task import IGNORED, Batch, Task
+
+FEW = 8
+"""Tokens that a text begins with, for a model to go on from."""
 
 
 class HeldOut(NamedTuple):
@@ -67,12 +71,23 @@ def together(found: Sequence[HeldOut]) -> HeldOut:
     return HeldOut(mean([one.loss for one in found]), targets, measures)
 
 
-def continuation(folder: Path, tokenizer: Any, prompt: str, tokens: int, seed: int) -> str:
+def beginning(source: Source, most: int) -> list[int]:
+    """Of the first sample what stands before its first target, a few tokens at least and the last `most` at most."""
+    sample = source[0]
+    counted = np.flatnonzero(sample["targets"] != IGNORED)
+    first = int(counted[0]) + 1 if len(counted) else 0
+    return [int(token) for token in sample["input_ids"][: max(first, FEW)]][-max(most, 1) :]
+
+
+def continuation(folder: Path, tokenizer: Any, prompt: str | list[int], tokens: int, seed: int) -> str:
     """What the model in `folder`, opened as any Hugging Face model, writes after `prompt` (at temperature 0.8)."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    if isinstance(prompt, str):
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    else:
+        inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt), dtype=torch.long)}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         written = model.generate(

@@ -36,7 +36,6 @@ from trainer.run.callbacks import (
     finish,
     hooks_of,
     saved_bytes,
-    say,
     stored_dtype,
     write_model_files,
 )
@@ -54,7 +53,7 @@ from trainer.run.signals import NoSignals, StopSignals, preempted
 from trainer.run.timeline import PROFILING, Timeline
 from trainer.run.world import World, world_of
 from trainer.state import RunState
-from trainer.trackers import Evaluation, Record, Signs, Tracker, open_trackers
+from trainer.trackers import Evaluation, Record, Signs, Tracker, open_trackers, say
 
 
 class Output(Protocol):
@@ -225,6 +224,7 @@ def _train(
         machine.signs.at("making the first step")
         with _reports(config, ranks, console):
             position = loop(engine, loader, schedule, plan, hooks, position)
+    machine.signs.hide()
     machine.watch.at("finishing")
     machine.watch.moves(saved_bytes(prepared) / SLOW_DISK)
     if patience.line is not None:

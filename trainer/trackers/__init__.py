@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console as Terminal
 
-from trainer.trackers.console import Console, progress_line
+from trainer.trackers.console import Console, progress_line, say
 from trainer.trackers.jsonl import JsonLines, SampleLog
 from trainer.trackers.services import TRACKERS, require
 from trainer.trackers.signs import NoSigns, Signs
@@ -26,6 +26,7 @@ __all__ = [
     "open_trackers",
     "progress_line",
     "require",
+    "say",
 ]
 
 

@@ -1,46 +1,49 @@
-"""Progress on the console: one line a record."""
+"""Progress on the console: a line for each record and evaluation."""
 
 from __future__ import annotations
 
 import math
+from textwrap import TextWrapper
 
 from rich.console import Console as Terminal
-from rich.live import Live
-from rich.text import Text
 
+from trainer.errors import printable
 from trainer.trackers.tracker import Evaluation, Record
+
+HANGING = " " * len("layout  ")
+
+
+def say(console: Terminal, line: str) -> None:
+    """Print it; on a terminal, what is wider is broken between words and goes on under them."""
+    text = printable(line)
+    if console.is_terminal:
+        text = "\n".join(_broken(part, console.width) for part in text.split("\n"))
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _broken(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    # a path stays whole, to be copied
+    lines = TextWrapper(width, subsequent_indent=HANGING, break_long_words=False, break_on_hyphens=False)
+    return lines.fill(line)
 
 
 class Console:
-    """One live line on a terminal; elsewhere a line a record. One per evaluation."""
-
     def __init__(self, terminal: Terminal, unit: str = "tok") -> None:
         self._terminal, self._unit = terminal, unit
-        self._live: Live | None = None
 
     def record(self, record: Record) -> None:
-        if not self._terminal.is_terminal:
-            self._print(progress_line(record, self._unit))
-            return
-        line = Text(progress_line(record, self._unit), no_wrap=True, overflow="ellipsis")
-        if self._live is None:
-            self._live = Live(line, console=self._terminal, refresh_per_second=4)
-            self._live.start()
-        self._live.update(line)
+        say(self._terminal, progress_line(record, self._unit))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         shares = {"accuracy": evaluation.accuracy, "top-5": evaluation.accuracy_top5}
         found = "".join(f" | {name} {share:.2%}" for name, share in shares.items() if share is not None)
         found += "".join(f" | {name} {loss:.3f}" for name, loss in (evaluation.by_source or {}).items())
         line = f"step {evaluation.step} | evaluation loss {evaluation.loss:.3f}{found} | {evaluation.targets:,} targets"
-        self._print(line)
+        say(self._terminal, line)
 
-    def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def _print(self, line: str) -> None:
-        self._terminal.print(Text(line), soft_wrap=True)
+    def close(self) -> None: ...
 
 
 def progress_line(record: Record, unit: str = "tok") -> str:

@@ -1,4 +1,4 @@
-"""Signs of life on the console from the command to the first logged step."""
+"""Signs of life on the console: what the run does now."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _MOMENT, _BETWEEN = 2.0, 10.0
 
 
 class Signs:
-    """What the run does now: on a terminal one live line with its seconds, elsewhere a line for what takes a while.
+    """What the run does now: on a terminal one live line with its seconds, below all that stays; elsewhere a line for
+    what takes a while before the first step, and then nothing but what is logged.
 
     `hide` makes place for another live display (rich shows one at a time), until the next phase.
     """
@@ -23,6 +24,8 @@ class Signs:
         self._terminal = terminal
         self._phase, self._begun, self._due = "", 0.0, 0.0
         self._live: Live | None = None
+        self._first = 0
+        """The step that the run begins with."""
         self._closed = threading.Event()
         if not terminal.is_terminal and not terminal.quiet:
             threading.Thread(target=self._tell, name="signs", daemon=True).start()
@@ -32,9 +35,23 @@ class Signs:
         if self._closed.is_set() or self._terminal.quiet:
             return
         self._begun = time.monotonic()
-        self._phase, self._due = phase, self._begun + (_BETWEEN if stays else _MOMENT)
+        self._phase, self._due = f"start   {phase}", self._begun + (_BETWEEN if stays else _MOMENT)
         if stays:
-            self._terminal.print(Text(f"start   {phase}"), soft_wrap=True)
+            self._terminal.print(Text(self._phase), soft_wrap=True)
+        self._show()
+
+    def at_step(self, step: int, steps: int, phase: str) -> None:
+        """The same within the loop; where there is no terminal, what was begun ends with the first step."""
+        if self._closed.is_set() or self._terminal.quiet:
+            return
+        if self._terminal.is_terminal:
+            self._phase, self._begun = f"step {step}/{steps}, {phase}", time.monotonic()
+            self._show()
+        elif step != (self._first or step) or phase not in ("waiting for data", "training"):
+            self._phase = ""
+        self._first = self._first or step
+
+    def _show(self) -> None:
         if self._terminal.is_terminal and self._live is None:
             self._live = Live(
                 get_renderable=self._line,
@@ -57,7 +74,7 @@ class Signs:
 
     def _line(self) -> Text:
         seconds = time.monotonic() - self._begun
-        return Text(f"start   {self._phase} ({seconds:.0f} s)", no_wrap=True, overflow="ellipsis")
+        return Text(f"{self._phase} ({seconds:.0f} s)", no_wrap=True, overflow="ellipsis")
 
     def _tell(self) -> None:
         while not self._closed.wait(_MOMENT / 8):
@@ -71,6 +88,8 @@ class NoSigns:
     """Where nobody watches."""
 
     def at(self, phase: str, stays: bool = False) -> None: ...
+
+    def at_step(self, step: int, steps: int, phase: str) -> None: ...
 
     def hide(self) -> None: ...
 
