@@ -881,6 +881,21 @@ def test_sections_that_change_nothing_pass(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"managed_gradient_accumulation": "true"},
+        {"sequence_parallel_size": "1"},
+        {"sequence_parallel_size": 1.0},
+        {"optimizer": {"type": "SGD", "params": {"capturable": "false"}}},
+        {"torch_autocast": {"enabled": False, "dtype": "fp16"}},
+    ],
+    ids=str,
+)
+def test_what_is_refused_passes_at_the_value_that_asks_for_nothing(tmp_path: Path, content: dict[str, Any]) -> None:
+    assert compile_(tmp_path, content).notes == ()
+
+
 def test_the_users_own_recompute_wins(tmp_path: Path) -> None:
     content = {"activation_checkpointing": {"profile": True}, "trainer": {"activation_checkpointing": "every:2"}}
     config = compile_(tmp_path, content)

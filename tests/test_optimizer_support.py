@@ -131,6 +131,15 @@ def test_a_missing_parameter_has_the_default_of_the_class_that_deepspeed_makes(t
     assert {config.origins[f"optimizer.params.{key}"] for key in needed} == {"default"}
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_parameter_that_is_left_out_and_not_filled_in_is_one_thing_in_every_class_that_is_made(name):
+    libraries = {getattr(ROWS[name], column) for column in COLUMNS} | set(OTHER.get(name, []))
+    signatures = [signature(class_of(library)).parameters for library in libraries if not isinstance(library, No)]
+    for key in live(name) - CHOICES:
+        if OPTIMIZERS[name][key].default is None:
+            assert len({str(known[key].default) for known in signatures if key in known}) <= 1, key
+
+
 def test_with_torch_adam_the_default_decay_is_that_of_the_class_that_it_asks_for(tmp_path):
     for name, params, decay in (
         ("AdamW", {"torch_adam": True}, 0.01),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +67,8 @@ def _check_one(
             found.problems.append(misfit(place, value, key))
             return
     if key.refused:
+        with suppress(ValueError):
+            whole = coerce(whole, key)
         if whole not in key.otherwise if key.otherwise else not _is_off(whole, place, table):
             why, _, mend = key.refused.partition(". ")
             found.problems.append(Problem(place, f"saw {show(whole)}", f"no such key: {why}", f"{mend}."))
