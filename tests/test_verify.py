@@ -461,6 +461,111 @@ def tied_gradient_halved(engine: str) -> Any:
     return around(GradientSync, "reduce", halved)
 
 
+# What shows at a third micro-batch or rank, in long rows, large ids, late steps, and in what is said of a run
+
+
+def third_micro_batch_dropped(engine: str) -> Any:
+    return with_step(engine, lambda self, batches, update: ([*batches[:2], *batches[: len(batches) - 2]], update))
+
+
+def gradient_of_rank_2_lost(engine: str) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from trainer.tasks.task import ModelWithLoss
+
+    class Lost(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * (dist.get_rank() != 2)
+
+    return around(ModelWithLoss, "forward", lambda real, self, batch: Lost.apply(real(self, batch)))
+
+
+def mean_over_the_other_axis(engine: str) -> Any:
+    from trainer.engines.torch import engine as torch_engine
+
+    def other(real, targets, mesh):
+        return real(targets, mesh) * mesh.layout.replicate / mesh.layout.shard
+
+    return around(torch_engine, "gradient_scale", other)
+
+
+def ids_of_ten_bits(engine: str) -> Any:
+    return of_collation(lambda real, samples: (b := real(samples)) | {"input_ids": b["input_ids"] % 1024})
+
+
+def rows_of_64(engine: str) -> Any:
+    return of_collation(lambda real, samples: real([{k: v[:64] for k, v in sample.items()} for sample in samples]))
+
+
+def window_of_one_more(engine: str) -> Any:
+    """In the run's own masks alone: those of the one process are made by transformers without ours."""
+    from transformers import masking_utils
+
+    from trainer.tasks.masks import Masks
+
+    real, overlay = Masks.of, masking_utils.sliding_window_overlay
+
+    @contextlib.contextmanager
+    def of(self, documents):
+        wider = mock.patch.object(masking_utils, "sliding_window_overlay", lambda window: overlay(window + 1))
+        with wider, real(self, documents):
+            yield
+
+    return mock.patch.object(Masks, "of", of)
+
+
+def schedule_wrong_after_step_10(engine: str) -> Any:
+    from trainer.optim import lr_schedules
+
+    def slower(*args, **params):
+        real = lr_schedules.warmup(*args, **params)
+        return lambda step: replace(real(step), learning_rate=real(step).learning_rate * (1 if step <= 10 else 0.99))
+
+    return mock.patch.dict(lr_schedules.SCHEDULES, WarmupLR=slower)
+
+
+def never_clipped(engine: str) -> Any:
+    from trainer.parallel.gradients import GradientNorm
+
+    return around(GradientNorm, "clip", lambda real, self, limit: real(self, 0.0))
+
+
+def scaled_up_to_the_limit(engine: str) -> Any:
+    from trainer.parallel.gradients import GradientNorm
+
+    def clip(real, self, limit):
+        norm = real(self, 0.0)
+        for parameter, _ in self._parameters:
+            parameter.grad *= limit / norm
+        return norm
+
+    return around(GradientNorm, "clip", clip)
+
+
+def overflow_applied(engine: str) -> Any:
+    from trainer.engines.torch import engine as torch_engine
+
+    return mock.patch.object(torch_engine, "step_if_finite", lambda optimizer, norm: optimizer.step())
+
+
+def accuracy_of_the_next_target(engine: str) -> Any:
+    from trainer.tasks import cross_entropy
+
+    return around(cross_entropy, "right", lambda real, logits, targets: real(logits, targets.roll(1, -1)))
+
+
+def tokens_of_one_rank_logged(engine: str) -> Any:
+    from trainer.run import loop
+
+    return around(loop, "RunState", lambda real, step, samples, tokens: real(step, samples, tokens // 2))
+
+
 QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 2, "tie_word_embeddings": True}
 DEEPSEEK = {
     "model_type": "deepseek_v3",
@@ -489,11 +594,14 @@ class Planted:
     check: str
     where: str = ""
     step: int = 0
+    size: int = 2
     trainer: dict[str, Any] = field(default_factory=dict)
 
 
 STAGES = {"stages": 2}
 TENSOR = {"tensor": 2, "model": {"config": QWEN3}}
+LARGE = {"model": {"config": GPT2 | {"vocab_size": 5000, "n_positions": 128}}}
+MISTRAL = {"model_type": "mistral", "num_hidden_layers": 2, "vocab_size": 61, "sliding_window": 32}
 
 FAULTS: dict[Callable[[str], Any], Planted] = {
     scaled_by_accumulation: Planted("deepspeed", 2, "gradient", "transformer.ln_f.bias"),
@@ -535,6 +643,18 @@ FAULTS: dict[Callable[[str], Any], Planted] = {
         "mesh", 2, "initial", "e_score_correction_bias (only in one process)", trainer={"model": {"config": DEEPSEEK}}
     ),
     tied_gradient_halved: Planted("mesh", 1, "gradient", TABLE, trainer=STAGES),
+    third_micro_batch_dropped: Planted("mesh", 2, "loss"),
+    gradient_of_rank_2_lost: Planted("mesh", 2, "gradient", size=3),
+    mean_over_the_other_axis: Planted("mesh", 3, "gradient", size=6, trainer={"mesh": {"replicate": 2, "shard": -1}}),
+    ids_of_ten_bits: Planted("mesh", 2, "loss", trainer=LARGE),
+    rows_of_64: Planted("mesh", 2, "loss", step=1, trainer=LARGE),
+    window_of_one_more: Planted("mesh", 2, "loss", trainer={"model": {"config": MISTRAL}}),
+    schedule_wrong_after_step_10: Planted("mesh", 2, "schedule", "(0.00099 in place of 0.001)", step=11),
+    never_clipped: Planted("mesh", 2, "moment", trainer=LARGE),
+    scaled_up_to_the_limit: Planted("mesh", 2, "moment", step=1, trainer=LARGE),
+    overflow_applied: Planted("mesh", 2, "overflow", TABLE, step=6),
+    accuracy_of_the_next_target: Planted("mesh", 2, "accuracy", step=3),
+    tokens_of_one_rank_logged: Planted("mesh", 2, "counts"),
 }
 
 
@@ -592,11 +712,12 @@ def sampled(faults: Iterable[Callable[[str], Any]]) -> list[Any]:
 def test_a_planted_fault_is_caught_and_named(pools, tmp_path, sound, fault):
     planted = FAULTS[fault]
     path = config(tmp_path, planted.engine, planted.stage, **planted.trainer)
-    if (content := Path(path).read_text()) not in sound:
-        for passed, _, table in pools[2].run(certified, path=path, world_size=2):
+    if (content := f"{planted.size} {Path(path).read_text()}") not in sound:
+        for passed, _, table in pools[planted.size].run(certified, path=path, world_size=planted.size):
             assert passed, table
         sound[content] = path
-    for passed, first, table in pools[2].run(certified, path=path, world_size=2, fault=fault.__name__):
+    arguments = {"path": path, "world_size": planted.size, "fault": fault.__name__}
+    for passed, first, table in pools[planted.size].run(certified, **arguments):
         assert not passed
         assert first == planted.check, table
         assert f"FAIL: first apart at step {planted.step}, on rank 0: {planted.check}" in table, table
@@ -731,11 +852,12 @@ def test_a_failure_ends_with_76(tmp_path):
 @pytest.mark.parametrize(
     ("stage", "mesh", "world_size"),
     [
-        (0, {}, 2),
-        (3, {}, 2),
-        (3, {"replicate": 2, "shard": -1}, 4),
+        (0, {}, 3),
+        (3, {}, 3),
+        (3, {"replicate": 2, "shard": -1}, 6),
+        (3, {"replicate": 2, "shard": 2}, 4),
         (3, {"replicate": -1, "shard": 4}, 8),
-        (3, {"shard": "node"}, 4),
+        (3, {"shard": "node"}, 6),
     ],
 )
 def test_the_smallest_world_has_every_axis(tmp_path, stage, mesh, world_size):

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.certify import samples
+from trainer.certify.clipping import CLIPPED_STEPS, clipping
 from trainer.certify.comparison import (
     TOLERANCES,
     Finding,
     Order,
+    compare_counts,
     compare_held_out,
     compare_initial,
     compare_resumed,
@@ -23,11 +25,14 @@ from trainer.certify.packed import CHANGE, PackedReference, check_nothing_drawn,
 from trainer.certify.parameters import initial, learner, opened, write_base
 from trainer.certify.recording import Recording, Sources, engine_of, record, shared_folder
 from trainer.certify.reference import Expected, Reference
-from trainer.certify.small import Small
+from trainer.certify.samples import Documents
+from trainer.certify.schedule import compare_schedule
+from trainer.certify.small import UNKNOWN_STEPS, Small
 from trainer.config import TrainerSection
 from trainer.engines import Machine
 from trainer.models import huggingface
 from trainer.models.checks import Alone
+from trainer.models.shrink import SIZES, Sizes
 from trainer.models.spec import ModelSpec, Weights
 from trainer.parallel.checks import checked
 from trainer.run.describe import versions
@@ -64,7 +69,10 @@ def certify(small: Small, machine: Machine) -> Certificate:
     plain = huggingface.spec_of(architecture, options.model_copy(update={"name_or_path": None}))
     assert plain.shrunk is not None
     # a block more than stages: they need not be equal
-    copy = plain.shrunk(max(2, small.layout.stages + 1), small.layout.tensor)
+    positions = getattr(architecture.get_text_config(), "max_position_embeddings", None)
+    small = samples.with_row(small, plain.language.vocabulary, positions, packed)
+    sizes = Sizes(plain.language.vocabulary, max(SIZES.positions, small.row))
+    copy = plain.shrunk(max(2, small.layout.stages + 1), small.layout.tensor, sizes)
     with shared_folder(ranks) as folder:
         base = folder / "base" if options.name_or_path or section.adapter else None
         if base is not None:
@@ -98,18 +106,25 @@ def _certified(
     spec, _ = checked(spec, task, small.layout, ranks, packed)
     if packed:
         check_nothing_drawn(spec, ranks)
-    documents = samples.documents_of(small, spec.language.vocabulary, packed)
-    ranks.on_first(lambda: samples.write(documents, folder, packed))
-    sources = Sources(samples.source(folder, "training"), samples.source(folder, "held_out"))
-    trained = regularised(task, spec, section)
-    run, resumed = record(small, spec, trained, sources, machine, folder)
 
-    def reference() -> Reference:
+    def reference(small: Small, documents: Documents) -> Reference:
         model = initial(copy, section.seed) if base is None else opened(base, section.model)
         own = learner(model, section, copied)
         return (PackedReference if packed else Reference)(small, spec, own, documents, machine.device)
 
-    return compare(small, spec, run, resumed, machine, reference)
+    def rehearsed() -> tuple[Documents, list[float]]:
+        drawn = samples.documents_of(small, spec.language.vocabulary, packed)
+        model = reference(small, drawn)
+        documents = drawn._replace(held_out=model.continued(drawn.held_out))
+        samples.write(documents, small.row, folder, packed)
+        return documents, model.norms(CLIPPED_STEPS)
+
+    documents, norms = ranks.on_first(rehearsed)
+    clipped = clipping(small, norms)
+    sources = Sources(samples.source(folder, "training"), samples.source(folder, "held_out"))
+    trained = regularised(task, spec, section)
+    run, resumed = record(clipped, spec, trained, sources, machine, folder)
+    return compare(clipped, spec, run, resumed, machine, lambda: reference(clipped, documents))
 
 
 def compare(
@@ -130,6 +145,7 @@ def compare(
         order = Order(reference.order, spec.blocks)
         found.append(compare_initial(run, reference.weights(), order, reference.held))
         expected = list[Expected]()
+        found.append(compare_schedule(small.own, small.own.trainer.steps or UNKNOWN_STEPS))
         if found[0].error == float("inf"):  # other tensors: nothing else can be laid side by side
             return expected, order
         for step, gradients in enumerate(run.gradients):
@@ -138,13 +154,15 @@ def compare(
             found.extend(compare_update(run, step, expected[-1], order))
             if step + 1 in run.held_out:
                 theirs = reference.held_out(run.states[step + 1])
-                found.append(compare_held_out(run, step, theirs, expected[-1]))
+                found.extend(compare_held_out(run, step, theirs, expected[-1]))
         found.extend(compare_resumed(resumed, run, small.middle, order))
-        return expected, order
+        return [replace(one, state={}) for one in expected], order
 
     expected, order = ranks.on_first(Alone()(one_process))
     for step, one in enumerate(expected):
         found.extend(compare_step(run, step, one, order, ranks.rank))
+        so_far = sum(other.targets for other in expected[: step + 1])
+        found.append(compare_counts(run, step, one.targets, so_far, ranks.rank))
     findings = [finding for theirs in ranks.gather(found) for finding in theirs]
     sequence = {check: index for index, check in enumerate(TOLERANCES)}
     failures = sorted((f for f in findings if not f.passed), key=lambda f: (f.step, sequence[f.check], f.rank))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from trainer.certify.recording import Recording, State, Tensors
-from trainer.certify.reference import Expected
+from trainer.certify.reference import Expected, Judged
 from trainer.state import MASTER, WEIGHT
 
 # check -> largest relative error that float32 arithmetic in another order may leave
@@ -19,7 +20,11 @@ TOLERANCES = {
     "norm": 1e-4,
     "moment": 1e-5,
     "update": 2e-5,
+    "overflow": 0.0,
+    "counts": 0.0,
+    "schedule": 1e-9,
     "held-out loss": 1e-5,
+    "accuracy": 0.0,
     "loaded state": 0.0,
     "resumed loss": 0.0,
     "resumed state": 0.0,
@@ -83,6 +88,11 @@ def compare_initial(run: Recording, weights: Tensors, order: Order, held: Collec
 
 def compare_step(run: Recording, step: int, one: Expected, order: Order, rank: int) -> Iterator[Finding]:
     """What every rank has seen of a step: the loss, every gradient, the norm."""
+    if one.overflows:
+        finite = math.isfinite(run.norms[step]) and not run.skipped[step]
+        where = f"(a norm of {run.norms[step]:.3g})" if finite else ""
+        yield Finding("overflow", step, float("inf") if finite else 0.0, 0.0, where, rank)
+        return
     loss, norm = (_relative(of[step], by) for of, by in ((run.losses, one.loss), (run.norms, one.norm)))
     bands = (one.rounding.loss / one.loss, one.rounding.norm / one.norm) if one.rounding else (0.0, 0.0)
     yield Finding("loss", step, loss, _tolerance("loss", bands[0], one), "", rank)
@@ -116,6 +126,9 @@ def compare_gradients(step: int, ours: Tensors, one: Expected, order: Order, ran
 def compare_update(run: Recording, step: int, one: Expected, order: Order) -> Iterator[Finding]:
     """What the optimizer keeps; and each weight, relative to how far it went, beyond its own rounding."""
     before, after = run.states[step], run.states[step + 1]
+    if one.overflows:
+        yield _states("overflow", step, {key: after[key] for key in one.state.keys() & after.keys()}, one.state, order)
+        return
     ours = {key: value for key, value in after.items() if key[1] not in (WEIGHT, MASTER)}
     # counts may be kept for all parameters together, and moments of what has no gradient as zeros
     theirs = {key: v for key, v in one.state.items() if key[1] != WEIGHT and (key in ours or v.ndim and bool(v.any()))}
@@ -134,13 +147,25 @@ def compare_update(run: Recording, step: int, one: Expected, order: Order) -> It
     yield _first("update", step, errors, {}, sorted(errors, key=order.place))
 
 
-def compare_held_out(run: Recording, step: int, theirs: tuple[float, int], one: Expected) -> Finding:
+def compare_counts(run: Recording, step: int, targets: int, so_far: int, rank: int) -> Finding:
+    """Targets of a step, and of all until then."""
+    ours, theirs = (run.targets[step], run.tokens[step]), (targets, so_far)
+    where = "" if ours == theirs else f"({ours[0]} targets, {ours[1]} so far, in place of {targets} and {so_far})"
+    return Finding("counts", step, float("inf") if where else 0.0, 0.0, where, rank)
+
+
+def compare_held_out(run: Recording, step: int, theirs: Judged, one: Expected) -> Iterator[Finding]:
     ours = run.held_out[step + 1]
-    if ours[1] != theirs[1]:
-        where = f"({ours[1]} targets in place of {theirs[1]})"
-        return Finding("held-out loss", step, float("inf"), 0.0, where, 0)
+    if ours.targets != theirs.targets:
+        where = f"({ours.targets} targets in place of {theirs.targets})"
+        yield Finding("held-out loss", step, float("inf"), 0.0, where, 0)
+        return
     band = one.rounding.loss / one.loss if one.rounding else 0.0
-    return Finding("held-out loss", step, _relative(ours[0], theirs[0]), _tolerance("held-out loss", band, one), "", 0)
+    error, tolerance = _relative(ours.loss, theirs.loss), _tolerance("held-out loss", band, one)
+    yield Finding("held-out loss", step, error, tolerance, "", 0)
+    for (name, share), right in zip(ours.measures.items(), theirs.right, strict=True):
+        off = max(0.0, abs(share * ours.targets - right) - theirs.unsure - 1e-6) / ours.targets
+        yield Finding("accuracy", step, off, 0.0, f"({name} {share:.3g}, {right / ours.targets:.3g} in one process)", 0)
 
 
 def compare_resumed(resumed: Recording, whole: Recording, middle: int, order: Order) -> Iterator[Finding]:
@@ -152,7 +177,9 @@ def compare_resumed(resumed: Recording, whole: Recording, middle: int, order: Or
         yield Finding("loaded state", middle, float("inf"), 0.0, where, 0)
     for index, loss in enumerate(resumed.losses):
         step = middle + index
-        yield Finding("resumed loss", step, _relative(loss, whole.losses[step]), 0.0, "", 0)
+        if loss == loss or whole.losses[step] == whole.losses[step]:  # not where it overflowed in both
+            error = 0.0 if loss == whole.losses[step] else _relative(loss, whole.losses[step])
+            yield Finding("resumed loss", step, error, 0.0, "", 0)
         yield _states("resumed state", step, resumed.states[index + 1], whole.states[step + 1], order)
 
 

@@ -17,20 +17,22 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from trainer.certify.certificate import Certificate, compare
+from trainer.certify.clipping import CLIPPED_STEPS, clipping
 from trainer.certify.parameters import Learner, constructed, learner
 from trainer.certify.recording import Sources, State, record, shared_folder
-from trainer.certify.reference import IGNORED, MicroBatch, Reference
+from trainer.certify.reference import IGNORED, Judged, MicroBatch, Reference
 from trainer.certify.samples import Documents
 from trainer.certify.small import Small, shrink
 from trainer.data.dataset import Pairs, Subset
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, Problem
-from trainer.models.checks import observe_draws, tiny
+from trainer.models.checks import Alone, observe_draws, tiny
 from trainer.models.spec import ModelSpec
 from trainer.parallel.checks import checked
 from trainer.run.prepare import Given, Subject, regularised, subject_of
 from trainer.run.process import join
 from trainer.run.world import world_of
+from trainer.tasks.image_classification import TOP
 
 LARGEST = 50_000_000
 """Parameters of a module that is certified itself: there is no smaller copy of it."""
@@ -90,43 +92,44 @@ def certify_subject(
         raise DataError(Problem("data", f"{len(source)} samples", f"at least {wanted + 1} to verify on"))
     training = Subset(source, range(wanted))
     held_out = Subset(source, range(wanted, min(len(source), wanted + small.held_out + 1)))
+    measures = len(subject.task.measures)
+
+    def reference(small: Small) -> Reference:
+        own = learner(make(), small.config.trainer)
+        return _Reference(small, spec, own, (training, held_out), loss, measures)
+
+    small = clipping(small, ranks.on_first(Alone()(lambda: reference(small).norms(CLIPPED_STEPS))))
     with shared_folder(ranks) as folder:
         sources = Sources(training, held_out)
         task = regularised(subject.task, spec, small.config.trainer)
         run, resumed = record(small, spec, task, sources, machine, folder)
-
-    def reference() -> Reference:
-        return _Reference(small, spec, learner(make(), small.config.trainer), training, held_out, loss)
-
-    return compare(small, spec, run, resumed, machine, reference)
+    return compare(small, spec, run, resumed, machine, lambda: reference(small))
 
 
 class _Reference(Reference):
     """One process with nothing but the module, `default_collate` and the loss."""
 
     def __init__(
-        self, small: Small, spec: ModelSpec, own: Learner, training: Subset, held_out: Subset, loss: Any
+        self, small: Small, spec: ModelSpec, own: Learner, data: tuple[Subset, Subset], loss: Any, measures: int
     ) -> None:
-        self._training, self._held_out, self._loss = training, held_out, loss
+        (self._training, self._held_out), self._loss = data, loss
+        self._most = (1, TOP)[:measures]
         super().__init__(small, spec, own, Documents([], []), torch.device("cpu"))
 
-    def held_out(self, state: State) -> tuple[float, int]:
+    def held_out(self, state: State) -> Judged:
         """Each sample by itself; by micro-batches where the loss is one of pairs of samples."""
         self._load(state)
         alone, together = (self._evaluated(size) for size in (1, self._layout.micro_batch))
-        return alone if abs(alone[0] - together[0]) <= PAIRED * abs(alone[0]) else together
+        return alone if abs(alone.loss - together.loss) <= PAIRED * abs(alone.loss) else together
 
-    def _evaluated(self, size: int) -> tuple[float, int]:
+    def _evaluated(self, size: int) -> Judged:
         self.model.eval()
-        total, counted, limit = 0.0, 0, min(len(self._held_out), self._small.held_out)
-        for start in range(0, limit, size):
-            samples = [tuple(self._held_out[i]) for i in range(start, min(start + size, limit))]
-            inputs, targets = default_collate(samples)
-            with torch.no_grad():
-                loss, count = self._loss(self._output(self.model, inputs), targets)
-            total, counted = total + float(loss), counted + int(count)
-        self.model.train()
-        return total / counted, counted
+        limit = min(len(self._held_out), self._small.held_out)
+        parts = (range(start, min(start + size, limit)) for start in range(0, limit, size))
+        return self._judged(default_collate([tuple(self._held_out[i]) for i in part]) for part in parts)
+
+    def _logits(self, inputs: Any) -> torch.Tensor:
+        return self._output(self.model, inputs)  # type: ignore[no-any-return]
 
     def _whole_step(self, step: int) -> list[MicroBatch]:
         """What batch norm takes the statistics of together is one micro-batch here."""

@@ -8,9 +8,9 @@ import torch
 
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import State
-from trainer.certify.reference import IGNORED, MicroBatch, Reference, sample_of
+from trainer.certify.reference import Judged, MicroBatch, Reference
 from trainer.certify.samples import Documents
-from trainer.certify.small import LONGEST, Small
+from trainer.certify.small import Small
 from trainer.config import TrainerSection
 from trainer.data.source import Encoded
 from trainer.distributed.ranks import Ranks
@@ -48,37 +48,31 @@ class PackedReference(Reference):
     """One process in which a sample is a list of documents, each of which is a micro-batch of its own."""
 
     def __init__(self, small: Small, spec: ModelSpec, own: Learner, documents: Documents, device: torch.device) -> None:
-        self._training, self._held_out = best_fit(documents.training), best_fit(documents.held_out)
+        self._training, self._held_out = (best_fit(part, small.row) for part in documents)
         super().__init__(small, spec, own, documents, device)
 
-    def held_out(self, state: State) -> tuple[float, int]:
+    def held_out(self, state: State) -> Judged:
         self._load(state)
         self.model.eval()
-        total, counted = 0.0, 0
-        for document in (document for pack in self._held_out[: self._small.held_out] for document in pack):
-            inputs, targets = self._padded([sample_of(document)])
-            with torch.no_grad():
-                total += float(self._loss_sum(self.model, inputs, targets))
-            counted += int((targets != IGNORED).sum())
-        self.model.train()
-        return total / counted, counted
+        documents = (document for pack in self._held_out[: self._small.held_out] for document in pack)
+        return self._judged(self._padded([self._sample(document)]) for document in documents)
 
     def _micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         numbers = self._numbers(step, data_rank, len(self._training))
         return [
-            MicroBatch(data_rank, index, *self._padded([sample_of(document)]))
+            MicroBatch(data_rank, index, *self._padded([self._sample(document)]))
             for index, part in enumerate(numbers)
             for number in part
             for document in self._training[number]
         ]
 
 
-def best_fit(documents: list[Encoded]) -> list[list[Encoded]]:
+def best_fit(documents: list[Encoded], longest: int) -> list[list[Encoded]]:
     """By its definition: the longest first, each where the least room is left; samples by their first documents."""
-    lengths = [min(len(document.tokens) - 1, LONGEST) for document in documents]
+    lengths = [min(len(document.tokens) - 1, longest) for document in documents]
     packs: list[list[int]] = []
     for number in sorted(range(len(documents)), key=lambda number: -lengths[number]):
-        rooms = [(LONGEST - sum(lengths[other] for other in pack), index) for index, pack in enumerate(packs)]
+        rooms = [(longest - sum(lengths[other] for other in pack), index) for index, pack in enumerate(packs)]
         fitting = [(room, index) for room, index in rooms if room >= lengths[number]]
         if fitting:
             packs[min(fitting)[1]].append(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainer import checkpoint
-from trainer.certify.small import PROBE_RATE, PROBES, Small
+from trainer.certify.small import PROBE_RATE, Small
 from trainer.data.loader import BatchLoader
 from trainer.data.source import Source
 from trainer.distributed.ranks import Ranks
@@ -24,7 +25,7 @@ from trainer.layout import layout_of
 from trainer.models.spec import ModelSpec, stored
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, Update, schedule_of
-from trainer.run.evaluate import held_out_loss
+from trainer.run.evaluate import HeldOut, held_out_loss
 from trainer.run.loop import Hooks, LoopPlan, train
 from trainer.state import RunState
 from trainer.tasks import cross_entropy
@@ -47,18 +48,41 @@ class Recording:
     skipped: list[bool] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
-    held_out: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Steps done -> mean loss over the held-out targets, and their number."""
+    targets: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """Targets of all steps so far, as the log has them."""
+    held_out: dict[int, HeldOut] = field(default_factory=dict)
+    """By steps done."""
     position: RunState = field(default_factory=RunState)
     """At the checkpoint: as it was written, or as it was read."""
     checkpoint: Path | None = None
 
 
+class Overflowing:
+    """A task whose loss on one data rank is infinite in one step: no rank may take that step."""
+
+    def __init__(self, task: Task, small: Small, data_rank: int) -> None:
+        self._task = task
+        self._step = small.overflow_step if data_rank == small.layout.data_ranks - 1 else None
+        self._here = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def begin(self, step: int) -> None:
+        self._here = step == self._step
+
+    def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        loss = self._task.loss_sum(model, batch)
+        return loss * math.inf if self._here else loss
+
+
 class Recorder:
     """An engine that keeps what its steps did."""
 
-    def __init__(self, engine: Engine, ranks: Ranks, observes: bool) -> None:
+    def __init__(self, engine: Engine, task: Overflowing, ranks: Ranks, observes: bool) -> None:
         self._engine = engine
+        self._task = task
         self._ranks = ranks
         self._observes = observes
         self.recording = Recording(states=[state_of(engine, ranks)])
@@ -70,12 +94,14 @@ class Recorder:
         self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
     ) -> Metrics:
         gradients: Tensors = {}
+        self._task.begin(step)
         keep = lambda name, gradient: gradients.__setitem__(name, gradient.detach().cpu().clone())  # noqa: E731
         metrics = self._engine.step(step, micro_batches, update, keep if self._observes else None)
         recording = self.recording
         recording.losses.append(float(metrics.loss()))
         recording.norms.append(float(metrics.gradient_norm))
         recording.skipped.append(metrics.skipped)
+        recording.targets.append(int(metrics.targets))
         recording.gradients.append(gradients)
         recording.states.append(state_of(self._engine, self._ranks))
         return metrics
@@ -119,8 +145,9 @@ def record(
     ranks.on_each(lambda: kind.ready(layout, machine.device, small.config.deepspeed))
     ranks.on_first(lambda: kind.check(spec, layout))
     undecayed = spared(section.weight_decay_excludes, spec)
-    job = Job(layout, spec, task, small.config.deepspeed, section.seed, machine, undecayed)
-    with _chunks_of(max(1, ROWS * spec.language.vocabulary * 4)):
+    task = Overflowing(task, small, layout.data_rank(ranks.rank))
+    job = Job(layout, spec, task, small.config.deepspeed, section.seed, machine, undecayed)  # type: ignore[arg-type]
+    with _chunks_of(max(1, max(ROWS, small.row // 8) * spec.language.vocabulary * 4)):
         whole = _train(small, kind, job, sources, folder, None)
         resumed = _train(small, kind, job, sources, folder, whole.checkpoint)
     return whole, resumed
@@ -129,7 +156,7 @@ def record(
 def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: Path, source: Path | None) -> Recording:
     """By the loop of a real run; from the checkpoint `source` on if there is one."""
     layout, machine, ranks = job.layout, job.machine, job.machine.ranks
-    state, done = RunState(), 0 if source is None else small.steps + PROBES
+    state, done = RunState(), 0 if source is None else small.total
     at = lambda phase, step: machine.watch.at(phase, done + step)  # noqa: E731 - what comes later has a higher step
     at("building", 2 if done else 0)
     # with other initial values, so that all it knows comes from the checkpoint
@@ -137,14 +164,15 @@ def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: P
     if source is not None:
         engine.restore(checkpoint.read_description(source)["position"]["engine"])
         state = checkpoint.load(source, stored(job.spec, engine.state_tensors()), ranks)
-    recorder = Recorder(engine, ranks, observes=source is None)
+    assert isinstance(job.task, Overflowing)
+    recorder = Recorder(engine, job.task, ranks, observes=source is None)
     recording = recorder.recording
     recording.position = replace(state, engine=engine.scalars())
 
     def evaluate(state: RunState) -> bool:
         rank = layout.data_rank(ranks.rank)
-        found = held_out_loss(engine, sources.held_out, job.task, layout, small.held_out, rank, machine.device)
-        recording.held_out[state.step] = found.loss, found.targets
+        evaluated = (engine, sources.held_out, job.task, layout, small.held_out, rank, machine.device)
+        recording.held_out[state.step] = held_out_loss(*evaluated)
         return False
 
     def save(state: RunState) -> None:
@@ -166,11 +194,11 @@ def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: P
         data_rank=job.data_rank,
         position=state.samples,
         start_step=state.step,
-        end_step=small.steps + PROBES,
+        end_step=small.total,
         device=machine.device,
     )
-    plan = LoopPlan(small.steps + PROBES, layout.train_batch, 1, small.middle, small.middle)
-    hooks = Hooks(lambda *_: None, evaluate, save, at=at)
+    plan = LoopPlan(small.total, layout.train_batch, 1, small.middle, small.middle)
+    hooks = Hooks(lambda state, *_: recording.tokens.append(state.tokens), evaluate, save, at=at)
     with loader:
         train(recorder, loader, _schedule(small), plan, hooks, state)
     engine.close()
@@ -196,7 +224,7 @@ def _chunks_of(size: int) -> Iterator[None]:
 
 
 def state_of(engine: Engine, ranks: Ranks) -> State:
-    """All state tensors, on every rank: each is read on its owner and sent round. Collective."""
+    """All state tensors, on the first rank: each is read on its owner and sent. Collective."""
     found: State = {}
     for entry in engine.state_tensors():
         value = entry.read()
@@ -205,5 +233,6 @@ def state_of(engine: Engine, ranks: Ranks) -> State:
         if ranks.world_size > 1:
             value = value.to(device)
             dist.broadcast(value, entry.owner)
-        found[entry.name, entry.key] = value.cpu()
+        if ranks.first:  # the one that compares them
+            found[entry.name, entry.key] = value.cpu()
     return found

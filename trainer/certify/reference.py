@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from trainer.certify.parameters import Learner
 from trainer.certify.recording import State, Tensors
 from trainer.certify.samples import Documents
 from trainer.certify.small import LONGEST, PROBE_RATE, Small
+from trainer.config import Config
 from trainer.data.source import Encoded
 from trainer.models.spec import ModelSpec
 from trainer.state import MASTER, WEIGHT
@@ -51,7 +53,24 @@ class Expected:
     gradients: Tensors
     state: State
     """Afterwards: weights (float32) and what the optimizer keeps."""
+    targets: int
     rounding: Rounding | None = None
+
+    @property
+    def overflows(self) -> bool:
+        """The gradient is not finite: nothing is to change."""
+        return not math.isfinite(self.norm)
+
+
+class Judged(NamedTuple):
+    """What an evaluation should find."""
+
+    loss: float
+    targets: int
+    right: tuple[int, ...]
+    """For each of the task's measures."""
+    unsure: int = 0
+    """Targets that rounding may make right or wrong."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +87,14 @@ class Rounding:
 class Reference:
     """One process with the whole small model in float32."""
 
+    _most: tuple[int, ...] = (1,)
+    """For each measure of the task: among how many of the highest logits a right target is."""
+
     def __init__(self, small: Small, spec: ModelSpec, own: Learner, documents: Documents, device: torch.device) -> None:
         self._small, self._spec, self._documents, self._device = small, spec, documents, device
         self._layout, self._seed = small.layout, small.config.trainer.seed
         self._smoothing = small.config.trainer.label_smoothing
+        self._margin = 1e-4 if small.layout.precision == "float32" else 0.05
         self.model = own.model.to(device)
         self._named = dict(self.model.named_parameters())
         self.held = {name for name, parameter in self._named.items() if not parameter.requires_grad}
@@ -86,7 +109,7 @@ class Reference:
             table: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
             table.register_forward_hook(self._adding_noise(alpha))
         self._optimizer = optimizer_of(self.model, small, own.groups)
-        self._scheduler = scheduler_of(self._optimizer, small)
+        self._scheduler = scheduler_of(self._optimizer, small.config)
 
     def weights(self) -> Tensors:
         """Every tensor that a checkpoint of the model has: parameters, and buffers that persist."""
@@ -102,6 +125,11 @@ class Reference:
         self._load(before)
         found = self._whole_step(step)
         counted = sum(self._counted(part.inputs, part.targets) for part in found)
+        if step == self._small.overflow_step:
+            if self._scheduler is not None:
+                self._scheduler.step()
+            kept = {key: value for key, value in before.items() if key[0] in self._named}
+            return Expected(math.inf, math.inf, {}, kept, counted)
         loss, own = self._gradients(self.model, step, found, counted)
         expected = norm_of(own)
         rounding = None if self._layout.precision == "float32" else self._rounding(step, found, counted, loss, own)
@@ -110,10 +138,35 @@ class Reference:
         for name, parameter in self._named.items():
             kept = self._optimizer.state[parameter].items()
             after |= {(name, part): value.detach().cpu().clone() for part, value in kept if torch.is_tensor(value)}
-        return Expected(loss, expected, own, after, rounding)
+        return Expected(loss, expected, own, after, counted, rounding)
 
-    def held_out(self, state: State) -> tuple[float, int]:
-        """Mean loss over all targets of the held-out samples, each by itself, and their number.
+    def norms(self, steps: int) -> list[float]:
+        """Of the gradients of the first steps, each of which goes on from the last: the run's, up to rounding."""
+        found = []
+        for step in range(steps):
+            parts = self._whole_step(step)
+            counted = sum(self._counted(part.inputs, part.targets) for part in parts)
+            _, own = self._gradients(self.model, step, parts, counted)
+            found.append(norm_of(own))
+            self._update(step, own, found[-1])
+        return found
+
+    def continued(self, documents: list[Encoded]) -> list[Encoded]:
+        """Every other one with the tokens that the model finds most likely: so its accuracy is not 0."""
+        self.model.eval()
+        found = list(documents)
+        for index in range(0, len(found), 2):
+            tokens = torch.tensor([list(found[index].tokens)], device=self._device)
+            for place in range(1, tokens.shape[1]):
+                with torch.no_grad():
+                    logits = self.model(input_ids=tokens[:, :place], use_cache=False).logits
+                tokens[0, place] = logits[0, -1, 1:].argmax() + 1
+            found[index] = found[index]._replace(tokens=tokens[0].tolist())
+        self.model.train()
+        return found
+
+    def held_out(self, state: State) -> Judged:
+        """Mean loss over all targets of the held-out samples, each by itself, their number, and how many are right.
 
         Where a model adds a loss of a whole micro-batch, or padding moves its logits, by micro-batches.
         """
@@ -121,16 +174,27 @@ class Reference:
         self.model.eval()
         together = self._adds_to_loss or self._padding_counts()
         limit, size = self._small.held_out, self._layout.micro_batch if together else 1
-        documents = [sample_of(document) for document in self._documents.held_out[:limit]]
+        documents = [self._sample(document) for document in self._documents.held_out[:limit]]
         documents += [(documents[0][0], [IGNORED] * len(documents[0][0]))] * (-limit % size)
-        total, counted = 0.0, 0
-        for start in range(0, len(documents), size):
-            inputs, targets = self._padded(documents[start : start + size])
-            with torch.no_grad():
+        return self._judged(self._padded(documents[start : start + size]) for start in range(0, len(documents), size))
+
+    def _judged(self, batches: Iterable[tuple[Any, Any]]) -> Judged:
+        total, counted, right, unsure = 0.0, 0, [0] * len(self._most), 0
+        with torch.no_grad():
+            for inputs, targets in batches:
                 total += float(self._loss_sum(self.model, inputs, targets))
-            counted += self._counted(inputs, targets)
+                counted += self._counted(inputs, targets)
+                for index, most in enumerate(self._most):
+                    found = right_of(self._logits(inputs), targets, most, self._margin)
+                    right[index], unsure = right[index] + found[0], unsure + found[1]
         self.model.train()
-        return total / counted, counted
+        return Judged(total / counted, counted, tuple(right), unsure)
+
+    def _logits(self, inputs: Any) -> torch.Tensor:
+        return self.model(input_ids=inputs, use_cache=False).logits  # type: ignore[no-any-return]
+
+    def _sample(self, document: Encoded) -> tuple[list[int], list[int]]:
+        return sample_of(document, self._small.row)
 
     def _gradients(self, model: nn.Module, step: int, found: list[MicroBatch], counted: int) -> tuple[float, Tensors]:
         model.zero_grad()
@@ -241,7 +305,7 @@ class Reference:
     def _micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         layout, documents = self._layout, self._documents.training
         numbers = self._numbers(step, data_rank, len(documents))
-        parts = [[sample_of(documents[i]) for i in part] for part in numbers]
+        parts = [[self._sample(documents[i]) for i in part] for part in numbers]
         # a pipeline gives its micro-batches one shape, and what attention drops depends on that
         width = max(len(s[0]) for part in parts for s in part) if layout.pipeline > 1 else 0
         return [MicroBatch(data_rank, index, *self._padded(part, width)) for index, part in enumerate(parts)]
@@ -311,13 +375,24 @@ class Reference:
             self._scheduler.step()
 
 
+def right_of(logits: torch.Tensor, targets: torch.Tensor, most: int, margin: float) -> tuple[int, int]:
+    """Targets among the `most` highest logits, and those that are in or out by a share of the largest logit."""
+    logits, targets = logits.float().flatten(0, -2), targets.flatten()
+    logits, targets = logits[targets != IGNORED], targets[targets != IGNORED]
+    if not len(targets):
+        return 0, 0
+    own = logits.gather(1, targets[:, None])[:, 0]
+    others = logits.scatter(1, targets[:, None], -math.inf).topk(most).values[:, -1]
+    return int((own > others).sum()), int(((own - others).abs() <= margin * logits.abs().max()).sum())
+
+
 def norm_of(gradients: Tensors) -> float:
-    return float(torch.stack([value.norm() for value in gradients.values()]).norm())
+    return float(torch.stack([value.double().norm() for value in gradients.values()]).norm())
 
 
-def sample_of(document: Encoded) -> tuple[list[int], list[int]]:
+def sample_of(document: Encoded, longest: int) -> tuple[list[int], list[int]]:
     """Inputs and targets: at each position the token that follows, if it counts."""
-    tokens = list(document.tokens)[: LONGEST + 1]
+    tokens = list(document.tokens)[: longest + 1]
     return tokens[:-1], [t if counts else IGNORED for t, counts in zip(tokens, document.counted, strict=False)][1:]
 
 
@@ -353,9 +428,9 @@ def optimizer_of(
     return getattr(torch.optim, name)(groups, **params)  # type: ignore[no-any-return]
 
 
-def scheduler_of(optimizer: torch.optim.Optimizer, small: Small) -> Any:
+def scheduler_of(optimizer: torch.optim.Optimizer, config: Config) -> Any:
     """DeepSpeed's own, which is stepped after each update."""
     from deepspeed.runtime import lr_schedules
 
-    section = small.config.scheduler
+    section = config.scheduler
     return None if section is None else getattr(lr_schedules, section.type)(optimizer, **section.params)

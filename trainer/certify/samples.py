@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,38 +11,58 @@ import numpy as np
 from trainer.certify.small import LONGEST, Small
 from trainer.data.source import Encoded, PreparedSource, write_part
 
+LONGEST_ROW, LOGITS = 4096, 1 << 25
+"""Tokens of the longest sample, and numbers that its logits may be: what can be computed in seconds on a CPU."""
+FEW = 97
+"""Half of the tokens are among so many: a token that occurs often has a gradient from many places."""
+
 
 class Documents(NamedTuple):
-    """Ragged, some longer than a sample, and with very unequal numbers of targets."""
+    """Ragged, one too long for a sample, and with very unequal numbers of targets."""
 
     training: list[Encoded]
     held_out: list[Encoded]
     """One more than is evaluated."""
 
 
+def with_row(small: Small, vocabulary: int, positions: int | None, packed: bool) -> Small:
+    """With one sample as long as the run's, or what can be computed of it."""
+    wanted: int = small.config.trainer.data.sequence_length
+    row = LONGEST if packed else min(wanted, positions or wanted, LONGEST_ROW, LOGITS // max(vocabulary, 1))
+    row = max(LONGEST, row)
+    rows = f"a row of {row:,} tokens, the others of at most {LONGEST}; ids up to {vocabulary - 1:,}"
+    less = f" (rows of the run have {wanted:,}: it proves less of them)" if row < wanted else ""
+    return replace(small, row=row, changes=(*small.changes, rows + less))
+
+
 def documents_of(small: Small, vocabulary: int, packed: bool = False) -> Documents:
     """One and a half steps of them, so that steps lie across the ends of epochs; the same on every rank.
 
-    Twice as many where they are to be packed: fewer than two on average fit in a sample.
+    Of the whole vocabulary as many as there is room for, the last one among them. Twice as many documents where they
+    are to be packed: fewer than two on average fit in a sample.
     """
     rng = np.random.default_rng(0)
 
-    def draw(count: int) -> list[Encoded]:
+    def draw(count: int, longest: int) -> list[Encoded]:
         lengths = rng.integers(4, LONGEST + 6, 2 * count if packed else count)
+        lengths[1] = longest
+        total = int(lengths.sum())
+        every = np.resize(np.append(vocabulary - 1, 1 + rng.permutation(vocabulary - 2)), total)
+        tokens = np.where(rng.random(total) < 0.5, rng.integers(1, min(FEW, vocabulary), total), every)
+        tokens[lengths[0] + 1] = vocabulary - 1
         return [
             # a third of them has a single target
-            Encoded.from_token(
-                rng.integers(1, vocabulary, n).tolist(), min(n, LONGEST + 1) - 1 if i % 3 == 0 else 1 + i % 2
-            )
-            for i, n in enumerate(int(length) for length in lengths)
+            Encoded.from_token(own.tolist(), min(len(own), small.row + 1) - 1 if i % 3 == 0 else 1 + i % 2)
+            for i, own in enumerate(np.split(tokens, np.cumsum(lengths)[:-1]))
         ]
 
-    return Documents(draw(small.layout.train_batch * 3 // 2 + 1), draw(small.held_out + 1))
+    training = draw(small.layout.train_batch * 3 // 2 + 1, small.row + 6)
+    return Documents(training, draw(small.held_out + 1, LONGEST + 6))
 
 
-def write(documents: Documents, folder: Path, packed: bool = False) -> None:
+def write(documents: Documents, row: int, folder: Path, packed: bool = False) -> None:
     for name, part in documents._asdict().items():
-        write_part(folder / name, part, LONGEST, "pack" if packed else "pad")
+        write_part(folder / name, part, row, "pack" if packed else "pad")
 
 
 def source(folder: Path, name: str) -> PreparedSource:

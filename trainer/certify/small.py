@@ -12,10 +12,13 @@ from trainer.layout import PIPELINE_SCHEDULES, Layout, layout_of
 from trainer.models.shrink import HIDDEN
 from trainer.optim.support import No, in_torch
 
-MICRO_BATCH, ACCUMULATION = 2, 2
+MICRO_BATCH, ACCUMULATION, DATA_RANKS = 2, 3, 3
+"""Of two micro-batches or ranks the last is the only other one, and a mean over the wrong of two groups is right."""
 LONGEST = 28
-"""Tokens of a sample: more than three windows of the small copy's attention."""
+"""Tokens of all samples but one: more than three windows of the small copy's attention."""
 LARGEST_WORLD = 8
+UNKNOWN_STEPS = 1000
+"""Of a run that is as long as its data."""
 PROBES, PROBE_RATE = 2, 1e-2
 """Steps at the end, at a rate at which all that an optimizer does shows in float32: at 1e-7 rounding swallows decay."""
 SHORT = {"warmup_num_steps": 2, "cycle_first_step_size": 2, "cycle_second_step_size": 2, "decay_step_size": 1}
@@ -32,14 +35,24 @@ class Small:
     changes: tuple[str, ...]
     """What was changed that a person would not expect."""
     steps: int
-    """With the config's own schedule; PROBES follow."""
+    """With the config's own schedule; PROBES follow, and between them a step that overflows."""
     own: Config
-    """The config in the precision of the run itself, which its engine is chosen by."""
+    """The config in the precision and with the steps of the run itself: its engine and schedule are those."""
+    row: int = LONGEST
+    """Tokens of the longest sample."""
 
     @property
     def middle(self) -> int:
         """Steps before the checkpoint."""
         return self.steps - 1
+
+    @property
+    def overflow_step(self) -> int:
+        return self.steps + 1
+
+    @property
+    def total(self) -> int:
+        return self.steps + PROBES + 1
 
     @property
     def held_out(self) -> int:
@@ -57,12 +70,17 @@ def shrink(
     config = load(path, overrides)
     world_size = world_size or smallest_world(config)
     sizes = mesh_sizes(config, world_size, local_world_size(config, world_size))
-    schedule = PIPELINE_SCHEDULES[config.trainer.pipeline_schedule]
+    options = config.trainer
+    schedule = PIPELINE_SCHEDULES[options.pipeline_schedule]
     # as many micro-batches as any schedule needs
     accumulation = max(ACCUMULATION, sizes.pipeline * schedule.stages_per_rank if sizes.pipeline > 1 else 1)
     steps = 3 if config.scheduler is None else 5
     batch = f"{MICRO_BATCH} x {accumulation} samples a data rank"
-    changes = [f"{steps} steps of {batch}, then {PROBES} at learning rate {PROBE_RATE}"]
+    changes = [
+        f"{steps} steps of {batch}, then {PROBES} at learning rate {PROBE_RATE}, between them one that overflows"
+    ]
+    if sizes.data_ranks < DATA_RANKS:
+        changes.append(f"{sizes.data_ranks} data ranks, not {DATA_RANKS}: it proves less")
     small = [
         f"train_micro_batch_size_per_gpu={MICRO_BATCH}",
         f"gradient_accumulation_steps={accumulation}",
@@ -73,8 +91,9 @@ def shrink(
         small.append(f"trainer.mesh.shard={sizes.shard}")
         changes.append(f"nodes of {local_world_size(config, world_size)} processes")
     gpu = config.trainer.device != "cpu"
+    run_steps = options.steps or UNKNOWN_STEPS
     own = resolve(
-        load(path, [*overrides, *small]), RuntimeFacts(world_size, HIDDEN, steps, gpu, "cuda" if gpu else "cpu")
+        load(path, [*overrides, *small]), RuntimeFacts(world_size, HIDDEN, run_steps, gpu, "cuda" if gpu else "cpu")
     )
     for section in ("bf16", "fp16"):
         if (enabled := config.settings.get(section, {}).get("enabled")) in (True, "auto"):
@@ -85,7 +104,8 @@ def shrink(
         small += [f"zero_optimization.stage3_{key}={value}" for key, value in zero.items()]
     if config.scheduler is not None:
         small += [*_short(config.scheduler, steps), "trainer.warmup_ratio=null"]
-        changes.append(f"the schedule {config.scheduler.type} in {steps} steps")
+        known = "" if options.steps else ", as if the data were that long"
+        changes.append(f"the schedule {config.scheduler.type} in {steps} steps; as a function in {run_steps:,}{known}")
     config = load(path, [*overrides, *small])
     config = resolve(config, RuntimeFacts(world_size, HIDDEN, steps, False, "cpu"))
     layout = layout_of(config, world_size)
@@ -122,8 +142,11 @@ def local_world_size(config: Config, world_size: int) -> int:
 
 
 def smallest_world(config: Config) -> int:
-    """The fewest processes, up to LARGEST_WORLD, on which every axis that the config uses is there."""
-    mesh = config.trainer.mesh
+    """The fewest processes, up to LARGEST_WORLD, on which every axis that the config uses is there.
+
+    With DATA_RANKS of them, and not as many replicas as shards, where there is room for that; else as near to it.
+    """
+    mesh, found = config.trainer.mesh, dict[int, int]()
     for world_size in range(2, LARGEST_WORLD + 1):
         try:
             sizes = mesh_sizes(config, world_size, local_world_size(config, world_size))
@@ -136,6 +159,9 @@ def smallest_world(config: Config) -> int:
             continue
         if (mesh.shard == -1 or by_node) and sizes.shard < 2:
             continue
-        return world_size
+        unequal = sizes.replicate != sizes.shard or sizes.data_ranks == 1
+        found.setdefault(2 * min(sizes.data_ranks, DATA_RANKS) + unequal, world_size)
+    if found:
+        return found[max(found)]
     seen = f"no number of processes up to {LARGEST_WORLD} fits its mesh"
     raise ConfigError(Problem("--world-size", seen, "one that does", "Override trainer.mesh with smaller sizes"))

@@ -25,7 +25,7 @@ from trainer.models.constructed import small_tensor
 from trainer.models.experts import idle_parameters
 from trainer.models.kernels import check_kernels
 from trainer.models.names import aliases_of, in_short, pattern_of
-from trainer.models.shrink import KEPT, shrink
+from trainer.models.shrink import KEPT, SIZES, Sizes, shrink
 from trainer.models.spec import LanguageModel, ModelSpec, NoWeights, Weights
 from trainer.models.tiny import tiny
 from trainer.models.weights import SafetensorsFolder, names_in, open_weights
@@ -92,8 +92,8 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
         notes.insert(0, f"of {config.model_type} the text model alone is trained and saved, a {kind}")
 
     @cache
-    def shrunk(layers: int = 3, split: int = 1) -> ModelSpec:
-        return _shrunk(config, options, name, layers, split)
+    def shrunk(layers: int = 3, split: int = 1, sizes: Sizes = SIZES) -> ModelSpec:
+        return _shrunk(config, options, name, layers, split, sizes)
 
     spec = describe(model, name, build, given, shrunk)
 
@@ -104,15 +104,15 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
     return replace(spec, shallow=shallow, notes=tuple(notes), revision=options.revision)
 
 
-def _shrunk(config: PreTrainedConfig, options: Any, name: str, layers: int, split: int) -> ModelSpec:
+def _shrunk(config: PreTrainedConfig, options: Any, name: str, layers: int, split: int, sizes: Sizes) -> ModelSpec:
     def spec_of_small(small: Any) -> ModelSpec:
         build = _builder(small, options, on_cpu=True)
         return describe(build(), name, build, NoWeights())
 
     try:
         full = _builder(config, options)()
-        blocks = _blocks(full) or _alike(full, tiny(config, spec_of_small, full, (), layers, split)[0].blocks)
-        small, lacks = tiny(config, spec_of_small, full, blocks, layers, split)
+        blocks = _blocks(full) or _alike(full, tiny(config, spec_of_small, full, (), layers, split, sizes)[0].blocks)
+        small, lacks = tiny(config, spec_of_small, full, blocks, layers, split, sizes)
     except ConfigError:
         raise
     except Exception as error:  # whatever the family's own code raises

@@ -12,12 +12,23 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 VOCABULARY = 97
 HIDDEN = 32
 """About how wide the copy is."""
-_POSITIONS, _WINDOW, _EXPERTS, _GROUPS, _HEADS, _HEAD_SIZE, _WIDTH = 64, 8, 4, 2, 4, 8, 8
+_WINDOW, _EXPERTS, _GROUPS, _HEADS, _HEAD_SIZE, _WIDTH = 8, 4, 2, 4, 8, 8
+
+
+class Sizes(NamedTuple):
+    """The largest numbers of a copy that its rows of tokens depend on."""
+
+    vocabulary: int = VOCABULARY
+    positions: int = 64
+
+
+SIZES = Sizes()
+
 
 # the first pattern that is found in an attribute's name says what its number is
 _ROLES: tuple[tuple[str, str], ...] = (
@@ -86,17 +97,17 @@ def scale_of(config: Any, split: int, *, head_sizes: bool) -> Scale:
     return Scale({heads: many, kv: few}, divisor, width / hidden, hidden, split)
 
 
-def shrink(config: Any, scale: Scale | None, keep: Sequence[int], layers: int) -> Any:
+def shrink(config: Any, scale: Scale | None, keep: Sequence[int], layers: int, sizes: Sizes = SIZES) -> Any:
     """A copy of the config with the layers `keep` of `layers`, every number by its role; widths only with a `scale`.
 
     `layers` is 0 where it is not known which of its numbers counts the blocks.
     """
     small = copy.deepcopy(config)
-    _shrink(small, scale, keep, layers)
+    _shrink(small, scale, keep, layers, sizes)
     return small
 
 
-def _shrink(config: Any, scale: Scale | None, keep: Sequence[int], layers: int) -> None:
+def _shrink(config: Any, scale: Scale | None, keep: Sequence[int], layers: int, sizes: Sizes) -> None:
     overrides = config.to_dict().get("per_layer_config") if "_heterogeneity_spec" in vars(config) else None
     config.__dict__.pop("_heterogeneity_spec", None)
     for name, value in list(vars(config).items()):
@@ -104,28 +115,28 @@ def _shrink(config: Any, scale: Scale | None, keep: Sequence[int], layers: int) 
             own = scale not in (None, KEPT) and _first(value, "num_attention_heads") and value is not _text(config)
             inner = scale_of(value, scale.split, head_sizes=scale.head_size > 1) if own and scale else scale
             count = _first(value, "num_hidden_layers") or layers
-            _shrink(value, inner, range(min(2, count)) if own else keep, count if own else layers)
+            _shrink(value, inner, range(min(2, count)) if own else keep, count if own else layers, sizes)
         elif not name.startswith("_"):
-            new = _value(name, value, scale, keep, layers)
+            new = _value(name, value, scale, keep, layers, sizes)
             if new != value:
                 setattr(config, name, new)
     if overrides is not None:
         config.per_layer_config = {
-            keep.index(int(layer)): {k: _value(k, v, scale, keep, layers) for k, v in changes.items()}
+            keep.index(int(layer)): {k: _value(k, v, scale, keep, layers, sizes) for k, v in changes.items()}
             for layer, changes in overrides.items()
             if int(layer) in keep
         }
 
 
-def _value(name: str, value: Any, scale: Scale | None, keep: Sequence[int], layers: int) -> Any:
+def _value(name: str, value: Any, scale: Scale | None, keep: Sequence[int], layers: int, sizes: Sizes) -> Any:
     if isinstance(value, bool) or value is None:
         return value
     if scale is KEPT and (isinstance(value, int) or "token_id" in str(name)) and _role(str(name)) not in _OF_LAYERS:
         return value
     if isinstance(value, int):
-        return _number(name, value, scale, keep, layers)
+        return _number(name, value, scale, keep, layers, sizes)
     if isinstance(value, dict):
-        return {k: _value(k, v, scale, keep, layers) for k, v in value.items()}
+        return {k: _value(k, v, scale, keep, layers, sizes) for k, v in value.items()}
     if not isinstance(value, (list, tuple)):
         return value
     if re.search("token_id", name):
@@ -136,7 +147,7 @@ def _value(name: str, value: Any, scale: Scale | None, keep: Sequence[int], laye
         parts = [part // scale.head_size for part in value]
         return [sum(value) // scale.head_size - sum(parts[1:]), *parts[1:]]
     if len(value) == layers > 0:
-        return type(value)(_value(name, value[index], scale, keep, layers) for index in keep)
+        return type(value)(_value(name, value[index], scale, keep, layers, sizes) for index in keep)
     if _is_spelled_out(value, layers):  # [[["global", "local"], 12]]
         kinds = [kind for pattern, times in value for _ in range(times) for kind in pattern]
         return [[[kinds[index]], 1] for index in keep]
@@ -146,7 +157,7 @@ def _value(name: str, value: Any, scale: Scale | None, keep: Sequence[int], laye
     return value
 
 
-def _number(name: str, value: int, scale: Scale | None, keep: Sequence[int], layers: int) -> int:
+def _number(name: str, value: int, scale: Scale | None, keep: Sequence[int], layers: int, sizes: Sizes) -> int:
     role = _role(name)
     below = sum(index < value for index in keep)
     if re.search("token_id$|^(pad|bos|eos|unk|mask)_index$", name):
@@ -158,8 +169,8 @@ def _number(name: str, value: int, scale: Scale | None, keep: Sequence[int], lay
     if role in ("first", "last index", "last"):
         end = sum(index <= value for index in keep) - 1
         return {"first": below, "last index": end, "last": sum(index >= layers - value for index in keep)}[role]
-    limits = {"vocabulary": VOCABULARY, "positions": _POSITIONS, "window": _WINDOW, "experts": _EXPERTS}
-    limits |= {"chosen": 2, "chosen groups": 1, "groups": _GROUPS}
+    limits = {**sizes._asdict(), "window": _WINDOW, "experts": _EXPERTS, "chosen": 2}
+    limits |= {"chosen groups": 1, "groups": _GROUPS}
     if role in limits:
         return min(value, limits[role])
     if scale is None or value <= 1:

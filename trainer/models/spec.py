@@ -122,7 +122,7 @@ class ModelSpec:
     shrunk: Callable[..., ModelSpec] | None = None
     """`shrunk(layers=3, split=1)`: a tiny copy of the same architecture with at least so many blocks, to try things on.
 
-    What was a multiple of `split` still is; raises ConfigError where no copy runs.
+    What was a multiple of `split` still is; raises ConfigError where no copy runs. Of language models it takes `sizes`.
     """
     shallow: Callable[[int], ModelSpec] | None = None
     """`shallow(n)`: the same model with its first n blocks alone, without weights; more blocks are more of the same."""

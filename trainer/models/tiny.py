@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer.models.materialise import materialise
-from trainer.models.shrink import scale_of, shrink
+from trainer.models.shrink import SIZES, Sizes, scale_of, shrink
 from trainer.models.spec import ModelSpec
 
 LARGEST = 64_000_000
@@ -79,6 +79,7 @@ def tiny(
     blocks: tuple[str, ...],
     layers: int,
     split: int,
+    sizes: Sizes = SIZES,
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     """A copy of `full` with at least `layers` of its `blocks`, where it has them, and what the copy lacks.
 
@@ -93,7 +94,7 @@ def tiny(
         lacks: tuple[str, ...] = ()
         for scale in (scale_of(config, split, head_sizes=True), scale_of(config, split, head_sizes=False), None):
             try:
-                spec = spec_of(shrink(config, scale, keep, count))
+                spec = spec_of(shrink(config, scale, keep, count, sizes))
                 if spec.parameters > LARGEST:
                     continue
                 built = True

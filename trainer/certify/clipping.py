@@ -1,0 +1,31 @@
+"""A limit of the gradient's norm that some of the run's steps are certainly over, and some certainly under."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import sqrt
+
+from trainer.certify.small import Small
+
+CLIPPED_STEPS = 3
+"""Whose norms one process finds beforehand."""
+APART = 1.01
+"""How far two norms are apart if the limit between them is surely between those of the run."""
+
+
+def clipping(small: Small, norms: Sequence[float]) -> Small:
+    """With a limit between the two `norms` that are furthest apart, if the config has one."""
+    settings = small.config.settings
+    if not float(settings.get("gradient_clipping", 0.0)):
+        return small
+    low, high = max(pairwise(sorted(norms)), key=lambda pair: pair[1] / pair[0])
+    if not high > APART * low:
+        less = "all its steps have one gradient norm, which is over the limit or under it: it proves less"
+        return replace(small, changes=(*small.changes, less))
+    limit = sqrt(low * high)
+    over = ", ".join(str(step) for step, norm in enumerate(norms) if norm > limit)
+    said = f"gradient_clipping {limit:.4g}: of the first {len(norms)} steps {over} are over it, the others under"
+    config = replace(small.config, settings={**settings, "gradient_clipping": limit})
+    return replace(small, config=config, changes=(*small.changes, said))
