@@ -1,0 +1,319 @@
+"""Each command of README, docs, examples and benchmarks runs, in its smallest form; one that is new has to say how.
+
+The cheapest are run by default, the others with `--more`. `{tiny}` stands for overrides that make a config that ships
+tiny, `{job}` for a config of a tiny model, `{run}` for a run of it, `{text}` for its data and `{out}` for an empty
+folder. A command of which another test runs that very thing is named with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.commands import BIN, LAUNCHERS, ROOT, run, write_job
+
+COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3?|deepspeed|torchrun|accelerate|meshloom) +[^\s=|&>,.]")
+TRAIN = "launch/train.py --config"
+OPTION = re.compile(r" \[[^\]]*\]")
+
+
+def documents() -> list[Path]:
+    found = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    return [*found, *ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/results/*.md")]
+
+
+def code_of(path: Path) -> Iterator[str]:
+    """Lines of code, joined where they end in a backslash, and code within a line."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text)) or ""
+    fenced = False
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        fenced ^= line.lstrip().startswith("```")
+        if fenced or line.startswith("    ") or path.suffix == ".py":
+            yield line.strip()
+    yield from (" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text))
+
+
+def commands_of(path: Path) -> set[str]:
+    """Without a comment at the end, options in brackets, and spaces beyond one."""
+    found = {re.split(r"\s+# ", code, maxsplit=1)[0] for code in code_of(path) if COMMAND.match(code)}
+    return {" ".join(OPTION.sub("", command).split()) for command in found}
+
+
+@cache
+def documented() -> dict[str, list[str]]:
+    """Command -> the documents that have it."""
+    found: dict[str, list[str]] = {}
+    for path in documents():
+        for command in commands_of(path):
+            found.setdefault(command, []).append(str(path.relative_to(ROOT)))
+    return found
+
+
+HOSTS = "torchrun --nnodes 1 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0"
+FULL = "trainer.activation_checkpointing=full"
+LAYOUTS = "torchrun --nproc-per-node 2 benchmarks/layouts.py"
+STEPS = "benchmarks/step_time.py --smoke"
+PREPARATION = "python benchmarks/preparation.py"
+CHECKPOINT = "python launch/checkpoint.py"
+OWN = "trainer.model.name_or_path={run}/final trainer.model.config=null trainer.data.path={text}"
+SHORT = "trainer.data.sequence_length=16 trainer.run.folder={out} trainer.epochs=0.1"
+
+SMALL: dict[str, tuple[str, ...]] = {
+    # README
+    f"deepspeed {TRAIN} ds_configs/zero2.json": (f"deepspeed {TRAIN} ds_configs/zero2.json {{tiny}}",),
+    "meshloom train --config zero2": ("meshloom train --config zero2 {tiny}",),
+    f"deepspeed {TRAIN} ds_configs/zero3.json trainer.model.name_or_path=my-llama trainer.data.path='data/*.jsonl' "
+    "trainer.epochs=1": (f"deepspeed {TRAIN} ds_configs/zero3.json {OWN} {SHORT}",),
+    f"deepspeed {TRAIN} C.json": (f"deepspeed {TRAIN} {{job}}",),
+    f"torchrun --nproc-per-node 8 {TRAIN} C.json": (f"torchrun --nproc-per-node 2 {TRAIN} {{job}}",),
+    f"accelerate launch {TRAIN} C.json": (f"accelerate launch {TRAIN} {{job}}",),
+    f"python {TRAIN} C.json": (f"python {TRAIN} {{job}}",),
+    "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 "
+    f"{TRAIN} ds_configs/fsdp.json": (f"{HOSTS} {TRAIN} ds_configs/fsdp.json {{tiny}}",),
+    "meshloom plan --config zero3 --nodes 8 --gpus 8 --device h100-80gb": (
+        "meshloom plan --config zero3 --nodes 8 --gpus 8 --device h100-80gb {tiny}",
+    ),
+    "meshloom report runs/NAME": ("meshloom report {run} --output {out}/page.html",),
+    f"deepspeed {TRAIN} ds_configs/zero3.json trainer.model.name_or_path=my-llama trainer.data.path=chats.jsonl "
+    "trainer.data.documents=pack trainer.epochs=3 --preview 2": (
+        f"deepspeed {TRAIN} ds_configs/zero3.json {OWN} {SHORT} trainer.data.documents=pack --preview 2",
+    ),
+    f"{CHECKPOINT} list|verify|show PATH": tuple(f"{CHECKPOINT} {word} {{run}}" for word in ("list", "verify", "show")),
+    f"deepspeed {TRAIN} examples/finetune.json": (
+        f"deepspeed {TRAIN} examples/finetune.json trainer.model.name_or_path={{run}}/final trainer.run.folder={{out}} "
+        "trainer.epochs=0.1",
+    ),
+    # docs
+    "torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 "
+    f"{TRAIN} my.json trainer.checkpoint.every=200": (f"{HOSTS} --max-restarts 3 {TRAIN} {{job}}",),
+    "meshloom status runs/NAME": ("meshloom status {run}",),
+    "meshloom import --from axolotl full.yml --output full.json": (
+        "meshloom import --from axolotl tests/habits/axolotl_full.yml --output {out}/full.json",
+    ),
+    "meshloom import --from llamafactory llama3_full_sft.yaml --output full.json": (
+        "meshloom import --from llamafactory tests/habits/llamafactory_pretrain.yaml --output {out}/full.json",
+    ),
+    "meshloom import --output clm.json -- --model_name_or_path gpt2 --dataset_name wikitext --learning_rate 1e-5": (
+        "meshloom import --output {out}/clm.json -- --model_name_or_path gpt2 --dataset_name wikitext "
+        "--learning_rate 1e-5",
+    ),
+    "meshloom plan --config ds_configs/zero3.json --nodes 8 --gpus 8 --device h100-80gb "
+    "trainer.model.name_or_path=...": (
+        "meshloom plan --config ds_configs/zero3.json --nodes 8 --gpus 8 --device h100-80gb {tiny} "
+        "trainer.model.config=null trainer.model.name_or_path={run}/final",
+    ),
+    "meshloom plan --config megatron_3d --nodes 128 --gpus 8 --device h100-80gb "
+    "trainer.model.name_or_path=LLAMA-405B trainer.data.sequence_length=8192 pipeline.stages=16 "
+    "tensor_parallel.autotp_size=8 trainer.mesh.shard=8 train_micro_batch_size_per_gpu=1 "
+    "gradient_accumulation_steps=64 trainer.activation_checkpointing=full trainer.engine=mesh": (
+        "meshloom plan --config megatron_3d --nodes 1 --gpus 8 --device h100-80gb {tiny} pipeline.stages=2 "
+        "tensor_parallel.autotp_size=2 trainer.mesh.shard=2 train_micro_batch_size_per_gpu=1 "
+        f"gradient_accumulation_steps=4 {FULL} trainer.engine=mesh",
+    ),
+    **{
+        f"deepspeed --num_gpus 1 {TRAIN} ds_configs/{name}.json MODEL FULL": (
+            f"deepspeed --num_gpus 1 {TRAIN} ds_configs/{name}.json {{tiny}} {FULL}",
+        )
+        for name in ("zero2_offload", "zero3_offload")
+    },
+    f"deepspeed {TRAIN} ds_configs/zero1.json MODEL": (f"deepspeed {TRAIN} ds_configs/zero1.json {{tiny}}",),
+    **{
+        f"deepspeed {TRAIN} ds_configs/{name}.json MODEL FULL": (
+            f"deepspeed {TRAIN} ds_configs/{name}.json {{tiny}} {FULL}",
+        )
+        for name in ("zero2", "zero3")
+    },
+    "torchrun --nnodes 8 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 "
+    f"{TRAIN} ds_configs/hsdp.json MODEL": (f"{HOSTS} {TRAIN} ds_configs/hsdp.json {{tiny}}",),
+    "python launch/verify.py --config ds_configs/hsdp.json": (
+        "python launch/verify.py --config ds_configs/hsdp.json {tiny}",
+    ),
+    # benchmarks
+    "torchrun --nproc-per-node 2 benchmarks/checkpoints.py": (
+        "torchrun --nproc-per-node 2 benchmarks/checkpoints.py --smoke --folder {out}",
+    ),
+    "python benchmarks/ends.py overhead": ("python benchmarks/ends.py overhead --smoke",),
+    "python benchmarks/ends.py faults": ("python benchmarks/ends.py faults --smoke",),
+    "python benchmarks/guide.py 3": ("python benchmarks/guide.py 3",),
+    "python benchmarks/images.py --smoke": ("python benchmarks/images.py --smoke",),
+    f"{LAYOUTS} time": (f"{LAYOUTS} time --smoke",),
+    f"{LAYOUTS} pipeline": (f"{LAYOUTS} pipeline --smoke",),
+    "python benchmarks/layouts.py memory": ("python benchmarks/layouts.py memory --smoke",),
+    "python benchmarks/layouts.py build": ("python benchmarks/layouts.py build --smoke",),
+    "python benchmarks/loss_memory.py": ("python benchmarks/loss_memory.py --smoke --repeats 1",),
+    "python benchmarks/packing.py": (
+        "python benchmarks/packing.py --rounds 1 --steps 3 --rows 2 --sequence 64 --median 20",
+    ),
+    "python benchmarks/plan_memory.py --smoke mesh-zero3": ("python benchmarks/plan_memory.py --smoke mesh-zero3",),
+    "python benchmarks/plan_order.py": ("python benchmarks/plan_order.py --smoke",),
+    f"{PREPARATION} speed": (f"{PREPARATION} speed --megabytes 0.1",),
+    f"{PREPARATION} memory": (f"{PREPARATION} memory --documents 2000",),
+    f"{PREPARATION} check": (f"{PREPARATION} check --megabytes 4",),
+    "python benchmarks/soak.py --smoke": ("python benchmarks/soak.py --smoke",),
+    "python benchmarks/startup.py": ("python benchmarks/startup.py --repeats 1",),
+    "python benchmarks/step_time.py": (f"python {STEPS}", f"python {STEPS} --arm ours"),
+    "torchrun --nproc-per-node 2 benchmarks/step_time.py ...": (
+        f"torchrun --nproc-per-node 2 {STEPS}",
+        f"torchrun --nproc-per-node 2 {STEPS} --peer accelerate",
+    ),
+    # a command's name alone
+    **{
+        f"meshloom {name}": (f"meshloom {name} --help",)
+        for name in ("plan", "verify", "status", "report", "checkpoint", "import", "train")
+    },
+}
+"""Command -> its smallest form, or forms."""
+
+SAME: dict[str, str] = {
+    "accelerate launch": f"accelerate launch {TRAIN} C.json",
+    "OMP_NUM_THREADS=1 python benchmarks/packing.py --steps 4": "python benchmarks/packing.py",
+    "python benchmarks/guide.py": "python benchmarks/guide.py 3",
+    "python benchmarks/images.py": "python benchmarks/images.py --smoke",
+    "python benchmarks/loss_memory.py --repeats 5": "python benchmarks/loss_memory.py",
+    "python benchmarks/plan_memory.py": "python benchmarks/plan_memory.py --smoke mesh-zero3",
+    "python benchmarks/plan_memory.py lora chunked mesh-zero3": "python benchmarks/plan_memory.py --smoke mesh-zero3",
+    "python benchmarks/plan_order.py --ranks 2 4 --layouts 10": "python benchmarks/plan_order.py",
+    "python benchmarks/startup.py --repeats 5": "python benchmarks/startup.py",
+    "python benchmarks/step_time.py --model 26m --steps 10 --arm ARM": "python benchmarks/step_time.py",
+    "python benchmarks/step_time.py --model 26m --steps 60": "python benchmarks/step_time.py",
+    "python benchmarks/step_time.py --model small --steps 200": "python benchmarks/step_time.py",
+    **{
+        f"torchrun --nproc-per-node 2 benchmarks/step_time.py {words}": (
+            "torchrun --nproc-per-node 2 benchmarks/step_time.py ..."
+        )
+        for words in ("--model 26m --steps 30", "--model small --steps 200")
+    },
+    "torchrun --nproc-per-node 2 benchmarks/checkpoints.py --rounds 5": (
+        "torchrun --nproc-per-node 2 benchmarks/checkpoints.py"
+    ),
+    "python benchmarks/ends.py faults --times 3 --minutes 21": "python benchmarks/ends.py faults",
+    "python benchmarks/ends.py overhead --steps 4400": "python benchmarks/ends.py overhead",
+    "python benchmarks/soak.py --faults 240": "python benchmarks/soak.py --smoke",
+    "python benchmarks/soak.py --faults 200": "python benchmarks/soak.py --smoke",
+    f"{LAYOUTS} time --rounds 40": f"{LAYOUTS} time",
+    f"{LAYOUTS} pipeline --rounds 10": f"{LAYOUTS} pipeline",
+    f"{PREPARATION} speed --megabytes 8": f"{PREPARATION} speed",
+    f"{PREPARATION} memory --documents 10000000": f"{PREPARATION} memory",
+    f"{PREPARATION} check --megabytes 2000": f"{PREPARATION} check",
+}
+"""Command -> the one of `SMALL` that it is with other sizes."""
+
+ELSEWHERE: dict[str, str] = {
+    f"python {TRAIN} examples/digits.json": "test_images.py::test_digits_are_learned",
+    f"python {TRAIN} examples/digits.json trainer.seed=S": "test_images.py::test_digits_are_learned",
+    "python examples/ladder/01_one_device.py": "test_ladder.py::test_a_rung_has_the_loss_of_one_device",
+    "python examples/ladder/09_fsdp_hsdp.py --hsdp": "test_ladder.py::test_a_rung_has_the_loss_of_one_device",
+    "python examples/ladder/climb.py": "test_ladder.py::test_what_a_rung_costs_is_measured",
+    "python examples/finetune/finetune.py": (
+        "test_finetune.py::test_the_example_goes_from_nothing_to_an_adapter_that_peft_opens"
+    ),
+    f"{CHECKPOINT} import old/checkpoint-500 imported --model my-llama": (
+        "test_from_deepspeed.py::test_a_run_goes_on_from_it"
+    ),
+    "python -m tests.families.sweep": "families/test_families.py::test_a_sampled_row_is_so",
+    "python benchmarks/gpu.py": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
+    "python benchmarks/gpu.py --device cpu --tiny": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
+}
+"""Command -> the test that runs it."""
+
+NOT_HERE: dict[str, str] = {
+    "python -m pytest": "it is what runs this",
+    "python -m pytest -m gpu": "it needs GPUs; without, all of it is skipped",
+    "python SCRIPT": "it stands for any script",
+    "torchrun --max-restarts 1": "part of a sentence on a test, tests/test_launchers.py",
+}
+"""Command -> why it can't be run here."""
+
+CHEAP = ("meshloom import", "meshloom status --help", "meshloom plan --help")
+"""The beginnings of forms that a first run has."""
+
+
+def test_every_command_is_run_or_says_why_not():
+    known = SMALL.keys() | SAME.keys() | ELSEWHERE.keys() | NOT_HERE.keys()
+    missing = {command: places for command, places in documented().items() if command not in known}
+    assert missing == {}, "tests/test_documented_commands.py has to say how each is run"
+
+
+def test_the_tables_have_no_command_that_nobody_documents():
+    assert {*SMALL, *SAME, *ELSEWHERE, *NOT_HERE} - documented().keys() == set()
+    assert set(SAME.values()) <= SMALL.keys()
+
+
+def test_a_new_command_is_found_wherever_it_stands(tmp_path: Path):
+    text = "Say `torchrun x.py`,\n\n    python a.py \\\n        --b  # c\n\n```sh\nmeshloom plan --config d\n```\n"
+    (tmp_path / "a.md").write_text(f"{text}or deepspeed e.py, `python = 3` and `a python b`.\n")
+    assert commands_of(tmp_path / "a.md") == {"torchrun x.py", "python a.py --b", "meshloom plan --config d"}
+    (tmp_path / "b.py").write_text('"""Prose.\n\n    accelerate launch f.py [--g 1]\n"""\n\npython = "python h.py"\n')
+    assert commands_of(tmp_path / "b.py") == {"accelerate launch f.py"}
+
+
+@pytest.mark.parametrize("test", sorted(set(ELSEWHERE.values())))
+def test_the_tests_that_run_the_others_are_there(test: str):
+    name, _, function = test.partition("::")
+    assert f"def {function}(" in (ROOT / "tests" / name).read_text()
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """All but the run, which is made where a command asks for it."""
+    folder = tmp_path_factory.mktemp("documented")
+    job = write_job(folder)
+    section = json.loads(job.read_text())["trainer"]
+    tiny = {
+        "model.config": section["model"]["config"],
+        "data.path": section["data"]["path"],
+        "data.sequence_length": 16,
+        "steps": 1,
+        "evaluation.samples": 2,
+        "generate.tokens": 2,
+    }
+    words = [f"trainer.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in tiny.items()]
+    return {"tiny": shlex.join(words), "job": str(job), "text": section["data"]["path"], "folder": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def trained(places: dict[str, str]) -> str:
+    folder = Path(places["folder"]) / "trained"
+    result = run(sys.executable, "launch/train.py", "--config", places["job"], f"trainer.run.folder={folder}")
+    assert result.code == 0, result.output
+    return str(next(folder.iterdir()))
+
+
+FORMS = list(dict.fromkeys(form for forms in SMALL.values() for form in forms))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, id=f"{at} {form[:70]}", marks=() if form.startswith(CHEAP) else pytest.mark.more)
+        for at, form in enumerate(FORMS)
+    ],
+)
+def test_it_runs(request: pytest.FixtureRequest, places: dict[str, str], tmp_path: Path, form: str):
+    values = {**places, "out": str(tmp_path)}
+    if "{run}" in form:
+        values["run"] = request.getfixturevalue("trained")
+    words = shlex.split(re.sub(r"\{(\w+)\}", lambda match: values[match[1]], form))
+    first = {"python": [sys.executable], "meshloom": [sys.executable, str(BIN / "meshloom")]}
+    if "{job}" in form or "{tiny}" in form:
+        words.append(f"trainer.run.folder={tmp_path}")
+    before = state_of_results()
+    result = run(*first.get(words[0], [words[0]]), *words[1:], timeout=800, cold=form.startswith(CHEAP))
+    assert words[0] in LAUNCHERS or words[0] in first
+    assert result.code == 0, result.output[-4000:]
+    assert state_of_results() == before, "a smallest form writes nothing into the tree"
+
+
+def state_of_results() -> dict[str, float]:
+    """The times of the files that full benchmarks write."""
+    return {str(path): path.stat().st_mtime for path in [*ROOT.glob("benchmarks/results/*"), ROOT / "docs/which.md"]}
