@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -764,6 +765,14 @@ def test_nothing_gives_way_to_what_asks_for_nothing_or_stands_in_the_same_place(
     section = {"task": "image_classification", "model": {"name_or_path": "resnet18", "config": {"a": 1}}}
     model = compile_(tmp_path, {"trainer": section}, "trainer.model.name_or_path=resnet50").trainer.model
     assert (model.name_or_path, model.config) == ("resnet50", {"a": 1})
+
+
+def test_keys_and_texts_of_half_a_megabyte_cost_no_memory_or_time_each(tmp_path: Path) -> None:
+    long = {"k" * 300_000: dict.fromkeys(map(str, range(30_000)), 1)}
+    started = time.process_time()
+    assert "saw NaN" in errors(tmp_path, json.dumps(long)[:-2] + ', "n": NaN}}')[0]
+    compile_(tmp_path, {"trainer": {"seed": 1}}, 'trainer.run.folder="' + '\\"' * 100_000)
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -30,6 +30,10 @@ DIGITS = 1000
 """Of a number; more are beyond any float."""
 
 
+SHOWN = 200
+"""Characters of a key's path in an error."""
+
+
 def read(path: Path) -> Json:
     """The object in a JSON file. Raises ConfigError for what is no regular file, no UTF-8 or no JSON, or is endless."""
     text, twice = _decode(path, _bytes(path)), set[str]()
@@ -126,7 +130,8 @@ def _unfit(raw: Json, place: str, text: str = "") -> Iterator[Problem]:
                 yield _too_deep(place)
                 return
             named = value.items() if isinstance(value, dict) else ((f"[{at}]", it) for at, it in enumerate(value))
-            waiting += [(f"{path}.{name}".lstrip(".").replace(".[", "["), it, depth + 1) for name, it in named]
+            start = f"{path[:SHOWN]}." if path else ""
+            waiting += [(f"{start}{name[:SHOWN]}".replace(".[", "["), it, depth + 1) for name, it in named]
         if isinstance(value, _NoNumber):
             line = f":{lines[value.order]}" if value.order in lines else ""
             seen = value.text if len(value.text) < DIGITS else f"a number of {len(value.text):,} digits"
@@ -192,7 +197,8 @@ def at(tree: Json, path: str) -> Any:
 
 def _value(text: str, twice: set[str]) -> Any:
     try:
-        return _parse(text, twice) if len(text) <= LARGEST and not any(_lines(text)) else text
+        value = _parse(text, twice) if len(text) <= LARGEST else text
+        return text if value != text and any(_lines(text)) else value
     except (ValueError, RecursionError):
         return text
 

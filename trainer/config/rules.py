@@ -21,11 +21,7 @@ def conflicts(settings: Json) -> list[Problem]:
     """The problems of keys that do not go together."""
     zero = settings.get("zero_optimization", {})
     stage = zero.get("stage", 0)
-    return [
-        *_precision(settings, stage),
-        *_offload(zero, stage),
-        *_averages(settings, zero, stage),
-    ]
+    return [*_precision(settings, stage), *_offload(zero, stage), *_averages(settings, zero, stage)]
 
 
 def warm_up(settings: Json, ratio: float | None) -> list[Problem]:
@@ -64,12 +60,8 @@ def notes_of(settings: Json, schedule: str) -> list[str]:
         ("there is no tensor parallelism", tensor in one, ["tensor_parallel.tp_overlap_comm"]),
     ]
     written = settings | {"trainer": {"pipeline_schedule": schedule != "1F1B"}}
-    found = {why: [path for path in paths if at(written, path)] for why, idle, paths in rows if idle}
-    return [
-        f"{', '.join(paths)} {'has' if len(paths) == 1 else 'have'} no effect here: {why}"
-        for why, paths in found.items()
-        if paths
-    ]
+    found = [([path for path in paths if at(written, path)], why) for why, idle, paths in rows if idle]
+    return [f"{', '.join(it)} {'has' if len(it) == 1 else 'have'} no effect here: {why}" for it, why in found if it]
 
 
 def _precision(settings: Json, stage: int) -> list[Problem]:
