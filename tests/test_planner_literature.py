@@ -28,12 +28,14 @@ LLAMA_8B = LLAMA | dict(
 
 @pytest.fixture
 def plan(tmp_path):
-    def make(model, nodes, devices, *, length=32, micro_batch=1, zero=None, attention=None, **section) -> Plan:
+    def make(
+        model, nodes, devices, *, length=32, micro_batch=1, accumulation=1, zero=None, attention=None, **section
+    ) -> Plan:
         known = {"config": model} | ({"attention": attention} if attention else {})
         config = {
             "train_batch_size": "auto",
             "train_micro_batch_size_per_gpu": micro_batch,
-            "gradient_accumulation_steps": 1,
+            "gradient_accumulation_steps": accumulation,
             "gradient_clipping": 1.0,
             "bf16": {"enabled": True},
             "zero_optimization": zero or {"stage": 0},
@@ -69,6 +71,16 @@ def test_zero(plan, stage, published):
     assert 7.5 * (state + gradients) / parameters == pytest.approx(published, rel=0.02)
     if stage == 1:
         assert kinds["temporaries"] == pytest.approx(gradients, rel=0.01)
+
+
+def test_with_the_optimizer_on_the_host_a_device_keeps_the_weights(plan):
+    """Ren et al., arXiv 2101.06840, section 3.2: 2 bytes a parameter; gradients go to the host as they are made."""
+    parameters = 328_256
+    zero = {"stage": 2, "reduce_bucket_size": 50_000, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    options = dict(zero=zero, engine="deepspeed", activation_checkpointing="full", accumulation=2)
+    found = plan(LLAMA | SMALL, 1, 1, **options)
+    kept = found.on_device(("weights", "gradients", "optimizer", "communication"))
+    assert 2 * parameters <= kept <= 3.2 * parameters  # and buckets on their way
 
 
 def test_full_recomputation_keeps_what_goes_into_a_layer(plan):

@@ -42,6 +42,12 @@ PLACES = {
     "replicas_by_buckets.py": "communication",
 }
 """Files whose functions make tensors to send them, of FSDP2 and DeepSpeed."""
+KEPT = {
+    ("stage_1_and_2.py", "zeros"): "optimizer",
+    ("stage_1_and_2.py", "full"): "optimizer",
+    ("stage3.py", "zeros"): "gradients",
+}
+"""What DeepSpeed's ZeRO makes on the optimizer's device, by file and operator: gradients and copies that it keeps."""
 
 
 @dataclass(eq=False, slots=True)
@@ -168,7 +174,9 @@ class Ledger(TorchDispatchMode):
                 storage = leaf.untyped_storage()
                 known = self._live.get(id(storage))
                 if known is None:
-                    self._note(storage, self._kind_of(leaf), self._stack[-1] if self._stack else "", func._opname)
+                    self._note(
+                        storage, self._kind_of(leaf, func._opname), self._stack[-1] if self._stack else "", func._opname
+                    )
                 elif known.size != storage.nbytes():
                     self._resized(storage)
         return output
@@ -199,7 +207,7 @@ class Ledger(TorchDispatchMode):
         if again.size:
             self.allocations.append(again)
 
-    def _kind_of(self, tensor: torch.Tensor) -> str:
+    def _kind_of(self, tensor: torch.Tensor, operator: str) -> str:
         """Of a tensor that was just made. Forward passes keep the graph on, and so does what is computed again."""
         frame: Any = sys._getframe(2)
         for _ in range(12):
@@ -207,7 +215,7 @@ class Ledger(TorchDispatchMode):
                 break
             name = frame.f_code.co_filename.rpartition("/")[2]
             if (kind := PLACES.get(name)) is not None:
-                return kind
+                return KEPT.get((name, operator), kind)
             frame = frame.f_back
         if self.vocabulary and tensor.is_floating_point() and tensor.ndim > 1 and tensor.shape[-1] == self.vocabulary:
             return "logits"

@@ -138,6 +138,8 @@ def offloaded(subject: Subject) -> tuple[str, ...]:
         return ()
     if subject.engine_name != "deepspeed" or layout.offload_param != "none":
         return ("weights", "gradients", "optimizer")
+    if layout.zero_stage == 3:
+        return ("gradients", "optimizer")
     return ("optimizer",)
 
 
