@@ -58,15 +58,17 @@ def train(
     and the run's folder, on every rank. Raises the errors that the command prints (`trainer.errors`).
     """
     from trainer.config import load
-    from trainer.run.script import Asked, in_processes, train_given
+    from trainer.run.script import in_processes, train_given
 
     compiled = load(config, overrides)
-    asked = Asked(fresh, None if resume is None else str(resume), resume_anyway, resume_weights_only, quiet)
+    going_on = (None if resume is None else str(resume), fresh, resume_anyway, resume_weights_only)
 
     def trained() -> Result:
         from trainer.run.prepare import Given
+        from trainer.run.resume import Request
 
-        return train_given(compiled, Given(model, data, loss, evaluation_data, blocks), asked)  # type: ignore[no-any-return]
+        given = Given(model, data, loss, evaluation_data, blocks)
+        return train_given(compiled, given, Request(*going_on, script=True), quiet)  # type: ignore[no-any-return]
 
     return in_processes(trained, processes)
 

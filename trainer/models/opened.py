@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from trainer.errors import ConfigError, Problem, first_line, listed
+from trainer.errors import ConfigError, Problem, first_line
 from trainer.models import classifiers
 from trainer.models.module import class_of
 from trainer.models.names import aliases_of
@@ -27,52 +27,39 @@ def opened(folder: Path, build: Callable[[], nn.Module] | None) -> nn.Module:
     ]
     if not known:
         raise ConfigError(Problem(f"open: {folder}", "a folder without a model", EXPECTED))
+    if known[0] != classifiers.DESCRIPTION and build is None:
+        return _pretrained(folder, adapter=known[0] == "adapter_config.json")
     if known[0] != classifiers.DESCRIPTION:
-        return _pretrained(folder, adapter=known[0] == "adapter_config.json", built=build is not None)
-    model = json.loads((folder / classifiers.DESCRIPTION).read_bytes())
-    if build is None and isinstance(model.get("model"), dict):
+        raise ConfigError(Problem(f"open: {folder}", "model=, and a folder that says it", "the folder alone"))
+    content = json.loads((folder / classifiers.DESCRIPTION).read_bytes())
+    name = content.get("module") or content["model"]["name"].rpartition(":")[2]
+    if build is None and "model" in content:
         return classifiers.opened(folder)[0]
     if build is None:
-        expected = f"model=, which builds {model.get('module', 'the module')}"
-        raise ConfigError(Problem(f"open: {folder}", "the weights of an own module", expected))
-    return _filled(build(), folder, model.get("module"))
+        raise ConfigError(Problem(f"open: {folder}", "the weights of an own module", f"model=, which builds {name}"))
+    return _filled(build(), folder, name)
 
 
-def _pretrained(folder: Path, *, adapter: bool, built: bool) -> nn.Module:
-    if built:
-        raise ConfigError(Problem(f"open: {folder}", "model=, and a folder that says it", "the folder alone"))
+def _pretrained(folder: Path, *, adapter: bool) -> nn.Module:
+    library, name = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
     try:
-        model: nn.Module = _loader(adapter).from_pretrained(folder)
+        return getattr(import_module(library), name).from_pretrained(folder).eval()  # type: ignore[no-any-return]
     except (OSError, ValueError) as error:
         raise ConfigError(Problem(f"open: {folder}", first_line(error), EXPECTED)) from error
-    return model.eval()
 
 
-def _loader(adapter: bool) -> Any:
-    if adapter:
-        from peft import AutoPeftModelForCausalLM
-
-        return AutoPeftModelForCausalLM
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM
-
-
-def _filled(model: nn.Module, folder: Path, name: str | None) -> nn.Module:
+def _filled(model: nn.Module, folder: Path, name: str) -> nn.Module:
     """An own module with the values of the folder. Raises ConfigError where they are another module's."""
-    if name is not None and name.rpartition(".")[2] != type(model).__name__:
-        raise ConfigError(Problem(f"open: {folder}", f"a {name}", f"one, where model= builds a {class_of(model)}"))
-    weights = SafetensorsFolder(folder)
-    stored = {key: value for key in weights.names() if (value := weights.read(key)) is not None}
-    own, again = model.state_dict(), aliases_of(model)
-    stored |= {alias: stored[first] for alias, first in again.items() if first in stored and alias in own}
-    wrong = [f"{key} is missing" for key in own if key not in stored]
-    wrong += [f"{key} is no part of the module" for key in stored if key not in own]
-    shapes = ((key, list(stored[key].shape), list(own[key].shape)) for key in own if key in stored)
-    wrong += [f"{key} is {there}, here {here}" for key, there, here in shapes if there != here]
-    if wrong:
-        raise ConfigError(
-            Problem(f"open: {folder}", listed(wrong), f"the tensors of {class_of(model)}, as it was trained")
-        )
-    model.load_state_dict(stored)
+    weights, own = SafetensorsFolder(folder), model.state_dict()
+    first = aliases_of(model)  # a tied tensor has one name in the files
+    stored = {key: weights.read(first.get(key, key)) for key in own} | {
+        key: weights.read(key) for key in weights.names()
+    }
+    try:
+        if name.rpartition(".")[2] != type(model).__name__:
+            raise RuntimeError(f"a {name}")
+        model.load_state_dict({key: value for key, value in stored.items() if value is not None})
+    except RuntimeError as error:
+        expected = f"the tensors of a {class_of(model)}, which model= builds"
+        raise ConfigError(Problem(f"open: {folder}", " ".join(str(error).split())[:400], expected)) from error
     return model.eval()

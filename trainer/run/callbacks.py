@@ -132,7 +132,7 @@ def hooks_of(
 
     def at(phase: str, step: int) -> None:
         machine.watch.at(phase, step)
-        machine.signs.at_step(step, prepared.steps, phase)
+        machine.signs.at_step(min(step, prepared.steps), prepared.steps, phase)
         spoken.at(phase, step)
         for told in watchers:
             told(phase, step)

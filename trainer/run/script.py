@@ -7,37 +7,27 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.config import Config
 from trainer.errors import ConfigError, MeshloomError, Preempted, Problem, Stalled
 from trainer.run.parents import leave_with_launcher
-from trainer.run.signals import NoSignals, StopSignals, in_main_thread, preempted
+from trainer.run.signals import NoSignals, StopSignals, borrowed, preempted
 from trainer.run.world import environment_of, free_port, world_of
 
 if TYPE_CHECKING:
     from trainer.engines import Machine
     from trainer.run.prepare import Given
+    from trainer.run.resume import Request
 
 T = TypeVar("T")
 
 END_SECONDS = 5.0
 """How long a process takes to end after its last word."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The arguments of `trainer.train` beside what is trained."""
-
-    fresh: bool = False
-    resume: str | None = None
-    resume_anyway: bool = False
-    weights_only: bool = False
-    quiet: bool = False
 
 
 def in_processes(work: Callable[[], T], processes: int | None) -> T:
@@ -68,64 +58,51 @@ def _forked(work: Callable[[], T], environments: Sequence[dict[str, str]]) -> T:
     _refuse_cuda()
     context = multiprocessing.get_context("fork")
     children: list[tuple[Any, Connection]] = []
-    answers: dict[int, tuple[bool, Any]] = {}
-    with _passed_on(children), _ended(children, answers):
-        for environment in environments:
-            ours, theirs = context.Pipe(duplex=False)
-            child = context.Process(target=_child, args=(work, environment, theirs), daemon=True)
-            child.start()
-            theirs.close()
-            children.append((child, ours))
-        while len(answers) < len(children):
-            waiting = {pipe: rank for rank, (_, pipe) in enumerate(children) if rank not in answers}
-            for pipe in wait(list(waiting)):
-                assert isinstance(pipe, Connection)
-                rank = waiting[pipe]
-                try:
-                    answers[rank] = pipe.recv()
-                except EOFError:
-                    answers[rank] = (True, _silent_end(rank, children[rank][0]))
-                if answers[rank][0]:
-                    raise answers[rank][1]
-    return answers[0][1]  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _passed_on(children: Sequence[tuple[Any, Connection]]) -> Iterator[None]:
-    """Signals that ask to stop go to the ranks, which save; a notebook's interrupt reaches this process alone."""
+    answers: dict[int, Any] = {}
 
     def pass_on(number: int, frame: Any) -> None:
+        """To the ranks, which save; a notebook's interrupt reaches this process alone."""
         for child, _ in children:
             if child.exitcode is None:
                 os.kill(child.pid, number)
 
-    if not in_main_thread():  # which is the one that hears of them
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in StopSignals.NUMBERS}
-    StopSignals.deliver_to(pass_on)
-    try:
-        yield
-    finally:
-        for number, receive in before.items():
-            signal.signal(number, signal.SIG_DFL if receive is None else receive)
+    with borrowed() as hears:
+        if hears:
+            StopSignals.deliver_to(pass_on)
+        try:
+            for environment in environments:
+                ours, theirs = context.Pipe(duplex=False)
+                child = context.Process(target=_child, args=(work, environment, theirs), daemon=True)
+                child.start()
+                theirs.close()
+                children.append((child, ours))
+            while len(answers) < len(children):
+                _hear(children, answers)
+            return answers[0]
+        finally:
+            for child, _ in children:
+                child.join(10 if len(answers) == len(children) else 0)
+                child.kill()
+                child.join()
 
 
-@contextmanager
-def _ended(children: Sequence[tuple[Any, Connection]], answers: Mapping[int, Any]) -> Iterator[None]:
-    """No process is left, however it ends."""
-    try:
-        yield
-    finally:
-        for child, _ in children:
-            child.join(10 if len(answers) == len(children) else 0)
-            child.kill()
-            child.join()
+def _hear(children: Sequence[tuple[Any, Connection]], answers: dict[int, Any]) -> None:
+    """Wait for the next answers. Raises what a rank raised."""
+    waiting = {pipe: rank for rank, (_, pipe) in enumerate(children) if rank not in answers}
+    for pipe in wait(list(waiting)):
+        assert isinstance(pipe, Connection)
+        rank = waiting[pipe]
+        try:
+            failed, answers[rank] = pipe.recv()
+        except EOFError:
+            failed, answers[rank] = True, _silent_end(rank, children[rank][0])
+        if failed:
+            raise answers[rank]
 
 
 def _silent_end(rank: int, child: Any) -> Exception:
     child.join(END_SECONDS)
-    if -child.exitcode in StopSignals.NUMBERS or child.exitcode == Preempted.exit_code:
+    if -(child.exitcode or 0) in StopSignals.NUMBERS or child.exitcode == Preempted.exit_code:
         return preempted(0)
     if child.exitcode == Stalled.exit_code:
         seen, mend = "they stood still", "What they waited for stands above (trainer.patience: how long a run may)"
@@ -158,20 +135,18 @@ def _refuse_cuda() -> None:
         raise ConfigError(Problem("processes", seen, "a call before CUDA is used, or a launcher such as torchrun"))
 
 
-def train_given(config: Config, given: Given, asked: Asked) -> Any:
+def train_given(config: Config, given: Given, request: Request, quiet: bool) -> Any:
     """One rank's share of a run. Collective."""
     from rich.console import Console
 
     from trainer.run.process import join, quiet_libraries
-    from trainer.run.resume import Request
     from trainer.run.run import execute
     from trainer.trackers import Signs
 
     world = world_of(os.environ)
     assert world is not None
-    console = Console(highlight=False, quiet=asked.quiet or world.rank != 0)
+    console = Console(highlight=False, quiet=quiet or world.rank != 0)
     signs = Signs(console)
-    request = Request(asked.resume, asked.fresh, asked.resume_anyway, asked.weights_only, script=True)
     machine = replace(join(config, world), signs=signs)
     quiet_libraries()
     with closing(signs), _stop_signals() as signals, watched_in_script(config, machine) as machine:
@@ -181,15 +156,17 @@ def train_given(config: Config, given: Given, asked: Asked) -> Any:
 @contextmanager
 def _stop_signals() -> Iterator[StopSignals | NoSignals]:
     """For the time of a run signals ask it to stop, as under the command."""
-    signals = StopSignals() if in_main_thread() else NoSignals()
-    try:
-        yield signals
-    except Exception as error:
-        if not isinstance(error, MeshloomError) and signals.explain_failure(others=True):
-            raise preempted(0) from error
-        raise
-    finally:
-        signals.restore()
+    with borrowed() as hears:
+        if not hears:
+            yield NoSignals()
+            return
+        with closing(StopSignals()) as signals:
+            try:
+                yield signals
+            except Exception as error:
+                if isinstance(error, MeshloomError) or not signals.explain_failure(others=True):
+                    raise
+                raise preempted(0) from error
 
 
 @contextmanager

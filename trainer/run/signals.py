@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from trainer.errors import Preempted, Problem
@@ -30,7 +31,6 @@ class StopSignals:
         self._at = 0.0
         told, self._tell = os.pipe()
         os.set_blocking(self._tell, False)
-        self._before = {number: signal.getsignal(number) for number in self.NUMBERS}
         self._woken = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(told,), name="signals", daemon=True).start()
         self.deliver_to(self._receive)
@@ -68,12 +68,9 @@ class StopSignals:
         for number in self.NUMBERS:
             signal.signal(number, signal.SIG_IGN if self.received else signal.SIG_DFL)
 
-    def restore(self) -> None:
-        """Signals are again whose they were before."""
+    def close(self) -> None:
         self._saving = True  # nobody is to notice any more
         signal.set_wakeup_fd(self._woken)
-        for number, receive in self._before.items():
-            signal.signal(number, signal.SIG_DFL if receive is None else receive)
         os.close(self._tell)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -106,14 +103,19 @@ class NoSignals:
 
     def saving(self) -> None: ...
 
-    def explain_failure(self, others: bool) -> bool:
-        return False
 
-    def restore(self) -> None: ...
-
-
-def in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+@contextmanager
+def borrowed() -> Iterator[bool]:
+    """Signals are afterwards whose they were; False in another thread than the main one, which alone hears them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield False
+        return
+    before = {number: signal.getsignal(number) for number in StopSignals.NUMBERS}
+    try:
+        yield True
+    finally:
+        for number, receive in before.items():
+            signal.signal(number, signal.SIG_DFL if receive is None else receive)
 
 
 def preempted(saved_step: int) -> Preempted:
