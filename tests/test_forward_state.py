@@ -95,6 +95,19 @@ def turned_over(net, hidden):
     return hidden * (2 if net.kept["on"] else 1)
 
 
+def averaged(net, hidden):
+    """Of training alone, and from the first rows on: over the same rows again it would not move."""
+    mean = hidden.detach().mean()
+    if net.training:
+        net.kept["mean"] = 0.5 * net.kept.get("mean", mean).to(mean.device) + 0.5 * mean
+
+
+def hooked(seen):
+    identity = nn.Identity()
+    identity.register_forward_hook(lambda *_: seen.append(1))
+    return identity
+
+
 def in_a_global(net, hidden):
     global CALLS
     CALLS += 1
@@ -125,6 +138,8 @@ MOVES = {
     "a module in a list": ((lambda: [Counting()], lambda net, h: net.kept[0](h)), "kept[0].n ("),
     "the first rows": ((dict, first_seen), "after other passes, by"),
     "on and off": ((dict, turned_over), "kept['on'] ("),
+    "a mean that goes along": ((dict, after(averaged)), "kept['mean']"),
+    "a hook that counts": ((functools.partial(hooked, []), None), "_forward_hooks"),
     "NumPy's generator": ((lambda: np.random.default_rng(1), lambda net, h: h * float(net.kept.random())), "kept"),
     "Python's generator": ((lambda: random.Random(1), lambda net, h: h * net.kept.random()), "kept"),
     "weights in evaluation": ((None, after(divided)), "a forward pass in evaluation changes b.weight"),
@@ -193,6 +208,12 @@ RESTS = {
 def test_what_rests_is_allowed(name):
     moved = check_module(*spec_and_task(functools.partial(Net, *RESTS[name]))).moves_buffers
     assert bool(moved) == (name == "spectral norm")  # one process trains it
+
+
+def test_a_tensor_that_nobody_knows_of_is_told_by_its_place():
+    scaled = functools.partial(Net, lambda: Record(last=torch.ones(8)), lambda net, hidden: hidden * net.kept.last)
+    with pytest.raises(ConfigError, match=r"model: kept.last is a tensor that is neither a parameter nor a buffer"):
+        check_module(*spec_and_task(scaled))
 
 
 # Families of transformers

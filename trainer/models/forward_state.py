@@ -15,7 +15,7 @@ from trainer.models.python_state import snapshot
 TOLERANCE = 1e-5
 """Of what comes out, relative to the largest: how a library adds up may differ."""
 TRAIN, EVAL = True, False
-ALONE = ((TRAIN, 0), (EVAL, 1), (EVAL, 0), (TRAIN, 0), (EVAL, 0), (TRAIN, 0))
+ALONE = ((TRAIN, 0), (EVAL, 1), (TRAIN, 1), (TRAIN, 0), (EVAL, 0), (TRAIN, 0))
 """Passes in training or evaluation, and over which rows. Some over rows 0 are an odd number of passes apart: what
 turns over with each shows only so. The last two in training have seen all before: what still changes never rests."""
 AFTER_OTHERS = ((TRAIN, 1), (TRAIN, 0), (EVAL, 0))

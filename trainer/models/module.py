@@ -21,6 +21,7 @@ from trainer.models.constructed import small_tensor
 from trainer.models.forward_state import Run, check_forward_state
 from trainer.models.materialise import materialise
 from trainer.models.names import aliases_of, pattern_of
+from trainer.models.python_state import snapshot
 from trainer.models.spec import ModelSpec, NoWeights
 
 LARGEST_BUILT = 1_000_000_000
@@ -197,7 +198,13 @@ def check_module(spec: ModelSpec, task: OwnTask) -> Findings:
         whole, *single = spec.trial.batches
         model = _made(spec)
         model.train()
-        loss, found = _with_gradient(model, task, whole)
+        try:
+            loss, found = _with_gradient(model, task, whole)
+        except RuntimeError as error:
+            if stray := [place for place, value in snapshot(model).items() if "without values" in value]:
+                seen = f"{stray[0]} is a tensor that is neither a parameter nor a buffer, and gets no values"
+                raise ConfigError(Problem("model", seen, "one that register_buffer makes known")) from error
+            raise
         norms = running_norms(model)
         known = {f"{name}.{key}" for name, norm in norms.items() for key in norm._buffers}
         if not math.isfinite(loss):

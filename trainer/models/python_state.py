@@ -125,7 +125,8 @@ def checksum(value: torch.Tensor | np.ndarray) -> str:
     if isinstance(value, torch.Tensor):
         kind = f"{value.dtype}, {list(value.shape)}"
         if value.is_meta or value.layout != torch.strided:
-            return f"a tensor ({kind})"
-        value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return f"a tensor ({kind}, {zlib.crc32(value.tobytes()):x})"
-    return f"an array ({value.dtype}, {list(value.shape)}, {zlib.crc32(value.tobytes()):x})"
+            return f"a tensor ({kind}, without values)"
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return f"a tensor ({kind}, {zlib.crc32(flat.data):x})"
+    plain = np.zeros(0, np.uint8) if value.dtype.hasobject else np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return f"an array ({value.dtype}, {list(value.shape)}, {zlib.crc32(plain.data):x})"
