@@ -18,6 +18,7 @@ from trainer.certify.comparison import (
     compare_held_out,
     compare_initial,
     compare_resumed,
+    compare_rounded,
     compare_step,
     compare_update,
 )
@@ -74,7 +75,8 @@ def certify(small: Small, machine: Machine) -> Certificate:
     sizes = Sizes(plain.language.vocabulary, max(SIZES.positions, small.row))
     copy = plain.shrunk(max(2, small.layout.stages + 1), small.layout.tensor, sizes)
     with shared_folder(ranks) as folder:
-        base = folder / "base" if options.name_or_path or section.adapter else None
+        made_up = options.name_or_path or section.adapter or small.layout.precision != "float32"
+        base = folder / "base" if made_up else None
         if base is not None:
             ranks.on_first(lambda: write_base(copy, base))
             copy = replace(copy, weights=_weights_of(copy, options, base))
@@ -156,6 +158,8 @@ def compare(
                 theirs = reference.held_out(run.states[step + 1])
                 found.extend(compare_held_out(run, step, theirs, expected[-1]))
         found.extend(compare_resumed(resumed, run, small.middle, order))
+        if run.rounded is not None:
+            found.extend(compare_rounded(run, *reference.projected(run.states[-1], len(run.losses))))
         return [replace(one, state={}) for one in expected], order
 
     expected, order = ranks.on_first(Alone()(one_process))

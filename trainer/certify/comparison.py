@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 
 from trainer.certify.recording import Recording, State, Tensors
 from trainer.certify.reference import Expected, Judged
+from trainer.certify.rounding import coefficients
 from trainer.state import MASTER, WEIGHT
 
 # check -> largest relative error that float32 arithmetic in another order may leave
@@ -18,6 +20,9 @@ TOLERANCES = {
     "loss": 1e-5,
     "gradient": 1e-4,
     "norm": 1e-4,
+    "projection": 1e-3,
+    "rounding": 1.5,
+    "sum": 1e-5,
     "moment": 1e-5,
     "update": 2e-5,
     "overflow": 0.0,
@@ -181,6 +186,21 @@ def compare_resumed(resumed: Recording, whole: Recording, middle: int, order: Or
             error = 0.0 if loss == whole.losses[step] else _relative(loss, whole.losses[step])
             yield Finding("resumed loss", step, error, 0.0, "", 0)
         yield _states("resumed state", step, resumed.states[index + 1], whole.states[step + 1], order)
+
+
+def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) -> Iterator[Finding]:
+    """The gradients of many rows, on those of one process in float32, beside those of one in the run's precision.
+
+    The coefficient is held to 1 by TOLERANCES, or by two standard errors of one process; what is left, by its noise.
+    """
+    assert run.rounded is not None
+    step, rounded = len(run.losses), run.rounded
+    (ours, rest), (theirs, noise) = (coefficients(of, exact) for of in (rounded.projected, low))
+    apart = abs(statistics.fmean(ours) - statistics.fmean(theirs))
+    sure = max(TOLERANCES["projection"], 2 * statistics.stdev(theirs) / len(theirs) ** 0.5)
+    yield Finding("projection", step, apart, sure, "(of gradients on those in float32)", 0)
+    yield Finding("rounding", step, rest / noise, TOLERANCES["rounding"], "(x that of one process)", 0)
+    yield Finding("sum", step, rounded.added, rounded.allowed or TOLERANCES["sum"], rounded.where, 0)
 
 
 def _states(check: str, step: int, ours: State, theirs: State, order: Order) -> Finding:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainer import checkpoint
+from trainer.certify.rounding import Rounded, measured
 from trainer.certify.small import PROBE_RATE, Small
 from trainer.data.loader import BatchLoader
 from trainer.data.source import Source
@@ -56,6 +57,8 @@ class Recording:
     position: RunState = field(default_factory=RunState)
     """At the checkpoint: as it was written, or as it was read."""
     checkpoint: Path | None = None
+    rounded: Rounded | None = None
+    """In low precision, of a language model."""
 
 
 class Overflowing:
@@ -201,6 +204,9 @@ def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: P
     hooks = Hooks(lambda state, *_: recording.tokens.append(state.tokens), evaluate, save, at=at)
     with loader:
         train(recorder, loader, _schedule(small), plan, hooks, state)
+    if source is None and layout.precision != "float32" and job.spec.trial is None:
+        name = engine_of(small, machine.device.type)
+        recording.rounded = measured(engine, job, small, name, len(recording.losses))
     engine.close()
     return recording
 

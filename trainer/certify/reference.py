@@ -24,6 +24,7 @@ from torch import nn
 
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import State, Tensors
+from trainer.certify.rounding import STEPS, rows_of
 from trainer.certify.samples import Documents
 from trainer.certify.small import LONGEST, PROBE_RATE, Small
 from trainer.config import Config
@@ -282,6 +283,26 @@ class Reference:
             {n: max(float((of[1][n] - value).abs().max()) for of in runs) for n, value in own.items()},
             torch.finfo(dtype).eps / 2,
         )
+
+    def projected(self, state: State, step: int) -> tuple[list[Tensors], list[Tensors]]:
+        """Gradients of `rounding.STEPS` steps at weights as the run rounds them: in float32, and as it computes."""
+        self._load(state)
+        dtype, layout, size = getattr(torch, self._layout.precision), self._layout, self._spec.language.vocabulary
+        low, exact = copy.deepcopy(self.model), copy.deepcopy(self.model)
+        for rounded, parameter in zip(low.parameters(), exact.parameters(), strict=True):
+            rounded.data = parameter.data.to(dtype)
+            parameter.data = rounded.data.float()
+        found: tuple[list[Tensors], list[Tensors]] = ([], [])
+        places = [(rank, number) for number in range(layout.accumulation) for rank in range(layout.data_ranks)]
+        for later in range(step, step + STEPS):
+            parts = []
+            for rank, number in places:
+                rows = [(i.tolist(), t.tolist()) for i, t in rows_of(self._small, size, later, rank, number)]
+                parts.append(MicroBatch(rank, number, *self._padded(rows)))
+            counted = sum(part.targets.numel() for part in parts)
+            for gradients, model in zip(found, (exact, low), strict=True):
+                gradients.append(self._gradients(model, later, parts, counted)[1])
+        return found
 
     # Samples
 

@@ -116,7 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        scaled = [None if saved is None else saved * grad.to(saved.dtype) for saved in ctx.saved_tensors]
+        scaled = [None if saved is None else _times(saved, grad) for saved in ctx.saved_tensors]
         return (*scaled, None, None, None, None)
 
 
@@ -146,7 +146,12 @@ class _LogitsCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None, None, None, None
+        return _times(gradient, grad), None, None, None, None
+
+
+def _times(saved: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """In the dtype of `saved`; a scale of its precision would be off by the same share in every gradient of a step."""
+    return torch.mul(saved, scale.reshape(1), out=torch.empty_like(saved))
 
 
 def _chunks(tokens: int, vocabulary: int, dtype: torch.dtype, at_least: int = 1) -> list[slice]:

@@ -1,0 +1,115 @@
+"""In low precision: what rounding hides in a step, looked for over many rows at the weights that training ended with.
+
+Rounding is without direction: over many rows the gradient's coefficient of projection on that of float32 is 1, whatever
+the noise. And what is added up in float32 adds up: the gradient of a step is the sum of those of its micro-batches,
+each computed without the targets of all others. Their shares of all targets are powers of two, which round nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from trainer.certify.small import LONGEST, Small
+from trainer.engines import Engine, Job
+from trainer.optim.lr_schedules import Update
+from trainer.tasks.task import IGNORED, Batch
+
+STEPS = 16
+FEWEST = 8
+"""Targets of a micro-batch whose share is known."""
+
+Tensors = dict[str, torch.Tensor]
+Rows = list[tuple[np.ndarray, np.ndarray]]
+"""Inputs and targets."""
+
+
+class Rounded(NamedTuple):
+    projected: list[Tensors]
+    """The gradients of STEPS steps."""
+    added: float = 0.0
+    """By how much the gradient of a step is another than the sum of its micro-batches', relative to its largest."""
+    where: str = ""
+    allowed: float = 0.0
+    """Where gradients are added up in low precision because the config has it so."""
+
+
+def rows_of(small: Small, vocabulary: int, step: int, data_rank: int, number: int) -> Rows:
+    """Of a micro-batch, all targets counted."""
+    rng = np.random.default_rng([1, step, data_rank, number])
+    tokens = rng.integers(1, vocabulary, (small.layout.micro_batch, LONGEST + 1))
+    return [(row[:-1], row[1:]) for row in tokens]
+
+
+def measured(engine: Engine, job: Job, small: Small, kind: str, step: int) -> Rounded:
+    """By the engine of this kind, at a learning rate of 0. Collective."""
+    layout, vocabulary = small.layout, job.spec.language.vocabulary
+    zero, packed = Update(0.0), small.config.trainer.data.packs
+
+    def gradients(number: int, batches: list[Batch]) -> Tensors:
+        found: Tensors = {}
+        keep = lambda name, gradient: found.__setitem__(name, gradient.detach().cpu().clone())  # noqa: E731
+        engine.step(number, batches, zero, keep)
+        return found
+
+    def batches_of(number: int, targets: Any) -> list[Batch]:
+        parts = [rows_of(small, vocabulary, number, job.data_rank, i) for i in range(layout.accumulation)]
+        return [_batch(job, rows, targets(job.data_rank, i), packed) for i, rows in enumerate(parts)]
+
+    projected = [gradients(step + n, batches_of(step + n, lambda *_: None)) for n in range(STEPS)]
+    shares = _shares(layout.data_ranks * layout.accumulation)
+    places = [(rank, i) for rank in range(layout.data_ranks) for i in range(layout.accumulation)]
+    count = dict(zip(places, shares, strict=True))
+    whole = gradients(step, batches_of(step, lambda *place: count[place]))
+    total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in whole.items()}
+    for one in places:
+        part = gradients(step, batches_of(step, lambda *place, one=one: count[place] if place == one else 0))
+        for name, value in part.items():
+            total[name] += value.double() * (count[one] / sum(shares))
+    errors = {
+        name: float((whole[name] - value).abs().max()) / max(float(value.abs().max()), 1e-30)
+        for name, value in total.items()
+        if value.numel()
+    }
+    worst = max(errors, key=lambda name: errors[name])
+    return Rounded(projected, errors[worst], worst, _allowed(small, kind))
+
+
+def _allowed(small: Small, engine: str) -> float:
+    """DeepSpeed adds gradients up in the precision of the model, unless both of these keys say float32."""
+    settings, layout = small.config.settings, small.layout
+    kinds = settings.get("data_types", {}).get("grad_accum_dtype"), settings.get("communication_data_type")
+    if engine != "deepspeed" or all(kind in ("fp32", "float32", "float") for kind in kinds):
+        return 0.0
+    return layout.accumulation * layout.data_ranks * torch.finfo(getattr(torch, layout.precision)).eps / 2
+
+
+def _shares(count: int) -> list[int]:
+    """Numbers of targets of so many micro-batches: each is the sum of all divided by a power of two."""
+    full = 1 << (count.bit_length() - 1)
+    halves = 2 * (count - full)
+    return [FEWEST] * halves + [2 * FEWEST] * (count - halves)
+
+
+def _batch(job: Job, rows: Rows, kept: int | None, packed: bool) -> Batch:
+    """With all targets, or with so many of the first row alone."""
+    samples = []
+    for number, (inputs, targets) in enumerate(rows):
+        counted = len(targets) if kept is None else kept if number == 0 else 0
+        targets = np.where(np.arange(len(targets)) < counted, targets, IGNORED)
+        samples.append({"input_ids": inputs, "targets": targets, **({"documents": [len(inputs)]} if packed else {})})
+    batch = job.task.collate(samples)
+    return {name: value.to(job.machine.device) for name, value in batch.items()}
+
+
+def coefficients(found: list[Tensors], theirs: list[Tensors]) -> tuple[list[float], float]:
+    """Of the projections on `theirs`, step by step; and the norm of what is left of all, relative to theirs."""
+    parts, left, whole = [], 0.0, 0.0
+    for ours, exact in zip(found, theirs, strict=True):
+        names = ours.keys() & exact.keys()
+        g, r = (torch.cat([of[name].double().flatten() for name in sorted(names)]) for of in (ours, exact))
+        parts.append(float(g @ r / (r @ r)))
+        left, whole = left + float((g - parts[-1] * r).norm()) ** 2, whole + float(r.norm()) ** 2
+    return parts, (left / whole) ** 0.5
