@@ -93,6 +93,20 @@ def test_what_does_not_fit_says_by_how_much(tmp_path):
     assert result.code == 1
     assert "DOES NOT FIT" in result.output
     assert "too much" in result.output
+    assert result.lines[-1] == "propose --propose tries other layouts, for about a minute"  # each is a plan of its own
+
+
+def test_a_terminal_is_told_that_it_works(capsys, monkeypatch):
+    """And nothing else is: a pipe of standard error stays empty."""
+    from trainer.command.plan import _sign_of_life
+
+    with _sign_of_life():
+        pass
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    with _sign_of_life():
+        pass
+    assert "planning" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

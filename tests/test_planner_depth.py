@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from trainer.models import cut
 from trainer.models.tiny import LARGEST
 from trainer.planner import plan as planner
 from trainer.planner.cluster import DEVICES, Cluster
+from trainer.planner.ledger import Ledger
 from trainer.run.planned import planned, source_of
 
 MODEL = dict(model_type="llama", hidden_size=64, intermediate_size=160, num_attention_heads=4, vocab_size=256)
@@ -80,3 +82,28 @@ def test_what_a_plan_tries_with_values_is_tiny(monkeypatch):
     source = source_of(load(config), Cluster(1, 4, DEVICES["h100-80gb"]))
     cut.check_cut(source.reduced(2, 2).spec, 2)
     assert values and max(values) <= LARGEST
+
+
+def test_what_is_simulated_does_not_grow_with_the_ranks(tmp_path, monkeypatch):
+    """DeepSpeed's ZeRO-3 makes a view of each rank's part of each parameter: minutes for a thousand ranks."""
+    counts = multiprocessing.Array("q", 2)
+    plain = Ledger.__torch_dispatch__
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "trainer": {
+            **{"steps": 100, "engine": "deepspeed", "data": {"sequence_length": 64}},
+            "model": {"config": MODEL | {"num_hidden_layers": 2}},
+        },
+    }
+    for number, nodes in enumerate((1, 64)):
+
+        def counted(self: Any, *arguments: Any, number: int = number) -> Any:
+            counts[number] += 1  # in the process that pretends to be a rank
+            return plain(self, *arguments)
+
+        monkeypatch.setattr(Ledger, "__torch_dispatch__", counted)
+        planned(load(config), Cluster(nodes, 8, DEVICES["h100-80gb"]))
+    assert 0 < counts[1] < 1.2 * counts[0], counts[:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,19 @@ from tests.planned import planned, subject
 from tests.training import LLAMA, Case
 from trainer.config import load
 from trainer.errors import ConfigError
+from trainer.layout import Layout, Recompute
 from trainer.planner.cluster import DEVICES, RESERVED, Cluster
 from trainer.planner.plan import Plan
-from trainer.planner.proposals import Sizes, least_bytes, rank
+from trainer.planner.proposals import (
+    MOST_CHANGES,
+    Estimates,
+    Sizes,
+    candidates,
+    differences,
+    least_bytes,
+    promising,
+    rank,
+)
 
 MODEL = {**LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "attention_dropout": 0.0}
 RAW = {
@@ -92,7 +103,8 @@ def test_what_fits_nowhere_is_told_by_how_much():
     found = proposals(load(RAW), where, plan(RAW, where))
     assert not any(proposal.plan.fits for proposal in found)
     missing = (found[0].plan.needed - 100e3) / 2**20
-    assert found[0].reason.startswith("nothing fits 2 x 2 small; ")
+    tried = len([proposal for proposal in found if proposal.changes])
+    assert re.match(rf"of [{tried}-8] layouts that were tried none fits 2 x 2 small; ", found[0].reason)
     assert f"misses by {missing:,.2f} MiB of 0.10 MiB, and would fit " in found[0].reason
     assert "devices of 3 GiB (t4-16gb)" in found[0].reason
     assert found[0].plan.needed == min(p.plan.needed for p in found)
@@ -125,6 +137,40 @@ def test_what_fits_is_told_what_is_faster(needed):
     assert found and all(p.plan.fits and p.seconds < before.time.middle for p in found)
     assert "less time per step" in found[0].reason
     assert [rank(p.plan, p.changes) for p in found] == sorted(rank(p.plan, p.changes) for p in found)
+
+
+def test_after_its_time_nothing_else_is_tried(monkeypatch):
+    """One candidate, and then neither another one nor more nodes: each is a simulation."""
+    from trainer.run import proposed
+
+    where, simulated = cluster(100e3), []
+    before, real = plan(RAW, where), proposed.planned
+
+    def counted(config, cluster):
+        simulated.append(cluster.nodes)
+        return real(config, cluster)
+
+    monkeypatch.setattr(proposed, "planned", counted)
+    (found, *_) = proposed.proposals(load(RAW), where, before, seconds=0.0)
+    assert simulated == [2] and found.reason.startswith("of 1 layouts that were tried none fits")
+
+
+def test_where_few_changes_do_not_fit_more_are_tried():
+    """Of 405 B on 1,024 GPUs, 16 stages of 8 tensor ranks: five changes from one stage that has all state on each."""
+    sizes = Sizes(405e9, 405e9, 126, True, 8192 * 16384, 2, 8, 2.4e15 * 512)
+    where = Cluster(128, 8, DEVICES["h100-80gb"])
+    base = Layout(
+        **{"world_size": 1024, "pipeline": 1, "replicate": 1024, "shard": 1, "tensor": 1, "zero_stage": 0},
+        **{"micro_batch": 4, "accumulation": 1, "train_batch": 4096, "precision": "bfloat16"},
+        **{"offload_optimizer": "none", "offload_param": "none", "recompute": Recompute()},
+    )
+    room = where.device.memory - RESERVED
+    few, more = promising(candidates(base, where, 126), base, room, Estimates(sizes, where))
+    known = {"pipeline": 16, "tensor": 8, "shard": 8, "zero_stage": 1, "micro_batch": 1}
+    assert any(
+        all(getattr(one, key) == value for key, value in known.items()) and one.recompute.mode == "full" for one in more
+    )
+    assert all(len(differences(base, one)) <= MOST_CHANGES for one in few)
 
 
 SMALL = st.builds(

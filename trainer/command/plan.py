@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,12 +38,23 @@ def main(arguments: Sequence[str], name: str) -> int:
         from trainer.run.process import unheard
 
         terminal = unheard()
-        text, code = _planned(options)
+        with _sign_of_life():
+            text, code = _planned(options)
     except MeshloomError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
     os.write(terminal, f"{text}\n".encode())
     return code
+
+
+@contextmanager
+def _sign_of_life() -> Iterator[None]:
+    """On a terminal a line that moves while it works; standard output has nothing but the plan."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("planning: engines run on tensors without values") if console.is_terminal else nullcontext():
+        yield
 
 
 def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
@@ -55,7 +67,7 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
     parser.add_argument(
         "--device", default="h100-80gb", help="by name (default: h100-80gb), or memory=..,peak=..,bandwidth=..,link=.."
     )
-    parser.add_argument("--propose", action="store_true", help="try other layouts; done anyway if it does not fit")
+    parser.add_argument("--propose", action="store_true", help="try other layouts, for about a minute")
     parser.add_argument("--write", type=Path, metavar="JSON", help="write the config with the best proposal's changes")
     parser.add_argument("--json", action="store_true", help="for programs: bytes and seconds")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides a key of the config")
@@ -76,8 +88,10 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
     if options.json:
         return json.dumps(as_json(plan), indent=2), code
     told = [*lines(plan)]
-    if options.propose or options.write or not plan.fits:
+    if options.propose or options.write:
         told += _proposed(options, config, cluster, plan)
+    elif not plan.fits:
+        told.append("propose --propose tries other layouts, for about a minute")
     return "\n".join(told), code
 
 

@@ -40,6 +40,7 @@ PLACES = {
     "stage3.py": "communication",
     "contiguous_memory_allocator.py": "communication",
     "replicas_by_buckets.py": "communication",
+    "partitions_at_once.py": "communication",
 }
 """Files whose functions make tensors to send them, of FSDP2 and DeepSpeed."""
 KEPT = {

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -36,6 +37,8 @@ aten = torch.ops.aten
 
 ONES: dict[tuple[bool, bool], Any] = {(True, False): 1.0, (False, False): 1, (False, True): True}
 """By whether a dtype is floating, and whether it is bool."""
+MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
+"""An optimizer that is not offered: DeepSpeed imports it to ask for its class, which takes seconds in each process."""
 MOST_READS = 20_000
 """Of truth values, below one line of the engine: who reads more waits in a loop for another value."""
 
@@ -92,11 +95,13 @@ def pretending(
         "LOCAL_SIZE": local_world_size,
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": 1,
+        "CUDA_VISIBLE_DEVICES": "",  # else each operator on fake tensors looks for a driver
     }
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()}))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(_forget)
+        stack.enter_context(mock.patch.dict(sys.modules, {MUON: SimpleNamespace(MuonWithAuxAdam=type("Muon", (), {}))}))
         for owner, name, value in _replacements(deepspeed):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -171,10 +176,15 @@ def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str
     from deepspeed.accelerator import get_accelerator
     from deepspeed.comm.torch import build_shm_op
     from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.runtime.comm import coalesced_collectives
     from deepspeed.runtime.pipe.engine import PipelineEngine
     from deepspeed.runtime.utils import CheckOverflow, is_invalid_grad_norm
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
+    from trainer.planner import partitions_at_once
+
+    yield from partitions_at_once.replacements()
+    yield from _everywhere(coalesced_collectives.reduce_scatter_coalesced, partitions_at_once.reduce_scatter)
     yield from _everywhere(build_shm_op, lambda: None)
     yield from _everywhere(stage3.assert_ints_same_as_other_ranks, lambda found: None)
     yield from _everywhere(is_invalid_grad_norm, lambda norm: False)

@@ -248,15 +248,16 @@ def differences(old: Layout, new: Layout) -> frozenset[str]:
     return frozenset(found)
 
 
-def promising(layouts: Iterable[Layout], base: Layout, room: float, estimates: Estimates) -> list[Layout]:
-    """Of layouts those that may fit and change few things."""
-    return [
-        layout
-        for layout in layouts
-        if layout != base
-        and len(differences(base, layout)) <= MOST_CHANGES
-        and least_bytes(layout, estimates.sizes) <= room
-    ]
+def promising(
+    layouts: Iterable[Layout], base: Layout, room: float, estimates: Estimates
+) -> tuple[list[Layout], list[Layout]]:
+    """Of layouts those that may fit: which change few things, and which more."""
+    few: list[Layout] = []
+    more: list[Layout] = []
+    for layout in layouts:
+        if layout != base and least_bytes(layout, estimates.sizes) <= room:
+            (few if len(differences(base, layout)) <= MOST_CHANGES else more).append(layout)
+    return few, more
 
 
 def changes_to(raw: Json, old: Layout, new: Layout) -> dict[str, Any]:

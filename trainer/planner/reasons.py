@@ -83,15 +83,16 @@ def _less(change: float) -> str:
     return "less" if change < 0 else "more"
 
 
-def shortfall(old: Plan, best: Plan, nodes: int | None) -> str:
-    """Why nothing fits, by how much the best misses, and what would do."""
+def shortfall(old: Plan, best: Plan, tried: int, nodes: int | None) -> str:
+    """Why nothing that was tried fits, by how much the best misses, and what would do."""
     missing, device = best.needed - best.room, best.cluster.device
     larger = [found for found in DEVICES.values() if found.memory - RESERVED >= best.needed]
     named = f" ({min(larger, key=lambda found: found.memory).name})" if larger else ""
     mends = [f"{nodes} nodes of {best.cluster.devices}"] if nodes else []
     mends.append(f"devices of {math.ceil((best.needed + RESERVED) / GIB)} GiB{named}")
     best_words = words(old.subject.layout, best.subject.layout) if best is not old else "as it is"
+    where = f"{best.cluster.nodes} x {best.cluster.devices} {device.name}"
     return (
-        f"nothing fits {best.cluster.nodes} x {best.cluster.devices} {device.name}; {best_words} misses by "
-        f"{gib(missing)} of {gib(best.room)}, and would fit {' or '.join(mends)}"
+        f"of {tried} layouts that were tried none fits {where}; {best_words} misses by {gib(missing)} of "
+        f"{gib(best.room)}, and would fit {' or '.join(mends)}"
     )

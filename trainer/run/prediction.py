@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config, cluster = load(path), Cluster(int(nodes), int(devices), device_of(device))
         plan = planned(config, cluster)
-        found = [] if plan.fits else proposals(config, cluster, plan, most=1, seconds_left=SECONDS)
+        found = [] if plan.fits else proposals(config, cluster, plan, most=1, seconds=SECONDS)
     except MeshloomError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,8 +34,8 @@ SIMULATED = 8
 """Candidates, at most."""
 REFUSED = 24
 """Candidates that no engine runs, at most, before the search ends."""
-SECONDS = 45.0
-"""After which no other candidate is begun."""
+SECONDS = 60.0
+"""After which nothing else is begun."""
 FASTER = 0.98
 """What a change that is not needed must bring a step's time down to."""
 MARGIN = 0.97
@@ -68,15 +69,14 @@ def overrides_of(changes: Mapping[str, Any]) -> list[str]:
     return [f"{path}={json.dumps(value)}" for path, value in changes.items()]
 
 
-def proposals(
-    config: Config, cluster: Cluster, plan: Plan, most: int = 5, seconds_left: float = SECONDS
-) -> list[Proposal]:
+def proposals(config: Config, cluster: Cluster, plan: Plan, most: int = 5, seconds: float = SECONDS) -> list[Proposal]:
     """Changes that fit, the fastest first, or of a config that fits those that are faster; at the same global batch.
 
     Where none fits, the one that misses least comes first, and its reason says what would do. Each has been
-    simulated; after `seconds_left` no other one is begun.
+    simulated; after `seconds` nothing else is begun.
     """
-    found = list(_tried(config, cluster, plan, most, seconds_left))
+    until = time.monotonic() + seconds
+    found = list(_tried(config, cluster, plan, most, until))
     fitting = [proposal for proposal in found if proposal.plan.fits]
     if plan.fits:
         fitting = [proposal for proposal in fitting if proposal.seconds < FASTER * plan.time.middle]
@@ -84,20 +84,23 @@ def proposals(
     found.sort(key=lambda p: rank(p.plan, p.changes))
     if not fitting:
         best = min([Proposal({}, plan, ""), *found[:1]], key=lambda p: p.plan.needed)
-        told = replace(best, reason=shortfall(plan, best.plan, nodes_enough(config, cluster, plan, found)))
+        nodes = nodes_enough(config, cluster, plan, found, until)
+        told = replace(best, reason=shortfall(plan, best.plan, len(found), nodes))
         found = [told, *(proposal for proposal in found if proposal is not best)]
     return found[:most]
 
 
-def _tried(config: Config, cluster: Cluster, plan: Plan, most: int, seconds_left: float) -> Iterator[Proposal]:
+def _tried(config: Config, cluster: Cluster, plan: Plan, most: int, until: float) -> Iterator[Proposal]:
     """Candidates as they are simulated: each time the one that looks best by all that is known by then."""
     old, sizes = plan.subject.layout, Sizes.of(plan)
     estimates = Estimates(sizes, cluster)
     estimates.learn(old, plan.needed)
-    pool = promising(candidates(old, cluster, sizes.blocks, sizes.splits), old, plan.room, estimates)
-    began, simulated, refused, fitting = time.monotonic(), 0, 0, 0
-    while pool and simulated < SIMULATED and refused < REFUSED and fitting < most:
-        if simulated and time.monotonic() - began > seconds_left:
+    pool, larger = promising(candidates(old, cluster, sizes.blocks, sizes.splits), old, plan.room, estimates)
+    simulated, refused, fitting = 0, 0, 0
+    while (pool or larger) and simulated < SIMULATED and refused < REFUSED and fitting < most:
+        if not fitting and not any(estimates.bytes(layout) <= MARGIN * plan.room for layout in pool):
+            pool, larger = [*pool, *larger], []
+        if simulated and time.monotonic() > until:
             return
         simple = simulated % 2 == 0  # in turn: the least change that is likely to do, and the fastest
         layout = min(pool, key=lambda layout: _hope(layout, old, plan, estimates, simple))
@@ -163,14 +166,19 @@ def _layout(config: Config, cluster: Cluster) -> Layout:
     return layout
 
 
-def nodes_enough(config: Config, cluster: Cluster, plan: Plan, found: Sequence[Proposal]) -> int | None:
-    """The least power of two times as many nodes on which something fits, or None; the smallest is simulated."""
+def nodes_enough(
+    config: Config, cluster: Cluster, plan: Plan, found: Sequence[Proposal], until: float = math.inf
+) -> int | None:
+    """The least power of two times as many nodes on which something fits, or None; the smallest is simulated.
+
+    Nothing is begun after the time `until`, as `time.monotonic` has it.
+    """
     old, sizes = plan.subject.layout, Sizes.of(plan)
     estimates = Estimates(sizes, cluster)
     for layout, needed in ((old, plan.needed), *((p.plan.subject.layout, p.plan.needed) for p in found)):
         estimates.learn(layout, needed)
     times = 2
-    while times <= MOST_NODES:
+    while times <= MOST_NODES and time.monotonic() < until:
         larger = replace(cluster, nodes=cluster.nodes * times)
         times *= 2
         layouts = [
