@@ -107,7 +107,7 @@ def test_the_index_is_that_of_transformers(tmp_path: Path, pools: Pools) -> None
 
 @pytest.mark.parametrize("phase", ["tensors of rank 1", "end of rank 1", "manifest", "rename"])
 def test_an_error_of_one_rank_is_raised_on_both(tmp_path: Path, pools: Pools, phase: str) -> None:
-    older = save(tmp_path, STATE.__class__(step=50), live().state_tensors(), DESCRIPTION, model_files, ALONE)
+    older = save(tmp_path, STATE.__class__(50, samples=50), live().state_tensors(), DESCRIPTION, model_files, ALONE)
     one, other = pools[2].run(_fail, timeout=120, folder=tmp_path, phase=phase)
     assert one == other
     assert one.startswith(f"DiskError: {tmp_path / 'step-000100.partial'}: No space left on device, ")
@@ -117,7 +117,7 @@ def test_an_error_of_one_rank_is_raised_on_both(tmp_path: Path, pools: Pools, ph
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_value_that_is_not_finite_is_never_published(tmp_path: Path, pools: Pools, value: float) -> None:
-    older = save(tmp_path, STATE.__class__(step=50), live().state_tensors(), DESCRIPTION, model_files, ALONE)
+    older = save(tmp_path, STATE.__class__(50, samples=50), live().state_tensors(), DESCRIPTION, model_files, ALONE)
     one, other = pools[2].run(_save_poisoned, timeout=120, folder=tmp_path, value=value)
     assert (
         one
