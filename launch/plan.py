@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer.command.plan import main
+from trainer.command.processes import run_command
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], "launch/plan.py"))
+    run_command(main, sys.argv[1:], "launch/plan.py")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from trainer.command.processes import run_command
 from trainer.command.status import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], "launch/status.py"))
+    run_command(main, sys.argv[1:], "launch/status.py")

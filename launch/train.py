@@ -8,8 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from trainer.command.processes import leave
+from trainer.command.processes import run_command
 from trainer.command.train import main
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:], "launch/train.py"))
+    run_command(main, sys.argv[1:], "launch/train.py")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trainer.errors import DiskError, Problem
 
@@ -63,6 +65,22 @@ def parse_json(content: bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
+def check_regular(path: Path) -> None:
+    """Raise OSError for a pipe, whose opening would wait without end, and whatever else is no regular file."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+
+
+def read_file(path: Path, most: int = 1 << 26) -> bytes:
+    """The bytes of a regular file. Raises OSError, also for one of more than `most` bytes."""
+    check_regular(path)
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"more than {size(most)}", str(path))
+    return content
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write `path` and flush it to the disk."""
     path.write_bytes(content)
@@ -95,3 +113,32 @@ def flush(path: Path) -> None:
 def _free(path: Path) -> str:
     existing = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
     return size(shutil.disk_usage(existing).free)
+
+
+class Unfailing:
+    """A text file for people, whose disk may be full or whose reader gone: what it does not take is left out.
+
+    `failed` is told the first such error. What is written meanwhile is lost; what is written later may not be.
+    """
+
+    def __init__(self, file: TextIO, failed: Callable[[OSError], object] = lambda error: None) -> None:
+        self._file, self._failed = file, failed
+        self.lost: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._file.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def _try(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError as error:
+            if self.lost is None:
+                self.lost = error
+                self._failed(error)

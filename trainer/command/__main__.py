@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import NoReturn
 
-from trainer.command.processes import leave
+from trainer.command.processes import run_command
 
 EPILOG = """
   meshloom plan          what a run will take: memory, traffic, time; without a GPU
@@ -34,7 +34,7 @@ def main() -> NoReturn:
     )
     command = parser.parse_args(sys.argv[1:2]).command  # what follows is the command's own
     module = {"import": "import_config"}.get(command, command)  # a word of Python's is no module's name
-    leave(import_module(f"trainer.command.{module}").main(sys.argv[2:], f"meshloom {command}"))
+    run_command(import_module(f"trainer.command.{module}").main, sys.argv[2:], f"meshloom {command}")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console
 
+from trainer.storage import Unfailing
 from trainer.trackers import Signs
 
 
@@ -22,11 +25,14 @@ class Output:
 
     def __init__(self, quiet: bool = False) -> None:
         """`quiet`: another process speaks for this one, whose errors alone are shown."""
-        self.terminal: TextIO = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
+        reached = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
+        self.terminal = cast(TextIO, Unfailing(reached, self._tell_lost))
+        self._errors = os.dup(2)
         self.console = Console(file=self.terminal, highlight=False, quiet=quiet)
         self.signs = Signs(self.console)
         self._log = tempfile.TemporaryFile("w+b")
         self._redirect(self._log.fileno())
+        sys.stdout, sys.stderr = cast(TextIO, Unfailing(sys.stdout)), cast(TextIO, Unfailing(sys.stderr))
         faulthandler.enable(2)
 
     def say(self, line: str) -> None:
@@ -44,6 +50,13 @@ class Output:
             file.write(self._log.read())
             self._redirect(file.fileno())
         self._log.close()
+
+    def _tell_lost(self, error: OSError) -> None:
+        """To where errors go, if that takes it, and to the log."""
+        line = f"note: the output can't be written ({error.strerror}): the run goes on without"
+        with suppress(OSError):
+            os.write(self._errors, f"{line}\n".encode())
+        print(line, file=sys.stderr, flush=True)
 
     def _redirect(self, descriptor: int) -> None:
         os.dup2(descriptor, 1)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO, cast
+
+from trainer.errors import DiskError
+from trainer.storage import Unfailing
 
 ACCELERATE = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "FP8_")
 """What the names of variables begin with by which `accelerate launch` tells its library how to train."""
@@ -42,8 +47,23 @@ def drop_accelerate(environment: MutableMapping[str, str]) -> str | None:
     return f"left aside, the JSON says what is trained: {', '.join(wanted[:4])}{more} (from accelerate's launcher)"
 
 
-def leave(code: int) -> NoReturn:
-    """End this process with the exit code of its run: a library's teardown may abort after everything was done."""
+def run_command(main: Callable[[Sequence[str], str], int], arguments: Sequence[str], name: str) -> NoReturn:
+    """Run a command, and end this process with its exit code: a library's teardown may abort after all was done.
+
+    What standard output does not take ends no command; but where it is what the command is for, its exit code is 74,
+    unless its reader has left.
+    """
+    for descriptor in range(3):  # a closed one would be the number of the next file that is opened
+        with suppress(OSError):
+            os.fstat(descriptor)
+            continue
+        os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    output = Unfailing(sys.stdout or open(1, "w"))
+    sys.stdout, sys.stderr = cast(TextIO, output), cast(TextIO, Unfailing(sys.stderr or open(2, "w")))
+    code = main(arguments, name)
     sys.stdout.flush()
+    if output.lost is not None and output.lost.errno != errno.EPIPE and code == 0:
+        print(f"disk error: standard output can't be written ({output.lost.strerror})", file=sys.stderr)
+        code = DiskError.exit_code
     sys.stderr.flush()
     os._exit(code)

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from trainer.command.launcher import start
@@ -82,7 +83,8 @@ def main(arguments: Sequence[str], name: str) -> int:
         rank, notes = int(os.environ.get("RANK", "0")), notes_of(os.environ)
         told = notes is not None and notes.write_end(rank, error.render(), error.exit_code)
         if rank == 0 and not told:
-            os.write(terminal, f"{error.render()}\n".encode())
+            with suppress(OSError):  # nobody may hear it
+                os.write(terminal, f"{error.render()}\n".encode())
         return error.exit_code
 
 

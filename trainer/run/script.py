@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 from trainer.config import Config
 from trainer.errors import ConfigError, MeshloomError, Preempted, Problem, Stalled
 from trainer.run.parents import leave_with_launcher
 from trainer.run.signals import NoSignals, StopSignals, borrowed, preempted
 from trainer.run.world import environment_of, free_port, world_of
+from trainer.storage import Unfailing
 
 if TYPE_CHECKING:
     from trainer.engines import Machine
@@ -145,7 +146,8 @@ def train_given(config: Config, given: Given, request: Request, quiet: bool) -> 
 
     world = world_of(os.environ)
     assert world is not None
-    console = Console(highlight=False, quiet=quiet or world.rank != 0)
+    terminal = cast(TextIO, Unfailing(sys.stdout))
+    console = Console(file=terminal, highlight=False, quiet=quiet or world.rank != 0)
     signs = Signs(console)
     machine = replace(join(config, world), signs=signs)
     quiet_libraries()
