@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -203,4 +204,17 @@ def test_a_folder_without_its_description(directory: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_bytes())
     del manifest["files"]["trainer.json"]
     (path / "manifest.json").write_bytes(to_json(manifest))
+    is_set_aside(directory)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "trainer.json", "model/config.json", "model/model.safetensors"])
+@pytest.mark.parametrize("kind", ["a pipe", "a pipe that is announced", "a folder"])
+def test_what_is_no_regular_file_is_never_opened(directory: Path, name: str, kind: str) -> None:
+    path, manifest = directory / "step-000020" / name, directory / "step-000020" / "manifest.json"
+    if kind == "a pipe that is announced":  # of the size that a pipe has
+        content = json.loads(manifest.read_bytes())
+        content["files"].setdefault(name, {"sha256": "0" * 64})["size"] = 0
+        manifest.write_bytes(to_json(content))
+    path.unlink()
+    path.mkdir() if kind == "a folder" else os.mkfifo(path)
     is_set_aside(directory)

@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from trainer.config.sections import DataSection
 from trainer.data.chat import Template
 from trainer.data.encode import Chunk, Tokenising
-from trainer.data.formats import Location, locate
+from trainer.data.formats import Location, locate, rows_of
 from trainer.data.records import Chat, Text, read_documents
 from trainer.data.source import Cut, Encoded
 from trainer.errors import DataError, Problem
@@ -295,3 +296,29 @@ def test_a_row_of_csv_with_other_fields_and_a_chat_that_no_template_takes_are_sk
     assert done.train.counts.first_corrupt == "bad: a role that it does not know"
     stopped = Tokenising(template, Cut(8, "pad"), 0.0)(Chunk(0, list(chats)))
     assert stopped.error is not None and stopped.train.counts.documents == 1
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
+@pytest.mark.parametrize("content", ["", "[]", "7", "{}", '{"_data_files": 7, "splits": 7}', "9" * 5000,
+    '{"_data_files": [7], "splits": [7]}', '{"_data_files": [{"filename": "../x"}], "splits": ["../x"]}'])  # fmt: skip
+def test_a_saved_data_set_that_is_damaged_is_a_data_error(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    (tmp_path / "data-0.arrow").touch()
+    with pytest.raises(DataError, match="what Dataset.save_to_disk writes"):
+        locate(str(tmp_path))
+
+
+@pytest.mark.parametrize("row", ['{"text": "a", "id": NUMBER}', '{"prompt": "a", "completion": "b", "x": [NUMBER]}'])
+def test_a_number_of_5000_digits_is_a_data_error(tmp_path, row):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a"}\n' + row.replace("NUMBER", "9" * 5000) + "\n")
+    with pytest.raises(DataError, match=r"data\.jsonl:2: a whole number of more than 4,300 digits: "):
+        list(rows_of(locate(str(path)), None, []))
+
+
+@pytest.mark.parametrize("tools", ["[" + "9" * 5000 + "]", "[" * 10**5])
+def test_text_that_only_looks_like_json_is_a_data_error(tmp_path, tools):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}], "tools": tools}))
+    with pytest.raises(DataError, match="a list of JSON schemas"):
+        list(read_documents(locate(str(path)), DataSection(path=str(path))))

@@ -251,6 +251,7 @@ def test_a_pickle_is_never_run(written: Path, name: str, archive: bool) -> None:
     result = ask(written, written.parent / "imported", "--model", written)
     assert result.code == 65, result.output
     assert "Traceback" not in result.output and str(file) in result.output
+    assert "weights_only" not in result.output and "trust" not in result.output  # PyTorch's advice
     if archive:
         assert "a pickle that names" in result.output and "mkdir; expected data alone" in result.output
     assert not (written / "boom").exists() and not (written.parent / "imported").exists()
@@ -302,3 +303,11 @@ def test_it_wants_a_model(written: Path) -> None:
     assert "no config.json; expected the model's config and tokenizer. Give its folder or name with --model" in (
         result.output
     )
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+def test_a_pipe_is_never_opened(written: Path, name: str) -> None:
+    (written / "global_step7" / name).unlink()
+    os.mkfifo(written / "global_step7" / name)
+    with pytest.raises(DataError, match="no regular file"):
+        read_deepspeed(written)

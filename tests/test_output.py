@@ -23,15 +23,15 @@ run_command(lambda given, name: print("word " * {count}) or {code}, [], "x")
 """
 
 
-def train(folder: Path, end: str, *more: str) -> Result:
+def train(folder: Path, end: str, processes: int) -> Result:
     job = write_job(folder, steps=2, engine="mesh", evaluation={})
-    words = [str(warm.PYTHON), TRAIN, "--config", str(job), *more]
-    environment = {warm.SOCKET: warm_server(), "XDG_CACHE_HOME": str(folder)}
-    return run("sh", "-c", f"{shlex.join(words)} {end}", **environment)
+    python = sys.executable if "&-" in end else str(warm.PYTHON)  # which hands open files on
+    words = shlex.join([python, TRAIN, "--config", str(job), "--processes", str(processes)])
+    return run("sh", "-c", f"{words} {end}", **{warm.SOCKET: warm_server(), "XDG_CACHE_HOME": str(folder)})
 
 
 def test_a_full_disk_under_the_console_does_not_end_training(tmp_path: Path) -> None:
-    result = train(tmp_path, ">/dev/full", "--processes", "1")
+    result = train(tmp_path, ">/dev/full", 1)
     assert (result.code, result.output.strip()) == (0, LOST)
     assert [row["step"] for row in metrics(tmp_path / "runs" / "job")] == [1, 2, 2]
     assert (tmp_path / "runs" / "job" / "final").is_dir()
@@ -41,7 +41,7 @@ def test_a_full_disk_under_the_console_does_not_end_training(tmp_path: Path) -> 
 @pytest.mark.more
 @pytest.mark.parametrize("end", [">&- 2>&-", ">/dev/full 2>/dev/full", "</dev/null 2>&1 | true"])
 def test_wherever_the_output_goes_training_ends_well(tmp_path: Path, end: str) -> None:
-    result = train(tmp_path, end, "--processes", "2")
+    result = train(tmp_path, end, 2)
     assert (result.code, result.output) == (0, "")
     assert [row["step"] for row in metrics(tmp_path / "runs" / "job")] == [1, 2, 2]
     assert (tmp_path / "runs" / "job" / "final").is_dir()

@@ -7,6 +7,7 @@ import gzip
 import io
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -500,3 +501,33 @@ def test_in_a_browser(tmp_path, reported, width):
             assert ink(picture.crop(tuple(map(int, box)))) > 0.003, alt
         for name, box in found["boxes"].items():
             assert ink(picture.crop(tuple(map(int, box)))) > 0, name
+
+
+def test_numbers_of_hundreds_of_digits_are_left_out(tmp_path):
+    huge = "9" * 400
+    rows = [record_of(1), f'{{"step": 2, "loss": {huge}}}\n', f'{{"step": {huge}, "loss": 1}}\n', "9" * 5000 + "\n"]
+    plan = f'{{"memory": {{"peak_bytes": {huge}}}}}'
+    config = f'{{"gradient_clipping": {huge}}}'
+    folder = write_run(tmp_path / "run", rows, **{"plan.json": plan, "config.json": config})
+    assert main([str(folder)], "meshloom report") == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "timeline.jsonl", "config.json", "plan.json", "profile/summary.json"]
+)
+def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path, name):
+    folder = full(tmp_path / "run")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert main([str(folder)], "meshloom report") == 0
+
+
+def test_held_out_accuracy_is_drawn(tmp_path):
+    held = [{"step": step, "evaluation_loss": 4.0, "evaluation_accuracy": step / 50} for step in (20, 40)]
+    record = read(write_run(tmp_path / "run", [*map(record_of, range(1, 41)), *held]))
+    with drawing():
+        section = page.curves.losses(record)
+    assert section.figure is not None and section.key == "loss"
+    labels = [text for axes in section.figure.axes for text in axes.get_legend_handles_labels()[1]]
+    assert labels == ["training", "held-out", "held-out accuracy"]
+    assert ("held-out accuracy", "80.00%") in list(page._facts(record))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import struct
 from contextlib import redirect_stderr, redirect_stdout
@@ -23,6 +24,7 @@ from trainer.config import load
 from trainer.data.preview import _line
 from trainer.errors import ConfigError, Problem, printable
 from trainer.models.huggingface import read_config
+from trainer.models.weights import open_weights
 
 STRANGE = "a\x1b[2J\x07\x9b\u202eb\x00\ud800"
 SHOWN = r"a\x1b[2J\x07\x9b\u202eb\x00\ud800"
@@ -151,3 +153,29 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_no_error(tmp_path, monkeypatch
     (tmp_path / "step-000020" / "manifest.json").unlink()
     (tmp_path / "step-000020" / "manifest.json").write_text("{}")
     assert ask(name, tmp_path)[0] == 74
+
+
+class Runs:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_weights_in_a_hostile_pickle_are_refused_in_our_words(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    torch.save({"a": Runs(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="a pickle that does more than hold tensors") as caught:
+        open_weights(tmp_path, {"a"}, lambda: AutoModelForCausalLM.from_pretrained(tmp_path).state_dict())
+    assert "weights_only" not in str(caught.value) and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 7}', '{"weight_map": {"a": 7}}', "9" * 5000])
+def test_an_index_of_weights_that_is_damaged_is_named(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json: "):
+        open_weights(tmp_path, {"a"}, dict)

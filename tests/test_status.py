@@ -114,3 +114,39 @@ def test_what_is_no_run(tmp_path, capsys, content):
         (tmp_path / status.NAME).write_text(content)
     assert main([str(tmp_path)], "meshloom status") == 64
     assert "no status.json in it; expected the folder of a run that has begun" in capsys.readouterr().err
+
+
+def test_control_characters_are_shown_and_not_sent(tmp_path, capsys):
+    waited = [{"rank": 3, "host": "n\x1b[2J", "place": "x\x9b", "still": 2}]
+    code, lines = shown(tmp_path, capsys, place="step 120, tr\x1b]0;x\x07", waits_for=waited)
+    assert code == 0 and all(line.isprintable() for line in lines) and r"\x1b[2J" in lines[3], lines
+    status.end(tmp_path, 70, "rank 0\x1b[31m failed")
+    assert shown(tmp_path, capsys, ended=70)[1][-1] == r"because rank 0\x1b[31m failed"
+
+
+@pytest.mark.parametrize("found", [
+    {"step": "x"}, {"process": float("inf")}, {"process": 10**400}, {"still": 10**400}, {"host": None}, {"ranks": []},
+    {"waits_for": {}}, {"waits_for": [7]}, {"waits_for": [{"rank": 1}]}, {"time": "now"}, {"limit": float("nan")},
+    {"ended": "x"}, {"place": 5}, {"time": True},
+], ids=str)  # fmt: skip
+def test_a_status_that_is_damaged_is_a_line(tmp_path, capsys, found):
+    status.write(tmp_path, RUNS)
+    path = tmp_path / status.NAME
+    path.write_text(json.dumps(json.loads(path.read_text()) | found))
+    assert main([str(tmp_path)], "meshloom status") == 64
+    assert "status.json is there, and damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [status.NAME, status.END])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "binary", "numbers", "deep", "large"])
+def test_what_stands_in_the_place_of_a_file_is_a_line(tmp_path, capsys, name, kind):
+    status.write(tmp_path, RUNS | {"process": 2**22 + 1})
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    contents = {"binary": b"\xff\x00", "numbers": b"9" * 5000, "deep": b"[" * 10**5, "large": b" " * (1 << 26) + b"{}"}
+    {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}.get(kind, lambda: path.write_bytes(contents[kind]))()
+    code, told = main([str(tmp_path)], "meshloom status"), capsys.readouterr()
+    damaged = name == status.NAME
+    assert code == (64 if damaged else 1)
+    wanted = "status.json is there, and damaged" if damaged else "because end.json can't be read"
+    assert wanted in told.out + told.err

@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 from trainer.errors import DiskError, Problem
 
+REFUSED_PICKLE = "damaged, or a pickle that does more than hold tensors and plain values: it was not opened"
+"""In place of PyTorch's words, which advise to switch the protection off."""
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -57,12 +59,16 @@ def to_json(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-def parse_json(content: bytes) -> Any:
+def parse_json(content: bytes | str) -> Any:
     """What JSON text holds, whoever wrote it. Raises ValueError, whatever is wrong with it."""
     try:
         return json.loads(content)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    except ValueError as error:
+        if "int_max_str_digits" in str(error):  # Python's words advise to switch its limit off
+            raise ValueError("a whole number of more than 4,300 digits") from None
+        raise
 
 
 def check_regular(path: Path) -> None:

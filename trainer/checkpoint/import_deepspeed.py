@@ -18,12 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.state import MASTER, WEIGHT, RunState, StateTensor
+from trainer.storage import REFUSED_PICKLE, check_regular
 
 Extents = list[tuple[int, int, int]]
 """Where the elements of a parameter lie, in order: rank, first and last + 1 element of its flat tensor."""
@@ -148,6 +150,7 @@ def _files(folder: Path, kind: str) -> list[Path]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
+        check_regular(file)
         known = {name for _, name in _STAND_INS}
         if strange := sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - known):
             raise DataError(Problem(str(file), f"a pickle that names {', '.join(strange[:3])}", "data alone"))
@@ -158,6 +161,8 @@ def _read(file: Path) -> dict[str, Any]:
         return found
     except DataError:
         raise
+    except UnpicklingError as error:
+        raise DataError(Problem(str(file), REFUSED_PICKLE, "a file that torch.save wrote, of data alone")) from error
     except Exception as error:  # whatever a damaged archive or pickle makes of itself
         seen = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise DataError(Problem(str(file), f"{seen:.200}", "a file that torch.save wrote")) from error

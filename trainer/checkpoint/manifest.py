@@ -13,7 +13,7 @@ from typing import Any
 from trainer.checkpoint.safetensors_stream import FileRecord, read_header
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import DiskError, Problem
-from trainer.storage import flush, parse_json, to_json, write_file
+from trainer.storage import check_regular, flush, parse_json, read_file, to_json, write_file
 
 MANIFEST, DESCRIPTION = "manifest.json", "trainer.json"
 FORMAT = 1
@@ -55,7 +55,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
     Raises OSError if there is no manifest, and ValueError if it is not as `write_manifest` left it.
     """
-    content = (folder / MANIFEST).read_bytes()
+    content = read_file(folder / MANIFEST)
     parsed = parse_json(content)
     if not isinstance(parsed, dict) or not isinstance(parsed.get("files"), dict):
         raise ValueError("damaged (no list of files)")
@@ -79,7 +79,7 @@ def read_description(path: Path) -> dict[str, Any]:
     """What `save` was told of the run, and its `position`. Raises DiskError."""
     place = path / DESCRIPTION
     try:
-        found = parse_json(place.read_bytes())
+        found = parse_json(read_file(place))
     except (OSError, ValueError) as error:
         raise DiskError(Problem(str(place), str(error), "the description that was saved")) from error
     whole = isinstance(found, dict) and _is(found.get("position"), _POSITION)
@@ -180,12 +180,14 @@ def _shown(path: Path) -> str:
 
 
 def hash_file(path: Path) -> FileRecord:
+    check_regular(path)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileRecord(path.stat().st_size, digest)
 
 
 def _wrong_size(path: Path, record: FileRecord) -> tuple[str, str] | None:
+    check_regular(path)
     count = path.stat().st_size
     return None if count == record.size else (f"{count} bytes", f"{record.size} bytes")
 

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,15 @@ def main(arguments: Sequence[str], name: str) -> int:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="its folder, runs/NAME")
     folder = parser.parse_intermixed_args(arguments).run
-    from trainer.errors import ConfigError, Problem
+    from trainer.errors import ConfigError, Problem, printable
     from trainer.run import status
 
     found = status.read(folder)
-    if found is None:
+    if found is None or not status.can_be_shown(found):
         seen = "no status.json in it" if folder.is_dir() else "no such folder"
-        print(ConfigError(Problem(str(folder), seen, "the folder of a run that has begun")).render(), file=sys.stderr)
+        hint = f"{status.NAME} is there, and damaged" if (folder / status.NAME).exists() else ""
+        wanted = "the folder of a run that has begun"
+        print(ConfigError(Problem(str(folder), seen, wanted, hint)).render(), file=sys.stderr)
         return ConfigError.exit_code
     end = status.read_end(folder)
     # what lives is known of this machine's processes; of another one's the word that it ended comes first
@@ -41,9 +44,11 @@ def main(arguments: Sequence[str], name: str) -> int:
     if end is not None:
         found = {**found, "ended": end["code"]}
     for line in lines(folder, found, lives):
-        print(line)
+        print(printable(line))
     if end is not None:
-        print("because", str(end["text"]).replace("\n", "\n        "))
+        print("because", printable(end["text"]).replace("\n", "\n        "))
+    elif not lives and (folder / status.END).exists():
+        print(f"because {status.END} can't be read")
     return 0 if lives or found.get("ended") == 0 else 1
 
 
@@ -60,6 +65,8 @@ def lines(folder: Path, found: Mapping[str, Any], lives: bool) -> Iterator[str]:
         yield f"still   {found['still']:.0f} s, of at most {found['limit']:.0f} s"
         for one in found["waits_for"]:
             yield f"waits   for rank {one['rank']} on {one['host']}: {one['place']}, for {one['still']:.0f} s"
-    saved = sorted((folder / "checkpoints").glob("step-*/manifest.json"))
-    age = f", {(time.time() - saved[-1].stat().st_mtime) / 60:.0f} min ago" if saved else ""
-    yield f"saved   {saved[-1].parent.name if saved else 'nothing yet'}{age}"
+    saved, age = list((folder / "checkpoints").glob("step-*/manifest.json")), ""
+    last = max(saved, key=lambda path: (len(path.parent.name), path.parent.name), default=None)
+    with suppress(OSError):  # pruned meanwhile
+        age = "" if last is None else f", {(time.time() - last.stat().st_mtime) / 60:.0f} min ago"
+    yield f"saved   {'nothing yet' if last is None else last.parent.name}{age}"

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from trainer.data import corpus
-from trainer.errors import DataError, Problem
+from trainer.errors import DataError, Problem, named_line
+from trainer.storage import parse_json, read_file
 
 _GLOB = frozenset("*?[")
 _OFTEN = 1024
@@ -138,14 +139,26 @@ def _matching(name: str, format: str) -> list[Path]:
 
 def _saved_by_datasets(folder: Path) -> list[Path]:
     """The files of a folder that `Dataset.save_to_disk` wrote; none of another."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+    parts = folder / "dataset_dict.json"
+    if parts.is_file() and (splits := _listed(parts, lambda found: found["splits"])):
         mend = f"Name one of them, such as {folder / splits[0]}"
         raise DataError(Problem(str(folder), f"a folder of the parts {', '.join(splits)}", "one part", mend))
     if not (folder / "state.json").is_file() or not any(folder.glob("*.arrow")):
         return []
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    return [folder / part["filename"] for part in state["_data_files"]]
+    names = _listed(folder / "state.json", lambda found: [part["filename"] for part in found["_data_files"]])
+    return [folder / name for name in names]
+
+
+def _listed(path: Path, names_in: Callable[[Any], Any]) -> list[str]:
+    """The names that a JSON file of `datasets` lists. Raises DataError for one that is damaged."""
+    try:
+        names = list(names_in(parse_json(read_file(path))))
+        if odd := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
+            raise ValueError(f"{odd[0]!r} in place of a name in this folder")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        mend = "Save the data set again, or name its files in trainer.data.path"
+        raise DataError(Problem(str(path), f"{named_line(error)}", "what Dataset.save_to_disk writes", mend)) from error
+    return names
 
 
 def _fits(file: Path, format: str) -> bool:
@@ -220,12 +233,13 @@ def _jsonl(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
 
 def _json(file: Path, text: str, number: int) -> Any:
     try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         lines = text.rstrip("\n").split("\n")
         at = min(getattr(error, "lineno", 1), len(lines)) - 1  # what ends too early fails on the line after its last
-        line, seen = number + at, short(lines[at])
-        raise DataError(Problem(f"{file}:{line}", f"not JSON: {seen}", "one JSON object on each line")) from error
+        why = "not JSON" if isinstance(error, json.JSONDecodeError) else str(error)
+        seen = f"{why}: {short(lines[at])}"
+        raise DataError(Problem(f"{file}:{number + at}", seen, "one JSON object on each line")) from error
 
 
 def _object(place: str, value: Any) -> Row:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from trainer.data import corpus
 from trainer.data.formats import Location, Row, rows_of, short
 from trainer.errors import DataError, Problem
+from trainer.storage import parse_json
 
 
 class Text(NamedTuple):
@@ -306,10 +307,8 @@ def _check_turns(place: str, messages: list[dict[str, Any]]) -> None:
 def _parsed(value: Any) -> Any:
     """Of JSON text, as tables hold it, what it says; anything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError:
-            return value
+        with suppress(ValueError):
+            return parse_json(value)
     return value
 
 

@@ -43,13 +43,13 @@ def flaw(folder: Path, told: Told = lambda done, all: None) -> str:
         if differing := known["sizes"].items() ^ _sizes(files).items():
             return f"{min(differing)[0]} is not of the size that it had"
         hashes = _hashes(files, told)
+        differing = [name for name, found in hashes.items() if found != known["sha256"][name]]
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except PermissionError:
         raise
-    except (OSError, ValueError) as error:  # a disk that fails; bytes that are no text
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # a disk that fails; other bytes
         return str(error)
-    differing = [name for name, found in hashes.items() if found != known["sha256"][name]]
     return f"the bytes of {differing[0]} are not those that were written" if differing else ""
 
 

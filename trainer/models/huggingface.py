@@ -29,6 +29,7 @@ from trainer.models.shrink import KEPT, SIZES, Sizes, shrink
 from trainer.models.spec import LanguageModel, ModelSpec, NoWeights, Weights
 from trainer.models.tiny import tiny
 from trainer.models.weights import SafetensorsFolder, names_in, open_weights
+from trainer.storage import parse_json, read_file
 
 EMBEDDED: dict[str, Any] = {
     "model_type": "llama",
@@ -357,7 +358,7 @@ def _pretrained_config(options: Any) -> PreTrainedConfig:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        values = json.loads(path.read_text())
+        values = parse_json(read_file(path))
     except (OSError, ValueError) as error:
         raise ConfigError(Problem(f"trainer.model.config: {path}", first_line(error), "a JSON file")) from error
     if not isinstance(values, dict):

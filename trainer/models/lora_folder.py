@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from trainer.config.grammar import show
 from trainer.config.sections import AdapterSection
 from trainer.errors import ConfigError, Problem, first_line, listed
+from trainer.storage import parse_json, read_file
 
 CONFIG, STEM = "adapter_config.json", "adapter_model"
 PLACE = "trainer.adapter.path"
@@ -106,7 +106,7 @@ class Started:
 def _read(path: Path) -> dict[str, Any]:
     expected = "the folder of a LoRA adapter, as PEFT writes it: final/ of a run"
     try:
-        given = json.loads(path.read_bytes())
+        given = parse_json(read_file(path))
     except (OSError, ValueError) as error:
         raise ConfigError(Problem(f"{PLACE}: {path}", first_line(error), expected)) from error
     if not isinstance(given, dict) or given.pop("peft_type", None) != "LORA":

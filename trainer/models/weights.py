@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, named_line
+from trainer.storage import REFUSED_PICKLE, parse_json, read_file
 
 SAMPLED = 1024
 """Values of a tensor's beginning, middle and end that its fingerprint takes in."""
@@ -24,8 +25,12 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            if strange := [name for name in self._file_of.values() if not re.fullmatch(r"[^/\\]+\.safetensors", name)]:
+            try:
+                self._file_of: dict[str, str] = dict(parse_json(read_file(index))["weight_map"])
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                raise ConfigError(Problem(str(index), named_line(error), "a weight_map of names to files")) from error
+            names = map(str, self._file_of.values())
+            if strange := [name for name in names if not re.fullmatch(r"[^/\\]+\.safetensors", name)]:
                 raise ConfigError(Problem(str(index), repr(strange[0]), "names of safetensors files in this folder"))
         else:
             with safe_open(folder / "model.safetensors", "pt") as file:
@@ -102,4 +107,8 @@ def open_weights(
                 "Give the architecture alone as trainer.model.config to train from scratch",
             )
         )
-    return StateDict(load_whole())
+    try:
+        return StateDict(load_whole())
+    except UnpicklingError as error:
+        place, mend = f"trainer.model.name_or_path: {folder}", "Have who made them save them as safetensors"
+        raise ConfigError(Problem(place, f"weights in a file {REFUSED_PICKLE}", "tensors alone", mend)) from error

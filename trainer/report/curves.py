@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, PercentFormatter
 
-from trainer.report.records import Row, RunRecord, finite, number
+from trainer.report.records import MOST, Row, RunRecord, finite, number
 from trainer.report.style import (
     BLUE,
     COLOURS,
@@ -34,6 +34,7 @@ PHASES = {
     "waiting for data": OCHRE, "training": BLUE, "logging": MUTED, "evaluating": TEAL, "saving": VIOLET, PROFILING: SKY,
 }  # fmt: skip
 """The phases of a step, in their order, and their colours."""
+ACCURACIES = {"evaluation_accuracy": "held-out accuracy", "evaluation_accuracy_top5": "held-out top-5 accuracy"}
 UNEVEN = 50.0
 """How many times the least of the numbers the largest may be on a linear axis."""
 
@@ -42,21 +43,27 @@ def losses(record: RunRecord) -> Section:
     key, title = "loss", "Loss"
     if not record.steps and not record.evaluations:
         return Section(key, title, NEVER)
-    made, (axes,) = figure(3.2)
-    for index, stretch in enumerate(record.replaced):
-        label = "made again after a resume" if index == 0 else "_"
-        _line(axes, stretch, "loss", GREY, label)
+    shares = [share for share in ACCURACIES.items() if finite(record.evaluations, share[0])]
+    made, (axes, *below) = figure(3.2 + 2 * bool(shares), 1 + bool(shares))
+    again = [row for stretch in record.replaced for row in (*stretch, {"step": stretch[-1]["step"]})]  # with gaps
+    _line(axes, again, "loss", GREY, "made again after a resume")
     _line(axes, record.steps, "loss", BLUE, "training")
     _line(axes, record.evaluations, "evaluation_loss", OCHRE, "held-out", marked=True)
     odd = [row["step"] for row in record.steps if not math.isfinite(number(row, "loss"))]
     if odd:
         axes.plot(odd, [0.02] * len(odd), "x", color=RED, transform=axes.get_xaxis_transform(), label="not finite")
     axes.set_ylabel("nats per target")
-    over_steps(axes, _last(record))
-    legend_above(axes)
+    for (column, name), colour in zip(shares, (TEAL, VIOLET), strict=False):
+        _line(below[0], record.evaluations, column, colour, name, marked=True)
+        below[0].yaxis.set_major_formatter(PercentFormatter(1.0))
+    for one in (axes, *below):
+        over_steps(one, _last(record), label=one is [axes, *below][-1])
+        legend_above(one)
     text = "The loss of each logged step, over its whole global batch, and the held-out loss."
+    if many := record.logged > MOST:
+        text += f" Of {record.logged:,} log lines few are drawn: of neighbours the least loss and the largest."
     if odd:
-        text += f" {len(odd)} logged losses are not finite, the first at step {odd[0]:,}."
+        text += f" {'At least ' * many}{len(odd)} logged losses are not finite, the first at step {odd[0]:,}."
     if not record.evaluations:
         text += " There was no evaluation."
     return Section(key, title, text + _again(record), made)

@@ -108,6 +108,9 @@ def _facts(record: RunRecord) -> Iterator[tuple[str, str]]:
         if rows:
             value = number(rows[-1], key)
             yield name, f"{value:.4g}" if math.isfinite(value) else "not finite"
+    for key, name in curves.ACCURACIES.items():
+        if known := finite(record.evaluations, key):
+            yield name, f"{known[-1]:.2%}"
     if rates := sorted(finite(record.steps, "tokens_per_second")):
         yield "median rate", f"{rates[len(rates) // 2]:,.0f} /s"
     if peak := max(finite(record.steps, "memory_gib"), default=0.0):

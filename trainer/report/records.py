@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +13,11 @@ from trainer import checkpoint
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout, PipelineSchedule, Recompute
 from trainer.run import status, timeline
-from trainer.storage import parse_json
+from trainer.storage import check_regular, parse_json, read_file
 
 PLAN = "plan.json"
+LONGEST, MOST = 1 << 20, 8192
+"""Bytes of a line, and rows of a kind that are kept."""
 Row = dict[str, Any]
 
 
@@ -26,6 +28,8 @@ class RunRecord:
     folder: Path
     steps: list[Row]
     """A logged step each, in order; of steps that were made again after a resume, the last."""
+    logged: int
+    """How many lines of steps there are; of many, the rows are few."""
     replaced: list[list[Row]]
     """Stretches of logged steps that were made again."""
     evaluations: list[Row]
@@ -59,20 +63,20 @@ def read(folder: Path) -> RunRecord:
     if not any((folder / name).is_file() for name in ("environment.json", "metrics.jsonl", status.NAME)):
         raise ConfigError(_no_run(folder))
     notes: list[str] = []
-    rows = _lines(folder / "metrics.jsonl", notes)
-    logged = [row for row in rows if "loss" in row]
-    kept, replaced = _last_of_each(logged)
+    steps, evaluations = _Series("loss"), _Series("evaluation_loss")
+    for row in _lines(folder / "metrics.jsonl", notes):
+        for series in (steps, evaluations):
+            if series.key in row:
+                series.add(row)
     environment = _json(folder / "environment.json", notes)
     plan = _json(folder / PLAN, notes)
     found = RunRecord(
         folder=folder,
-        steps=kept,
-        replaced=replaced,
-        evaluations=_last_of_each([row for row in rows if "evaluation_loss" in row])[0],
-        timeline=sorted(
-            (row for row in _lines(folder / timeline.NAME, notes) if _is_number(row.get("time")) and "event" in row),
-            key=lambda row: float(row["time"]),
-        ),
+        steps=steps.rows,
+        logged=steps.seen,
+        replaced=steps.replaced,
+        evaluations=evaluations.rows,
+        timeline=_events(_lines(folder / timeline.NAME, notes)),
         config=_json(folder / "config.json", notes) or {},
         engine=str((environment or {}).get("engine", "")),
         device=str((environment or {}).get("device", "")),
@@ -106,26 +110,34 @@ def _no_run(folder: Path) -> Problem:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) < 1e300
 
 
-def _lines(path: Path, notes: list[str]) -> list[Row]:
-    """The rows with a step that can be read."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return []
-    rows, broken = [], 0
-    for line in filter(None, content.split(b"\n")):
-        try:
-            row = parse_json(line)
-            broken += not (good := isinstance(row, dict) and type(row.get("step")) is int)
-            rows += [row] if good else []
-        except ValueError:
-            broken += 1
+def _lines(path: Path, notes: list[str]) -> Iterator[Row]:
+    """The rows with a step that can be read, one after another."""
+    rows = broken = 0
+    with suppress(OSError):
+        check_regular(path)
+        with path.open("rb") as file:
+            while line := file.readline(LONGEST):
+                if whole := line.endswith(b"\n") or len(line) < LONGEST:
+                    row = _row(line)
+                    rows += row is not None
+                    broken += row is None and line != b"\n"
+                    yield from [] if row is None else [row]
+                broken += not whole
+                while not whole and (line := file.readline(LONGEST)):
+                    whole = line.endswith(b"\n")
     if broken:
-        notes.append(f"{path.name}: {broken} of {broken + len(rows)} lines can't be read and are left out")
-    return rows
+        notes.append(f"{path.name}: {broken} of {broken + rows} lines can't be read and are left out")
+
+
+def _row(line: bytes) -> Row | None:
+    with suppress(ValueError):
+        row = parse_json(line)
+        if isinstance(row, dict) and type(step := row.get("step")) is int and abs(step) < 1e15:
+            return row
+    return None
 
 
 def _json(path: Path, notes: list[str]) -> Row | None:
@@ -133,24 +145,66 @@ def _json(path: Path, notes: list[str]) -> Row | None:
     if not path.is_file():
         return None
     with suppress(OSError, ValueError):
-        found = parse_json(path.read_bytes())
+        found = parse_json(read_file(path))
         if isinstance(found, dict):
             return found
     notes.append(f"{path.name} can't be read")
     return None
 
 
-def _last_of_each(rows: Sequence[Row]) -> tuple[list[Row], list[list[Row]]]:
-    """The rows with rising steps; and the stretches that a later row went back behind."""
-    kept: list[Row] = []
-    replaced: list[list[Row]] = []
-    for row in rows:
+@dataclass
+class _Series:
+    """The rows that have a number of this name, with rising steps; and the stretches that a later row went back behind.
+
+    Of many, few are kept: of eight neighbours those with the least and the largest number, one that is not finite being
+    larger than all.
+    """
+
+    key: str
+    rows: list[Row] = field(default_factory=list)
+    replaced: list[list[Row]] = field(default_factory=list)
+    seen: int = 0
+
+    def add(self, row: Row) -> None:
         stretch = []
-        while kept and kept[-1]["step"] >= row["step"]:
-            stretch.append(kept.pop())
-        replaced += [stretch[::-1]] if stretch else []
-        kept.append(row)
-    return kept, replaced
+        while self.rows and self.rows[-1]["step"] >= row["step"]:
+            stretch.append(self.rows.pop())
+        self.replaced += [stretch[::-1]] if stretch else []
+        self.rows.append(row)
+        self.seen += 1
+        if len(self.rows) > MOST:
+            eights = [sorted(self.rows[at : at + 8], key=self._size) for at in range(0, MOST, 8)]
+            ends = [sorted((eight[0], eight[-1]), key=lambda row: int(row["step"])) for eight in eights]
+            self.rows = [row for two in ends for row in two] + self.rows[MOST:]
+
+    def _size(self, row: Row) -> float:
+        return math.inf if math.isnan(size := number(row, self.key)) else size
+
+
+def _events(rows: Iterator[Row]) -> list[Row]:
+    """The timeline's rows, by time. Of many, log lines that follow one another are added up."""
+    found: list[Row] = []
+    most = MOST
+    for row in rows:
+        if _is_number(row.get("time")) and "event" in row:
+            found.append(row)
+        if len(found) > most:
+            found = _added_up(found)
+            most = max(MOST, 2 * len(found))
+    return sorted(found, key=lambda row: float(row["time"]))
+
+
+def _added_up(rows: list[Row]) -> list[Row]:
+    """Each second one of the log lines that follow one another goes into the next."""
+    found: list[Row] = []
+    fresh = False
+    for row in rows:
+        both = [one["seconds"] for one in (*found[-1:], row) if fresh and one["event"] == "logged" and "seconds" in one]
+        if fresh := not (len(both) == 2 and all(isinstance(one, dict) for one in both)):
+            found.append(row)
+        else:
+            found[-1] = {**row, "seconds": {name: sum(finite(both, name)) for name in {**both[0], **both[1]}}}
+    return found
 
 
 def _layout(folder: Path, environment: Row, notes: list[str]) -> Layout | None:

@@ -19,6 +19,7 @@ from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed, shared
 from trainer.run import status
 from trainer.run.shared import check_shared, kept
+from trainer.storage import parse_json
 
 FINAL, LOCK, ENVIRONMENT = "final", ".lock", "environment.json"
 HELD_SECONDS = 10.0
@@ -276,7 +277,7 @@ def _training(request: Any) -> Any:
 def _request(folder: Path) -> Any:
     """The config as it was given to the run in `folder`."""
     try:
-        return json.loads((folder / ENVIRONMENT).read_bytes())["request"]
+        return parse_json((folder / ENVIRONMENT).read_bytes())["request"]
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -305,7 +306,7 @@ def _last_logged(path: Path) -> int:
     """The step of the last whole line of a metrics file; 0 where there is none."""
     for line in path.read_bytes().split(b"\n")[-2::-1] if path.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):  # what a machine that lost power left
-            return int(json.loads(line)["step"])
+            return int(parse_json(line)["step"])
     return 0
 
 

@@ -16,9 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from trainer.distributed.stall import is_gone
-from trainer.storage import parse_json
+from trainer.storage import parse_json, read_file
 
 NAME, END = "status.json", "end.json"
+_NUMBER, _MOST = (int, float), 10**12
+_Kinds = Mapping[str, tuple[type, ...]]
+_WRITER: _Kinds = {"host": (str,), "process": (int,), "time": _NUMBER, "ended": (int, type(None))}
+_SHOWN: _Kinds = {
+    **{"place": (str,), "step": (int,), "steps": (int, type(None)), "ranks": (int,)},
+    **{"still": _NUMBER, "limit": _NUMBER, "waits_for": (list,)},
+}
+_WAITED_FOR: _Kinds = {"rank": (int,), "host": (str,), "place": (str,), "still": _NUMBER}
+_LAST_WORDS: _Kinds = {"code": (int,), "text": (str,)}
+"""The types of what is read of the files, and in the first of each rank that is waited for."""
 FRESH_SECONDS = 60.0
 """How old the last sign of a run may be that is taken to live: clocks of machines differ, shared folders lag."""
 
@@ -31,7 +41,12 @@ def write(folder: Path, status: Mapping[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    return _read(folder / NAME)
+    """What the first rank wrote last; None where that is not there, or does not say who wrote it when."""
+    return _read(folder / NAME, _WRITER)
+
+
+def can_be_shown(status: Mapping[str, Any]) -> bool:
+    return _is(status, _SHOWN) and all(_is(one, _WAITED_FOR) for one in status["waits_for"])
 
 
 def begin(folder: Path) -> None:
@@ -55,7 +70,7 @@ def log_of(folder: Path, rank: int) -> Path:
 
 
 def read_end(folder: Path) -> dict[str, Any] | None:
-    return _read(folder / END)
+    return _read(folder / END, _LAST_WORDS)
 
 
 def lives(status: Mapping[str, Any] | None) -> bool:
@@ -72,8 +87,18 @@ def whose(status: Mapping[str, Any]) -> str:
     return f"process {status['process']} on {status['host']}, last seen {age:.0f} s ago"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path, kinds: _Kinds) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
-        found = parse_json(path.read_bytes())
-        return found if isinstance(found, dict) else None
+        found = parse_json(read_file(path))
+        return found if _is(found, kinds) else None
     return None
+
+
+def _is(found: Any, kinds: _Kinds) -> bool:
+    """True if a parsed value has these fields, of these types, and no number that nobody could mean."""
+    values: list[tuple[Any, tuple[type, ...]]] = [(None, ())]
+    if isinstance(found, dict):
+        values = [(found.get(name), kinds[name]) for name in kinds]
+    return all(
+        type(value) in kind and not (type(value) in _NUMBER and not abs(value) < _MOST) for value, kind in values
+    )
