@@ -16,7 +16,7 @@ import pytest
 from trainer.config.sections import DataSection
 from trainer.data.chat import Template
 from trainer.data.encode import Chunk, Tokenising
-from trainer.data.formats import Location, locate, rows_of
+from trainer.data.formats import Location, locate
 from trainer.data.records import Chat, Text, read_documents
 from trainer.data.source import Cut, Encoded
 from trainer.errors import DataError, Problem
@@ -313,7 +313,7 @@ def test_a_number_of_5000_digits_is_a_data_error(tmp_path, row):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "a"}\n' + row.replace("NUMBER", "9" * 5000) + "\n")
     with pytest.raises(DataError, match=r"data\.jsonl:2: a whole number of more than 4,300 digits: "):
-        list(rows_of(locate(str(path)), None, []))
+        list(read_documents(locate(str(path)), DataSection(path=str(path))))
 
 
 @pytest.mark.parametrize("tools", ["[" + "9" * 5000 + "]", "[" * 10**5])
