@@ -110,7 +110,7 @@ def train_here(path: Path, overrides: Sequence[str] = (), resume: str | None = N
 
     with open(os.devnull, "w") as nowhere:
         try:
-            request = Request(resume=resume, fresh=resume is None)
+            request = Request(resume=resume, fresh=resume is None, script=True)
             result = execute(load(path, overrides), request, machine_here(), Console(file=nowhere), NoSignals())
         except MeshloomError as error:
             return error.render()

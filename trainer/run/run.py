@@ -162,7 +162,7 @@ def execute(
         say(console, line)
     if start is None:
         return None
-    history = History() if given else None
+    history = History() if request.script else None
     _train(prepared, request, machine, start, console, signals, [history] if history else [])
     if history is None:  # a command's run is told by its folder
         return None
