@@ -6,7 +6,6 @@ What is found is compared with the hashes that were written with it, each time: 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import stat
@@ -17,13 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from trainer.data.progress import QUIET, Progress
 from trainer.data.sealed import flaw, seal
 from trainer.errors import DiskError, Problem
 from trainer.storage import rename_folder
 
-_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
-"""What says that this user has no folder there, and not that a disk is full or fails."""
 _OLD_SECONDS = 7 * 86_400
 """What nobody has touched for so long nobody is writing."""
 
@@ -47,48 +46,46 @@ def locked_folder(cache: Path, name: str, write: Callable[[Path], object], told:
 
 
 def _cached(cache: Path, name: str, write: Callable[[Path], object], told: Progress) -> Path:
-    final = cache / name
-    if _is_whole(final, told):
-        return final
-    cache.mkdir(parents=True, exist_ok=True)
-    _remove_damaged(final, told)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".partial-") as temporary:
-        folder = Path(temporary, name)
-        folder.mkdir()
-        write(folder)
-        _publish(folder, final, told)
-    return final
+    if not _is_whole(cache / name, told):
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".partial-") as begun:
+            _write(Path(begun), cache / name, write, told)
+    return cache / name
 
 
 def _one_at_a_time(cache: Path, name: str, write: Callable[[Path], object], told: Progress) -> Path:
-    final, begun = cache / name, cache / f".partial-{name}"
-    while not _is_whole(final, told):
-        cache.mkdir(parents=True, exist_ok=True)
-        try:
-            with _locked(begun, told.waits) as ours:
-                if ours:
-                    _remove_damaged(final, told)
-                    if final.is_dir():  # another process was faster
-                        _discard(begun)
-                    else:
-                        _write(begun, final, write, told)
-                    return final
-        except _NoLocks:  # on this file system: each for itself
-            return _cached(cache, name, write, told)
-    return final
+    if _is_whole(cache / name, told):
+        return cache / name
+    begun = cache / f".partial-{name}"
+    begun.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(begun / "lock")
+    try:
+        with suppress(Timeout):
+            lock.acquire(blocking=False)
+        if not lock.is_locked:
+            told.waits()
+            lock.acquire()
+    except OSError:  # on a file system without locks, or where another process has just ended: each for itself
+        return _cached(cache, name, write, told)
+    try:
+        _write(begun, cache / name, write, told)
+    finally:
+        _discard(begun)  # while it is locked: who comes now makes another
+        lock.release()
+    return cache / name
 
 
 def _write(begun: Path, final: Path, write: Callable[[Path], object], told: Progress) -> None:
-    """Write the folder anew, whatever a killed process has left of it."""
+    """Write the folder anew below `begun`, whatever a killed process has left there, unless another one has."""
+    if _is_whole(final, told):
+        return
+    if os.path.lexists(final):
+        _discard(final)
     folder = begun / "data"
-    try:
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        folder.mkdir()
-        write(folder)
-        _publish(folder, final, told)
-    finally:
-        _discard(begun)
+    _delete(folder)
+    folder.mkdir()
+    write(folder)
+    _publish(folder, final, told)
 
 
 # What is there
@@ -100,12 +97,6 @@ def _is_whole(final: Path, told: Progress) -> bool:
     if seen := flaw(final, told.checks):
         told.note(f"cache: {final} is damaged: {seen}; it is made again")
     return not seen
-
-
-def _remove_damaged(final: Path, told: Progress) -> None:
-    """What is there and not whole; it is looked at once more, since another process may have made it again."""
-    if os.path.lexists(final) and not _is_whole(final, told):
-        _discard(final)
 
 
 def _publish(folder: Path, final: Path, told: Progress) -> None:
@@ -121,7 +112,8 @@ def _publish(folder: Path, final: Path, told: Progress) -> None:
 def _discard(path: Path) -> None:
     """At once for who looks by its name."""
     gone = path.with_name(f".gone-{uuid.uuid4().hex}")
-    path.rename(gone)
+    with suppress(FileNotFoundError):  # another process was faster
+        path.rename(gone)
     _delete(gone)
 
 
@@ -141,47 +133,6 @@ def _sweep(cache: Path) -> None:
             _delete(path)
 
 
-# One at a time
-
-
-class _NoLocks(Exception):
-    pass
-
-
-@contextmanager
-def _locked(begun: Path, waiting: Callable[[], object]) -> Iterator[bool]:
-    """Waits for the folder's lock, which ends with the process that has it. Gives whether it still is the folder's."""
-    try:
-        begun.mkdir(exist_ok=True)
-        file = open(begun / "lock", "ab")
-    except FileNotFoundError:  # discarded in between
-        yield False
-        return
-    with file:
-        _lock(file.fileno(), waiting)
-        try:
-            ours = os.stat(begun / "lock").st_ino == os.fstat(file.fileno()).st_ino
-        except FileNotFoundError:
-            ours = False
-        yield ours
-
-
-def _lock(file: int, waiting: Callable[[], object]) -> None:
-    # of POSIX: a forked worker does not hold it on; file systems of several machines have it
-    try:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise
-            waiting()
-            fcntl.lockf(file, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-            raise _NoLocks from error
-        raise
-
-
 # Where
 
 
@@ -191,8 +142,8 @@ def _somewhere(cache: Path, work: Callable[[Path], Path], told: Progress) -> Pat
         try:
             return work(cache)
         except OSError as error:
-            if error.errno not in _FORBIDDEN:
-                raise
+            if os.path.isdir(cache) and os.access(cache, os.W_OK) and not isinstance(error, PermissionError):
+                raise  # a disk that is full, or fails
             private = private_folder()
             seen = f"{cache} can't be used ({error.strerror})"
     told.note(f"cache: {seen}: prepared data goes to {private}; XDG_CACHE_HOME names another place")

@@ -20,7 +20,6 @@ from trainer.data.preview import preview
 from trainer.engines import ENGINES, Machine
 from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.models.spec import flops_per_token
-from trainer.optim.support import ROWS, No
 from trainer.run.prepare import Prepared
 from trainer.state import VERSION
 from trainer.storage import disk_errors, replace_file
@@ -190,20 +189,6 @@ def layout_table() -> str:
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])
-
-
-def optimizer_table() -> str:
-    """What each engine makes of each optimizer, as Markdown."""
-    lines = [
-        "| optimizer | `mesh`, `accelerate` | `deepspeed` | `deepspeed`, optimizer on the host |",
-        "| --- " * 4 + "|",
-    ]
-    for name, row in ROWS.items():
-        entries = (row.torch, row.deepspeed, row.offloaded)
-        lines.append(
-            " | ".join([f"| {name}", *(f"no: {e}" if isinstance(e, No) else f"`{e}`" for e in entries)]) + " |"
-        )
-    return "\n".join(lines)
 
 
 def _plain_layout(given: dict[str, Any]) -> Layout:
