@@ -77,8 +77,9 @@ class Template:
             raise DataError(Problem("trainer.data.tokenizer", seen, "a fast tokenizer, for chats"))
         rendered = [self.render(chat) for chat in chats]
         found = tokens_of(self.tokenizer, [text for text, _ in rendered], offsets=True)
-        for chat, (_, spans), (ids, offsets) in zip(chats, rendered, found, strict=True):
-            yield Encoded(ids, _overlapping(offsets, spans), chat.place)
+        tokens = zip(found["input_ids"], found["offset_mapping"], strict=True)
+        for chat, (_, spans), (ids, offsets) in zip(chats, rendered, tokens, strict=True):
+            yield Encoded(ids, _overlapping(np.array(offsets, np.int64).reshape(-1, 2), spans), chat.place)
 
     def render(self, chat: Chat) -> tuple[str, list[Span]]:
         """The whole text, and of it what counts in the loss."""

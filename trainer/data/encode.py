@@ -134,11 +134,11 @@ def _chats(alike: Sequence[Chat], template: Template, skips: bool) -> Iterator[E
 def _texts(batch: list[Text], tokenizer: Any) -> Iterator[Encoded]:
     start, end = _beginning(tokenizer), [end_of_text(tokenizer)]
     places = [document.place for document in batch]
-    texts = tokens_of(tokenizer, [document.text for document in batch])
-    prompts = tokens_of(tokenizer, [document.prompt or "" for document in batch])
+    texts = tokens_of(tokenizer, [document.text for document in batch])["input_ids"]
+    prompts = tokens_of(tokenizer, [document.prompt or "" for document in batch])["input_ids"]
     for place, prompt, text in zip(places, prompts, texts, strict=True):
-        tokens = [*start, *prompt.ids, *text.ids, *end]
-        yield Encoded.from_token(tokens, max(1, len(start) + len(prompt.ids)), place)
+        tokens = [*start, *prompt, *text, *end]
+        yield Encoded.from_token(tokens, max(1, len(start) + len(prompt)), place)
 
 
 def _beginning(tokenizer: Any) -> list[int]:

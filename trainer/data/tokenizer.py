@@ -6,9 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from trainer.data import corpus
 from trainer.data.cache import cached_folder
@@ -18,23 +16,13 @@ from trainer.errors import DataError, Problem, first_line
 END_OF_TEXT = "<|endoftext|>"
 
 
-class Tokens(NamedTuple):
-    """The tokens of a text."""
+def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool = False) -> Any:
+    """The `input_ids` of each text, without those that a tokenizer adds; with `offsets` their `offset_mapping` too.
 
-    ids: Sequence[int]
-    offsets: np.ndarray
-    """Characters that each stands for, int64 [tokens, 2]; [0, 2] where they were not asked for."""
-
-
-def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool = False) -> list[Tokens]:
-    """The tokens of each text, without those that a tokenizer adds; takes some 160 bytes of memory a character."""
+    Takes some 160 bytes of memory a character.
+    """
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    found = tokenizer(list(texts), **options, **({"return_offsets_mapping": True} if offsets else {}))
-    where = found["offset_mapping"] if offsets else [()] * len(texts)
-    return [
-        Tokens(ids, np.array(spans, np.int64).reshape(-1, 2))
-        for ids, spans in zip(found["input_ids"], where, strict=True)
-    ]
+    return tokenizer(list(texts), **options, **({"return_offsets_mapping": True} if offsets else {}))
 
 
 def load_tokenizer(name_or_path: str, trust_remote_code: bool = False, revision: str | None = None) -> Any:
