@@ -228,7 +228,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         *("torchrun_for", "task_for", "checkout", "sourced", "stop_is", "signal_before", "lines_for", "told_as"),
         *("no_ranks", "torchrun_says", "first_host"),
     ),
-    "test_sharding.py": ("really_sharded", "found[mesh]", "flat_unit", "no_units"),
+    "test_sharding.py": ("really_sharded", "found[mesh]", "flat_unit", "no_units", "pipeline[1F1B-2]"),
     "test_sparse_gradients.py": ("process[mesh DDP]", "refuses", "loaded[mesh ZeRO-3]"),
     "test_stall.py": ("[an endless read]", "last[1]", "behind", "nobody", "who_is", "goes_on", "not_still", "lines"),
     "test_tensor.py": ("refused", "by_itself", "no_rank", "arithmetic"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.layouts import HSDP
-from tests.training import LLAMA, Case, spec_of
+from tests.training import LLAMA, VOCABULARY, Case, spec_of
 
 MESH = Case(engine="mesh")
 
@@ -35,6 +36,35 @@ def test_parameters_are_really_sharded(pools):
         for kept, count in pools[case.world_size].run(sharded_share, case=case):
             assert kept == pytest.approx(0.5, abs=0.02)
             assert count == 4  # three blocks and the root
+
+
+def trained_on_lengths(case: Case, lengths: list[tuple[int, ...]]) -> list[float]:
+    """The loss of each step, with an evaluation after it; `lengths` has a row's on each data rank. On each rank."""
+    import numpy as np
+    import torch.distributed as dist
+
+    from tests.training import build, collated, data_rank_of, spec_in, task_of
+    from trainer.optim.lr_schedules import Update
+
+    engine, task = build(case, dist.get_rank()), task_of(spec_in(case), case)
+    losses = []
+    for step, of_ranks in enumerate(lengths):
+        ids = np.arange(of_ranks[data_rank_of(case, dist.get_rank())]) % VOCABULARY
+        row: dict[str, Any] = {"input_ids": ids.astype(np.int32), "targets": ids.astype(np.int64)}
+        batches = [collated(task, [row] * case.micro_batch) for _ in range(case.accumulation)]
+        losses.append(float(engine.step(step, batches, Update(1e-2)).loss()))
+        engine.evaluate(batches)
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_a_length_that_is_new_to_one_data_rank_after_an_evaluation_does_not_stop_a_pipeline(pools, schedule, stage):
+    layers = LLAMA | {"num_hidden_layers": 4}
+    case = replace(MESH, world_size=4, pipeline=2, zero_stage=stage, schedule=schedule, model=layers)
+    found = pools[4].run(trained_on_lengths, timeout=60, case=case, lengths=[(6, 6), (7, 6), (7, 9), (6, 6)])
+    assert found == [found[0]] * 4
 
 
 def with_another_start(case: Case) -> str:

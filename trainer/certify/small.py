@@ -159,10 +159,6 @@ def smallest_world(config: Config) -> int:
             continue
         if (mesh.shard == -1 or by_node) and sizes.shard < 2:
             continue
-        if (
-            sizes.pipeline > 1 and sizes.tensor > 1
-        ):  # with data ranks, too, such a pipeline was seen to stand still here
-            return world_size
         unequal = sizes.replicate != sizes.shard or sizes.data_ranks == 1
         found.setdefault(2 * min(sizes.data_ranks, DATA_RANKS) + unequal, world_size)
     if found:

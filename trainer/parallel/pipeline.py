@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
@@ -54,6 +55,7 @@ class PipelineRun:
     def __init__(self, stages: Sequence[Stage], task: Task, mesh: ParallelMesh, device: torch.device) -> None:
         self._layout = mesh.layout
         self._stages = dict(zip(mesh.stages, stages, strict=True))
+        self._units = [unit for stage in stages for unit in stage.modules() if isinstance(unit, FSDPModule)]
         self._task = task
         self._group = mesh.axis("pipeline")
         self._device = device
@@ -68,6 +70,10 @@ class PipelineRun:
         self._scale = scale
         for stage in self._stages.values():
             stage.train()
+        for unit in self._units:
+            # an evaluation leaves units gathered, and a schedule's first step frees them: data ranks that meet a new
+            # shape would gather them again alone, and stand still
+            unit.reshard()
         batches = self._task.padded(micro_batches)
         losses: list[torch.Tensor] = []
         self._schedule(batches).step(
