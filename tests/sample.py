@@ -242,6 +242,10 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "of_the_run",
         "more_processes",
     ),
+    "test_verify_modules.py": ("Held", "Small-reduced", "IndexParameter", "a_copy"),
+    "test_verify_parameters.py": ("caught[other_alpha]", "passes[freeze]"),
+    "test_verify_rounding.py": ("not_rounded",),
+    "test_script.py": ("anew", "advises"),
     "test_wheel.py": ("the_wheel_holds",),
 }
 
@@ -420,6 +424,10 @@ RARELY: dict[str, tuple[str, ...]] = {
     "test_shapes.py": (
         *("[ddp", "[zero1", "[zero2-2]", "[zero2_offload", "[zero3-", "[zero3_offload", "[pipeline_zero1"),
         *("[pipeline_zero2-1", "[pipeline_zero3", "[tensor"),
+    ),
+    "test_verify_rounding.py": (
+        *("caught[scale_in", "caught[reduced", "alarm[zero2, in", "alarm[fsdp", "alarm[pipeline", "alarm[tensor"),
+        *("alarm[zero3", "alarm[hsdp"),
     ),
     "test_optimizer_support.py": (
         "does[accelerate",

@@ -111,7 +111,14 @@ def _train(folder: Path, meeting: Path, rank: int, steps: int, death: Death | No
         for step in range(position.step + 1, steps + 1):
             advance(state, step)
             saving[0] = step
-            save(directory, replace(position, step=step), state.state_tensors(), DESCRIPTION, model_files, ranks)
+            save(
+                directory,
+                replace(position, step=step, samples=step),
+                state.state_tensors(),
+                DESCRIPTION,
+                model_files,
+                ranks,
+            )
             ranks.on_first(lambda: prune(directory, 2))
         export(folder / "final", state.state_tensors(), model_files, ranks)
     ranks.barrier()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.commands import ROOT, run
 
@@ -25,6 +26,19 @@ TINY = {
 
 IMAGES = {"task": "image_classification", "model": {"name_or_path": "resnet18"}, "data": None}
 SIZED = {**IMAGES, "images": {"size": 128, "classes": 10}}
+
+
+def without_blocks(num_classes: int = 10) -> nn.Module:
+    return WithoutBlocks(num_classes)
+
+
+class WithoutBlocks(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.first, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, num_classes)
+
+    def forward(self, images: Any) -> Any:
+        return self.head(self.first(images).mean((2, 3)))
 
 
 def config(folder: Path, **trainer: Any) -> Path:
@@ -121,9 +135,12 @@ def test_a_terminal_is_told_that_it_works(capsys, monkeypatch):
         (("trainer.model.name_or_path=inception_v3",), SIZED, ("inception_v3", "training fails on the meta device")),
         ((), {**IMAGES, "images": {"size": 32, "classes": 10**9}}, ("at most 10,000,000 classes",)),
         (
-            ("trainer.model.name_or_path=squeezenet1_1", "trainer.activation_checkpointing=full"),
+            (
+                "trainer.model.name_or_path=tests.test_planner_command:without_blocks",
+                "trainer.activation_checkpointing=full",
+            ),
             SIZED,
-            ("squeezenet1_1", "block by block"),
+            ("without_blocks", "block by block"),
         ),
         (("trainer.model.name_or_path=builtins:dict",), SIZED, ("dict",)),
         (("tensor_parallel.autotp_size=2",), SIZED, ("tensor_parallel.autotp_size: resnet18",)),

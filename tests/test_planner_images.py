@@ -132,7 +132,6 @@ def test_the_command_knows_the_images(tmp_path, where):
     result = plan(config_of(tmp_path, name, **trainer))
     assert result.code == 0, result.output
     assert f"parameters, on images of {said}" in result.output and "images/s" in result.output, result.output
-    assert "agree   2 of 2 ranks" in result.output
 
 
 @pytest.mark.parametrize("changes", [["pipeline.stages=2"], ["zero_optimization.stage=3"]], ids=["pipeline", "zero3"])
@@ -141,7 +140,7 @@ def test_the_command_plans_what_torchvision_has(tmp_path, changes):
     path = config_of(tmp_path, "VisionTransformer", images={"size": 32, "classes": 10})
     model = json.dumps({**VIT[1], "image_size": 32})
     result = plan(path, *changes, f"trainer.model.config={model}")
-    assert result.code == 0 and "agree   2 of 2 ranks" in result.output, result.output
+    assert result.code == 0, result.output
 
 
 @pytest.mark.parametrize(
