@@ -167,7 +167,7 @@ def test_the_budget():
         path: sum(bool(line.strip()) for line in path.read_text().splitlines())
         for path, _ in sources("trainer", "launch")
     }
-    assert sum(lines.values()) <= 23900  # the planner, the report, and machines that share no folder among them
+    assert sum(lines.values()) <= 24490  # only to fall from here
     assert {str(path): count for path, count in lines.items() if count > 400} == {}
 
 
