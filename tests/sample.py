@@ -19,7 +19,6 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "why",
         "pairs",
         "that_training_changes",
-        "certified[zero3-2]",
     ),
     "test_as_on_gpus.py": ("says[ZeRO-3]", "says[HSDP, offload]", "never_whole[mesh]"),
     "test_batch_norm.py": (
@@ -234,8 +233,6 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_tensor.py": ("refused", "by_itself", "no_rank", "arithmetic"),
     "test_verify.py": (
         "named[norm_of_one_rank]",
-        "named[dropout_not_replayed]",
-        "rate[no_update-1e-07]",
         "passes[fsdp-",
         "seeds",
         "smallest",

@@ -512,9 +512,7 @@ def test_numbers_of_hundreds_of_digits_are_left_out(tmp_path):
     assert main([str(folder)], "meshloom report") == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "timeline.jsonl", "config.json", "plan.json", "profile/summary.json"]
-)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timeline.jsonl", "config.json", "plan.json"])
 def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path, name):
     folder = full(tmp_path / "run")
     (folder / name).unlink()
