@@ -9,8 +9,10 @@ from hypothesis import settings
 from tests.pool import Pools
 from tests.sample import PARTS, RARELY, SAMPLE
 
-settings.register_profile("no clock", deadline=None)
-settings.load_profile("no clock")
+# a commit is judged by the same examples everywhere; `--hypothesis-profile search` draws new ones
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None)
+settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -64,4 +64,4 @@ def test_parts_are_equal(kind):
     counts = [0] * PARTS
     for index in range(5000):
         counts[part_of(f"{kind} {index}")] += 1
-    assert max(counts) < 1.1 * min(counts)
+    assert max(counts) < 1.3 * min(counts)  # chance alone: three standard deviations are 15 % here

@@ -828,7 +828,7 @@ def test_the_command(tmp_path):
     assert [finding["check"] for finding in certificate["findings"]][:4] == ["initial", "loss", "gradient", "norm"]
     no_gpu = run(*command, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert no_gpu.code == 64
-    assert "--device: cuda with 0 GPUs for 2 processes; expected a GPU for each process" in no_gpu.output
+    assert "--device: cuda with 0 GPUs for 3 processes; expected a GPU for each process" in no_gpu.output
     wrong = run(*command, "zero_optimization.stag=2")
     assert wrong.code == 64
     assert 'Did you mean "zero_optimization.stage"?' in wrong.output or 'Did you mean "stage"?' in wrong.output

@@ -126,7 +126,7 @@ zero_quantized_weights zero_quantized_nontrainable_weights : bool auto @! weight
 zero_quantized_gradients : bool auto @! gradients are added up in float32
 cpu_offload cpu_offload_param : bool null
 cpu_offload_use_pin_memory : bool null =true ; DeepSpeed does not read it; use offload_optimizer.pin_memory
-mics_shard_size : int -1..1e6
+mics_shard_size : int -1..1e6 =-1,0
 mics_hierarchical_params_gather : bool ! MiCS was removed from DeepSpeed. Remove it
 zeropp_loco_param : any ! LoCo was removed from DeepSpeed. Remove it
 
