@@ -267,7 +267,10 @@ LOST = {
     "a hook after": (lambda: hooked("register_post_accumulate_grad_hook"), "has a hook of its own"),
     "an attribute": (lambda: parameter(torch.zeros(2), scale=2.0), "has an attribute scale"),
     "a subclass": (lambda: Scaled(torch.zeros(2)), "is a tests.test_api.Scaled; expected an nn.Parameter"),
-    "no size yet": (nn.UninitializedParameter, "UninitializedParameter; expected an nn.Parameter of known size"),
+    "no size yet": (
+        nn.UninitializedParameter,
+        "is a torch.nn.parameter.UninitializedParameter; expected an nn.Parameter of known size",
+    ),
 }
 
 

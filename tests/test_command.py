@@ -428,9 +428,9 @@ def test_missing_optimizer_state_is_an_error_unless_only_weights_are_wanted(tmp_
     (path / MANIFEST).unlink()
     write_manifest(path, {})
     missing = train("--config", job)
-    assert missing.code == 64, missing.output
-    assert "tensors missing in the checkpoint (optimizer: " in missing.output
-    assert "or with --resume-weights-only" in missing.output
+    assert missing.code == 74, missing.output
+    assert "all or some optimizer state of 21 parameters is gone (lm_head.weight; " in missing.output
+    assert "or without the optimizer's state by --resume-weights-only" in missing.output
     done = train("--config", job, "--resume-weights-only")
     assert done.code == 0, done.output
     assert "step 2, 16 samples seen" in done.output
