@@ -142,10 +142,7 @@ def check_sizes(path: Path, below: tuple[str, ...] = ALL) -> list[Problem]:
 
 
 def _check(
-    path: Path,
-    wrong: Callable[[Path, FileRecord], tuple[str, str] | None],
-    ranks: Ranks,
-    below: tuple[str, ...],
+    path: Path, wrong: Callable[[Path, FileRecord], tuple[str, str] | None], ranks: Ranks, below: tuple[str, ...]
 ) -> list[Problem]:
     """A Problem for each file of this rank's share of the manifest for which `wrong` answers (seen, expected)."""
     try:

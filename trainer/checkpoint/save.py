@@ -139,10 +139,7 @@ def _write_shards(
     @disk_errors(partial, _size(mine))
     def write() -> dict[str, FileRecord]:
         try:
-            read_all(
-                entries,
-                lambda entry, tensor: shards.write(planned[entry.name, entry.key], tensor),
-            )
+            read_all(entries, lambda entry, tensor: shards.write(planned[entry.name, entry.key], tensor))
             return shards.finish()
         finally:
             shards.abandon()

@@ -9,11 +9,7 @@ from trainer.config.grammar import AUTO, show
 from trainer.config.read import Json, at
 from trainer.errors import Problem
 
-SAME = {
-    "fp32": ("fp32", "float32", "float"),
-    "fp16": ("fp16", "float16", "half"),
-    "bf16": ("bf16", "bfloat16"),
-}
+SAME = {"fp32": ("fp32", "float32", "float"), "fp16": ("fp16", "float16", "half"), "bf16": ("bf16", "bfloat16")}
 """DeepSpeed's names for a precision."""
 
 

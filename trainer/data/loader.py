@@ -148,11 +148,7 @@ class BatchLoader:
 
 
 def collated(
-    source: Source,
-    collate: Collate,
-    parts: Iterable[Part],
-    workers: int,
-    blank: Callable[[Any], Any],
+    source: Source, collate: Collate, parts: Iterable[Part], workers: int, blank: Callable[[Any], Any]
 ) -> Iterator[Batch]:
     """The micro-batches, in order; made by `workers` processes, which are there when this returns, or as they are asked
     for. What goes wrong in a worker is raised here."""

@@ -100,12 +100,7 @@ class Data:
 
 
 def open_data(
-    options: DataSection,
-    tokenizer: Any,
-    cache_folder: Path,
-    ranks: Ranks,
-    seed: int = 0,
-    progress: Progress = QUIET,
+    options: DataSection, tokenizer: Any, cache_folder: Path, ranks: Ranks, seed: int = 0, progress: Progress = QUIET
 ) -> Data:
     """Prepare the data on rank 0, or find it prepared, and open it on every rank. Collective.
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from trainer.errors import printable
-from trainer.trackers import NoSigns, Signs
+from trainer.trackers import Signs
 
 _MOMENT, _BETWEEN = 2.0, 30.0
 """Seconds before anything is shown, and between lines where there is no terminal."""
@@ -26,10 +26,10 @@ class Progress:
         self,
         console: Console | None = None,
         moves: Callable[[float], None] = lambda seconds: None,
-        signs: Signs | NoSigns | None = None,
+        signs: Signs | None = None,
     ) -> None:
         """`moves` is told that it goes on, and for how many seconds it may rightly show nothing."""
-        self._console, self._moves, self._signs = console, moves, signs or NoSigns()
+        self._console, self._moves, self._signs = console, moves, signs or Signs()
         self._bar: Bar | None = None
         self._name, self._begun, self._shown = "", math.inf, 0.0
         self._from: tuple[int, float] | None = None

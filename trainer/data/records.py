@@ -118,10 +118,7 @@ def _kinds(options: Any) -> list[Kind]:
     kinds = {
         "text": Kind("text", (options.text_column,), lambda row: _plain(row, options.text_column)),
         "prompt_completion": Kind(
-            "prompts and completions",
-            (prompt, completion),
-            lambda row: _prompted(row, prompt, completion),
-            ("tools",),
+            "prompts and completions", (prompt, completion), lambda row: _prompted(row, prompt, completion), ("tools",)
         ),
         "instruction": Kind("instructions", ("instruction", "output"), _instruction, ("input", "system", "history")),
         "chat": Kind("chats", (options.chat_column,), lambda row: _chat(row, options.chat_column), ("tools", "system")),

@@ -10,11 +10,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.optim.support import No
 
-ENGINES: dict[str, EngineKind] = {
-    "deepspeed": deepspeed.KIND,
-    "accelerate": accelerate.KIND,
-    "mesh": mesh.KIND,
-}
+ENGINES: dict[str, EngineKind] = {"deepspeed": deepspeed.KIND, "accelerate": accelerate.KIND, "mesh": mesh.KIND}
 
 __all__ = ["ENGINES", "Engine", "EngineKind", "Job", "Machine", "Metrics", "select"]
 

@@ -19,7 +19,7 @@ from trainer.optim.lr_schedules import Update
 from trainer.optim.support import No, Recipe
 from trainer.state import StateTensor
 from trainer.tasks.task import Batch, Task
-from trainer.trackers import NoSigns, Signs
+from trainer.trackers import Signs
 
 Observer = Callable[[str, torch.Tensor], None]
 """Told each parameter's Hugging Face name and its whole, unclipped gradient of the step."""
@@ -35,7 +35,7 @@ class Machine:
     """Processes on this machine, where more than one takes part."""
     watch: Watch | NoWatch = field(default_factory=NoWatch)
     """Told what this process does."""
-    signs: Signs | NoSigns = field(default_factory=NoSigns)
+    signs: Signs = field(default_factory=Signs)
     """Tell a person what this process does before the first step."""
 
 

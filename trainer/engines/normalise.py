@@ -33,10 +33,7 @@ def gradient_scale(targets: torch.Tensor, mesh: ParallelMesh, divided_by: int = 
 
 
 def evaluated(
-    task: Task,
-    mesh: ParallelMesh,
-    measured: Callable[[Sequence[Batch]], torch.Tensor],
-    micro_batches: Iterable[Batch],
+    task: Task, mesh: ParallelMesh, measured: Callable[[Sequence[Batch]], torch.Tensor], micro_batches: Iterable[Batch]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `measured` finds on each rank, summed over the global batch, and its number of targets. Collective."""
     batches, found = iter(micro_batches), []

@@ -21,10 +21,7 @@ Kind = tuple[str, str, tuple[int, ...], torch.dtype]
 
 
 def state_tensors_of(
-    held: Mapping[Kind, T],
-    mesh: ParallelMesh,
-    ranks: Ranks,
-    make: Callable[[Kind, T | None, bool, int], StateTensor],
+    held: Mapping[Kind, T], mesh: ParallelMesh, ranks: Ranks, make: Callable[[Kind, T | None, bool, int], StateTensor]
 ) -> list[StateTensor]:
     """The state tensors of all pipeline stages, of which this rank has those `held`. Collective.
 

@@ -13,10 +13,7 @@ from trainer.optim.support import Recipe
 
 
 def optimizer_of(
-    recipe: Recipe,
-    named: Iterable[tuple[str, nn.Parameter]],
-    undecayed: Mapping[str, int],
-    tuned: Mapping[str, Tuning],
+    recipe: Recipe, named: Iterable[tuple[str, nn.Parameter]], undecayed: Mapping[str, int], tuned: Mapping[str, Tuning]
 ) -> torch.optim.Optimizer:
     """The optimizer of a recipe from `torch.optim`, of what learns among a model's parameters."""
     kind = getattr(torch.optim, recipe.library.rpartition(".")[2])

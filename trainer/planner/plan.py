@@ -310,10 +310,7 @@ def reduced(subject: Subject, spec: ModelSpec, blocks: int | None, accumulation:
     few = accumulation or layout.accumulation
     samples = layout.micro_batch * few * layout.data_ranks
     changed = replace(
-        layout,
-        accumulation=few,
-        train_batch=samples,
-        partition="uniform" if blocks is not None else layout.partition,
+        layout, accumulation=few, train_batch=samples, partition="uniform" if blocks is not None else layout.partition
     )
     batches = {"train_batch_size": samples, "gradient_accumulation_steps": few}
     return replace(subject, layout=changed, spec=spec, deepspeed={**subject.deepspeed, **batches})

@@ -17,15 +17,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout, layout_of
 from trainer.planner.cluster import Cluster
 from trainer.planner.plan import Plan
-from trainer.planner.proposals import (
-    Estimates,
-    Sizes,
-    candidates,
-    changes_to,
-    differences,
-    promising,
-    rank,
-)
+from trainer.planner.proposals import Estimates, Sizes, candidates, changes_to, differences, promising, rank
 from trainer.planner.reasons import reason, shortfall
 from trainer.run.planned import planned
 from trainer.storage import disk_errors, replace_file

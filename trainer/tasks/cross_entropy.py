@@ -123,12 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _LogitsCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        with_gradients: bool,
-        smoothing: float,
-        told: Told | None,
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, with_gradients: bool, smoothing: float, told: Told | None
     ) -> torch.Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=logits.device)

@@ -10,7 +10,7 @@ from rich.console import Console as Terminal
 from trainer.trackers.console import Console, progress_line, say
 from trainer.trackers.jsonl import JsonLines, SampleLog
 from trainer.trackers.services import TRACKERS, require
-from trainer.trackers.signs import NoSigns, Signs
+from trainer.trackers.signs import Signs
 from trainer.trackers.tracker import Evaluation, Record, Tracker
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "Console",
     "Evaluation",
     "JsonLines",
-    "NoSigns",
     "Record",
     "SampleLog",
     "Signs",

@@ -34,11 +34,10 @@ class JsonLines:
             self._file.write(json.dumps(line | ({"non_finite": odd} if odd else {})) + "\n")
             self._file.flush()
 
-    def record(self, record: Record) -> None:
-        self.write(fields(record))
+    def record(self, item: Record | Evaluation, /) -> None:
+        self.write(fields(item))
 
-    def evaluation(self, evaluation: Evaluation) -> None:
-        self.write(fields(evaluation))
+    evaluation = record
 
     def close(self) -> None:
         with suppress(OSError):  # a line that the disk did not take: told when it was written

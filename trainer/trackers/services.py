@@ -20,18 +20,14 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(folder))
 
-    def record(self, record: Record) -> None:
-        self._add(record)
+    def record(self, item: Record | Evaluation, /) -> None:
+        for key, value in numbers(item).items():
+            self._writer.add_scalar(key, value, item.step)
 
-    def evaluation(self, evaluation: Evaluation) -> None:
-        self._add(evaluation)
+    evaluation = record
 
     def close(self) -> None:
         self._writer.close()
-
-    def _add(self, item: Record | Evaluation) -> None:
-        for key, value in numbers(item).items():
-            self._writer.add_scalar(key, value, item.step)
 
 
 class MLflow:
@@ -51,19 +47,15 @@ class MLflow:
         experiment = found.experiment_id if found else self._client.create_experiment(_EXPERIMENT)
         self._run = self._client.create_run(experiment, run_name=name).info.run_id
 
-    def record(self, record: Record) -> None:
-        self._log(record)
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        self._log(evaluation)
-
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
-
-    def _log(self, item: Record | Evaluation) -> None:
+    def record(self, item: Record | Evaluation, /) -> None:
         now = round(time.time() * 1000)
         metrics = [self._metric(key, value, now, item.step) for key, value in numbers(item).items()]
         self._client.log_batch(self._run, metrics=metrics)
+
+    evaluation = record
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
 
 
 class WeightsAndBiases:
@@ -81,17 +73,13 @@ class WeightsAndBiases:
             raise ConfigError(Problem("wandb", first_line(error), "a login that its server takes", mend)) from error
         self._run.define_metric("*", step_metric="step")  # its own counter takes no step of before
 
-    def record(self, record: Record) -> None:
-        self._log(record)
+    def record(self, item: Record | Evaluation, /) -> None:
+        self._run.log({"step": item.step, **numbers(item)})
 
-    def evaluation(self, evaluation: Evaluation) -> None:
-        self._log(evaluation)
+    evaluation = record
 
     def close(self) -> None:
         self._run.finish()
-
-    def _log(self, item: Record | Evaluation) -> None:
-        self._run.log({"step": item.step, **numbers(item)})
 
 
 TRACKERS: dict[str, Callable[[Path], Tracker]] = {

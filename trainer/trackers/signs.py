@@ -11,16 +11,18 @@ from rich.text import Text
 
 _MOMENT, _BETWEEN = 2.0, 10.0
 """Seconds that a phase takes before it has a line where there is no terminal, and between such lines."""
+UNSEEN = Terminal(quiet=True)
 
 
 class Signs:
     """What the run does now: on a terminal one live line with its seconds, below all that stays; elsewhere a line for
     what takes a while before the first step, and then nothing but what is logged.
 
-    `hide` makes place for another live display (rich shows one at a time), until the next phase.
+    `hide` makes place for another live display (rich shows one at a time), until the next phase. On a terminal that is
+    quiet, as the one that is given if none is, nothing is shown.
     """
 
-    def __init__(self, terminal: Terminal) -> None:
+    def __init__(self, terminal: Terminal = UNSEEN) -> None:
         self._terminal = terminal
         self._phase, self._begun, self._due = "", 0.0, 0.0
         self._live: Live | None = None
@@ -82,15 +84,3 @@ class Signs:
             if self._phase and now >= self._due:
                 self._due = now + _BETWEEN
                 self._terminal.print(self._line(), soft_wrap=True)
-
-
-class NoSigns:
-    """Where nobody watches."""
-
-    def at(self, phase: str, stays: bool = False) -> None: ...
-
-    def at_step(self, step: int, steps: int, phase: str) -> None: ...
-
-    def hide(self) -> None: ...
-
-    def close(self) -> None: ...

@@ -34,14 +34,7 @@ from trainer.tasks.task import bare_name
 class MasterState:
     """Reads and writes the training state of a `deepspeed.DeepSpeedEngine`, of all stages if it is a pipeline's."""
 
-    def __init__(
-        self,
-        engine: Any,
-        module: nn.Module,
-        ranks: Ranks,
-        mesh: ParallelMesh,
-        split: Split | None,
-    ) -> None:
+    def __init__(self, engine: Any, module: nn.Module, ranks: Ranks, mesh: ParallelMesh, split: Split | None) -> None:
         self._module = module
         self._ranks = ranks
         self._mesh = mesh
