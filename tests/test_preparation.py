@@ -22,7 +22,7 @@ from rich.console import Console
 from tests.pool import Pools
 from tests.test_data_samples import options, tokenizer, write_rows
 from trainer.data import digest, prepare, workers
-from trainer.data.cache import locked_folder
+from trainer.data.cache import cached_folder
 from trainer.data.progress import Progress
 from trainer.data.source import PartWriter, PreparedSource
 from trainer.distributed import rendezvous
@@ -187,7 +187,7 @@ def _slowly(cache: Path, told: Any) -> None:
         time.sleep(0.5)
         (folder / "file").write_text("whole")
 
-    told.put((locked_folder(cache, "name", write, Waits(told)) / "file").read_text())
+    told.put((cached_folder(cache, "name", write, Waits(told)) / "file").read_text())
 
 
 def test_two_at_once_write_once(tmp_path: Path) -> None:

@@ -30,27 +30,11 @@ _OLD_SECONDS = 7 * 86_400
 def cached_folder(cache: Path, name: str, write: Callable[[Path], object], told: Progress = QUIET) -> Path:
     """The folder `cache / name`; if there is none, `write(folder)` fills one that is then renamed to it.
 
-    Whoever dies while writing leaves no folder of that name; two who write at once both get a whole one. Where this
-    user can't write, it is in a folder of its own instead, with a note. Raises DiskError if there is no place; what
-    `write` raises goes through.
-    """
-    return _somewhere(cache, lambda place: _cached(place, name, write, told), told)
-
-
-def locked_folder(cache: Path, name: str, write: Callable[[Path], object], told: Progress = QUIET) -> Path:
-    """The same, for what takes long: one process writes at a time.
-
-    The others wait for it, and are told so; they begin anew if it dies.
+    One process writes at a time; the others wait, are told so, and begin anew if it dies, which leaves no folder of
+    that name. Where this user can't write, it is in a folder of its own instead, with a note. Raises DiskError if there
+    is no place; what `write` raises goes through.
     """
     return _somewhere(cache, lambda place: _one_at_a_time(place, name, write, told), told)
-
-
-def _cached(cache: Path, name: str, write: Callable[[Path], object], told: Progress) -> Path:
-    if not _is_whole(cache / name, told):
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".partial-") as begun:
-            _write(Path(begun), cache / name, write, told)
-    return cache / name
 
 
 def _one_at_a_time(cache: Path, name: str, write: Callable[[Path], object], told: Progress) -> Path:
@@ -66,7 +50,9 @@ def _one_at_a_time(cache: Path, name: str, write: Callable[[Path], object], told
             told.waits()
             lock.acquire()
     except OSError:  # on a file system without locks, or where another process has just ended: each for itself
-        return _cached(cache, name, write, told)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".partial-") as own:
+            _write(Path(own), cache / name, write, told)
+        return cache / name
     try:
         _write(begun, cache / name, write, told)
     finally:

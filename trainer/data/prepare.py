@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config import DataSection
-from trainer.data.cache import locked_folder
+from trainer.data.cache import cached_folder
 from trainer.data.chat import Template
 from trainer.data.digest import digests, stamps
 from trainer.data.encode import Tokenised, Tokenising, chunks
@@ -194,7 +194,7 @@ def prepare(options: DataSection, tokenizer: Any, cache_folder: Path, progress: 
             raise DataError(Problem(str(location), "changed while it was read", "files that stay as they are"))
 
     try:
-        return locked_folder(cache_folder, name, write, progress)
+        return cached_folder(cache_folder, name, write, progress)
     finally:
         progress.close()
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import re
 import textwrap
 from dataclasses import is_dataclass
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 
 from trainer.models.names import pattern_of
-from trainer.models.python_state import LONGEST, PLAIN, captured, checksum, is_library
+from trainer.models.python_state import LONGEST, captured, is_library, parts_of, plain
 
 SHORT = 60
 """Characters of a value that is kept as it is."""
@@ -104,18 +103,13 @@ def _short(text: str, most: int = SHORT) -> str:
 
 def _text(value: Any, depth: int = 0) -> str | None:
     """Plain data as text; None of what is none."""
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return checksum(value)
-    if isinstance(value, PLAIN):
-        return repr(value)
-    if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
-        value = vars(value) if hasattr(value, "__dict__") else None
-    if not isinstance(value, (list, tuple, set, frozenset, dict)) or len(value) > LONGEST or depth > 3:
+    data = isinstance(value, (list, tuple, set, frozenset, dict, SimpleNamespace)) or is_dataclass(type(value))
+    if (text := plain(value)) is not None or not data or depth > 5:
+        return text
+    if getattr(value, "__len__", int)() > LONGEST:
         return None
-    if isinstance(value, (set, frozenset)):
-        value = sorted(map(repr, value))
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    return str([(key if isinstance(key, PLAIN) else "", _text(part, depth + 1)) for key, part in pairs])
+    parts = ((re.sub(" at 0x[0-9a-f]+", "", place), part) for place, part in parts_of(value))
+    return str([(place, _text(part, depth + 1)) for place, part in parts])
 
 
 def _source(thing: Any) -> str:

@@ -79,21 +79,18 @@ def snapshot(model: nn.Module, *beside: tuple[str, Any]) -> dict[str, Any]:
 
 def leaves(place: str, value: Any, seen: dict[int, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
     """The comparable values in a value, each object once; `seen` keeps what was looked at alive."""
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        yield place, checksum(value)
-    elif isinstance(value, torch.Generator):
-        yield place, checksum(value.get_state())
-    elif isinstance(value, PLAIN):
-        yield place, repr(value)
+    if (text := plain(value)) is not None:
+        yield place, text
     elif id(value) not in seen and depth < DEEPEST:
         seen[id(value)] = value
         if isinstance(value, (list, tuple, dict, set, deque)):
             yield f"{place} (its length)", str(len(value))
-        for name, part in _parts(value):
+        for name, part in parts_of(value):
             yield from leaves(f"{place}{name}", part, seen, depth + 1)
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a value holds, with its place in it."""
     kind = type(value)
     if isinstance(value, Mapping):
         yield from ((f"[{key!r:.40}]", part) for key, part in list(value.items())[:LONGEST])
@@ -118,6 +115,15 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield "", value.__reduce_ex__(2)[1:]
         except Exception:  # a lock, an open file, a Python generator: its effect shows, if it has one
             return
+
+
+def plain(value: Any) -> str | None:
+    """A tensor, an array, a generator, a number or a text in words; None of what has parts."""
+    if isinstance(value, torch.Generator):
+        value = value.get_state()
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return checksum(value)
+    return repr(value) if isinstance(value, PLAIN) else None
 
 
 def checksum(value: torch.Tensor | np.ndarray) -> str:
