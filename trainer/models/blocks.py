@@ -11,11 +11,11 @@ from trainer.models.materialise import materialise
 from trainer.models.spec import ModelSpec
 
 LARGEST = 50_000_000
-"""Parameters of what is still run to find its blocks."""
+"""The most parameters of a model that is run to find its blocks."""
 
 
 def blocks_by_run(spec: ModelSpec) -> tuple[str, ...]:
-    """Those of a tiny model, of which none are known; empty, too, where it can't be run."""
+    """Find the blocks of a tiny model by running it; empty if it is too large or can't be run."""
     if spec.parameters > LARGEST:
         return ()
     try:
@@ -27,10 +27,10 @@ def blocks_by_run(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def blocks_of(model: nn.Module, ids: torch.Tensor) -> tuple[str, ...]:
-    """Names of the members of the module list that are the model's blocks; empty where no list is.
+    """Return the names of the blocks: the members of the module list whose modules run once each, in order.
 
-    Each runs once, in order, and gives a tensor shaped as the one it is given. Of several such lists it is the
-    outermost; of several outermost ones that with the most parameters. `ids` [batch, sequence].
+    Each must give a tensor of the shape it is given. Of several such lists, the outermost counts; of
+    several outermost ones, that with the most parameters. Empty if there is none. `ids`: [batch, sequence].
     """
     modules = dict(model.named_modules())
     lists = {name: list(module) for name, module in modules.items() if isinstance(module, nn.ModuleList) and module}

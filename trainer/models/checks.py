@@ -1,4 +1,4 @@
-"""A model is what it is taken for: proven on a tiny copy of the very architecture (contract 10)."""
+"""Checks, on a tiny copy of the same architecture, that a model is what it is taken for (contract 10)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from trainer.models.spec import ModelSpec
 
 IGNORED = -100
 LENGTH = 20
-"""Tokens of a row: more than two of the tiny copy's attention windows."""
+"""The number of tokens in a row: more than two attention windows of the tiny copy."""
 WIDER = LENGTH + 8
-"""Of a row that is padded."""
+"""The number of tokens in a padded row."""
 SINGLE = 4
-"""Rows of one token, tried for parameters that they leave without a gradient."""
+"""The number of rows of one token, tried for parameters that they leave without a gradient."""
 TOLERANCE = 1e-4
-"""Of logits, losses and gradients in float32; what is wrong is larger, what is rounding smaller."""
+"""The relative error allowed of logits, losses and gradients in float32: rounding is smaller, a mistake is larger."""
 
 
 class Task(Protocol):
@@ -45,34 +45,34 @@ class Draws:
 
     any: bool = False
     between: bool = False
-    """Outside the blocks, after the first."""
+    """True if it draws outside the blocks, after the first."""
     skips: bool = False
-    """They decide which blocks run."""
+    """True if the numbers drawn decide which blocks run."""
 
 
 @dataclass(frozen=True)
 class Findings:
     unused: tuple[str, ...] = ()
-    """Parameters without a gradient, by name, numbers replaced by `*`."""
+    """Patterns of the names of parameters that get no gradient, numbers replaced by `*`."""
     sparse: tuple[str, ...] = ()
-    """Those that only some rows leave without one, alike."""
+    """Patterns of the names of parameters that only some rows leave without a gradient."""
     draws: Draws = Draws()
     blocks: bool = True
-    """Whether the spec's blocks run once each, in their order."""
+    """True if the spec's blocks run once each, in their order."""
     moves_buffers: str = ""
-    """A buffer that a forward pass in training changes, and that is no running statistic."""
+    """The name of a buffer that a forward pass in training changes and that is no running statistic; else empty."""
     normalises: str = ""
-    """A module that keeps running statistics of what it sees (batch norm)."""
+    """The name of a module that keeps running statistics of its input (batch norm); else empty."""
     unproven: str = ""
-    """Why nothing could be tried: all else here is then a guess."""
+    """Why nothing could be tried; every other field is then a guess."""
     notes: tuple[str, ...] = ()
-    """For a person, a line each."""
+    """Notes for the user, a line each."""
 
 
 def check_model(spec: ModelSpec, task: Task) -> Findings:
-    """Try a tiny copy: is it causal, is our loss its own, what has no gradient, where is it random?
+    """Try a tiny copy: is it causal, is the task's loss its own, which parameters get no gradient, where is it random?
 
-    Takes about a second, and leaves the generators as they were.
+    Takes about a second, and leaves the random generators as they were.
     Raises ConfigError, with the numbers, for a model that can't be trained on next tokens as it is.
     """
     with own_randomness():
@@ -108,7 +108,7 @@ def check_model(spec: ModelSpec, task: Task) -> Findings:
 
 @contextmanager
 def _trying(spec: ModelSpec, what: str) -> Iterator[None]:
-    """What a model's own code raises is a ConfigError that says what could not be told."""
+    """Raise what the model's own code raises as a ConfigError that says what could not be determined."""
     try:
         yield
     except MeshloomError:
@@ -120,7 +120,7 @@ def _trying(spec: ModelSpec, what: str) -> Iterator[None]:
 
 
 def applied(spec: ModelSpec, findings: Findings) -> ModelSpec:
-    """The spec with what was found: no optimizer touches what has no gradient, and no layout relies on false blocks."""
+    """Return the spec with parameters without a gradient frozen, and without blocks that are not run as such."""
 
     def build() -> nn.Module:
         model = spec.build()
@@ -138,16 +138,16 @@ def applied(spec: ModelSpec, findings: Findings) -> ModelSpec:
 
 
 def tiny(spec: ModelSpec) -> tuple[ModelSpec, nn.Module]:
-    """A tiny copy on the CPU in float32, the same at each call.
+    """Return a tiny copy and its spec, on the CPU in float32; the same values at each call.
 
-    Its weights are spread: an initial value of zero would hide what it multiplies.
+    No weight is left at zero: an initial value of zero would hide what it multiplies.
     """
     small = spec.shrunk() if spec.shrunk else spec
     return small, drawn(small)
 
 
 def drawn(small: ModelSpec) -> nn.Module:
-    """Built anew: nothing is left over from what another one ran."""
+    """Build the tiny model anew, so that nothing is left over from an earlier pass."""
     model = small.build()
     materialise(model, small, seed=0, device=torch.device("cpu"), dtype=torch.float32)
     spread(model, seed=0)
@@ -155,7 +155,7 @@ def drawn(small: ModelSpec) -> nn.Module:
 
 
 def spread(model: nn.Module, seed: int) -> None:
-    """Weights drawn anew, such that activations keep their size."""
+    """Draw the weights anew, such that activations keep their scale."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -170,7 +170,7 @@ def spread(model: nn.Module, seed: int) -> None:
 
 
 def check_causal(model: nn.Module, spec: ModelSpec) -> None:
-    """Raises ConfigError if a later token moves an earlier logit: by its value, or by a row that ends before it."""
+    """Raises ConfigError if a later token changes an earlier logit, by its value or by padding in its place."""
     row = _row(spec)
     changed = row.repeat(2 * LENGTH, 1)
     for position in range(LENGTH):
@@ -191,9 +191,9 @@ def check_causal(model: nn.Module, spec: ModelSpec) -> None:
 
 
 def _say_padding(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
-    """A line if the logits of tokens depend on how many follow: a row's beginning has others alone than within it.
+    """Yield a line if padding changes the logits: if the beginning of a row alone has other logits than within the row.
 
-    So it is where a model selects by rank: how a tie ends depends on the width. Tokens that come again make ties.
+    Models that select by rank do this: how a tie is broken depends on the width. Repeated tokens make ties.
     """
     row = _row(spec)[: WIDER // 2].repeat(2)[None]
     moved: dict[int, float] = {}
@@ -211,10 +211,10 @@ def _say_padding(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
 
 
 def check_again(spec: ModelSpec) -> str:
-    """A persistent buffer that a forward pass in training changes.
+    """Return the name of a persistent buffer that a forward pass in training changes, or an empty string.
 
-    Raises ConfigError if a pass leaves something else behind. Rows are of several lengths: what keeps the longest that
-    it has seen shows so.
+    Raises ConfigError if a pass leaves anything else behind. Rows have several lengths, which shows
+    a module that keeps the longest it has seen.
     """
     row = _row(spec)
     rows = (torch.stack([row[4:], row[:-4]]), row[None])
@@ -231,7 +231,7 @@ def check_again(spec: ModelSpec) -> str:
 def check_loss(model: nn.Module, spec: ModelSpec, task: Task) -> tuple[str, ...]:
     """Raises ConfigError unless the task's loss and gradients are those of the model's own `forward(labels=...)`.
 
-    In training, with the same random numbers; the share of a micro-batch is its own loss times its targets.
+    Both run in training with the same random numbers; the model's mean loss is multiplied by its targets.
     """
     ours = task.prepare(copy.deepcopy(model)).train()
     own = copy.deepcopy(model).train()
@@ -264,7 +264,7 @@ def check_loss(model: nn.Module, spec: ModelSpec, task: Task) -> tuple[str, ...]
 
 
 def _shifts_labels(model: nn.Module, spec: ModelSpec) -> bool:
-    """Whether its own loss is that of the next token, so that a label of the first counts for nothing (not BART's)."""
+    """Return True if the model's own loss shifts labels and so ignores the first one (BART's does not)."""
     ids = _row(spec)[None]
     with torch.no_grad():
         loss = model(input_ids=ids, labels=torch.where(torch.arange(LENGTH) > 0, IGNORED, ids), use_cache=False).loss
@@ -293,10 +293,10 @@ def _other(spec: ModelSpec, seen: str, expected: str) -> ConfigError:
 
 
 def unused(model: nn.Module, spec: ModelSpec, task: Task) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Patterns of the names of parameters that get no gradient: in any layer and expert by any row; by some rows.
+    """Return patterns of the names of parameters that no row gives a gradient, and of those that some rows do not.
 
-    Tried with single tokens, with rows short and long, and, what has none then, with many more and other weights: a
-    token may find its way to it.
+    Tried with single tokens and with short and long rows; a parameter without a gradient then is
+    tried with many more tokens and other weights, since a token may be routed to it.
     """
     ours = task.prepare(copy.deepcopy(model)).train()
     names = [name for name, p in ours.named_parameters() if p.requires_grad]
@@ -341,7 +341,7 @@ def say_unused(spec: ModelSpec, patterns: Sequence[str]) -> Iterator[str]:
 
 
 def observe_draws(model: nn.Module, spec: ModelSpec) -> Draws:
-    """Where it draws. Raises ConfigError for random numbers that are not torch's, or of a generator of its own."""
+    """Find where the model draws random numbers. Raises ConfigError if they are not from torch's default generator."""
     model.train()
     outside = _outside_torch()
     _, places, private, _ = _watched(model, spec, None)
@@ -356,9 +356,9 @@ def observe_draws(model: nn.Module, spec: ModelSpec) -> Draws:
 
 
 def _watched(model: nn.Module, spec: ModelSpec, held: float | None) -> tuple[torch.Tensor, set[str], bool, list[str]]:
-    """One forward pass: its output, where it drew, whether from a generator of its own, and the modules that ran.
+    """Run one forward pass; return its output, where it drew, if a private generator did, and the modules that ran.
 
-    All of a model whose blocks are not known is between them.
+    Where no blocks are known, the whole model counts as between them.
     """
     place, left, ran = "before" if spec.blocks else "between", 0, list[str]()
 
@@ -390,7 +390,7 @@ def _watched(model: nn.Module, spec: ModelSpec, held: float | None) -> tuple[tor
 
 
 class DrawWatch(TorchDispatchMode):
-    """Notes where random numbers are drawn; those of the places in `held` get that value."""
+    """A dispatch mode that notes where random numbers are drawn, and in places of `held` sets them to its value."""
 
     def __init__(self, place: Callable[[], str], held: Mapping[str, float] | None = None) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ class DrawWatch(TorchDispatchMode):
 
 
 class Alone(ContextDecorator, TorchDispatchMode):
-    """What one process runs by itself enters no collective operation: the others would never come."""
+    """A dispatch mode that refuses collective operations where one rank runs alone: no other would join."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -433,7 +433,7 @@ def _outside_torch() -> tuple[Any, ...]:
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
-    """The generators are afterwards as they were."""
+    """Restore the random generators of Python, NumPy and torch at the end."""
     outside = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -447,12 +447,12 @@ def own_randomness() -> Iterator[None]:
 
 
 def _row(spec: ModelSpec) -> torch.Tensor:
-    """[LENGTH], none of them 0: that pads."""
+    """Draw the ids of one row, [LENGTH], none of them 0, which is the padding."""
     return 1 + torch.randint(spec.language.vocabulary - 1, (LENGTH,), generator=torch.Generator().manual_seed(2))
 
 
 def batches(spec: ModelSpec, task: Task) -> Iterator[dict[str, torch.Tensor]]:
-    """Ragged rows, one of them without a target; one row alone; a micro-batch without a target."""
+    """Yield ragged rows, one of them without a target; then one row alone; then a micro-batch without a target."""
     ids = np.asarray(_row(spec))
     for lengths, silent in (((LENGTH, 3, 11, 7), {2}), ((LENGTH,), set[int]()), ((5, 9), {0, 1})):
         targets = [np.full(n, IGNORED) if row in silent else np.roll(ids, -1)[:n] for row, n in enumerate(lengths)]

@@ -28,15 +28,15 @@ from trainer.models.spec import ModelSpec, Weights
 from trainer.models.weights import SafetensorsFolder
 
 DESCRIPTION = "module.json"
-"""In a checkpoint's `model/` and in `final/`: what builds the classifier, its classes, how images are given to it."""
+"""The file in `model/` of a checkpoint and in `final/` on a classifier: how to build it, classes, input."""
 SIZED = {"vit_": "image_size", "VisionTransformer": "image_size", "maxvit": "input_size"}
-"""The builders, by the beginning of their names, that are told the size of the images, and by which argument."""
+"""The argument that gives a builder the size of the images, by the beginning of the builder's name."""
 CLASSES = ("ResNet", "VisionTransformer")
-"""Those of torchvision's classes that may be named beside its functions, for sizes that no function has."""
+"""Classes of torchvision that may be named beside its functions, for sizes that no function has."""
 
 
 NAMES = "a name of torchvision.models (resnet50, vit_b_16, ...), package.module:callable, or a folder"
-"""What `trainer.model.name_or_path` may be, for a person."""
+"""The accepted values of `trainer.model.name_or_path`, as error messages list them."""
 
 
 class Segment(nn.Sequential):
@@ -44,7 +44,7 @@ class Segment(nn.Sequential):
 
 
 class Tokens(nn.Module):
-    """What a vision transformer does before its blocks: patches, the class token, positions. [batch, tokens, width]"""
+    """A vision transformer before its blocks: patches, class token, positions, as [batch, tokens, width]."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class FirstToken(nn.Module):
 
 
 def chain_of(model: nn.Module) -> nn.Sequential | None:
-    """The same modules as segments that run one after the other; None for a kind of which no split is known."""
+    """Return the same modules as a chain of segments; None for an architecture whose split is not known."""
     from torchvision.models import ResNet, VisionTransformer
 
     if not type(model).__module__.startswith("torchvision.models") or "forward" in vars(model):
@@ -95,16 +95,16 @@ def _segment(model: nn.Module, *names: str) -> Segment:
 
 @dataclass(frozen=True)
 class Images:
-    """What a classifier is given, and what it tells apart."""
+    """The images that a classifier takes, and the classes that it tells apart."""
 
     classes: tuple[str, ...]
     mode: str
-    """RGB or L, by Pillow's names."""
+    """The Pillow mode: RGB or L."""
     size: tuple[int, int]
-    """Height and width."""
+    """Height and width in pixels."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """Of each channel, of values from 0 to 1: what images are normalised by."""
+    """Mean and standard deviation of each channel, of values from 0 to 1, by which images are normalised."""
 
     @property
     def channels(self) -> int:
@@ -113,18 +113,18 @@ class Images:
 
 @dataclass(frozen=True)
 class Classifier:
-    """What builds a model, without its weights: a name, and keyword arguments."""
+    """The description from which a model is built, without its weights: a name, and keyword arguments."""
 
     name: str
-    """Of a function or class of torchvision.models, or "package.module:callable"."""
+    """The name of a function or class of torchvision.models, or "package.module:callable"."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
-    """Where its weights are; None: from scratch, or torchvision's."""
+    """The folder of its weights; None: from scratch, or torchvision's."""
     weights: str | None = None
-    """Torchvision's, by name."""
+    """The name of torchvision's weights."""
 
     def completed(self, images: Images) -> Classifier:
-        """With the number of classes and the size of the images, where the config says neither."""
+        """Fill in the number of classes and the size of the images where the config gives neither."""
         arguments = dict(self.arguments)
         if takes(self.callable, "num_classes"):
             arguments.setdefault("num_classes", len(images.classes))
@@ -139,12 +139,12 @@ class Classifier:
 
     @property
     def pretrained(self) -> Any:
-        """torchvision's entry of the weights; None without. Raises ConfigError for a name that nothing has."""
+        """The entry of torchvision's weights, or None. Raises ConfigError for an unknown name."""
         if self.weights is None:
             return None
         from torchvision import models
 
-        # these two change what they are given, once they are pretrained
+        # these two change their input once they are pretrained
         unknown = ":" in self.name or self.folder or self.name in (*CLASSES, "googlenet", "inception_v3")
         known = {} if unknown else models.get_model_weights(self.name).__members__
         if self.weights not in known:
@@ -154,12 +154,12 @@ class Classifier:
 
     @property
     def normalised_by(self) -> tuple[tuple[float, ...], ...] | None:
-        """Mean and deviation of the images that the weights were trained on."""
+        """The mean and standard deviation of the images that the pretrained weights were trained on, or None."""
         given = self.pretrained and self.pretrained.transforms()
         return given and (tuple(given.mean), tuple(given.std))
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """The pretrained weights, from torchvision's cache (TORCH_HOME) or downloaded; empty without. No pickle."""
+        """Return pretrained weights, without pickle, from torchvision's cache (TORCH_HOME) or the network."""
         if (entry := self.pretrained) is None:
             return {}
         try:
@@ -179,7 +179,7 @@ class Classifier:
 
 
 def named(name: str, arguments: Mapping[str, Any], weights: str | None = None) -> Classifier:
-    """The classifier that `trainer.model` names. Raises ConfigError for a name that nothing has."""
+    """Return the classifier that `trainer.model` names. Raises ConfigError for an unknown name."""
     if not (folder := Path(name)).is_dir():
         found = Classifier(name, arguments, weights=weights)
         _ = found.callable, found.pretrained
@@ -195,7 +195,7 @@ def named(name: str, arguments: Mapping[str, Any], weights: str | None = None) -
 
 
 def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
-    """As a chain of segments where the split is known; else as it is, with `blocks` as of any own module."""
+    """Build the spec: of a chain of segments where the split is known, else of the model, its blocks by `blocks`."""
 
     def build() -> nn.Module:
         model = classifier.build()
@@ -223,14 +223,14 @@ def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
 
 
 def published_names(model: nn.Module, chain: nn.Module | None) -> dict[str, str]:
-    """The chain's name of each tensor -> the model's own."""
+    """Map the chain's name of each tensor to the name in the model itself."""
     own = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
     tensors = chain.state_dict(keep_vars=True).items() if chain is not None else ()
     return {name: own[id(tensor)] for name, tensor in tensors}
 
 
 class _Published:
-    """Weights under the model's own names."""
+    """Weights in files that use the model's own names."""
 
     def __init__(self, files: SafetensorsFolder, names: Mapping[str, str]) -> None:
         self._files, self._names = files, names
@@ -242,7 +242,7 @@ class _Published:
 
 
 class _Pretrained:
-    """Torchvision's weights, but for the head of another number of classes, which has initial values."""
+    """Torchvision's weights; a head for another number of classes gets initial values."""
 
     def __init__(self, classifier: Classifier, names: Mapping[str, str], head: Sequence[str], initial: Weights) -> None:
         self._classifier, self._names, self._head, self._initial = classifier, names, head, initial
@@ -253,7 +253,7 @@ class _Pretrained:
 
     def read(self, name: str) -> torch.Tensor | None:
         own = self._names.get(name, name)
-        # older files know no count of batches, and a batch norm's is zero then
+        # older files lack the counts of batches, and a batch norm starts at zero then
         if own in self._head or (own not in self._state and own.endswith("num_batches_tracked")):
             return self._initial.read(name)
         value = self._state.get(own)
@@ -265,7 +265,7 @@ class _Pretrained:
 
 
 def describe(classifier: Classifier, images: Images) -> str:
-    """The content of DESCRIPTION."""
+    """Return the text of the file DESCRIPTION."""
     model = {"name": classifier.name, "arguments": dict(classifier.arguments)}
     given = {"mode": images.mode, "size": images.size, "mean": images.mean, "std": images.std}
     content = {"task": "image_classification", "model": model, "classes": images.classes, "images": given}
@@ -273,7 +273,7 @@ def describe(classifier: Classifier, images: Images) -> str:
 
 
 def opened(folder: Path) -> tuple[nn.Module, Images]:
-    """A trained classifier from its folder, in evaluation mode. Raises ConfigError where it is none."""
+    """Load a trained classifier from its folder, in evaluation mode. Raises ConfigError if the folder has none."""
     classifier, weights = named(str(folder), {}), SafetensorsFolder(folder)
     content = json.loads((folder / DESCRIPTION).read_bytes())
     given = content["images"]
@@ -284,10 +284,10 @@ def opened(folder: Path) -> tuple[nn.Module, Images]:
 
 
 def takes(function: Callable[..., Any], argument: str) -> bool:
-    """Whether a callable has such a keyword argument, or takes any."""
+    """Return True if a callable has this keyword argument or takes any."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # of what is written in C nothing says it
+    except (TypeError, ValueError):  # callables written in C have no signature
         return False
     return any(one.name == argument or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 

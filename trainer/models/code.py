@@ -1,4 +1,4 @@
-"""The code that a model and its loss run, as digests by name: an edit since a checkpoint shows, a comment does not."""
+"""Digests, by name, of the code that a model and its loss run: they show edits, but not of comments."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from trainer.models.names import pattern_of
 from trainer.models.python_state import LONGEST, captured, is_library, parts_of, plain
 
 SHORT = 60
-"""Characters of a value that is kept as it is."""
+"""The most characters of a value that is kept as it is."""
 _INSTALLED = ("site-packages", "dist-packages")
 
 
 def code_of(model: nn.Module, /, **given: Any) -> dict[str, str]:
-    """By name: own classes in the model's tree and what is `given` with all own functions that they call, as digests
-    of their source; plain values that these take from closures, defaults and globals.
+    """Return digests of the source of the user's own classes in the model and of all own functions that they call.
 
-    With something given, the model is an own one: classes and plain attributes of all submodules are there, too.
+    Functions in `given` are included, and so are plain values from closures, defaults and globals. If anything
+    is given, the model is the user's own: classes and plain attributes of all submodules are included, too.
     """
     found, seen = dict[str, str](), set[int]()
     for name, thing in given.items():
@@ -51,7 +51,7 @@ def code_of(model: nn.Module, /, **given: Any) -> dict[str, str]:
 
 
 def _note(name: str, thing: Any, found: dict[str, str], seen: set[int]) -> None:
-    """Add own code, with what it takes from elsewhere."""
+    """Add the user's own code, with what it takes from elsewhere."""
     if isinstance(thing, partial):
         _add(found, f"{name}'s arguments", _text((thing.args, thing.keywords)))
         _note(name, thing.func, found, seen)
@@ -83,7 +83,7 @@ def _note_code(name: str, thing: Any, found: dict[str, str], seen: set[int]) -> 
 
 
 def _is_installed(thing: Any) -> bool:
-    """True of a package's code, which is not followed from function to function."""
+    """Return True for code of an installed package, which is not followed from function to function."""
     try:
         return any(part in (inspect.getsourcefile(thing) or "") for part in _INSTALLED)
     except TypeError:
@@ -91,7 +91,7 @@ def _is_installed(thing: Any) -> bool:
 
 
 def _add(found: dict[str, str], name: str, text: str | None, most: int = SHORT) -> None:
-    """Several things of one name, such as lambdas, are told by all of them."""
+    """Add a value under a name; values of one name, such as lambdas, are joined."""
     short = None if text is None else _short(text, most)
     if short is not None and short not in found.get(name, ""):
         found[name] = f"{found[name]} {short}" if name in found else short
@@ -102,7 +102,7 @@ def _short(text: str, most: int = SHORT) -> str:
 
 
 def _text(value: Any, depth: int = 0) -> str | None:
-    """Plain data as text; None of what is none."""
+    """Return plain data as text; None for anything else."""
     data = isinstance(value, (list, tuple, set, frozenset, dict, SimpleNamespace)) or is_dataclass(type(value))
     if (text := plain(value)) is not None or not data or depth > 5:
         return text
@@ -113,7 +113,7 @@ def _text(value: Any, depth: int = 0) -> str | None:
 
 
 def _source(thing: Any) -> str:
-    """Source without comments and docstrings; the bytecode of what has none, such as what was typed in."""
+    """Return the source without comments and docstrings; the bytecode of code without source, such as typed in."""
     try:
         tree = _lambda(thing.__code__) if thing.__name__ == "<lambda>" else _parsed(inspect.getsource(thing))
     except (OSError, TypeError, SyntaxError, LookupError):
@@ -141,7 +141,7 @@ def _file(text: str) -> ast.AST:
 
 
 def _lambda(code: CodeType) -> ast.AST:
-    """The lambda alone, not the statement that it stands in. Raises LookupError."""
+    """Parse the lambda alone, without the statement that it stands in. Raises LookupError."""
     spots = [(line, column) for line, _, column, _ in code.co_positions() if line and column]
     nodes = (node for node in ast.walk(_file("".join(inspect.findsource(code)[0]))) if isinstance(node, ast.Lambda))
     around = [node for node in nodes if all(_start(node.body) <= spot <= _end(node.body) for spot in spots)]

@@ -1,4 +1,4 @@
-"""Small tensors as a model's constructor leaves them, of a model that is built on the meta device."""
+"""Small tensors with the values that a model's constructor gives them, for a model built on the meta device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALL = 65_536
 
 
 def small_tensor(build: Callable[[], nn.Module], name: str) -> torch.Tensor | None:
-    """The parameter or buffer as `build` makes it; None if it has more than SMALL values or follows from what has."""
+    """Return a tensor as `build` makes it; None if it, or one it is computed from, has over SMALL values."""
     return _all(build).get(name)
 
 
@@ -30,7 +30,7 @@ def _all(build: Callable[[], nn.Module]) -> Mapping[str, torch.Tensor]:
 
 
 class _SmallOnHost(TorchFunctionMode):
-    """What is made on the meta device is made on the host, if it is small."""
+    """A mode in which small tensors for the meta device are made on the CPU instead."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -21,26 +21,26 @@ from trainer.models.spec import ModelSpec, Trial
 
 @dataclass(frozen=True)
 class StageBoundary:
-    """Where in a model's forward the modules run that are not part of a block."""
+    """Modules outside the blocks, by where in a model's forward they run."""
 
     before: tuple[str, ...]
-    """Those with parameters."""
+    """Names of modules with parameters that run before the blocks, and of those that never run."""
     after: tuple[str, ...]
-    """Those with parameters, and norms without."""
+    """Names of modules that run after the blocks, with or without parameters."""
     tuples: int
-    """How many values a block returns; 0 for a bare tensor."""
+    """The number of values a block returns; 0 for a bare tensor."""
     around: tuple[str, ...] = ()
-    """Those without parameters that run both before and after all blocks."""
+    """Names of modules without parameters that run both before and after the blocks."""
 
 
 class StageInput:
-    """Where a stage finds the hidden state [batch, sequence, hidden] that the stage before it sent."""
+    """The place where a stage finds the hidden state [batch, sequence, hidden] that the stage before it sent."""
 
     hidden: torch.Tensor | None = None
 
 
 class _Passed(nn.Module):
-    """In place of a block, a norm or a head of another stage: gives its first argument back."""
+    """A stand-in for a block, norm or head of another stage: returns its first argument."""
 
     def __init__(self, tuples: int = 0) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _Passed(nn.Module):
 
 
 class _UntilBlocks(nn.Module):
-    """In place of what runs on both sides of the blocks: behind the last one of this stage it gives its input back."""
+    """A stand-in for a module on both sides of the blocks: behind this stage's last block it returns its input."""
 
     def __init__(self, module: nn.Module, whole: nn.Module, last_block: nn.Module) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class _UntilBlocks(nn.Module):
 
 
 class _Blank(nn.Module):
-    """In place of an input table or projection: zeros in its shape, which nothing of this stage reads."""
+    """A stand-in for an input table or projection: gives zeros in its shape, which nothing of this stage reads."""
 
     def __init__(self, stage_input: StageInput, width: int, table: bool) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _Blank(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor | None:
-        """Some models ask a table for its device and dtype."""
+        """The hidden state: some models ask a table for its device and dtype."""
         return self._stage_input.hidden
 
     def forward(self, given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -87,7 +87,7 @@ class _Blank(nn.Module):
 
 
 class _Received(_Passed):
-    """In place of what stands right before this stage's first block."""
+    """A stand-in for the block right before this stage's first: gives the hidden state that was received."""
 
     def __init__(self, stage_input: StageInput, tuples: int = 0) -> None:
         super().__init__(tuples)
@@ -98,9 +98,9 @@ class _Received(_Passed):
 
 
 def cut(model: nn.Module, spec: ModelSpec, boundary: StageBoundary, blocks: range) -> StageInput:
-    """Leave of `model`, in place, what runs with `blocks`; the first keeps the tables, the last norm and head.
+    """Reduce `model`, in place, to the stage of these `blocks`; the first keeps the tables, the last norm and head.
 
-    The last stage keeps an input table, too, if the head is tied to it: the parameter is then on both.
+    The last stage keeps an input table, too, if the head is tied to it: the parameter is then on both stages.
     """
     stage_input, first, last = StageInput(), blocks.start == 0, blocks.stop == len(spec.blocks)
     for index, name in enumerate(spec.blocks):
@@ -129,14 +129,14 @@ def cut(model: nn.Module, spec: ModelSpec, boundary: StageBoundary, blocks: rang
 
 
 def kept_for_the_head(spec: ModelSpec, boundary: StageBoundary) -> set[str]:
-    """The modules before the blocks that the last stage keeps, too, since its head is tied to them."""
+    """Return the modules before the blocks that the last stage keeps, too, since its head is tied to them."""
     after = tuple(f"{name}." for name in boundary.after)
     needed = {owner.rpartition(".")[0] for alias, owner in spec.tied.items() if alias.startswith(after)}
     return needed & set(boundary.before)
 
 
 def check_cut(spec: ModelSpec, stages: int) -> StageBoundary:
-    """Cut a tiny copy of the model, one stage a block, and see that it computes the very logits of the whole.
+    """Check on a tiny copy, cut into one stage a block, that the stages compute the whole model's logits and gradients.
 
     Raises ConfigError, with the reason, for a model that can't be cut so or has fewer blocks than `stages`.
     """
@@ -157,7 +157,7 @@ def check_cut(spec: ModelSpec, stages: int) -> StageBoundary:
 
 
 def _try(spec: ModelSpec) -> tuple[StageBoundary, str]:
-    """Compare the stages, one a block, with the whole, forward and backward; and what is wrong with them."""
+    """Compare stages of one block each with the whole model, forward and backward; return what differs, if anything."""
     whole, trial = _real(spec), spec.trial or of_tokens(spec)
     boundary, expected = _survey(whole, spec, trial)
     found: dict[str, torch.Tensor] = {}
@@ -167,7 +167,7 @@ def _try(spec: ModelSpec) -> tuple[StageBoundary, str]:
     for index in range(len(spec.blocks)):
         stages.append(spec.build())
         stage_input = cut(stages[-1], spec, boundary, range(index, index + 1))
-        _fill(stages[-1], spec)  # after the cut, as engines do: an initialiser may reach for what is gone
+        _fill(stages[-1], spec)  # after the cut, as engines do: an initialiser may refer to a module that was cut away
         stage_input.hidden = made[-1].detach().requires_grad_() if made else None
         given.append(stage_input.hidden)
         if index + 1 < len(spec.blocks):
@@ -182,7 +182,7 @@ def _try(spec: ModelSpec) -> tuple[StageBoundary, str]:
     (expected * weight).sum().backward()
     gradient: torch.Tensor | None = weight
     for stage, hidden, output in zip(reversed(stages), reversed(given), reversed(made), strict=True):
-        if output.requires_grad:  # else all up to here is frozen
+        if output.requires_grad:  # else every parameter up to here is frozen
             output.backward(gradient)
         gradient = None if hidden is None else hidden.grad
         for name, parameter in stage.named_parameters():
@@ -198,7 +198,7 @@ def _try(spec: ModelSpec) -> tuple[StageBoundary, str]:
 
 
 def of_tokens(spec: ModelSpec) -> Trial:
-    """Two rows of tokens, for a language model."""
+    """Make a trial of two rows of tokens, for a language model."""
     ids = torch.arange(2 * 12).reshape(2, 12) % (spec.language.vocabulary - 1) + 1
 
     def hidden(stage: nn.Module) -> torch.Tensor:
@@ -225,7 +225,7 @@ def _fill(model: nn.Module, spec: ModelSpec) -> nn.Module:
 
 
 def _survey(model: nn.Module, spec: ModelSpec, trial: Trial) -> tuple[StageBoundary, torch.Tensor]:
-    """Run the whole model, and note when each module outside the blocks is called."""
+    """Run the whole model, and note when each module outside the blocks is called; return that and the output."""
     blocks = {model.get_submodule(name): index for index, name in enumerate(spec.blocks)}
     called: dict[str, set[str]] = {}
     place, tuples = "before", 0
@@ -250,7 +250,7 @@ def _survey(model: nn.Module, spec: ModelSpec, trial: Trial) -> tuple[StageBound
             raise _CannotCut(f"{name or spec.name} has parameters beside its blocks")
         if (places := called.get(name, set())) not in ({"before"}, {"after"}, set()):
             raise _CannotCut(f"{name} runs {' and '.join(sorted(places))}, not once before or after all blocks")
-    # what text alone never runs stays with the first stage, as a whole: its parts are asked for one another's weights
+    # modules that text never runs stay with the first stage, whole: their parts may read one another's weights
     idle = [name for name, _ in model.named_modules() if name and not _holds(name, (*called, *spec.blocks))]
     before = [name for name in outside if called.get(name, set()) in ({"before"}, set()) and name in owners]
     before = [name for name in dict.fromkeys((*idle, *before)) if _holds(name, tuple(owners))]
@@ -264,11 +264,11 @@ def _outermost(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _holds(name: str, others: Sequence[str]) -> bool:
-    """Whether one of the other modules is this one, or stands within it or around it."""
+    """Return True if one of the other modules is this one, holds it or is held by it."""
     return any(f"{other}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other}.") for other in others)
 
 
 def _is_outside(name: str, module: nn.Module, blocks: Sequence[str]) -> bool:
-    """Whether a module does work of its own, and belongs to no block."""
+    """Return True if a module does work of its own and belongs to no block."""
     works = any(p is not None for p in module._parameters.values()) or not any(module.children())
     return works and not any(f"{name}.".startswith(f"{block}.") for block in blocks)

@@ -1,4 +1,4 @@
-"""Which parameters of a mixture of experts a token goes through."""
+"""The parameters of a mixture of experts that a token does not use."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import nn
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
-"""transformers' names, family by family, for the routed experts of a layer and for those that a token is sent to."""
+"""Transformers' config keys, by family, for the routed experts of a layer and the experts chosen for a token."""
 
 
 def idle_parameters(model: nn.Module, config: Any) -> int:
-    """How many parameters a token does not go through: those of experts that it was not sent to; 0 for a dense model.
+    """Count the parameters of the experts that a token is not routed to; 0 for a dense model.
 
-    Routed experts are a module named `experts`, or parameters stacked for all of them; shared ones see every token.
+    Routed experts are a module named `experts`, or parameters stacked over all experts; shared experts see every token.
     """
     configs = (config, getattr(config, "ffn_config", None))
     experts, chosen = (_first(configs, names) for names in (EXPERTS, CHOSEN))

@@ -1,4 +1,4 @@
-"""A forward pass leaves nothing behind that changes the next one, or what is saved: tried on a copy of the model."""
+"""Checks on a copy of the model that a forward pass leaves nothing that changes a later one or what is saved."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from trainer.errors import ConfigError, Problem, listed
 from trainer.models.python_state import snapshot
 
 TOLERANCE = 1e-5
-"""Of what comes out, relative to the largest: how a library adds up may differ."""
+"""The error allowed of an output, relative to its largest value: a library may sum in another order."""
 TRAIN, EVAL = True, False
 ALONE = ((TRAIN, 0), (EVAL, 1), (TRAIN, 1), (TRAIN, 0), (EVAL, 0), (TRAIN, 0))
-"""Passes in training or evaluation, and over which rows. Some over rows 0 are an odd number of passes apart: what
-turns over with each shows only so. The last two in training have seen all before: what still changes never rests."""
+"""The passes of the first copy: training or evaluation, and the rows. Some over rows 0 are an odd number
+of passes apart, which shows what alternates.What the last two in training still change never settles."""
 AFTER_OTHERS = ((TRAIN, 1), (TRAIN, 0), (EVAL, 0))
-"""Of another copy: what keeps the first rows that it sees shows so."""
+"""The passes of another copy, which show a module that keeps the first rows that it sees."""
 
 Run = Callable[[nn.Module, int], torch.Tensor]
-"""`run(model, rows)`: what comes out of a forward pass over rows 0 or 1."""
+"""`run(model, rows)` returns the output of a forward pass over rows 0 or 1."""
 
 
 class Pass(NamedTuple):
@@ -34,11 +34,11 @@ class Pass(NamedTuple):
 
 
 def check_forward_state(name: str, make: Callable[[], nn.Module], run: Run, *beside: tuple[str, Any]) -> list[str]:
-    """The persistent buffers that a forward pass in training changes; each pass here starts from the first ones.
+    """Return the persistent buffers that a forward pass in training changes; each pass starts from their first values.
 
-    `make` gives the same model each time. Raises ConfigError, with the place, if a pass changes a parameter, if one in
-    evaluation changes a persistent buffer, if what it leaves behind changes what comes out later, and if an attribute
-    never rests, such as a count. What rests and changes nothing is allowed: a mask that is kept, say.
+    `make` gives the same model each time. Raises ConfigError, with the place, if a pass changes a parameter, if
+    one in evaluation changes a persistent buffer, if anything left behind changes a later output, and if an
+    attribute never settles, such as a count. State that settles and changes no output is allowed, such as a mask.
     """
     alone, moved = _passes(name, make(), run, ALONE, beside)
     others, _ = _passes(name, make(), run, AFTER_OTHERS, beside)
@@ -56,7 +56,7 @@ def check_forward_state(name: str, make: Callable[[], nn.Module], run: Run, *bes
 def _passes(
     name: str, model: nn.Module, run: Run, order: Sequence[tuple[bool, int]], beside: Sequence[tuple[str, Any]]
 ) -> tuple[list[Pass], list[str]]:
-    """What the passes gave, and the persistent buffers that those in training change."""
+    """Run the passes; return their results, and the persistent buffers that those in training change."""
     parameters = dict(model.named_parameters(remove_duplicate=False)).keys()
     buffers = {key: value for key, value in model.state_dict().items() if key not in parameters}
     first = {key: value.clone() for key, value in buffers.items()}

@@ -1,4 +1,4 @@
-"""Parameters that stay as they are because the config says so: `trainer.freeze`."""
+"""Parameters that are not trained because the config says so: `trainer.freeze`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainer.models.spec import ModelSpec
 
 
 def frozen(spec: ModelSpec, patterns: Sequence[str], *, copied: bool = False) -> ModelSpec:
-    """The spec with the parameters that match one of the `patterns`, as of `fnmatch`, held as they are.
+    """Return the spec with the parameters frozen that match one of the `patterns` (`fnmatch`).
 
-    Of a tied parameter any of its names will do. Raises ConfigError for a pattern that matches nothing, unless the spec
-    is that of a smaller model `copied` from the one that is meant, and where nothing is left to learn.
+    A tied parameter matches by any of its names. Raises ConfigError if nothing is left to learn, and for a pattern that
+    matches nothing unless the spec is that of a smaller model, `copied` from the one the patterns were written for.
     """
     if not patterns:
         return spec
@@ -36,7 +36,7 @@ def frozen(spec: ModelSpec, patterns: Sequence[str], *, copied: bool = False) ->
 
 
 def _holding(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
-    """Raises ConfigError where these are all that learns."""
+    """Freeze the parameters called `names`. Raises ConfigError if no other parameter learns."""
     sizes = {name: p.numel() for name, p in spec.build().named_parameters()}
     learned = [name for name, p in spec.build().named_parameters() if p.requires_grad and name not in names]
     if not learned:
@@ -56,7 +56,7 @@ def _holding(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
 def _copies(
     shrunk: Callable[..., ModelSpec], names: Collection[str], blocks: Sequence[str], known: Sequence[str]
 ) -> Callable[..., ModelSpec]:
-    """The tiny copies, of which each block holds what the block of the model holds that it stands for."""
+    """Make tiny copies in which each block freezes what the model's block freezes that it stands for."""
     inside = [{name.removeprefix(f"{block}.") for name in known if name.startswith(f"{block}.")} for block in blocks]
     held = [frozenset(key for key in keys if f"{blocks[i]}.{key}" in names) for i, keys in enumerate(inside)]
 
@@ -77,8 +77,8 @@ def _copies(
 
 
 def stand_ins(kinds: Sequence[object], count: int) -> list[int]:
-    """Which of a model's blocks, of these kinds, `count` blocks stand for: every change of kind if there is room for
-    them, else each kind once, else some; in order."""
+    """Choose, by index and in order, the blocks that the `count` blocks of a tiny copy stand for: one for
+    every change of kind if there is room, else each kind once, else some. `kinds`: what marks each block."""
     starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
     if len(starts) > count:
         starts = sorted({kinds[i]: i for i in reversed(starts)}.values())
@@ -86,7 +86,7 @@ def stand_ins(kinds: Sequence[object], count: int) -> list[int]:
 
 
 def unmatched(place: str, pattern: str, known: Sequence[str]) -> Problem:
-    """What to say of a pattern that matches none of the known names of parameters."""
+    """Build the problem of a pattern that matches none of the `known` parameter names, with close matches."""
     names = dict.fromkeys(map(pattern_of, known))
     modules = dict.fromkeys(f"{name.rpartition('.')[0]}.*" for name in names if "." in name)
     parents = dict.fromkeys(f"{name.rpartition('.')[0]}.*" for name in (m[:-2] for m in modules) if "." in name)

@@ -42,14 +42,14 @@ EMBEDDED: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-"""What is trained when no model is named: 5.4 million parameters, for the embedded tokenizer."""
+"""The config used when no model is named: 5.4 million parameters, for the embedded tokenizer."""
 
 NOT_ARCHITECTURE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
-"""What may differ in a model's config and leave the model the same."""
+"""Config keys that may differ while the architecture is the same."""
 
 
 def read_config(options: Any) -> PreTrainedConfig:
-    """The architecture that `trainer.model` asks for, checked, nothing built. Raises ConfigError."""
+    """Read and check the architecture that `trainer.model` names, building nothing. Raises ConfigError."""
     if options.name_or_path is not None:
         return _pretrained_config(options)
     values = EMBEDDED if options.config is None else options.config
@@ -67,19 +67,19 @@ def read_config(options: Any) -> PreTrainedConfig:
 
 
 def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> ModelSpec:
-    """The spec of an architecture, with its weights where `trainer.model.name_or_path` names some.
+    """Build the spec of an architecture, with its weights where `trainer.model.name_or_path` names some.
 
-    Without `weights` none are looked for, or downloaded.
+    Without `weights`, none are looked for or downloaded.
     """
     name, build = options.name_or_path or config.model_type, _builder(config, options)
-    if getattr(config, "is_encoder_decoder", False):  # asked before it is built, which changes it
+    if getattr(config, "is_encoder_decoder", False):  # checked before the model is built, which changes the config
         seen = f"{type(config).__name__} is an encoder with a decoder, of which the decoder alone would be trained"
         mend = 'Set "is_encoder_decoder": false in its config if that is what you want.'
         raise ConfigError(Problem(f"trainer.model: {name}", seen, "a decoder", mend))
     stated = list(getattr(config, "architectures", None) or ())
     try:
         model = build()
-    except Exception as error:  # whatever the family's own code says to the config
+    except Exception as error:  # whatever the family's own code raises for the config
         seen, expected = first_line(error), "an architecture with a causal language model head"
         if not isinstance(error, ValueError | ImportError):
             seen, expected = f"{type(error).__name__}: {error}", "a config that the family's own code builds a model of"
@@ -151,7 +151,7 @@ def describe(
     weights: Weights,
     shrunk: Callable[..., ModelSpec] | None = None,
 ) -> ModelSpec:
-    """Read a model on the meta device: its blocks, head, ties and sizes."""
+    """Read a model's blocks, head, ties and sizes on the meta device."""
     assert isinstance(model, PreTrainedModel)
     text, named = _text_config(model), dict(model.named_parameters())
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
@@ -159,7 +159,7 @@ def describe(
     heads, kv_heads, width = _heads(text, hidden or 0)
     blocks = _blocks(model)
     if not blocks and shrunk:
-        with suppress(ConfigError):  # where there is no tiny copy, nothing is known
+        with suppress(ConfigError):  # without a tiny copy, no blocks are known
             blocks = _alike(model, shrunk().blocks)
     is_tied = head is not None and table is not None and head.weight is table.weight
     spec = ModelSpec(
@@ -172,7 +172,7 @@ def describe(
             head_parameters=head.weight.numel() if head is not None else 0,
             embedding_parameters=0 if is_tied or table is None else table.weight.numel(),
             idle_parameters=idle_parameters(model, text),
-            # a token is a target, too
+            # target ids must be in the table, too
             vocabulary=min((len(module.weight) for module in (table, head) if module is not None), default=0),
             hidden_size=hidden,
             layers=getattr(text, "num_hidden_layers", 0),
@@ -204,7 +204,7 @@ def _text_config(model: Any) -> Any:
 
 
 def _heads(text: Any, hidden: int) -> tuple[int, int, int]:
-    """Query heads, key-value heads and heads x head size: the largest divisor and the mean where layers differ."""
+    """Return query heads, key-value heads and heads x head size: greatest common divisors and mean over layers."""
     layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
     heads = [getattr(layer, "num_attention_heads", 0) or 0 for layer in layers]
     kv_heads = [getattr(layer, "num_key_value_heads", None) or many for layer, many in zip(layers, heads, strict=True)]
@@ -217,7 +217,7 @@ def _heads(text: Any, hidden: int) -> tuple[int, int, int]:
 
 
 def _alike(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
-    """The blocks of a model, by those of its tiny copy."""
+    """Return the model's blocks: the members of the lists that hold the blocks of its tiny copy."""
     lists = {block.rpartition(".")[0] for block in blocks}
     return tuple(
         f"{name}.{index}" for name in lists for index in range(len(list(model.get_submodule(name).children())))
@@ -225,7 +225,7 @@ def _alike(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _blocks(model: Any) -> tuple[str, ...]:
-    """The one module list under the base model that is as long as the config says there are layers."""
+    """Return the members of the one module list under the base model that has as many as the config has layers."""
     layers = getattr(_text_config(model), "num_hidden_layers", 0)
     lists = [
         name
@@ -237,7 +237,7 @@ def _blocks(model: Any) -> tuple[str, ...]:
 
 
 def _tensor_plan(model: PreTrainedModel, blocks: tuple[str, ...]) -> dict[str, str]:
-    """The rules of the model's plan, layer numbers filled in; those for what is no part of a block are left out."""
+    """Return the rules of the model's tensor plan within the blocks, layer numbers filled in."""
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     inside = [name for name in names if any(name.startswith(f"{block}.") for block in blocks)]
     plan = {name: model.tp_plan.get(pattern_of(name)) for name in inside}
@@ -246,7 +246,7 @@ def _tensor_plan(model: PreTrainedModel, blocks: tuple[str, ...]) -> dict[str, s
 
 @dataclass
 class _BelowHead(ModelOutput):
-    """What base models return, in the union of the names that the families use."""
+    """The output of a base model, with every field that the families use."""
 
     last_hidden_state: torch.Tensor | None = None
     past_key_values: Any = None
@@ -257,11 +257,11 @@ class _BelowHead(ModelOutput):
 
 
 def _has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether the logits are the head's product with the last hidden state, untouched.
+    """Return True if the logits are the head's product with the last hidden state, untouched.
 
-    Runs the model's own forward on the meta device with a stand-in for everything below the head, and
-    looks whether the head sees that very storage and whether its output comes out as the logits.
-    Soft caps, logit scales and upcasts all show.
+    Runs the model's own forward on the meta device with a stand-in for everything below the head,
+    and checks that the head sees that very storage and that its output is returned as the logits.
+    This detects soft caps, logit scales and upcasts.
     """
     head, base = model.get_output_embeddings(), model.base_model
     if type(head) is not nn.Linear or base is model:
@@ -286,7 +286,7 @@ def _has_plain_head(model: PreTrainedModel) -> bool:
 
 
 def _initialise(root: nn.Module, name: str) -> None:
-    """Initial values of one module by transformers' own rule: that of the nearest model around it."""
+    """Initialise one module by the rule of the nearest transformers model around it."""
     owner, module = root, root
     for part in name.split(".") if name else ():
         module = getattr(module, part)
@@ -296,7 +296,7 @@ def _initialise(root: nn.Module, name: str) -> None:
 
 
 def weights_of(model: nn.Module, options: Any) -> tuple[Weights, str]:
-    """The values of the folder or hub id, and a line on what of them the model has no place for."""
+    """Open the weights of the folder or hub id; also return a line on tensors that the model has no place for."""
     folder = Path(options.name_or_path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -318,7 +318,7 @@ def weights_of(model: nn.Module, options: Any) -> tuple[Weights, str]:
             output_loading_info=True,
         )
         place, expected = f"{options.name_or_path}: {{}}", "every parameter of the model"
-        if absent := sorted(parameters & set(info["missing_keys"])):  # transformers has made them up
+        if absent := sorted(parameters & set(info["missing_keys"])):  # transformers fills these with initial values
             raise ConfigError(*(Problem(place.format(name), "absent from the weights", expected) for name in absent))
         unread.update(info["unexpected_keys"])
         silent = [re.compile(pattern) for pattern in whole._keys_to_ignore_on_load_unexpected or ()]

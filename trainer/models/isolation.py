@@ -1,4 +1,4 @@
-"""Documents of one row see themselves alone: proven on a tiny copy of the very architecture."""
+"""A check, on a tiny copy of the same architecture, that packed documents do not see one another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.models.checks import IGNORED, LENGTH, TOLERANCE, observe_draws, own
 from trainer.models.spec import ModelSpec
 
 ROWS = ((9, LENGTH), (1, 5, 13, 2))
-"""Lengths of the documents of each row: ragged, so that one is padded, too."""
+"""The lengths of the documents in each row; the rows differ in length, so that one is padded."""
 
 
 class Task(Protocol):
@@ -27,9 +27,9 @@ class Task(Protocol):
 
 
 def check_isolation(spec: ModelSpec, task: Any) -> None:
-    """Raises ConfigError, with the numbers, unless logits and gradients of packed documents are those of each alone.
+    """Raises ConfigError, with the numbers, unless packed documents have the logits and gradients of each one alone.
 
-    Where nothing random is drawn, gradients are compared in training. Leaves the generators as they were.
+    Gradients are compared in training mode unless the model draws random numbers. Leaves the generators as they were.
     """
     if spec.language.own_loss:
         seen = "the router's loss (output_router_logits) is a product of means over all that share a micro-batch"
@@ -51,7 +51,7 @@ def check_isolation(spec: ModelSpec, task: Any) -> None:
 
 
 def packed_batch(spec: ModelSpec, task: Any) -> dict[str, torch.Tensor]:
-    """Two rows of several documents each, for a task of tokens."""
+    """Collate two rows of several documents each, for a task on tokens."""
     samples = []
     for row in _documents(spec):
         inputs, targets = (np.concatenate(part) for part in zip(*row, strict=True))
@@ -61,14 +61,14 @@ def packed_batch(spec: ModelSpec, task: Any) -> dict[str, torch.Tensor]:
 
 
 def _documents(spec: ModelSpec) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """Inputs and targets of each document of each row; the last token of one has no target."""
+    """Draw inputs and targets of each document of each row; a document's last token has no target."""
     rng = np.random.default_rng(3)
     rows = [[rng.integers(1, spec.language.vocabulary, length) for length in row] for row in ROWS]
     return [[(ids, np.append(ids[1:], IGNORED)) for ids in row] for row in rows]
 
 
 def _compare_logits(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: Task) -> str:
-    """What is wrong with those of packed documents."""
+    """Return the worst difference of logits between packed documents and each alone, or an empty string."""
     with torch.no_grad():
         together = task.logits(packed, packed_batch(spec, task)).float()
         worst, where = 0.0, ""
@@ -86,7 +86,7 @@ def _compare_logits(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: 
 
 
 def _compare_gradients(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: Task) -> str:
-    """What is wrong with those of packed documents."""
+    """Return the first difference of gradients between packed documents and each alone, or an empty string."""
     task.loss_sum(packed, packed_batch(spec, task)).backward()
     for ids, targets in (document for row in _documents(spec) for document in row):
         logits = alone(input_ids=torch.tensor(ids)[None], use_cache=False).logits[0].float()

@@ -15,11 +15,11 @@ NAMES = {
     ),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
 }
-"""What transformers runs of itself. It takes another name for a repository, and loads the compiled code in it."""
+"""The implementations in transformers itself; any other name is a repository whose compiled code it loads."""
 
 
 def check_kernels(config: PreTrainedConfig, place: str) -> None:
-    """Raises ConfigError for a name that is not one of NAMES, in the config or in one of its parts."""
+    """Raises ConfigError for a kernel that is not in NAMES, in the config or in one of its parts."""
     for part in _parts(config):
         for key, known in NAMES.items():
             value = getattr(part, f"_{key}", None)

@@ -30,18 +30,18 @@ from trainer.models.spec import WHOLE, ModelSpec, NoWeights, Weights
 from trainer.models.weights import fingerprint
 
 ADAPTER = "default"
-"""PEFT's name for an only adapter, which its files leave out."""
+"""PEFT's name for a single adapter, which its files leave out."""
 LINEAR = (nn.Linear, Conv1D)
 
 
 class _BaseWeights:
-    """Those of the base, by the names that modules have once adapters stand around them; None for a new adapter's."""
+    """Weights of the base under the names that tensors have inside adapters; None for what the adapter adds."""
 
     def __init__(self, base: Weights, *, lasting: bool) -> None:
-        """`lasting` where they are read again after the engine is built."""
+        """Keep them in memory if `lasting`: they are read again after the engine is built."""
         self._base, self._lasting = base, lasting
         self.started: Started | None = None
-        """Where the adapter is there already: what is `published` is read from it, by its names there."""
+        """The adapter to start from, if any: tensors in `published` are read from it, under its names for them."""
         self.published: Mapping[str, str] = {}
 
     def read(self, name: str) -> torch.Tensor | None:
@@ -59,7 +59,7 @@ class _BaseWeights:
 
 
 class _MergedWeights:
-    """Those of the base with an adapter's added, tensor by tensor, in float32; rounded as the base is."""
+    """Weights of the base with an adapter's merged into them, a tensor at a time, in float32; in the base's dtype."""
 
     def __init__(self, base: Weights, model: nn.Module, folder: Path, published: dict[str, str]) -> None:
         self._base, self._file = base, folder / f"{STEM}.safetensors"
@@ -98,7 +98,7 @@ def _ending(tensors: dict[str, torch.Tensor], end: str) -> torch.Tensor | None:
 
 
 class _MadeUp:
-    """A base for a tiny copy: the same values whatever the seed of the run, as a folder has them, in bfloat16."""
+    """Weights of a tiny copy's base: the same for every seed, and rounded to bfloat16, as a folder's may be."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
@@ -118,21 +118,21 @@ class _MadeUp:
 
 
 def is_adapters(name: str) -> bool:
-    """Whether a parameter or module is of an adapter, and not of the base or a copy of a part of it."""
+    """Return True if a parameter or module belongs to an adapter, and not to the base or a copy of a part of it."""
     return any(part.startswith("lora_") for part in name.split("."))
 
 
 def base_name(name: str) -> str:
-    """The name that a tensor of the base has without adapters around it."""
+    """Return the name that a tensor of the base has without adapters around it."""
     for added in (".base_layer", f".modules_to_save.{ADAPTER}", ".original_module"):
         name = name.replace(added, "")
     return name
 
 
 def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
-    """The spec of the model with the adapters of `trainer.adapter`; None: the spec itself.
+    """Return the spec of the model with the adapters of `trainer.adapter`; the spec itself if `options` is None.
 
-    Raises ConfigError without PEFT, and for targets that the model has not.
+    Raises ConfigError without PEFT, and for targets that the model does not have.
     """
     if options is None:
         return spec
@@ -162,7 +162,7 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
 
 
 def _started(spec: ModelSpec, folder: Path) -> ModelSpec:
-    """The spec with an adapter that has the values of the folder's. Raises ConfigError if that is of other modules."""
+    """Return the spec with the values of the adapter in `folder`. Raises ConfigError if its modules differ."""
     sizes = {name: tuple(p.shape) for name, p in spec.build().named_parameters(remove_duplicate=False)}
     assert isinstance(spec.weights, _BaseWeights)
     spec.weights.published = spec.published
@@ -171,7 +171,7 @@ def _started(spec: ModelSpec, folder: Path) -> ModelSpec:
 
 
 def _described(spec: ModelSpec, options: Any, targets: Sequence[str]) -> ModelSpec:
-    """The spec with adapters in the modules `targets`."""
+    """Return the spec with adapters in the modules `targets`."""
     config = _peft_config(spec, options, targets)
     whole = spec.build()
 
@@ -230,7 +230,7 @@ def _require_peft() -> None:
 
 
 def _targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str]) -> list[str]:
-    """The names of the linear layers of the blocks that are meant. Raises ConfigError where a target means none."""
+    """Return the linear layers of blocks that `wanted` selects. Raises ConfigError if a target selects none."""
     linear = [name for name, module in _in_blocks(model, spec) if type(module) in LINEAR]
     if isinstance(wanted, str):
         if not linear:
@@ -251,7 +251,7 @@ def _targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str]) -> 
 
 
 def _matched(model: nn.Module, pattern: str, linear: Sequence[str]) -> list[str]:
-    """The modules whose whole name the pattern matches, as in PEFT. Raises ConfigError for others than `linear`."""
+    """Return the modules whose whole name matches, as in PEFT. Raises ConfigError for one not in `linear`."""
     found = [name for name, module in model.named_modules() if name and re.fullmatch(pattern, name)]
     if not found or (others := [name for name in found if name not in linear]):
         seen = f"{show(pattern)} matches {listed(others) if found else 'no module'}"
@@ -261,7 +261,7 @@ def _matched(model: nn.Module, pattern: str, linear: Sequence[str]) -> list[str]
 
 
 def _passed_over(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
-    """A line on the matrices of the blocks that "all-linear" does not mean: fused experts, routers, convolutions."""
+    """Yield a line on matrices of the blocks that "all-linear" leaves out: fused experts, routers, convolutions."""
     found = {
         f"{name}.{key}": parameter.numel()
         for name, module in _in_blocks(model, spec)
@@ -278,12 +278,12 @@ def _passed_over(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
 
 
 def _means(target: str, name: str) -> bool:
-    """As PEFT has it: the name, or how it ends after a dot."""
+    """Return True if `target` is the name, or its end after a dot, as in PEFT."""
     return name == target or name.endswith(f".{target}")
 
 
 def _in_blocks(model: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, nn.Module]]:
-    """All modules where no blocks are known."""
+    """Yield the named modules inside the blocks; all modules where no blocks are known."""
     inside = tuple(f"{block}." for block in spec.blocks)
     return ((name, module) for name, module in model.named_modules() if not inside or name.startswith(inside))
 
@@ -303,7 +303,7 @@ def _no_target(place: str, target: str, model: nn.Module, linear: Sequence[str])
 
 
 def _check_saved(model: nn.Module, spec: ModelSpec, wanted: Sequence[str], targets: Sequence[str]) -> None:
-    """Raises ConfigError for a module that is not there, or that can't be trained beside the adapters."""
+    """Raises ConfigError for a module that does not exist, or that can't be trained beside the adapters."""
     modules, tied = dict(model.named_modules()), {*spec.tied, *spec.tied.values()}
     problems = []
     for index, name in enumerate(wanted):
@@ -349,7 +349,7 @@ def _peft_config(spec: ModelSpec, options: Any, targets: Sequence[str]) -> Any:
 
 
 def _injected(model: nn.Module, config: Any) -> nn.Module:
-    """The model on the meta device with adapters in it, in place; what learns is what PEFT says."""
+    """Put adapters into a model on the meta device, in place; PEFT decides which parameters require gradients."""
     from peft import inject_adapter_in_model
 
     with torch.device("meta"):
@@ -357,7 +357,7 @@ def _injected(model: nn.Module, config: Any) -> nn.Module:
 
 
 def _published(model: nn.Module, named: dict[str, nn.Parameter]) -> dict[str, str]:
-    """What PEFT saves: our names -> those of its files, by its own rule."""
+    """Map our names of the tensors that PEFT saves to the names in its files, by PEFT's own rule."""
     from peft import get_peft_model_state_dict
 
     ours = {id(parameter): name for name, parameter in named.items()}
@@ -366,7 +366,7 @@ def _published(model: nn.Module, named: dict[str, nn.Parameter]) -> dict[str, st
 
 
 def _settings(options: Any, config: Any) -> dict[str, Any]:
-    """What has to be the same for a checkpoint to go on."""
+    """Return the settings that must be the same when a run resumes from a checkpoint."""
     same = {key: getattr(options, key) for key in ("type", "r", "alpha", "bias", "rslora", "dora")}
     return {**same, "targets": sorted(config.target_modules), "modules_to_save": list(options.modules_to_save)}
 
@@ -379,7 +379,7 @@ def _save_config(config: Any, folder: Path) -> None:
 
 
 def _initialise(root: nn.Module, name: str, base: ModelSpec) -> None:
-    """Initial values of one module: PEFT's for an adapter's, the base's own for what is of the base."""
+    """Initialise one module: an adapter's by PEFT's rule, any other by the base's own."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
@@ -388,7 +388,7 @@ def _initialise(root: nn.Module, name: str, base: ModelSpec) -> None:
         return
     if not is_adapters(name):
         return base.initialise(root, name)
-    # what was read from the folder of an adapter has this mark, which PyTorch's own functions do not look for
+    # tensors read from an adapter's folder have this mark, which PyTorch's own initialisers ignore
     own = {k: p for k, p in module.named_parameters(recurse=False) if not getattr(p, "_is_hf_initialized", False)}
     if not own:
         return
@@ -404,9 +404,9 @@ def _initialise(root: nn.Module, name: str, base: ModelSpec) -> None:
 
 
 def _tensor_plan(spec: ModelSpec, targets: Sequence[str]) -> dict[str, str]:
-    """The base's, and the adapter's: of B A x that matrix is split which has the dimension that the layer is split on.
+    """Return the tensor plan of the base with the adapter's: B or A is split along the dimension its layer is split on.
 
-    The other one is whole, sees and gives whole vectors, and so has its whole gradient on every rank.
+    The other matrix is whole, takes and gives whole vectors, and so has its whole gradient on every rank.
     """
     plan = {}
     for name, style in spec.language.tensor_plan.items():

@@ -1,4 +1,4 @@
-"""An adapter that is there already, in a folder that PEFT or a run wrote: what `trainer.adapter.path` starts from."""
+"""An existing adapter, in a folder that PEFT or a run wrote: what `trainer.adapter.path` starts from."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _SAME = {
     "rslora": "use_rslora",
     "dora": "use_dora",
 }
-"""Our keys by those of PEFT that say what an adapter is."""
+"""Our keys of what defines an adapter -> PEFT's keys."""
 _HARMLESS = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "fan_in_fan_out", "init_lora_weights", "qalora_group_size", "megatron_core"),
 }
-"""Those that say nothing of it, or that follow from the base."""
+"""PEFT's keys that do not define an adapter, or that follow from the base."""
 
 
 def completed(options: AdapterSection) -> AdapterSection:
-    """The section with what the folder says of its adapter; without a folder the section itself.
+    """Return the section filled in from its folder's adapter; the section itself if it names no folder.
 
-    Raises ConfigError for a folder that holds no LoRA adapter, or one that is not offered, and where a key of the
-    section says otherwise.
+    Raises ConfigError if the folder holds no LoRA adapter or one of an unsupported kind, and if a
+    key of the section contradicts it.
     """
     if options.path is None:
         return options
@@ -72,10 +72,10 @@ def completed(options: AdapterSection) -> AdapterSection:
 
 
 class Started:
-    """The values of that adapter, by the names of its file."""
+    """The values of an existing adapter, by the names in its file."""
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises ConfigError unless the file has what the model learns, of these shapes, and no more."""
+        """Raises ConfigError unless the file has exactly the tensors that the model learns, of these shapes."""
         self._file = folder / f"{STEM}.safetensors"
         found = self._shapes()
         missing, more = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
@@ -115,5 +115,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _alike(mine: Any, theirs: Any) -> bool:
-    """Lists name modules, in whatever order."""
+    """Return True if two values are equal; lists, which name modules, in any order."""
     return sorted(mine) == sorted(theirs) if isinstance(mine, list) and isinstance(theirs, list) else mine == theirs

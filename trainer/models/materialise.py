@@ -1,6 +1,6 @@
-"""From a module on the meta device to one with values, a unit at a time (contract 4).
+"""Give a module on the meta device its values, a unit at a time (contract 4).
 
-No more than one unit is whole at any moment when `after_unit` takes each away as it comes (ZeRO-3).
+No more than one unit is whole at any time if `after_unit` shards each as it comes (ZeRO-3).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def materialise(
 ) -> None:
     """Give every parameter and buffer of `root` its value: pretrained where there is one, else initial.
 
-    Initial values depend on `seed` and the module's name alone. Of a parameter that is a DTensor this process keeps
-    its own shard, and reads no more than that of a pretrained one. `storage` is where parameters live if not on
-    `device`, and `base_dtype` what those have that checkpoints do without. `after_unit` is called with each unit and
-    its new parameters, in order; they may be empty shards then.
-    Raises ConfigError if a pretrained model lacks a parameter or has it in another shape.
+    Initial values depend on `seed` and the module's name alone. Of a DTensor parameter, this process
+    keeps its own shard, and reads no more than that of a pretrained one. Parameters live on `storage`, or
+    on `device` if that is None. `base_dtype` is the dtype of those that checkpoints leave out.
+    `after_unit` is called with each unit and its new parameters, in order; they may be empty shards
+    afterwards. Raises ConfigError if the pretrained weights lack a parameter or have it in another shape.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}  # from meta to real: a tied parameter is made once
+    made: dict[nn.Parameter, nn.Parameter] = {}  # meta -> real: a tied parameter is made once
     missing: list[Problem] = []
     named = root.named_parameters(remove_duplicate=False) if base_dtype else ()
     base = {parameter for name, parameter in named if name in spec.unsaved}
     for unit in units(root, spec.blocks):
-        whole: dict[nn.Parameter, nn.Parameter] = {}  # those of this unit, from meta to the value
+        whole: dict[nn.Parameter, nn.Parameter] = {}  # parameters of this unit, meta -> value
         for name, module in unit:
             _allocate(name, module, spec, made, whole, missing)
         for name, module in unit:
@@ -92,7 +92,7 @@ def _filled(name: str, meta: nn.Parameter, spec: ModelSpec, missing: list[Proble
         missing.append(Problem(f"{spec.name}: {name}", f"shape {tuple(value.shape)}", f"{tuple(meta.shape)}"))
         value = None
     dtype = meta.dtype if meta.dtype.is_floating_point else torch.float32
-    # what is pretrained stays mapped from its file until it is known how much of it this process keeps
+    # a pretrained value stays mapped from its file until it is known which part this process keeps
     data = torch.empty(meta.shape, dtype=dtype) if value is None else value
     parameter = nn.Parameter(data, requires_grad=meta.requires_grad)
     # transformers' initialisers leave a tensor with this mark alone
@@ -101,16 +101,16 @@ def _filled(name: str, meta: nn.Parameter, spec: ModelSpec, missing: list[Proble
 
 
 def _own(value: nn.Parameter, meta: nn.Parameter, storage: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """What this process keeps of a value; of a DTensor the shard that its placements give it."""
+    """Return the parameter that this process keeps: of a DTensor, the shard that its placements give it."""
     if isinstance(meta, DTensor):
-        # `from_local` would move what is offloaded to the mesh's device
+        # `from_local` would move offloaded parameters to the mesh's device
         kept: torch.Tensor = torch.empty_like(meta.detach(), dtype=dtype, device=storage)
         cast(DTensor, kept).to_local().copy_(own_shard(value.detach(), meta))
         parameter = nn.Parameter(kept, requires_grad=value.requires_grad)
     else:
         parameter = value
         parameter.data = value.data.to(storage, dtype)
-    # a tied parameter keeps its first module's values: by its second it may be an empty shard
+    # a tied parameter keeps its first module's values: at the second, it may be an empty shard
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     return parameter
 
@@ -126,7 +126,7 @@ def _buffer(name: str, meta: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
 def _fill_untouched(
     name: str, module: nn.Module, key: str, old: Any, version: int, spec: ModelSpec, missing: list[Problem]
 ) -> None:
-    """What the family's initialisation has not written holds nothing yet: it gets what the constructor gives it."""
+    """Fill a tensor that the family's initialisation did not write with the constructor's value of it."""
     tensor = {**module._parameters, **module._buffers}.get(key)
     if tensor is not old or tensor._version != version or getattr(tensor, "_is_hf_initialized", False):
         return

@@ -1,4 +1,4 @@
-"""An own `nn.Module` as a `ModelSpec`: a callable that builds it, and a pattern of its blocks."""
+"""A user's `nn.Module` as a `ModelSpec`: a callable that builds it, and a pattern of its blocks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from trainer.models.python_state import snapshot
 from trainer.models.spec import ModelSpec, NoWeights
 
 LARGEST_BUILT = 1_000_000_000
-"""Parameters of a module that each process builds on the host, to take the values that its constructor gives."""
+"""The most parameters of a module that each process builds on the host, to take its constructor's values."""
 
 UNUSED = {"_is_hf_initialized", "_no_reinit", "_no_weight_decay"}
 """Attributes of parameters that transformers' own initialisation sets, and no forward pass reads."""
 
 
 class _Built:
-    """The values that the constructor gives, with a seed; the same in every process."""
+    """The values that the constructor gives with a seed; the same in every process."""
 
     def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
         self._build, self._seed = build, seed
@@ -42,7 +42,7 @@ class _Built:
         return None if value is None else value.detach().clone()
 
     def release(self) -> None:
-        self.__dict__.pop("_values", None)  # made again if anybody asks
+        self.__dict__.pop("_values", None)  # built again at the next read
 
     @cached_property
     def _values(self) -> dict[str, torch.Tensor]:
@@ -52,11 +52,11 @@ class _Built:
 
 
 def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> ModelSpec:
-    """The spec of the module that `build` makes.
+    """Build the spec of the module that `build` makes.
 
-    `blocks` is a dotted pattern, `*` standing for a number: `layers.*`. An `nn.Sequential` has its children without
-    one. Raises ConfigError for what is no module, can't be built on the meta device, or has no such blocks.
-    """
+    `blocks` is a dotted pattern in which `*` stands for a number, such as `layers.*`. Without one,
+    the children of an `nn.Sequential` are its blocks. Raises ConfigError if `build` makes no
+    module, can't run on the meta device, or the module has no such blocks."""
 
     def on_meta() -> nn.Module:
         with torch.device("meta"):
@@ -98,7 +98,7 @@ def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> Mo
 
 
 def _not_kept(name: str, parameter: nn.Parameter) -> Iterator[Problem]:
-    """What of a parameter is lost where an engine makes it anew, in float32, cut to pieces or gathered."""
+    """Yield a problem for each trait of a parameter that is lost when an engine rebuilds, shards or gathers it."""
     kind, hooks = type(parameter), (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
     if not (parameter.is_floating_point() or parameter.is_complex()):
         mend = "Make it a buffer: register_buffer."
@@ -132,10 +132,10 @@ def _blocks(model: nn.Module, pattern: str | None) -> tuple[str, ...]:
 
 
 def _repeated(model: nn.Module) -> tuple[str, ...]:
-    """The blocks that are not named: of a list's members that are alike and no single layers, the kind with the most.
+    """Find the blocks where no pattern is given: the class with the most parameters among members of module lists.
 
-    All of that kind, in all lists, in order; those within another are no blocks. That they run so is tried later.
-    """
+    Only classes that occur twice or more and have children count; all members of the class are
+    blocks, in order, except those inside another. `check_module` tries later if they run so."""
     lists = [(name, inner) for name, inner in model.named_modules() if isinstance(inner, nn.ModuleList | nn.Sequential)]
     kinds: dict[type, dict[str, int]] = {}
     for name, inner in lists:
@@ -150,7 +150,7 @@ def _repeated(model: nn.Module) -> tuple[str, ...]:
 
 
 def _initialise(root: nn.Module, name: str) -> None:
-    """PyTorch's own: a module's `reset_parameters`; values that were read are left alone."""
+    """Initialise a module by its own `reset_parameters`, unless all its values were read."""
     module = root.get_submodule(name)
     own = [*module._parameters.values(), *module._buffers.values()]
     fresh = [tensor for tensor in own if tensor is not None and not getattr(tensor, "_is_hf_initialized", False)]
@@ -163,19 +163,19 @@ def class_of(model: nn.Module) -> str:
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """What is compared of an architecture: the class, and the shape of each tensor of the state dict."""
+    """Return what is compared of an architecture: the class, and the shape of each tensor of the state dict."""
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     return {"module": class_of(model), "shapes": shapes}
 
 
 def _save_config(model: nn.Module, folder: Any) -> None:
-    """`module.json`: which class it was; its weights are safetensors under the names of its state dict."""
+    """Write `module.json`, the module's class; its weights are safetensors under the names of its state dict."""
     content = {"module": class_of(model)}
     (Path(folder) / "module.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 def running_norms(root: nn.Module) -> dict[str, _NormBase]:
-    """The modules that keep running statistics, by name: batch norms, and instance norms that are told to."""
+    """Return the modules that keep running statistics, by name: batch norms, and instance norms that track them."""
     found = ((name, module) for name, module in root.named_modules() if isinstance(module, _NormBase))
     return {name: module for name, module in found if module.running_mean is not None}
 
@@ -186,11 +186,10 @@ class OwnTask(Protocol):
 
 
 def check_module(spec: ModelSpec, task: OwnTask) -> Findings:
-    """Try the module on a few samples: does it run, do its blocks, what has no gradient, where is it random?
-
-    Raises ConfigError for a loss that is not finite, or whose count depends on what the module makes of the input, and
-    for random numbers that no other layout could replay.
-    """
+    """Try the module on a few samples: does it run, do its blocks, which parameters get no
+    gradient, where is it random?
+    Raises ConfigError for a loss that is not finite, or whose number of targets depends on the
+    module's output, and for random numbers that no other layout could replay."""
     assert spec.trial is not None
     if spec.parameters > LARGEST_BUILT:
         return Findings(notes=(f"{spec.name} is too large to be tried before it is trained",))
@@ -213,7 +212,7 @@ def check_module(spec: ModelSpec, task: OwnTask) -> Findings:
             seen = f"{count} targets where an output of zeros gives {asked}"
             raise ConfigError(Problem(f"loss: {spec.name}", seen, "a count that depends on the target alone"))
         names = [name for name, p in model.named_parameters() if p.requires_grad]
-        model.eval()  # batch norm can't be trained on one sample
+        model.eval()  # batch norm can't train on one sample
         alone = [_with_gradient(model, task, batch)[1] for batch in single]
         anywhere = found.union(*alone)
         never = tuple(dict.fromkeys(pattern_of(name) for name in names if name not in anywhere))
@@ -239,7 +238,7 @@ def _made(spec: ModelSpec) -> nn.Module:
 
 
 def _halves(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Two batches of other rows, of two rows each where there are as many: batch norm can't be trained on one."""
+    """Split a batch into two of two rows each, if it has as many: batch norm can't train on one row."""
     size = max((len(value) for value in batch.values() if value.ndim), default=0)
     first = range(min(2, size)), range(max(0, size - 2), size)
     pick = lambda value, rows: value[list(rows)] if value.ndim and len(value) == size else value  # noqa: E731
@@ -247,7 +246,7 @@ def _halves(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 
 def _with_gradient(model: nn.Module, task: OwnTask, batch: dict[str, torch.Tensor]) -> tuple[float, set[str]]:
-    """The loss of a batch, and the parameters that it gives a gradient."""
+    """Return the loss of a batch, and the names of the parameters that get a gradient from it."""
     model.zero_grad()
     loss = task.loss_sum(model, batch)
     if not loss.requires_grad:

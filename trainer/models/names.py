@@ -11,24 +11,24 @@ SHOWN = 6
 
 
 def pattern_of(name: str) -> str:
-    """The name with each number in it as `*`: what layers and experts have in common."""
+    """Replace each number in a name by `*`, so that layers and experts share one pattern."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def layer_of(name: str) -> str:
-    """Of a part of a layer with an adapter the layer; any other name itself."""
+    """Return the layer around an adapter's part of it (`.base_layer`, `.lora_A.default`, ...); else `name` itself."""
     return re.sub(r"\.(base_layer|lora_[AB]\.\w+)$", "", name)
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
-    """Each further name of a tied parameter -> the name that comes first."""
+    """Map each further name of a tied parameter to its first name."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     named = ((name, first[id(p)]) for name, p in model.named_parameters(remove_duplicate=False))
     return {alias: name for alias, name in named if alias != name}
 
 
 def in_short(names: Collection[str], others: Collection[str]) -> str:
-    """The largest modules, by pattern, whose tensors are among `names` and never among `others`."""
+    """List the largest modules, by pattern, whose tensors are among `names` and never among `others`; at most SHOWN."""
     kept = {pattern_of(name) for name in others}
     shown: dict[str, None] = {}
     for pattern in map(pattern_of, names):

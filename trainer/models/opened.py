@@ -1,4 +1,4 @@
-"""A trained model from its folder, as a module of the user's own kind."""
+"""A trained model, loaded from its folder as a module of the user's own kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPECTED = "runs/NAME/final, or a checkpoint such as runs/NAME/checkpoints/step-
 
 
 def opened(folder: Path, build: Callable[[], nn.Module] | None) -> nn.Module:
-    """The model of `final/` or of a checkpoint, in evaluation mode. Raises ConfigError where there is none."""
+    """Load the model of `final/` or of a checkpoint, in evaluation mode. Raises ConfigError where there is none."""
     if (inner := folder / "model").is_dir():
         folder = inner
     known = [
@@ -49,7 +49,7 @@ def _pretrained(folder: Path, *, adapter: bool) -> nn.Module:
 
 
 def _filled(model: nn.Module, folder: Path, name: str) -> nn.Module:
-    """An own module with the values of the folder. Raises ConfigError where they are another module's."""
+    """Load the folder's values into an own module. Raises ConfigError if they belong to another module."""
     weights, own = SafetensorsFolder(folder), model.state_dict()
     first = aliases_of(model)  # a tied tensor has one name in the files
     stored = {key: weights.read(first.get(key, key)) for key in own} | {

@@ -1,4 +1,4 @@
-"""What Python code keeps beside tensors of the state dict: attributes, closures, defaults, globals, generators."""
+"""The state that Python code keeps outside the state dict: attributes, closures, defaults, globals, generators."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ import torch
 from torch import nn
 
 LIBRARIES = {"torch", "transformers", "torchvision", "numpy", "deepspeed", "accelerate", "peft", "trainer"}
-"""Whose code is not a user's own, beside Python's."""
+"""Packages whose code is not the user's own; Python's own modules are not, either."""
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 KEPT = (*PLAIN, list, tuple, dict, set, FunctionType, type)
-"""Of globals those alone: another object may be anything."""
+"""The types of globals that are looked at: an object of another type may be anything."""
 LONGEST = 1000
-"""Entries of a list that are looked at: a longer one is data."""
+"""The most entries of a list that are looked at: a longer one is data."""
 DEEPEST = 8
 _STREAMS = ("random", "itertools", "numpy.random", "builtins", "collections", "functools", "types")
-"""Where the classes are from that keep a position: generators and iterators."""
+"""The modules whose classes keep a position: generators and iterators."""
 _OF_MODULES = {"training", "_parameters", "_buffers", "_modules"}
 
 
 def is_library(thing: Any) -> bool:
-    """True of code that is Python's, PyTorch's, transformers' or this program's."""
+    """Return True if code belongs to Python, to one of LIBRARIES or to this program."""
     root = str(getattr(thing, "__module__", None) or getattr(thing, "__name__", "builtins")).partition(".")[0]
     return root in LIBRARIES or (root in sys.stdlib_module_names and root != "__main__")
 
 
 def captured(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The values that a function takes from elsewhere: closure, defaults, attributes, and globals that it names."""
+    """Yield what a function takes from elsewhere: closure, defaults, attributes, and globals that it names."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -60,9 +60,9 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def snapshot(model: nn.Module, *beside: tuple[str, Any]) -> dict[str, Any]:
-    """All that a model keeps, by place: tensors as checksums, whatever else can be compared as text.
+    """Return the state that a model keeps, by place: tensors as checksums, everything else comparable as text.
 
-    Own classes' functions are looked at with what they capture, and so is what stands `beside` the model.
+    Functions of the user's classes are included with what they capture, and so are the objects `beside` the model.
     """
     seen: dict[int, Any] = {id(module): module for module in model.modules()}
     found: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def snapshot(model: nn.Module, *beside: tuple[str, Any]) -> dict[str, Any]:
 
 
 def leaves(place: str, value: Any, seen: dict[int, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """The comparable values in a value, each object once; `seen` keeps what was looked at alive."""
+    """Yield the comparable values in a value, each object once; `seen` keeps the objects by id, alive."""
     if (text := plain(value)) is not None:
         yield place, text
     elif id(value) not in seen and depth < DEEPEST:
@@ -127,7 +127,7 @@ def plain(value: Any) -> str | None:
 
 
 def checksum(value: torch.Tensor | np.ndarray) -> str:
-    """Text that is the same for the same values, bit for bit."""
+    """Return text that is the same for the same values, bit for bit."""
     if isinstance(value, torch.Tensor):
         kind = f"{value.dtype}, {list(value.shape)}"
         if value.is_meta or value.layout != torch.strided:

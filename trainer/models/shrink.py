@@ -1,8 +1,8 @@
-"""The numbers of an architecture made small, so that what stood in a relation still does.
+"""Shrink the numbers of an architecture so that they keep their relations to one another.
 
-Head counts shrink by one factor, head sizes by another, and every width by their product: hidden = heads x head size,
-expand x hidden = state-space heads x their size, rotary sizes and parts of heads all stay what they were to one
-another. Numbers are known by their names, which the families share far more than their code.
+Head counts shrink by one factor, head sizes by another, and widths by the product: hidden = heads x
+head size, expand x hidden = state-space heads x their size, and rotary sizes keep their share of a
+head. A number's role is known by its name: the families share names far more than code.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 VOCABULARY = 97
 HIDDEN = 32
-"""About how wide the copy is."""
+"""The approximate width of the copy."""
 _WINDOW, _EXPERTS, _GROUPS, _HEADS, _HEAD_SIZE, _WIDTH = 8, 4, 2, 4, 8, 8
 
 
 class Sizes(NamedTuple):
-    """The largest numbers of a copy that its rows of tokens depend on."""
+    """The limits of a copy's vocabulary and positions, on which its rows of tokens depend."""
 
     vocabulary: int = VOCABULARY
     positions: int = 64
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
 SIZES = Sizes()
 
 
-# the first pattern that is found in an attribute's name says what its number is
+# the first pattern found in an attribute's name gives the role of its number
 _ROLES: tuple[tuple[str, str], ...] = (
     ("kept", r"nextn|mtp|_id$|_ids$|kernel|conv_L|seed|chunk_size_feed|image|patch|pattern$|original_max|^group_"),
     ("first", r"first_k_dense|dense_layers|max_window_layers|layer_start_index"),
@@ -54,31 +54,31 @@ _OF_LAYERS = ("first", "last index", "last", "layers")
 
 @dataclass(frozen=True)
 class Scale:
-    """What numbers are multiplied by."""
+    """The factors by which the numbers of a config shrink."""
 
     heads: dict[int, int]
-    """From the counts of query and key-value heads to those of the copy."""
+    """Numbers of query and key-value heads -> those of the copy."""
     head_size: int
-    """What sizes of heads are divided by."""
+    """The divisor of head sizes."""
     width: Fraction
-    """What widths are multiplied by."""
+    """The factor of widths."""
     hidden: int
-    """The hidden size itself, of which others are multiples and parts."""
+    """The hidden size, of which other widths are multiples or parts."""
     split: int
-    """Whether a number is a multiple of this stays as it is: tensor parallel ranks."""
+    """The number of tensor parallel ranks: a number stays a multiple of it, or stays none."""
 
 
 KEPT = Scale({}, 1, Fraction(1), 0, 1)
-"""Every number stays, but those that count layers."""
+"""The scale under which every number stays as it is, except those that count layers."""
 
 
 def scale_of(config: Any, split: int, *, head_sizes: bool) -> Scale:
-    """The scale of an architecture; with its `head_sizes` kept where they may not shrink."""
+    """Compute the scale of an architecture; `head_sizes` says if the sizes of heads may shrink."""
     text = _text(config)
     numbers = dict(_numbers(text))
     hidden = _first(text, "hidden_size", "d_model", "n_embd", "embedding_dim", "emb_dim") or 1
     heads = _first(text, "num_attention_heads", "decoder_attention_heads", "num_heads", "mamba_num_heads") or 0
-    if not heads:  # no attention at all
+    if not heads:  # no attention
         return Scale({}, 1, Fraction(min(HIDDEN, hidden), hidden), hidden, split)
     kv = _first(text, "num_key_value_heads", "num_kv_heads", "kv_n_heads") or heads
     size = _first(text, "head_dim") or max(1, hidden // heads)
@@ -92,15 +92,15 @@ def scale_of(config: Any, split: int, *, head_sizes: bool) -> Scale:
     while divisor > 1 and not (size // divisor >= _HEAD_SIZE and all(v % (2 * divisor) == 0 for v in sizes)):
         divisor //= 2
     width = Fraction(hidden * many, heads * divisor)
-    if width.denominator != 1 or (hidden != heads * size and width % _WIDTH):  # nothing ties it to the heads
+    if width.denominator != 1 or (hidden != heads * size and width % _WIDTH):  # nothing ties the width to the heads
         width = Fraction(_nearest(width, hidden, split))
     return Scale({heads: many, kv: few}, divisor, width / hidden, hidden, split)
 
 
 def shrink(config: Any, scale: Scale | None, keep: Sequence[int], layers: int, sizes: Sizes = SIZES) -> Any:
-    """A copy of the config with the layers `keep` of `layers`, every number by its role; widths only with a `scale`.
+    """Copy the config with the layers `keep` of `layers`, each number by its role; widths shrink only with a `scale`.
 
-    `layers` is 0 where it is not known which of its numbers counts the blocks.
+    `layers` is 0 if it is unknown which number counts the blocks.
     """
     small = copy.deepcopy(config)
     _shrink(small, scale, keep, layers, sizes)
@@ -111,7 +111,7 @@ def _shrink(config: Any, scale: Scale | None, keep: Sequence[int], layers: int, 
     overrides = config.to_dict().get("per_layer_config") if "_heterogeneity_spec" in vars(config) else None
     config.__dict__.pop("_heterogeneity_spec", None)
     for name, value in list(vars(config).items()):
-        if hasattr(value, "to_dict"):  # a part of it: with heads of its own it is a model of its own
+        if hasattr(value, "to_dict"):  # a part of the config: with heads of its own, it is a model of its own
             own = scale not in (None, KEPT) and _first(value, "num_attention_heads") and value is not _text(config)
             inner = scale_of(value, scale.split, head_sizes=scale.head_size > 1) if own and scale else scale
             count = _first(value, "num_hidden_layers") or layers
@@ -164,7 +164,7 @@ def _number(name: str, value: int, scale: Scale | None, keep: Sequence[int], lay
         return 0
     if role == "layers":
         return len(keep) if value == layers else min(value, 2 if layers else len(keep))
-    if role == "every":  # what happens at every so many blocks happens in the copy, too: RWKV divides weights
+    if role == "every":  # what happens every few blocks happens in the copy, too: RWKV divides weights
         return min(value, 1)
     if role in ("first", "last index", "last"):
         end = sum(index <= value for index in keep) - 1
@@ -186,7 +186,7 @@ def _number(name: str, value: int, scale: Scale | None, keep: Sequence[int], lay
 
 
 def _other_heads(value: int, scale: Scale) -> int:
-    """Heads of another kind: by the same factor if that leaves whole ones, else few, in groups of key-value heads."""
+    """Shrink a head count that `scale` does not list: by its factor if that gives whole heads, else to a few."""
     many, few = (max(scale.heads), min(scale.heads)) if scale.heads else (1, 1)
     exact = Fraction(value * scale.heads.get(many, 1), many)
     if scale.heads and exact.denominator == 1:
@@ -202,7 +202,7 @@ def _role(name: str) -> str:
 
 
 def _count(least: int, value: int, split: int) -> int:
-    """The smallest number from `least` on that is, or is not, a multiple of `split` as `value` is."""
+    """Return the smallest number from `least` on that is, or is not, a multiple of `split` as `value` is."""
     return next(n for n in range(least, value + 1) if n == value or (n % split == 0) == (value % split == 0))
 
 
@@ -211,7 +211,7 @@ def _fits(n: int, few: int, heads: int, split: int) -> bool:
 
 
 def _nearest(exact: Fraction, value: int, split: int) -> int:
-    """A width near `exact`, of a size that kernels take, and a multiple of `split` where `value` is."""
+    """Return a width near `exact`, of a size that kernels take, and a multiple of `split` if `value` is."""
     rounded = max(_WIDTH, round(exact / _WIDTH) * _WIDTH)
     if split > 1:
         while (rounded % split == 0) != (value % split == 0):
@@ -220,7 +220,7 @@ def _nearest(exact: Fraction, value: int, split: int) -> int:
 
 
 def _rotary(text: Any, size: int) -> Iterator[int]:
-    """How much of each head is turned, where that is a part of it; the halves of it that axes share."""
+    """Yield the rotated sizes of a head where it is rotated in part, halved, since the axes share them."""
     rope = [vars(text).get("rope_parameters"), vars(text)]
     rope += [v for v in rope[0].values() if isinstance(v, dict)] if isinstance(rope[0], dict) else []
     for values in rope:
@@ -242,7 +242,7 @@ def _is_spelled_out(value: Sequence[Any], layers: int) -> bool:
 
 
 def _first(config: Any, *names: str) -> int | None:
-    """The first of these that the config has, under the name that it keeps it by."""
+    """Return the first of these values that the config has, under the name by which it stores it."""
     for name in names:
         value = vars(config).get(getattr(config, "attribute_map", {}).get(name, name))
         if isinstance(value, int) and value:
@@ -251,7 +251,7 @@ def _first(config: Any, *names: str) -> int | None:
 
 
 def _text(config: Any) -> Any:
-    """The part of a config that describes the decoder."""
+    """Return the part of a config that describes the decoder."""
     for name in ("text_config", "decoder", "llm_config", "thinker_config"):
         if hasattr(part := vars(config).get(name), "to_dict"):
             return part

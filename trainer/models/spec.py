@@ -1,4 +1,4 @@
-"""`ModelSpec`: the one view of a model that all engines share, and how its values come to be."""
+"""`ModelSpec`: the one description of a model that all engines share, and how its values are made."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from trainer.distributed.ranks import Ranks
 from trainer.state import WEIGHT, StateTensor, renamed
 
 WHOLE = "whole"
-"""In a tensor plan, beside transformers' words: every rank has all of it, and all of its gradient."""
+"""The word, beside transformers' own, for a tensor plan entry that every rank holds whole, with its whole gradient."""
 
 
 class Weights(Protocol):
-    """Values for parameters, by name; None where there is none and the initial value stands."""
+    """Values of parameters, by name; None where there is none and the initial value stands."""
 
     def read(self, name: str) -> torch.Tensor | None: ...
 
     def release(self) -> None:
-        """The engine is built: what stands in memory alone may go."""
+        """Free the weights held in memory: the engine is built."""
         ...
 
 
 ONE_FILE = 250_000_000
-"""Parameters, 1 GB in float32, up to which an own module's weights are one file."""
+"""The most parameters of an own module whose weights are saved as one file: 1 GB in float32."""
 
 
 class NoWeights:
-    """Training from scratch."""
+    """No pretrained weights: training from scratch."""
 
     def read(self, name: str) -> torch.Tensor | None:
         return None
@@ -42,120 +42,120 @@ class NoWeights:
 
 
 class Tuning(NamedTuple):
-    """What the optimizer does otherwise with a parameter."""
+    """The optimizer settings of one parameter that differ from the rest."""
 
     lr_multiplier: float = 1.0
     weight_decay: float | None = None
-    """None: the optimizer's own."""
+    """The weight decay; None: the optimizer's own."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A small fixed input, on which a copy of the model or a stage of it is tried. On the CPU."""
+    """A small fixed input on the CPU, on which a copy of the model or a stage of it is tried."""
 
     output: Callable[[nn.Module], torch.Tensor]
-    """What the whole model, or its last stage, makes of it."""
+    """Runs the whole model, or its last stage, on the input, and returns the output."""
     hidden: Callable[[nn.Module], torch.Tensor]
-    """The hidden state that another stage gives."""
+    """Runs any other stage on the input, and returns its hidden state."""
     batches: Sequence[dict[str, torch.Tensor]] = ()
-    """All of it as one micro-batch, then each sample as one."""
+    """The input as one micro-batch, then each sample as one."""
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """What only a model of tokens has; of another module all of it is empty."""
+    """Properties of a language model; empty for any other module."""
 
     head_parameters: int = 0
-    """Parameters of the output head's matrix (0 without one)."""
+    """The number of parameters of the output head's matrix (0 without one)."""
     embedding_parameters: int = 0
-    """Parameters of the input table, which takes part in no matrix product (0 when it is also the head)."""
+    """The number of parameters of the input table, which is in no matrix product (0 if it is also the head)."""
     idle_parameters: int = 0
-    """Parameters of experts that a token was not sent to (0 for a dense model)."""
+    """The number of parameters of experts that a token is not routed to (0 for a dense model)."""
     vocabulary: int = 0
     hidden_size: int | None = None
     layers: int = 0
     attention_width: int = 0
-    """Heads x head size: what the attention products are wide."""
+    """The width of the attention products: heads x head size."""
     heads: int = 0
     kv_heads: int = 0
     tensor_plan: dict[str, str] = field(default_factory=dict)
-    """Modules and parameters of the blocks that tensor parallelism splits -> how, by transformers' name for it."""
+    """Names of modules and parameters in blocks that tensor parallelism splits -> transformers' word for how."""
     plain_head: bool = False
-    """True when the logits are the head's product with the last hidden state and nothing else."""
+    """True if the logits are the head's product with the last hidden state and nothing else."""
     own_loss: bool = False
-    """True when its own `forward(labels=...)` adds to the token losses: a router's, by `output_router_logits`."""
+    """True if its own `forward(labels=...)` adds a router's loss to the token losses (`output_router_logits`)."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model as embed -> blocks -> head, before a single byte of it is allocated."""
+    """A model as embed -> blocks -> head, before any of it is allocated."""
 
     name: str
-    """What a person calls it: the folder or hub id, or the model type."""
+    """The name shown to the user: the folder or hub id, or the model type."""
     build: Callable[[], nn.Module]
-    """Makes the module on the meta device."""
+    """Builds the module on the meta device."""
     initialise: Callable[[nn.Module, str], None]
     """`initialise(root, module_name)` fills one module's own parameters and buffers with initial values."""
     blocks: tuple[str, ...]
-    """Dotted names of the repeated blocks, in order; empty where the model has none that are known."""
+    """Dotted names of the repeated blocks, in order; empty if none are known."""
     parameters: int
     language: LanguageModel = field(default_factory=LanguageModel)
     tied: dict[str, str] = field(default_factory=dict)
-    """Parameter name -> the name of the parameter that it is one with."""
+    """Parameter name -> the name of the parameter that it is tied to."""
     trial: Trial | None = None
-    """How a module that is no language model is tried; that is tried on tokens."""
+    """The input on which a module that is no language model is tried; language models are tried on tokens."""
     sparse: tuple[str, ...] = ()
-    """Parameters that some rows leave without a gradient, and others not, by name, numbers replaced by `*`."""
+    """Patterns (numbers replaced by `*`) of the names of parameters that only some rows give a gradient."""
     weights: Weights = field(default_factory=NoWeights)
     frozen: Mapping[str, int] = field(default_factory=dict)
-    """Parameters that stay as they are because the config asks for it, by name, with their sizes."""
+    """The sizes of the parameters that the config freezes, by name."""
     tuned: Mapping[str, Tuning] = field(default_factory=dict)
     """Parameters with a learning rate or a weight decay of their own, by name."""
     fresh: frozenset[str] = frozenset()
     """Parameters that pretrained weights need not have: they get initial values."""
     unsaved: frozenset[str] = frozenset()
-    """Tensors that are held as they are and that no checkpoint has: those of the base of an adapter."""
+    """Frozen tensors that no checkpoint holds: those of an adapter's base."""
     notes: tuple[str, ...] = ()
-    """What of the folder or the config is not trained, a line each."""
+    """Notes on what of the folder or the config is not trained, a line each."""
     constructed: Callable[[str], torch.Tensor | None] = lambda name: None
-    """The value that the constructor gives a small parameter or buffer, for what `initialise` leaves alone."""
+    """Returns the constructor's value of a small parameter or buffer that `initialise` does not fill, or None."""
     shrunk: Callable[..., ModelSpec] | None = None
-    """`shrunk(layers=3, split=1)`: a tiny copy of the same architecture with at least so many blocks, to try things on.
+    """`shrunk(layers=3, split=1)` makes a tiny copy of the architecture with at least so many blocks, to try things on.
 
-    What was a multiple of `split` still is; raises ConfigError where no copy runs. Of language models it takes `sizes`.
-    """
+    Numbers that are multiples of `split` stay multiples of it; language models also take `sizes`.
+    Raises ConfigError if no copy runs."""
     shallow: Callable[[int], ModelSpec] | None = None
-    """`shallow(n)`: the same model with its first n blocks alone, without weights; more blocks are more of the same."""
+    """`shallow(n)` is the same model with its first n blocks alone, without weights."""
     lacks: tuple[str, ...] = ()
-    """Of a tiny copy: what the model has and the copy has not, so that the copy proves less."""
+    """Features of the model that this tiny copy lacks, so that a trial on the copy proves less."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The architecture in numbers and words, to be compared."""
+    """The architecture as numbers and words, for comparison."""
     published: Mapping[str, str] = field(default_factory=dict)
-    """Names of tensors, where files have others: ours -> that of the files."""
+    """Our tensor names -> those in files, where they differ."""
     merged: Callable[[Path], ModelSpec] | None = None
-    """Of an adapter, if it is asked for: the model that the base is with the adapter of a folder added into it."""
+    """Returns, if an adapter is to be merged, the spec of the base with a folder's adapter merged into it."""
     revision: str | None = None
-    """Of a name on the hub, where one is asked for."""
+    """The revision asked for of a model on the hub."""
     stem: str = "model"
-    """How the names of its files of weights begin."""
+    """The beginning of the names of its weight files."""
     opens: str = "safetensors"
-    """What opens the folder of a trained one."""
+    """The function or format by which a trained model's folder is opened."""
     save_config: Callable[[Any, torch.dtype | None], None] = lambda folder, dtype: None
-    """Writes config.json, naming the dtype if one is given, and generation_config.json into a folder."""
+    """Writes config.json, with the dtype if one is given, and generation_config.json into a folder."""
 
     @property
     def one_file(self) -> bool:
-        """True where a trained one is to be a single file, whoever held its shards: a small own module."""
+        """True if a trained model is saved as a single file, whichever ranks held its shards: a small own module."""
         return self.opens == "safetensors" and self.parameters <= ONE_FILE
 
 
 def stored(spec: ModelSpec, entries: Sequence[StateTensor]) -> list[StateTensor]:
-    """Of an engine's state tensors those that files have, under the names that they have there."""
+    """Select an engine's state tensors that files hold, under their names in the files."""
     return renamed([entry for entry in entries if entry.name not in spec.unsaved], spec.published)
 
 
 def given_tensors(spec: ModelSpec, ranks: Ranks) -> list[StateTensor]:
-    """The model as its weights have it, without an engine: each rank reads every so many tensors, one at a time."""
+    """Return the model's tensors from its weights, without an engine; each rank reads its share, one at a time."""
     model = spec.build()
     stateful = model.state_dict().keys()
     tensors = {name: t for name, t in (*model.named_parameters(), *model.named_buffers()) if name in stateful}
@@ -169,7 +169,7 @@ def given_tensors(spec: ModelSpec, ranks: Ranks) -> list[StateTensor]:
 
 
 def units(root: nn.Module, blocks: tuple[str, ...]) -> Iterator[list[tuple[str, nn.Module]]]:
-    """The model in units that are materialised one at a time: each block whole, every other module alone.
+    """Split the model into units that are materialised one at a time: each block whole, every other module alone.
 
     Yields the named modules of each unit, children before parents.
     """
@@ -188,9 +188,9 @@ def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Modu
 
 
 def counted_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor]) -> float:
-    """FLOPs of a forward and a backward pass of a loss, counted by PyTorch on the meta device.
+    """Count the FLOPs of a forward and a backward pass of a loss, by PyTorch's counter on the meta device.
 
-    Matrix products, convolutions and attention are counted; `loss(model)` brings its own input there.
+    Matrix products, convolutions and attention are counted; `loss(model)` makes its own input on that device.
     """
     ours = {torch.ops.aten.convolution_backward: _convolution_backward}
     with FlopCounterMode(display=False, custom_mapping=ours) as counter:
@@ -199,18 +199,17 @@ def counted_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor]) ->
 
 
 def _convolution_backward(grad: Any, given: Any, weight: Any, *rest: Any, **_: Any) -> int:
-    """As many for the input and for the weight as forward; PyTorch's own formula takes no heed of groups."""
+    """Count as many FLOPs for the input and for the weight as forward; PyTorch's own formula ignores groups."""
     transposed, wanted = rest[4], rest[7]
     return conv_flop_count(given, weight, grad, transposed) * sum(wanted[:2])
 
 
 def flops_per_token(spec: ModelSpec, sequence: int) -> float:
-    """Training FLOPs per token, `6 N + 6 L H T` (causal half), forward and backward.
+    """Return the training FLOPs per token, forward and backward: `6 N + 6 L H T` (causal half).
 
-    N counts the parameters that take part in a token's matrix products: not the input table, nor experts that it is not
-    sent to, but the head.
-    What is frozen has no gradient of its own: 4 N.
-    H is heads x head size. Source: PaLM, arXiv 2204.02311, appendix B, halved for the causal mask.
+    N counts the parameters in a token's matrix products: with the head, but without the input table
+    and the experts that it is not routed to. Frozen ones have no weight gradient: 4 N. H is heads x
+    head size. Source: PaLM, arXiv 2204.02311, appendix B, halved for the causal mask.
     """
     matrix = spec.parameters - spec.language.embedding_parameters - spec.language.idle_parameters
     learned = min(matrix, spec.parameters - sum(spec.frozen.values()))

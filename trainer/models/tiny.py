@@ -1,4 +1,4 @@
-"""A tiny copy of an architecture that is still the architecture: its kinds of blocks, in its transitions."""
+"""A tiny copy of an architecture that keeps its kinds of blocks and the transitions between them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from trainer.models.shrink import SIZES, Sizes, scale_of, shrink
 from trainer.models.spec import ModelSpec
 
 LARGEST = 64_000_000
-"""Parameters that a copy may have."""
+"""The most parameters that a copy may have."""
 
 Kind = frozenset[str]
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What a model is made of, sizes and numbers of layers and experts left out."""
+    """The structure of a model, without sizes and without the numbers of layers and experts."""
 
     blocks: tuple[Kind, ...]
     around: Kind
-    """What is no part of a block."""
+    """Modules that are not part of a block."""
     names: tuple[str, ...] = field(compare=False)
 
     def lacks(self, copy: Structure) -> Iterator[str]:
-        """What is here and not in `copy`, for a person."""
+        """Yield each feature of this structure that `copy` does not have, for the user."""
         there, steps = set(copy.blocks), set(pairwise(copy.blocks))
         yield from sorted(f"{part.split(':')[0]} outside the blocks" for part in self.around - copy.around)
         for kind in dict.fromkeys(kind for kind in self.blocks if kind not in there):
@@ -43,7 +43,7 @@ class Structure:
 
 
 def structure_of(model: nn.Module, blocks: Sequence[str]) -> Structure:
-    """Read from the modules themselves: classes, parameters, flags and words of each block, which ones are shared."""
+    """Read the structure from the modules: classes, parameters, flags and words of each block, and which are shared."""
     owners = {id(parameter): name for name, parameter in model.named_parameters()}
     inside = tuple(f"{block}." for block in blocks)
     around = frozenset(
@@ -81,10 +81,10 @@ def tiny(
     split: int,
     sizes: Sizes = SIZES,
 ) -> tuple[ModelSpec, tuple[str, ...]]:
-    """A copy of `full` with at least `layers` of its `blocks`, where it has them, and what the copy lacks.
+    """Make a copy of `full` with at least `layers` of its `blocks`, if it has as many, and list what the copy lacks.
 
-    Numbers are multiples of `split` where the model's are. The copy runs, and is as small as that lets it be.
-    Raises what the last try raised, if none of them runs.
+    Numbers that are multiples of `split` stay so. The copy runs, and is as small as that allows.
+    Raises the last attempt's error if no copy runs.
     """
     whole, count = structure_of(full, blocks), len(blocks)
     best: tuple[ModelSpec, tuple[str, ...]] | None = None
@@ -123,7 +123,7 @@ def _run(spec: ModelSpec) -> None:
 
 
 def _choices(kinds: Sequence[Kind], layers: int) -> Iterator[Sequence[int]]:
-    """Which layers to keep: those that make all transitions, wherever they stand; else ever more of the first ones."""
+    """Yield choices of layers to keep: first those that make all transitions, then ever more of the first layers."""
     if not kinds:
         yield range(layers)
         return

@@ -14,11 +14,11 @@ from trainer.models.spec import ModelSpec, Tuning
 
 
 def tuned(spec: ModelSpec, groups: Sequence[ParameterGroup], *, copied: bool = False) -> ModelSpec:
-    """The spec with what each group says of the parameters that learn and match one of its patterns, as of `fnmatch`.
+    """Return the spec with each group's settings for the trainable parameters that match its patterns (`fnmatch`).
 
-    The first group that matches counts; of a tied parameter any of its names will do. Raises ConfigError for a pattern
-    that matches nothing and a group that nothing is left for, unless the spec is that of a smaller model `copied` from
-    the one that is meant.
+    The first group that matches counts; a tied parameter matches by any of its names. Raises
+    ConfigError for a pattern that matches nothing and for a group that has nothing left, unless the
+    spec is that of a smaller model, `copied` from the one the patterns were written for.
     """
     if not groups:
         return spec
@@ -48,7 +48,7 @@ def tuned(spec: ModelSpec, groups: Sequence[ParameterGroup], *, copied: bool = F
 def _copies(
     shrunk: Callable[..., ModelSpec], found: Mapping[str, Tuning], blocks: Sequence[str]
 ) -> Callable[..., ModelSpec]:
-    """The tiny copies, of which each block has what the block of the model has that it stands for."""
+    """Make tiny copies in which each block has the settings of the model's block that it stands for."""
     kinds = [
         frozenset((name.removeprefix(f"{block}."), own) for name, own in found.items() if name.startswith(f"{block}."))
         for block in blocks

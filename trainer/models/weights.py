@@ -16,7 +16,7 @@ from trainer.errors import ConfigError, Problem, named_line
 from trainer.storage import REFUSED_PICKLE, parse_json, read_file
 
 SAMPLED = 1024
-"""Values of a tensor's beginning, middle and end that its fingerprint takes in."""
+"""The number of values at the beginning, middle and end of a tensor that its fingerprint covers."""
 
 
 class SafetensorsFolder:
@@ -50,7 +50,7 @@ class SafetensorsFolder:
 
 
 class StateDict:
-    """Values from a whole model in memory: for weights whose names are not the model's own."""
+    """Values of a whole model in memory: for weights whose names differ from the model's own."""
 
     def __init__(self, values: dict[str, torch.Tensor]) -> None:
         self._values = values
@@ -63,10 +63,9 @@ class StateDict:
 
 
 def fingerprint(weights: Any, names: Iterable[str]) -> str:
-    """SHA-256 of the names, shapes and dtypes, and of the first, middle and last SAMPLED values of each tensor.
-
-    It tells one base from another without reading all of it; that a value between was changed by hand it does not see.
-    """
+    """Return the SHA-256 of the names, shapes and dtypes, and of the first, middle and last SAMPLED
+    values of each tensor.
+    It distinguishes bases without reading them whole; it misses a single value changed by hand in between."""
     digest = hashlib.sha256()
     for name in names:
         value = weights.read(name)
@@ -81,18 +80,18 @@ def fingerprint(weights: Any, names: Iterable[str]) -> str:
 
 
 def names_in(folder: Path) -> set[str]:
-    """Of all tensors in a folder's safetensors; empty where it has none."""
+    """Return the names of all tensors in a folder's safetensors; empty if it has none."""
     return SafetensorsFolder(folder).names() if any(folder.glob("model.safetensors*")) else set()
 
 
 def open_weights(
     folder: Path, needed: set[str], load_whole: Callable[[], dict[str, torch.Tensor]]
 ) -> SafetensorsFolder | StateDict:
-    """Weights of `folder` for the parameters `needed`.
+    """Open the weights of `folder` for the parameters `needed`.
 
-    Reads slice by slice when the files hold those very names; otherwise (old names, `.bin` files, merged
-    experts) transformers itself converts them, which holds the model whole on every rank.
-    Raises ConfigError when the folder has no weights.
+    Reads tensor by tensor if the files hold those very names; otherwise (old names, `.bin` files,
+    merged experts) transformers converts them, which holds the whole model in memory on every rank.
+    Raises ConfigError if the folder has no weights.
     """
     if (folder / "model.safetensors.index.json").is_file() or (folder / "model.safetensors").is_file():
         direct = SafetensorsFolder(folder)
