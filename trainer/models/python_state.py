@@ -90,7 +90,7 @@ def leaves(place: str, value: Any, seen: dict[int, Any], depth: int = 0) -> Iter
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value holds, with its place in it."""
+    """Yield the parts that a value holds, each with its place in it."""
     kind = type(value)
     if isinstance(value, Mapping):
         yield from ((f"[{key!r:.40}]", part) for key, part in list(value.items())[:LONGEST])
@@ -118,7 +118,7 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def plain(value: Any) -> str | None:
-    """A tensor, an array, a generator, a number or a text in words; None of what has parts."""
+    """Return a tensor, array, generator, number or string as text; None for a value that has parts."""
     if isinstance(value, torch.Generator):
         value = value.get_state()
     if isinstance(value, (torch.Tensor, np.ndarray)):
