@@ -15,26 +15,26 @@ class Device:
 
     name: str
     memory: float
-    """As CUDA reports it, not as it is sold."""
+    """Device memory as CUDA reports it, which is less than the advertised size."""
     peak: float
     """Dense 16-bit FLOP/s; float32 is counted as half of it on tensor cores (TF32)."""
     bandwidth: float
-    """Of its memory."""
+    """Bandwidth of the device's memory."""
     link: float
-    """To the other devices of its node, one way."""
+    """Bandwidth to the other devices of its node, one way."""
     network: float = 50e9
-    """To other nodes, one way, each device: 400 Gb/s unless it is known."""
+    """Bandwidth to other nodes, one way, for each device: 400 Gb/s unless another is given."""
     latency: float = 20e-6
-    """Seconds that a message takes beside its bytes: no data sheet says it, NCCL's are about so long."""
+    """Seconds that a message takes beside its bytes, about NCCL's; data sheets don't give it."""
 
     def rate(self, precision: str) -> float:
-        """FLOP/s to count with."""
+        """Return the FLOP/s to count with for a precision."""
         return self.peak / 2 if precision == "float32" else self.peak
 
 
 GIB = 2**30
 RESERVED = 2 * GIB
-"""What is left free beside tensors: the CUDA context, the libraries' workspaces and NCCL's buffers take 1 to 2 GiB."""
+"""Bytes left free beside tensors: the CUDA context, libraries' workspaces and NCCL's buffers take 1 to 2 GiB."""
 
 DEVICES = {
     device.name: device
@@ -61,21 +61,21 @@ DEVICES = {
 NUMBERS = ("memory", "peak", "bandwidth", "link", "network", "latency")
 NEEDED = NUMBERS[:4]
 UNITS = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "": 0}
-"""The power of a thousand, or with an `i` behind of 1024: 80GB, 74.5GiB."""
+"""The power of 1000 of each prefix, or of 1024 if an `i` follows: 80GB, 74.5GiB."""
 LARGE = re.compile(r"(\d+(?:\.\d*)?) ?([kmgtp]?)(i?)([a-z/]*)", re.IGNORECASE)
 SHORT = re.compile(r"(\d+(?:\.\d*)?) ?(m|u|)s")
 SUFFIXES = {"memory": ("", "B", "b"), "peak": ("", "FLOPS", "flops", "FLOP/s", "flop/s")}
-"""Of the numbers; of the rest bytes a second, to be told from the bits a second that networks are sold in."""
+"""The accepted units of some numbers; RATES holds for the others: bytes/s, as networks are sold in bits/s."""
 RATES = ("", "B/s", "B")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes with as many devices each, of one kind."""
+    """Nodes with the same number of devices each, of one kind."""
 
     nodes: int
     devices: int
-    """In each node."""
+    """The number of devices in each node."""
     device: Device
 
     @property
@@ -84,7 +84,7 @@ class Cluster:
 
 
 def device_named(name: str, memory: float = 0) -> Device | None:
-    """The device of the table that is called, say, `NVIDIA H100 80GB HBM3`, the nearest to so many bytes of memory."""
+    """Return the device in the table with this CUDA name (`NVIDIA H100 80GB HBM3`) and the nearest memory, in bytes."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     known = {key: device for key, device in DEVICES.items() if words.issuperset(key.split("-")[:-1])}
     narrowest = max((len(key.split("-")) for key in known), default=0)
@@ -93,10 +93,9 @@ def device_named(name: str, memory: float = 0) -> Device | None:
 
 
 def device_of(text: str) -> Device:
-    """A device by its name, or by numbers: `memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s,latency=20us`.
-
-    Raises ConfigError for another.
-    """
+    """Return a device by name, or from numbers:
+    `memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s,latency=20us`.
+    Raises ConfigError for any other text."""
     if text in DEVICES:
         return DEVICES[text]
     found = {}
@@ -116,12 +115,12 @@ def device_of(text: str) -> Device:
 
 
 def described(device: Device) -> str:
-    """The numbers from which `device_of` makes such a device."""
+    """Return the numbers from which `device_of` makes this device."""
     return ",".join(f"{name}={getattr(device, name):.0f}" for name in NUMBERS[:-1]) + f",latency={device.latency:.9f}s"
 
 
 def _number(text: str, suffixes: Sequence[str]) -> float | None:
-    """None for what is none above zero, with one of the suffixes."""
+    """Parse a number above zero with one of the suffixes; None for any other text."""
     found = LARGE.fullmatch(text)
     if found is None or found[4] not in suffixes or not float(found[1]):
         return None

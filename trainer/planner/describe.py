@@ -9,11 +9,11 @@ from trainer.planner.cluster import GIB, RESERVED
 from trainer.planner.plan import Plan, Role, Sent, offloaded
 
 LEAST_SHOWN = 1e-3
-"""Kinds and messages below this share of the whole are added up."""
+"""The share of the whole below which kinds of memory and messages are not shown."""
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    """What a person wants to know, in the order in which it is asked."""
+    """Yield the report on a plan: model, layout, memory, largest consumers, traffic and time."""
     layout, cluster = plan.subject.layout, plan.cluster
     where = f"{cluster.nodes} x {cluster.devices} {cluster.device.name}"
     spec = plan.subject.spec
@@ -34,7 +34,7 @@ def lines(plan: Plan) -> Iterator[str]:
 
 
 def verdict(plan: Plan) -> str:
-    """Whether it fits, and by how much."""
+    """Return a sentence that says if the plan fits its devices, and by how much."""
     spare = plan.room - plan.needed
     device = plan.cluster.device
     what = f"{gib(plan.needed)} of tensors on the fullest device, of {gib(plan.room)}"
@@ -54,7 +54,7 @@ def _kinds(plan: Plan) -> Iterator[str]:
 
 
 def _host(plan: Plan) -> str:
-    """What each process takes of its node's memory."""
+    """Return the line on the memory that each process takes on its node's host."""
     told = f"{gib(plan.loaded)} a process while the model is loaded, {gib(plan.copied)} for a save in the background"
     return told + (f", {gib(plan.on_host)} offloaded" if plan.on_host else "")
 
@@ -70,7 +70,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
 
 
 def said(sent: Sent) -> str:
-    """33 x all-reduce along replicate, 8 ranks, between nodes"""
+    """Describe messages in a line: 33 x all-reduce along replicate, 8 ranks, between nodes."""
     along = " x ".join(sent.axes)
     return f"{sent.count:,.0f} x {sent.name} along {along}, {sent.ranks} ranks, " + (
         "inside a node" if sent.inside else "between nodes"
@@ -96,7 +96,7 @@ def _time(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan for programs. Bytes and seconds."""
+    """Return the plan as JSON values, in bytes and seconds."""
     peak = plan.fullest.peak
     return {
         "layout": plan.subject.layout.describe(),

@@ -1,7 +1,7 @@
-"""What lives in memory, tensor by tensor, over a run of real or fake tensors: a line for each storage.
+"""A record of the memory that a run takes, on real or fake tensors: an entry for each storage, made or freed.
 
-Storages count, not tensors: views are free, and what several names refer to counts once. Sizes are what was asked
-for; what an allocator rounds up is `rounded`. What a kernel takes inside itself is not seen.
+Storages count, not tensors: views are free, and a storage with several names counts once. Sizes are as
+requested; `rounded` is what an allocator makes of them. Memory that a kernel takes inside itself is not seen.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch.utils._pytree import tree_leaves
 from trainer.tasks.task import bare_name
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "temporaries", "data")
-"""What memory is for. `communication`: what collectives send from and receive into, gathered weights among it."""
+"""The purposes of memory. `communication`: what collectives send from and receive into, gathered weights too."""
 BLOCK = 512
 """Bytes that PyTorch's CUDA allocator rounds a tensor up to (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
 BUILD, SAVE = "build", "save"
-"""The phases in which what is made is no activation."""
+"""The phases in which new tensors are never activations."""
 PLACES = {
     "_fsdp_collectives.py": "communication",
     "_fsdp_param.py": "communication",
@@ -42,24 +42,24 @@ PLACES = {
     "replicas_by_buckets.py": "communication",
     "partitions_at_once.py": "communication",
 }
-"""Files whose functions make tensors to send them, of FSDP2 and DeepSpeed."""
+"""Files of FSDP2 and DeepSpeed whose functions make tensors to communicate."""
 KEPT = {
     ("stage_1_and_2.py", "zeros"): "optimizer",
     ("stage_1_and_2.py", "full"): "optimizer",
     ("stage3.py", "zeros"): "gradients",
 }
-"""What DeepSpeed's ZeRO makes on the optimizer's device, by file and operator: gradients and copies that it keeps."""
+"""Gradients and copies that DeepSpeed's ZeRO keeps on the optimizer's device, by file and operator."""
 
 
 @dataclass(eq=False, slots=True)
 class Allocation:
-    """One storage, from when it was made to when it was freed, in ticks of the ledger."""
+    """One storage, from its allocation to its release, in ticks of the ledger."""
 
     size: int
     """Bytes."""
     kind: str
     module: str
-    """The module whose forward pass made it, by its dotted name; empty outside of one."""
+    """The dotted name of the module whose forward pass made it; empty outside of any."""
     operator: str
     born: int
     died: int | None = None
@@ -72,14 +72,14 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment of a phase, or of all."""
+    """The moment of a phase, or of the whole run, with the most memory in use."""
 
     phase: str
     size: int
     """Bytes."""
     by_kind: dict[str, int]
     by_consumer: dict[str, int]
-    """Bytes of each kind of each module, blocks counted together."""
+    """Bytes by kind and module, blocks counted together."""
     rounding: int
     """Bytes that an allocator's rounding adds."""
 
@@ -91,15 +91,15 @@ class Peak:
 
 @dataclass(eq=False)
 class Ledger(TorchDispatchMode):
-    """Writes down each storage that is made and freed while it is entered.
+    """A dispatch mode that records each storage made and freed while it is entered.
 
-    `vocabulary`: a floating tensor whose last dimension this is, counts as logits.
+    `vocabulary`: floating-point tensors whose last dimension has this size count as logits.
     """
 
     vocabulary: int = 0
     allocations: list[Allocation] = field(default_factory=list)
     phases: list[tuple[str, int]] = field(default_factory=list)
-    """What began, and when, in order."""
+    """Each phase that began, with its first tick, in order."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -110,11 +110,11 @@ class Ledger(TorchDispatchMode):
         self._refs: dict[int, Any] = {}
 
     def begin(self, phase: str) -> None:
-        """What comes now belongs to `phase`."""
+        """Begin `phase`: what follows belongs to it."""
         self.phases.append((phase, self._tick))
 
     def of(self, tensor: torch.Tensor | None, kind: str, name: str = "") -> None:
-        """Say what a tensor is for; written down here if it was not yet."""
+        """Set the purpose of a tensor; it is recorded now if it was not yet."""
         if tensor is None:
             return
         inner = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -128,7 +128,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Names the forward passes of these, and of what they contain."""
+        """Record the forward passes of these modules, and of those within them, by name."""
         for root in modules:
             self._names |= {module: bare_name(name) for name, module in root.named_modules() if name}
         hooks = nn.modules.module
@@ -142,7 +142,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def open(self) -> Iterator[Ledger]:
-        """Enter it, with what frees and regrows storages behind the dispatcher's back."""
+        """Enter the mode, and record storages that are freed and resized without the dispatcher."""
         plain = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -153,7 +153,7 @@ class Ledger(TorchDispatchMode):
         propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def paused(*arguments: Any, **options: Any) -> Any:
-            with _disable_current_modes():  # DTensor asks fakes of its own for shapes, of the whole tensor
+            with _disable_current_modes():  # DTensor makes fake tensors of its own, of the whole shape
                 return propagate(*arguments, **options)
 
         with (
@@ -167,7 +167,7 @@ class Ledger(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if func is torch.ops.prim.device.default:
-            return _device(args[0])  # asked for twice as often as anything is computed
+            return _device(args[0])  # called twice as often as any computation
         self._tick += 1
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
@@ -209,7 +209,7 @@ class Ledger(TorchDispatchMode):
             self.allocations.append(again)
 
     def _kind_of(self, tensor: torch.Tensor, operator: str) -> str:
-        """Of a tensor that was just made. Forward passes keep the graph on, and so does what is computed again."""
+        """Return the kind of a new tensor. Forward passes, and recomputation, run with gradients enabled."""
         frame: Any = sys._getframe(2)
         for _ in range(12):
             if frame is None:
@@ -231,7 +231,7 @@ class Ledger(TorchDispatchMode):
             self._stack.pop()
 
     def peaks(self) -> list[Peak]:
-        """The fullest moment of each phase, in order; a phase that came several times has its fullest."""
+        """Return the peak of each phase, in order; a phase that occurs several times has its largest."""
         bounds = [(name, start, end) for (name, start), end in zip(self.phases, self._ends(), strict=True)]
         found: dict[str, Peak] = {}
         for name, start, end in bounds:
@@ -261,12 +261,12 @@ class Ledger(TorchDispatchMode):
 
 
 def _device(tensor: torch.Tensor) -> torch.device:
-    """Where it is, or pretends to be: to ask a fake tensor itself is a call through all modes."""
+    """Return the device, or the one it pretends to be on: asking a fake tensor itself goes through all modes."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 def peak_of(phase: str, live: Iterable[Allocation]) -> Peak:
-    """What lives at one moment, added up."""
+    """Add up the storages that live at one moment."""
     kinds: Counter[str] = Counter()
     consumers: Counter[str] = Counter()
     rounding = 0
@@ -278,5 +278,5 @@ def peak_of(phase: str, live: Iterable[Allocation]) -> Peak:
 
 
 def generic(name: str) -> str:
-    """layers.3.mlp -> layers.*.mlp"""
+    """Replace numbers in a dotted name by `*`: layers.3.mlp -> layers.*.mlp."""
     return ".".join("*" if word.isdigit() else word for word in name.split("."))

@@ -1,4 +1,4 @@
-"""What a rank says to others, in the order in which it says it: one line for each collective, send and receive."""
+"""The messages of one rank, in order: an entry for each collective, send and receive."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NAMES: Mapping[str, str] = {
     "recv_": "receive",
     "barrier": "barrier",
 }
-"""Operators of PyTorch that meet others -> the field's name. `size` is of the larger of what goes in and comes out."""
+"""PyTorch's communication operators -> the field's names. `Message.size` is that of the larger of input and output."""
 LIBRARIES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 POINT_TO_POINT = ("send", "receive")
 HERE = Path(__file__).parent
@@ -59,19 +59,19 @@ class Message:
     name: str
     """The field's name: all-reduce, all-gather, ..., send, receive."""
     group: tuple[int, ...]
-    """The ranks that meet; of a send or receive, this rank and its peer."""
+    """The ranks that take part; of a send or receive, this rank and its peer."""
     dtype: torch.dtype | None
     size: int
-    """Bytes of the whole: of what is reduced, or of what is gathered."""
+    """Bytes of the whole tensor that is reduced or gathered."""
     phase: str
     place: str
-    """Where in this package's code, `file:line function`."""
+    """The place in this package's code: `file:line function`."""
     peer: int | None = None
-    """Of a send or receive."""
+    """The other rank of a send or receive."""
 
     @property
     def sent(self) -> float:
-        """Bytes that this rank sends, where it is done in rings (Thakur et al., 2005; NCCL's `busbw`)."""
+        """Bytes that this rank sends if rings are used (Thakur et al., 2005; NCCL's `busbw`)."""
         others = (len(self.group) - 1) / max(1, len(self.group))
         if self.name == "all-reduce":
             return 2 * others * self.size
@@ -80,7 +80,7 @@ class Message:
 
 @dataclass(eq=False)
 class Messages(TorchDispatchMode):
-    """Writes down what a rank says while it is entered."""
+    """A dispatch mode that records a rank's messages while it is entered."""
 
     rank: int = 0
     found: list[Message] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Messages(TorchDispatchMode):
 
 
 def _sides(args: Any, made: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors of each argument, and what comes back."""
+    """Return the tensors of each argument, then those of the output."""
     return [[leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)] for value in args] + [made]
 
 
@@ -123,7 +123,7 @@ def _group(args: Any) -> tuple[int, ...]:
         if isinstance(value, torch.ScriptObject):
             try:
                 return tuple(dist.get_process_group_ranks(ProcessGroup.unbox(value)))
-            except (RuntimeError, TypeError):  # what is reduced how is such an object, too
+            except (RuntimeError, TypeError):  # a reduce operation is such an object, too
                 continue
     for value in reversed(args):
         if isinstance(value, str):
@@ -135,7 +135,7 @@ def _group(args: Any) -> tuple[int, ...]:
 
 
 def place() -> str:
-    """The line of the engine that runs; "" where none does."""
+    """Return the line of this package's code, planner excluded, that is running; empty if none is."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if name := _engines_file(frame.f_code.co_filename):
@@ -146,6 +146,6 @@ def place() -> str:
 
 @cache
 def _engines_file(name: str) -> str | None:
-    """A file of this package as it is shown; None for one of a library, or of the planner."""
+    """Return a file's path in this package; None for a file of a library or of the planner."""
     path = Path(name)
     return str(path.relative_to(PACKAGE.parent)) if path.is_relative_to(PACKAGE) and HERE not in path.parents else None

@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO-3 collectives without a view for each rank: a thousand of them for each parameter took minutes.
+"""DeepSpeed's ZeRO-3 collectives without a view for each rank, whose thousands per parameter took minutes.
 
-As `all_gather_coalesced` (`deepspeed/runtime/zero/partition_parameters.py`) and `reduce_scatter_coalesced`
-(`deepspeed/runtime/comm/coalesced_collectives.py`) have it: the same messages, and tensors of the same sizes.
-"""
+The messages and the sizes of tensors are those of `all_gather_coalesced`
+(`deepspeed/runtime/zero/partition_parameters.py`) and `reduce_scatter_coalesced`
+(`deepspeed/runtime/comm/coalesced_collectives.py`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepspeed.runtime.zero import partition_parameters
 
 
 class GatheredAtOnce(partition_parameters.AllGatherCoalescedHandle):  # type: ignore[misc]
-    """Parameters that are being gathered; `partitions` is the one buffer of all of them."""
+    """The handle of parameters that are being gathered; `partitions` is one buffer for all of them."""
 
     def wait(self, handle_dependency: bool = True) -> None:
         if self.complete:  # type: ignore[has-type]
@@ -31,7 +31,7 @@ class GatheredAtOnce(partition_parameters.AllGatherCoalescedHandle):  # type: ig
 
 
 def gather(params: list[Any], world_size: int, rank: int, group: Any, dtype: torch.dtype) -> GatheredAtOnce:
-    """Stands for `_all_gather_dtype`."""
+    """Replace `_all_gather_dtype`."""
     size = sum(parameter.ds_tensor.ds_numel for parameter in params)
     whole = torch.empty(size * world_size, dtype=dtype, device=params[0].ds_tensor.device)
     own = whole.narrow(0, size * rank, size)
@@ -42,7 +42,7 @@ def gather(params: list[Any], world_size: int, rank: int, group: Any, dtype: tor
 
 @torch.no_grad()
 def reduce_scatter(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
-    """Stands for `reduce_scatter_coalesced`."""
+    """Replace `reduce_scatter_coalesced`."""
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     sizes = [math.ceil(tensor.numel() / world_size) for tensor in tensors]
     whole = tensors[0].view(-1)
@@ -58,13 +58,13 @@ def reduce_scatter(tensors: list[torch.Tensor], group: Any = None) -> list[torch
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Owner, name and value of what a pretended DeepSpeed does by these."""
+    """Yield owner, name and replacement of each function of a simulated DeepSpeed."""
     plain = partition_parameters.Init._convert_to_deepspeed_param
 
     def convert(init: Any, parameter: Any) -> None:
         plain(init, parameter)
         function: Any = parameter.all_gather_coalesced
-        for name in ("func", "_all_gather_coalesced", "_all_gather_dtype"):  # each is a function within the one before
+        for name in ("func", "_all_gather_coalesced", "_all_gather_dtype"):  # each is a closure of the last
             cell = function.__closure__[function.__code__.co_freevars.index(name)]
             function = cell.cell_contents
         cell.cell_contents = gather

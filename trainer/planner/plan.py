@@ -1,7 +1,7 @@
-"""The plan of a run: what each kind of rank takes and sends, and about how long a step takes.
+"""The plan of a run: the memory and messages of each kind of rank, and an estimate of the time of a step.
 
-Ranks of one kind do the same: one is simulated for each place in the pipeline. Where blocks are all alike, a few are
-simulated at two depths, and the rest is a straight line through both; so is the number of micro-batches.
+Ranks of one kind do the same, so one is simulated for each place in the pipeline. If all blocks are alike,
+a few are simulated at two depths and the rest is extrapolated linearly; so is the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -23,65 +23,65 @@ from trainer.planner.roofline import Time, Traffic, time_of
 from trainer.planner.simulate import Subject, Trace, simulate_all
 
 STEADY = "step 2"
-"""The phase that all later steps are like."""
+"""The phase that stands for all later steps."""
 LONG = 4
-"""Pipeline ranks from beyond which fewer of them, and of their micro-batches, are simulated."""
+"""The most pipeline ranks of which all are simulated, and with all their micro-batches."""
 
 Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank sends in a step, of one kind along one set of axes."""
+    """The messages of one kind that one rank sends in a step along one set of axes."""
 
     name: str
-    """all-gather, reduce-scatter, all-reduce, send, ..."""
+    """The collective or message: all-gather, reduce-scatter, all-reduce, send, ..."""
     axes: Axes
-    """Along which the ranks that meet differ."""
+    """The axes along which the ranks of the group differ."""
     ranks: int
-    """That meet."""
+    """The number of ranks in the group."""
     inside: bool
-    """Whether all of them stand in one node."""
+    """True if all of them are in one node."""
     count: float
     size: float
-    """Bytes, in rings."""
+    """Bytes that the rank sends, in rings."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """What all ranks of one kind do."""
+    """The simulated memory and traffic of all ranks of one kind."""
 
     name: str
     rank: int
-    """The one that stands for them."""
+    """The rank that was simulated."""
     peaks: tuple[Peak, ...]
     sent: tuple[Sent, ...]
     copied: float
-    """Bytes on the host that a save in the background copies."""
+    """Bytes on the host that a background save copies."""
 
     def traffic(self, inside: bool) -> Traffic:
-        """Of a step: inside its node, or to others."""
+        """Return the traffic of a step inside the rank's node, or to other nodes."""
         return sum((Traffic(sent.count, sent.size) for sent in self.sent if sent.inside is inside), Traffic())
 
     @property
     def peak(self) -> Peak:
-        """The fullest moment."""
+        """The peak of the phase with the most memory in use."""
         return max(self.peaks, key=lambda peak: peak.size)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take."""
+    """The simulated memory, traffic and time of a run."""
 
     subject: Subject
     cluster: Cluster
     roles: tuple[Role, ...]
     loaded: float
-    """Bytes on the host of each process while it loads the model, at most: of what is whole there at a time."""
+    """The most bytes on the host that each process takes while it loads the model: those of the largest unit."""
 
     @property
     def copied(self) -> float:
-        """Bytes on the host of a process that a save in the background copies."""
+        """Bytes on the host of a process that a background save copies."""
         return max(role.copied for role in self.roles)
 
     @cached_property
@@ -95,13 +95,13 @@ class Plan:
 
     @property
     def needed(self) -> float:
-        """Bytes of tensors on the fullest device, as its allocator rounds them; what is offloaded is on the host."""
+        """Bytes of tensors on the fullest device, as its allocator rounds them, without those offloaded to the host."""
         peak = self.fullest.peak
         return peak.size + peak.rounding - self.on_host
 
     @property
     def on_host(self) -> float:
-        """Of the fullest moment, bytes on the host for each process."""
+        """Bytes that each process has offloaded to the host at the fullest moment."""
         return sum(self.fullest.peak.by_kind.get(kind, 0) for kind in offloaded(self.subject))
 
     @property
@@ -110,17 +110,17 @@ class Plan:
 
     @property
     def step_flops(self) -> float:
-        """FLOPs of a step on all ranks, without what is computed again."""
+        """FLOPs of a step on all ranks, without recomputation."""
         return self.subject.sample.flops * self.subject.layout.train_batch
 
     def traffic(self, inside: bool) -> Traffic:
-        """Of a step, from the rank that takes longest to send it: inside its node, or to others."""
+        """Return the traffic of a step, inside nodes or between them, of the rank that takes longest to send it."""
         device = self.cluster.device
         bandwidth = device.link if inside else device.network
         return max((role.traffic(inside) for role in self.roles), key=lambda t: t.seconds(bandwidth, device.latency))
 
     def on_device(self, kinds: Iterable[str]) -> float:
-        """Of the fullest moment, bytes of these kinds that are not on the host."""
+        """Return the bytes of these kinds that are on the device at the fullest moment."""
         away = offloaded(self.subject)
         return sum(self.fullest.peak.by_kind.get(kind, 0) for kind in kinds if kind not in away)
 
@@ -132,7 +132,7 @@ class Plan:
 
 
 def offloaded(subject: Subject) -> tuple[str, ...]:
-    """The kinds of memory that are on the host: FSDP2 offloads all of a shard, DeepSpeed what it is told to."""
+    """Return the kinds of memory on the host: FSDP2 offloads all of a shard, DeepSpeed as the layout says."""
     layout = subject.layout
     if not layout.offloads:
         return ()
@@ -144,10 +144,10 @@ def offloaded(subject: Subject) -> tuple[str, ...]:
 
 
 def plan_of(make: Callable[[int | None, int], Subject], cluster: Cluster) -> Plan:
-    """Simulate a run.
+    """Simulate a run and build its plan.
 
-    `make(blocks, accumulation)` gives what is simulated: `blocks` of each stage, or all with None, and so many
-    micro-batches. Raises ConfigError for what does not run on fake tensors.
+    `make(blocks, accumulation)` returns a subject to simulate: with `blocks` in each stage, or all if None, and
+    with that many micro-batches. Raises ConfigError for a model or layout that does not run on fake tensors.
     """
     full = make(None, 0)
     layout = full.layout
@@ -171,7 +171,7 @@ def plan_of(make: Callable[[int | None, int], Subject], cluster: Cluster) -> Pla
 
 
 def representatives(layout: Layout) -> list[tuple[str, int]]:
-    """A rank for each kind: the first data and tensor rank, which has the largest shards, of each place."""
+    """Choose a rank for each kind: in each place, the first data and tensor rank, which has the largest shards."""
     last = layout.pipeline - 1
     if last == 0:
         return [("each rank", 0)]
@@ -184,14 +184,14 @@ def representatives(layout: Layout) -> list[tuple[str, int]]:
 
 
 def blocks_held(subject: Subject, model: nn.Module) -> list[int]:
-    """Blocks of each pipeline rank."""
+    """Count the blocks of each pipeline rank."""
     layout, spec = subject.layout, subject.spec
     ranges = block_ranges(model, spec, layout.partition, layout.stages) if spec.blocks else [range(0)]
     return [sum(len(ranges[stage]) for stage in layout.stages_of(place)) for place in range(layout.pipeline)]
 
 
 def loaded_at_once(subject: Subject, model: nn.Module) -> float:
-    """Bytes of the largest unit, as float32; AutoTP divides a model that is there."""
+    """Return the bytes of the largest unit in float32; of the whole model under AutoTP, which splits a loaded one."""
     if subject.engine_name == "deepspeed" and subject.layout.tensor > 1:
         return 4.0 * subject.spec.parameters
     return 4.0 * max(
@@ -201,13 +201,13 @@ def loaded_at_once(subject: Subject, model: nn.Module) -> float:
 
 
 def depths_of(subject: Subject, model: nn.Module, held: Sequence[int]) -> list[int] | None:
-    """Two numbers of blocks a stage to draw the line through; None where all blocks are simulated.
+    """Choose two numbers of blocks per stage to extrapolate from; None if all blocks are simulated.
 
-    All of them are where they differ, and where they are no more than those of both depths.
+    All are simulated if they differ from one another, or if they are no more than the blocks of both depths.
     """
     spec, layout = subject.spec, subject.layout
     step = layout.recompute.every
-    # whole groups of what is computed again together; where FSDP2 gathers ahead, more of them
+    # whole groups of blocks recomputed together; more of them where FSDP2 prefetches
     few, more = (2 * step, step) if layout.pipeline > 1 else (_whole(4, step), _whole(2, step))
     depths = [few, few + more]
     gains = max(held) > sum(depths) * layout.stages_per_rank
@@ -215,12 +215,12 @@ def depths_of(subject: Subject, model: nn.Module, held: Sequence[int]) -> list[i
 
 
 def _whole(least: int, step: int) -> int:
-    """The first multiple of `step` from `least` on."""
+    """Return the first multiple of `step` that is at least `least`."""
     return -(-least // step) * step
 
 
 def alike(spec: ModelSpec, model: nn.Module) -> bool:
-    """Whether all blocks have the same parameters."""
+    """Return True if all blocks have the same parameters."""
     shapes = [
         sorted((name, tuple(p.shape), p.requires_grad) for name, p in model.get_submodule(block).named_parameters())
         for block in spec.blocks
@@ -229,9 +229,9 @@ def alike(spec: ModelSpec, model: nn.Module) -> bool:
 
 
 def micro_batches_of(layout: Layout) -> list[int]:
-    """One or two numbers of micro-batches: enough for a pipeline to be full, or for gradients to be added to.
+    """Choose one or two numbers of micro-batches, enough to fill a pipeline or to accumulate gradients.
 
-    Of a long pipeline one: what comes once for each micro-batch then grows with their number (`_sent`).
+    For a long pipeline one is enough: what occurs once per micro-batch then grows with their number (`_sent`).
     """
     if layout.pipeline == 1:
         enough, more = 2, 3
@@ -246,7 +246,7 @@ Point = tuple[int | None, int]
 
 
 def _peaks(points: Mapping[Point, Trace], goal: tuple[float, int]) -> tuple[Peak, ...]:
-    """Each phase's peak at the goal's depth and micro-batches."""
+    """Extrapolate each phase's peak to the depth and micro-batches in `goal`."""
     found = []
     for peak in next(iter(points.values())).peaks:
         at = {point: trace.peak(peak.phase) for point, trace in points.items()}
@@ -269,7 +269,7 @@ def _sent(points: Mapping[Point, Trace], goal: tuple[float, int], layout: Layout
     for key in dict.fromkeys(key for total in totals.values() for key in total):
         count, size = (_plane({p: total.get(key, (0, 0))[i] for p, total in totals.items()}, goal) for i in (0, 1))
         if len(micros) == 1 and all(total.get(key, (0,))[0] % few == 0 for total in totals.values()):
-            count, size = count * goal[1] / few, size * goal[1] / few  # once, or so often, for each micro-batch
+            count, size = count * goal[1] / few, size * goal[1] / few  # a fixed number of times per micro-batch
         yield Sent(*key, count, size)
 
 
@@ -289,7 +289,7 @@ def _totals(
 
 
 def _plane(values: Mapping[Point, float], goal: tuple[float, int]) -> float:
-    """Straight lines in depth, and between them one in micro-batches."""
+    """Extrapolate linearly, first in depth, then in micro-batches."""
     rows = {}
     for accumulation in dict.fromkeys(a for _, a in values):
         line = {depth: value for (depth, a), value in values.items() if a == accumulation}
@@ -305,7 +305,7 @@ def _straight(values: Mapping[int | None, float] | Mapping[int, float], goal: fl
 
 
 def reduced(subject: Subject, spec: ModelSpec, blocks: int | None, accumulation: int) -> Subject:
-    """A subject with so many blocks a stage and micro-batches, in all else the same."""
+    """Return the subject with another number of blocks per stage and of micro-batches, otherwise the same."""
     layout = subject.layout
     few = accumulation or layout.accumulation
     samples = layout.micro_batch * few * layout.data_ranks

@@ -1,6 +1,6 @@
-"""One rank of a cluster that is not there: PyTorch's fake process group and fake tensors, under the engines' own code.
+"""One rank of a simulated cluster: PyTorch's fake process group and fake tensors, under the engines' own code.
 
-A tensor has a shape, a dtype and a storage's size, and no values. What is read on the host is a one, or True.
+A tensor has a shape, a dtype and a storage size, but no values. A value read on the host is 1 or True.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ aten = torch.ops.aten
 
 
 ONES: dict[tuple[bool, bool], Any] = {(True, False): 1.0, (False, False): 1, (False, True): True}
-"""By whether a dtype is floating, and whether it is bool."""
+"""The value read on the host, by (dtype is floating point, dtype is bool)."""
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
-"""An optimizer that is not offered: DeepSpeed imports it to ask for its class, which takes seconds in each process."""
+"""An unsupported optimizer: DeepSpeed imports it only for its class, which takes seconds in each process."""
 MOST_READS = 20_000
-"""Of truth values, below one line of the engine: who reads more waits in a loop for another value."""
+"""The most truth values read from one line of the engine: more means a loop that waits for another value."""
 
 
 class PretendRanks(Ranks):
-    """One rank, whose peers are all thought to say what it says."""
+    """A group of ranks in which every peer is taken to have the same values as this one."""
 
     def on_host(self) -> Ranks:
         return self
@@ -56,7 +56,7 @@ class PretendRanks(Ranks):
         return lambda: value
 
     def on_first(self, work: Callable[[], T]) -> T:
-        with _disable_current_modes():  # with values, and on nobody's account: what is tried out is on the host
+        with _disable_current_modes():  # with values and unrecorded: trials run on the host
             return work()
 
     def on_each(self, work: Callable[[], T]) -> list[T]:
@@ -67,7 +67,7 @@ class PretendRanks(Ranks):
 
 
 def real(function: Callable[..., T]) -> Callable[..., T]:
-    """`function`, whose tensors have values."""
+    """Wrap `function` so that its tensors have values."""
 
     @functools.wraps(function)
     def run(*arguments: Any, **options: Any) -> T:
@@ -81,9 +81,9 @@ def real(function: Callable[..., T]) -> Callable[..., T]:
 def pretending(
     rank: int, world_size: int, local_world_size: int, *, deepspeed: Callable[[], torch.Tensor] | None = None
 ) -> Iterator[PretendRanks]:
-    """Be rank `rank` of `world_size`, with fake tensors. Raises RuntimeError where a process group is there already.
+    """Act as rank `rank` of `world_size`, with fake tensors. Raises RuntimeError if a process group exists already.
 
-    `deepspeed`, where that is the engine: an empty hidden state, as its pipeline receives it.
+    `deepspeed`, if that is the engine, returns an empty hidden state, as its pipeline receives it.
     """
     if dist.is_initialized():
         raise RuntimeError("a process that is one of several can't pretend to be another")
@@ -110,7 +110,7 @@ def pretending(
 
 
 class _HostReads(TorchDispatchMode):
-    """Gives the host something where it reads a value that a fake tensor has not."""
+    """A dispatch mode that returns a value to the host wherever it reads one from a fake tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,14 +129,14 @@ class _HostReads(TorchDispatchMode):
 
 
 class _NoKernels:
-    """Stands for DeepSpeed's own kernels, which write in place and allocate nothing."""
+    """A stand-in for DeepSpeed's own kernels, which write in place and allocate nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
 
 
 def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tuple[Any, str, Any]]:
-    """What the host decides by values is told them: meshes are real, and objects come back as they were sent."""
+    """Yield replacements for what depends on values: meshes are real, and object collectives return what was sent."""
     for name in ("__init__", "__getitem__", "_flatten", "__hash__", "__eq__"):
         yield DeviceMesh, name, real(getattr(DeviceMesh, name))
     yield DeviceMesh, "mesh", property(real(vars(DeviceMesh)["mesh"].fget))
@@ -157,7 +157,7 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
 
 
 class _TiedTables:
-    """Knows from how the model was cut what a pipeline's ends would tell each other: which tied tables both hold."""
+    """The tied tables that both ends of a pipeline hold, derived from the cut instead of by messages."""
 
     def __init__(self) -> None:
         self._both: set[str] = set()
@@ -193,20 +193,20 @@ def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str
     yield CheckOverflow, "check_using_norm", _never(CheckOverflow.check_using_norm)
     yield OpBuilder, "load", lambda *_, **__: _NoKernels()
     yield type(get_accelerator()), "is_fp16_supported", lambda _: True  # what is planned for is a GPU
-    # a stage is told by the one before what comes
+    # a stage receives the shape of its input from the stage before
     yield PipelineEngine, "_recv_tensor_meta", lambda *_: hidden()
     yield PipelineEngine, "_send_tensor_meta", lambda *_: None
 
 
 def _everywhere(function: Any, other: Any) -> Iterator[tuple[Any, str, Any]]:
-    """`function`, under each name that a module has for it."""
+    """Yield a replacement of `function` under each name by which a module refers to it."""
     for module in list(sys.modules.values()):
         names = [name for name, value in getattr(module, "__dict__", {}).items() if value is function]
         yield from ((module, name, other) for name in names)
 
 
 def _never(function: Callable[..., Any]) -> Callable[..., bool]:
-    """`function`, which asks the others, with the answer no."""
+    """Wrap `function`, which asks the other ranks, so that the answer is always False."""
 
     def answer(*arguments: Any, **options: Any) -> bool:
         function(*arguments, **options)
@@ -216,7 +216,7 @@ def _never(function: Callable[..., Any]) -> Callable[..., bool]:
 
 
 def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` in place: that of PyTorch swaps fake tensors, which it can't where someone refers to them."""
+    """Run `nn.Module._apply` in place: PyTorch's swaps tensors, which fails for fake ones with other references."""
     for inner in module.modules() if recurse else [module]:
         for tensor in (*inner._parameters.values(), *inner._buffers.values()):
             if tensor is not None and (other := function(tensor.detach())) is not tensor:

@@ -1,6 +1,6 @@
-"""What to change of a layout so that it fits, or is faster: which changes to try, and in which order.
+"""Changes to a layout that may make it fit or run faster, and the order in which to try them.
 
-A closed form says what can't fit and what is likely to; what is proposed has been simulated.
+A closed form rules out what can't fit and ranks what is likely to; only simulated layouts are proposed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.planner.plan import Plan
 from trainer.planner.roofline import Traffic, time_of
 
 BLOCK_BYTES = 34
-"""Of activations per hidden value and token of a block, without the attention matrix (arXiv 2205.05198, eq. 1)."""
+"""Bytes of a block's activations per hidden value and token, without the attention matrix (arXiv 2205.05198, eq. 1)."""
 MOST_CHANGES = 3
 PIPELINES = (1, 2, 4, 8, 16)
 OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
@@ -30,21 +30,21 @@ BATCH, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the closed forms are made of, whatever the layout."""
+    """The inputs of the closed forms that do not depend on the layout."""
 
     parameters: int
     learned: int
     blocks: int
     splits: bool
-    """Whether tensor parallelism knows the model."""
+    """True if tensor parallelism supports the model."""
     hidden: int
-    """Values of a hidden state, of a sample."""
+    """The number of values in one sample's hidden state."""
     kept: int
-    """As `Sample.kept`."""
+    """The same as `Sample.kept`."""
     moments: int
-    """Bytes of optimizer state per learned parameter that are certain."""
+    """Bytes of optimizer state per trained parameter, at the least."""
     flops: float
-    """Of a step: forward and backward of all samples."""
+    """FLOPs of a step: forward and backward of all samples."""
 
     @classmethod
     def of(cls, plan: Plan) -> Sizes:
@@ -65,10 +65,10 @@ class Sizes:
 
 
 def candidates(layout: Layout, cluster: Cluster, blocks: int, splits: bool = True) -> Iterator[Layout]:
-    """Layouts of the same global batch on a cluster, `layout` among them where it is one of it.
+    """Yield layouts with the same global batch on a cluster; `layout` itself is among them if it runs there.
 
-    `splits`: whether tensor parallelism knows the model. Its groups stay inside a node. Whether an engine
-    runs them is not asked.
+    `splits`: True if tensor parallelism supports the model; its groups stay inside a node. It is
+    not checked if an engine supports a layout.
     """
     world, stay = cluster.world_size, {layout.tensor}
     tensors = sorted({t for t in (1, 2, 4, 8) if splits and cluster.devices % t == 0} | stay)
@@ -95,7 +95,7 @@ def candidates(layout: Layout, cluster: Cluster, blocks: int, splits: bool = Tru
                         offload_param=param,
                         recompute=recompute,
                     )
-                except ConfigError:  # its schedule has too few micro-batches
+                except ConfigError:  # the schedule needs more micro-batches
                     continue
 
 
@@ -114,10 +114,10 @@ def _shards(layout: Layout, ranks: int, stage: int, inside: int) -> set[int]:
 
 
 def least_bytes(layout: Layout, sizes: Sizes) -> float:
-    """Bytes that the fullest device takes at the least: what is above the device's room can't fit.
+    """Return a lower bound on the bytes of the fullest device; a layout whose bound exceeds its memory can't fit.
 
-    State by ZeRO stage (arXiv 1910.02054, section 3), and of activations each block's input alone, or with nothing
-    recomputed those of its linear layers.
+    State by ZeRO stage (arXiv 1910.02054, section 3); of activations only each block's input, or
+    those of its linear layers if nothing is recomputed.
     """
     each, state = _per_rank(layout), 0.0
     value = 4 if layout.precision == "float32" else 2
@@ -145,15 +145,15 @@ def _per_rank(layout: Layout) -> int:
 
 @dataclass
 class Estimates:
-    """About what a layout takes, in closed form, drawn nearer to each that has been simulated."""
+    """Closed-form estimates of memory and time, corrected by each layout that has been simulated."""
 
     sizes: Sizes
     cluster: Cluster
     factors: dict[str, float] = field(default_factory=dict)
-    """By mode of recomputation: activations as they are, over those of the closed form."""
+    """The ratio of simulated to estimated activations, by mode of recomputation."""
 
     def bytes(self, layout: Layout) -> float:
-        """On the fullest device."""
+        """Estimate the bytes on the fullest device."""
         known = [*self.factors.values(), 1.5]
         return self._state(layout) + self._activations(layout) * self.factors.get(layout.recompute.mode, known[0])
 
@@ -185,7 +185,7 @@ class Estimates:
         return whole + held * (2 * values + (1 - 1 / layout.recompute.every) * whole)
 
     def seconds(self, layout: Layout) -> float:
-        """Of a step: midway between all messages hidden and none."""
+        """Estimate the seconds of a step, midway between all messages hidden and none."""
         wires = {True: Traffic(), False: Traffic()}
         for inside, count, size in self._sent(layout):
             wires[inside] += Traffic(count, size)
@@ -193,7 +193,7 @@ class Estimates:
         return time_of(layout, device, self.sizes.flops, wires[True], wires[False], on_host=host).middle
 
     def _sent(self, layout: Layout) -> Iterator[tuple[bool, float, float]]:
-        """(whether inside a node, messages, bytes) of one rank: rings over each axis."""
+        """Yield (inside a node, messages, bytes) sent by one rank for each axis, in rings."""
         sizes, devices = self.sizes, self.cluster.devices
         value = 4 if layout.precision == "float32" else 2
         weights = value * sizes.parameters / _per_rank(layout)
@@ -217,7 +217,7 @@ class Estimates:
 
 
 def rank(plan: Plan, changes: Mapping[str, Any]) -> tuple[bool, float, int, float]:
-    """By which proposals are sorted: those that fit, the fastest (to a percent), the fewest changes.
+    """Return the sort key of a proposal: those that fit first, then time (to a percent), then number of changes.
 
     Of those that do not fit, the one that misses least comes first.
     """
@@ -238,7 +238,7 @@ CHANGES = {
 
 
 def differences(old: Layout, new: Layout) -> frozenset[str]:
-    """What is changed, in the words of `CHANGES`; data ranks that follow from a pipeline or tensor are no change."""
+    """Return the names of `CHANGES` that differ; data ranks that follow from pipeline or tensor do not count."""
     found = {name for name, keys in CHANGES.items() if any(getattr(old, key) != getattr(new, key) for key in keys)}
     kept = (old.replicate == 1) == (new.replicate == 1) and (old.shard == 1) == (new.shard == 1)
     if kept and old.data_ranks != new.data_ranks and 1 in (old.replicate, old.shard):
@@ -251,7 +251,7 @@ def differences(old: Layout, new: Layout) -> frozenset[str]:
 def promising(
     layouts: Iterable[Layout], base: Layout, room: float, estimates: Estimates
 ) -> tuple[list[Layout], list[Layout]]:
-    """Of layouts those that may fit: which change few things, and which more."""
+    """Select the layouts that may fit, in two lists: those with few changes, and those with more."""
     few: list[Layout] = []
     more: list[Layout] = []
     for layout in layouts:
@@ -261,7 +261,7 @@ def promising(
 
 
 def changes_to(raw: Json, old: Layout, new: Layout) -> dict[str, Any]:
-    """The keys of a config to change, and their values; the mesh is left to what the config then resolves to."""
+    """Return the config keys to change, with their values; the mesh follows when the config is resolved."""
     found: dict[str, Any] = {}
     if old.pipeline != new.pipeline:
         found["pipeline.stages"] = new.pipeline
@@ -281,7 +281,7 @@ def changes_to(raw: Json, old: Layout, new: Layout) -> dict[str, Any]:
 
 
 def _batch_changes(raw: Json, new: Layout) -> dict[str, int]:
-    """The global batch is written down where it followed from the others; accumulation follows where it did."""
+    """Return the batch keys to change; the global batch becomes explicit, accumulation follows where it did before."""
     wanted = {BATCH: new.train_batch, MICRO: new.micro_batch, ACCUMULATION: new.accumulation}
     written = {key: raw[key] for key in wanted if isinstance(raw.get(key), int)}
     if all(wanted[key] == value for key, value in written.items()) and len(written) > 1:

@@ -1,4 +1,4 @@
-"""Why a change to a layout is proposed, in words."""
+"""The reasons for which a change to a layout is proposed, as sentences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECOMPUTES = {"none": "recompute nothing", "full": "recompute all blocks", "sele
 
 
 def words(old: Layout, new: Layout) -> str:
-    """What is changed, for a sentence."""
+    """List the changes between two layouts as part of a sentence."""
     said = {
         "pipeline": f"{new.pipeline} pipeline stages instead of {old.pipeline}",
         "tensor": f"tensor parallel over {new.tensor} instead of {old.tensor}",
@@ -48,7 +48,7 @@ MEMORY = {
 
 
 def reason(old: Plan, new: Plan) -> str:
-    """What a change brings and costs, in one sentence."""
+    """Return one sentence on the gains and the costs of a change."""
     gains: list[str] = []
     costs: list[str] = []
     for said, less in _effects(old, new):
@@ -61,7 +61,7 @@ def reason(old: Plan, new: Plan) -> str:
 
 
 def _effects(old: Plan, new: Plan) -> Iterator[tuple[str, bool]]:
-    """(what is said, whether it is less) of each figure that changes by 1 % of the whole or more."""
+    """Yield (text, True if less) for each figure that changes by 1 % of the whole or more."""
     whole = max(old.needed, new.needed)
     for name, kinds in MEMORY.items():
         change = new.on_device(kinds) - old.on_device(kinds)
@@ -84,7 +84,7 @@ def _less(change: float) -> str:
 
 
 def shortfall(old: Plan, best: Plan, tried: int, nodes: int | None) -> str:
-    """Why nothing that was tried fits, by how much the best misses, and what would do."""
+    """Say by how much the best layout fails to fit, and what would make it fit."""
     missing, device = best.needed - best.room, best.cluster.device
     larger = [found for found in DEVICES.values() if found.memory - RESERVED >= best.needed]
     named = f" ({min(larger, key=lambda found: found.memory).name})" if larger else ""

@@ -1,7 +1,7 @@
-"""DDP's memory and messages without its C++: gradients in buckets, each of which is reduced when it is full.
+"""DDP's memory and messages without its C++: gradients in buckets, each reduced when it is full.
 
-As `torch/nn/parallel/distributed.py` and `torch/csrc/distributed/c10d/reducer.cpp` have it (Li et al., arXiv
-2006.15704, section 4.2).
+Follows `torch/nn/parallel/distributed.py` and `torch/csrc/distributed/c10d/reducer.cpp` (Li et al.,
+arXiv 2006.15704, section 4.2).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 FIRST_BUCKET = 1 << 20
-"""Bytes of the first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`), so that something is sent early."""
+"""Bytes of the first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`), small so that sending starts early."""
 
 
 class BucketedReplica(nn.Module):
-    """Stands for `DistributedDataParallel` where tensors have no values."""
+    """A replacement of `DistributedDataParallel` for tensors without values."""
 
     def __init__(
         self, module: nn.Module, *_: Any, gradient_as_bucket_view: bool = False, bucket_cap_mb: int = 25, **__: Any
@@ -31,7 +31,7 @@ class BucketedReplica(nn.Module):
         learned = [p for p in module.parameters() if p.requires_grad]
         self._buckets: list[torch.Tensor] = []
         self._place: dict[nn.Parameter, tuple[int, int]] = {}
-        """Parameter -> its bucket, and where it begins in it."""
+        """Parameter -> its bucket, and its offset in it."""
         self._wanted: list[int] = []
         for group in _divided(list(reversed(learned)), bucket_cap_mb << 20):
             offset = 0
@@ -71,7 +71,7 @@ class BucketedReplica(nn.Module):
 
 
 def _divided(parameters: list[nn.Parameter], cap: int) -> Iterator[list[nn.Parameter]]:
-    """Parameters in groups of one dtype of about `cap` bytes, the first smaller."""
+    """Group parameters by dtype into buckets of about `cap` bytes, the first smaller."""
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         bucket: list[nn.Parameter] = []
         limit = FIRST_BUCKET

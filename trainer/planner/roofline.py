@@ -1,6 +1,6 @@
-"""About how long a step takes: FLOPs at a device's rate, bytes at its links' (a roofline; Williams et al., 2009).
+"""An estimate of the time of a step: FLOPs at a device's rate, bytes at its links' (a roofline; Williams et al., 2009).
 
-A message takes its latency and its bytes over the bandwidth (Hockney, 1994).
+A message takes its latency plus its bytes over the bandwidth (Hockney, 1994).
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from trainer.layout import Layout
 from trainer.planner.cluster import Device
 
 HOST = 25e9
-"""Bytes/s that each device's state on the host is moved and updated with: PCIe 4 x16, or a host's memory over 8."""
+"""Bytes/s at which each device's offloaded state is moved and updated: PCIe 4 x16, or host memory over 8."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in a step over one kind of wire."""
+    """The messages that one rank sends in a step over one kind of link."""
 
     count: float = 0.0
-    """Messages."""
+    """The number of messages."""
     size: float = 0.0
     """Bytes."""
 
@@ -32,34 +32,34 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Time:
-    """A step's parts, seconds."""
+    """The parts of a step's time, in seconds."""
 
     compute: float
-    """Matrix products, what is computed again included."""
+    """Matrix products, with recomputation."""
     bubble: float
-    """Of the pipeline: idle."""
+    """The time that the pipeline is idle."""
     inside: float
-    """Messages inside nodes, of the rank that sends most."""
+    """Messages inside nodes, of the rank that takes longest to send them."""
     between: float
     """Messages between nodes."""
     update: float
-    """The optimizer, at the memory's bandwidth."""
+    """The optimizer's update, at the memory's bandwidth."""
     host: float
-    """What is offloaded: moved, and updated there."""
+    """Moving and updating the offloaded state."""
 
     @property
     def least(self) -> float:
-        """If all that is sent is hidden behind what is computed, where that is longer."""
+        """The time of a step if all communication overlaps with computation, as far as that lasts."""
         return max(self.compute, self.inside, self.between) + self.bubble + self.update + self.host
 
     @property
     def most(self) -> float:
-        """If nothing is hidden."""
+        """The time of a step if nothing overlaps."""
         return self.compute + self.bubble + self.inside + self.between + self.update + self.host
 
     @property
     def middle(self) -> float:
-        """Midway: by it layouts are compared."""
+        """The mean of both, by which layouts are compared."""
         return (self.least + self.most) / 2
 
 
@@ -73,11 +73,11 @@ def time_of(
     state: float = 0.0,
     on_host: float = 0.0,
 ) -> Time:
-    """The parts of a step of a layout.
+    """Estimate the parts of a step's time for a layout.
 
-    `flops`: of all ranks, without what is computed again. `inside`, `between`: what goes within a node and to others,
-    of the rank that takes longest to send it. `state`: bytes of weights, gradients and optimizer state on a device;
-    `on_host`: off it.
+    `flops`: those of all ranks, without recomputation. `inside`, `between`: traffic within a node
+    and to others, of the rank that takes longest to send it. `state`: bytes of weights, gradients
+    and optimizer state on a device; `on_host`: bytes of it that are offloaded.
     """
     compute = flops * (1 + recomputed(layout)) / layout.world_size / device.rate(layout.precision)
     rounds = layout.accumulation * layout.stages_per_rank
@@ -87,5 +87,5 @@ def time_of(
 
 
 def recomputed(layout: Layout) -> float:
-    """The share of a step's products that is computed again: its forward pass is a third of it."""
+    """Return the share of a step's FLOPs that recomputation adds: a forward pass is a third of a step."""
     return 1 / (3 * layout.recompute.every) if layout.recompute.mode in ("full", "every") else 0.0

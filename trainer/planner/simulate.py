@@ -1,4 +1,4 @@
-"""One rank of a run that is not there: its engine is built, takes steps and evaluates, and all is written down."""
+"""The simulation of one rank: its engine is built, takes steps, evaluates and is saved, all of it recorded."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ from trainer.state import StateTensor
 from trainer.tasks.task import Batch, Task, bare_name
 
 STEPS = 2
-"""Steps that are taken: optimizers make their state in the first, and from the second on all are alike."""
+"""The number of steps: optimizers create their state in the first, and all are alike from the second on."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What closed forms know of a sample."""
+    """The properties of a sample that the closed forms use."""
 
     unit: str
-    """What rates count: "token", "image"."""
+    """The unit of rates: "token", "image"."""
     units: int
-    """Of them in a sample."""
+    """The number of units in a sample."""
     kind: str
-    """For a person: "samples of 4,096 tokens"."""
+    """The kind of sample, for the user: "samples of 4,096 tokens"."""
     flops: float
-    """Of its training, forward and backward, without what is computed again."""
+    """FLOPs to train on it, forward and backward, without recomputation."""
     hidden: int
-    """Values of the hidden state that enters a block, the least of them; 0: not known."""
+    """The number of values in the smallest hidden state that enters a block; 0 if unknown."""
     kept: int
-    """So many times that is surely kept of a block of which nothing is computed again."""
+    """The multiple of `hidden` that a block surely keeps if nothing is recomputed."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned: all that an engine is built from but a machine."""
+    """The input of a plan: everything an engine is built from, except a machine."""
 
     layout: Layout
     engine_name: str
@@ -65,10 +65,10 @@ class Subject:
     schedule: LRSchedule
     sample: Sample
     batch: Callable[[int], Batch]
-    """A micro-batch of so many samples, of the length that is trained with; its values mean nothing."""
+    """Makes a micro-batch of that many samples, of the length trained with; its values mean nothing."""
 
     def received(self, rank: int) -> torch.Tensor:
-        """The hidden state of a micro-batch that a rank's stage is given by the one before."""
+        """Make the hidden state that a rank's stage receives for a micro-batch, of zeros."""
         layout, spec = self.layout, self.spec
         stage = block_ranges(spec.build(), spec, layout.partition, layout.stages)[layout.coordinates(rank)["pipeline"]]
         shape = self.task.hidden_shape(self.batch(layout.micro_batch), stage.start)
@@ -77,26 +77,26 @@ class Subject:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank did."""
+    """The record of one simulated rank."""
 
     rank: int
     peaks: tuple[Peak, ...]
-    """Of each phase, in order."""
+    """The peak of each phase, in order."""
     messages: tuple[Message, ...]
-    """All that it said, in order."""
+    """All its messages, in order."""
     copied: int = 0
-    """Bytes that a save in the background copies to the host."""
+    """Bytes that a background save copies to the host."""
 
     def peak(self, phase: str | None = None) -> Peak:
-        """The fullest moment of a phase, or of all."""
+        """Return the peak of a phase, or of all."""
         return max((p for p in self.peaks if phase in (None, p.phase)), key=lambda p: p.size)
 
 
 def simulate_all(jobs: Sequence[tuple[Subject, int]], local_world_size: int) -> list[Trace]:
-    """What each rank would do, as many at once as there are cores.
+    """Simulate each rank, as many at a time as there are cores.
 
-    Each in a process of its own: libraries keep what they have found out of groups and meshes for good. Raises
-    ConfigError with the reason where the engine's own code fails on fake tensors.
+    Each runs in a process of its own: libraries cache what they learn about groups and meshes.
+    Raises ConfigError with the reason if the engine's own code fails on fake tensors.
     """
     if any(subject.engine_name == "deepspeed" for subject, _ in jobs):
         import deepspeed  # noqa: F401 - seconds, once and not in each process
@@ -109,7 +109,7 @@ def simulate_all(jobs: Sequence[tuple[Subject, int]], local_world_size: int) -> 
             index, process = running.pop(pipe)
             found[index] = _answer(jobs[index][1], process, pipe)
 
-    # the longest first, so that at the end no core waits for long
+    # the longest first, so that no core waits long at the end
     for index in sorted(range(len(jobs)), key=lambda index: -_work(jobs[index][0])):
         subject, rank = jobs[index]
         ours, theirs = multiprocessing.Pipe(duplex=False)
@@ -127,7 +127,7 @@ def simulate_all(jobs: Sequence[tuple[Subject, int]], local_world_size: int) -> 
 
 
 def _work(subject: Subject) -> int:
-    """About how much there is to simulate, to compare it by."""
+    """Estimate the amount of work in a simulation, for comparison."""
     return len(subject.spec.blocks) * subject.layout.accumulation
 
 
@@ -144,9 +144,9 @@ def _answer(rank: int, process: Any, pipe: Connection) -> Trace:
 
 
 def _simulate(pipe: Connection, subject: Subject, rank: int, local_world_size: int) -> None:
-    """The rank's process: sends (trace, None) or (None, what went wrong)."""
-    torch.set_num_threads(1)  # those of the process that was forked are not here
-    gc.freeze()  # of what was there before nothing is ended here
+    """Run the simulation in the rank's process; send (trace, None) or (None, the error)."""
+    torch.set_num_threads(1)  # the forked process has no such threads
+    gc.freeze()  # nothing from before the fork is finalised here
     layout, messages = subject.layout, Messages(rank)
     try:
         deepspeed = partial(subject.received, rank) if subject.engine_name == "deepspeed" else None
@@ -160,13 +160,13 @@ def _simulate(pipe: Connection, subject: Subject, rank: int, local_world_size: i
         pipe.send((None, f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"[:600]))
     finally:
         pipe.close()
-        os._exit(0)  # nothing of the process that was forked is ended here
+        os._exit(0)  # nothing of the parent process is finalised here
 
 
 def recorded(subject: Subject, machine: Machine, at: Callable[[str], None] = lambda phase: None) -> tuple[Ledger, int]:
-    """The ledger of an engine that is built, takes `STEPS` steps, evaluates and is saved: a real one or a pretended.
+    """Record an engine, real or simulated, that is built, takes `STEPS` steps, evaluates and is saved.
 
-    And the bytes that a save in the background copies.
+    Returns the ledger, and the bytes that a background save copies.
     """
     layout = subject.layout
     ledger = Ledger(vocabulary=subject.spec.language.vocabulary // (layout.tensor if layout.tensor > 1 else 1))
@@ -201,9 +201,9 @@ def recorded(subject: Subject, machine: Machine, at: Callable[[str], None] = lam
 
 
 def _saved(entry: StateTensor) -> int:
-    """Read a tensor as a save does; returns the bytes that one in the background keeps of it on this rank's host.
+    """Read a tensor as a save does; return the bytes that a background save keeps on this rank's host.
 
-    Where a rank copies its shard, what is gathered later passes its device in small buffers, and is left out.
+    If a rank copies its shard, what is gathered later passes through the device in small buffers and is not counted.
     """
     kept = entry.local.shard() if entry.local else entry.read()
     return 0 if kept is None else kept.nbytes
@@ -212,13 +212,13 @@ def _saved(entry: StateTensor) -> int:
 def _weights(ledger: Ledger, modules: Sequence[nn.Module]) -> None:
     for module in modules:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            kept = getattr(tensor, "ds_tensor", tensor)  # of what DeepSpeed's ZeRO-3 has taken apart
+            kept = getattr(tensor, "ds_tensor", tensor)  # ZeRO-3's shard of a partitioned parameter
             ledger.of(kept, "weights", bare_name(name))
 
 
 @contextmanager
 def _optimizers(ledger: Ledger, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Tells the ledger which tensors are gradients and optimizer state, whenever an optimizer steps."""
+    """Tell the ledger which tensors are gradients and optimizer state, whenever an optimizer steps."""
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for module in modules:
