@@ -148,6 +148,41 @@ def test_a_crash_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
     assert nothing_left(tmp_path)
 
 
+def test_a_rank_that_leaves_with_0_before_the_run_is_over_is_named(tmp_path: Path, cache: Path) -> None:
+    code = AT_STEP_3.format(rank=1, what="time.sleep(1.5); os._exit(0)")
+    result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
+    assert result.code == 70, result.output
+    where = rf"rank 1 on {re.escape(HERE)} \(process \d+, step 3, training\)"
+    assert re.match(where + " left with exit code 0 before the run was over", result.lines[-1]), result.output
+    assert "internal error" not in result.output and nothing_left(tmp_path)
+
+
+STUCK = """
+import trainer.run.ending as m  # as where the folder's file system hangs
+real = m.Ending.beat
+m.Ending.beat = lambda self, seen: time.sleep(600) if "ended" in seen and rank in {ranks} else real(self, seen)
+"""
+
+
+@pytest.mark.parametrize("ranks", ["(1,)", "(0, 1)"])
+def test_a_rank_that_does_not_end_after_the_run_is_named_and_killed(tmp_path: Path, cache: Path, ranks: str) -> None:
+    words = command(tmp_path, job(tmp_path), STUCK.format(ranks=ranks))
+    words[2] = f"import trainer.command.launcher as l; l.LEAVE_SECONDS = 3.0; {words[2]}"
+    result = run(*words, timeout=120, **environment(cache))
+    assert result.code == 77, result.output
+    where = rf"stalled: rank [01] on {re.escape(HERE)} \(process \d+, step \d, leaving\) had not ended 3 s after"
+    assert re.match(where, result.lines[-1]), result.output
+    assert (tmp_path / "runs" / "job" / "final" / "config.json").exists() and nothing_left(tmp_path)
+
+
+def test_one_without_a_launcher_ends_by_itself_and_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
+    words = command(tmp_path, job(tmp_path), STUCK.format(ranks="(0,)") + "m.LEAVE_SECONDS = 2.0")
+    script, found = str(tmp_path / "script.py"), str(tmp_path / "job.json")
+    result = run(words[0], script, "--config", found, timeout=120, RANK="0", **environment(cache))
+    assert result.code == 77 and "done: " in result.output, result.output
+    assert re.search(r"in end\n", (tmp_path / "runs" / "job" / "logs" / "rank-0.log").read_text())
+
+
 def test_a_slow_rank_is_named_while_the_run_goes_on(tmp_path: Path, cache: Path) -> None:
     found = job(tmp_path, patience=None)
     result = run(*command(tmp_path, found, SLOW), "--fresh", timeout=120, **environment(cache))
@@ -247,8 +282,8 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
     return said
 
 
-def watch(ended: queue.Queue[str], rank: int, store: Any, *processes: tuple[str, int]) -> Watch:
-    return Watch(rank, processes, store, 0.1, lambda lines: ended.put("\n".join(lines)), 77)
+def watch(ended: queue.Queue[str], rank: int, store: Any, *processes: tuple[str, int], patience: float = 0.1) -> Watch:
+    return Watch(rank, processes, store, patience, lambda lines: ended.put("\n".join(lines)), 77)
 
 
 @pytest.fixture
@@ -307,6 +342,42 @@ def test_a_beat_from_before_it_stood_does_not_make_a_verdict(ended: queue.Queue[
     other.kill()
     other.wait()
     assert f"rank 1 on {HERE} (process {other.pid}) waits elsewhere" in said and code == "77", said
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["all wait for it", "the others go on"])
+def test_who_falls_silent_has_no_more_time_than_a_step(ended: queue.Queue[str], moves: bool) -> None:
+    """Whatever it did when it was heard last: a phase that may take fifteen times as long, this one and the others."""
+    other = subprocess.Popen(["sleep", "600"])
+    store = serve("127.0.0.1", 0, datetime.timedelta(seconds=20))
+    watcher = watch(ended, 0, store, (HERE, os.getpid()), (HERE, other.pid), patience=3.0)
+    watcher.at("finishing", 6)
+    for number in range(1, 4):
+        beat = Beat(1, HERE, other.pid, "finishing", 6, 0.0, number)
+        store.set(f"{watching.KEY}/1", json.dumps(asdict(beat)))
+        time.sleep(0.5)
+    other.send_signal(signal.SIGSTOP)
+    if moves:
+        watcher.moves(600.0)
+        time.sleep(8)
+        said = None if ended.empty() else ended.get()
+    else:
+        said = ended.get(timeout=20)
+    watcher.close()
+    other.kill()
+    other.wait()
+    named = f"in step 6, finishing, rank 1 on {HERE} (process {other.pid}) is stopped (SIGSTOP)"
+    assert said is None if moves else (said and named in said), said
+
+
+def test_a_first_rank_that_falls_silent_is_seen_where_others_serve_the_store(
+    ended: queue.Queue[str], first_rank: tuple[int, Any]
+) -> None:
+    process, store = first_rank
+    watcher = watch(ended, 1, store, (HERE, process), (HERE, os.getpid()), patience=2.0)
+    watcher.at("finishing", 6)
+    said = ended.get(timeout=22)
+    watcher.close()
+    assert f"in preparing, rank 0 on {HERE} (process {process}) gives no sign of life" in said
 
 
 def test_who_is_gone_before_it_was_heard(ended: queue.Queue[str], first_rank: tuple[int, Any]) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import FrameType
 
 from trainer.command.failures import Failure, cause
-from trainer.errors import Preempted
+from trainer.errors import MeshloomError, Preempted, Stalled
 from trainer.run import status
-from trainer.run.notes import FOLDER, Notes
+from trainer.run.notes import FOLDER, LEAVE_SECONDS, Notes
 from trainer.run.signals import StopSignals
 from trainer.run.world import environment_of, free_port
 
@@ -60,6 +60,8 @@ class _Launcher:
                 self._children.append(subprocess.Popen(self._command, env=environment, start_new_session=True))
         complete = len(self._children) == self._count
         while complete and self._running() and not any(child.returncode for child in self._children):
+            if self._overdue():
+                break
             time.sleep(POLL_SECONDS)
         self._await()
         failed = cause(self._failures())  # before the rest is killed from here
@@ -102,15 +104,26 @@ class _Launcher:
                 self._ended.setdefault(rank, before)
         return len(self._ended) < len(self._children)
 
+    def _overdue(self) -> list[int]:
+        """The ranks that should have ended long ago, or that left the others waiting."""
+        since = {rank: self._ended[rank] for rank in self._left()}
+        running = [rank for rank in range(self._count) if rank not in self._ended]
+        since |= {rank: at for rank in running if (at := self._notes.over(rank)) is not None}
+        return [rank for rank, at in since.items() if time.time() - at > LEAVE_SECONDS]
+
+    def _left(self) -> list[int]:
+        """The ranks that ended with 0 and never said that they would, as a library may end a process."""
+        return [r for r in self._ended if self._children[r].returncode == 0 and self._notes.over(r) is None]
+
     def _failures(self) -> list[Failure]:
         """Of all that have ended otherwise than well, or said why they will."""
         found = []
         for rank, child in enumerate(self._children):
             if (words := self._notes.end(rank)) is not None:
                 found.append(Failure(rank, words.code, words.at, words))
-            elif child.returncode and rank in self._ended:
-                found.append(Failure(rank, child.returncode, self._ended[rank]))
-        return found
+            elif (child.returncode or rank in self._left()) and rank in self._ended:
+                found.append(Failure(rank, child.returncode or MeshloomError.exit_code, self._ended[rank]))
+        return found or [Failure(rank, Stalled.exit_code, self._looked) for rank in self._overdue()]
 
     def _too_young(self, code: int) -> bool:
         """Whether a rank was asked to stop before it knew the signals."""
@@ -137,6 +150,11 @@ class _Launcher:
             return ""
         if code < 0:
             return f"{self._who(failed.rank)} was ended by {signal.Signals(-code).name}{self._why(failed.rank, -code)}"
+        if failed.rank in self._left():
+            return f"{self._who(failed.rank)} left with exit code 0 before the run was over"
+        if failed.rank not in self._ended:
+            after = f"{LEAVE_SECONDS:.0f} s after its last word, and was killed: what the run saved is whole"
+            return f"{Stalled.kind}: {self._who(failed.rank)} had not ended {after}"
         return f"{self._who(failed.rank)} ended with exit code {code}" if self._notes.place(failed.rank) else ""
 
     def _why(self, rank: int, number: int) -> str:

@@ -76,7 +76,7 @@ def diagnosis(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str
     """First one sentence: who holds the run, and by what; then the ranks by what they do, and where that one stands."""
     quiet, late, apart = [beat for beat in beats if silent(beat)], behind(beats), elsewhere(beats)
     if quiet:
-        cause, named = f"{who(quiet)} {described(quiet[0])}", quiet
+        cause, named = f"in {quiet[0].place}, {who(quiet)} {described(quiet[0])}", quiet
     elif late:
         cause, named = f"{who(late)} {'is' if len(late) == 1 else 'are'} behind, at {late[0].place}", late
     elif apart:

@@ -27,6 +27,10 @@ LEAST_SECONDS, STEPS = 120.0, 10.0
 BEAT_SECONDS, DOUBTFUL_SECONDS, SILENT_SECONDS = 1.0, 4.0, 10.0
 ANSWER_SECONDS = 8.0
 """How long the one who speaks for all may take."""
+READERS = (0, 1)
+"""The ranks that read each second what all say: the first, and one that sees the first fall silent."""
+SILENT_PHASES = {"preparing": 5.0, "building": 5.0}
+"""How many times its patience a rank may be silent: what parses a huge file holds the interpreter."""
 KEY = "meshloom/watch"
 SAMPLES = 60
 """Beats from which it is told who is slow."""
@@ -145,12 +149,15 @@ class Watch:
 
     def _limit(self, phase: str, step: int) -> float:
         """Seconds that a rank may stand in `phase` of `step`."""
+        return self._patience() * max(PHASES[phase], FIRST_STEP if step == self._first else 1.0)
+
+    def _patience(self) -> float:
+        """Seconds that a usual step may stand, and a rank may be silent once it trains, whatever it did last."""
         usual = max(LEAST_SECONDS, STEPS * statistics.median(self._steps)) if self._steps else LEAST_SECONDS
-        first = FIRST_STEP if step == self._first else 1.0
-        return (self._given or usual) * max(PHASES[phase], first)
+        return self._given or usual
 
     def _stands_long(self) -> bool:
-        return time.monotonic() - self._moved > self._limit(self._phase, self._step) / 2
+        return time.monotonic() - self._moved > self._patience() / 2
 
     def _mine(self) -> Beat:
         still = max(0.0, time.monotonic() - self._moved)
@@ -182,7 +189,8 @@ class Watch:
             try:
                 self._sample()
                 self._say()
-                if self._rank == 0 or self._stands_long():
+                still = time.monotonic() - self._moved
+                if self._rank in READERS or still > self._limit(self._phase, self._step) / 2:
                     self._read()
                 self._answered = time.monotonic()
             except Exception:  # `_judge` sees that nothing was answered
@@ -233,6 +241,13 @@ class Watch:
         _, heard = self._others.get(beat.rank, (beat, time.monotonic()))
         return 0.0 if beat.rank == self._rank else time.monotonic() - heard
 
+    def _lost(self, beats: Sequence[Beat]) -> bool:
+        """Whether one is silent for longer than it may be; those who read what all say each second know."""
+        patience = self._patience()
+        return self._rank in READERS and any(
+            self._unheard(beat) > max(SILENT_SECONDS, patience * SILENT_PHASES.get(beat.phase, 1.0)) for beat in beats
+        )
+
     def status(self) -> dict[str, Any]:
         """What there is to know from outside, of all ranks as far as this one knows."""
         seen = self._seen()
@@ -249,13 +264,18 @@ class Watch:
 
     def _judge(self) -> None:
         while not self._closed.wait(BEAT_SECONDS / 2):
-            if time.monotonic() - self._moved <= self._limit(self._phase, self._step):
+            now, patience = time.monotonic(), self._patience()
+            if (still := now - self._moved) <= patience:
                 continue
-            if self._store is not None and time.monotonic() - self._answered > SILENT_SECONDS + 2 * BEAT_SECONDS:
+            least = SILENT_SECONDS + 2 * BEAT_SECONDS
+            least = least if still > self._limit(self._phase, self._step) else max(least, patience)
+            if self._store is not None and now - self._answered > least:
                 self._unanswered = True
                 self._end(self._no_answer())
             seen = self._seen()
-            if self._knows(seen) and all(beat.still > self._limit(beat.phase, beat.step) for beat in seen):
+            lost = self._lost(seen)  # then nobody has to wait for as long as its phase may take
+            limits = [patience if lost else self._limit(beat.phase, beat.step) for beat in seen]
+            if self._knows(seen) and all(beat.still > limit for beat, limit in zip(seen, limits, strict=True)):
                 self._verdict(seen)
 
     def _knows(self, seen: Sequence[Beat]) -> bool:

@@ -6,6 +6,7 @@ import faulthandler
 import os
 import re
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from trainer.distributed.stall import who
 from trainer.distributed.watch import Watch
 from trainer.errors import MeshloomError, Stalled, printable
 from trainer.run import status
-from trainer.run.notes import Notes
+from trainer.run.notes import LEAVE_SECONDS, Notes
 from trainer.run.world import World
 
 OTHERS_SECONDS = 4.0
@@ -74,6 +75,12 @@ class Ending:
         """Left in the run's folder, for who asks later."""
         self._hush()
         if self.watch is not None:
+            if code == 0 and self._notes is not None:
+                self._notes.leave(self._world.rank, self.watch.place)
+            # for other people's launchers, which wait without end; Meshloom's has ended it before
+            late = threading.Timer(1.5 * LEAVE_SECONDS, _end_at_last, (code or Stalled.exit_code,))
+            late.daemon = True
+            late.start()
             self.watch.close()
             with suppress(OSError):
                 self.beat({**self.watch.status(), "ended": code})
@@ -130,6 +137,11 @@ class Ending:
         if self.log is not None:
             write_flight_record(self.log.with_name(f"nccl-rank-{self._world.rank}.pickle"))
         self.end(Stalled.exit_code)
+
+
+def _end_at_last(code: int) -> None:
+    faulthandler.dump_traceback(all_threads=True)  # into the log
+    os._exit(code)
 
 
 def write_flight_record(path: Path) -> None:

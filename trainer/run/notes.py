@@ -13,6 +13,8 @@ from typing import Any
 
 FOLDER = "MESHLOOM_LAUNCHER"
 """The environment variable that names the folder."""
+LEAVE_SECONDS = 60.0
+"""How long a process may take to end once it has said that it does."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,21 @@ class Notes:
         self._write(f"place-{rank}", place)
 
     def place(self, rank: int) -> str | None:
-        return self._read(f"place-{rank}")  # type: ignore[no-any-return]
+        return self._read(f"place-{rank}") or self._read(f"left-{rank}")
+
+    def leave(self, rank: int, place: str) -> None:
+        """Say that the rank ends well: by a rename at last, which a full disk takes too."""
+        self.write_place(rank, place)
+        with suppress(OSError):
+            (self._folder / f"place-{rank}").rename(self._folder / f"left-{rank}")
+
+    def over(self, rank: int) -> float | None:
+        """When the rank said that it ends, well or otherwise, by the machine's clock."""
+        if (words := self.end(rank)) is not None:
+            return words.at
+        with suppress(OSError):
+            return (self._folder / f"left-{rank}").stat().st_mtime
+        return None
 
     def write_end(self, rank: int, text: str, code: int, follows: bool = False) -> bool:
         """Whether the launcher will find it: it may be gone, and no disk may have room for it."""
