@@ -1,4 +1,4 @@
-"""The engines, and which of them runs a layout."""
+"""The engines, and the choice of the one that runs a layout."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ __all__ = ["ENGINES", "Engine", "EngineKind", "Job", "Machine", "Metrics", "sele
 
 
 def select(wanted: str, layout: Layout, config: Config, device: str) -> tuple[str, EngineKind]:
-    """The engine `wanted`, or for "auto" the first that can run the layout with the optimizer of the resolved config;
-    DeepSpeed comes last where a model is cut or split.
+    """Choose the engine `wanted`; for "auto", the first that can run the layout with the config's optimizer.
 
-    Raises ConfigError with each engine's reason when none can.
+    DeepSpeed comes last for pipelines and tensor parallelism. Raises ConfigError with each engine's reason if none can.
     """
     order = sorted(ENGINES, key=lambda name: name == "deepspeed" and layout.pipeline * layout.tensor > 1)
     candidates = {name: ENGINES[name] for name in (order if wanted == "auto" else [wanted])}

@@ -1,4 +1,4 @@
-"""`Engine`: what executes a layout. A protocol, not a base class; and the few types that it speaks."""
+"""`Engine`: the protocol by which a layout is executed, and the types that it uses."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from trainer.tasks.task import Batch, Task
 from trainer.trackers import Signs
 
 Observer = Callable[[str, torch.Tensor], None]
-"""Told each parameter's Hugging Face name and its whole, unclipped gradient of the step."""
+"""Called with each parameter's Hugging Face name and its whole, unclipped gradient of the step."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What this process runs on."""
+    """The device and the ranks that this process runs on."""
 
     device: torch.device
     ranks: Ranks
     local_world_size: int | None = None
-    """Processes on this machine, where more than one takes part."""
+    """The number of processes on this machine; None in a run of one process."""
     watch: Watch | NoWatch = field(default_factory=NoWatch)
-    """Told what this process does."""
+    """The watchdog, told what this process does."""
     signs: Signs = field(default_factory=Signs)
-    """Tell a person what this process does before the first step."""
+    """Shows the user what this process does before the first step."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that an engine is built from."""
+    """The input from which an engine is built."""
 
     layout: Layout
     spec: ModelSpec
@@ -49,12 +49,12 @@ class Job:
     deepspeed: Mapping[str, Any]
     """The resolved DeepSpeed JSON."""
     seed: int
-    """Of dropout."""
+    """The seed of dropout."""
     machine: Machine
     undecayed: Mapping[str, int] = field(default_factory=dict)
-    """The parameters that the optimizer's weight decay spares, by Hugging Face name, with their sizes."""
+    """Parameters without weight decay, by Hugging Face name, with their sizes."""
     values_seed: int | None = None
-    """Of the initial values, where it is another."""
+    """The seed of the initial values, if it differs from `seed`."""
 
     @property
     def seed_of_values(self) -> int:
@@ -62,32 +62,32 @@ class Job:
 
     @property
     def sparse(self) -> bool:
-        """Whether a data rank may be without a gradient that another has."""
+        """True if a data rank may lack a gradient that another has."""
         return bool(self.spec.sparse) and self.layout.data_ranks > 1
 
     @property
     def data_rank(self) -> int:
-        """Which share of the samples this process sees."""
+        """The index of this process's share of the samples."""
         return self.layout.data_rank(self.machine.ranks.rank)
 
 
 @dataclass
 class Metrics:
-    """One optimizer step, as tensors on the device; reading them is the caller's synchronisation."""
+    """The result of one optimizer step, as tensors on the device; reading them synchronises."""
 
     loss_sum: torch.Tensor
-    """Over this rank's share of the global batch; over all of it once `loss` was called."""
+    """The summed loss of this rank's share of the global batch; of all of it after a call of `loss`."""
     targets: torch.Tensor
-    """Target tokens of the global batch."""
+    """The number of targets (label tokens) in the global batch."""
     gradient_norm: torch.Tensor
-    """Over every axis of the mesh, before clipping."""
+    """The norm over every axis of the mesh, before clipping."""
     skipped: bool = False
-    """True when a gradient that was not finite made DeepSpeed leave the weights alone."""
+    """True if a gradient was not finite and DeepSpeed left the weights unchanged."""
     group: dist.ProcessGroup | None = None
     """The ranks that hold the rest of `loss_sum`."""
 
     def loss(self) -> torch.Tensor:
-        """Mean loss of the global batch, nats per target (contract 1). Collective; unread, a step sends nothing."""
+        """Return the mean loss of the global batch, nats per target (contract 1). Collective, and only if called."""
         if self.group is not None:
             dist.all_reduce(self.loss_sum, group=self.group)
             self.group = None
@@ -96,41 +96,41 @@ class Metrics:
 
 class Engine(Protocol):
     job: Job
-    """What it was built from."""
+    """The input from which it was built."""
     notes: tuple[str, ...]
-    """What a person should know of how the layout is run, a line each."""
+    """Notes for the user on how the layout is run, a line each."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """What this rank holds: the whole model, or its pipeline stages. Parameters are named `model.<name>`."""
+        """The modules on this rank: the whole model, or its pipeline stages. Parameters are named `model.<name>`."""
         ...
 
     def step(
         self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
     ) -> Metrics:
-        """One optimizer step over this rank's micro-batches. Collective.
+        """Take one optimizer step over this rank's micro-batches. Collective.
 
         `observe` is for verification: it is called between the last backward pass and the update.
         """
         ...
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Over all ranks: the summed loss with what the task measures, [1 + measures], and the number of targets.
+        """Return the summed loss with the task's measures, [1 + measures], and the number of targets, over all ranks.
 
-        Collective; every rank has as many micro-batches.
+        Collective; every rank has the same number of micro-batches.
         """
         ...
 
     def state_tensors(self) -> list[StateTensor]:
-        """Weights and optimizer state, to read or to write. The same list on every rank."""
+        """List weights and optimizer state, to read or to write. The same list on every rank."""
         ...
 
     def scalars(self) -> dict[str, float]:
-        """What a resumed run needs back beside the state tensors: step counts, the loss scale."""
+        """Return what a resumed run needs beside the state tensors: step counts, the loss scale."""
         ...
 
     def restore(self, scalars: Mapping[str, float]) -> None:
-        """Take back what `scalars` gave. Comes before the state tensors are written."""
+        """Restore the result of `scalars`, before the state tensors are written."""
         ...
 
     def close(self) -> None: ...
@@ -138,22 +138,23 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class EngineKind:
-    """One engine as data: why it can't run a layout, and how it is built when it can."""
+    """An engine as data: why it can't run a layout, and how it is built if it can."""
 
     refusal: Callable[[Layout], str | None]
-    """A sentence for a person, or None."""
+    """Returns the reason why it can't run a layout, as a sentence, or None."""
     optimizer: Callable[[Mapping[str, Any], Layout, str, bool], Recipe | No]
-    """What it makes of the optimizer of a resolved DeepSpeed JSON, in a layout, on a device, with several groups of
-    parameters or one; or a sentence why it can't."""
+    """Returns the recipe for the config's optimizer, or a sentence why the engine can't build it.
+
+    Arguments: the resolved DeepSpeed JSON, the layout, the device, True if there are several parameter groups."""
     build: Callable[[Job], Engine]
     check: Callable[[ModelSpec, Layout], None] = lambda spec, layout: None
     """Raises ConfigError for a model that it can't run in a layout; allocates next to nothing."""
     ready: Callable[[Layout, torch.device, Mapping[str, Any]], None] = lambda layout, device, settings: None
-    """Raises ConfigError where this machine lacks what it is built with."""
+    """Raises ConfigError if this machine lacks something that the engine needs."""
 
 
 def recipe_of(kind: EngineKind, job: Job) -> Recipe:
-    """How a job's optimizer is built. Raises ConfigError where the engine can't."""
+    """Return the recipe by which a job's optimizer is built. Raises ConfigError if the engine can't build it."""
     decays = job.deepspeed["optimizer"]["params"].get("weight_decay", 0) > 0
     grouped = bool(job.spec.tuned) or (decays and bool(job.undecayed))
     recipe = kind.optimizer(job.deepspeed, job.layout, job.machine.device.type, grouped)
@@ -163,7 +164,7 @@ def recipe_of(kind: EngineKind, job: Job) -> Recipe:
 
 
 def set_update(groups: Iterable[dict[str, Any]], update: Update) -> None:
-    """Tell an optimizer's parameter groups what the schedule says, by its `lr_multiplier` for each."""
+    """Set the schedule's values in an optimizer's parameter groups, scaled by each group's `lr_multiplier`."""
     for group in groups:
         group["lr"] = update.learning_rate * group.get("lr_multiplier", 1.0)
         if update.betas is not None:

@@ -1,7 +1,7 @@
-"""Contract 1, once: the loss of a step is the sum of its token losses / the number of its targets.
+"""Contract 1, in one place: the loss of a step is the sum of its token losses / the number of its targets.
 
-Engines average gradients over the `batch` reduction; so that the gradient is that of this loss, the summed loss of each
-micro-batch is multiplied by `gradient_scale`.
+Engines average gradients over the `batch` reduction; the summed loss of each micro-batch is
+multiplied by `gradient_scale`, so that the result is the gradient of this loss.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.tasks.task import Batch, Task
 
 AT_ONCE = 16
-"""Micro-batches of an evaluation that are on the device together."""
+"""The number of micro-batches of an evaluation that are on the device at a time."""
 
 
 def counted_here(task: Task, micro_batches: Sequence[Batch], mesh: ParallelMesh) -> torch.Tensor:
-    """Targets whose loss is on this rank, an int64 scalar: summed over `loss`, those of the global batch."""
+    """Count the targets whose loss is on this rank, an int64 scalar; its sum over `loss` is the global batch's."""
     targets = torch.stack([task.targets(batch) for batch in micro_batches]).sum()
     return targets if mesh.has_loss else torch.zeros_like(targets)
 
 
 def gradient_scale(targets: torch.Tensor, mesh: ParallelMesh, divided_by: int = 1) -> torch.Tensor:
-    """What a summed loss is multiplied by, of a global batch with so many targets.
+    """Return the factor of each summed loss, for a global batch with so many targets.
 
-    `divided_by`: what the engine itself divides each micro-batch's loss by.
+    `divided_by`: the number by which the engine itself divides each micro-batch's loss.
     """
     return mesh.size("batch") * divided_by / targets
 
@@ -35,7 +35,7 @@ def gradient_scale(targets: torch.Tensor, mesh: ParallelMesh, divided_by: int = 
 def evaluated(
     task: Task, mesh: ParallelMesh, measured: Callable[[Sequence[Batch]], torch.Tensor], micro_batches: Iterable[Batch]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `measured` finds on each rank, summed over the global batch, and its number of targets. Collective."""
+    """Sum `measured` of each rank's micro-batches, and their targets, over the global batch. Collective."""
     batches, found = iter(micro_batches), []
     while some := list(islice(batches, AT_ONCE)):
         found.append(torch.cat([measured(some).double(), counted_here(task, some, mesh).double()[None]]))

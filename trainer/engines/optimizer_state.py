@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside parameters: what is there and no more, and made anew without a step over them."""
+"""The state that an optimizer keeps for parameters: read, removed, or created without a step over them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class OptimizerState:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.from_start = bool(optimizer.state)
-        """Whether it has state before its first step, as Adagrad has."""
+        """True if the optimizer has state before its first step, as Adagrad has."""
         self.common_step = 0.0
-        """What checkpoints of old have in place of a count of each parameter."""
+        """The step count in old checkpoints, which lack a count for each parameter."""
 
     def of(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The numbers that it keeps of a tensor, by name; None and such are left out."""
+        """Return the numbers kept for a tensor, by name; other values, such as None, are left out."""
         return {
             key: value if torch.is_tensor(value) else torch.tensor(value, dtype=torch.float64)
             for key, value in sorted(self._optimizer.state.get(tensor, {}).items())
@@ -30,11 +30,11 @@ class OptimizerState:
         }
 
     def step(self) -> float:
-        """Of the first parameter that has a count: each is a wait for the device."""
+        """Return the step count of the first parameter that has one: reading each would wait for the device."""
         return next((float(state[STEP]) for state in self._optimizer.state.values() if STEP in state), 0.0)
 
     def keep(self, tensors: Sequence[torch.Tensor], wanted: bool) -> None:
-        """Have state of these tensors, as after a first step, or none."""
+        """Create state for these tensors, as after a first step, or remove it unless `wanted`."""
         states = self._optimizer.state
         for tensor in tensors:
             if not wanted and not self.from_start:
@@ -43,7 +43,7 @@ class OptimizerState:
                 states[tensor] = made(self._optimizer, tensor)
 
     def put(self, tensors: Sequence[torch.Tensor], key: str, value: torch.Tensor | float) -> None:
-        """Set a scalar, as what it is there: a tensor or a number."""
+        """Set a scalar, as a tensor or number like the value already there."""
         for state in (self._optimizer.state[tensor] for tensor in tensors):
             if torch.is_tensor(state[key]):
                 state[key].fill_(value)
@@ -52,9 +52,9 @@ class OptimizerState:
 
 
 def made(optimizer: torch.optim.Optimizer, like: torch.Tensor, steps: int = 1) -> dict[str, Any]:
-    """What it would keep beside `like` after some steps with zero gradients; tensors of its shape are zero.
+    """Create the state kept for `like` after some steps with zero gradients; tensors of its shape are zero.
 
-    Asked of the optimizer by steps over a stand-in of one entry: nothing that it keeps for others changes.
+    The optimizer makes it in steps over a stand-in of one entry: the state of other tensors does not change.
     """
     groups, states = optimizer.param_groups, optimizer.state
     group = next((g for g in groups if any(p is like for p in g["params"])), groups[0])
@@ -79,7 +79,7 @@ def _is_like(value: Any, tensor: torch.Tensor) -> bool:
 
 
 def elsewhere(name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[StateTensor]:
-    """State tensors of a parameter that other ranks hold."""
+    """List the state tensors of a parameter that other ranks hold."""
     return [
         StateTensor(name, part, shape, torch.float32, 0, read=lambda: None, write=lambda value: None)
         for part, shape in shapes.items()

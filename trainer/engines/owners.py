@@ -1,4 +1,4 @@
-"""Which rank writes each tensor of the training state when a checkpoint is written; the same list on every rank."""
+"""The rank that writes each tensor of the training state into a checkpoint; the same list on every rank."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Kind = tuple[str, str, tuple[int, ...], torch.dtype]
 def state_tensors_of(
     held: Mapping[Kind, T], mesh: ParallelMesh, ranks: Ranks, make: Callable[[Kind, T | None, bool, int], StateTensor]
 ) -> list[StateTensor]:
-    """The state tensors of all pipeline stages, of which this rank has those `held`. Collective.
+    """List the state tensors of all pipeline stages, of which this rank has those `held`. Collective.
 
-    `make(kind, held or None, whether this rank's stage is the one that it is read from, the rank that writes it)`.
+    Each is `make(kind, held tensor or None, True if it is read from this rank's stage, the rank that writes it)`.
     """
     stages = owning_stages(held, mesh)
     owner = owners(stages, ranks, mesh)
@@ -34,7 +34,7 @@ def state_tensors_of(
 
 
 def owning_stages(held: Iterable[Kind], mesh: ParallelMesh) -> dict[Kind, int]:
-    """What all ranks hold, and the pipeline rank that it is read from: the first that has it. Collective."""
+    """Map every state tensor to the pipeline rank that it is read from: the first that has it. Collective."""
     mine: list[list[Kind]] = [list(held)]
     if mesh.layout.pipeline > 1:
         mine = [[] for _ in range(mesh.layout.pipeline)]
@@ -47,7 +47,7 @@ def owning_stages(held: Iterable[Kind], mesh: ParallelMesh) -> dict[Kind, int]:
 
 
 def owners(stages: Mapping[Kind, int], ranks: Ranks, mesh: ParallelMesh) -> dict[str, int]:
-    """The rank that writes each name's state tensors: all of a parameter's go to one rank of the stage that has it."""
+    """Choose the rank that writes each name's state tensors: one rank of the stage that holds the parameter."""
     per_stage = ranks.world_size // mesh.layout.pipeline
     sizes: dict[str, int] = {}
     for name, _, shape, _ in stages:
@@ -58,7 +58,7 @@ def owners(stages: Mapping[Kind, int], ranks: Ranks, mesh: ParallelMesh) -> dict
 
 
 def least_loaded(sizes: Sequence[int], candidates: Sequence[Sequence[int]]) -> list[int]:
-    """For each size, in order, the one of its candidates that has the least so far."""
+    """Choose for each size, in order, the candidate with the smallest total so far."""
     loads: dict[int, int] = {}
     chosen = []
     for size, ranks in zip(sizes, candidates, strict=True):
@@ -69,7 +69,7 @@ def least_loaded(sizes: Sequence[int], candidates: Sequence[Sequence[int]]) -> l
 
 
 def report(gradients: Mapping[str, torch.Tensor], mesh: ParallelMesh, observe: Observer) -> None:
-    """Tell `observe`, on every rank, the whole gradients of all stages; this rank has those given. Collective."""
+    """Call `observe` on every rank with the whole gradients of all stages; this rank has those given. Collective."""
     found = owning_stages([(name, WEIGHT, tuple(g.shape), g.dtype) for name, g in gradients.items()], mesh)
     for (name, _, shape, dtype), stage in found.items():
         if stage == mesh.rank("pipeline"):
@@ -82,7 +82,7 @@ def report(gradients: Mapping[str, torch.Tensor], mesh: ParallelMesh, observe: O
 
 
 def persistent_buffers(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The buffers that are stored with the weights, by name."""
+    """List the buffers that are stored with the weights, by name."""
     transient = {
         f"{name}.{key}".lstrip(".")
         for name, module in root.named_modules()

@@ -1,4 +1,4 @@
-"""The user's JSON as DeepSpeed is given it on this machine; shared by its engine with and without a pipeline."""
+"""The resolved JSON as DeepSpeed gets it on this machine; shared by its engine with and without a pipeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGE_0_NOTE = (
 
 
 def check_precision(layout: Layout) -> None:
-    """Raises ConfigError where this machine has not the arithmetic."""
+    """Raises ConfigError if this machine can't compute in the layout's precision."""
     from deepspeed.accelerator import get_accelerator
 
     if layout.precision == "float16" and not get_accelerator().is_fp16_supported():
@@ -30,12 +30,12 @@ def check_precision(layout: Layout) -> None:
 
 
 def has_plain_optimizer(layout: Layout) -> bool:
-    """Without ZeRO in float32 DeepSpeed steps PyTorch's optimizer itself, with nothing around it."""
+    """Return True without ZeRO in float32: DeepSpeed then steps PyTorch's optimizer itself, unwrapped."""
     return layout.zero_stage == 0 and layout.precision == "float32"
 
 
 def runtime_config(job: Job, recipe: Recipe) -> dict[str, Any]:
-    """The user's JSON as this machine needs it; nothing here changes what is computed."""
+    """Return the resolved JSON as this machine needs it; no change here affects what is computed."""
     config = {**job.deepspeed, "steps_per_print": 2**31 - 1}
     kind, given = config["optimizer"]["type"], config["optimizer"]["params"]
     params = dict(recipe.params)
@@ -44,12 +44,12 @@ def runtime_config(job: Job, recipe: Recipe) -> dict[str, Any]:
         params |= {"adam_w_mode": given.get("adam_w_mode", True), "torch_adam": recipe.library.startswith("torch.")}
     config["optimizer"] = {"type": kind, "params": params}
     if job.layout.zero_stage == 3 and job.layout.recompute.mode == "selective":
-        # its linear layer adds the bias in place to the product that is kept: recomputed, it is added twice
+        # its linear layer adds the bias in place to the saved product: recomputed, it would be added twice
         config["zero_optimization"] = {**config["zero_optimization"], "memory_efficient_linear": False}
     if has_plain_optimizer(job.layout):
-        # DeepSpeed reports no norm here, so this engine takes it and clips
+        # DeepSpeed reports no norm here, so this engine computes it and clips
         config["gradient_clipping"] = 0.0
     elif job.layout.zero_stage == 0:
-        config["zero_allow_untested_optimizer"] = True  # it is not asked for without ZeRO
+        config["zero_allow_untested_optimizer"] = True  # does not apply without ZeRO
         config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": 1}
     return config

@@ -36,7 +36,7 @@ from trainer.tasks.task import Batch, ModelWithLoss
 
 
 def refusal(layout: Layout) -> str | None:
-    """Why DeepSpeed can't run a layout."""
+    """Return the reason why DeepSpeed can't run a layout, or None."""
     if layout.tensor > 1 and (reason := tensor.refusal(layout)):
         return reason
     if layout.pipeline > 1 and (reason := pipeline.refusal(layout)):
@@ -49,9 +49,9 @@ def refusal(layout: Layout) -> str | None:
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raises ConfigError for a model that can't be cut or split so, or whose gradients DeepSpeed would make up."""
+    """Raises ConfigError if a model can't be cut or split so, or DeepSpeed would put zeros for missing gradients."""
     if spec.sparse:
-        # it takes a missing gradient for zeros, which decay a weight, and under ZeRO-2 and 3 may be a hang
+        # it takes a missing gradient for zeros, which decays the weight and, under ZeRO-2 and 3, may hang
         seen = f"some tokens leave parameters without a gradient ({spec.sparse[0]}, ...)"
         expected = "a gradient of each: DeepSpeed takes a missing one for zeros, and decays the weight"
         raise ConfigError(Problem(f"engine deepspeed: {spec.name}", seen, expected, 'Set trainer.engine to "mesh"'))
@@ -62,13 +62,13 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 
 
 def build(job: Job) -> DeepSpeedEngine:
-    """Give the model, or this rank's stage of it, its values and hand it to DeepSpeed."""
+    """Give the model, or this rank's stage of it, its values and pass it to DeepSpeed."""
     import deepspeed
     from deepspeed.utils import groups, logger
 
-    # those of an engine that this process had before; DeepSpeed itself would take them for this one's
+    # those of an earlier engine in this process, which DeepSpeed would take for this one's
     groups.mpu = groups._TENSOR_MODEL_PARALLEL_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    torch.nn.functional.linear = torch._C._nn.linear  # ZeRO-3 leaves a linear layer of its own there
+    torch.nn.functional.linear = torch._C._nn.linear  # ZeRO-3 leaves a linear function of its own there
     logger.setLevel("WARNING")
     recipe = recipe_of(KIND, job)
     announce(job.layout, job.machine, recipe.library)
@@ -83,7 +83,7 @@ def build(job: Job) -> DeepSpeedEngine:
 
 
 def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
-    """The model in one, or this rank's shard of each of its matrices."""
+    """Build the runner of a whole model, or of this rank's tensor parallel shard of it."""
     import deepspeed
 
     layout, dtype = job.layout, DTYPES[job.layout.precision]
@@ -96,12 +96,12 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
             unit.register_parameter(str(index), parameter)
         deepspeed.zero.Init(module=unit, config_dict_or_path=config, dtype=dtype)
 
-    # under ZeRO-3 each unit is partitioned as it comes
+    # under ZeRO-3 each unit is partitioned once it has values
     after: dict[str, Any] = {"after_unit": partition} if layout.zero_stage == 3 else {}
     if layout.tensor > 1:
         mpu = tensor.groups(layout)
         config = {**config, "tensor_parallel": tensor.section(job.spec, config["tensor_parallel"])}
-    # the whole need not fit on the accelerator where a shard of it will be
+    # the accelerator need not hold the whole model, only this rank's shard
     on_host = layout.offload_param != "none" or layout.tensor > 1
     storage = torch.device("cpu") if on_host else job.machine.device
     with torch.device("cpu"):
@@ -111,13 +111,13 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     learned = groups_of(module.named_parameters(), job.undecayed, decay, job.spec.tuned)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=learned, config=config, mpu=mpu)
     if layout.tensor > 1:
-        engine.first_dataloader_check.remove()  # that tensor ranks have the same batch; it can't compare dictionaries
+        engine.first_dataloader_check.remove()  # can't compare batches that are dictionaries
     split = Split(module, job.spec, mesh) if layout.tensor > 1 else None
     return AccumulatedStep(engine, job, dropout, mesh, split)
 
 
 def _link_group_by_group(optimizer: Any) -> None:
-    """DeepSpeed links parameters to their optimizer state once, after the first group's step; others have none then."""
+    """Link parameters to their optimizer state group by group: DeepSpeed does it once, after the first group's step."""
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
     names = ("bit16_groups", "single_partition_of_fp32_groups"), ("bf16_groups", "fp32_groups_flat_partition")
@@ -136,7 +136,7 @@ def _link_group_by_group(optimizer: Any) -> None:
 
 
 def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError where this machine has no float16 arithmetic, or no compiler that is needed."""
+    """Raises ConfigError if this machine lacks float16 arithmetic, or a compiler that is needed."""
     check_precision(layout)
     recipe = in_deepspeed(settings, layout, device.type, grouped=False)
     check_compiler(layout, device, recipe.library if isinstance(recipe, Recipe) else "")
@@ -149,7 +149,7 @@ class DeepSpeedEngine:
     """Runs `deepspeed.DeepSpeedEngine` by contract 1 (`engines/normalise.py`)."""
 
     def __init__(self, runner: StepRunner, job: Job, notes: tuple[str, ...]) -> None:
-        from trainer.engines.deepspeed.state import MasterState  # seconds of imports that other engines do without
+        from trainer.engines.deepspeed.state import MasterState  # seconds of imports that other engines skip
 
         self.job = job
         self._runner = runner
@@ -160,9 +160,9 @@ class DeepSpeedEngine:
             self._state.start_masters(*runner.blank, job.seed_of_values)
         self._statistics = RunningStatistics([runner.module], runner.mesh, job.data_rank)
         self._own_norm: GradientNorm | None = None
-        """Where DeepSpeed reports none; its own, of a pipeline under ZeRO-0, is that of the first stage alone."""
+        """The norm, if it is taken here: DeepSpeed reports none or, of a ZeRO-0 pipeline, the first stage's."""
         self._norm = torch.zeros(())
-        """What that found in the last step."""
+        """The norm that `_own_norm` found in the last step."""
         if has_plain_optimizer(job.layout):
             learned = [p for p in runner.module.parameters() if p.requires_grad]
             counted = [p for p in learned if _counts(p, runner)]
@@ -179,7 +179,7 @@ class DeepSpeedEngine:
         job, mesh, engine = self.job, self._mesh, self._engine
         set_update(engine.optimizer.param_groups, update)
         targets = counted_here(job.task, micro_batches, mesh)
-        # while the first forward pass runs
+        # overlaps with the first forward pass
         group = mesh.group("loss")
         counting = dist.all_reduce(targets, group=group, async_op=True) if group is not None else None
 
@@ -192,7 +192,7 @@ class DeepSpeedEngine:
         seed = step_seed(job.seed, step, job.data_rank)
         with self._statistics.of_step(len(micro_batches)):
             loss_sum = self._runner.train(micro_batches, Step(seed, scale, lambda: self._before_update(observe)))
-        scale()  # the last pipeline stage alone needs it before
+        scale()  # otherwise only the last pipeline stage waits for it
         norm = self._norm if self._own_norm else engine.get_global_grad_norm()
         return Metrics(
             loss_sum=loss_sum,
@@ -233,7 +233,7 @@ class DeepSpeedEngine:
 
 
 def _counts(parameter: nn.Parameter, runner: StepRunner) -> bool:
-    """Whether this rank counts a parameter's gradient in the norm."""
+    """Return True if this rank counts a parameter's gradient in the norm."""
     if pipeline.is_copy(parameter):
         return False
     return bool(runner.split and parameter in runner.split) or runner.mesh.rank("tensor") == 0

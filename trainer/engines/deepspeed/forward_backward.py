@@ -20,41 +20,41 @@ from trainer.tasks.task import Batch
 
 @dataclass(frozen=True)
 class Step:
-    """What a step needs beside its micro-batches."""
+    """The inputs of a step beside its micro-batches."""
 
     seed: int
-    """Of dropout, on this data rank."""
+    """The seed of dropout on this data rank."""
     scale: Callable[[], torch.Tensor]
-    """What each summed loss is multiplied by. Waits until it is known."""
+    """Returns the factor of each summed loss; waits until it is known."""
     before_update: Callable[[], None]
-    """To be called when the gradients are there, averaged."""
+    """A callback for when the gradients are complete and averaged."""
 
 
 class StepRunner(Protocol):
     engine: Any
-    """`deepspeed.DeepSpeedEngine`"""
+    """The `deepspeed.DeepSpeedEngine`."""
     module: nn.Module
-    """What this rank holds: the whole model, its shard of each matrix, or its pipeline stage."""
+    """The module on this rank: the whole model, its tensor parallel shard, or its pipeline stage."""
     mesh: ParallelMesh
     split: Split | None
     notes: tuple[str, ...]
 
     @property
     def blank(self) -> tuple[nn.Module, ModelSpec]:
-        """What this rank holds, or has a shard of, on the meta device, and its spec."""
+        """This rank's model or stage, unsharded, on the meta device, and its spec."""
         ...
 
     def train(self, micro_batches: Sequence[Batch], step: Step) -> torch.Tensor:
-        """One optimizer step; returns the summed loss that this rank saw, detached."""
+        """Run one optimizer step; return the summed loss of this rank's micro-batches, detached."""
         ...
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """What the task measured, summed over what this rank saw, without gradients."""
+        """Return the task's measures, summed over this rank's micro-batches, without gradients."""
         ...
 
 
 class AccumulatedStep:
-    """Each micro-batch forward and backward through all blocks, before the next."""
+    """A step that runs each micro-batch forward and backward through all blocks before the next."""
 
     def __init__(self, engine: Any, job: Job, dropout: Dropout, mesh: ParallelMesh, split: Split | None) -> None:
         self.engine = engine
@@ -88,6 +88,6 @@ class AccumulatedStep:
         with torch.no_grad():
             measured = torch.stack([self.engine(batch) for batch in micro_batches]).double().sum(0)
         if self._job.layout.zero_stage == 3:
-            # it has begun to gather weights for a backward pass that does not come, and refuses to have them read
+            # it has prefetched weights for a backward pass that does not follow, and would refuse to have them read
             self.engine.optimizer.empty_partition_cache()
         return measured

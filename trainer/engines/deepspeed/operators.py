@@ -1,4 +1,4 @@
-"""DeepSpeed's own operators, which are compiled when they are first used."""
+"""DeepSpeed's own operators, which are compiled at their first use."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ OF_OPTIMIZERS = {
     "deepspeed.ops.adam.FusedAdam": "fused_adam",
     "deepspeed.ops.lion.FusedLion": "fused_lion",
 }
-"""By class; those of the host are C++ wherever the model is, the fused ones are of the device."""
+"""Operators by optimizer class; the CPU ones are C++ on any device, the fused ones run on the device."""
 
 
 def check_compiler(layout: Layout, device: torch.device, optimizer: str = "") -> None:
-    """Raises ConfigError where something has to be compiled, and there is nothing to compile it with.
+    """Raises ConfigError if an operator has to be compiled and a tool for it is missing.
 
-    `optimizer`: the class that the engine makes, by its public name.
+    `optimizer`: the class that the engine builds, by its public name.
     """
     from torch.utils.cpp_extension import CUDA_HOME, get_cxx_compiler
 
@@ -42,7 +42,7 @@ def check_compiler(layout: Layout, device: torch.device, optimizer: str = "") ->
 
 
 def announce(layout: Layout, machine: Machine, optimizer: str = "") -> None:
-    """Say what is about to be compiled."""
+    """Tell the user which operators are about to be compiled."""
     if names := list(_missing(layout, machine.device, optimizer)):
         operators = f"operator{'s' if len(names) > 1 else ''} {' and '.join(names)}"
         machine.signs.at(f"compiling DeepSpeed's {operators}, once for this environment: about a minute", stays=True)
@@ -53,7 +53,7 @@ def _missing(layout: Layout, device: torch.device, optimizer: str) -> Iterator[s
     from torch.utils.cpp_extension import _get_build_directory
 
     used = {
-        "deepspeed_shm_comm": device.type == "cpu",  # left out by DeepSpeed where it can't be had
+        "deepspeed_shm_comm": device.type == "cpu",  # DeepSpeed does without it if it must
         "async_io": "nvme" in (layout.offload_optimizer, layout.offload_param),
     }
     names = [name for name, is_used in used.items() if is_used and compatible.get(name)]

@@ -30,7 +30,7 @@ from trainer.tasks.task import Batch
 
 
 def refusal(layout: Layout) -> str | None:
-    """Why PipelineModule can't run a layout."""
+    """Return the reason why PipelineModule can't run a layout, or None."""
     if layout.zero_stage > 1:
         return "Its PipelineModule asserts under ZeRO-2 and 3; the mesh engine runs the same JSON."
     if layout.schedule.name != "1F1B":
@@ -39,12 +39,12 @@ def refusal(layout: Layout) -> str | None:
 
 
 def is_copy(parameter: nn.Parameter) -> bool:
-    """Whether an earlier stage holds the parameter, too, and counts it in norms: DeepSpeed's own mark."""
+    """Return True if an earlier stage holds the parameter, too, and counts it in norms: DeepSpeed's own mark."""
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
 def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
-    """Cut the model, and make of this rank's stage what DeepSpeed takes for one of several layers."""
+    """Cut the model, and pass this rank's stage to DeepSpeed as one of several layers."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
@@ -76,11 +76,11 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
     copies = [held[name] for name in on_both(pair, held)]
     for parameter in copies:
         parameter.ds_pipe_replicated = rank > 0  # type: ignore[attr-defined]
-    without = {key: value for key, value in config.items() if key != "pipeline"}  # the stages are made, and recompute
+    without = {key: value for key, value in config.items() if key != "pipeline"}  # stages are cut, and recompute
     decay = config["optimizer"]["params"]["weight_decay"]
     learned = groups_of(stage.named_parameters(), job.undecayed, decay, job.spec.tuned)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=learned, config=without)
-    # in place of its TiedLayerSpec, which is a layer of its own: whose `grad` is to be added up, and over which group
+    # instead of its TiedLayerSpec, a layer of its own: the parameters whose `grad` is summed, and their group
     kept_apart = getattr(engine.optimizer, "use_grad_accum_attribute", False)  # where DeepSpeed itself would miss them
     module.get_tied_weights_and_groups = lambda: [
         (SimpleNamespace(grad=vars(p)["grad_accum"]) if kept_apart else p, pair) for p in copies
@@ -96,7 +96,7 @@ def _check_learns(stage: Stage, rank: int, spec: ModelSpec) -> None:
 
 
 class _StageLayer(nn.Module):
-    """A stage as DeepSpeed calls it, with one tensor; the micro-batches of the step wait here."""
+    """A stage as DeepSpeed calls it, with one tensor; it keeps the micro-batches of the step."""
 
     def __init__(self, stage: Stage, *, first: bool) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class _StageLayer(nn.Module):
 
 
 class PipelinedStep:
-    """DeepSpeed's 1F1B schedule."""
+    """A step by DeepSpeed's 1F1B schedule."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Where DeepSpeed keeps weights, float32 masters and moments under each ZeRO stage, as whole tensors by name."""
+"""DeepSpeed's weights, float32 masters and moments under each ZeRO stage, as whole tensors by name."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class MasterState:
         self._split = split
         self._partitioned = engine.zero_optimization_stage() == 3
         self._optimizer = engine.optimizer
-        # without ZeRO in float32 the engine's optimizer is PyTorch's own, over the model's parameters
+        # without ZeRO in float32, the engine's optimizer is PyTorch's own, over the model's parameters
         self._inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
         self._states = OptimizerState(self._inner)
         self._scalars: dict[str, float] = {}
-        """What was restored of those that are one for all of a partition."""
+        """Restored scalars that all parameters of a flat partition share."""
         dtypes = {p.dtype for p in module.parameters()}
         self.low_precision = dtypes != {torch.float32}
         self._scaler = getattr(engine.optimizer, "loss_scaler", None) if torch.float16 in dtypes else None
         self._flat = next((name for name in _FLAT if hasattr(engine.optimizer, name)), None)
 
     def start_masters(self, blank: nn.Module, spec: ModelSpec, seed: int) -> None:
-        """Give the float32 masters their initial values as they were before low precision rounded them. Collective.
+        """Give the float32 masters their initial values, before rounding to low precision. Collective.
 
         `blank` is on the meta device, with the names of this rank's parameters. One unit of it is whole at a time.
         """
@@ -68,9 +68,9 @@ class MasterState:
         materialise(blank, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32, after_unit=take)
 
     def state_tensors(self) -> list[StateTensor]:
-        """Every parameter's weight, then its float32 master and optimizer state; then persistent buffers."""
+        """List each parameter's weight, float32 master and optimizer state; then persistent buffers. Collective."""
         held: dict[Kind, torch.Tensor] = {}
-        for name, parameter in self._module.named_parameters():  # a tied one comes once, under its first name
+        for name, parameter in self._module.named_parameters():  # a tied parameter comes once, under its first name
             name, shape = bare_name(name), self._shape(parameter)
             held[name, WEIGHT, shape, parameter.dtype] = parameter
             if parameter.requires_grad:
@@ -83,7 +83,7 @@ class MasterState:
         return state_tensors_of(held, self._mesh, self._ranks, self._state_tensor)
 
     def gradients(self, observe: Observer) -> None:
-        """Tell `observe` every gradient, whole, averaged and unscaled. Collective; before `engine.step`."""
+        """Call `observe` with every gradient, whole, averaged and unscaled. Collective; before `engine.step`."""
         scale = float(getattr(self._optimizer, "loss_scale", 1.0))
         found = {
             bare_name(name): self._whole(parameter, gradient.detach().float()) / scale
@@ -128,7 +128,7 @@ class MasterState:
     def _keep(
         self, name: str, parameter: torch.Tensor | None, shapes: Mapping[str, tuple[int, ...]]
     ) -> list[StateTensor]:
-        """As `StateTensor.keep`; where a flat partition has state, that of a parameter without any is zero."""
+        """Implement `StateTensor.keep`; if a flat partition has state, a parameter without any gets zeros."""
         if parameter is None:
             return elsewhere(name, shapes)
         tensors, flat = self._updated(parameter), self._flat is not None
@@ -191,9 +191,9 @@ class MasterState:
             self._write_flat(parameter, value, None)
 
     def _write_flat(self, parameter: torch.Tensor, value: torch.Tensor, key: str | None) -> None:
-        """Into the partitions: the float32 weight, or a part of the state."""
+        """Write the float32 weight, or a part of the optimizer state, into the partitions."""
         value = value.to(parameter.device, torch.float32).flatten()
-        if self._partitioned:  # DeepSpeed's own setter wants what the ranks divide without a rest
+        if self._partitioned:  # DeepSpeed's own setter requires a size that the ranks divide evenly
             own: int = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
             optimizer = self._optimizer
             start = own * optimizer._get_param_partition_rank(parameter)
@@ -205,7 +205,7 @@ class MasterState:
             safe_set_full_optimizer_state(parameter, value, key)
 
     def _put(self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
-        """Set a scalar: the parameter's own or, of flat partitions, that of all."""
+        """Set a scalar: the parameter's own or, in flat partitions, the one that all share."""
         tensors = self._updated(parameter)
         if self._flat is not None:
             known = self._scalars.get(key)
@@ -214,7 +214,7 @@ class MasterState:
                 expected = "one for all of a ZeRO partition, which is what DeepSpeed has"
                 raise ConfigError(Problem("optimizer state", seen, expected, 'Set trainer.engine to "mesh"'))
             if known is None and key == STEP and hasattr(self._inner, "ds_opt_adam"):
-                # it multiplies its bias correction up from step to step, where a power would round otherwise
+                # it accumulates its bias correction step by step; a power would round otherwise
                 made(self._inner, tensors[0], steps=int(value))
             self._scalars[key] = float(value)
             if known is not None:
@@ -222,11 +222,11 @@ class MasterState:
         self._states.put(tensors, key, value)
 
     def _updated(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """What the inner optimizer really updates: all flat partitions, or the parameter itself."""
+        """Return the tensors that the inner optimizer updates: all flat partitions, or the parameter itself."""
         return [parameter] if self._flat is None else list(getattr(self._optimizer, self._flat))
 
 
-# where ZeRO-3, ZeRO-1/2 and the bfloat16 optimizer of ZeRO-1 keep their float32 partitions
+# the attributes of ZeRO-3, ZeRO-1/2 and ZeRO-1's bfloat16 optimizer with float32 partitions
 _FLAT = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's AutoTP, told the model's own plan instead of guessing from names."""
+"""DeepSpeed's AutoTP, configured with the model's own tensor plan instead of guesses from names."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _KINDS: dict[str, dict[str, Any]] = {
     "rowwise": {"partition_type": "row"},
     tensor.SUMMED: {"partition_type": "skip", "grad_allreduce": True},
 }
-"""By transformers' names for the styles."""
+"""AutoTP's rules by transformers' names for the styles."""
 
 
 def refusal(layout: Layout) -> str | None:
-    """Why AutoTP can't run a layout."""
+    """Return the reason why AutoTP can't run a layout, or None."""
     if layout.pipeline > 1:
         return "Its AutoTP is not used with its PipelineModule; the mesh engine runs the product."
     if layout.zero_stage == 3:
@@ -53,7 +53,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 
 
 def groups(layout: Layout) -> Any:
-    """DeepSpeed's groups of data and of tensor ranks, which stand as the layout's. Collective."""
+    """Return DeepSpeed's groups of data and tensor ranks, which are those of the layout. Collective."""
     from deepspeed.utils import groups
 
     groups._init_tp_mesh_device(tensor_model_parallel_size=layout.tensor)
@@ -61,7 +61,7 @@ def groups(layout: Layout) -> Any:
 
 
 def section(spec: ModelSpec, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON's section `tensor_parallel`, with the model's plan as rules."""
+    """Return the JSON's section `tensor_parallel`, with the model's plan as rules."""
     rules = [
         {"patterns": [rf".*\b{re.escape(name)}\.weight$"], **_KINDS[style]}
         for name, style in spec.language.tensor_plan.items()
@@ -72,7 +72,7 @@ def section(spec: ModelSpec, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Split:
-    """Which parameters are divided over the tensor ranks, and along which dimension."""
+    """The parameters that are split over the tensor ranks, each with its dimension."""
 
     def __init__(self, module: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
         self._group = mesh.axis("tensor")
@@ -90,12 +90,12 @@ class Split:
         return parameter in self._dims
 
     def shape(self, parameter: torch.Tensor, own: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the whole parameter, whose part here has shape `own`."""
+        """Return the shape of the whole parameter, given the shape `own` of this rank's part."""
         dim = self._dims.get(parameter)
         return tuple(size * self._ranks if index == dim else size for index, size in enumerate(own))
 
     def whole(self, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """What the tensor ranks have of a parameter, its gradient or its state, put together. Collective."""
+        """Gather a parameter, its gradient or its state from the tensor ranks. Collective."""
         if parameter not in self._dims:
             return own
         parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self._ranks)]
@@ -103,7 +103,7 @@ class Split:
         return torch.cat(parts, self._dims[parameter])
 
     def own(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole."""
+        """Return this rank's part of a whole tensor."""
         if parameter not in self._dims:
             return whole
         return whole.chunk(self._ranks, self._dims[parameter])[self._rank]

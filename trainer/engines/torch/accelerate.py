@@ -25,7 +25,7 @@ from trainer.tasks.task import ModelWithLoss
 
 
 def refusal(layout: Layout) -> str | None:
-    """Why Accelerate can't run a layout."""
+    """Return the reason why Accelerate can't run a layout, or None."""
     if layout.pipeline > 1:
         return "Accelerate has no pipeline for training."
     if layout.tensor > 1:
@@ -39,7 +39,7 @@ def refusal(layout: Layout) -> str | None:
 
 
 def build(job: Job) -> TorchEngine:
-    """Have Accelerate wrap the model: replicated with its values, sharded while it is on the meta device."""
+    """Have Accelerate wrap the model: with its values for replicas, on the meta device for shards."""
     from accelerate.utils import fsdp2_prepare_model
 
     layout, device = job.layout, job.machine.device
@@ -48,7 +48,7 @@ def build(job: Job) -> TorchEngine:
     module: nn.Module = ModelWithLoss(model, job.task)
     accelerator = _accelerator(job)
     if layout.zero_stage > 0:
-        # what `prepare` calls; with an optimizer beside it, it tells parameters apart by an address, which none has yet
+        # what `prepare` calls; with an optimizer, that identifies parameters by address, which they lack on meta
         module = fsdp2_prepare_model(accelerator, module)
         shard.check_units(module, job.spec)
     give_values(model, job.spec, layout, job.seed_of_values, device)
@@ -62,7 +62,7 @@ def build(job: Job) -> TorchEngine:
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raises ConfigError for a model whose blocks can't be told apart from other modules: Accelerate goes by class."""
+    """Raises ConfigError if another module has the class of a block: Accelerate shards by class."""
     shard.check_shardable(spec, layout)
     if layout.zero_stage == 0:
         return
@@ -88,7 +88,7 @@ def _accelerator(job: Job) -> Any:
         state._reset_state()
     _let_shard(layout, cpu)
     if layout.zero_stage == 0:
-        # DDP itself then agrees on which parameters have a gradient anywhere
+        # DDP itself then determines which parameters have a gradient on any rank
         kwargs = DistributedDataParallelKwargs(find_unused_parameters=job.sparse, broadcast_buffers=False)
         return Accelerator(cpu=cpu, kwargs_handlers=[kwargs])
     plugin = FullyShardedDataParallelPlugin(
@@ -100,7 +100,7 @@ def _accelerator(job: Job) -> Any:
         cpu_offload=shard.offload_of(layout, job.machine.device.type) if layout.offloads else None,
         cpu_ram_efficient_loading=False,
     )
-    # without replicas FSDP2's own default, all processes: Accelerate makes no mesh of a single one
+    # without replicas, FSDP2's default of all processes: Accelerate makes no mesh of one process
     axes = ParallelismConfig(layout.replicate, layout.shard) if layout.replicate > 1 else None
     return Accelerator(cpu=cpu, fsdp_plugin=plugin, parallelism_config=axes)
 
@@ -110,7 +110,7 @@ def _classes_of_blocks(model: nn.Module, spec: ModelSpec) -> set[str]:
 
 
 def _let_shard(layout: Layout, cpu: bool) -> None:
-    """Accelerate takes an FSDP plugin only where it sees several GPUs; else it ignores it without a word."""
+    """Let Accelerate shard on any device: it silently ignores an FSDP plugin unless it sees several GPUs."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 

@@ -1,4 +1,4 @@
-"""The step that the engines made of PyTorch's own parts share; they differ in who wraps the model."""
+"""The step shared by the engines made of PyTorch's own parts; they differ in who wraps the model."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ ZERO_1_NOTE = "ZeRO-1 runs as ZeRO-2: FSDP2 shards the gradients with the optimi
 
 
 def refusal(layout: Layout) -> str | None:
-    """Why this engine can't run a layout."""
+    """Return the reason why this engine can't run a layout, or None."""
     if layout.pipeline > 1 and layout.schedule.splits_backward and layout.zero_stage == 3:
         return (
             f"{layout.schedule.name} with ZeRO-3 gives wrong gradients without a word: FSDP2 frees parameters between "
@@ -46,13 +46,13 @@ def refusal(layout: Layout) -> str | None:
 
 
 def notes_of(layout: Layout) -> tuple[str, ...]:
-    """What FSDP2 does otherwise than the config's words say."""
+    """Return notes on where FSDP2 differs from the words of the config."""
     one = layout.offloads and "none" in (layout.offload_optimizer, layout.offload_param)
     return ((ZERO_1_NOTE,) if layout.zero_stage == 1 else ()) + ((OFFLOAD_NOTE,) if one else ())
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raises ConfigError for a model that can't be cut or split so."""
+    """Raises ConfigError for a model that can't be cut or split as the layout requires."""
     shard.check_shardable(spec, layout)
     if layout.tensor > 1:
         tensor.check(spec, layout)
@@ -61,11 +61,11 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 
 
 def build(job: Job) -> TorchEngine:
-    """Build and wrap what this rank holds: the whole model, or its pipeline stages."""
+    """Build and wrap the part of the model on this rank: the whole model, or its pipeline stages."""
     layout, device = job.layout, job.machine.device
     mesh, notes = parallel_mesh_of(layout, device), notes_of(layout)
     if job.sparse and layout.pipeline > 1 and layout.schedule.splits_backward and layout.zero_stage > 0:
-        # such a schedule adds to gradients itself, and `Used` would not see them
+        # such a schedule accumulates gradients itself, unseen by `Used`
         seen = f"{layout.schedule.name} with ZeRO, and tokens that leave parameters without a gradient"
         raise ConfigError(Problem("trainer.pipeline_schedule", seen, "a gradient of each", "Use the schedule 1F1B."))
 
@@ -83,7 +83,7 @@ def build(job: Job) -> TorchEngine:
         module = ModelWithLoss(model, job.task)
         finish(module, job.spec)
         check_replicas([module], mesh, job.machine.ranks)
-        # where nothing else averages gradients, as FSDP does, and `GradientSync` for tensor ranks and sparse models
+        # where neither FSDP nor `GradientSync` (tensor ranks, sparse models) averages gradients
         by_ddp = layout.zero_stage == 0 and layout.replicate > 1 and layout.tensor == 1 and not job.sparse
         forward_backward = GradientAccumulation(_replicated(module, device) if by_ddp else module, dropout)
     recipe = recipe_of(KIND, job)
@@ -95,7 +95,7 @@ def build(job: Job) -> TorchEngine:
 
 def _replicated(module: ModelWithLoss, device: torch.device) -> nn.Module:
     devices = [device.index] if device.index is not None else None
-    # the buffers of all ranks are the same: `RunningStatistics` sees to it
+    # all ranks have the same buffers already: `RunningStatistics` keeps them so
     return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 

@@ -27,7 +27,7 @@ class TorchState:
         self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ranks: Ranks, mesh: ParallelMesh
     ) -> None:
         self._named: dict[str, list[nn.Parameter]] = {}
-        """By Hugging Face name; twice where the first and the last pipeline stage, on this rank, share a table."""
+        """Parameters by Hugging Face name; two for a table shared by first and last stage on this rank."""
         self._buffers: dict[str, list[torch.Tensor]] = {}
         for module in modules:
             for name, parameter in module.named_parameters():
@@ -39,7 +39,7 @@ class TorchState:
         self._mesh = mesh
 
     def state_tensors(self) -> list[StateTensor]:
-        """Every parameter's weight, then what the optimizer has of it; then persistent buffers. Collective."""
+        """List every parameter's weight, then the optimizer's state of it; then persistent buffers. Collective."""
         held: dict[Kind, list[torch.Tensor]] = {}
         for name, parameters in self._named.items():
             held[_kind(name, WEIGHT, parameters[0])] = list(parameters)
@@ -50,7 +50,7 @@ class TorchState:
         return state_tensors_of(held, self._mesh, self._ranks, self._state_tensor)
 
     def gradients(self, observe: Observer) -> None:
-        """Tell `observe` every gradient, whole, on every rank. Collective."""
+        """Call `observe` with every gradient, whole, on every rank. Collective."""
         found = {name: whole(p[0].grad).float() for name, p in self._named.items() if p[0].grad is not None}
         report(found, self._mesh, observe)
 
@@ -69,7 +69,7 @@ class TorchState:
             if not is_source:
                 return None
             if isinstance(held[0], DTensor):
-                # by all: NCCL has a communicator for them, and would make one for each pair that sends
+                # collectively: NCCL has a communicator for the group, and would make one for each pair that sends
                 return gather_by_device(held[0], owner, self._ranks.rank)
             return held[0].detach() if owner == self._ranks.rank else None
 
@@ -90,7 +90,7 @@ class TorchState:
         return StateTensor(*kind, owner, read, write, LocalRead(shard, assemble), keep)
 
     def _keep(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[StateTensor]:
-        """As `StateTensor.keep`."""
+        """Implement `StateTensor.keep`."""
         parameters = self._named.get(name, [])
         if not parameters:
             return elsewhere(name, shapes)
@@ -118,16 +118,16 @@ def _kind(name: str, key: str, tensor: torch.Tensor) -> Kind:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, on every rank that holds a shard. Collective."""
+    """Return the whole of a tensor, on every rank that holds a shard. Collective."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # what is offloaded is gathered on the device, where the group can send
+    # an offloaded tensor is gathered on the device, where the group can send
     on_device = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
     return on_device.full_tensor()
 
 
 def _copy_shard(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy this rank's shard of `value`, which every rank has, into `tensor`."""
+    """Copy this rank's shard of `value`, which every rank has whole, into `tensor`."""
     with torch.no_grad():
         if isinstance(tensor, DTensor):
             value = own_shard(value, tensor)
