@@ -1,6 +1,6 @@
-"""Folders that are made once, appear whole or not at all, and are only read afterwards.
+"""Folders that are written once, appear whole or not at all, and are only read afterwards.
 
-What is found is compared with the hashes that were written with it, each time: what is not as it was is made again.
+At each use, a folder is compared with the hashes that were written with it; a damaged one is made again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from trainer.errors import DiskError, Problem
 from trainer.storage import rename_folder
 
 _OLD_SECONDS = 7 * 86_400
-"""What nobody has touched for so long nobody is writing."""
+"""The age in seconds at which an unfinished folder is taken to be abandoned."""
 
 
 def cached_folder(cache: Path, name: str, write: Callable[[Path], object], told: Progress = QUIET) -> Path:
-    """The folder `cache / name`; if there is none, `write(folder)` fills one that is then renamed to it.
+    """Return the folder `cache / name`; if there is none, `write(folder)` fills one that is then renamed to it.
 
-    One process writes at a time; the others wait, are told so, and begin anew if it dies, which leaves no folder of
-    that name. Where this user can't write, it is in a folder of its own instead, with a note. Raises DiskError if there
-    is no place; what `write` raises goes through.
+    One process writes at a time; the others wait, `told` says so, and one of them begins anew if the writer
+    dies, which leaves no folder of that name. If this user can't write there, the folder is in a cache of the
+    user's own, with a note. Raises DiskError if neither place can be used; errors of `write` are not caught.
     """
     return _somewhere(cache, lambda place: _one_at_a_time(place, name, write, told), told)
 
@@ -49,20 +49,20 @@ def _one_at_a_time(cache: Path, name: str, write: Callable[[Path], object], told
         if not lock.is_locked:
             told.waits()
             lock.acquire()
-    except OSError:  # on a file system without locks, or where another process has just ended: each for itself
+    except OSError:  # no locks on this file system, or another process has just ended: each for itself
         with tempfile.TemporaryDirectory(dir=cache, prefix=".partial-") as own:
             _write(Path(own), cache / name, write, told)
         return cache / name
     try:
         _write(begun, cache / name, write, told)
     finally:
-        _discard(begun)  # while it is locked: who comes now makes another
+        _discard(begun)  # while it is locked: the next process makes another
         lock.release()
     return cache / name
 
 
 def _write(begun: Path, final: Path, write: Callable[[Path], object], told: Progress) -> None:
-    """Write the folder anew below `begun`, whatever a killed process has left there, unless another one has."""
+    """Write the folder anew below `begun`, over the rest of a killed process, unless another process has written it."""
     if _is_whole(final, told):
         return
     if os.path.lexists(final):
@@ -96,7 +96,7 @@ def _publish(folder: Path, final: Path, told: Progress) -> None:
 
 
 def _discard(path: Path) -> None:
-    """At once for who looks by its name."""
+    """Remove a path, under another name first, so that its own name is free at once."""
     gone = path.with_name(f".gone-{uuid.uuid4().hex}")
     with suppress(FileNotFoundError):  # another process was faster
         path.rename(gone)
@@ -111,7 +111,7 @@ def _delete(path: Path) -> None:
 
 
 def _sweep(cache: Path) -> None:
-    """Away with what killed processes have left."""
+    """Remove what killed processes have left."""
     with suppress(OSError):
         old = time.time() - _OLD_SECONDS
         partial = [path for path in cache.glob(".partial-*") if path.stat().st_mtime < old]
@@ -123,13 +123,13 @@ def _sweep(cache: Path) -> None:
 
 
 def _somewhere(cache: Path, work: Callable[[Path], Path], told: Progress) -> Path:
-    """What `work` makes in `cache`, or where this user has no cache there, in a folder of its own."""
+    """Run `work` in `cache` or, if this user can't write there, in a folder of the user's own."""
     with _disk(cache):
         try:
             return work(cache)
         except OSError as error:
             if os.path.isdir(cache) and os.access(cache, os.W_OK) and not isinstance(error, PermissionError):
-                raise  # a disk that is full, or fails
+                raise  # the disk is full, or fails
             private = private_folder()
             seen = f"{cache} can't be used ({error.strerror})"
     told.note(f"cache: {seen}: prepared data goes to {private}; XDG_CACHE_HOME names another place")
@@ -138,7 +138,7 @@ def _somewhere(cache: Path, work: Callable[[Path], Path], told: Progress) -> Pat
 
 
 def private_folder() -> Path:
-    """This user's own among temporary files. Raises PermissionError where somebody else has made it."""
+    """Return this user's own folder among temporary files. Raises PermissionError if someone else owns it."""
     folder = Path(tempfile.gettempdir(), f"meshloom-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

@@ -1,4 +1,4 @@
-"""Chats to tokens by a chat template, and which of them are the assistant's to learn."""
+"""Chats to tokens by a chat template, and which of them are the assistant's label tokens."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ PLAIN = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-"""For a tokenizer without a template of its own: a line with the role before each turn, end-of-text after an answer."""
+"""The template for a tokenizer without one: a line with the role before each turn, end-of-text after an answer."""
 
 Span = tuple[int, int]
-"""Characters of the rendered chat, from the first up to the last."""
+"""A range of characters in the rendered chat: the first, and one past the last."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """Renders chats in transformers' sandbox."""
+    """A chat template, run in transformers' sandbox."""
 
     tokenizer: Any
     text: str | None
-    """None: the tokenizer's own, which may be several."""
+    """The template itself; None: the tokenizer's own, which may be several."""
     origin: str
-    """For a person."""
+    """Where the template is from, for the user."""
     last_only: bool = False
-    """Only the last of the assistant's turns counts in the loss."""
+    """True if only the assistant's last turn counts in the loss."""
 
     @classmethod
     def of(cls, tokenizer: Any, path: str | None, loss_on: str = "assistant") -> Template:
-        """The template of the file, the tokenizer's own, or the plain one. Raises ConfigError for a bad file."""
+        """Return the file's template, the tokenizer's own, or the plain one. Raises ConfigError for a bad file."""
         last_only = loss_on == "last_assistant"
         if path is None and tokenizer.chat_template:
             return cls(tokenizer, None, "the tokenizer's own template", last_only)
@@ -63,14 +63,14 @@ class Template:
 
     @property
     def key(self) -> list[Any]:
-        """Two templates share it only if they make the same of a chat."""
+        """A value that two templates share only if they render and mask chats alike."""
         return [self.text or self.tokenizer.chat_template, self.last_only]
 
     def encode(self, chats: Sequence[Chat]) -> Iterator[Encoded]:
-        """Tokens, and those of the assistant's turns counted, each turn's end with it.
+        """Tokenise chats; the assistant's turns, with the end of each, are label tokens.
 
-        Raises DataError for a chat that the template refuses, leaves something out of, or renders otherwise once more
-        turns follow.
+        Raises DataError for a chat that the template refuses, omits part of, or renders differently
+        once more turns follow.
         """
         if not getattr(self.tokenizer, "is_fast", False):
             seen = f"{type(self.tokenizer).__name__}, which does not say which characters a token stands for"
@@ -82,7 +82,7 @@ class Template:
             yield Encoded(ids, _overlapping(np.array(offsets, np.int64).reshape(-1, 2), spans), chat.place)
 
     def render(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The whole text, and of it what counts in the loss."""
+        """Render the whole text, and find the spans of it that count in the loss."""
         marked = "endgeneration" in self._template(chat)
         text, generated = self._rendered(chat, len(chat.messages), marks=marked)
         _check_complete(chat, text)
@@ -96,7 +96,7 @@ class Template:
             spans[turn] = self._with_end(counted[turn], text) if marked else self._span(chat, turn, text)
         if answers and answers[-1] in spans and answers[-1] == len(chat.messages) - 1:
             start, end = spans[answers[-1]]
-            if not self._ends_turn(text[start:end]):  # else nothing would teach it where to stop
+            if not self._ends_turn(text[start:end]):  # else nothing would teach the model where to stop
                 text = text[:end] + self.tokenizer.eos_token
                 spans[answers[-1]] = start, len(text)
         return text, list(spans.values())
@@ -106,7 +106,7 @@ class Template:
         return [turn for turn in turns if turn >= chat.learned_from and chat.messages[turn].get("counts", True)]
 
     def _span(self, chat: Chat, turn: int, text: str) -> Span:
-        """What the turn adds: from the chat up to it, with the prompt for an answer, to the chat that ends with it."""
+        """Find what a turn adds: from the chat before it, with an answer's prompt, to the chat that ends with it."""
         before, _ = self._rendered(chat, turn, prompts=True)
         after, _ = self._rendered(chat, turn + 1)
         after = self._without_tail(after, len(before))
@@ -117,9 +117,9 @@ class Template:
         return len(before), len(after)
 
     def _without_tail(self, text: str, start: int) -> str:
-        """Up to the token that ends the turn: what some templates add at the end of everything is no part of it.
+        """Cut the text after the token that ends the turn: what some templates add at the very end is not part of it.
 
-        What stands before `start` ends no turn: of an empty answer it is the header of the turn.
+        Text before `start` ends no turn: for an empty answer, it is the header of the turn.
         """
         bare = text.rstrip()
         inner = bare.removesuffix(self.tokenizer.eos_token).rstrip()
@@ -133,7 +133,7 @@ class Template:
         return tuple(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
 
     def _with_end(self, span: Span, text: str) -> Span:
-        """A span that a template marks, with the token that ends the turn where the mark leaves it out."""
+        """Extend a span that a template marks by the token that ends the turn, if the mark leaves it out."""
         start, end = span
         if self._ends_turn(text[start:end].rstrip()):
             return span
@@ -182,9 +182,9 @@ def _compiled(template: str, place: str) -> None:
 
 
 def _check_complete(chat: Chat, text: str) -> None:
-    """Raises DataError for a turn that the template leaves out: it does not know the role."""
+    """Raises DataError for a turn that the template leaves out because it does not know the role."""
     for turn, message in enumerate(chat.messages):
-        # what a reasoning model's template drops of its past is found where it counts
+        # past reasoning that a reasoning model's template drops is not required
         said = message["content"].rpartition("</think>")[2].strip()
         if said not in text and json.dumps(said)[1:-1] not in text and json.dumps(said, ensure_ascii=False) not in text:
             seen = f'turn {turn} of the role "{message["role"]}" is not in what the chat template renders'
@@ -192,7 +192,7 @@ def _check_complete(chat: Chat, text: str) -> None:
 
 
 def _overlapping(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Of tokens with these characters [tokens, 2], which have some in a span: bool [tokens]."""
+    """Mark the tokens, given by their characters [tokens, 2], that overlap a span: bool [tokens]."""
     found = np.zeros(len(offsets), np.bool_)
     for first, last in spans:
         found |= (offsets[:, 1] > first) & (offsets[:, 0] < last) & (offsets[:, 1] > offsets[:, 0])

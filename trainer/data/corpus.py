@@ -1,4 +1,4 @@
-"""The embedded default data: text that every machine with Python has, its standard library's own sources."""
+"""The default data: the sources of Python's standard library, which every machine with Python has."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _TABLES = frozenset({"encodings"})  # character tables: long, and nothing to lea
 
 
 def name() -> str:
-    """Names the text: it changes with Python's version only, e.g. `cpython-3.12.3`."""
+    """Name the text, e.g. `cpython-3.12.3`: it changes only with Python's version."""
     return f"{platform.python_implementation().lower()}-{platform.python_version()}"
 
 
 def documents() -> Iterator[str]:
-    """The sources in the order of their names, up to `MAX_CHARACTERS` in all."""
+    """Yield the sources in the order of their names, up to `MAX_CHARACTERS` in all."""
     left = MAX_CHARACTERS
     for path in _sources(Path(sysconfig.get_path("stdlib"))):
         try:
@@ -38,7 +38,7 @@ def _sources(root: Path) -> list[Path]:
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped]
-        # _sysconfigdata holds the folders of the machine that built this Python
+        # _sysconfigdata has paths of the machine that built this Python
         sources = [file for file in files if file.endswith(".py") and not file.startswith("_sysconfigdata")]
         found += [Path(folder, file) for file in sources]
     return sorted(found)

@@ -1,4 +1,4 @@
-"""An own data set: anything with `__len__` and `__getitem__`."""
+"""A user's own data set: any object with `__len__` and `__getitem__`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.data.source import Source, sample_of
 from trainer.errors import DataError, Problem
 
 LOOKED_AT = 16
-"""Samples that the fingerprint is made of, evenly spaced."""
+"""The number of samples, evenly spaced, that the fingerprint covers."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Subset:
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a run with an own data set trains on and is evaluated on."""
+    """The training and evaluation data of a run with a user's own data set."""
 
     train: Source
     evaluation: Source | None
@@ -52,7 +52,7 @@ class Pairs:
 
 
 def pairs_of(data: Any, evaluation: Any, fraction: float) -> Pairs:
-    """Without own `evaluation` data, `fraction` of the samples are held out. Raises DataError for no data set."""
+    """Split own data; without `evaluation` data, `fraction` of it is held out. Raises DataError for no data set."""
     for name, given in (("data", data), ("evaluation_data", evaluation)):
         if given is not None and not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
             raise DataError(Problem(name, type(given).__name__, "an object with __len__ and __getitem__"))
@@ -67,7 +67,7 @@ def pairs_of(data: Any, evaluation: Any, fraction: float) -> Pairs:
 
 
 def _fingerprint(data: Any) -> str:
-    """Of the number of samples and of some of them: that the data changed shows, though not every change."""
+    """Hash the number of samples and some of them: it shows that data changed, though not every change."""
     digest = hashlib.sha256(str(len(data)).encode())
     for index in range(0, len(data), max(1, len(data) // LOOKED_AT)):
         digest.update(pickle.dumps(data[index]))

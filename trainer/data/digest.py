@@ -1,4 +1,4 @@
-"""What is in files: the same content under another name, or of another time, has the same digest."""
+"""Digests of files: the same content has the same digest under any name and of any time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from trainer.errors import DataError, Problem
 from trainer.storage import replace_file
 
 _QUICK = 1 << 26
-"""Bytes of a file that is read again rather than its digest remembered: a few hundredths of a second."""
+"""The bytes below which a file is read again instead of remembering its digest: a few hundredths of a second."""
 _RACY_SECONDS = 5
-"""A file that was changed so recently might be changed again with the same size and time."""
+"""The age in seconds below which a file may still change without a new size or time."""
 
 
 def digests(files: Sequence[Path], cache: Path, told: Callable[[int], object] = lambda files: None) -> list[str]:
-    """SHA-256 of all that is in each; of a large file that is as it was when it was last read, from the cache.
+    """Return the SHA-256 of each file; that of a large, unchanged file is taken from the cache.
 
-    `told` hears how many it has. Raises DataError for one that can't be read.
+    `told` is called with the number of files done. Raises DataError for a file that can't be read.
     """
-    with ThreadPoolExecutor(8) as pool:  # a disk, and what hashes, do several at once
+    with ThreadPoolExecutor(8) as pool:  # disks and hashing can do several at once
         found = []
         for digest in pool.map(lambda file: _digest(file, cache), files):
             found.append(digest)
@@ -33,7 +33,7 @@ def digests(files: Sequence[Path], cache: Path, told: Callable[[int], object] = 
 
 
 def stamps(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Change when the files do, as far as one sees without reading them: name, size, time."""
+    """Return name, size and time of files, which show most changes without reading them."""
     return [_stamp(file) for file in files]
 
 
@@ -59,7 +59,7 @@ def _digest(file: Path, cache: Path) -> str:
         raise _unread(file, error) from error
     settled = time.time() - stamp[2] / 1e9 > _RACY_SECONDS
     if stamp[1] >= _QUICK and settled and stamp == _stamp(file):
-        with suppress(OSError):  # what can't be remembered is read again
+        with suppress(OSError):  # a digest that can't be stored is computed again
             cache.mkdir(parents=True, exist_ok=True)
             replace_file(remembered, f"{found} {checked(f'{stamp} {found}')}".encode())
     return found

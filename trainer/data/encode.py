@@ -1,4 +1,4 @@
-"""Documents to tokens, a chunk of them at a time, in whatever process."""
+"""Documents to tokens, a chunk at a time, in any process."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from trainer.data.tokenizer import end_of_text, tokens_of
 from trainer.errors import DataError
 
 _DOCUMENTS, _CHARACTERS = 1024, 1 << 18
-"""Of a chunk: it ends with the document that reaches either."""
+"""The limits of a chunk: it ends with the document that reaches either."""
 
 
 class Chunk(NamedTuple):
-    """Documents that follow one another."""
+    """A run of consecutive documents."""
 
     first: int
     """The number of its first document."""
     documents: list[Document]
     error: DataError | None = None
-    """What the document after them raised; the last chunk has it."""
+    """The error raised after its last document; the last chunk may have one."""
 
 
 class Tokenised(NamedTuple):
-    """What became of a chunk."""
+    """The tokens of a chunk's documents."""
 
     documents: int
     train: CutDocuments
     held: CutDocuments
     error: DataError | None
-    """What the first document raised that is in neither."""
+    """The error of the first document that is in neither part."""
 
 
 def chunks(documents: Iterable[Document]) -> Iterator[Chunk]:
-    """All documents, some at a time."""
+    """Split all documents into chunks."""
     some: list[Document] = []
     first = size = 0
     try:
@@ -67,14 +67,14 @@ def _size(document: Document) -> int:
 
 @dataclass(frozen=True)
 class Tokenising:
-    """How chunks are tokenised."""
+    """The function that tokenises a chunk, with its settings."""
 
     template: Template
     cut: Cut
     fraction: float
-    """Of the documents, which are held out."""
+    """The share of documents that is held out."""
     skips: bool = False
-    """What can't be rendered is left out, and counted."""
+    """True if documents that can't be rendered are left out and counted."""
 
     def __call__(self, chunk: Chunk) -> Tokenised:
         train, held, error = CutDocuments(), CutDocuments(), chunk.error
@@ -91,18 +91,18 @@ class Tokenising:
 
 
 def held_out(index: int, fraction: float) -> bool:
-    """Whether document `index` is held out: evenly spaced, `fraction` of all, the second document always.
+    """Return True if document `index` is held out: evenly spaced, `fraction` of all, the second document always.
 
-    So one is held out of as few as two, and which ones depends on no seed.
+    Even of two documents one is held out, and no seed affects the choice.
     """
     return math.floor((index - 1) * fraction) > math.floor((index - 2) * fraction)
 
 
 def encode(documents: Sequence[Document], template: Template, skips: bool = False) -> Iterator[Encoded | DataError]:
-    """Tokens of each document: what the tokenizer begins texts with, prompt, text, end-of-text; or a rendered chat.
+    """Encode each document: the tokenizer's beginning of text, prompt, text, end-of-text; or a rendered chat.
 
-    Targets are the text and its end. Prompt and text are tokenised apart, as they are when the model is used.
-    Raises DataError at the first document that can't be encoded, after all before it; if it `skips`, gives that error.
+    Targets are the text and its end. Prompt and text are tokenised separately, as in inference. Raises DataError
+    at the first document that can't be encoded, after all before it; if `skips`, yields the error instead.
     """
     for kind, run in groupby(documents, type):
         alike: list[Any] = list(run)
@@ -118,7 +118,7 @@ def _chats(alike: Sequence[Chat], template: Template, skips: bool) -> Iterator[E
     try:
         yield from list(template.encode(alike))
         return
-    except DataError:  # of one of them: those before it come first
+    except DataError:  # one of them failed: those before it come first
         pass
     for chat in alike:
         try:
@@ -142,7 +142,7 @@ def _texts(batch: list[Text], tokenizer: Any) -> Iterator[Encoded]:
 
 
 def _beginning(tokenizer: Any) -> list[int]:
-    """[bos] if the tokenizer itself begins a text so, and it is not the token that ends one; else []."""
+    """Return [bos] if the tokenizer itself begins texts with it and does not end them with it; else []."""
     bos = tokenizer.bos_token_id
     begins = bos is not None and bos != tokenizer.eos_token_id and tokenizer("")["input_ids"][:1] == [bos]
     return [bos] if begins else []

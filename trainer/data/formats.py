@@ -1,7 +1,7 @@
-"""Rows of local files of a few formats, or of the hub.
+"""Rows of local files in several formats, or of the hub.
 
-Local files are read as streams by the standard library and pyarrow, not through `datasets`: nothing is copied into
-a second cache, strings that look like dates stay strings, and a bad row is named by file and line.
+Local files are streamed by the standard library and pyarrow, not through `datasets`: nothing is copied
+into a second cache, strings that look like dates stay strings, and a bad row is named by file and line.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from trainer.storage import parse_json, read_file
 
 _GLOB = frozenset("*?[")
 _OFTEN = 1024
-"""Rows between words of how far it is."""
+"""The number of rows between reports of progress."""
 
 Told = Callable[[float], None]
-"""Is told now and then which share of a file, or of all, has been read."""
+"""Called now and then with the share of a file, or of all files, that has been read."""
 
 
 class Row(NamedTuple):
     place: str
-    """For a person: `file:line`, or the file and the number of the row."""
+    """The place of the row for the user: `file:line`, or the file and the number of the row."""
     columns: Mapping[str, Any]
     error: DataError | None = None
-    """What is wrong with it, where it could not be read and those after it can."""
+    """The error of a row that can't be read, if the rows after it can be."""
 
 
 class Format(NamedTuple):
     suffixes: tuple[str, ...]
     read: Callable[[Path, Sequence[str], Told], Iterator[Row]]
-    """The rows of a file, with those of the wanted columns that it has, and perhaps others."""
+    """Yields the rows of a file with at least the wanted columns that it has."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where the documents are: files of one format, a hub id, or, with neither, the embedded corpus."""
+    """The place of the documents: files of one format, a hub id or, without either, the embedded corpus."""
 
     format: str = ""
     files: tuple[Path, ...] = ()
@@ -59,12 +59,12 @@ class Location:
         return str(self.files[0]) + (f" and {len(self.files) - 1} more files" if len(self.files) > 1 else "")
 
     def name(self) -> str:
-        """Of what is not in files."""
+        """Name documents that are not in files."""
         return self.hub or corpus.name()
 
 
 def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
-    """Find what `trainer.data.path` means: a file, a folder, a glob, a list of these, a hub id, or None.
+    """Find what `trainer.data.path` names: a file, a folder, a glob, a list of these, a hub id, or None.
 
     Raises DataError if nothing matches, or if the files are of an unknown format or of several.
     """
@@ -85,9 +85,9 @@ def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
 
 
 def rows_of(location: Location, options: Any, columns: Sequence[str], told: Told = lambda share: None) -> Iterator[Row]:
-    """The rows in order, of these columns those that are there, and perhaps others.
+    """Yield the rows in order, with at least those of the wanted columns that they have.
 
-    Raises DataError at the first that can't be read.
+    Raises DataError at the first row that can't be read.
     """
     if location.hub:
         yield from _hub(location.hub, options, columns, told)
@@ -138,7 +138,7 @@ def _matching(name: str, format: str) -> list[Path]:
 
 
 def _saved_by_datasets(folder: Path) -> list[Path]:
-    """The files of a folder that `Dataset.save_to_disk` wrote; none of another."""
+    """List the files of a folder that `Dataset.save_to_disk` wrote; empty for any other folder."""
     parts = folder / "dataset_dict.json"
     if parts.is_file() and (splits := _listed(parts, lambda found: found["splits"])):
         mend = f"Name one of them, such as {folder / splits[0]}"
@@ -150,7 +150,7 @@ def _saved_by_datasets(folder: Path) -> list[Path]:
 
 
 def _listed(path: Path, names_in: Callable[[Any], Any]) -> list[str]:
-    """The names that a JSON file of `datasets` lists. Raises DataError for one that is damaged."""
+    """Read the names that a JSON file of `datasets` lists. Raises DataError if it is damaged."""
     try:
         names = list(names_in(parse_json(read_file(path))))
         if odd := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
@@ -183,7 +183,7 @@ def _plain(name: str) -> str:
 
 
 def _lines(file: Path, told: Told) -> Iterator[tuple[int, str]]:
-    """Numbered lines with their ends, from a file that may be compressed. Raises DataError for one that is no text."""
+    """Yield numbered lines with their ends, of a file that may be compressed. Raises DataError if it is not UTF-8."""
     for number, line in _decoded(file, told):
         if isinstance(line, DataError):
             raise line
@@ -206,7 +206,7 @@ def _decoded(file: Path, told: Told) -> Iterator[tuple[int, str | DataError]]:
 
 
 def _opened(file: Path, raw: BinaryIO) -> Any:
-    """A stream of bytes."""
+    """Open a stream of the decompressed bytes."""
     if file.suffix.lower() == ".gz":
         return gzip.open(raw)
     if file.suffix.lower() == ".zst":
@@ -220,7 +220,7 @@ def _jsonl(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
     for number, line in _decoded(file, told):
         if isinstance(line, DataError):
             yield Row(f"{file}:{number}", {}, line)
-        elif number == 1 and line.lstrip().startswith("["):  # not lines but one array
+        elif number == 1 and line.lstrip().startswith("["):  # one array instead of lines
             items = _json(file, "".join(line for _, line in _lines(file, told)), 1)
             yield from (_object(f"{file}: item {index}", item) for index, item in enumerate(items))
             return
@@ -236,7 +236,7 @@ def _json(file: Path, text: str, number: int) -> Any:
         return parse_json(text)
     except ValueError as error:
         lines = text.rstrip("\n").split("\n")
-        at = min(getattr(error, "lineno", 1), len(lines)) - 1  # what ends too early fails on the line after its last
+        at = min(getattr(error, "lineno", 1), len(lines)) - 1  # an early end is reported on the line after the last
         why = "not JSON" if isinstance(error, json.JSONDecodeError) else str(error)
         seen = f"{why}: {short(lines[at])}"
         raise DataError(Problem(f"{file}:{number + at}", seen, "one JSON object on each line")) from error
@@ -250,7 +250,7 @@ def _object(place: str, value: Any) -> Row:
 
 
 def _csv(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
-    csv.field_size_limit(sys.maxsize)  # a document is often longer than the default of 128 KiB
+    csv.field_size_limit(sys.maxsize)  # documents are often longer than the default of 128 KiB
     reader = csv.DictReader((line for _, line in _lines(file, told)), strict=True)
     try:
         for row in reader:
@@ -277,7 +277,7 @@ def _parquet(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
     def batches() -> Iterator[Any]:
         table = pq.ParquetFile(file)
         names = table.schema_arrow.names
-        # without any of the columns, one row of all: what is said names them
+        # without any wanted column, read one row with all: the error then names them
         wanted = [name for name in columns if name in names] or names
         for number, batch in enumerate(table.iter_batches(_OFTEN, columns=wanted)):
             told(number * _OFTEN / table.metadata.num_rows)
@@ -333,7 +333,7 @@ def _hub(name: str, options: Any, columns: Sequence[str], told: Told) -> Iterato
 
 
 def short(text: str) -> str:
-    """The beginning of a text, on one line."""
+    """Return the beginning of a text, on one line."""
     return " ".join(text.split())[:60]
 
 

@@ -1,4 +1,4 @@
-"""Where labelled images come from: data sets by name, a folder with a folder for each class, tables with a column."""
+"""Sources of labelled images: data sets by name, a folder with a folder for each class, tables with a column."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.data.formats import locate
 from trainer.errors import DataError, Problem, first_line, listed
 
 PATIENCE = 20.0
-"""Seconds that a download may stand still."""
+"""The seconds without progress after which a download fails."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class Labelled:
 
     classes: tuple[str, ...]
     labels: Sequence[int] | None
-    """None where they are known with the images alone."""
+    """The class of each image; None if only reading the image tells it."""
     count: int
     load: Callable[[int], tuple[Any, Any]]
-    """The image (of Pillow, or a tensor [channels, height, width]) and its label; raises what its reader does."""
+    """Returns the image (Pillow's, or a tensor [channels, height, width]) and its label; raises the reader's errors."""
     name: Callable[[int], str]
-    """For a person: the file, or the table and the row."""
+    """Names an image for the user: the file, or the table and the row."""
 
 
 def open_set(path: str | list[str], data: DataSection, images: ImagesSection, cache: Path, train: bool) -> Labelled:
-    """What `trainer.data.path` names. Raises DataError for what is not there or has no classes."""
+    """Open what `trainer.data.path` names. Raises DataError if it does not exist or has no classes."""
     one = path if isinstance(path, str) else path[0]
     if one == "digits":
         return _digits()
@@ -47,7 +47,7 @@ def open_set(path: str | list[str], data: DataSection, images: ImagesSection, ca
 
 
 def _digits() -> Labelled:
-    """scikit-learn's 1,797 handwritten digits, 8 x 8, with values from 0 to 16."""
+    """Load scikit-learn's 1,797 handwritten digits, 8 x 8, with values from 0 to 16."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -64,7 +64,7 @@ def _digits() -> Labelled:
 
 
 TORCHVISION = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
-"""Name -> torchvision's class. They have a part to evaluate on."""
+"""Name -> torchvision's class, for data sets that have a part for evaluation."""
 SHAPES: dict[str, tuple[int, str, tuple[int, int]]] = {
     "digits": (10, "L", (8, 8)),
     "mnist": (10, "L", (28, 28)),
@@ -72,9 +72,9 @@ SHAPES: dict[str, tuple[int, str, tuple[int, int]]] = {
     "cifar10": (10, "RGB", (32, 32)),
     "cifar100": (100, "RGB", (32, 32)),
 }
-"""Name -> classes, mode and size of a data set's images."""
+"""Name -> number of classes, mode and size of a data set's images."""
 KNOWN = "digits, " + ", ".join(TORCHVISION) + ", a folder of classes, parquet files or a hub id"
-"""What `trainer.data.path` may be, for a person."""
+"""The accepted values of `trainer.data.path`, as error messages list them."""
 
 
 def has_own_evaluation(path: str | list[str]) -> bool:
@@ -89,9 +89,9 @@ def _torchvision(name: str, root: Path, train: bool) -> Labelled:
         with _alone(root):
             try:
                 found = kind(root, train=train, download=False)
-            except RuntimeError:  # it is not there
+            except RuntimeError:  # not there yet
                 found = kind(root, train=train, download=True)
-    except Exception as error:  # whatever a network, a server or a file of another content raises
+    except Exception as error:  # whatever a network, a server or a wrong file raises
         seen = f"no files of it, and none came by download: {first_line(error)}"
         mend = f"Place them there (from {_sources(kind)}), or set trainer.images.root to where they are"
         raise DataError(Problem(f"{name}: {root}", seen, _files(kind), mend)) from error
@@ -102,7 +102,7 @@ def _torchvision(name: str, root: Path, train: bool) -> Labelled:
 
 @contextmanager
 def _alone(root: Path) -> Any:
-    """One process at a time looks, and downloads; a download that stands still ends."""
+    """Look and download in one process at a time; a download without progress fails."""
     root.mkdir(parents=True, exist_ok=True)
     before = socket.getdefaulttimeout()
     with (root / ".lock").open("w") as file:
@@ -127,7 +127,7 @@ def _sources(kind: Any) -> str:
 
 
 def _folder(folder: Path) -> Labelled:
-    """A folder for each class; sorted, so that numbers are the same everywhere."""
+    """Open a folder with a folder for each class, sorted, so that classes have the same numbers everywhere."""
     from PIL import Image
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
@@ -179,7 +179,7 @@ def _table(path: str | list[str], data: DataSection, images: ImagesSection) -> L
 
 
 def _rows(rows: Any, table: str, images: ImagesSection) -> Labelled:
-    """A table of `datasets`, with an image and a label in each row."""
+    """Open a table of `datasets` with an image and a label in each row."""
     from datasets import Image
 
     for key in ("image_column", "label_column"):
@@ -207,7 +207,7 @@ def _rows(rows: Any, table: str, images: ImagesSection) -> Labelled:
 
 
 def handed_in(data: Any, classes: int | None) -> Labelled:
-    """An own data set of pairs (image, label). Raises DataError where nothing says how many classes there are."""
+    """Wrap an own data set of pairs (image, label). Raises DataError if the number of classes is unknown."""
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise DataError(Problem("data", type(data).__name__, "an object with __len__ and __getitem__"))
     labels = getattr(data, "targets", None)
@@ -222,7 +222,7 @@ def handed_in(data: Any, classes: int | None) -> Labelled:
 
 
 def check_labels(found: Labelled) -> None:
-    """Raises DataError for no images, and for a label that is no class."""
+    """Raises DataError if there are no images, or for a label that is not a class."""
     if not found.count:
         raise DataError(Problem("trainer.data.path", "no images", "at least one"))
     strange = [i for i, label in enumerate(found.labels or ()) if not 0 <= label < len(found.classes)]

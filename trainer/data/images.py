@@ -1,4 +1,4 @@
-"""Images as samples: read, checked, prepared and, in training, varied."""
+"""Images as samples: read, checked, prepared and, in training, augmented."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from trainer.models.classifiers import Images
 from trainer.tasks.task import IGNORED
 
 LOOKED_AT = 32
-"""Images, evenly spaced, whose kind and size are compared before anything starts."""
+"""The number of images, evenly spaced, whose kind and size are compared before the run."""
 MEASURED = 256
-"""Images, evenly spaced, that mean and deviation are taken of."""
+"""The number of images, evenly spaced, from which mean and deviation are computed."""
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 GREY = ("1", "L", "LA")
 
 
 Both = tuple[Labelled, Labelled | None]
-"""The training images, and those to evaluate on, where they are a data set of their own."""
+"""The training images, and the evaluation images if they are a data set of their own."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class ImageSource:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        """As an evaluation sees it. Raises DataError, which names the file, for what can't be read or does not fit."""
+        """Return a sample as in evaluation. Raises DataError, which names the file, if it can't be read or used."""
         return self._sample(index, None)
 
     def in_epoch(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
-        """As the training sees it in an epoch."""
+        """Return a sample as in training in the given epoch."""
         return self._sample(index, epoch if self.varied is not None else None)
 
     def _sample(self, index: int, epoch: int | None) -> tuple[torch.Tensor, int]:
@@ -78,7 +78,7 @@ class ImageSource:
 
 @dataclass(frozen=True)
 class ImageData:
-    """What a run trains on and is evaluated on."""
+    """The images that a run trains on and is evaluated on."""
 
     train: ImageSource
     evaluation: ImageSource | None
@@ -101,7 +101,7 @@ class ImageData:
         return f"{self.path}: {len(self.train):,} {kind} images of {size}, {len(images.classes)} classes{held}"
 
     def lines(self) -> list[str]:
-        """How they are prepared, for a person."""
+        """Describe the preparation of images for the user, a line each."""
         options, images = self.train.options, self.images
         mean, std = (" ".join(f"{value:.3f}" for value in values) for values in (images.mean, images.std))
         varied = ", ".join(f"{key} {value}" for key, value in _changes(options.augment).items())
@@ -122,7 +122,7 @@ def _changes(augment: AugmentSection) -> dict[str, Any]:
 def open_images(
     data: DataSection, images: ImagesSection, seed: int, cache: Path, ranks: Ranks, own: tuple[Any, Any] | None = None
 ) -> ImageData:
-    """The data that the config names, or `own` that a script hands in (training, and evaluation or None). Collective.
+    """Open the config's data, or a script's `own` (training, and evaluation or None). Collective.
 
     Raises the same DataError on every rank.
     """
@@ -163,7 +163,7 @@ def open_images(
 
 
 def _each(opened: Callable[[], Both], ranks: Ranks) -> Both:
-    """What each rank opens for itself: data sets hold files, and are not sent round."""
+    """Open the data on each rank separately: data sets hold open files, and can't be sent."""
     kept: list[Both] = []
     ranks.on_each(lambda: kept.append(opened()))
     return kept[0]
@@ -172,7 +172,7 @@ def _each(opened: Callable[[], Both], ranks: Ranks) -> Both:
 def _parts(
     train: Labelled, own: Labelled | None, fraction: float
 ) -> tuple[Sequence[int], tuple[Labelled, Sequence[int]] | None]:
-    """The numbers of the training images, and the data set and numbers of those that are held out."""
+    """Split off the evaluation images; return training indices, and the held-out data set with its indices."""
     if own is not None:
         return range(train.count), (own, range(own.count))
     if not fraction or train.count < 2:
@@ -187,7 +187,7 @@ def _spaced(indices: Sequence[int], most: int) -> list[int]:
 
 
 def _look(found: Labelled, indices: Sequence[int], options: ImagesSection) -> Images:
-    """Kind, size and normalisation, of some images. Raises DataError where they differ and nothing says what to do."""
+    """Determine mode, size and normalisation from some images. Raises DataError where they differ."""
     numbers = _readable(found, indices, options)
     mode = _mode(found, numbers, options)
     readable = [(number, read(found, number, options.mode, mode)[0]) for number in numbers]
@@ -211,7 +211,7 @@ def _mode(found: Labelled, readable: Sequence[int], options: ImagesSection) -> s
 
 
 def _readable(found: Labelled, indices: Sequence[int], options: ImagesSection) -> list[int]:
-    """Some of the images. Raises DataError for one that can't be read, unless it is to be skipped; and if none can."""
+    """Choose some images to look at. Raises DataError for one that can't be read, unless skipped, and if none can."""
     kept = []
     for number in _spaced(indices, LOOKED_AT):
         try:
@@ -234,7 +234,7 @@ def _kind(image: Any) -> str:
 def _normalisation(
     found: Labelled, indices: Sequence[int], options: ImagesSection, plain: Images
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation of each channel."""
+    """Return mean and deviation of each channel."""
     from torchvision.transforms.v2.functional import to_dtype
 
     channels = plain.channels
@@ -264,10 +264,10 @@ def _normalisation(
 
 
 def read(found: Labelled, number: int, wanted: str, mode: str) -> tuple[torch.Tensor, int]:
-    """Image `number` as uint8 [channels, height, width], and its label. Raises DataError, which names it.
+    """Read image `number` as uint8 [channels, height, width], with its label. Raises DataError, which names it.
 
-    An own tensor of floats from 0 to 1 stays one.
-    `mode` is what it becomes; `wanted` is what the config asks for: with "auto", colours are not taken away.
+    A tensor of floats from 0 to 1 stays one. `mode` is the mode of the result; `wanted` is the
+    config's: under "auto", a colour image among grey ones is an error.
     """
     from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -290,7 +290,7 @@ def read(found: Labelled, number: int, wanted: str, mode: str) -> tuple[torch.Te
 
 
 def _of_tensor(image: torch.Tensor, mode: str) -> torch.Tensor:
-    """Of an own data set: uint8, or float from 0 to 1; one channel or three."""
+    """Convert a tensor of an own data set: uint8, or float from 0 to 1; one channel or three."""
     from torchvision.transforms.v2.functional import grayscale_to_rgb, rgb_to_grayscale
 
     image = image[None] if image.ndim == 2 else image
@@ -312,7 +312,7 @@ def _other_size(name: str, pixels: torch.Tensor, size: tuple[int, ...]) -> DataE
 
 
 def _fingerprint(found: Labelled, indices: Sequence[int]) -> str:
-    """Of classes, labels and some images: that the data changed shows, though not every change."""
+    """Hash classes, labels and some images: it shows that data changed, though not every change."""
     digest = hashlib.sha256(json.dumps([found.count, len(indices), found.classes]).encode())
     digest.update(np.asarray(found.labels or (), np.int64).tobytes())
     for number in _spaced(indices, 16):

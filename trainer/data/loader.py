@@ -1,4 +1,4 @@
-"""Samples to micro-batches on the device, prepared in the background while the model works."""
+"""Micro-batches of samples on the device, prepared in the background while the model works."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from trainer.tasks.task import Batch
 
 Collate = Callable[[Sequence[Any]], Batch]
 
-_AHEAD = 2  # steps prepared beforehand: one in hand, one in the making
+_AHEAD = 2  # steps prepared ahead: one ready, one in preparation
 
 Part = list[tuple[int, int | None]]
-"""The samples of a micro-batch: their numbers, and the epoch that each is taken in, or None in an evaluation."""
+"""The samples of a micro-batch: their numbers, and the epoch of each, or None in an evaluation."""
 BLANK = -1
-"""In place of a number: a sample that counts for nothing."""
+"""The number that stands for a blank sample, of which no target counts."""
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """What one data rank trains on in one step; `ids[i]` [micro_batch] are the samples of `micro_batches[i]`."""
+    """The micro-batches of one data rank in one step; `ids[i]` [micro_batch] are the samples of `micro_batches[i]`."""
 
     step: int
     ids: list[np.ndarray]
@@ -43,10 +43,10 @@ class StepBatches:
 
 
 class BatchLoader:
-    """The steps `start_step` .. `end_step - 1` of one data rank, made ahead of time by a background thread.
+    """The steps `start_step` .. `end_step - 1` of one data rank, prepared ahead by a background thread.
 
-    `position` is the samples seen before `start_step`. To be used as a context manager: leaving it ends the thread.
-    What the thread raises is raised where the steps are taken.
+    `position`: the number of samples seen before `start_step`. Use it as a context manager: leaving
+    it ends the thread. Errors in the thread are raised where the steps are taken.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class BatchLoader:
         workers: int = 0,
     ) -> None:
         self.waited_seconds = 0.0
-        """Time that the consumer spent waiting for data."""
+        """Seconds that the consumer spent waiting for data."""
         self.positions = 0
-        """Tokens in the steps that were taken, of this data rank: padding and what is no target included."""
+        """Tokens in the steps taken so far on this data rank, with padding and with tokens that are no targets."""
         self._device = device
         self._closing = threading.Event()
         self._ready: queue.Queue[StepBatches | BaseException | None] = queue.Queue(_AHEAD - 1)
@@ -86,7 +86,7 @@ class BatchLoader:
 
         steps = range(start_step, end_step)
         asked: deque[Part] = deque()
-        """Of micro-batches that are not taken yet: workers are ahead."""
+        """Parts that were requested but not taken yet: workers run ahead."""
 
         def parts() -> Iterator[Part]:
             for step in steps:
@@ -94,7 +94,7 @@ class BatchLoader:
                     asked.append(part)
                     yield part
 
-        # here, not in the thread: workers are forked while nothing else goes on
+        # not in the thread: workers are forked while no other thread runs
         made = collated(source, collate, parts(), workers, lambda sample: sample)
         self._workers = made if isinstance(made, _Made) else None
         arguments = (steps, accumulation, asked, made)
@@ -125,7 +125,7 @@ class BatchLoader:
         """End the thread and the workers; steps that were prepared and not taken are dropped."""
         self._closing.set()
         while self._thread.is_alive():
-            with contextlib.suppress(queue.Empty):  # room, so that a thread that waits to put goes on
+            with contextlib.suppress(queue.Empty):  # makes room for a thread that waits to put
                 self._ready.get_nowait()
             self._thread.join(0.01)
         if self._workers is not None:
@@ -142,7 +142,7 @@ class BatchLoader:
                 batches = [_pinned(next(made), self._device) for _ in range(accumulation)]
                 ids = [np.array([number for number, _ in asked.popleft()]) for _ in batches]
                 self._ready.put(StepBatches(step, ids, batches))
-        except BaseException as error:  # handed to the consumer, who raises it
+        except BaseException as error:  # passed to the consumer, who raises it
             last = error
         self._ready.put(last)
 
@@ -150,8 +150,9 @@ class BatchLoader:
 def collated(
     source: Source, collate: Collate, parts: Iterable[Part], workers: int, blank: Callable[[Any], Any]
 ) -> Iterator[Batch]:
-    """The micro-batches, in order; made by `workers` processes, which are there when this returns, or as they are asked
-    for. What goes wrong in a worker is raised here."""
+    """Yield the micro-batches in order, made by `workers` processes, or by this one on demand if there are none.
+
+    The processes exist when this returns; an error in one of them is raised here."""
     made = _Collated(source, collate, blank)
     if not workers:
         return map(made.batch, parts)
@@ -163,8 +164,9 @@ def collated(
 
 
 class _Made:
-    """What workers made. They hear no signal, so that a process which does not close them would wait for them at its
-    end without end."""
+    """The micro-batches that worker processes make. The workers ignore signals, so a process that did not close them
+
+    would wait for them at its end forever."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._made: Any = iter(loader)
@@ -205,7 +207,7 @@ class _Collated(Dataset[Any]):
     def __getitem__(self, part: Part) -> Batch | MeshloomError:
         try:
             return self.batch(part)
-        except MeshloomError as error:  # as a value: PyTorch would make another text of it
+        except MeshloomError as error:  # as a value: PyTorch would change the text of an error raised here
             return error
 
     def _sample(self, number: int, epoch: int | None) -> Any:
@@ -215,7 +217,7 @@ class _Collated(Dataset[Any]):
 
 
 def _quiet(worker: int) -> None:
-    """A worker leaves when its process does: what stops the run is that one's to hear."""
+    """Make a worker ignore signals: its parent handles them, and the worker ends with it."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
@@ -232,10 +234,10 @@ def evaluation_batches(
     device: torch.device,
     workers: int = 0,
 ) -> Iterator[Batch]:
-    """This data rank's micro-batches of the first `limit` samples, in order.
+    """Yield this data rank's micro-batches of the first `limit` samples, in order.
 
-    Over all ranks every sample is counted once. All ranks get equally many micro-batches of `micro_batch` samples,
-    so that collectives match: the tail is filled with `blank(sample)`, of which no target counts.
+    Over all ranks every sample is counted once. All ranks get equally many micro-batches of `micro_batch`
+    samples, so that collectives match: the tail is filled with `blank(sample)`, of which no target counts.
     """
     size = len(source) if limit is None else min(limit, len(source))
     starts = range(data_rank * micro_batch, _round_up(size, micro_batch * data_ranks), micro_batch * data_ranks)

@@ -1,4 +1,4 @@
-"""Several sources as one: how much of each an epoch has, and which of its samples."""
+"""Several sources as one: the number of samples that an epoch has of each, and which ones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainer.data.source import Source
 
 
 class Mixture:
-    """An epoch has `counts[i]` samples of source `i`: all of it as often as it goes, then some of a shuffled stream.
+    """A source in which an epoch has `counts[i]` samples of source `i`.
 
-    So over the epochs each sample of a source is seen equally often, but for one time. A function of seed, epoch and
-    number alone (contract 2).
+    These are whole passes over the source, then a part of a shuffled stream, so that over the epochs the counts
+    of any two samples of a source differ by one at most. A function of seed, epoch and number alone (contract 2).
     """
 
     def __init__(self, sources: Sequence[Source], counts: Sequence[int], seed: int) -> None:
@@ -23,7 +23,7 @@ class Mixture:
         self._ends = np.cumsum(self._counts)
         self._seed = seed
         self._shuffled: dict[int, dict[int, np.ndarray]] = {}
-        """By source: its order in the rounds of its stream that were last asked for."""
+        """The order of each source in the latest rounds of its stream."""
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -36,7 +36,7 @@ class Mixture:
         return {**self._sources[which][number], "source": which}
 
     def place(self, index: int, epoch: int) -> tuple[int, int]:
-        """Which source sample `index` of an epoch is of, and which of its samples it is."""
+        """Return the source that sample `index` of an epoch is from, and its number there."""
         which = int(np.searchsorted(self._ends, index, side="right"))
         count, size = self._counts[which], len(self._sources[which])
         within, whole = index - int(self._ends[which]) + count, count // size * size
@@ -56,11 +56,11 @@ class Mixture:
 
 
 def by_epochs(sizes: Sequence[int], epochs: Sequence[float]) -> list[int]:
-    """So many passes over each source an epoch; at least a sample."""
+    """Return the samples of each source in an epoch, given the passes over it; at least one."""
     return [max(1, round(size * many)) for size, many in zip(sizes, epochs, strict=True)]
 
 
 def by_weights(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """As many samples an epoch as all sources have, shared by their weights; at least one of each."""
+    """Split an epoch of as many samples as all sources have by the sources' weights; at least one of each."""
     total, whole = sum(sizes), sum(weights)
     return [max(1, round(total * weight / whole)) for weight in weights]

@@ -1,7 +1,7 @@
-"""Which samples each step trains on: a pure function of seed and position (contract 2).
+"""The samples of each step: a pure function of seed and position (contract 2).
 
-The stream of sample ids is the permutation of epoch 0, then that of epoch 1, and so on; a run's position in
-it is one number, the samples seen. World size, micro-batch size and layout only decide who takes which part.
+The stream of sample ids is the permutation of epoch 0, then that of epoch 1, and so on; a run's position in it is
+one number, the samples seen. World size, micro-batch size and layout only decide which rank takes which part.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def sample_ids(seed: int, position: int, count: int, size: int) -> np.ndarray:
-    """The `count` ids that follow the first `position` ones of the stream over `size` samples: int64 [count]."""
+    """Return the `count` ids after the first `position` ones of the stream over `size` samples: int64 [count]."""
     parts = []
     while count > 0:
         epoch, offset = divmod(position, size)
@@ -26,14 +26,14 @@ def sample_ids(seed: int, position: int, count: int, size: int) -> np.ndarray:
 def micro_batches(
     ids: np.ndarray, micro_batch: int, accumulation: int, data_ranks: int, data_rank: int
 ) -> list[np.ndarray]:
-    """This data rank's part of one step's ids: `accumulation` arrays [micro_batch].
+    """Return this data rank's part of one step's ids: `accumulation` arrays [micro_batch].
 
     `ids` is [accumulation * data_ranks * micro_batch]; raises ValueError for any other length.
     """
     return list(ids.reshape(accumulation, data_ranks, micro_batch)[:, data_rank])
 
 
-@lru_cache(maxsize=2)  # a step can lie across the end of an epoch
+@lru_cache(maxsize=2)  # a step can contain the end of an epoch
 def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size)
     order.setflags(write=False)

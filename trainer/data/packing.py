@@ -1,8 +1,8 @@
 """Documents packed into samples: best fit, the longest first.
 
-A document goes where the least room is left over, else into a new sample. It is made over counts of lengths, so that a
-million documents take seconds: all documents of a length that go into samples of equal room are placed at once.
-Best-fit decreasing: D. S. Johnson, Near-optimal bin packing algorithms, 1973.
+A document goes into the sample that it leaves the least room in, or into a new one. The algorithm works on
+counts of lengths, so that a million documents take seconds: all documents of one length that go into samples of
+equal room are placed at once. Best-fit decreasing: D. S. Johnson, Near-optimal bin packing algorithms, 1973.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which documents share a sample, by nothing but their lengths, int64 [documents], each 1 to `capacity`.
+    """Pack documents into samples by their lengths alone, int64 [documents], each 1 to `capacity`.
 
-    Returns `order` int64 [documents], their numbers sample by sample, and `borders` int64 [samples + 1]: sample s has
-    the documents order[borders[s]:borders[s + 1]], in their own order. Samples stand by their first documents.
-    Of samples with equal room the one that was begun first is filled first, as of documents of equal length.
+    Returns `order` int64 [documents], their numbers sample by sample, and `borders` int64 [samples + 1]: sample s
+    has the documents order[borders[s]:borders[s + 1]], in their original order. Samples are sorted by their first
+    documents. Of samples with equal room, the one begun first is filled first; so are documents of equal length.
     """
     by_length = np.argsort(-lengths, kind="stable")
     samples = np.empty(len(lengths), np.int64)
     samples[by_length] = _filled(lengths, capacity)
     order = np.lexsort((np.arange(len(lengths)), samples))
     first = np.flatnonzero(np.diff(samples[order], prepend=-1))
-    # by their first documents: what an evaluation takes of the beginning is like the rest
+    # by first documents: the beginning, which an evaluation takes, is then like the rest
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(order[first], kind="stable")] = np.arange(len(first))
     order = np.lexsort((np.arange(len(lengths)), rank[samples]))
@@ -32,9 +32,9 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _filled(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """The sample of each document, documents in falling order of length."""
+    """Return the sample of each document, documents in falling order of length."""
     begun = 0
-    open_samples: dict[int, list[np.ndarray]] = {}  # room -> those that have so much left, by when they came to that
+    open_samples: dict[int, list[np.ndarray]] = {}  # room -> samples with so much left, by when they came to it
     rooms: list[int] = []  # in rising order
     placed = []
     sizes, counts = np.unique(lengths, return_counts=True)
@@ -42,7 +42,7 @@ def _filled(lengths: np.ndarray, capacity: int) -> np.ndarray:
         while count:
             at = bisect_left(rooms, length)
             room = rooms[at] if at < len(rooms) else capacity
-            each = room // length  # one that has taken a document has the least room, and takes the next
+            each = room // length  # a sample that has just taken a document has the least room, and takes the next
             wanted = -(-count // each)
             if at < len(rooms):
                 parts = open_samples.pop(room)

@@ -30,11 +30,11 @@ from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem
 
 _VERSION = 4
-"""Of the prepared files; to be raised whenever what is written for the same input changes."""
+"""The version of prepared files, to be raised whenever the same input gives other files."""
 
 
 class Share(NamedTuple):
-    """A source, and how many samples of it an epoch has."""
+    """A source, and the number of its samples in an epoch."""
 
     label: str
     source: PreparedSource
@@ -45,7 +45,7 @@ class Share(NamedTuple):
         return f"{self.label}: {self.samples:,} samples an epoch ({often}), from {self.source.summary.describe()}"
 
     def description(self) -> dict[str, Any]:
-        """Of its samples, not of how they are called; what is newer than a checkpoint it can't have said."""
+        """Describe the samples without labels; defaults are left out, since old checkpoints lack newer fields."""
         summary = self.source.summary
         told = {field.name: (getattr(summary, field.name), field.default) for field in fields(summary)}
         names = told.keys() - {"kind", "first_dropped", "empty", "corrupt", "first_corrupt"}
@@ -54,20 +54,20 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains on and is evaluated on."""
+    """The data that a run trains on and is evaluated on."""
 
     train: Source
     evaluations: Mapping[str, PreparedSource]
-    """Held out, by name: shares no document with `train`. Empty if nothing was asked for, or there is but one document.
-    """
+    """Held-out data by name, which shares no document with `train`. Empty if none was requested or
+    there is one document."""
     shares: tuple[Share, ...]
-    """What `train` is made of; a single one is all of it."""
+    """The parts of `train`; a single one is all of it."""
     fingerprint: str
-    """Of the training samples: the same wherever, and under whatever file name, the same data was prepared."""
+    """A digest of the training samples: the same wherever, and from whatever file name, the same data was prepared."""
 
     @property
     def summary(self) -> Summary:
-        """Of the only source."""
+        """The summary of the only source."""
         [share] = self.shares
         return share.source.summary
 
@@ -76,25 +76,25 @@ class Data:
         return any(share.source.summary.chats for share in self.shares)
 
     def describe(self) -> str:
-        """On one line, for a person."""
+        """Describe the data for the user, on one line."""
         if len(self.shares) == 1:
             return self.summary.describe()
         have = sum(len(share.source) for share in self.shares)
         return f"{len(self.shares)} sources, {len(self.train):,} samples an epoch, from {have:,} that they have"
 
     def lines(self) -> list[str]:
-        """Of a mixture, a line for each source."""
+        """Describe each source of a mixture, a line each; empty for a single source."""
         return [share.describe(len(self.train)) for share in self.shares] if len(self.shares) > 1 else []
 
     def description(self) -> dict[str, Any]:
-        """What a checkpoint says of it beside the fingerprint."""
+        """Return what a checkpoint says about the data beside the fingerprint."""
         if len(self.shares) == 1:
             return self.shares[0].description()
         return {share.label: {**share.description(), "samples_an_epoch": share.samples} for share in self.shares}
 
     @property
     def largest_token_id(self) -> int:
-        """Over all parts, to be compared with the model's embedding."""
+        """The largest token id in any part, to be compared with the model's embedding."""
         parts = [*(share.source for share in self.shares), *self.evaluations.values()]
         return max(part.summary.largest_token_id for part in parts)
 
@@ -104,7 +104,7 @@ def open_data(
 ) -> Data:
     """Prepare the data on rank 0, or find it prepared, and open it on every rank. Collective.
 
-    `seed` decides what an epoch of a mixture has of a source that it has not as a whole.
+    `seed` decides which samples an epoch of a mixture takes from a source of which it takes a part.
     Raises the same DataError (the input) or DiskError (the cache) on every rank.
     """
 
@@ -136,7 +136,7 @@ def open_data(
 def _opened(
     options: DataSection, tokenizer: Any, cache_folder: Path, ranks: Ranks, progress: Progress
 ) -> tuple[PreparedSource, PreparedSource | None]:
-    """The training part of one source, and what is held out of it. Collective."""
+    """Open the training part of one source, and its held-out part. Collective."""
     folder, checked_by_first = ranks.await_first(lambda: _stamped(prepare(options, tokenizer, cache_folder, progress)))
     hosts = ranks.gather(socket.gethostname())
     speaks = hosts.index(hosts[ranks.rank])  # one rank of each machine
@@ -160,17 +160,17 @@ def _opened(
 
 
 def _stamped(folder: Path) -> tuple[Path, tuple[int, int]]:
-    """With what tells it from a folder of the same name on another disk."""
+    """Return the folder with a stamp that differs from that of a folder of the same name on another disk."""
     seal = (folder / SEAL).stat()
     return folder, (seal.st_ino, seal.st_mtime_ns)
 
 
 def prepare(options: DataSection, tokenizer: Any, cache_folder: Path, progress: Progress = QUIET) -> Path:
-    """The folder of a prepared source: `train`, and `evaluation` where any is held out; written if it is not there.
+    """Return the folder of a prepared source: `train`, and `evaluation` if any is held out; written if missing.
 
-    Deterministic, and the folder appears whole or not at all; what a killed process has begun is begun anew. The name
-    tells the input: what is in the files, the tokenizer, the options. A data set of the hub is prepared once, and not
-    again when it changes there.
+    Deterministic; the folder appears whole or not at all, and a killed process's work is begun
+    anew. Its name is a digest of the input: the files' content, the tokenizer, the options. A data
+    set of the hub is prepared once, even if it changes there later.
     """
     end_of_text(tokenizer)
     location = locate(options.path, options.format)
@@ -232,7 +232,7 @@ def _origin(found: Found, template: Template) -> Origin:
 
 
 def _documents(location: Location, options: DataSection, found: Found) -> Iterator[Document]:
-    """The documents with something to train on. Raises DataError if there are none."""
+    """Yield the documents that are not empty, and errors of skipped ones. Raises DataError if there are none."""
     rows = used = 0
     skipped: DataError | None = None
     for document in read_documents(location, options, found):
@@ -243,7 +243,7 @@ def _documents(location: Location, options: DataSection, found: Found) -> Iterat
             used += 1
         if document is not None:
             yield document
-    if not used and skipped is not None:  # all that there is
+    if not used and skipped is not None:  # no document is left
         raise skipped
     if not used:
         seen = f"{rows} documents, all of them empty" if rows else "no documents"

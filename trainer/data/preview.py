@@ -1,4 +1,4 @@
-"""A look at samples as the model sees them, and at which of their tokens count in the loss."""
+"""A preview of samples as the model sees them, marking the label tokens."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trainer.errors import printable
 from trainer.tasks.task import IGNORED
 
 _LINES = 8
-"""Of a document."""
+"""The most lines shown of a document."""
 _DOCUMENTS = 4
-"""Of a sample."""
+"""The most documents shown of a sample."""
 
 
 def preview(
     source: Source, tokenizer: Any, numbers: Iterable[int] = (0, 1), width: int = 100, in_full: bool = False
 ) -> str:
-    """These samples, decoded: a line of at most `width` characters for each run of tokens; `in_full` all of them.
+    """Decode samples: a line of at most `width` characters for each run of tokens; `in_full` shows all lines.
 
-    `+` marks tokens that count in the loss, `.` those that are only read. Documents that are kept apart have a line
-    between them.
+    `+` marks label tokens, which count in the loss, `.` those that are only read. A line separates
+    documents that do not see one another.
     """
     shown = [index for index in numbers if index < len(source)]
     return "\n".join(line for index in shown for line in _sample(source, index, tokenizer, width, in_full))
@@ -49,7 +49,7 @@ def _sample(source: Source, index: int, tokenizer: Any, width: int, in_full: boo
 
 def _document(inputs: np.ndarray, targets: np.ndarray, tokenizer: Any, width: int) -> list[str]:
     counts = targets != IGNORED
-    # a target that is not counted is read all the same, as the next input
+    # a target that is not counted is still read, as the next input
     tokens = np.append(inputs, targets[-1:])
     marks = np.append(False, counts)[: len(tokens) if counts[-1] else -1]
     runs = [(mark, [at for at, _ in run]) for mark, run in groupby(enumerate(marks), key=lambda item: bool(item[1]))]

@@ -1,4 +1,4 @@
-"""How far the preparing of data is, for a person who waits."""
+"""The progress of preparing data, shown to a waiting user."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainer.errors import printable
 from trainer.trackers import Signs
 
 _MOMENT, _BETWEEN = 2.0, 30.0
-"""Seconds before anything is shown, and between lines where there is no terminal."""
+"""Seconds before anything is shown, and between lines without a terminal."""
 _OF_OTHERS = 7 * 86_400.0
-"""Seconds that another process may take for what this one waits for."""
+"""Seconds for which another process may prepare while this one waits."""
 
 
 class Progress:
-    """One line that changes on a terminal, elsewhere a line now and then; none for what takes a moment."""
+    """A display of progress: one changing line on a terminal, else a line now and then; none in the first moment."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Progress:
         moves: Callable[[float], None] = lambda seconds: None,
         signs: Signs | None = None,
     ) -> None:
-        """`moves` is told that it goes on, and for how many seconds it may rightly show nothing."""
+        """Create it; `moves(seconds)` is called on progress, with the seconds for which none may follow."""
         self._console, self._moves, self._signs = console, moves, signs or Signs()
         self._bar: Bar | None = None
         self._name, self._begun, self._shown = "", math.inf, 0.0
@@ -41,7 +41,7 @@ class Progress:
         self._signs.at(f"prepare {name}")
 
     def at(self, share: float | None, documents: int, tokens: int) -> None:
-        """`share` of the input has been read, if one can tell."""
+        """Show documents and tokens so far; `share` of the input has been read, if known."""
         now = time.monotonic()
         first, since = self._from = self._from or (tokens, now)
         rate = f", {(tokens - first) / (now - since):,.0f} a second" if now > since else ""
@@ -51,18 +51,18 @@ class Progress:
         self._show(text, None)
 
     def checks(self, done: int, all: int) -> None:
-        """Bytes whose hashes are compared, or written."""
+        """Show the bytes whose hashes have been compared or written."""
         self._show(f"checking what is prepared, {done / 1e9:.1f} of {all / 1e9:.1f} GB", done / max(all, 1))
 
     def note(self, line: str) -> None:
-        """Of what is not as one would think; at once, and once."""
+        """Print a line about something unexpected, at once, and only once."""
         self._moves(0.0)
         if self._console is not None and line not in self._noted:
             self._noted.add(line)
             self._console.print(printable(line), soft_wrap=True, markup=False)
 
     def waits(self) -> None:
-        """For another process that prepares the same; said at once, nothing follows for long."""
+        """Say that another process prepares the same data; nothing may follow for long."""
         self._shown = self._begun = time.monotonic() - _BETWEEN
         self.say("another process does it: waiting")
         self._moves(_OF_OTHERS)

@@ -1,4 +1,4 @@
-"""Rows to documents: texts, prompts with completions, instructions, chats. Which it is, the rows themselves say."""
+"""Rows to documents: texts, prompts with completions, instructions, chats. The rows themselves decide which."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.storage import parse_json
 
 
 class Text(NamedTuple):
-    """A text to train on; of one with a prompt only `text` counts in the loss."""
+    """A text to train on; if it has a prompt, only `text` counts in the loss."""
 
     text: str
     prompt: str | None = None
@@ -24,34 +24,34 @@ class Text(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """Messages as chat templates take them: `role`, `content`, and what else the data has."""
+    """Messages as chat templates take them: `role`, `content`, and other keys of the data."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     learned_from: int = 0
-    """The first message that may count in the loss: a prompt's do not."""
+    """The index of the first message that may count in the loss: those of a prompt do not."""
     place: str = ""
 
 
 Document = Text | Chat | DataError
-"""Or what is wrong with a row that is skipped."""
+"""A document, or the error of a row that is skipped."""
 
 
 @dataclass
 class Found:
-    """What the rows turned out to be, for a person."""
+    """The kind of rows that was found, for the user."""
 
     kind: str = ""
     where: str = ""
-    """The first row."""
+    """The place of the first row."""
     roles: dict[str, None] = field(default_factory=dict)
     turns: int = 0
     empty: int = 0
-    """Rows with nothing in them to train on."""
+    """The number of rows with nothing to train on."""
     unread: dict[str, None] = field(default_factory=dict)
     """Keys of messages that nothing here reads."""
     share: float | None = None
-    """Of the input that has been read, where one can tell."""
+    """The share of the input that has been read, if known."""
 
     def describe(self) -> str:
         if not self.roles:
@@ -67,19 +67,19 @@ class Kind:
     name: str
     columns: tuple[str, ...]
     read: Callable[[Row], Document | None]
-    """None: there is nothing in it to train on."""
+    """Returns the document, or None if there is nothing to train on."""
     also: tuple[str, ...] = ()
-    """Columns that it reads where they are there."""
+    """Columns that it reads if they are present."""
 
     def fits(self, row: Row) -> bool:
         return all(row.columns.get(column) is not None for column in self.columns)
 
 
 def read_documents(location: Location, options: Any, found: Found | None = None) -> Iterator[Document | None]:
-    """The documents in order; None stands for one with nothing in it to train on. What they are is noted in `found`.
+    """Yield the documents in order, or None for a row with nothing to train on; `found` is filled in.
 
-    A row that can't be read, lacks a column, is another kind than the first, or is no chat, raises DataError; skipped
-    (`trainer.data.corrupt`), it is that error.
+    A row that can't be read, lacks a column, is of another kind than the first, or is no chat, raises
+    DataError, or is yielded as that error if corrupt rows are skipped (`trainer.data.corrupt`).
     """
     found = found or Found()
     if not location.hub and not location.files:
@@ -113,7 +113,7 @@ def read_documents(location: Location, options: Any, found: Found | None = None)
 
 
 def _kinds(options: Any) -> list[Kind]:
-    """What the rows may be. One alone if the config says which."""
+    """List the kinds that rows may be of; one alone if the config names it."""
     prompt, completion = options.prompt_column or "prompt", options.completion_column or "completion"
     kinds = {
         "text": Kind("text", (options.text_column,), lambda row: _plain(row, options.text_column)),
@@ -135,7 +135,7 @@ def _kinds(options: Any) -> list[Kind]:
 
 
 def _kind_of(row: Row, kinds: Sequence[Kind], chosen: Kind | None, found: Found) -> Kind | None:
-    """Raises DataError if there are several ways to read the row, none, or another than before."""
+    """Choose the kind of a row. Raises DataError if several kinds fit, none, or another than before."""
     fitting = [kind for kind in kinds if kind.fits(row)]
     names = [f"{kind.name} ({', '.join(kind.columns)})" for kind in fitting]
     if len(fitting) > 1:
@@ -147,7 +147,7 @@ def _kind_of(row: Row, kinds: Sequence[Kind], chosen: Kind | None, found: Found)
         return fitting[0]
     text = next(kind for kind in kinds if kind.name == "text")
     known = chosen or next((kind for kind in kinds if all(name in row.columns for name in kind.columns)), text)
-    known.read(row)  # a column that is not there is an error
+    known.read(row)  # raises for a missing column
     return chosen
 
 
@@ -261,7 +261,7 @@ def _content(place: str, content: Any) -> str:
 
 
 def _counts(place: str, message: dict[str, Any]) -> dict[str, bool]:
-    """Whether the data itself says that a turn counts in the loss or not: OpenAI's `weight`, Axolotl's `train`."""
+    """Read if the data itself says that a turn counts in the loss: OpenAI's `weight`, Axolotl's `train`."""
     for key, values in (("weight", {0: False, 1: True}), ("train", {False: False, True: True})):
         if key in message:
             value = message.pop(key)
@@ -272,7 +272,7 @@ def _counts(place: str, message: dict[str, Any]) -> dict[str, bool]:
 
 
 def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects: OpenAI has them as JSON text, templates expect them so."""
+    """Return tool calls with arguments as objects, as templates expect them: OpenAI has them as JSON text."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise DataError(Problem(f"{place}.tool_calls", short(repr(calls)), "a list of calls"))
     found = []
@@ -302,7 +302,7 @@ def _check_turns(place: str, messages: list[dict[str, Any]]) -> None:
 
 
 def _parsed(value: Any) -> Any:
-    """Of JSON text, as tables hold it, what it says; anything else as it is."""
+    """Parse JSON text, as tables hold it; return anything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError):
             return parse_json(value)
@@ -325,7 +325,7 @@ def _text(row: Row, column: str) -> str | None:
 
 
 def checked_text(place: str, value: str, holds: str = "") -> str:
-    """The text; raises DataError if it is not one in Unicode."""
+    """Return the text; raises DataError if it is not valid Unicode."""
     if not value.isascii():
         try:
             value.encode()

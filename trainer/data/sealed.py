@@ -1,4 +1,4 @@
-"""Folders that are known byte by byte: sealed when they are written, checked when they are found."""
+"""Folders whose every byte is known: sealed when written, checked when found."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trainer.storage import flush, write_file
 
 SEAL = "seal.json"
 _CHUNK, _READ = 1 << 26, 1 << 20
-"""Bytes that are hashed as one, by one of several threads, and read at once."""
+"""Bytes that one thread hashes as one chunk, and bytes that it reads at once."""
 _THREADS = 8
 Told = Callable[[int, int], object]
-"""Hears how many bytes are read, of how many."""
+"""Called with the number of bytes read, and of all bytes."""
 
 
 def seal(folder: Path, told: Told = lambda done, all: None) -> None:
-    """Flush all of `folder` to the disk, and write beside it what it is. Raises OSError."""
+    """Flush all of `folder` to the disk, and write its sizes and hashes into it. Raises OSError."""
     files = _files(folder)
     for path in (*files.values(), *(path for path in folder.rglob("*") if path.is_dir())):
         flush(path)
@@ -29,9 +29,9 @@ def seal(folder: Path, told: Told = lambda done, all: None) -> None:
 
 
 def flaw(folder: Path, told: Told = lambda done, all: None) -> str:
-    """What is not as it was sealed, for a person; empty if all is. Reads every byte.
+    """Describe the first difference from the sealed state, for the user; empty if there is none. Reads every byte.
 
-    Raises PermissionError for what this user may not read.
+    Raises PermissionError if this user may not read the folder.
     """
     if not folder.is_dir():
         return "it is no folder"
@@ -48,18 +48,18 @@ def flaw(folder: Path, told: Told = lambda done, all: None) -> str:
         return f"{Path(error.filename).name} is missing"
     except PermissionError:
         raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # a disk that fails; other bytes
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # a failing disk, or damaged bytes
         return str(error)
     return f"the bytes of {differing[0]} are not those that were written" if differing else ""
 
 
 def checked(content: str) -> str:
-    """What stands beside a small text, to tell whether it is whole."""
+    """Return the hash that is stored beside a small text, to tell if it is whole."""
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """By their path below it; those whose names begin with a dot are file managers' and file servers'."""
+    """List the files below a folder by path, without those that begin with a dot, which belong to file servers."""
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if not path.is_dir()}
     return {name: path for name, path in found.items() if name != SEAL and not path.name.startswith(".")}
 
@@ -69,7 +69,7 @@ def _sizes(files: Mapping[str, Path]) -> dict[str, int]:
 
 
 def _hashes(files: Mapping[str, Path], told: Told) -> dict[str, list[str]]:
-    """SHA-256 of each chunk of each file."""
+    """Return the SHA-256 of each chunk of each file."""
     sizes = _sizes(files)
     chunks = [(name, at) for name, size in sizes.items() for at in range(0, size, _CHUNK)]
     found: dict[str, list[str]] = {name: [] for name in files}

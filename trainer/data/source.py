@@ -1,9 +1,9 @@
 """Prepared samples: tokens on disk, memory-mapped, and cut into samples.
 
 A part of the data (training, or held out) is a folder with five files, written once, by a `PartWriter`:
-`tokens.bin` int32 [tokens], `counted.bin` bool [tokens] (whether predicting the token counts in the loss),
-`spans.npy` int64 [spans, 2] (first input token, last target token), `samples.npy` int64 [samples + 1] (sample s is the
-spans from samples[s] to samples[s + 1], one after the other), `summary.json`.
+`tokens.bin` int32 [tokens], `counted.bin` bool [tokens] (True if predicting the token counts in the
+loss), `spans.npy` int64 [spans, 2] (first input token, last target token), `samples.npy` int64 [samples
++ 1] (sample s is the spans from samples[s] to samples[s + 1], one after the other), `summary.json`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from trainer.errors import DataError, Problem
 from trainer.tasks.task import IGNORED
 
 _CHUNK = 1 << 22
-"""Tokens read at once."""
+"""The number of tokens read at once."""
 
 Arrangement = Literal["concatenate", "pad", "pack"]
 
 
 class Sample(TypedDict):
-    """targets[t] is the token that follows input_ids[t], or IGNORED."""
+    """A sample; targets[t] is the token that follows input_ids[t], or IGNORED."""
 
     input_ids: np.ndarray
     """int32 [n]"""
     targets: np.ndarray
     """int64 [n]"""
     documents: NotRequired[np.ndarray]
-    """int64 [documents]: lengths of those that the sample is made of, where they are not to see one another."""
+    """int64 [documents]: the lengths of the sample's documents, if they must not see one another."""
 
 
 class Source(Protocol):
@@ -49,72 +49,72 @@ class Source(Protocol):
 
 
 def sample_of(source: Source, index: int, epoch: int | None) -> Any:
-    """A sample as the training sees it in an epoch, where a source has `in_epoch`; with None, as it is."""
+    """Return a sample as in training in an epoch, by a source's `in_epoch`; with None, as in evaluation."""
     in_epoch = None if epoch is None else getattr(source, "in_epoch", None)
     return source[index] if in_epoch is None else in_epoch(index, epoch)
 
 
 class Encoded(NamedTuple):
-    """A document's tokens, end-of-text included, and which of them are targets. The first never is."""
+    """A document's tokens, with end-of-text, and a mask of those that are targets. The first never is."""
 
     tokens: Sequence[int] | np.ndarray
     counted: Sequence[bool] | np.ndarray
-    """Equally long."""
+    """The mask, of the same length."""
     place: str = ""
-    """For a person: the row that it is from."""
+    """The row that it is from, for the user."""
 
     @classmethod
     def from_token(cls, tokens: Sequence[int] | np.ndarray, first: int, place: str = "") -> Encoded:
-        """All tokens from the `first` (>= 1) on are targets."""
+        """Encode a document of which all tokens from the `first` (>= 1) on are targets."""
         return cls(tokens, np.arange(len(tokens)) >= first, place)
 
 
 class Origin(NamedTuple):
-    """What the documents were."""
+    """The kind of documents that a part was made of."""
 
     kind: str = "text"
-    """For a person."""
+    """The kind in words, for the user."""
     chats: bool = False
     empty: int = 0
-    """Rows with nothing in them."""
+    """The number of rows with nothing in them."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a prepared part holds."""
+    """The content of a prepared part, in numbers."""
 
     documents: int
-    """Documents with text in them."""
+    """The number of documents with text in them."""
     truncated: int
-    """Documents cut at the sequence length."""
+    """The number of documents cut at the sequence length."""
     dropped: int
-    """Documents of which no target was left (a prompt as long as the sequence)."""
+    """The number of documents without a target after cutting (a prompt as long as the sequence)."""
     tokens: int
     targets: int
-    """Tokens whose prediction counts in the loss, once each per epoch."""
+    """The number of label tokens, whose prediction counts in the loss, each once per epoch."""
     samples: int
     unigram_entropy: float
-    """Of the targets, in nats: the loss of a model that knows token frequencies and nothing else."""
+    """The entropy of the targets, in nats: the loss of a model that knows only token frequencies."""
     largest_token_id: int
     fingerprint: str
     """SHA-256 of the samples; the same wherever the same data is prepared."""
     kind: str = "text"
-    """What the documents were, for a person."""
+    """The kind of documents in words, for the user."""
     chats: bool = False
     empty: int = 0
-    """Rows with nothing in them, which are no documents."""
+    """The number of rows with nothing in them, which are not documents."""
     too_long: int = 0
-    """Documents left out for their length."""
+    """The number of documents left out for their length."""
     first_dropped: str = ""
     """The row of the first document that was dropped."""
     corrupt: int = 0
     first_corrupt: str = ""
-    """Rows that were skipped, and what was wrong with the first."""
+    """The number of rows that were skipped, and the error of the first."""
     fill: float | None = None
-    """Where documents are kept apart within a sample: the share of `sequence_length` that is filled. Else None."""
+    """The share of `sequence_length` that is filled, if documents of a sample do not see one another; else None."""
 
     def describe(self) -> str:
-        """One line for a person."""
+        """Describe the part for the user, on one line."""
         full = "" if self.fill is None else f" of documents kept apart, {self.fill:.1%} full"
         return (
             f"{self.describe_documents()}, {self.tokens:,} tokens, {self.samples:,} samples{full}, "
@@ -122,7 +122,7 @@ class Summary:
         )
 
     def describe_documents(self) -> str:
-        """What they were, how many, and what became of those that are not as they were."""
+        """Describe the documents: kind, number, and how many were changed or left out."""
         where = f", the first {self.first_dropped}" if self.first_dropped else ""
         counts = {
             "empty rows left out": self.empty,
@@ -163,7 +163,7 @@ class PreparedSource:
 
 @dataclass(frozen=True)
 class Cut:
-    """How documents become samples."""
+    """The settings by which documents become samples."""
 
     sequence_length: int
     arrangement: Arrangement
@@ -172,7 +172,7 @@ class Cut:
 
     @property
     def longest(self) -> int | None:
-        """Inputs that are kept of a document."""
+        """The most inputs that are kept of a document; None: all."""
         return None if self.arrangement == "concatenate" else self.sequence_length
 
     @property
@@ -182,7 +182,7 @@ class Cut:
 
 @dataclass
 class Counts:
-    """What became of documents."""
+    """The numbers of documents that were kept, changed or left out."""
 
     documents: int = 0
     truncated: int = 0
@@ -204,14 +204,14 @@ class Counts:
 
 
 class CutDocuments:
-    """Some documents of a part, as arrays: small to hand from one process to another."""
+    """Some documents of a part, as arrays: cheap to send between processes."""
 
     def __init__(self) -> None:
         self.counts = Counts()
         self.tokens, self.counted, self.lengths = bytearray(), bytearray(), array("q")
 
     def add(self, document: Encoded, longest: int | None, too_long: str) -> None:
-        """Raises DataError for one that is too long, where that is an error."""
+        """Add a document. Raises DataError if it is too long and that is an error."""
         self.counts.documents += 1
         if longest is not None and len(document.tokens) > longest + 1:
             if too_long == "error":
@@ -236,7 +236,7 @@ class PartWriter:
     """A part that grows by some documents at a time."""
 
     FILES = {"tokens.bin": 4, "counted.bin": 1, "lengths.bin": 8}
-    """Bytes of an entry. The lengths are of documents."""
+    """The bytes of an entry in each file; the lengths are those of documents."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -271,7 +271,7 @@ class PartWriter:
         if cut.isolated and summary.samples:
             filled = int((spans[:, 1] - spans[:, 0]).sum())
             summary = replace(summary, fill=filled / (summary.samples * cut.sequence_length))
-        for name in ("tokens.bin", "counted.bin"):  # the incomplete window
+        for name in ("tokens.bin", "counted.bin"):  # drops the incomplete window
             os.truncate(self.folder / name, tokens * self.FILES[name])
         (self.folder / "lengths.bin").unlink()
         (self.folder / "summary.json").write_text(json.dumps(asdict(summary)), encoding="utf-8")
@@ -289,13 +289,12 @@ def write_part(
     """Write a part from its documents; a part without samples is only a summary.
 
     A sample without a target is left out.
-
-    concatenate: the documents' stream is cut every `sequence_length` tokens, each window predicting the token
-    after it, so that every token is a target once, but for a document's first: nothing before it tells of it.
-    An incomplete last window is dropped unless it is the only one. With `isolate` the documents of a window are told
-    apart. pad: one document is one sample of at most `sequence_length` inputs, and one that is `too_long` is cut
-    ("truncate"), left out ("drop") or a DataError ("error"). pack: several such documents are one sample, told apart,
-    as they best fit.
+    concatenate: the stream of documents is cut every `sequence_length` tokens, and each window predicts the token
+    after it, so that every token is a target once, except a document's first, which nothing predicts. An incomplete
+    last window is dropped unless it is the only one. With `isolate`, documents of a window do not see one another.
+    pad: a sample is one document of at most `sequence_length` inputs; one that is `too_long` is cut
+    ("truncate"), left out ("drop") or a DataError ("error"). pack: a sample is several such
+    documents, by best fit, which do not see one another.
     """
     cut = Cut(sequence_length, arrangement, isolate, too_long)
     writer = PartWriter(folder)
@@ -313,7 +312,7 @@ def _too_long(document: Encoded, longest: int) -> DataError:
 
 
 def _documents(edges: np.ndarray, capacity: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Spans and samples of documents that begin and end at `edges`: one each, or packed to a capacity."""
+    """Return spans and samples of documents that begin and end at `edges`: one each, or packed to a capacity."""
     spans = np.stack([edges[:-1], edges[1:] - 1], axis=1)
     if capacity is None:
         return spans, np.arange(len(spans) + 1)
@@ -322,7 +321,7 @@ def _documents(edges: np.ndarray, capacity: int | None) -> tuple[np.ndarray, np.
 
 
 def _windows(folder: Path, edges: np.ndarray, length: int, isolate: bool) -> tuple[np.ndarray, np.ndarray, int]:
-    """Spans and samples of the stream, a window each, which is one span or one for each document in it; its tokens."""
+    """Cut the stream into windows; return spans (one for each window, or each document in it), samples, and tokens."""
     tokens = int(edges[-1])
     if tokens <= length:
         length = max(tokens - 1, 1)

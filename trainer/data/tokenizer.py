@@ -17,16 +17,16 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool = False) -> Any:
-    """The `input_ids` of each text, without those that a tokenizer adds; with `offsets` their `offset_mapping` too.
+    """Tokenise each text without special tokens: `input_ids`, and their `offset_mapping` if `offsets`.
 
-    Takes some 160 bytes of memory a character.
+    Takes about 160 bytes of memory per character.
     """
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     return tokenizer(list(texts), **options, **({"return_offsets_mapping": True} if offsets else {}))
 
 
 def load_tokenizer(name_or_path: str, trust_remote_code: bool = False, revision: str | None = None) -> Any:
-    """The tokenizer of a local folder or a hub id. Raises DataError if there is none, or if it can't end a text."""
+    """Load the tokenizer of a folder or hub id. Raises DataError if there is none, or it has no end-of-text token."""
     from transformers import AutoTokenizer
 
     try:
@@ -40,10 +40,9 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False, revision:
 
 
 def embedded_tokenizer(cache_folder: Path, vocabulary: int = 4096, progress: Progress = QUIET) -> Any:
-    """A byte-level BPE of `vocabulary` tokens for the embedded corpus, trained at first use (seconds) and cached.
-
-    Deterministic. Raises DiskError if there is no place for it.
-    """
+    """Return a byte-level BPE of `vocabulary` tokens for the embedded corpus, trained at first use
+    (seconds) and cached.
+    Deterministic. Raises DiskError if it can't be stored."""
     from transformers import PreTrainedTokenizerFast
 
     name = f"tokenizer-{corpus.name()}-{vocabulary}"
@@ -52,7 +51,7 @@ def embedded_tokenizer(cache_folder: Path, vocabulary: int = 4096, progress: Pro
 
 
 def end_of_text(tokenizer: Any) -> int:
-    """The id of the token that ends a document; raises DataError if the tokenizer has none."""
+    """Return the id of the token that ends a document; raises DataError if the tokenizer has none."""
     if tokenizer.eos_token_id is None:
         mend = "Set eos_token in its tokenizer_config.json"
         raise DataError(Problem(_name(tokenizer), "a tokenizer without an end-of-text token", "eos_token", mend))
@@ -60,7 +59,7 @@ def end_of_text(tokenizer: Any) -> int:
 
 
 def tokenizer_key(tokenizer: Any) -> str:
-    """A digest that two tokenizers share only if they turn the same text into the same tokens."""
+    """Return a digest that two tokenizers share only if they turn the same text into the same tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else json.dumps([_name(tokenizer), tokenizer.get_vocab()])
     parts = (content, str(tokenizer.bos_token_id), str(tokenizer.eos_token_id))

@@ -1,7 +1,7 @@
-"""What is done to an image before a model sees it; what is random in it follows from seed, epoch and sample alone.
+"""Image transforms; the random ones depend on seed, epoch and sample alone.
 
-torchvision's transforms (v2) draw from torch's default generator, which the whole process shares. Here each image has a
-generator of its own, so that an image looks the same in any worker, thread, rank and layout (contract 3).
+torchvision's transforms (v2) draw from torch's default generator, which the whole process shares. Here each image
+has a generator of its own, so that an image looks the same in any worker, thread, rank and layout (contract 3).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trainer.models import classifiers
 from trainer.models.classifiers import Images
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
-"""[channels, height, width], uint8 or from 0 to 1 -> the same, float32, normalised."""
+"""[channels, height, width], uint8 or float from 0 to 1 -> the same shape in float32, normalised."""
 _T = torch.Tensor
 DRAWING = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.multinomial, torch.bernoulli}
 DRAWING |= {_T.uniform_, _T.normal_, _T.random_, _T.bernoulli_, _T.exponential_, _T.multinomial}
 
 
 class DrawFrom(TorchFunctionMode):
-    """Within it, this thread's random numbers come from one generator."""
+    """A mode in which this thread's random numbers come from one generator."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -43,15 +43,15 @@ class DrawFrom(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Varied:
-    """How training images are varied."""
+    """The augmentation of training images."""
 
     steps: Transform
     normal: Transform
     last: Transform | None
-    """What comes after the normalisation: blanks of the mean colour."""
+    """The transform after normalisation, if any: erasing, which leaves the mean colour."""
 
     def __call__(self, image: torch.Tensor, seed: int, epoch: int, index: int) -> torch.Tensor:
-        """Sample `index` as it looks in an epoch."""
+        """Transform sample `index` as it looks in the given epoch."""
         drawing = DrawFrom(derive("augment", seed, epoch, index))
         with drawing:
             found = self.steps(image)
@@ -63,14 +63,14 @@ class Varied:
 
 
 def sized(size: Sequence[int] | None) -> list[Any]:
-    """To `size`, height and width: the short side is scaled, and what is too long cut off on both sides."""
+    """Return transforms to `size` (height, width): scale the short side, and cut off the rest on both sides."""
     from torchvision.transforms import v2
 
     return [] if size is None else [_Shorter(size), v2.CenterCrop(list(size))]
 
 
 class _Shorter:
-    """Scaled so that the image just covers height and width."""
+    """A transform that scales an image so that it just covers height and width."""
 
     def __init__(self, size: Sequence[int]) -> None:
         self._size = size
@@ -93,7 +93,7 @@ def for_evaluation(images: Images, size: Sequence[int] | None) -> Transform:
 
 
 def for_training(images: Images, size: Sequence[int] | None, augment: AugmentSection) -> Varied | None:
-    """None where nothing is varied."""
+    """Return the augmentation, or None if no option asks for any."""
     from torchvision.transforms import v2
 
     if augment == AugmentSection():
@@ -116,7 +116,7 @@ def for_training(images: Images, size: Sequence[int] | None, augment: AugmentSec
 
 
 class Normal:
-    """To float32, normalised: the kernels alone, which cost a third of the transforms around them."""
+    """The conversion to float32 and normalisation, by kernels only: a third of the cost of the full transforms."""
 
     def __init__(self, images: Images) -> None:
         self._mean, self._std = list(images.mean), list(images.std)
@@ -132,12 +132,12 @@ class Normal:
 class OpenedClassifier(NamedTuple):
     model: nn.Module
     transform: Callable[[Any], torch.Tensor]
-    """An image of Pillow -> [channels, height, width]."""
+    """Turns Pillow's image into a tensor [channels, height, width]."""
     classes: tuple[str, ...]
 
 
 def opened(folder: Path) -> OpenedClassifier:
-    """What a run left, as it was evaluated. Raises ConfigError where it left none."""
+    """Open a run's classifier with the transform of its evaluation. Raises ConfigError if there is none."""
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     model, images = classifiers.opened(folder)

@@ -1,4 +1,4 @@
-"""Work shared among processes of this machine, its results in the order of what was given."""
+"""Work shared among processes of this machine; results come in the order of the inputs."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _ALONE = 4
-"""Pieces of work that this process does by itself before others are started, unless it is told how many."""
+"""The number of inputs that this process handles before it starts others, unless it is told how many."""
 _WORK: list[Callable[[Any], Any]] = []
-"""Of a worker: what it does."""
+"""The function that a worker process runs."""
 
 
 def in_order(work: Callable[[T], R], given: Iterable[T], workers: int | None = None) -> Generator[R, None, None]:
-    """`work` of each, in order, by so many processes; None: by the cores, and what is little by this one alone.
-
-    They are forks of this process: what `work` holds is neither copied nor sent. At most three tasks for each
-    are on their way. What `work` raises is raised here, and ends the others, as the end of this process does.
-    """
+    """Apply `work` to each input, in order, in so many processes; if None, one for each core, or
+    this one if few inputs.
+    Workers are forks of this process: what `work` holds is neither copied nor sent. At most three inputs for each
+    are in progress. An error of `work` is raised here and ends the workers, as does the end of this process."""
     rest = iter(given)
     if workers is None:
         yield from map(work, islice(rest, _ALONE))
-        workers = cores() if sys.platform == "linux" else 1  # elsewhere a fork of libraries' threads is not safe
+        workers = cores() if sys.platform == "linux" else 1  # elsewhere, forking is not safe with libraries' threads
         first = list(islice(rest, 1))
         workers, rest = workers if first else 1, chain(first, rest)
     if workers < 2:
@@ -56,18 +55,18 @@ def in_order(work: Callable[[T], R], given: Iterable[T], workers: int | None = N
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _begin(work: Callable[[Any], Any], parent: int) -> None:
-    """In a worker, before its first work."""
+    """Set up a worker before its first input."""
     signal.set_wakeup_fd(-1)  # else a signal to a worker would be taken for one to its parent
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends its workers
-    os.putenv("TOKENIZERS_PARALLELISM", "false")  # threads of its pool are not there in a fork
+    os.putenv("TOKENIZERS_PARALLELISM", "false")  # threads of its pool do not exist in a fork
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _WORK[:] = [work]
 
