@@ -84,3 +84,25 @@ def test_the_cause_is_named_whatever_ends_first(
     assert re.match(last, result.output.splitlines()[-1]), result.output
     left = status.read_end(tmp_path)
     assert left is not None and left["code"] == code and re.match(last, left["text"]), left
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code", "last"),
+    [
+        (LOST, FULL, 74, "rank 1: the disk is full"),
+        (ABORTED, KILLED, 128 + 9, RANK_1 + "was ended by SIGKILL"),
+        ("time.sleep(600)", "os._exit(3)", 3, RANK_1 + "ended with exit code 3"),
+        ("os.kill(os.getppid(), 15); time.sleep(600)", "time.sleep(600)", 75, "preempted"),
+    ],
+    ids=["an error", "a kill", "a code", "a signal to the launcher"],
+)
+def test_forked_ranks_end_like_those_that_are_started(
+    tmp_path: Path, first: str, second: str, code: int, last: str
+) -> None:
+    """As `meshloom verify` has them; and each is a session of its own, with its own rank."""
+    rank = RANK.format(root=str(ROOT), first=first, later=0.5, second=second, folder=str(tmp_path))
+    rank = rank.replace("came.touch()", "assert os.getsid(0) == os.getpid(); came.touch()")
+    launch = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.command.launcher import start; "
+    result = run(sys.executable, "-c", f"{launch}sys.exit(start(2, lambda: exec({rank!r}, {{}})))", timeout=60)
+    assert result.code == code, result.output
+    assert re.match(last, result.output.splitlines()[-1]), result.output

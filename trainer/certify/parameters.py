@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.config import TrainerSection
 from trainer.distributed.seeding import seeded_init
 from trainer.models.checks import drawn
-from trainer.models.frozen import stand_ins
+from trainer.models.frozen import carried
 from trainer.models.materialise import materialise
 from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
@@ -41,15 +41,19 @@ def learner(base: nn.Module, section: TrainerSection, copied: tuple[ModelSpec, M
         patterns = {pattern_of(name) for name in targets}
         inside = [name for name, _ in base.named_modules() if pattern_of(name) in patterns]
         whole, model = (_adapted(of, section, names) for of, names in ((whole, targets), (base, inside)))
+
+    def of_copy(found: Mapping[str, Any]) -> Mapping[str, Any]:
+        return found if copied is None else carried(found, copied[0].blocks, copied[1].blocks, model)[0]
+
     held = dict.fromkeys(_matching(whole, section.freeze), True)
-    _hold(model, held if whole is base else _carried(held, model, copied))
+    _hold(model, of_copy(held))
     _hold(whole, held)
     groups: dict[str, tuple[float, float | None]] = {}
     learned = {name for name, p in whole.named_parameters() if p.requires_grad}
     for group in section.parameter_groups:
         for name in _matching(whole, group.patterns) & learned:
             groups.setdefault(name, (group.lr_multiplier, group.weight_decay))
-    return Learner(model, groups if whole is base else _carried(groups, model, copied))
+    return Learner(model, of_copy(groups))
 
 
 def initial(spec: ModelSpec, seed: int) -> nn.Module:
@@ -93,22 +97,6 @@ def _hold(model: nn.Module, names: Mapping[str, bool]) -> None:
     for name, parameter in model.named_parameters():
         if name in names:
             parameter.requires_grad_(False)
-
-
-def _carried(found: Mapping[str, Any], model: nn.Module, copied: Any) -> dict[str, Any]:
-    """The same of a copy, of which each block has what the block has that it stands for."""
-    whole, copy = copied
-    kinds = [
-        frozenset((name.removeprefix(f"{block}."), own) for name, own in found.items() if name.startswith(f"{block}."))
-        for block in whole.blocks
-    ]
-    within = {f"{block}.{key}" for block, kind in zip(whole.blocks, kinds, strict=True) for key, _ in kind}
-    carried = {name: own for name, own in found.items() if name not in within}
-    chosen = stand_ins(kinds, len(copy.blocks)) if kinds else []
-    for block, index in zip(copy.blocks, chosen, strict=False):
-        carried |= {f"{block}.{key}": own for key, own in kinds[index]}
-    known = {name for name, _ in model.named_parameters()}
-    return {name: own for name, own in carried.items() if name in known}
 
 
 def _targets(model: nn.Module, blocks: Sequence[str], adapter: Any) -> list[str]:

@@ -10,10 +10,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from trainer.command.failures import Failure, cause
 from trainer.errors import MeshloomError, Preempted, Stalled
@@ -30,8 +32,9 @@ POLL_SECONDS = 0.05
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 
 
-def start(count: int, arguments: Sequence[str]) -> int:
-    """Run Python with `arguments` once per process; returns the exit code of the one that is the cause, else 0.
+def start(count: int, arguments: Sequence[str] | Callable[[], NoReturn]) -> int:
+    """Run Python with `arguments` once per process, or fork processes that call them; returns the exit code of the one
+    that is the cause, else 0.
 
     A signal goes to all, and then they are waited for: they may have to save; a second one ends them. When one fails,
     the others get `GRACE_SECONDS` and are then ended: no process is left behind. The last line is that of the cause.
@@ -40,11 +43,35 @@ def start(count: int, arguments: Sequence[str]) -> int:
         return _Launcher(count, arguments, Path(folder)).run()
 
 
+class _Forked(ForkProcess):
+    """A child that goes on from this process, with the names that `subprocess.Popen` has."""
+
+    wait, returncode = ForkProcess.join, ForkProcess.exitcode
+
+    def __init__(self, begin: Callable[[], NoReturn], environment: Mapping[str, str]) -> None:
+        super().__init__(target=begin)
+        self._environment = environment
+        self.start()
+
+    def run(self) -> None:
+        StopSignals.deliver_to(signal.SIG_DFL)
+        os.setsid()
+        os.environ.update(self._environment)
+        super().run()
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid or 0, number)
+
+
 class _Launcher:
-    def __init__(self, count: int, arguments: Sequence[str], folder: Path) -> None:
-        self._count, self._command, self._folder = count, [sys.executable, *arguments], folder
+    def __init__(self, count: int, arguments: Sequence[str] | Callable[[], NoReturn], folder: Path) -> None:
+        self._count, self._arguments, self._folder = count, arguments, folder
         self._notes = Notes(folder)
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[subprocess.Popen[bytes] | _Forked] = []
         self._received: list[int] = []
         self._ended: dict[int, float] = {}
         """When each that has ended was last seen alive, by the machine's clock."""
@@ -56,8 +83,7 @@ class _Launcher:
         for rank in range(self._count):
             if not self._received:
                 environment = {**os.environ, **environment_of(rank, self._count, port), FOLDER: str(self._folder)}
-                # a session of its own, so that Ctrl-C comes once, from here
-                self._children.append(subprocess.Popen(self._command, env=environment, start_new_session=True))
+                self._children.append(self._begun(environment))
         complete = len(self._children) == self._count
         while complete and self._running() and not any(child.returncode for child in self._children):
             if self._overdue():
@@ -73,7 +99,7 @@ class _Launcher:
             self._await()
         for child in self._children:
             if child.poll() is None:
-                child.kill()
+                child.send_signal(signal.SIGKILL)
             child.wait()
         text, code = self._text(failed, code), 128 - code if code < 0 else code
         if len(self._received) > 1:
@@ -85,6 +111,13 @@ class _Launcher:
             with suppress(OSError):  # the disk may be why
                 status.end(folder, code, text or f"exit code {code}")
         return code
+
+    def _begun(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | _Forked:
+        """In a session of its own, so that Ctrl-C comes once, from here."""
+        if callable(self._arguments):
+            return _Forked(self._arguments, environment)
+        command = [sys.executable, *self._arguments]
+        return subprocess.Popen(command, env=environment, start_new_session=True)
 
     def _receive(self, number: int, frame: FrameType | None = None) -> None:
         self._received.append(number)

@@ -6,11 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from trainer.command.launcher import start
-from trainer.command.processes import drop_accelerate, gpu_count
-from trainer.run.world import world_of
+from trainer.command.processes import drop_accelerate, gpu_count, run_command
+from trainer.run.world import environment_of, world_of
 
 DESCRIPTION = """
 Runs a few steps of a small copy of the config's model under the config's own layout, on CPU processes, and each of them
@@ -42,6 +45,9 @@ def main(arguments: Sequence[str], name: str) -> int:
     from trainer.errors import ConfigError, MeshloomError, Problem
 
     drop_accelerate(os.environ)
+    os.environ.setdefault(
+        *(("DS_ACCELERATOR", "cpu") if options.device == "cpu" else ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))
+    )
     world = world_of(os.environ)
     try:
         world_size = world.world_size if world else options.world_size
@@ -50,14 +56,15 @@ def main(arguments: Sequence[str], name: str) -> int:
         if options.device == "cuda" and gpu_count() < needed:
             seen, mend = f"cuda with {gpu_count()} GPUs for {needed} processes", "Leave it off to verify on the CPU"
             raise ConfigError(Problem("--device", seen, "a GPU for each process", mend))
+        if world is None and options.device == "cpu":
+            _import_all(small)
     except MeshloomError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
     if world is None:
-        return start(small.layout.world_size, sys.orig_argv[1:])
-    os.environ.setdefault(
-        *(("DS_ACCELERATOR", "cpu") if options.device == "cpu" else ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))
-    )
+        fork = partial(run_command, main, arguments, name)
+        # CUDA does not work in what was forked after it was looked at
+        return start(small.layout.world_size, fork if options.device == "cpu" else sys.orig_argv[1:])
     from trainer.command.output import Output
 
     output = Output(quiet=world.rank != 0)
@@ -65,3 +72,15 @@ def main(arguments: Sequence[str], name: str) -> int:
     from trainer.certify.worker import verify
 
     return verify(small, world, options.device, options.output, output)
+
+
+def _import_all(small: Any) -> None:
+    """Import what the ranks need, which are forked from here: that would take each longer than its steps."""
+    os.environ.setdefault("OMP_NUM_THREADS", environment_of(0, small.layout.world_size, 0)["OMP_NUM_THREADS"])
+    print("start   importing PyTorch and transformers", flush=True)
+    for module in ("trainer.certify.worker", "transformers.trainer", "deepspeed.runtime.lr_schedules"):
+        import_module(module)
+    from trainer.certify.recording import engine_of
+
+    if engine_of(small, "cpu") == "deepspeed":
+        import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # which imports torch.compile's compiler

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from torch import nn
 
 from trainer.errors import ConfigError, Problem, listed
 from trainer.models.names import aliases_of, pattern_of
 from trainer.models.spec import ModelSpec
+
+Value = TypeVar("Value")
 
 
 def frozen(spec: ModelSpec, patterns: Sequence[str], *, copied: bool = False) -> ModelSpec:
@@ -32,7 +35,8 @@ def frozen(spec: ModelSpec, patterns: Sequence[str], *, copied: bool = False) ->
     held = replace(_holding(spec, names), notes=(*spec.notes, *([_said(model, names, patterns)] if names else [])))
     if spec.shrunk is None:
         return held
-    return replace(held, shrunk=_copies(spec.shrunk, names, spec.blocks, known))
+    lacking = "some of the ways in which blocks are frozen"
+    return replace(held, shrunk=copies(spec.shrunk, dict.fromkeys(names, True), spec.blocks, _holding, lacking))
 
 
 def _holding(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
@@ -53,27 +57,39 @@ def _holding(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
     return replace(spec, build=build, frozen={**spec.frozen, **{name: sizes[name] for name in names}})
 
 
-def _copies(
-    shrunk: Callable[..., ModelSpec], names: Collection[str], blocks: Sequence[str], known: Sequence[str]
+def copies(
+    shrunk: Callable[..., ModelSpec],
+    found: Mapping[str, Value],
+    blocks: Sequence[str],
+    change: Callable[[ModelSpec, dict[str, Value]], ModelSpec],
+    lacking: str,
 ) -> Callable[..., ModelSpec]:
-    """Make tiny copies in which each block freezes what the model's block freezes that it stands for."""
-    inside = [{name.removeprefix(f"{block}.") for name in known if name.startswith(f"{block}.")} for block in blocks]
-    held = [frozenset(key for key in keys if f"{blocks[i]}.{key}" in names) for i, keys in enumerate(inside)]
+    """Make tiny copies, with the `change` for what is `found` of the model's parameters carried over to theirs."""
 
     def copy(layers: int = 3, split: int = 1) -> ModelSpec:
         small = shrunk(layers, split)
-        chosen = stand_ins(held, len(small.blocks))
-        wanted, missing = set(), set(held) - {held[index] for index in chosen}
-        for name, _ in small.build().named_parameters():
-            block = next((i for i, block in enumerate(small.blocks) if name.startswith(f"{block}.")), None)
-            if block is None:
-                wanted |= {name} & set(names)
-            elif name.removeprefix(f"{small.blocks[block]}.") in held[chosen[block]]:
-                wanted.add(name)
-        lacks = (*small.lacks, *(["some of the ways in which blocks are frozen"] if missing else []))
-        return replace(_holding(small, wanted), lacks=lacks)
+        wanted, whole = carried(found, blocks, small.blocks, small.build())
+        return replace(change(small, wanted), lacks=(*small.lacks, *([] if whole else [lacking])))
 
     return copy
+
+
+def carried(
+    found: Mapping[str, Value], blocks: Sequence[str], small: Sequence[str], copy: nn.Module
+) -> tuple[dict[str, Value], bool]:
+    """Return the same by the names of a copy with `small` blocks, each of which has what the block has that it stands
+    for; and whether all kinds of blocks are among them."""
+    kinds = [
+        frozenset((name.removeprefix(f"{block}."), own) for name, own in found.items() if name.startswith(f"{block}."))
+        for block in blocks
+    ]
+    within = {f"{block}.{key}" for block, kind in zip(blocks, kinds, strict=True) for key, _ in kind}
+    wanted = {name: own for name, own in found.items() if name not in within}
+    chosen = stand_ins(kinds, len(small)) if kinds else []
+    for block, index in zip(small, chosen, strict=False):
+        wanted |= {f"{block}.{key}": own for key, own in kinds[index]}
+    known = {name for name, _ in copy.named_parameters()}
+    return {name: own for name, own in wanted.items() if name in known}, set(kinds) == {kinds[i] for i in chosen}
 
 
 def stand_ins(kinds: Sequence[object], count: int) -> list[int]:

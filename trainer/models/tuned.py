@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from trainer.config.sections import ParameterGroup
 from trainer.errors import ConfigError, Problem, listed
-from trainer.models.frozen import stand_ins, unmatched
+from trainer.models.frozen import copies, unmatched
 from trainer.models.names import aliases_of
 from trainer.models.spec import ModelSpec, Tuning
 
@@ -41,32 +41,11 @@ def tuned(spec: ModelSpec, groups: Sequence[ParameterGroup], *, copied: bool = F
             notes.append(_said(group, len(names), sum(sizes[name] for name in names), index))
     if wrong and not copied:
         raise ConfigError(*wrong)
-    shrunk = None if spec.shrunk is None else _copies(spec.shrunk, found, spec.blocks)
-    return replace(spec, tuned=found, shrunk=shrunk, notes=(*spec.notes, *notes))
-
-
-def _copies(
-    shrunk: Callable[..., ModelSpec], found: Mapping[str, Tuning], blocks: Sequence[str]
-) -> Callable[..., ModelSpec]:
-    """Make tiny copies in which each block has the settings of the model's block that it stands for."""
-    kinds = [
-        frozenset((name.removeprefix(f"{block}."), own) for name, own in found.items() if name.startswith(f"{block}."))
-        for block in blocks
-    ]
-    within = {f"{block}.{key}" for block, kind in zip(blocks, kinds, strict=True) for key, _ in kind}
-
-    def copy(layers: int = 3, split: int = 1) -> ModelSpec:
-        small = shrunk(layers, split)
-        known = {name for name, _ in small.build().named_parameters()}
-        chosen = stand_ins(kinds, len(small.blocks)) if blocks else []
-        wanted = {name: own for name, own in found.items() if name not in within}
-        for block, index in zip(small.blocks, chosen, strict=False):
-            wanted |= {f"{block}.{key}": own for key, own in kinds[index]}
-        missing = set(kinds) - {kinds[index] for index in chosen}
-        lacks = (*small.lacks, *(["some of trainer.parameter_groups"] if missing else []))
-        return replace(small, tuned={name: own for name, own in wanted.items() if name in known}, lacks=lacks)
-
-    return copy
+    whole = replace(spec, tuned=found, notes=(*spec.notes, *notes))
+    if spec.shrunk is None:
+        return whole
+    lacking, change = "some of trainer.parameter_groups", lambda small, wanted: replace(small, tuned=wanted)
+    return replace(whole, shrunk=copies(spec.shrunk, found, spec.blocks, change, lacking))
 
 
 def _said(group: ParameterGroup, count: int, values: int, index: int) -> str:

@@ -36,7 +36,7 @@ class StopSignals:
         self.deliver_to(self._receive)
 
     @classmethod
-    def deliver_to(cls, receive: Callable[[int, FrameType | None], object]) -> None:
+    def deliver_to(cls, receive: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
         """From now on `receive` is called; not of the end of the terminal, where nohup said to ignore that."""
         for number in cls.NUMBERS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
