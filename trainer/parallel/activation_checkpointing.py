@@ -1,4 +1,4 @@
-"""Activation checkpointing: which activations of a block are kept, and which are computed again for the gradient."""
+"""Activation checkpointing: the choice of activations that are kept, and of those recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trainer.layout import Recompute
 from trainer.models.spec import ModelSpec
 
-# What costs most to compute again: matrix products and attention. Everything else is recomputed.
+# The operators that cost most to recompute: matrix products and attention. All others are recomputed.
 KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -28,7 +28,7 @@ KEPT = {
 def apply(model: nn.Module, spec: ModelSpec, recompute: Recompute) -> None:
     """Wrap the forward of each chosen block, in place; no module changes its name.
 
-    Randomness is replayed: a recomputed block drops what it dropped before.
+    Random numbers are replayed: a recomputed block drops the same activations as before.
     """
     if recompute.mode == "none":
         return

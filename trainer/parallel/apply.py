@@ -1,15 +1,15 @@
-"""The order in which a model on the meta device is wrapped: one order, each position with its reason.
+"""The order in which a model on the meta device is wrapped, with the reason for each position.
 
-1. the task turns the head into one that returns the loss: everything after it wraps modules, which have their final
+1. the task turns the head into one that returns the loss: all later steps wrap modules, which have their final
    class by then;
-2. tensor parallelism splits matrices: FSDP then shards what each tensor rank has left, and a block that is recomputed
-   runs its collectives again;
+2. tensor parallelism splits matrices: FSDP then shards the rest on each tensor rank, and a recomputed block runs
+   its collectives again;
 3. activation checkpointing wraps the forward of blocks: outside of the split matrices, inside the hooks of dropout and
    FSDP, so that recomputing gathers and seeds nothing twice;
-4. compile would stand here: after checkpointing, which it has to see through, and before FSDP, which it must not;
-5. dropout's hooks seed each block by its place in the model: before the forward that is recomputed, which replays them;
+4. compile would come here: after checkpointing, which it has to see through, and before FSDP, which it must not;
+5. dropout's hooks seed each block by its place in the model: before the recomputed forward, which replays them;
 6. the cut leaves a pipeline stage's own blocks: whole blocks, with all that was done to them;
-7. FSDP shards block by block, then the rest: on the meta device, so that no rank ever holds the whole;
+7. FSDP shards block by block, then the rest: on the meta device, so that no rank ever holds the whole model;
 8. values: each rank makes or reads its shard alone.
 
 DDP comes after all of it, since it sends real values. DeepSpeed does 2, 7 and 8 in its own way, and takes the rest from
@@ -39,7 +39,7 @@ from trainer.tasks.task import ModelWithLoss, Task
 def wrap_blocks(
     spec: ModelSpec, task: Task, layout: Layout, mesh: ParallelMesh | None = None
 ) -> tuple[nn.Module, Dropout]:
-    """The whole model on the meta device after the steps 1 to 5, and its dropout; split over tensor ranks by `mesh`."""
+    """Return the model on the meta device after the steps 1 to 5, split over `mesh`'s tensor ranks; its dropout."""
     model = task.prepare(spec.build())
     if mesh is not None and layout.tensor > 1:
         tensor.apply(model, spec, mesh)
@@ -50,9 +50,9 @@ def wrap_blocks(
 def stages_of_rank(
     spec: ModelSpec, task: Task, mesh: ParallelMesh, ranks: Ranks, finish: Callable[[Stage, ModelSpec], None]
 ) -> tuple[list[Stage], str]:
-    """The pipeline stages of this rank after the steps 1 to 6, and a line on how the model was cut. Collective.
+    """Build the pipeline stages of this rank by the steps 1 to 6, and a line on how the model was cut. Collective.
 
-    `finish` gives a stage its values; the spec that it is told has the stage's blocks alone.
+    `finish` gives a stage its values; it is called with a spec that has the stage's blocks alone.
     """
     layout = mesh.layout
     boundary = ranks.on_first(lambda: check_cut(spec, layout.stages))
@@ -73,7 +73,7 @@ def stages_of_rank(
 def shard_and_materialise(
     module: ModelWithLoss, spec: ModelSpec, mesh: ParallelMesh, seed: int, device: torch.device
 ) -> None:
-    """Steps 7 and 8, with FSDP2 if ZeRO asks for it; `spec` has the blocks of `module`."""
+    """Run steps 7 and 8, with FSDP2 from ZeRO-1 on; `spec` has the blocks of `module`."""
     if mesh.layout.zero_stage > 0:
         for name in spec.blocks:
             shard.apply(module.model.get_submodule(name), mesh)
@@ -83,9 +83,9 @@ def shard_and_materialise(
 
 
 def give_values(model: nn.Module, spec: ModelSpec, layout: Layout, seed: int, device: torch.device) -> None:
-    """Step 8: materialise what this rank keeps, in float32; parameters stay on the host where they are offloaded.
+    """Run step 8: materialise this rank's parameters in float32; offloaded ones stay on the host.
 
-    The base of an adapter is kept in the precision that it computes in.
+    The base of an adapter is kept in the precision in which it computes.
     """
     storage, low = torch.device("cpu") if layout.offloads else device, getattr(torch, layout.precision)
     materialise(model, spec, seed=seed, device=device, dtype=torch.float32, storage=storage, base_dtype=low)

@@ -1,8 +1,8 @@
 """Batch norm over several micro-batches and data ranks: running statistics as one process would have them.
 
 A micro-batch is normalised by its own statistics, whatever rank it runs on, so that the same micro-batches give the
-same gradients in any layout. The running statistics, which evaluation uses, take each micro-batch up once, in the order
-of the global batch (contract 2): they are the same on every rank, and not those of what it saw itself.
+same gradients in any layout. The running statistics, which evaluation uses, include each micro-batch once, in the
+order of the global batch (contract 2): they are the same on every rank, and not only those of its own samples.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from trainer.parallel.mesh import ParallelMesh
 
 
 class RunningStatistics:
-    """Of all batch norms that this rank holds. A module's own update is put aside: it knows neither the other ranks nor
-    that a block which is computed again has been counted."""
+    """The running statistics of all batch norms on this rank. They replace a module's own update,
+    which knows neither the other ranks nor that a recomputed block has been counted."""
 
     def __init__(self, modules: Sequence[nn.Module], mesh: ParallelMesh, data_rank: int) -> None:
         self._mesh = mesh
         self._synchronised = mesh.layout.sync_batch_norm and mesh.size("batch") > 1
-        # ranks that were synchronised have all seen the same statistics
+        # synchronised ranks have all seen the same statistics
         self._ranks, self._rank = (1, 0) if self._synchronised else (mesh.size("batch"), data_rank)
         self._norms = [_Norm(norm) for module in modules for norm in running_norms(module).values()]
         if self._synchronised or mesh.layout.precision != "float32":
@@ -38,9 +38,9 @@ class RunningStatistics:
 
     @contextmanager
     def of_step(self, micro_batches: int) -> Iterator[None]:
-        """Around the forward passes of a step: takes their statistics up, those of every data rank. Collective.
+        """Wrap the forward passes of a step: adds their statistics, on every data rank. Collective.
 
-        Raises NumericsError where a module did not run as often in each micro-batch.
+        Raises NumericsError if a module did not run equally often in each micro-batch.
         """
         for norm in self._norms:
             norm.start()
@@ -61,11 +61,11 @@ class RunningStatistics:
 
 
 class _Norm:
-    """One module: what it found in each forward pass of a step."""
+    """The statistics of one module in each forward pass of a step."""
 
     def __init__(self, module: _NormBase) -> None:
         self._module, self._momentum = module, module.momentum
-        module.momentum = 1.0  # its running statistics are those of the last forward pass alone
+        module.momentum = 1.0  # its running statistics are then those of the last forward pass alone
         self._found: list[torch.Tensor] = []
         module.register_forward_hook(self._note)
 
@@ -74,9 +74,9 @@ class _Norm:
         self._before, self._count = self._kept().double(), self._counter().clone()
 
     def weighted(self, micro_batches: int, ranks: int, rank: int) -> torch.Tensor:
-        """This rank's share of what the step adds, [mean and variance, features], float64.
+        """Return this rank's share of what the step adds, [mean and variance, features], float64.
 
-        An exponential average of n more values is (1 - m)^n of what it was, and m (1 - m)^(n - 1 - i) of value i.
+        An exponential average of n more values is (1 - m)^n of the old average, plus m (1 - m)^(n - 1 - i) of value i.
         """
         passes, rest = divmod(len(self._found), micro_batches)
         if rest:
@@ -101,7 +101,7 @@ class _Norm:
         self._found = []
 
     def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        again = torch._C._current_graph_task_id() != -1  # in a backward pass: it was counted before
+        again = torch._C._current_graph_task_id() != -1  # in a backward pass: it was counted already
         if module.training and not again:
             self._found.append(self._kept().clone())
 
@@ -120,15 +120,15 @@ class _Norm:
 
 
 def _replace_forward(root: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """In place; no module changes its name."""
+    """Replace the forward of batch norms, in place; no module changes its name."""
     for module in root.modules():
         if isinstance(module, _BatchNorm):
             module.forward = _Forward(module, group)  # type: ignore[method-assign,assignment]
 
 
 class _Forward:
-    """Batch norm in float32, which not every device has for weights in 16 bits; by the statistics of the micro-batches
-    of a group together, if there is one: PyTorch's own SyncBatchNorm does so on GPUs alone."""
+    """Batch norm in float32, which not every device has for 16-bit weights, and over a group's
+    micro-batches together if there is a group: PyTorch's own SyncBatchNorm does that on GPUs only."""
 
     def __init__(self, module: _BatchNorm, group: dist.ProcessGroup | None) -> None:
         self._module, self._group = module, group
@@ -164,7 +164,7 @@ class _Forward:
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over ranks whose result is used on each of them: so gradients are summed, too."""
+    """A sum over ranks whose result each rank uses, so that gradients are summed, too."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a layout needs of a model beyond one process, tried on a tiny copy before any of the model is allocated."""
+"""The requirements of a layout on a model, checked on a tiny copy before any of the model is allocated."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ TOLERANCE = 1e-5
 def checked(
     spec: ModelSpec, task: Task, layout: Layout, ranks: Ranks, packed: bool = False
 ) -> tuple[ModelSpec, tuple[str, ...]]:
-    """The spec, with what a tiny copy of the model showed, and a line on each thing that a person should know.
+    """Try a tiny copy; return the spec with the findings applied, and notes for the user.
 
-    `packed`: samples are several documents that are not to see one another.
-    Collective: the first rank tries. Raises ConfigError, with the numbers, for a model that is not what it is taken
-    for, or that this layout would train otherwise than one process does.
+    `packed`: samples are several documents that must not see one another. Collective: the first
+    rank tries. Raises ConfigError, with the numbers, for a model that is not what it is taken for,
+    or that this layout would train differently from one process.
     """
 
     def tried() -> Findings:
@@ -77,7 +77,7 @@ def check_layout(spec: ModelSpec, task: Task, layout: Layout, findings: Findings
 
 
 def check_blocks(spec: ModelSpec, layout: Layout) -> None:
-    """Raises ConfigError for a layout that needs blocks where none are known."""
+    """Raises ConfigError for a layout that needs blocks if none are known."""
     needs = {
         "pipeline.stages": layout.pipeline > 1 and "stages are cut between blocks",
         "zero_optimization.stage": layout.zero_stage == 3 and "ZeRO-3 gathers parameters block by block",
@@ -91,7 +91,7 @@ def check_blocks(spec: ModelSpec, layout: Layout) -> None:
 
 
 def _say_statistics(layout: Layout, findings: Findings) -> tuple[str, ...]:
-    """Which samples are normalised together, where these are not all of a step."""
+    """Say which samples are normalised together, unless they are all of a step."""
     if not findings.normalises or layout.accumulation * layout.data_ranks == 1:
         return ()
     own = f"batch norm ({findings.normalises}, ...) takes statistics of {layout.micro_batch} samples at a time"
@@ -103,7 +103,7 @@ def _say_statistics(layout: Layout, findings: Findings) -> tuple[str, ...]:
 
 
 def _check_single(spec: ModelSpec, task: Task, name: str) -> None:
-    """Batch norm has statistics of a single sample only where that has several positions."""
+    """Raises ConfigError for batch norm on one sample, unless that has several positions for its statistics."""
     small, model = tiny(spec)
     assert small.trial is not None
     try:
@@ -118,13 +118,13 @@ def _try(key: str, spec: ModelSpec, check: Callable[[], None]) -> None:
         check()
     except ConfigError:
         raise
-    except Exception as error:  # whatever a model's own code raises when it is run so
+    except Exception as error:  # whatever a model's own code raises
         seen = f"a tiny copy of the model fails so: {type(error).__name__}: {error}".splitlines()[0][:200]
         raise _refused(spec, key, seen, "a model that runs") from error
 
 
 def _check_stages(spec: ModelSpec) -> None:
-    """In training, with each block seeded by its place, stages of a block each compute what the whole does."""
+    """Check that one-block stages in training, each block seeded by its place, compute what the whole model does."""
     small, whole = tiny(spec)
     boundary, trial = check_cut(small, 1), small.trial or of_tokens(small)
     dropout = Dropout(whole, small)
@@ -145,7 +145,7 @@ def _check_stages(spec: ModelSpec) -> None:
 
 
 def _check_recompute(spec: ModelSpec, task: Task, layout: Layout, packed: bool) -> None:
-    """The gradients of a model whose blocks are computed again are those of one that keeps all."""
+    """Check that the gradients of a model with recomputed blocks are those of one that keeps all activations."""
     found = []
     for again in (False, True):
         small, model = tiny(spec)

@@ -1,4 +1,4 @@
-"""Dropout that depends on where a block stands in the model, not on which process runs it (contract 3)."""
+"""Dropout that depends on the place of a block in the model, not on the process that runs it (contract 3)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainer.models.spec import ModelSpec
 
 
 class Dropout:
-    """Seeds a micro-batch's forward pass, and each block in it once more.
+    """Seeds a micro-batch's forward pass, and each block in it again.
 
-    So a pipeline stage drops what the whole model drops. Recomputed blocks are not seeded again: their
-    checkpoint brings the state back that they had.
+    So a pipeline stage drops what the whole model drops. Recomputed blocks are not seeded again:
+    their checkpoint restores the generator state that they had.
     """
 
     def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
@@ -23,7 +23,7 @@ class Dropout:
             model.get_submodule(name).register_forward_pre_hook(self._seed_block(index))
 
     def start(self, step_seed: int, micro_batch: int) -> None:
-        """What comes next is the forward pass of this micro-batch."""
+        """Seed the forward pass of this micro-batch, which comes next."""
         self._base = derive(step_seed, micro_batch)
         seed_generators(self._base)
 

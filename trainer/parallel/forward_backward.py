@@ -16,26 +16,26 @@ from trainer.tasks.task import Batch
 class ForwardBackward(Protocol):
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """What this rank holds: the whole model, or its pipeline stages. Parameters are named `model.<name>`."""
+        """The modules on this rank: the whole model, or its pipeline stages. Parameters are named `model.<name>`."""
         ...
 
     def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
-        """Leave the gradients of `scale` x summed loss; returns the summed loss that this rank saw, detached.
+        """Compute the gradients of `scale` x summed loss; return the summed loss of this rank, detached.
 
         `seed` is that of the step's dropout on this data rank.
         """
         ...
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """What the task measured, summed over what this rank saw, without gradients."""
+        """Return the task's measures, summed over this rank's micro-batches, without gradients."""
         ...
 
 
 class GradientAccumulation:
-    """Each micro-batch forward and backward through the whole model, before the next."""
+    """Runs each micro-batch forward and backward through the whole model before the next."""
 
     def __init__(self, module: nn.Module, dropout: Dropout) -> None:
-        # DDP's own name stands before the module's
+        # the module inside DDP
         self.modules: list[nn.Module] = [getattr(module, "module", module)]
         self._module = module
         self._dropout = dropout
@@ -57,6 +57,6 @@ class GradientAccumulation:
             return torch.stack([self._module(batch) for batch in micro_batches]).sum(0)
 
     def _without_sync(self) -> Any:
-        """DDP keeps gradients to itself until the last micro-batch; FSDP reduces each, to hold but its shard."""
+        """Keep DDP from reducing until the last micro-batch; FSDP reduces each, so as to hold only its shard."""
         no_sync = getattr(self._module, "no_sync", None)
         return no_sync() if no_sync is not None else nullcontext()

@@ -22,15 +22,15 @@ BUCKET_BYTES = 64 << 20
 class GradientSync:
     """Sums or averages the gradients of parameters that several ranks hold, where no DDP or FSDP does it.
 
-    Averages over replicas; sums over tensor ranks of which each saw a part of the activations; and sums over pipeline
-    stages: a tied table that the first and the last pipeline stage hold gets the sum of both gradients (Megatron-LM,
-    arXiv 2104.04473, section 2.2).
+    Averages over replicas; sums over tensor ranks, each of which saw a part of the activations; and
+    sums over pipeline stages: a tied table on the first and the last stage gets the sum of both
+    gradients (Megatron-LM, arXiv 2104.04473, section 2.2).
     """
 
     def __init__(
         self, modules: Sequence[nn.Module], spec: ModelSpec, mesh: ParallelMesh, *, averages: bool = False
     ) -> None:
-        """`averages` where no DDP does it."""
+        """Find the parameters to reduce; `averages` is True where no DDP averages over replicas."""
         layout = mesh.layout
         named = [(name, p) for module in modules for name, p in module.named_parameters() if p.requires_grad]
         self._averaged = (
@@ -50,10 +50,10 @@ class GradientSync:
             self._pair = ends(mesh)
             self._tied = {name: self._tied[name] for name in on_both(self._pair, self._tied)}
         self.counted = [p for name, p in named if self._counts(name, p)]
-        """Those whose gradients this rank counts in the norm: each counts once over the ranks of `norm`."""
+        """The parameters whose gradients this rank counts in the norm: each counts once over the ranks of `norm`."""
 
     def reduce(self) -> None:
-        """Make the gradients of all copies one. Collective, after the last backward pass."""
+        """Make the gradients of all copies of a parameter equal. Collective, after the last backward pass."""
         if self._averaged:
             gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
             add_up(gradients, self._mesh.group("replica"), self._mesh.size("replica"))
@@ -81,9 +81,9 @@ class GradientSync:
 
 
 class GradientNorm:
-    """The gradient norm of the whole model, from what each rank has of it.
+    """The gradient norm of the whole model, from each rank's part of it.
 
-    `counted`: the parameters that this rank counts, of `parameters`, all that it has.
+    `parameters`: all on this rank; `counted`: those of them that this rank counts.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class GradientNorm:
         self._device = device
 
     def clip(self, limit: float) -> torch.Tensor:
-        """The norm before clipping; gradients are scaled in place, down to `limit` if that is above 0. Collective."""
+        """Return the norm before clipping; scale gradients in place, down to `limit` if that is above 0. Collective."""
         mine = [(counts, local(p.grad)) for p, counts in self._parameters if p.grad is not None]
         counted = [gradient for counts, gradient in mine if counts]
-        # on a CPU float32 adds up in a row: of a table of 5 million entries the norm is off by 1e-3
+        # on a CPU, float32 sums sequentially: the norm of a table of 5 million entries is off by 1e-3
         wide = torch.float64 if counted and not counted[0].is_cuda else None
         norms = list(torch._foreach_norm(counted, 2, wide)) if counted else []  # a stage may be frozen as a whole
         squares = torch.stack(norms).float().square().sum() if norms else torch.zeros(())
@@ -115,14 +115,14 @@ class GradientNorm:
 
 
 def ends(mesh: ParallelMesh) -> Any:
-    """The group of this rank and its counterpart at the other end of the pipeline; None in between. Collective."""
+    """Return the group of this rank and its peer at the other end of the pipeline; None in between. Collective."""
     pairs = mesh.device_mesh.mesh[[0, -1]].reshape(2, -1).T
     pair, _ = dist.new_subgroups_by_enumeration([[int(rank) for rank in pair] for pair in pairs])
     return pair
 
 
 def on_both(pair: Any, names: Iterable[str]) -> list[str]:
-    """Which of `names` the first and the last stage both have; a head may be tied within itself. Collective."""
+    """Return the `names` that both first and last stage have; a head may be tied within one stage. Collective."""
     if pair is None:
         return []
     held: list[list[str]] = [[], []]
@@ -131,7 +131,7 @@ def on_both(pair: Any, names: Iterable[str]) -> list[str]:
 
 
 def add_up(gradients: list[torch.Tensor], group: dist.ProcessGroup | None, divisor: int = 1) -> None:
-    """Sum over a group, divided by `divisor`, in place, in buckets of like dtype."""
+    """Sum gradients over a group, divided by `divisor`, in place, in buckets of one dtype. Collective."""
     for dtype in {gradient.dtype for gradient in gradients}:
         bucket: list[torch.Tensor] = []
         alike = [gradient for gradient in gradients if gradient.dtype == dtype]

@@ -21,60 +21,60 @@ REDUCTIONS: dict[str, tuple[str, ...]] = {
     "replica": ("replicate",),
     "norm": ("pipeline", "shard", "tensor"),
 }
-"""Reduction -> the mesh axes that it runs along. An axis of another kind is an entry here, and nowhere a division.
+"""Reduction -> the mesh axes along which it runs. Another axis is added here, not as a division elsewhere.
 
-`batch`: ranks with other samples, whose gradients are averaged. `loss`: each token's loss and each target stands on one
-rank of such a group. `shard`: ranks that share one copy of each parameter. `replica`: ranks that hold the same shard.
-`norm`: ranks that together hold each gradient once.
+`batch`: ranks with different samples, whose gradients are averaged. `loss`: ranks among which each
+token's loss and each target is on one. `shard`: ranks that share one copy of each parameter.
+`replica`: ranks that hold the same shard. `norm`: ranks that together hold each gradient once.
 """
 
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """Pipeline x replicate x shard x tensor, row-major."""
+    """The mesh pipeline x replicate x shard x tensor, row-major, with the groups of its reductions."""
 
     layout: Layout
     device_mesh: DeviceMesh
-    """All axes, also those of size 1."""
+    """All axes, with those of size 1."""
     groups: Mapping[str, dist.ProcessGroup | None]
-    """By reduction; None where a rank is alone."""
+    """The process group of each reduction; None if this rank is alone in it."""
 
     def group(self, reduction: str) -> dist.ProcessGroup | None:
-        """The ranks that this one reduces with; None where it is alone."""
+        """The ranks with which this one reduces; None if it is alone."""
         return self.groups[reduction]
 
     def size(self, reduction: str) -> int:
-        """How many ranks reduce together."""
+        """The number of ranks that reduce together."""
         group = self.groups[reduction]
         return group.size() if group is not None else 1
 
     def sum(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
-        """`tensor`, summed in place over a reduction. Collective over its group."""
+        """Sum `tensor` in place over a reduction, and return it. Collective over its group."""
         if (group := self.groups[reduction]) is not None:
             dist.all_reduce(tensor, group=group)
         return tensor
 
     def axis(self, name: str) -> dist.ProcessGroup:
-        """The ranks that differ along one axis alone."""
+        """The ranks that differ from this one along one axis alone."""
         return self.device_mesh[name].get_group()
 
     def rank(self, axis: str) -> int:
-        """This rank's coordinate."""
+        """This rank's coordinate on an axis."""
         return self.device_mesh.get_local_rank(axis)
 
     @cached_property
     def stages(self) -> list[int]:
-        """The pipeline stages that this rank holds, in order."""
+        """The pipeline stages on this rank, in order."""
         return self.layout.stages_of(self.rank("pipeline"))
 
     @cached_property
     def has_loss(self) -> bool:
-        """Whether this rank holds the last stage, where the loss is."""
+        """True if this rank holds the last stage, which computes the loss."""
         return self.layout.stages - 1 in self.stages
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """What FSDP shards over; with `replicate` > 1 two-dimensional (HSDP), `shard` innermost."""
+        """The mesh over which FSDP shards; two-dimensional (HSDP) if `replicate` > 1, `shard` innermost."""
         return self.device_mesh["replicate", "shard"] if self.layout.replicate > 1 else self.device_mesh["shard"]
 
 
@@ -86,8 +86,8 @@ def parallel_mesh_of(layout: Layout, device: torch.device) -> ParallelMesh:
 
 
 def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
-    """This rank's group of each reduction. Collective."""
-    made: dict[tuple[str, ...], dist.ProcessGroup | None] = {}  # by the axes that are larger than 1
+    """Make this rank's group of each reduction. Collective."""
+    made: dict[tuple[str, ...], dist.ProcessGroup | None] = {}  # by the axes larger than 1
     found = {}
     for reduction, axes in REDUCTIONS.items():
         along = tuple(axis for axis in axes if mesh.size(_names(mesh).index(axis)) > 1)
@@ -98,7 +98,7 @@ def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
 
 
 def ranks_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> list[list[int]]:
-    """The ranks that differ along these axes alone, group by group."""
+    """List the groups of ranks that differ along these axes alone."""
     moved = mesh.mesh.movedim([_names(mesh).index(axis) for axis in axes], list(range(-len(axes), 0)))
     rows = moved.reshape(-1, math.prod(moved.shape[-len(axes) :]))
     return [[int(rank) for rank in row] for row in rows]

@@ -1,4 +1,4 @@
-"""Which blocks go to which pipeline stage, and which stages to which rank."""
+"""The blocks of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from trainer.models.spec import ModelSpec
 
 
 def divide(costs: Sequence[float], first: float, last: float, stages: int) -> list[range]:
-    """Blocks with these costs as `stages` runs of at least one, so that the dearest stage is as cheap as can be.
+    """Divide blocks with these costs into `stages` runs of at least one, such that the costliest stage is cheapest.
 
-    `first` and `last` are what the first and the last stage bear beside their blocks. Of equally cheap divisions it
-    is the one with the least sum of squares. Raises ValueError for fewer blocks than stages.
+    `first` and `last` are the costs of the first and last stage beside their blocks. Among equal divisions,
+    it is the one with the smallest sum of squares. Raises ValueError for fewer blocks than stages.
     """
     if len(costs) < stages:
         raise ValueError(f"{len(costs)} blocks for {stages} stages")
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[b]: (dearest stage, sum of squares, where each stage starts) of the blocks before b in the stages so far
+    # best[b]: (costliest stage, sum of squares, starts of the stages) for the blocks before b in the stages so far
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
         extra = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
@@ -39,11 +39,11 @@ def divide(costs: Sequence[float], first: float, last: float, stages: int) -> li
 
 
 def block_ranges(model: nn.Module, spec: ModelSpec, partition: Partition, stages: int) -> list[range]:
-    """The blocks of each stage.
+    """Return the blocks of each stage.
 
-    `uniform`: as many each. `parameters`: as many parameters each, with the input table on the first and the head on
-    the last. `best`: as much work each, 6 FLOPs a parameter and token in blocks and head; a look-up costs nothing.
-    """
+    `uniform`: equal numbers of blocks. `parameters`: equal numbers of parameters, with the input
+    table on the first stage and the head on the last. `best`: equal work, 6 FLOPs a parameter and
+    token in blocks and head; a look-up is free."""
     if partition == "uniform":
         return divide([1.0] * len(spec.blocks), 0.0, 0.0, stages)
     costs = [float(sum(p.numel() for p in model.get_submodule(name).parameters())) for name in spec.blocks]

@@ -21,8 +21,8 @@ from trainer.tasks.task import Batch, ModelWithLoss, Task
 class Stage(ModelWithLoss):
     """One stage of a model that was cut, with the loss if it is the last.
 
-    It takes the hidden state of the stage before (`Task.hidden_shape`; the first takes none), and gives its
-    own, or the summed loss, shape [1], with what an evaluation measures behind it.
+    It takes the hidden state of the stage before (`Task.hidden_shape`; the first takes none), and
+    returns its own, or the summed loss, shape [1], followed in an evaluation by the task's measures.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Stage(ModelWithLoss):
     ) -> None:
         super().__init__(model, task)
         self.blocks = blocks
-        """Of the whole model, by number."""
+        """The numbers of its blocks in the whole model."""
         self.dropout = dropout
         self._stage_input = stage_input
         self.last = last
@@ -41,16 +41,16 @@ class Stage(ModelWithLoss):
         output = super().forward(batch) if self.last else self._task.hidden(self.model, batch)
         self._stage_input.hidden = None
         if torch.is_grad_enabled() and not output.requires_grad:
-            output.requires_grad_()  # all up to here is frozen; a schedule sends gradients back to every stage
+            output.requires_grad_()  # everything up to here is frozen; a schedule sends gradients back to every stage
         if self.last:
             return torch.stack([output]) if self.training else output
-        # schedules and FSDP change it in place, and only what is contiguous can be sent
+        # schedules and FSDP change it in place, and only contiguous tensors can be sent
         whole = output.is_contiguous() and not output._is_view()
         return output if whole else output.clone(memory_format=torch.contiguous_format)
 
 
 class PipelineRun:
-    """The stages of this rank, and the schedule in which micro-batches pass through them."""
+    """The stages of this rank, and the schedule by which micro-batches pass through them."""
 
     def __init__(self, stages: Sequence[Stage], task: Task, mesh: ParallelMesh, device: torch.device) -> None:
         self._layout = mesh.layout
@@ -72,7 +72,7 @@ class PipelineRun:
             stage.train()
         for unit in self._units:
             # an evaluation leaves units gathered, and a schedule's first step frees them: data ranks that meet a new
-            # shape would gather them again alone, and stand still
+            # shape would gather them again alone, and hang
             unit.reshard()
         batches = self._task.padded(micro_batches)
         losses: list[torch.Tensor] = []
@@ -86,7 +86,7 @@ class PipelineRun:
         return torch.stack(losses).sum().detach() / scale if losses else torch.zeros((), device=self._device)
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """One after the other; a stage takes up the next while those behind it still work on the last."""
+        """Run micro-batches one after the other; a stage starts the next while later stages still work on the last."""
         total = torch.zeros(1 + len(self._task.measures), device=self._device)
         for stage in self._stages.values():
             stage.eval()
@@ -112,19 +112,19 @@ class PipelineRun:
         return hidden
 
     def _rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage."""
+        """Return the pipeline rank that holds a stage."""
         return next(rank for rank in range(self._layout.pipeline) if stage in self._layout.stages_of(rank))
 
     def _hidden(self, batch: Batch, block: int) -> torch.Tensor:
-        """An empty hidden state, as it enters a block."""
+        """Make an empty hidden state, as it enters a block."""
         shape = self._task.hidden_shape(batch, block)
         return torch.empty(shape, dtype=getattr(torch, self._layout.precision), device=self._device)
 
     def _schedule(self, batches: Sequence[Batch]) -> Any:
-        """The schedule for micro-batches of this shape, made when it first comes up."""
+        """Return the schedule for micro-batches of this shape, made when it first occurs."""
         shape = self._task.shape(batches[0])
         if shape not in self._schedules:
-            # that they require gradients says that gradients of this shape come back
+            # requires_grad tells the schedule that gradients of this shape come back
             hidden = {
                 block: self._hidden(batches[0], block).to("meta").requires_grad_()
                 for stage in self._stages.values()

@@ -1,4 +1,4 @@
-"""Ranks that should hold the same parameters do: proven before the first step."""
+"""A check before the first step that replicas hold the same parameters."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def check_replicas(modules: Sequence[nn.Module], mesh: ParallelMesh, ranks: Rank
 
 
 def _checksum(values: torch.Tensor) -> torch.Tensor:
-    """Their sum in float64, a little at a time: this is where a rank is fullest."""
+    """Sum the values in float64, a part at a time: this is where a rank's memory is fullest."""
     return torch.stack([part.sum(dtype=torch.float64) for part in values.reshape(-1).split(1 << 20)]).sum()

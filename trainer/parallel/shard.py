@@ -18,21 +18,21 @@ from trainer.parallel.mesh import ParallelMesh
 
 
 def policy_of(layout: Layout) -> MixedPrecisionPolicy:
-    """Forward and backward in the layout's precision; gradients are reduced in float32."""
+    """Return FSDP's policy: forward and backward in the layout's precision, gradients reduced in float32."""
     if layout.precision == "float32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=getattr(torch, layout.precision), reduce_dtype=torch.float32)
 
 
 def offload_of(layout: Layout, device: str) -> OffloadPolicy:
-    """FSDP2 has one offload for a rank's share of all three: weights, gradients and optimizer state."""
+    """Return FSDP2's policy, one for a rank's weights, gradients and optimizer state: all offloaded or none."""
     if not layout.offloads:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device != "cpu")
 
 
 def apply(module: nn.Module, mesh: ParallelMesh) -> None:
-    """Make `module` a unit: its parameters are gathered around its forward and backward pass.
+    """Make `module` a unit, whose parameters are gathered around its forward and backward pass.
 
     ZeRO-2 keeps them gathered in between, ZeRO-3 does not (arXiv 2304.11277, section 3.3.1).
     """
@@ -47,7 +47,7 @@ def apply(module: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def check_shardable(spec: ModelSpec, layout: Layout) -> None:
-    """Raises ConfigError where FSDP2 would gather the whole model at once, or can't gather a block alone."""
+    """Raises ConfigError if FSDP2 would gather the whole model at once, or can't gather a block alone."""
     if layout.zero_stage > 0 and not spec.blocks:
         mend = 'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed" (stages 1 and 2).'
         seen = "FSDP2 shards block by block, and no blocks were found"
@@ -66,7 +66,7 @@ def check_shardable(spec: ModelSpec, layout: Layout) -> None:
 
 
 def _uses_weights_outside(spec: ModelSpec, trial: Trial) -> bool:
-    """True if a forward pass fails in which each block has parameters while it runs, and not before or after."""
+    """Return True if a forward pass fails when each block has its parameters only while it runs."""
     model = spec.build()
     materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
     for name in spec.blocks:

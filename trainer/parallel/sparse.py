@@ -1,7 +1,7 @@
 """Parameters that some tokens leave without a gradient: an expert that none chose, a tower that text never enters.
 
-One process leaves such a parameter as it is; for Adam that is not the same as a gradient of zero. So the data ranks
-agree, in each step, on which parameters any of them had a gradient of.
+One process leaves such a parameter unchanged, which for Adam differs from a gradient of zero. So in
+each step the data ranks agree on the parameters that have a gradient on any of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer.parallel.mesh import REDUCTIONS, ParallelMesh, ranks_along
 
 
 class Used:
-    """Which of this rank's parameters had a gradient in a step, on any data rank."""
+    """The parameters of this rank that had a gradient in a step, on any data rank."""
 
     def __init__(self, modules: Sequence[nn.Module], mesh: ParallelMesh) -> None:
         self._parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
@@ -28,14 +28,14 @@ class Used:
         index = {parameter: i for i, parameter in enumerate(self._parameters)}
         for unit in (m for module in modules for m in module.modules() if isinstance(m, FSDPModule)):
             self._sharded = True
-            unit.set_reduce_scatter_unused_params(True, recurse=False)  # who reduces what is then the same on all
+            unit.set_reduce_scatter_unused_params(True, recurse=False)  # then every rank reduces the same parameters
             self._watch(unit, index)
 
     def agree(self) -> None:
-        """After the last backward pass: all ranks have a gradient, if it be zero, where one has; else none. Collective.
+        """Give all ranks a gradient, if only zeros, of each parameter that one rank has a gradient of. Collective.
 
-        On the host, which knows what it has asked the device for: nothing waits for that.
-        """
+        Called after the last backward pass; other parameters get none. It runs on the host, which
+        knows its own flags, so that nothing waits for the device."""
         mine = self._flags if self._sharded else [p.grad is not None for p in self._parameters]
         found = torch.tensor(mine, dtype=torch.uint8)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
@@ -47,7 +47,7 @@ class Used:
         self._flags = [False] * len(self._parameters)
 
     def _watch(self, unit: nn.Module, index: dict[nn.Parameter, int]) -> None:
-        """See the gradients of what a unit gathers: its shards have one of zero where there was none."""
+        """Watch the gradients of a unit's gathered parameters: its shards have a zero gradient where there was none."""
         inner = {
             m
             for child in unit.modules()
@@ -74,7 +74,7 @@ class Used:
 
 
 def _data_ranks(mesh: ParallelMesh) -> Any:
-    """Those that hold the same parameters and see other samples, as a group that meets on the host. Collective."""
+    """Make a group, on the host, of the ranks with the same parameters and different samples. Collective."""
     rows = ranks_along(mesh.device_mesh, REDUCTIONS["batch"])
     group, _ = dist.new_subgroups_by_enumeration(rows, backend="gloo")
     return group

@@ -1,7 +1,7 @@
 """Megatron-style tensor parallelism (arXiv 1909.08053): each block's matrices split over the `tensor` axis.
 
-Which are split and how is the model's own plan, followed with PyTorch's DTensor styles. Embedding, norms and head are
-whole on every tensor rank, and see the same values there.
+The model's own plan says which are split and how; PyTorch's DTensor styles do it. Embedding, norms
+and head are whole on every tensor rank, and have the same values there.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
     "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
 }
-"""By transformers' names for them."""
+"""DTensor styles by transformers' names."""
 SUMMED = "replicated_with_grad_allreduce"
-"""The style of a module that is whole on every rank and sees but a part of the heads: gradients are to be summed."""
+"""The style of a module that is whole on every rank but sees a part of the heads: its gradients must be summed."""
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
-    """Split what the plan names of a model on the meta device, in place; no parameter changes its name."""
+    """Split the modules that the plan names, of a model on the meta device, in place; no parameter changes its name."""
     modules = dict(model.named_modules())
     for name, style in spec.language.tensor_plan.items():
         if style in STYLES and name in modules:
@@ -78,12 +78,12 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
 
 
 def _region(name: str) -> str:
-    """The module in which a layer's matrix is split."""
+    """Return the module in which a layer's matrix is split."""
     return layer_of(name).rpartition(".")[0]
 
 
 def _inside(name: str, region: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """What stands between split matrices, sees a part of the activations, and is not in the plan."""
+    """Yield parameters between split matrices that work on a part of the activations and are not in the plan."""
     for key, _ in region.named_parameters():
         owner = f"{name}.{key}".rpartition(".")[0]
         if owner not in spec.language.tensor_plan:
@@ -91,9 +91,9 @@ def _inside(name: str, region: nn.Module, spec: ModelSpec) -> Iterator[tuple[str
 
 
 def _drawing(spec: ModelSpec) -> set[str]:
-    """Patterns of the modules that, in training, draw random numbers between the matrices that are split.
+    """Find the modules, by pattern, that draw random numbers between split matrices in training.
 
-    Seen on a tiny copy. What is drawn for the residual stream is the same on all ranks: they have the same seed.
+    Tried on a tiny copy. Draws for the residual stream are the same on all ranks, which have the same seed.
     """
     small, model = tiny(spec)
     place = ""
