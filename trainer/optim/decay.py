@@ -1,4 +1,4 @@
-"""The optimizer's parameter groups; and which weight decay leaves alone, by default norms and biases as the Trainer."""
+"""The optimizer's parameter groups, and those without weight decay: by default norms and biases, as in Trainer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trainer.models.spec import ModelSpec, Tuning
 from trainer.tasks.task import bare_name
 
 _SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
-"""In a parameter's lower-case name; as of `Trainer.get_decay_parameter_names`, which spares all of a LayerNorm, too."""
+"""Patterns in lower-case parameter names; `Trainer.get_decay_parameter_names` spares all of a LayerNorm, too."""
 
 
 def norms_and_biases(model: nn.Module) -> dict[str, int]:
-    """The names of the parameters that learn and are not decayed, with their sizes."""
+    """Return the trainable norms and biases, which are not decayed, by name, with their sizes."""
     norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm) and name)
     return {
         name: parameter.numel()
@@ -26,8 +26,8 @@ def norms_and_biases(model: nn.Module) -> dict[str, int]:
 
 
 def spared(excludes: str, spec: ModelSpec) -> dict[str, int]:
-    """What the optimizer's weight decay does not reach, by name, with its size: what `trainer.weight_decay_excludes`
-    leaves out, and what has a decay of its own."""
+    """Return the parameters that the optimizer's weight decay spares, by name, with their sizes:
+    those excluded by `trainer.weight_decay_excludes`, and those with a decay of their own."""
     model = spec.build()
     found = {} if excludes == "nothing" else norms_and_biases(model)
     own = {name for name, tuning in spec.tuned.items() if tuning.weight_decay is not None}
@@ -40,10 +40,10 @@ def groups_of(
     weight_decay: float,
     tuned: Mapping[str, Tuning],
 ) -> list[dict[str, Any]]:
-    """What learns of `named`, a model's with its loss, as parameter groups of one mesh, rate and weight decay each.
+    """Group the trainable parameters of `named` (a `ModelWithLoss`'s) by mesh, learning rate and weight decay.
 
-    One call of a fused kernel takes tensors of one mesh. What a schedule gives is multiplied by a group's
-    `lr_multiplier`, where it has one.
+    One call of a fused kernel takes tensors of one mesh. The schedule's rate is multiplied by a
+    group's `lr_multiplier`.
     """
     groups: dict[Any, dict[str, Any]] = {}
     for name, parameter in named:

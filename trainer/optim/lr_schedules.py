@@ -1,8 +1,8 @@
-"""What the optimizer is told at each step: DeepSpeed's learning-rate schedules as pure functions of the step.
+"""The learning rate of each step: DeepSpeed's learning-rate schedules as pure functions of the step.
 
 DeepSpeed steps its schedulers after each update, so update `step` (from 0) runs at the rate that the
-scheduler computes for iteration `step - 1`, and update 0 at the start value. These functions give those
-very numbers (`deepspeed/runtime/lr_schedules.py`), without a state that would have to be saved.
+scheduler computes for iteration `step - 1`, and update 0 at the start value. These functions return
+those very numbers (`deepspeed/runtime/lr_schedules.py`), without a state that would have to be saved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step is to use; `betas` is None where the schedule leaves them alone."""
+    """The values for one optimizer step; `betas` is None if the schedule does not change them."""
 
     learning_rate: float
     betas: tuple[float, float] | None = None
@@ -25,7 +25,7 @@ LRSchedule = Callable[[int], Update]
 
 
 def schedule_of(optimizer: Mapping[str, Any], scheduler: Mapping[str, Any] | None) -> LRSchedule:
-    """The schedule that a resolved config asks for; `type` and `params` as in DeepSpeed's JSON."""
+    """Return the schedule of a resolved config; `type` and `params` as in DeepSpeed's JSON."""
     base = float(optimizer["params"]["lr"])
     if scheduler is None:
         return lambda step: Update(base)
@@ -41,7 +41,7 @@ def warmup(
     warmup_type: str = "log",
     after: Callable[[int, int], float] = lambda iteration, warmup_steps: 1.0,
 ) -> LRSchedule:
-    """WarmupLR; `after(iteration, warmup_steps)` is the share of the maximum once the warm-up is over."""
+    """Build WarmupLR; `after(iteration, warmup_steps)` is the share of the maximum after the warm-up."""
     top = base if warmup_max_lr is None else warmup_max_lr
     steps = max(2, warmup_num_steps)
 
@@ -55,7 +55,7 @@ def warmup(
 
 
 def warmup_decay(base: float, *, total_num_steps: int, warmup_max_lr: float = 0.001, **params: Any) -> LRSchedule:
-    """WarmupDecayLR: linear to zero at `total_num_steps`."""
+    """Build WarmupDecayLR: linear to zero at `total_num_steps`."""
 
     def after(iteration: int, warmup_steps: int) -> float:
         return max(0.0, (total_num_steps - iteration) / max(1.0, total_num_steps - warmup_steps))
@@ -72,7 +72,7 @@ def warmup_cosine(
     cos_min_ratio: float = 0.0001,
     warmup_type: str = "log",
 ) -> LRSchedule:
-    """WarmupCosineLR: a half cosine down to `cos_min_ratio` of the optimizer's rate."""
+    """Build WarmupCosineLR: a half cosine down to `cos_min_ratio` of the optimizer's rate."""
     steps = max(2, warmup_num_steps)
 
     def at(step: int) -> Update:
@@ -105,7 +105,7 @@ def one_cycle(
     cycle_max_mom: float = 0.9,
     decay_mom_rate: float = 0.0,
 ) -> LRSchedule:
-    """OneCycle (arXiv 1803.09820): the rate up and down once, the first beta down and up, then decay."""
+    """Build OneCycle (arXiv 1803.09820): the rate up and down once, the first beta down and up, then decay."""
     first = float(cycle_first_step_size)
     second = first if cycle_second_step_size is None else float(cycle_second_step_size)
     second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
@@ -140,7 +140,7 @@ def range_test(
     lr_range_test_step_rate: float = 1.0,
     lr_range_test_staircase: bool = False,
 ) -> LRSchedule:
-    """LRRangeTest: the rate grows without end, to find where training breaks."""
+    """Build LRRangeTest: the rate grows without bound, to find where training breaks."""
 
     def at(step: int) -> Update:
         interval = step / lr_range_test_step_size

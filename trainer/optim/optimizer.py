@@ -15,7 +15,7 @@ from trainer.optim.support import Recipe
 def optimizer_of(
     recipe: Recipe, named: Iterable[tuple[str, nn.Parameter]], undecayed: Mapping[str, int], tuned: Mapping[str, Tuning]
 ) -> torch.optim.Optimizer:
-    """The optimizer of a recipe from `torch.optim`, of what learns among a model's parameters."""
+    """Build the optimizer of a recipe from `torch.optim` over the trainable parameters of a model."""
     kind = getattr(torch.optim, recipe.library.rpartition(".")[2])
     groups = groups_of(named, undecayed, recipe.params["weight_decay"], tuned)
     made: torch.optim.Optimizer = kind(groups or [{"params": []}], **recipe.params)  # a stage may be frozen as a whole
@@ -27,14 +27,14 @@ def step_if_finite(
 ) -> None:
     """Update, unless the gradient's norm is not finite: then neither weights nor moments nor step counts change.
 
-    Fused kernels of the Adams decide that on the device; for others the host waits for the norm (SGD's fused kernel
-    leaves momentum buffers without a value in a step that it skips). `step` is the optimizer's own, if not its `step`.
-    """
+    Fused kernels of Adam and AdamW decide that on the device; for others the host waits for the
+    norm (SGD's fused kernel leaves momentum buffers uninitialised in a step that it skips). `step`
+    is called in place of `optimizer.step`."""
     step = step or optimizer.step
     if not optimizer.param_groups[0]["params"]:
         return
     if optimizer.defaults.get("fused") and "betas" in optimizer.defaults:
-        # there before the kernel reads it: one on the host does not wait for the device
+        # moved before the kernel reads it: if on the host, it does not wait for the device
         device = optimizer.param_groups[0]["params"][0].device
         optimizer.found_inf = (~norm.isfinite()).float().to(device)  # type: ignore[attr-defined]
         step()

@@ -1,7 +1,7 @@
-"""Which class each engine makes of a config's optimizer, with which parameters; or why it can't.
+"""The class and parameters that each engine uses for a config's optimizer, or the reason why it can't.
 
-Facts of DeepSpeed 0.19.8 (`_configure_basic_optimizer` and `_do_optimizer_sanity_check` of runtime/engine.py) and of
-PyTorch 2.15.
+Facts of DeepSpeed 0.19.8 (`_configure_basic_optimizer` and `_do_optimizer_sanity_check` of
+runtime/engine.py) and of PyTorch 2.15.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from trainer.layout import Layout
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an optimizer is built."""
+    """The class and the arguments by which an optimizer is built."""
 
     library: str
     """The class, by its public name."""
     params: dict[str, Any]
-    """What it is given beside what it learns."""
+    """The arguments beside the parameters to train."""
     notes: tuple[str, ...] = ()
-    """A line for each parameter that changes nothing here."""
+    """Notes on parameters of the config that have no effect here, a line each."""
 
 
 class No(str):
-    """Why an optimizer is not built: a sentence."""
+    """The reason why an optimizer is not built, as a sentence."""
 
 
 @dataclass(frozen=True)
 class Lack:
-    """A parameter of the config's table that a class does not take."""
+    """A parameter in the config's table that a class does not take."""
 
     why: str
     harmless: Any = None
-    """The value that asks for nothing, beside null; of others the parameter is refused, or noted."""
+    """The value that has no effect, beside null; others are refused, or noted."""
     refused: bool = True
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is made of one optimizer; each a class or the reason why there is none."""
+    """The classes that the engines use for one optimizer, or the reasons why there is none."""
 
     torch: str
-    """By the engines `mesh` and `accelerate`."""
+    """The class in the engines `mesh` and `accelerate`."""
     deepspeed: str
     offloaded: str
-    """By `deepspeed` where `offload_optimizer` keeps the state on the host."""
+    """The class in `deepspeed` if `offload_optimizer` keeps the state on the host."""
 
 
 _PER_MATRIX = "Muon orthogonalises whole matrices, and a rank has a shard of each"
@@ -101,20 +101,20 @@ LACKS: dict[str, dict[str, Lack]] = {
     },
     "deepspeed.ops.lion.FusedLion": {"fp32_optimizer_states": _FLOAT32},
 }
-"""By class, the parameters of the config's table that it does not take; it takes all others."""
+"""Parameters in the config's table that a class does not take, by class; it takes all others."""
 
 
 def in_torch(settings: Mapping[str, Any], layout: Layout, device: str, grouped: bool) -> Recipe | No:
-    """What `mesh` and `accelerate` make of a resolved config's optimizer: each takes its own shard of it."""
+    """Return the recipe of `mesh` and `accelerate` for a config's optimizer, or why they can't build it."""
     kind, params = settings["optimizer"]["type"], settings["optimizer"]["params"]
     library = ROWS[kind].torch
     return library if isinstance(library, No) else _recipe(_adam(library, params), params)
 
 
 def in_deepspeed(settings: Mapping[str, Any], layout: Layout, device: str, grouped: bool) -> Recipe | No:
-    """What DeepSpeed makes of a resolved config's optimizer on a device.
+    """Return DeepSpeed's recipe for a config's optimizer on a device, or why it can't build it.
 
-    `grouped`: parameters do not all have one learning rate and one weight decay.
+    `grouped`: True if parameters have different learning rates or weight decays.
     """
     kind, params = settings["optimizer"]["type"], settings["optimizer"]["params"]
     offloaded = layout.offload_optimizer != "none"
@@ -152,19 +152,19 @@ def in_deepspeed(settings: Mapping[str, Any], layout: Layout, device: str, group
 
 
 def _has_bfloat16_optimizer(settings: Mapping[str, Any], layout: Layout) -> bool:
-    """Where DeepSpeed takes its BF16_Optimizer in place of that of ZeRO-1."""
+    """Return True if DeepSpeed uses its BF16_Optimizer in place of ZeRO-1's optimizer."""
     float32 = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     return float32 and layout.precision == "bfloat16" and layout.zero_stage <= 1 and layout.offload_optimizer == "none"
 
 
 def _adam(library: str, params: Mapping[str, Any]) -> str:
-    """As in DeepSpeed, "Adam" is AdamW unless `adam_w_mode` is false."""
+    """Return AdamW's class for "Adam" unless `adam_w_mode` is false, as DeepSpeed does."""
     decoupled = library == "torch.optim.Adam" and params.get("adam_w_mode", True)
     return "torch.optim.AdamW" if decoupled else library
 
 
 def _recipe(library: str, params: Mapping[str, Any]) -> Recipe | No:
-    """`params` less what says which class it is to be, and less what the class lacks."""
+    """Build a recipe from `params`, without those that choose the class, and those that the class lacks."""
     taken = {name: value for name, value in params.items() if name not in ("adam_w_mode", "torch_adam")}
     notes = []
     for name, lack in LACKS.get(library, {}).items():
