@@ -1,4 +1,4 @@
-"""The training loss of each source of a mixture, summed on the device until it is asked for."""
+"""The training loss of each source of a mixture, summed on the device until it is read."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from trainer.tasks.task import IGNORED, Batch
 
 
 class LossBySource:
-    """Sums of the losses of targets and their numbers, by the number of the source that a sample is of."""
+    """Sums of losses and numbers of targets, by the number of the source of each sample."""
 
     def __init__(self, sources: int, device: torch.device | None = None) -> None:
         self._sums = torch.zeros(2, sources, dtype=torch.float64, device=device)
         self._of = self._counts = torch.empty(0)
 
     def tell(self, batch: Batch) -> None:
-        """The micro-batch that comes next: `sources` [batch, 1] beside its targets."""
+        """Set the next micro-batch, which has `sources` [batch, 1] beside its targets."""
         targets = batch["targets"]
         self._of, self._counts = batch["sources"].expand_as(targets).flatten(), (targets != IGNORED).flatten()
         self._sums = self._sums.to(targets.device)
 
     def add(self, rows: slice, losses: torch.Tensor) -> None:
-        """The losses of some of its tokens, [n], 0 where there is no target."""
+        """Add the losses of some of its tokens, [n], 0 without a target."""
         found = torch.stack([losses, self._counts[rows].to(losses.dtype)]).double()
         self._sums.index_add_(1, self._of[rows], found)
 
     def take(self, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
-        """[2, sources] since the last time, over the ranks of a group. Collective."""
+        """Return the sums since the last call, [2, sources], over the ranks of a group. Collective."""
         found, self._sums = self._sums.to(device), torch.zeros_like(self._sums)
         if group is not None:
             dist.all_reduce(found, group=group)

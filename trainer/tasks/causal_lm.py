@@ -1,4 +1,4 @@
-"""Next-token prediction."""
+"""Next-token prediction, the task of a causal language model."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trainer.tasks.task import IGNORED, Batch
 
 
 class CausalLM:
-    """Samples are `input_ids` [n] and `targets` [n], the latter already shifted: targets[t] follows input_ids[t].
+    """The task of samples with `input_ids` [n] and `targets` [n], already shifted: targets[t] follows input_ids[t].
 
-    No attention mask is needed: padding stands at the end, where a causal model's real tokens never look. A sample of
-    several documents that are not to see one another has their lengths, `documents` [k]; the model's own code makes its
-    masks of them.
+    No attention mask is needed: padding is at the end, where a causal model's real tokens never
+    look. A sample of several documents that must not see one another has their lengths, `documents`
+    [k]; the model's own code makes masks of them.
     """
 
     measures: tuple[str, ...] = ("accuracy",)
@@ -42,25 +42,25 @@ class CausalLM:
         self._noise: EmbeddingNoise | None = None
         self.by_source: LossBySource | None = None
         self.right: torch.Tensor | None = None
-        """How many of the last targets had the highest logit, where the model's own forward makes them."""
+        """The number of the last targets with the highest logit, if the model's own forward computed them."""
 
     @classmethod
     def of(cls, spec: ModelSpec, padding_id: int = 0) -> CausalLM:
-        """The task of training this model."""
+        """Build the task of training this model."""
         model = spec.language
         return cls(
             fused_head=model.plain_head, padding_id=padding_id, own_loss=model.own_loss, hidden_size=model.hidden_size
         )
 
     def regularised(self, label_smoothing: float, neftune_alpha: float) -> CausalLM:
-        """The same task with smoothed labels and noisy embeddings in training, where they are asked for."""
+        """Return the same task with smoothed labels and noisy embeddings in training, if requested."""
         found = copy(self)
         found._smoothing = label_smoothing
         found._noise = EmbeddingNoise(neftune_alpha) if neftune_alpha else None
         return found
 
     def watching(self, sources: int) -> CausalLM:
-        """The same task, which sums up the training loss by source."""
+        """Return the same task, which also sums the training loss by source."""
         found = copy(self)
         found.by_source = LossBySource(sources)
         return found
@@ -78,10 +78,10 @@ class CausalLM:
         return model
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
-        """`input_ids` and `targets`, [batch, longest], int64, padded at the end.
+        """Pad samples to `input_ids` and `targets`, [batch, longest], int64.
 
-        Of packed samples `documents` [batch, most], too: lengths, and zeros where a row has fewer; for noise `lengths`
-        [batch, 1] of the rows.
+        Packed samples add `documents` [batch, most], lengths with zeros where a row has fewer;
+        noise adds `lengths` [batch, 1] of the rows; a mixture adds `sources` [batch, 1].
         """
         longest = max(len(sample["input_ids"]) for sample in samples)
         inputs = np.full((len(samples), longest), self._padding_id, dtype=np.int64)
@@ -104,12 +104,12 @@ class CausalLM:
         return {**sample, "targets": np.full_like(sample["targets"], IGNORED)}
 
     def shape(self, batch: Batch) -> tuple[int, int]:
-        """[batch, sequence]"""
+        """Return [batch, sequence]."""
         rows, length = batch["input_ids"].shape
         return rows, length
 
     def hidden_shape(self, batch: Batch, block: int) -> tuple[int, ...]:
-        """[batch, sequence, hidden size], whatever the block."""
+        """Return [batch, sequence, hidden size], which is the same for every block."""
         assert self._hidden_size is not None
         return (*self.shape(batch), self._hidden_size)
 
@@ -131,14 +131,14 @@ class CausalLM:
         return self._run(model, model.base_model, batch)[0]  # type: ignore[arg-type,no-any-return]
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """[batch, sequence, vocabulary]"""
+        """Return the logits, [batch, sequence, vocabulary]."""
         return self._run(model, model, batch).logits  # type: ignore[no-any-return]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """With `own_loss` the model's own `forward(labels=...)` times the number of targets.
+        """Return the summed loss; under `own_loss`, the model's own `forward(labels=...)` times the number of targets.
 
-        So what it adds to the mean of the token losses, a router's loss, counts by the targets of the micro-batch.
-        """
+        So a router's loss, which the model adds to the mean of the token losses, is weighted by the
+        micro-batch's targets."""
         if self.by_source is not None and model.training:
             self.by_source.tell(batch)
         if self._own_loss:
@@ -156,18 +156,18 @@ class CausalLM:
 
     @property
     def _told(self) -> Told | None:
-        """A function, which a copy of a model shares."""
+        """The callback for each token's loss: a function, which a copy of a model shares."""
         found = self.by_source
         return None if found is None else lambda rows, losses: found.add(rows, losses)
 
     def _run(self, model: nn.Module, forward: Callable[..., Any], batch: Batch, **labels: torch.Tensor) -> Any:
-        """The model's own forward, of all of it or of what is below the head; packed documents see themselves alone."""
+        """Call the model's forward, whole or below the head, such that packed documents do not see one another."""
         ids, lengths, told = batch["input_ids"], batch.get("documents"), dict[str, Any](labels)
         documents = None if lengths is None else documents_of(lengths, ids.shape[1])
         if documents:
             told["position_ids"] = documents.positions
         if documents and "flash" in model.config._attn_implementation:  # type: ignore[operator,union-attr]
-            # no document is longer than the row: to find the longest would be a wait
+            # no document is longer than the row: finding the longest would wait for the device
             told |= {"cu_seq_lens_q": documents.borders, "cu_seq_lens_k": documents.borders}
             told |= {"max_length_q": ids.shape[1], "max_length_k": ids.shape[1]}
         if self._noise is not None:
@@ -176,7 +176,7 @@ class CausalLM:
             return forward(input_ids=ids, use_cache=False, **told)
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The summed loss, and how many targets have the highest logit. The model is not in training."""
+        """Return the summed loss and the number of targets with the highest logit. The model is in evaluation mode."""
         if not self._fused_head and not self._own_loss:
             logits = self.logits(model, batch)
             return torch.stack([logits_cross_entropy(logits, batch["targets"]), right(logits, batch["targets"])])
@@ -187,7 +187,7 @@ class CausalLM:
         return torch.stack([loss, found])
 
     def _mean(self, logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """In place of the model's own mean over `labels`, which are shifted already; a fused head has summed it."""
+        """Replace the model's own mean over `labels`, which are shifted already; a fused head has summed the loss."""
         if not self._fused_head:
             self.right = right(logits, labels)
         more = (self._smoothing, self._told) if self._trains else ()

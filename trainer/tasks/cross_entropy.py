@@ -1,7 +1,7 @@
 """Summed cross-entropy that never holds all logits in float32 (contract 8).
 
-Gradients are made in the forward pass, chunk by chunk, and scaled in the backward pass, as Liger kernels
-do (arXiv 2410.10989): what lives is one chunk of logits, not `[tokens, vocabulary]`.
+Gradients are computed in the forward pass, chunk by chunk, and scaled in the backward pass, as in
+Liger kernels (arXiv 2410.10989): memory holds one chunk of logits, not `[tokens, vocabulary]`.
 
 Shapes: n tokens, h hidden size, v vocabulary. Targets of -100 are not counted.
 """
@@ -18,9 +18,9 @@ from torch import nn
 from trainer.tasks.task import IGNORED
 
 Told = Callable[[slice, torch.Tensor], None]
-"""Given the losses of some of the tokens, by their place."""
+"""Called with a range of tokens and their losses."""
 CHUNK_BYTES = 64 << 20
-"""Least size of one chunk of float32 logits: large enough for full speed, small beside any model."""
+"""Bytes of one chunk of float32 logits, at the least: large enough for full speed, small beside any model."""
 
 
 def linear_cross_entropy(
@@ -31,11 +31,11 @@ def linear_cross_entropy(
     smoothing: float = 0.0,
     told: Told | None = None,
 ) -> torch.Tensor:
-    """Sum over the tokens of -log softmax(hidden @ weight.T + bias)[target], in nats, float32 or wider.
+    """Return the sum over the tokens of -log softmax(hidden @ weight.T + bias)[target], in nats, float32 or wider.
 
-    hidden [..., h], weight [v, h], bias [v], targets [...]. With `smoothing` that share of each target is spread over
-    all v alike, as by PyTorch's `label_smoothing` (arXiv 1512.00567, section 7). `told` is told what each token adds.
-    """
+    hidden [..., h], weight [v, h], bias [v], targets [...]. `smoothing` is the share of each target
+    that is spread evenly over all v, as by PyTorch's `label_smoothing` (arXiv 1512.00567, section
+    7). `told` is called with each token's loss."""
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     grads = torch.is_grad_enabled()
     return _LinearCrossEntropy.apply(flat, weight, bias, flat_targets, grads, smoothing, told)  # type: ignore[no-any-return]
@@ -44,7 +44,7 @@ def linear_cross_entropy(
 def linear_measured(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same sum, and how many of the targets have the highest logit; without gradients."""
+    """Return the same sum, and the number of targets with the highest logit; without gradients."""
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     total = torch.zeros((), dtype=wide, device=hidden.device)
@@ -57,14 +57,14 @@ def linear_measured(
 
 
 def right(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """How many of the targets [...] have the highest of the logits [..., v]; of equal ones the first is it."""
+    """Count the targets [...] that have the highest of the logits [..., v]; of equal logits, the first counts."""
     return ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum()
 
 
 def logits_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, smoothing: float = 0.0, told: Told | None = None
 ) -> torch.Tensor:
-    """The same from logits [..., v] that a model has made itself; only a chunk at a time becomes float32."""
+    """Return the same sum from logits [..., v] that a model has computed; only a chunk at a time becomes float32."""
     flat, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     return _LogitsCrossEntropy.apply(flat, flat_targets, torch.is_grad_enabled(), smoothing, told)  # type: ignore[no-any-return]
 
@@ -145,7 +145,7 @@ class _LogitsCrossEntropy(torch.autograd.Function):
 
 
 def _times(saved: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """In the dtype of `saved`; a scale of its precision would be off by the same share in every gradient of a step."""
+    """Multiply in the dtype of `saved`, by a wide scale: a rounded one would shift every gradient of a step alike."""
     return torch.mul(saved, scale.reshape(1), out=torch.empty_like(saved))
 
 
@@ -157,7 +157,7 @@ def _chunks(tokens: int, vocabulary: int, dtype: torch.dtype, at_least: int = 1)
 def _chunk_loss(
     logits: torch.Tensor, targets: torch.Tensor, smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses of one chunk [n], and the gradient of their sum by the logits, made in their own memory. [n, v], [n]."""
+    """Return the losses of one chunk [n], and the gradient of their sum in the memory of the logits [n, v]."""
     counted = targets != IGNORED
     index = targets.clamp_min(0).unsqueeze(1)
     log_total = torch.logsumexp(logits, dim=1, keepdim=True)
@@ -173,20 +173,20 @@ def _chunk_loss(
 
 
 class LossHead(nn.Linear):
-    """An output head that, given targets, returns the summed loss in place of logits.
+    """An output head that, given targets, returns the summed loss instead of logits.
 
-    Stands where the model's own head stood, with its parameters and its name, so that whoever gathers
-    parameters around a module call (ZeRO-3, FSDP) does so around the loss.
+    It replaces the model's own head, with its parameters and its name, so that hooks that gather
+    parameters around a module call (ZeRO-3, FSDP) do so around the loss.
     """
 
     targets: torch.Tensor | None = None
-    """For a caller that hands in none: a model's own forward."""
+    """Targets for a caller that passes none: a model's own forward."""
     smoothing: float = 0.0
-    """Of the labels, in training."""
+    """The share of label smoothing, in training."""
     told: Told | None = None
-    """Told the loss of each token, in training."""
+    """Called with the loss of each token, in training."""
     right: torch.Tensor | None = None
-    """In an evaluation: how many of the last targets had the highest logit."""
+    """The number of the last targets with the highest logit, in an evaluation."""
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
         targets = self.targets if targets is None else targets

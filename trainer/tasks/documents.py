@@ -1,4 +1,4 @@
-"""Where the documents of a packed micro-batch begin and end: from their lengths, without a wait for the device."""
+"""The borders of documents in a packed micro-batch, computed from their lengths without waiting for the device."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 
 
 class Documents(NamedTuple):
-    """What is behind a row's last document, its padding, is one more."""
+    """The place of each token in the documents of its row; the padding at a row's end counts as one more document."""
 
     numbers: torch.Tensor
-    """Of the document that each token is of, within its row, int64 [batch, sequence]."""
+    """The number of each token's document within its row, int64 [batch, sequence]."""
     positions: torch.Tensor
-    """Of each token in its document, from 0 on, int64 [batch, sequence]."""
+    """The position of each token in its document, from 0 on, int64 [batch, sequence]."""
     lengths: torch.Tensor
-    """Of the document that each token is of, int64 [batch, sequence]."""
+    """The length of each token's document, int64 [batch, sequence]."""
     borders: torch.Tensor
-    """Where documents begin, over all rows laid end to end, and the end, int32; an empty one begins where it ends."""
+    """The starts of documents, over all rows laid end to end, and the end, int32; an empty one starts where it ends."""
 
 
 def documents_of(lengths: torch.Tensor, sequence: int) -> Documents:
-    """Of rows of `sequence` tokens; `lengths` [batch, most] has zeros for the documents that a row has fewer."""
+    """Locate the documents in rows of `sequence` tokens; `lengths` [batch, most] has zeros for missing documents."""
     lengths = torch.cat([lengths, sequence - lengths.sum(1, keepdim=True)], 1)
     ends = lengths.cumsum(1)
     places = torch.arange(sequence, device=lengths.device).expand(len(lengths), -1).contiguous()

@@ -1,4 +1,4 @@
-"""Image classification: cross entropy, and how many images the model has right."""
+"""Image classification: cross-entropy, and the number of images that the model classifies correctly."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TOP = 5
 
 
 class ImageClassification(Supervised):
-    """Samples are pairs of an image [channels, height, width], float32, and the number of its class.
+    """The task of samples that are pairs of an image [channels, height, width], float32, and the number of its class.
 
-    An image whose class is IGNORED, in place of one that can't be read, counts for nothing.
+    An image whose class is IGNORED, which stands for one that can't be read, counts for nothing.
     """
 
     def __init__(self, classes: int, build: Callable[[], nn.Module], blocks: Sequence[str] = ()) -> None:
@@ -29,7 +29,7 @@ class ImageClassification(Supervised):
         self.measures = ("accuracy", "accuracy_top5") if classes > TOP else ("accuracy",)
 
     def regularised(self, label_smoothing: float) -> ImageClassification:
-        """The same task with smoothed labels in training."""
+        """Return the same task with smoothed labels in training."""
         found = copy(self)
         found._smoothing = label_smoothing
         return found
@@ -39,9 +39,9 @@ class ImageClassification(Supervised):
         return class_loss(self.output(model, batch), batch["target"], smoothing)[0] * batch["share"]
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The summed loss; how many images have their class highest; and among the highest five."""
+        """Return the summed loss, and the numbers of images whose class scores highest, and among the highest five."""
         logits, target = self.output(model, batch).float(), batch["target"]
-        # ties count against the model: else a constant one would be right by accident of their order
+        # ties count against the model: else a constant one would be right by their order
         own = logits.gather(1, target.clamp_min(0)[:, None])
         better = (logits >= own).sum(1) - 1
         better = better.masked_fill(~torch.isfinite(own[:, 0]), self._classes)
@@ -61,6 +61,6 @@ class ImageClassification(Supervised):
 
 
 def class_loss(output: Any, target: torch.Tensor, smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `output` [batch, classes] and `target` [batch]: the summed loss, and how many targets count."""
+    """Return the summed loss of `output` [batch, classes] for `target` [batch], and the number that counts."""
     total = cross_entropy(output.float(), target, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
     return total, (target != IGNORED).sum()

@@ -1,8 +1,8 @@
-"""Attention masks of transformers' models, without a wait for the device, and made once.
+"""Attention masks of transformers' models, made once and without waiting for the device.
 
-In every forward pass transformers looks on the host whether position ids restart within a row (packed documents); not
-every family passes them on to its masks. It also makes a mask for a window that no row is longer than, which takes the
-flash kernel away, and makes masks anew each time. The model's own code asks for its masks; here is what answers.
+In every forward pass transformers checks on the host if position ids restart within a row (packed documents); not
+every family passes them on to its masks. It also makes a mask for a window that no row exceeds, which disables the
+flash kernel, and makes masks anew each time. The model's own code requests its masks; the functions here answer.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from trainer.tasks.documents import Documents
 
 
 class Masks:
-    """What answers, and the last mask of each kind."""
+    """The replacement of transformers' mask functions, with a cache of the last mask of each kind."""
 
     def __init__(self) -> None:
         self._made: dict[Any, tuple[dict[str, Any], torch.Tensor, int]] = {}
 
     @contextmanager
     def of(self, documents: Documents | None) -> Iterator[None]:
-        """For forward passes in which a token sees its own document alone; with None a row is one of them.
+        """Wrap forward passes in which a token sees only its own document; without `documents`, a row is one.
 
-        Flash attention makes no mask: it is told borders, and a model that does not hand them on to it is refused.
+        Flash attention uses no mask: it gets the borders, and a model that does not pass them on to it is refused.
         """
         from transformers import masking_utils, modeling_flash_attention_utils
 
@@ -73,21 +73,21 @@ class Masks:
 
 
 def _apart(mask_function: Any, documents: Documents) -> Any:
-    """The same within each document, as if it stood alone."""
+    """Restrict a mask function to each document, as if it were alone."""
     from transformers.masking_utils import packed_sequence_compatibility_function
 
     return packed_sequence_compatibility_function(mask_function, documents.positions, documents.numbers)
 
 
 def _refuse(*_: Any) -> bool:
-    """Asked where attention was told no borders: from position ids it would find them in a single row only."""
+    """Refuse flash attention that got no borders: from position ids it would find them in a single row only."""
     seen = "the model's code does not tell flash attention where documents end: they would see one another"
     mend = 'Set trainer.model.attention to "sdpa", or trainer.data.documents to "pad".'
     raise ConfigError(Problem("trainer.data.documents", seen, "a model that hands cu_seq_lens on", mend))
 
 
 def _kind(function: Any) -> tuple[Any, ...] | None:
-    """What a mask function computes: its code, and the numbers and functions in it; None where there is more in it."""
+    """Identify a mask function by its code and the numbers and functions in it; None if it holds anything else."""
     if not isinstance(function, FunctionType):
         return None
     found: list[Any] = [function.__code__]

@@ -9,11 +9,11 @@ from torch import nn
 
 
 class EmbeddingNoise:
-    """Adds to each entry a number between -1 and 1, all as likely, times alpha / sqrt(L d).
+    """Adds to each entry a uniform random number between -1 and 1, times alpha / sqrt(L d).
 
-    L is the number of tokens of the document, without padding, as in the authors' code; d the width of an embedding.
-    It is drawn first in a forward pass, from the seed of the micro-batch (contract 3), and in float32, so that it is
-    the same in every precision. Not in evaluation.
+    L is the number of tokens of the document, without padding, as in the authors' code; d is the width
+    of an embedding. It is drawn first in a forward pass, from the seed of the micro-batch (contract 3),
+    and in float32, so that it is the same in every precision. There is none in evaluation.
     """
 
     def __init__(self, alpha: float) -> None:
@@ -21,16 +21,16 @@ class EmbeddingNoise:
         self._lengths = torch.ones(())
 
     def tell(self, lengths: torch.Tensor) -> None:
-        """Of the micro-batch that comes next: L, for each row or each token, [batch, 1 or sequence]."""
+        """Set L for the next micro-batch, of each row or each token, [batch, 1 or sequence]."""
         self._lengths = lengths
 
     def join(self, model: nn.Module) -> None:
-        """From now on the model's input embeddings are noisy in training."""
+        """Add noise to the model's input embeddings in training, from now on."""
 
         def add(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
             return self._noisy(output) if module.training else output
 
-        # a function, which a copy of the model shares, and no method, which it would copy
+        # a function, which a copy of the model shares, not a method, which it would copy
         model.get_input_embeddings().register_forward_hook(add)  # type: ignore[operator]
 
     def _noisy(self, embedded: torch.Tensor) -> torch.Tensor:

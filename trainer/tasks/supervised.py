@@ -1,4 +1,4 @@
-"""Own modules: pairs of input and target, and an own loss."""
+"""The task of own modules: pairs of input and target, and an own loss."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from trainer.models.spec import Trial
 from trainer.tasks.task import Batch
 
 Loss = Callable[[Any, Any], tuple[torch.Tensor, int | torch.Tensor]]
-"""`loss(output, target)` of a micro-batch: its sum over the targets, a scalar tensor, and how many targets count.
+"""`loss(output, target)` of a micro-batch returns the sum over its targets, a scalar tensor, and their number.
 
-The number must not depend on the values of `output`: it is asked for before the forward pass, with zeros.
+The number must not depend on the values of `output`: it is computed before the forward pass, with zeros.
 """
 
 
 @dataclass(frozen=True)
 class Blank:
-    """In place of a sample where there are none left: it counts for nothing."""
+    """A stand-in for a sample when none are left; it counts for nothing."""
 
     sample: Any
 
 
 class Supervised:
-    """Samples are pairs (input, target): tensors, numbers, or dictionaries of them.
+    """The task of samples that are pairs (input, target): tensors, numbers, or dictionaries of them.
 
-    The module is called with the input, or with a dictionary's entries as keyword arguments. `build` makes it on the
-    meta device; `blocks` are its blocks' names.
+    The module is called with the input, or with a dictionary's entries as keyword arguments.
+    `build` makes it on the meta device; `blocks` are its blocks' names.
     """
 
     measures: tuple[str, ...] = ()
@@ -42,13 +42,13 @@ class Supervised:
         self._build = build
         self._blocks = tuple(blocks)
         self._shapes: dict[Any, tuple[Any, dict[int, tuple[int, ...]]]] = {}
-        """By the shapes of a batch: its output on the meta device, and the shapes of what enters the blocks."""
+        """The output of a batch on the meta device, and the shapes that enter the blocks, by the batch's shapes."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return model
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        """`input` and `target` as `default_collate` stacks them, or `input.KEY`; `count` of targets; `share` 0 or 1."""
+        """Stack `input` (or `input.KEY`) and `target` by `default_collate`; add targets' `count`, `share` 0 or 1."""
         kept = [sample for sample in samples if not isinstance(sample, Blank)]
         pairs = kept or [samples[0].sample]
         try:
@@ -62,7 +62,7 @@ class Supervised:
         return {**batch, "count": torch.tensor(count), "share": torch.tensor(float(bool(kept)))}
 
     def trial(self, samples: Sequence[Any]) -> Trial:
-        """A few samples to try the module and its loss on."""
+        """Make a trial of the module and its loss from a few samples."""
         batch = self.collate(samples)
 
         def output(model: nn.Module) -> torch.Tensor:
@@ -80,7 +80,7 @@ class Supervised:
         return self._on_meta(batch)[1][block]
 
     def padded(self, batches: Sequence[Batch]) -> list[Batch]:
-        """They have one shape. Raises DataError if they do not: what would fill them up is not known."""
+        """Return the micro-batches. Raises DataError if they differ in shape: how to pad them is unknown."""
         if len({self.shape(batch) for batch in batches}) > 1:
             seen = "micro-batches of several shapes in a step"
             raise DataError(Problem("data: samples", seen, "one shape, which a pipeline's buffers have"))
@@ -90,7 +90,7 @@ class Supervised:
         return batch["count"]
 
     def output(self, model: nn.Module, batch: Batch) -> Any:
-        """What the module makes of a batch's input."""
+        """Run the module on a batch's input."""
         kind = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         given = _map(_nested("input", batch), lambda value: value.to(kind) if value.is_floating_point() else value)
         return model(**given) if isinstance(given, dict) else model(given)
@@ -107,7 +107,7 @@ class Supervised:
         return self.loss_sum(model, batch)[None]
 
     def count(self, model: nn.Module, batch: Batch) -> int:
-        """How many targets the loss says there are once it has seen what the model makes of the input."""
+        """Return the number of targets that the loss gives for the module's real output."""
         return int(_checked(self._loss(self.output(model, batch), _nested("target", batch)))[1])
 
     def _count(self, batch: Batch) -> int:
@@ -127,7 +127,7 @@ class Supervised:
 
             def note(module: nn.Module, args: Any, kwargs: Any, index: int = index) -> None:
                 given = args[0] if args else next(iter(kwargs.values()))
-                if isinstance(given, torch.Tensor):  # of another hidden state a pipeline says that it has no shape
+                if isinstance(given, torch.Tensor):  # else a pipeline says that it has no shape
                     entered[index] = tuple(given.shape)
 
             model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
