@@ -1,4 +1,4 @@
-"""What a person watches: console and `metrics.jsonl`, TensorBoard, MLflow and Weights & Biases if asked for."""
+"""Trackers: console and `metrics.jsonl`, and on request TensorBoard, MLflow and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ __all__ = [
 
 
 def open_trackers(names: Sequence[str], run_folder: Path, terminal: Terminal, unit: str = "tok") -> list[Tracker]:
-    """The trackers of rank 0: console, with rates in `unit`, `metrics.jsonl`, and those of TRACKERS that are named."""
+    """Open the trackers of rank 0: console, with rates in `unit`, `metrics.jsonl`, and those of TRACKERS in `names`."""
     always: list[Tracker] = [Console(terminal, unit), JsonLines(run_folder / "metrics.jsonl")]
     return always + [TRACKERS[name](run_folder) for name in names]

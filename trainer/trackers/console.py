@@ -14,7 +14,7 @@ HANGING = " " * len("layout  ")
 
 
 def say(console: Terminal, line: str) -> None:
-    """Print it; on a terminal, what is wider is broken between words and goes on under them."""
+    """Print a line; on a terminal, a longer one is broken between words and continues below."""
     text = printable(line)
     if console.is_terminal:
         text = "\n".join(_broken(part, console.width) for part in text.split("\n"))
@@ -47,7 +47,7 @@ class Console:
 
 
 def progress_line(record: Record, unit: str = "tok") -> str:
-    """`step 120/150 | loss 3.214 | ETA 0:12 | lr 9.1e-4 | |g| 0.83 | 21.4k tok/s | MFU 41% | 1.9 GiB | data 0.3%`."""
+    """Format a line such as `step 120/150 | loss 3.214 | ETA 0:12 | lr 9.1e-4 | |g| 0.83 | ... | data 0.3%`."""
     parts = [
         f"step {record.step}/{record.total_steps}",
         f"loss {record.loss:.3f}",

@@ -1,4 +1,4 @@
-"""Progress in files: `metrics.jsonl`, and which samples were seen."""
+"""Progress in files: `metrics.jsonl`, and the samples that were seen."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trainer.trackers.tracker import Evaluation, Record, fields
 
 
 class JsonLines:
-    """One JSON object per line, flushed at once; goes on after what is there.
+    """A file with one JSON object per line, flushed at once; it is appended to.
 
-    JSON has no NaN: such a number is null, and stands as text in the line's `non_finite`.
+    JSON has no NaN: such a number is null, and its text is in the line's `non_finite`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,12 +40,12 @@ class JsonLines:
     evaluation = record
 
     def close(self) -> None:
-        with suppress(OSError):  # a line that the disk did not take: told when it was written
+        with suppress(OSError):  # a line that the disk refused was reported when it was written
             self._file.close()
 
 
 class SampleLog:
-    """Which samples this rank trained on, in `FOLDER/samples-rank-N.jsonl`."""
+    """The samples that this rank trained on, in `FOLDER/samples-rank-N.jsonl`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._rank = rank
@@ -59,6 +59,6 @@ class SampleLog:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Remove what a killed run left after the last whole line."""
+    """Remove the incomplete last line that a killed run left."""
     if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)

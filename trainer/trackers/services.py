@@ -1,4 +1,4 @@
-"""Trackers of other people: TensorBoard, MLflow and Weights & Biases, on request."""
+"""Trackers of other projects: TensorBoard, MLflow and Weights & Biases, on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.trackers.tracker import Evaluation, Record, Tracker, numbers
 
 
 class TensorBoard:
-    """Event files for `tensorboard --logdir FOLDER`."""
+    """Writes event files for `tensorboard --logdir FOLDER`."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -31,7 +31,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run `name` in `FOLDER/mlflow.db`, or on the server that MLflow is configured for."""
+    """Writes a run `name` to `FOLDER/mlflow.db`, or to the server that MLflow is configured for."""
 
     def __init__(self, folder: Path, name: str) -> None:
         import mlflow
@@ -59,19 +59,19 @@ class MLflow:
 
 
 class WeightsAndBiases:
-    """A run `name`, where WANDB_* variables and `wandb login` say; `WANDB_MODE=offline` keeps it in `FOLDER/wandb`."""
+    """Logs a run `name` as WANDB_* variables and `wandb login` say; `WANDB_MODE=offline` keeps it in `FOLDER/wandb`."""
 
     def __init__(self, folder: Path, name: str) -> None:
         import wandb
 
-        # neither the console nor the config: both may hold what a person does not want to send
+        # neither the console nor the config: both may hold what the user does not want to send
         settings = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
         try:
             self._run = wandb.init(project=_EXPERIMENT, name=name, dir=str(folder), settings=settings)
         except wandb.Error as error:  # a bad key, or a server that does not answer
             mend = "WANDB_MODE=offline keeps it on this disk"
             raise ConfigError(Problem("wandb", first_line(error), "a login that its server takes", mend)) from error
-        self._run.define_metric("*", step_metric="step")  # its own counter takes no step of before
+        self._run.define_metric("*", step_metric="step")  # its own counter can't go back to an earlier step
 
     def record(self, item: Record | Evaluation, /) -> None:
         self._run.log({"step": item.step, **numbers(item)})
@@ -87,14 +87,14 @@ TRACKERS: dict[str, Callable[[Path], Tracker]] = {
     "mlflow": lambda run_folder: MLflow(run_folder, run_folder.name),
     "wandb": lambda run_folder: WeightsAndBiases(run_folder, run_folder.name),
 }
-"""Those that `trainer.log.trackers` may name; each is the extra of the distribution that installs it."""
+"""The trackers that `trainer.log.trackers` may name; each is also the extra that installs it."""
 
 _PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
 _EXPERIMENT = "meshloom"
 
 
 def require(names: Sequence[str]) -> None:
-    """Raises ConfigError if the package of a tracker is not installed."""
+    """Raises ConfigError if the package of a tracker is not installed, or wandb has no login."""
     for name in names:
         missing = [package for package in _PACKAGES[name] if find_spec(package) is None]
         if missing:
@@ -110,7 +110,7 @@ def require(names: Sequence[str]) -> None:
 
 
 def _logged_in() -> bool:
-    """True too where nothing is sent, of a package too old to say it without asking a person, and of a bad key."""
+    """Return True if logged in or if nothing is sent; also for an old package that would ask, and for a bad key."""
     import wandb
 
     settings = wandb.setup().settings

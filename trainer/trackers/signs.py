@@ -1,4 +1,4 @@
-"""Signs of life on the console: what the run does now."""
+"""Signs of life on the console: what the run is doing now."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rich.live import Live
 from rich.text import Text
 
 _MOMENT, _BETWEEN = 2.0, 10.0
-"""Seconds that a phase takes before it has a line where there is no terminal, and between such lines."""
+"""Seconds after which a phase has a line without a terminal, and seconds between such lines."""
 UNSEEN = Terminal(quiet=True)
 
 
 class Signs:
-    """What the run does now: on a terminal one live line with its seconds, below all that stays; elsewhere a line for
-    what takes a while before the first step, and then nothing but what is logged.
+    """A display of what the run is doing: on a terminal one live line with its seconds, below all other
+    output; elsewhere a line for phases that take a while before the first step, and then only what is logged.
 
-    `hide` makes place for another live display (rich shows one at a time), until the next phase. On a terminal that is
-    quiet, as the one that is given if none is, nothing is shown.
+    `hide` makes room for another live display (rich shows one at a time), until the next phase. On
+    a quiet terminal, which is the default, nothing is shown.
     """
 
     def __init__(self, terminal: Terminal = UNSEEN) -> None:
@@ -27,13 +27,13 @@ class Signs:
         self._phase, self._begun, self._due = "", 0.0, 0.0
         self._live: Live | None = None
         self._first = 0
-        """The step that the run begins with."""
+        """The step at which the run begins."""
         self._closed = threading.Event()
         if not terminal.is_terminal and not terminal.quiet:
             threading.Thread(target=self._tell, name="signs", daemon=True).start()
 
     def at(self, phase: str, stays: bool = False) -> None:
-        """This begins; what takes long has a line at once, which `stays`. After `close`, nothing."""
+        """Begin a phase; one that takes long gets a line at once, which `stays`. Does nothing after `close`."""
         if self._closed.is_set() or self._terminal.quiet:
             return
         self._begun = time.monotonic()
@@ -43,7 +43,7 @@ class Signs:
         self._show()
 
     def at_step(self, step: int, steps: int, phase: str) -> None:
-        """The same within the loop; where there is no terminal, what was begun ends with the first step."""
+        """Begin a phase of the loop; without a terminal, the display ends with the first step."""
         if self._closed.is_set() or self._terminal.quiet:
             return
         if self._terminal.is_terminal:

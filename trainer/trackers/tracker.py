@@ -1,4 +1,4 @@
-"""`Tracker`: what a person watches, and what it is told."""
+"""`Tracker`: the protocol of progress displays, and the values that they are given."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Record:
-    """One logged step. Rates and shares are over the steps since the record before."""
+    """The values of one logged step. Rates and shares are over the steps since the last record."""
 
     step: int
     total_steps: int
     samples: int
     tokens: int
-    """Target tokens since the start of the run."""
+    """Label tokens since the start of the run."""
     loss: float
-    """Nats per target token."""
+    """Nats per label token."""
     learning_rate: float
     gradient_norm: float | None
     tokens_per_second: float
     step_seconds: float
     mfu: float | None
-    """Share of the device's peak FLOP/s, 0 to 1; None where the peak is not known."""
+    """The share of the device's peak FLOP/s, 0 to 1; None if the peak is not known."""
     memory_gib: float
-    """Peak, on this rank's device."""
+    """Peak memory on this rank's device, in GiB."""
     data_wait: float
-    """Share of the time spent waiting for data, 0 to 1."""
+    """The share of the time spent waiting for data, 0 to 1."""
     eta_seconds: float
     loss_scale: float | None = None
     skipped: int | None = None
-    """Steps skipped since the start of the run, for a gradient that was not finite."""
+    """Steps skipped since the start of the run because a gradient was not finite."""
     by_source: dict[str, float] | None = None
-    """The loss on each source's targets since the last record, where it is asked for."""
+    """The loss on each source's targets since the last record, if requested."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Evaluation:
     accuracy: float | None = None
     """The share of the targets, classes or tokens, that have the highest score."""
     accuracy_top5: float | None = None
-    """The same, of those among the five highest; None with five classes or less."""
+    """The share of the targets among the five highest scores; None with five classes or less."""
     perplexity: float | None = None
-    """Of a language model: exp(loss)."""
+    """exp(loss), of a language model."""
     by_source: dict[str, float] | None = None
-    """The loss on each of several named sources, `loss` being that on all of their targets together."""
+    """The loss on each of several named sources; `loss` is that on all of their targets together."""
 
 
 class Tracker(Protocol):
@@ -61,7 +61,7 @@ class Tracker(Protocol):
 
 
 def fields(item: Record | Evaluation) -> dict[str, Any]:
-    """What is known of a record, by the names under which it is logged."""
+    """Return the known values of a record, by the names under which they are logged."""
     prefix = "evaluation_" if isinstance(item, Evaluation) else ""
     known = {key: value for key, value in asdict(item).items() if value is not None and key != "step"}
     named = {f"{prefix}loss/{name}": loss for name, loss in (known.pop("by_source", None) or {}).items()}
