@@ -165,7 +165,6 @@ def collated(
 
 class _Made:
     """The micro-batches that worker processes make. The workers ignore signals, so a process that did not close them
-
     would wait for them at its end forever."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
