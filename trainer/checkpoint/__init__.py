@@ -1,4 +1,4 @@
-"""Checkpoints: written beside the last good one, hashed, visible in one rename, open to plain `transformers`."""
+"""Checkpoints: written beside the last good one, hashed, published by one rename, and readable by `transformers`."""
 
 from __future__ import annotations
 

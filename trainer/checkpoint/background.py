@@ -1,4 +1,4 @@
-"""Saving beside the training: the loop waits until the state is copied, and a thread writes the copy."""
+"""Saving in the background: the loop waits until the state is copied, and a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     import torch
 
 Write = Callable[[Sequence[StateTensor], Ranks], None]
-"""Saves state tensors; the ranks are those to agree with. Collective."""
+"""Saves state tensors, agreeing with the given ranks. Collective."""
 
 
 class Background:
-    """One save at a time. A rank's copy is its part of the state, in host memory that is kept for the next save.
-
-    `ranks` meet in a group of their own, for a thread asks them. Leaving the context waits for the save.
-    """
+    """Saves in the background, one at a time; each rank's copy of its part of the state is in host
+    memory, and is reused.
+    `ranks` have a process group of their own, since a thread uses it. Leaving the context waits for the save."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -35,7 +34,7 @@ class Background:
     def save(self, entries: Sequence[StateTensor], write: Write) -> None:
         """Copy `entries` as they are, and have a thread `write` them. Collective.
 
-        Waits for the save before, and raises what that one raised.
+        Waits for the previous save, and raises its error.
         """
         self.wait()
         own = [replace(entry, read=entry.local.shard) if entry.local else entry for entry in entries]
@@ -49,7 +48,7 @@ class Background:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the save under way is done; raises what it raised, on every rank."""
+        """Wait for the current save, and raise its error on every rank."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -1,4 +1,4 @@
-"""The checkpoints of a run beside each other: their names, the newest good one, and which may go."""
+"""The checkpoints of a run: their names, the newest good one, and which are removed."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def step_name(step: int) -> str:
 
 
 def published(folder: Path) -> list[Path]:
-    """The checkpoints in `folder` that are visible, oldest first; whether they are good is not looked at."""
+    """List the published checkpoints in `folder`, oldest first, without checking them."""
     found = [path for path in folder.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
 def newest(folder: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and what to tell of each newer one, which is set aside. Collective.
+    """Find the newest checkpoint that verifies; set newer ones aside, and describe each damage. Collective.
 
-    `below` is as for `verify`. Where machines have folders of their own, one that is good in any of them is copied to
-    those where it is not. Raises DiskError where the ranks do not see the same folder, or it can't be written.
+    `below` is as for `verify`. If machines have folders of their own, a checkpoint that is good in any of them is
+    copied to those where it is not. Raises DiskError if the ranks do not see the same folder, or it can't be written.
     """
     damaged: list[tuple[Path, Path, list[Problem]]] = []
     found, copied = None, []
@@ -58,13 +58,13 @@ def newest(folder: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> 
 
 
 def _published_anywhere(folder: Path, ranks: Ranks) -> list[Path]:
-    """The checkpoints that any run folder has, newest first. Collective."""
+    """List the checkpoints that any run folder has, newest first. Collective."""
     names = {path.name for paths in ranks.each_keeper(lambda: published(folder)).values() for path in paths}
     return sorted((folder / name for name in names), key=step_of, reverse=True)
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What runs that died, and damage, left beside the checkpoints."""
+    """List the folders that killed runs, and damage, left beside the checkpoints."""
     return sorted(path for path in folder.glob("step-*") if path.is_dir() and not STEP_FOLDER.fullmatch(path.name))
 
 
@@ -76,7 +76,7 @@ def _told(path: Path, aside: Path, problems: list[Problem], found: Path | None) 
 
 
 def _seen_beside(path: Path, there: Sequence[bool], ranks: Ranks) -> None:
-    """Raises DiskError for a rank that does not see what the one sees that keeps its folder."""
+    """Raises DiskError if a rank does not see what the keeper of its folder sees."""
     keepers = ranks.keepers or (0,) * ranks.world_size
     if missing := [rank for rank, keeper in enumerate(keepers) if there[keeper] and not there[rank]]:
         seen, expected = f"not there for rank {missing[0]}", "a folder that all machines share"
@@ -84,7 +84,7 @@ def _seen_beside(path: Path, there: Sequence[bool], ranks: Ranks) -> None:
 
 
 def check_same(path: Path, keepers: Sequence[int], ranks: Ranks) -> None:
-    """Raises DiskError where what several folders have under one name is not the same. Collective."""
+    """Raises DiskError if several folders have different checkpoints under one name. Collective."""
     wanted = len(keepers) > 1 and ranks.rank in keepers
     found = ranks.on_each(lambda: (path / MANIFEST).read_bytes() if wanted else None)
     if other := [keeper for keeper in keepers if found[keeper] != found[keepers[0]]]:
@@ -94,7 +94,7 @@ def check_same(path: Path, keepers: Sequence[int], ranks: Ranks) -> None:
 
 
 def _out_of_the_way(path: Path) -> Path:
-    """Rename a damaged checkpoint, for a person to look at: nothing here ever removes it."""
+    """Rename a damaged checkpoint, for the user to inspect: nothing here ever removes it."""
     names = (path.with_name(f"{path.name}{DAMAGED}{f'-{number}' if number > 1 else ''}") for number in count(1))
     aside = next(name for name in names if not name.exists())
     with disk_errors(path):
@@ -103,9 +103,9 @@ def _out_of_the_way(path: Path) -> Path:
 
 
 def prune(folder: Path, keep_last: int, keep_best: bool = False) -> list[Path]:
-    """Remove all but the last `keep_last` checkpoints, and the one of the lowest held-out loss if it is to be kept.
+    """Remove all but the last `keep_last` checkpoints and, if `keep_best`, the one with the lowest held-out loss.
 
-    At least one stays whose files are all there. On one rank; returns the removed. Raises DiskError.
+    At least one whose files are all there stays. Runs on one rank; returns the removed. Raises DiskError.
     """
     directory = published(folder)
     stay = set(directory[-max(keep_last, 1) :]) | {path for path in [_best(directory)] if path and keep_best}
@@ -130,7 +130,7 @@ def _best(directory: Sequence[Path]) -> Path | None:
 
 
 def set_aside(path: Path) -> Path:
-    """Take a folder out of sight in one step; returns what is left to remove."""
+    """Rename a folder out of sight in one step; return the new path, to be removed."""
     aside = path.with_name(path.name + DELETING)
     shutil.rmtree(aside, ignore_errors=True)
     rename_folder(path, aside)
@@ -138,19 +138,19 @@ def set_aside(path: Path) -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a run that died left behind."""
+    """Remove the folders that a killed run left behind."""
     for path in folder.glob("step-*"):
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path)
 
 
 def point_at(path: Path) -> None:
-    """Name `path` in `latest`, a file for people and scripts: resuming looks at the folders themselves."""
+    """Write the name of `path` to `latest`, a file for users and scripts: resuming looks at the folders themselves."""
     replace_file(path.parent / LATEST, f"{path.name}\n".encode())
 
 
 def step_of(path: Path) -> int:
-    """The step of a published checkpoint, from its name."""
+    """Return the step of a published checkpoint, from its name."""
     found = STEP_FOLDER.fullmatch(path.name)
     assert found
     return int(found[1])

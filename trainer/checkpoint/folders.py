@@ -1,4 +1,4 @@
-"""Run folders that machines have each for themselves: what is in one of them is copied to the others."""
+"""Run folders that each machine has for itself: files of one are copied to the others."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from trainer.distributed.ranks import Ranks
 
 PARTIAL = ".partial"
-"""Behind the name of a folder that is being made."""
+"""The end of the name of an unfinished folder."""
 CHUNK = 16 * 2**20
-"""Bytes that go over the network at once."""
+"""Bytes sent over the network at a time."""
 
 
 def spread(folder: Path | None, records: Mapping[str, FileRecord], writers: Mapping[str, int], ranks: Ranks) -> None:
     """Copy each file of `records` from the folder of the rank that wrote it, `writers`, to all others. Collective.
 
-    `folder` is that which this rank sees; None where no copy is wanted. What arrives is flushed, and has the hash of
-    its record. Raises DiskError everywhere where something can't be read or written, after all was sent.
+    `folder` is the one that this rank sees; None if it wants no copy. Copies are flushed, and have the hash
+    of their record. Raises DiskError everywhere if a file can't be read or written, after all were sent.
     """
     if len(set(ranks.keepers)) < 2:
         return
@@ -47,7 +47,7 @@ def spread(folder: Path | None, records: Mapping[str, FileRecord], writers: Mapp
 
 
 def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
-    """Copy the checkpoint at `path` in the folder of rank `giver` to those that want it. Collective.
+    """Copy the checkpoint at `path` in the folder of rank `giver` to the folders that want it. Collective.
 
     Raises DiskError everywhere.
     """
@@ -85,7 +85,7 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
 
 
 def _pass_on(path: Path | None, record: FileRecord, giver: int, ranks: Ranks) -> None:
-    """One file: the keeper `giver` reads `path`, the others write theirs. After a failure it is sent all the same."""
+    """Send one file: the keeper `giver` reads `path`, the others write it. Sending goes on after a failure."""
     import torch
     import torch.distributed as dist
 

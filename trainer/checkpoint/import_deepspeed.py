@@ -1,13 +1,13 @@
-"""Checkpoints that DeepSpeed's own `save_checkpoint` wrote, ZeRO stages 1 to 3, as state tensors for this format.
+"""Checkpoints written by DeepSpeed's own `save_checkpoint`, ZeRO stages 1 to 3, as state tensors for this format.
 
-Their files are pickles. They are read by PyTorch's restricted unpickler, which makes tensors and plain values, and
-for the classes of DeepSpeed in them the inert stand-ins below: nothing that a file names is ever run. Files are
-mapped, and a tensor is put together when it is read: memory holds about two of the largest.
+Their files are pickles. PyTorch's restricted unpickler reads them, which makes tensors and plain values,
+and for DeepSpeed's classes in them the inert stand-ins below: nothing that a file names is ever run.
+Files are memory-mapped, and a tensor is assembled when it is read: memory holds about two of the largest.
 
-Layout of the files: deepspeed/utils/zero_to_fp32.py (0.19). Stages 1 and 2 lay the parameters of a group end to end, in
-the order of `param_shapes`, and cut the whole into equal parts, one a rank. (Each rank's `param_slice_mappings` should
-say as much, but with `round_robin_gradients` it tells of another order.) Stage 3 cuts each parameter, padded, into
-equal parts, and each rank lays its own end to end.
+Layout of the files: deepspeed/utils/zero_to_fp32.py (0.19). Stages 1 and 2 lay the parameters of a
+group end to end, in the order of `param_shapes`, and cut the whole into equal parts, one for each rank.
+(Each rank's `param_slice_mappings` should agree, but with `round_robin_gradients` it has another
+order.) Stage 3 cuts each parameter, padded, into equal parts, and each rank lays its own end to end.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from trainer.state import MASTER, WEIGHT, RunState, StateTensor
 from trainer.storage import REFUSED_PICKLE, check_regular
 
 Extents = list[tuple[int, int, int]]
-"""Where the elements of a parameter lie, in order: rank, first and last + 1 element of its flat tensor."""
+"""The places of a parameter's elements, in order: rank, first and last + 1 element of its flat tensor."""
 
 
 class _Stage(int):
-    """`ZeroStageEnum`."""
+    """A stand-in for `ZeroStageEnum`."""
 
 
 class _Scaler:
-    """`LossScaler` and `DynamicLossScaler`: what they had as attributes."""
+    """A stand-in for `LossScaler` and `DynamicLossScaler`, with their attributes."""
 
 
 class _Address:
-    """`fragment_address`: `start` and `numel` of what a rank's flat tensor holds of a parameter."""
+    """A stand-in for `fragment_address`: `start` and `numel` of a parameter's part in a rank's flat tensor."""
 
 
 _STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 
 
 def _member(kind: Any, name: str) -> _Stage:
-    """In place of `getattr`, by which Python 3.11.0 to 3.11.3 writes a member of an enumeration: of that one alone.
+    """Replace `getattr`, with which Python 3.11.0 to 3.11.3 pickles members of an enumeration: of that one alone.
 
-    Raises TypeError for what else somebody may want to get so.
+    Raises TypeError for any other use.
     """
     if kind is not _Stage or name not in _STAGES:
         raise TypeError(f"it asks for {name!r} of {kind!r}")
@@ -68,7 +68,7 @@ _SCALARS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(frozen=True)
 class Imported:
-    """What `checkpoint.save` wants of it."""
+    """The arguments of `checkpoint.save` that are read from DeepSpeed's checkpoint."""
 
     state: RunState
     state_tensors: list[StateTensor]
@@ -76,10 +76,10 @@ class Imported:
 
 
 def read_deepspeed(path: Path) -> Imported:
-    """The checkpoint in `path`: a folder `global_stepN`, or one with the file `latest` that names it.
+    """Read the checkpoint in `path`: a folder `global_stepN`, or one with the file `latest` that names it.
 
-    Raises ConfigError where there is none, or it is of a kind that can't be put together, and DataError for a file
-    that is damaged or holds what is no data.
+    Raises ConfigError if there is none, or it is of a kind that can't be assembled, and DataError
+    for a file that is damaged or holds more than data.
     """
     folder = _folder(path)
     try:
@@ -93,7 +93,7 @@ def _imported(folder: Path) -> Imported:
     model_files, optimizer_files = _files(folder, "model_states"), _files(folder, "optim_states")
     shards = [_read(file) for file in optimizer_files]
     states = [shard["optimizer_state_dict"] for shard in shards]
-    # bfloat16 with float32 gradients under stage 1 has an optimizer of its own, which does not say the stage
+    # stage 1 in bfloat16 with float32 gradients has an optimizer of its own, which does not store the stage
     unsaid = 1 if optimizer_files[0].name.startswith("bf16_zero") else 0
     stage, count = int(states[0].get("zero_stage", unsaid)), states[0].get("partition_count")
     parts = max(count) if isinstance(count, list) else count
@@ -139,7 +139,7 @@ def _folder(path: Path) -> Path:
 
 
 def _files(folder: Path, kind: str) -> list[Path]:
-    """The files of all data-parallel ranks, in their order."""
+    """List the files of all data-parallel ranks, in their order."""
     found = sorted(folder.glob(f"*_{kind}.pt"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
     odd = [path.name for path in found if "mp_rank_00" not in path.name or "expert" in path.name]
     if odd or not found:
@@ -163,17 +163,17 @@ def _read(file: Path) -> dict[str, Any]:
         raise
     except UnpicklingError as error:
         raise DataError(Problem(str(file), REFUSED_PICKLE, "a file that torch.save wrote, of data alone")) from error
-    except Exception as error:  # whatever a damaged archive or pickle makes of itself
+    except Exception as error:  # whatever a damaged archive or pickle raises
         seen = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise DataError(Problem(str(file), f"{seen:.200}", "a file that torch.save wrote")) from error
 
 
 Flats = list[list[torch.Tensor]]
-"""Flat float32 tensors of each parameter group (stage 3: sub-group), and of each rank."""
+"""Flat float32 tensors by parameter group (stage 3: sub-group), then by rank."""
 
 
 def _flat_tensors(states: Sequence[Mapping[str, Any]], stage: int) -> tuple[Flats, dict[str, Flats]]:
-    """The masters, and the moments by name, where there are any."""
+    """Return the masters, and the moments by name, if there are any."""
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     masters = [list(ranks) for ranks in zip(*(state[key] for state in states), strict=True)]
     entries = [_inner(state, stage) for state in states]
@@ -185,7 +185,7 @@ def _flat_tensors(states: Sequence[Mapping[str, Any]], stage: int) -> tuple[Flat
 
 
 def _inner(state: Mapping[str, Any], stage: int) -> list[dict[str, Any]]:
-    """What the inner optimizer keeps of each flat tensor."""
+    """Return the inner optimizer's state of each flat tensor."""
     inner = state["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
     if isinstance(inner, list):  # `elastic_checkpoint`
         return inner
@@ -237,14 +237,14 @@ def _assembled(flats: Sequence[torch.Tensor], extents: Extents, shape: tuple[int
 
 
 def _agreed(name: str, master: Callable[[], torch.Tensor], known: torch.Tensor) -> torch.Tensor:
-    """The weight that the model file has, which is the master rounded, or something was put together wrongly."""
+    """Return the weight in the model file, which must be the rounded master: else the assembly is wrong."""
     if not torch.equal(master().to(known.dtype), known):
         raise DataError(Problem("*_optim_states.pt", f"other values of {name} than *_model_states.pt has", "the same"))
     return known
 
 
 def _frozen(models: Sequence[Mapping[str, Any]], stage: int) -> list[StateTensor]:
-    """Parameters that were not trained: whole, or in stage 3 the parts of each rank."""
+    """List the frozen parameters: whole or, in stage 3, in parts of each rank."""
     shapes = models[0].get("frozen_param_shapes") or {}
     entries = []
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Reading a checkpoint back into live state, after everything about it was found to fit."""
+"""Reading a checkpoint into live state, once everything about it was found to fit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Stored = dict[tuple[str, str], tuple[str, tuple[int, ...]]]
 
 
 def load(path: Path, entries: Sequence[StateTensor], ranks: Ranks, weights_only: bool = False) -> RunState:
-    """Write the checkpoint at `path`, which was verified, into `entries`, and return its position. Collective.
+    """Read the verified checkpoint at `path` into `entries`, and return its position. Collective.
 
-    One tensor at a time. The optimizer is made to keep the state that the checkpoint has, and no other. A float32 run
-    takes the exact masters of a 16-bit one for its weights, and the other way round. `weights_only` reads the model's
-    files alone, and leaves the optimizer's state as it is. Raises DiskError if a file is missing or cut, and
-    ConfigError if names or shapes are not those of `entries`: on every rank, before it writes.
+    One tensor at a time. The optimizer then keeps the state that the checkpoint has, and no other. A float32
+    run takes the exact masters of a 16-bit one as its weights, and the reverse. `weights_only` reads the
+    model's files alone, and leaves the optimizer's state unchanged. Raises DiskError if a file is missing or
+    cut, and ConfigError if names or shapes differ from those of `entries`: on every rank, before any write.
     """
     below = WEIGHTS_ALONE if weights_only else ALL
 
@@ -60,9 +60,9 @@ def load(path: Path, entries: Sequence[StateTensor], ranks: Ranks, weights_only:
 
 
 def _lost(entries: Sequence[StateTensor], stored: Stored, stateless: Sequence[str] | None) -> list[str]:
-    """Parameters without optimizer state, or the count of their updates, which had it when the checkpoint was saved.
+    """List parameters that had optimizer state, with a count of updates, when saved, and now lack some of it.
 
-    Checkpoints of old do not say which had none.
+    Old checkpoints do not say which parameters had none.
     """
     keys: dict[str, set[str]] = {}
     for location, name in stored:
@@ -75,13 +75,13 @@ def _lost(entries: Sequence[StateTensor], stored: Stored, stateless: Sequence[st
 
 
 def _kept(entries: Sequence[StateTensor], stored: Stored, position: RunState) -> list[StateTensor]:
-    """The state tensors, with the optimizer state that the checkpoint has in place of what is there."""
+    """Return the state tensors, with the checkpoint's optimizer state in place of the present one."""
     states: dict[str, dict[str, tuple[int, ...]]] = {}
     for (location, name), (_, shape) in stored.items():
         owner, _, key = name.rpartition(".")
         if location == OPTIMIZER and key not in (WEIGHT, MASTER):
             states.setdefault(owner, {})[key] = shape
-    # a parameter may have no state yet; that none has is an error where the optimizer has made a step
+    # one parameter may lack state; if all do after a step of the optimizer, that is an error
     lost: dict[str, tuple[int, ...]] = {} if states or not position.engine.get("optimizer_step") else {STEP: ()}
     own = {entry.name for entry in entries if entry.keep}
     found = [entry for entry in entries if entry.key in (WEIGHT, MASTER) or entry.name not in own]
@@ -98,12 +98,12 @@ def _stored(path: Path, below: tuple[str, ...]) -> Stored:
 
 
 def _locations(entry: StateTensor) -> list[tuple[str, str]]:
-    """Where a state tensor may be read from, the best first."""
+    """List where a state tensor may be read from, the best place first."""
     exact = (OPTIMIZER, optimizer_name(entry))
     if entry.key not in (WEIGHT, MASTER):
         return [exact]
     masters = [(OPTIMIZER, f"{entry.name}.{key}") for key in (WEIGHT, MASTER)]
-    # a 16-bit weight is the one in the model's files, not one that is rounded anew
+    # a 16-bit weight is read from the model's files, not rounded again
     found = masters if entry.key == MASTER or entry.dtype.itemsize == 4 else [exact]
     return list(dict.fromkeys([exact, *found, (MODEL, entry.name)]))
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its files with sizes and SHA-256, checked against them, and the run it is of."""
+"""The manifest and description of a checkpoint: its files with sizes and SHA-256, and the run that wrote it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from trainer.storage import check_regular, flush, parse_json, read_file, to_json
 MANIFEST, DESCRIPTION = "manifest.json", "trainer.json"
 FORMAT = 1
 PICKLES = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
-"""What such files hold can run code when it is opened, so none is."""
+"""File types whose content can run code when opened, so that none is opened."""
 ALL, WEIGHTS_ALONE = ("",), ("model/", DESCRIPTION)
-"""How the paths begin of all files, and of those that are read when optimizer state is not."""
+"""The beginnings of the paths of all files, and of those read when optimizer state is not."""
 STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _POSITION = {"step": int, "samples": int, "tokens": int, "engine": dict}
 _DESCRIPTION: dict[str, tuple[type, ...]] = {
     name: (dict, NoneType) for name in ("code", "config", "data", "layout", "model", "versions")
 }
 _DESCRIPTION |= {"evaluation_loss": (float, int, NoneType), "stateless": (list, NoneType), "since": (dict, NoneType)}
-"""The types of what is looked at of a description, where it is there."""
+"""The types of the entries of a description that are read, if present."""
 _MEND = "Resume from an older checkpoint"
 MEND_OPTIMIZER = f"{_MEND}, or without the optimizer's state by --resume-weights-only"
 
@@ -35,7 +35,7 @@ MEND_OPTIMIZER = f"{_MEND}, or without the optimizer's state by --resume-weights
 def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
     """Flush everything in `folder` to the disk and write its manifest last.
 
-    `known` are the files that are already flushed and hashed, by their path below `folder`.
+    `known` are the files that are flushed and hashed already, by their path below `folder`.
     """
     records = dict(known)
     for path in sorted(folder.rglob("*")):
@@ -51,9 +51,9 @@ def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """The files of a checkpoint by their path below `folder`.
+    """Return the files of a checkpoint by their path below `folder`.
 
-    Raises OSError if there is no manifest, and ValueError if it is not as `write_manifest` left it.
+    Raises OSError if there is no manifest, and ValueError if it differs from what `write_manifest` wrote.
     """
     content = read_file(folder / MANIFEST)
     parsed = parse_json(content)
@@ -76,7 +76,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """What `save` was told of the run, and its `position`. Raises DiskError."""
+    """Return the description of the run that `save` was given, and its `position`. Raises DiskError."""
     place = path / DESCRIPTION
     try:
         found = parse_json(read_file(place))
@@ -91,7 +91,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def _wrong_position(path: Path, description: Mapping[str, Any]) -> str:
-    """The field of a position that can't be so, and why."""
+    """Return the first impossible field of a position with the reason, or an empty string."""
     position, since, layout = description["position"], description.get("since"), description.get("layout") or {}
     step, samples = position["step"], position["samples"]
     for key in ("step", "samples", "tokens"):
@@ -106,13 +106,13 @@ def _wrong_position(path: Path, description: Mapping[str, Any]) -> str:
         return f"samples is {samples} after {step} steps"
     if not _is(since, {"step": int, "samples": int}) or type(batch := layout.get("train_batch")) is not int:
         return ""
-    # a run that goes on with another batch size counts from where it went on
+    # a resumed run with another batch size counts from where it was resumed
     expected = since["samples"] + (step - since["step"]) * batch  # type: ignore[index]
     return "" if samples == expected else f"samples is {samples}, where steps of {batch} make {expected}"
 
 
 def _is(value: object, kinds: Mapping[str, type]) -> bool:
-    """Whether a parsed value has these fields, of these types, and no other."""
+    """Return True if a parsed value has exactly these fields, of these types."""
     return (
         isinstance(value, dict)
         and value.keys() == kinds.keys()
@@ -121,15 +121,15 @@ def _is(value: object, kinds: Mapping[str, type]) -> bool:
 
 
 def verify(path: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> list[Problem]:
-    """What is wrong with the files of a checkpoint; empty if each is, byte for byte, what was saved.
+    """List the problems of a checkpoint's files; empty if each is, byte for byte, as it was saved.
 
-    Looks at those alone whose path begins with one of `below`. Collective: each rank hashes its share.
+    Checks only paths that begin with one of `below`. Collective: each rank hashes its share.
     """
     return [problem for problems in verify_each(path, ranks, below).values() for problem in problems]
 
 
 def verify_each(path: Path, ranks: Ranks, below: tuple[str, ...] = ALL) -> dict[int, list[Problem]]:
-    """As `verify`, for each run folder: by the rank that keeps it."""
+    """Verify each run folder as `verify` does; the problems are by the rank that keeps the folder."""
     found: dict[int, set[Problem]] = {}
     for keeper, problems in ranks.gather((ranks.keeper, _check(path, _wrong_content, ranks, below))):
         found.setdefault(keeper, set()).update(problems)
@@ -137,14 +137,14 @@ def verify_each(path: Path, ranks: Ranks, below: tuple[str, ...] = ALL) -> dict[
 
 
 def check_sizes(path: Path, below: tuple[str, ...] = ALL) -> list[Problem]:
-    """The fast part of `verify`: reads no tensor. Not collective."""
+    """Check sizes only, the fast part of `verify`; reads no tensor. Not collective."""
     return _check(path, _wrong_size, ALONE, below)
 
 
 def _check(
     path: Path, wrong: Callable[[Path, FileRecord], tuple[str, str] | None], ranks: Ranks, below: tuple[str, ...]
 ) -> list[Problem]:
-    """A Problem for each file of this rank's share of the manifest for which `wrong` answers (seen, expected)."""
+    """List the problems of this rank's share of the manifest; `wrong` returns (seen, expected) for a faulty file."""
     try:
         records = {name: record for name, record in read_manifest(path).items() if name.startswith(below)}
     except (OSError, ValueError) as error:
@@ -172,7 +172,7 @@ def _check(
 
 
 def _shown(path: Path) -> str:
-    """A path as a person can read it, whatever a damaged manifest made of it."""
+    """Show a path readably, whatever a damaged manifest made of it."""
     return f"{str(path).encode(errors='backslashreplace').decode():.500}"
 
 

@@ -1,4 +1,4 @@
-"""Which tensor goes into which file: a pure function of the state tensors, the same on every rank."""
+"""The file of each tensor: a pure function of the state tensors, the same on every rank."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     import torch
 
 MODEL, OPTIMIZER = "model", "optimizer"
-"""The folders, and the first word of the safetensors files in them."""
+"""The folders, and the first word of the names of the safetensors files in them."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of one file."""
+    """One tensor in one file."""
 
     file: str
-    """Path below the checkpoint."""
+    """The path below the checkpoint."""
     name: str
     type: TensorType
     owner: int
@@ -32,12 +32,12 @@ SavePlan = dict[tuple[str, str], list[Slot]]
 
 
 def optimizer_name(entry: StateTensor) -> str:
-    """A state tensor's name in `optimizer/`. A key has no dot, so two state tensors never share a name."""
+    """Return a state tensor's name in `optimizer/`. Keys have no dot, so no two state tensors share a name."""
     return f"{entry.name}.{entry.key}"
 
 
 def stateless(entries: Sequence[StateTensor]) -> list[str]:
-    """The tensors that the optimizer keeps nothing of: buffers, what is frozen, what had no gradient yet."""
+    """List the tensors without optimizer state: buffers, frozen parameters, those that had no gradient yet."""
     learned = {entry.name for entry in entries if entry.key not in (WEIGHT, MASTER)}
     return sorted({entry.name for entry in entries} - learned)
 
@@ -45,10 +45,10 @@ def stateless(entries: Sequence[StateTensor]) -> list[str]:
 def plan(
     entries: Sequence[StateTensor], weight_dtype: torch.dtype | None, resumable: bool, stem: str = MODEL
 ) -> SavePlan:
-    """Weights go to the model's files, everything else to the optimizer's; each rank that owns some has one file.
+    """Assign weights to the model's files and all else to the optimizer's; each rank that owns some has one file.
 
-    If it is to be `resumable`, the model has a folder of its own, and a weight that `weight_dtype` narrows goes to
-    both: resuming is to be exact, bit for bit. The names of the model's files begin with `stem`.
+    If `resumable`, the model has a folder of its own, and a weight that `weight_dtype` narrows goes to
+    both, since resuming must be exact, bit for bit. The names of the model's files begin with `stem`.
     """
     locations: list[tuple[StateTensor, str, TensorType]] = []
     for entry in entries:
@@ -77,7 +77,7 @@ def plan(
 
 
 def indexes(slots: Sequence[Slot]) -> dict[str, dict[str, object]]:
-    """Path and content of an index for each set of several files, as Hugging Face writes them."""
+    """Return path and content of an index for each set of several files, as Hugging Face writes them."""
     sets: dict[str, list[Slot]] = {}
     for slot in slots:
         if "-of-" in slot.file:

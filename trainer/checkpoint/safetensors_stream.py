@@ -1,8 +1,8 @@
 """The safetensors format, written one tensor at a time and hashed in the same pass.
 
-Format: https://huggingface.co/docs/safetensors - the header's length as 8 little-endian bytes, the header as JSON
-padded with spaces to a multiple of 8, then the tensors' bytes without gaps. The library's own writer wants all
-tensors at once; here memory holds the largest one.
+Format: https://huggingface.co/docs/safetensors - the header's length as 8 little-endian bytes, the
+header as JSON padded with spaces to a multiple of 8, then the tensors' bytes without gaps. The
+library's own writer takes all tensors at once; here memory holds the largest one.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ _NOT_FINITE = (
 
 @dataclass(frozen=True)
 class TensorType:
-    """What a tensor is before its values are known."""
+    """The shape and dtype of a tensor, without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A finished file."""
+    """The size and hash of a finished file."""
 
     size: int
-    """In bytes."""
+    """Bytes."""
     sha256: str
 
 
 class TensorWriter:
-    """One safetensors file in the making. `types` are all its tensors, in the order in which they will be written.
+    """A safetensors file that is being written. `types` are all its tensors, in the order of writing.
 
     Raises ConfigError for a dtype that the format does not have, and OSError.
     """
@@ -83,7 +83,7 @@ class TensorWriter:
         self._write(header)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor, from any device; it is converted to the dtype that was announced.
+        """Write the next tensor, from any device; it is converted to its dtype in `types`.
 
         Raises NumericsError for a value that is not finite.
         """
@@ -93,13 +93,13 @@ class TensorWriter:
         if (name, tuple(tensor.shape)) != (expected, kind.shape):
             raise ValueError(f"{name} {tuple(tensor.shape)} came where {expected} {kind.shape} was announced")
         flat = tensor.detach().to("cpu", kind.dtype).contiguous().reshape(-1)
-        # an infinity or NaN anywhere shows in the extremes: one pass, and no mask as large as the tensor
+        # an infinity or NaN shows in the extremes: one pass, and no mask as large as the tensor
         if kind.dtype.is_floating_point and len(flat) and not all(end.isfinite() for end in flat.aminmax()):
             raise NumericsError(Problem(name, *_NOT_FINITE))
         self._write(flat.view(torch.uint8).numpy().data)
 
     def finish(self) -> FileRecord:
-        """Flush the file to the disk."""
+        """Flush the file to the disk; return its size and hash."""
         if self._waiting:
             raise ValueError(f"{self._file.name}: {len(self._waiting)} tensors were announced and not written")
         os.fsync(self._file.fileno())
@@ -107,7 +107,7 @@ class TensorWriter:
         return FileRecord(self._size, self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Close what will not be finished."""
+        """Close an unfinished file."""
         self._hasher.shutdown()
         self._file.close()
 
@@ -121,7 +121,7 @@ class TensorWriter:
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Dtype (`float32`), shape and size in bytes of each tensor of a file, read without torch.
+    """Return dtype (`float32`), shape and size in bytes of each tensor of a file, read without torch.
 
     Raises OSError, and ValueError for a file that is not whole.
     """
@@ -154,12 +154,12 @@ def _entry(dtype: str, shape: Sequence[int], data_offsets: Sequence[int]) -> tup
 
 
 def _itemsize(name: str) -> int:
-    """In bytes, of a dtype of the format."""
+    """Return the bytes of a value of the format's dtype."""
     return 1 if name == "BOOL" else int(name.lstrip("BFIU")) // 8
 
 
 def read_types(path: Path) -> dict[str, TensorType]:
-    """The tensors that a file announces. Raises as `read_header`."""
+    """Return the types of a file's tensors, from its header. Raises as `read_header` does."""
     import torch
 
     return {name: TensorType(shape, getattr(torch, dtype)) for name, (dtype, shape, _) in read_header(path).items()}

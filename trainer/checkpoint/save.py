@@ -1,4 +1,4 @@
-"""Writing a checkpoint: beside, flushed, agreed by all ranks, manifest last, one rename."""
+"""Writing a checkpoint: in a folder of its own, flushed, agreed by all ranks, manifest last, one rename."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def save(
     weight_dtype: torch.dtype | None = None,
     stem: str = MODEL,
 ) -> Path:
-    """Publish the checkpoint of `state.step` in `folder`, whole in that of each machine; returns its path. Collective.
+    """Publish the checkpoint of `state.step` in `folder`, complete on each machine; return its path. Collective.
 
-    `description` is what `trainer.json` holds beside the position. `weight_dtype` is that of the model's files
-    (None: as the weights are); the exact weights are then kept with the optimizer's state. `stem` is how the names of
-    those files begin: where it is another, what reads them takes one file alone.
-    Raises DiskError on every rank, with nothing published, if it can't be written or that step is there already.
+    `description` is the content of `trainer.json` beside the position. `weight_dtype` is that of the model's files
+    (None: the weights' own); if it differs, the exact weights are kept with the optimizer's state. `stem` begins
+    the names of the model's files; if not the default, its readers need one file, and the shards are joined.
+    Raises DiskError on every rank, with nothing published, if it can't be written or the step is there already.
     """
     final = folder / step_name(state.step)
     partial = final.with_name(final.name + PARTIAL)
@@ -86,9 +86,9 @@ def export(
     stem: str = MODEL,
     joined: bool = False,
 ) -> Path:
-    """Write the weights alone as a Hugging Face model folder, in one file if they are to be `joined`. Collective.
+    """Write the weights alone as a Hugging Face model folder, in one file if `joined`. Collective.
 
-    An older one is replaced only by a whole one. Raises DiskError on every rank.
+    An older folder is replaced only by a complete one. Raises DiskError on every rank.
     """
     partial = folder.with_name(folder.name + PARTIAL)
     weights = [entry for entry in entries if entry.key == WEIGHT]
@@ -122,7 +122,7 @@ def _refuse_published(final: Path) -> None:
 
 
 def _make(partial: Path, planned: SavePlan) -> None:
-    """An empty folder on a disk that has room for what will be in it."""
+    """Make an empty folder on a disk that has room for its future content."""
     ensure_writable(partial.parent, _size(_slots(planned)))
     partial.mkdir()
     for folder in {(partial / slot.file).parent for slot in _slots(planned)}:
@@ -132,7 +132,7 @@ def _make(partial: Path, planned: SavePlan) -> None:
 def _write_shards(
     partial: Path, planned: SavePlan, entries: Sequence[StateTensor], ranks: Ranks
 ) -> dict[str, FileRecord]:
-    """Every rank writes what it owns; returns the records of all files, on every rank, which are in every folder."""
+    """Write the tensors that each rank owns, to every folder; return the records of all files. Collective."""
     mine = [slot for slot in _slots(planned) if slot.owner == ranks.rank]
     shards = _Shards(partial, mine)
 
@@ -153,7 +153,7 @@ def _write_shards(
 class _Shards:
     """The files that this rank writes, each opened when its first tensor comes.
 
-    One tensor is written, by a thread, while the next is gathered: no more than two are whole.
+    A thread writes one tensor while the next is gathered: no more than two are whole.
     """
 
     def __init__(self, folder: Path, slots: Sequence[Slot]) -> None:
@@ -164,7 +164,7 @@ class _Shards:
         self._last: Future[None] | None = None
 
     def write(self, slots: Sequence[Slot], tensor: torch.Tensor) -> None:
-        """Begin to write a tensor. Waits for the one before, and raises what that one raised."""
+        """Begin to write a tensor. Waits for the one before, and raises its error."""
         self._wait()
         self._last = self._thread.submit(self._write, slots, tensor)
 
@@ -195,9 +195,9 @@ class _Shards:
 
 
 def read_all(entries: Sequence[StateTensor], write: Callable[[StateTensor, torch.Tensor], None]) -> None:
-    """Read every state tensor, and write it where it came. Goes on reading after a failure, which is raised at the end.
+    """Read every state tensor and write it at once. Goes on reading after a failure, which is raised at the end.
 
-    Reading is collective: a rank that stopped because its disk is full would leave the others waiting for ever.
+    Reading is collective: a rank that stopped because its disk is full would make the others hang.
     """
     failure: Exception | None = None
     for entry in entries:
@@ -212,7 +212,7 @@ def read_all(entries: Sequence[StateTensor], write: Callable[[StateTensor, torch
 
 
 def _joined(partial: Path, stem: str, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """The records, with one file in place of several whose paths begin with `stem`."""
+    """Join the files whose paths begin with `stem` into one; return the records with it in their place."""
     parts = sorted(name for name in records if name.startswith(f"{stem}-"))
     if not parts:
         return dict(records)
@@ -232,7 +232,7 @@ def _joined(partial: Path, stem: str, records: Mapping[str, FileRecord]) -> dict
 def _write_others(
     partial: Path, model: Path, write: WriteModelFiles, records: Mapping[str, FileRecord], ranks: Ranks
 ) -> None:
-    """What is not a tensor of the model's files: by rank 0, whose libraries may differ from those of others."""
+    """Write the model's files that hold no tensors, by rank 0: libraries of other ranks may differ."""
 
     @disk_errors(partial)
     def written() -> dict[str, FileRecord]:
