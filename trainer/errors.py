@@ -1,4 +1,4 @@
-"""Errors a person can act on, and the exit code that each kind of them ends a run with."""
+"""Errors that the user can act on, and the exit code of each kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST_SHOWN = 20
-"""Problems that an error spells out; of the others it says how many they are."""
+"""The most problems that an error spells out; it counts the others."""
 
 FLAGS = {
     "--resume-weights-only": "resume_weights_only=True",
@@ -18,13 +18,13 @@ FLAGS = {
     "--world-size": "processes",
     "Run the same command again": "Make the same call again",
 }
-"""Of the command line, and what Python has in their place; the longer before what it begins with."""
+"""Command line flags and their Python equivalents; a longer flag comes before one that it begins with."""
 
 
 def printable(text: str) -> str:
-    """`text`, whoever wrote it, with what would steer a terminal or turn its reading round shown as `\\x1b`.
+    """Show characters of `text` that would control a terminal or reverse its direction as `\\x1b`.
 
-    Line breaks stay; half of a pair (a surrogate), which no terminal takes, is shown so as well.
+    Line breaks stay; a lone surrogate, which no terminal takes, is shown as an escape, too.
     """
     return "".join(c if c == "\n" or not _steers(c) else ascii(c)[1:-1] for c in text)
 
@@ -38,7 +38,7 @@ def _steers(character: str) -> bool:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: where, what was seen, what is expected there, and the mend."""
+    """One thing that is wrong: the place, what was seen, what is expected there, and how to mend it."""
 
     place: str
     seen: str
@@ -52,24 +52,24 @@ class Problem:
 
 
 class MeshloomError(Exception):
-    """Base of every error that is the user's to mend; carries one or more problems."""
+    """The base of every error that the user can mend; it has one or more problems."""
 
     exit_code = 70
     kind = "internal error"
     shared = False
-    """True once every rank has raised it, so that one of them can speak for all."""
+    """True once every rank has raised it, so that one of them can report it for all."""
 
     def __init__(self, *problems: Problem) -> None:
         super().__init__("\n".join(map(str, problems)))
         self.problems = problems
 
     def said_in_python(self) -> None:
-        """Say it from now on in the words of the Python API."""
+        """Reword the problems, in place, for the Python API."""
         self.problems = tuple(Problem(*map(in_python, vars(problem).values())) for problem in self.problems)
         self.args = ("\n".join(map(str, self.problems)),)
 
     def render(self) -> str:
-        """The text for a terminal: one line per problem, up to MOST_SHOWN."""
+        """Return the text for a terminal: one line per problem, up to MOST_SHOWN."""
         count = len(self.problems)
         head = self.kind + (f" ({count} problems)" if count > 1 else "")
         lines = [f"  {problem}" for problem in self.problems[:MOST_SHOWN]]
@@ -78,7 +78,7 @@ class MeshloomError(Exception):
 
 
 def shared(error: MeshloomError) -> MeshloomError:
-    """`error` as one that every rank raises."""
+    """Mark `error` as one that every rank raises, and return it."""
     error.shared = True
     return error
 
@@ -105,7 +105,7 @@ class DiskError(MeshloomError):
 
 
 class Preempted(MeshloomError):
-    """The run was asked to stop and saved; the same command with --resume auto goes on."""
+    """The run was asked to stop and saved; the same command with --resume auto resumes it."""
 
     exit_code = 75
     kind = "preempted"
@@ -119,29 +119,29 @@ class NumericsError(MeshloomError):
 
 
 class Stalled(MeshloomError):
-    """The run stood still longer than it may: no rank went on."""
+    """The run hung: no rank made progress within the time allowed."""
 
     exit_code = 77
     kind = "stalled"
 
 
 def in_python(text: str) -> str:
-    """What is said of the command line, as arguments of `trainer.train` and `trainer.verify`."""
+    """Replace command line flags in a text by arguments of `trainer.train` and `trainer.verify`."""
     for flag, argument in FLAGS.items():
         text = text.replace(flag, argument)
     return text
 
 
 def first_line(error: Exception) -> str:
-    """What somebody else's error says, short enough for ours."""
+    """Return the first line of a library's error, shortened."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def named_line(error: Exception, most: int = 200) -> str:
-    """The same, with the kind of error before it."""
+    """Return the same, after the kind of error."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:most]
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """The first of some names or lines, and how many there are more."""
+    """Join the first of some names or lines, and say how many more there are."""
     return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")

@@ -1,4 +1,4 @@
-"""The resolved parallel plan of a run, as one object that can't exist wrong."""
+"""The resolved parallel plan of a run, as an object that can't have invalid values."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ AXES = ("pipeline", "replicate", "shard", "tensor")
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which blocks recompute their activations in the backward pass."""
+    """The blocks whose activations are recomputed in the backward pass (activation checkpointing)."""
 
     mode: RecomputeMode = "none"
     every: int = 1
-    """With mode `every`: each Nth block."""
+    """The N of mode `every`: each Nth block is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class PipelineSchedule:
     name: str
     stages_per_rank: int = 1
     folded: bool = False
-    """Rank r of p holds the stages r and 2p - 1 - r, the first and the last being together; else r, r + p, ..."""
+    """True if rank r of p holds the stages r and 2p - 1 - r, so that rank 0 has first and last; else r, r + p, ..."""
     splits_backward: bool = False
-    """The gradients of weights are made apart from those of activations, to fill the bubble."""
+    """True if gradients of weights are computed separately from those of activations, to fill the bubble."""
 
     def problem(self, micro_batches: int, ranks: int) -> tuple[str, str] | None:
-        """What is wrong with this many micro-batches on `ranks` pipeline ranks: (seen, expected)."""
+        """Return why this many micro-batches can't run on `ranks` pipeline ranks, as (seen, expected), or None."""
         stages = ranks * self.stages_per_rank
         least = stages if self.folded else ranks
         seen = f"{micro_batches} micro-batches for {stages} pipeline stages under {self.name}"
@@ -67,7 +67,7 @@ PIPELINE_SCHEDULES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh axes, batch sizes and how state is sharded. Raises ConfigError when made of sizes that do not fit."""
+    """Mesh axes, batch sizes and the sharding of state. Raises ConfigError if made with sizes that do not fit."""
 
     world_size: int
     pipeline: int
@@ -75,22 +75,22 @@ class Layout:
     shard: int
     tensor: int
     micro_batch: int
-    """Samples of one forward pass of one data rank."""
+    """Samples in one forward pass of one data rank."""
     accumulation: int
-    """Micro-batches per step."""
+    """Micro-batches per step (gradient accumulation)."""
     train_batch: int
-    """Samples per step, over all data ranks."""
+    """Samples per step, over all data ranks (the global batch)."""
     zero_stage: int
     offload_optimizer: Device
     offload_param: Device
     precision: Precision
     recompute: Recompute
     schedule: PipelineSchedule = PIPELINE_SCHEDULES["1F1B"]
-    """Means nothing where `pipeline` is 1."""
+    """The schedule; it has no effect if `pipeline` is 1."""
     partition: Partition = "best"
-    """How blocks are divided over pipeline stages."""
+    """The rule by which blocks are divided over pipeline stages."""
     sync_batch_norm: bool = False
-    """Whether batch norm takes the statistics of a micro-batch over all data ranks together."""
+    """True if batch norm computes the statistics of a micro-batch over all data ranks together."""
 
     def __post_init__(self) -> None:
         axes = {name: getattr(self, name) for name in AXES}
@@ -107,12 +107,12 @@ class Layout:
 
     @property
     def offloads(self) -> bool:
-        """Whether any state lives off the device."""
+        """True if any state is kept off the device."""
         return self.offload_optimizer != "none" or self.offload_param != "none"
 
     @property
     def stages(self) -> int:
-        """Pipeline stages in all."""
+        """The number of pipeline stages on all ranks."""
         return self.pipeline * self.schedule.stages_per_rank if self.pipeline > 1 else 1
 
     @property
@@ -121,31 +121,31 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Groups of processes that see different samples."""
+        """The number of groups of processes that see different samples."""
         return self.replicate * self.shard
 
     def data_rank(self, rank: int) -> int:
-        """Which share of the samples process `rank` sees: the mesh is row-major, tensor innermost."""
+        """Return the index of process `rank`'s share of the samples: the mesh is row-major, tensor innermost."""
         return rank // self.tensor % self.data_ranks
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where process `rank` stands on each axis."""
+        """Return the position of process `rank` on each axis."""
         found = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return found
 
     def rank_at(self, pipeline: int = 0, replicate: int = 0, shard: int = 0, tensor: int = 0) -> int:
-        """The process that stands there."""
+        """Return the process at these coordinates."""
         return ((pipeline * self.replicate + replicate) * self.shard + shard) * self.tensor + tensor
 
     def axes_of(self, group: Iterable[int]) -> tuple[str, ...]:
-        """The axes along which any two processes of a group differ."""
+        """Return the axes along which any two processes of a group differ."""
         places = [self.coordinates(rank) for rank in group]
         return tuple(axis for axis in AXES if len({place[axis] for place in places}) > 1)
 
     def stages_of(self, pipeline_rank: int) -> list[int]:
-        """The pipeline stages that the ranks at this coordinate hold, in order."""
+        """Return the pipeline stages of the ranks at this coordinate, in order."""
         if self.pipeline == 1:
             return [0]
         if self.schedule.folded:
@@ -153,7 +153,7 @@ class Layout:
         return list(range(pipeline_rank, self.stages, self.pipeline))
 
     def describe(self) -> str:
-        """The layout on one line."""
+        """Describe the layout on one line."""
         axes = [f"{name} {getattr(self, name)}" for name in AXES]
         mesh = " x ".join(axis for axis in axes if not axis.endswith(" 1")) or "one process"
         offloads = {"optimizer": self.offload_optimizer, "parameters": self.offload_param}
@@ -173,7 +173,7 @@ class Layout:
 
 
 def layout_of(config: Config, world_size: int) -> Layout:
-    """The layout of a resolved config. Raises ConfigError where it does not fit `world_size` processes."""
+    """Build the layout of a resolved config. Raises ConfigError if it does not fit `world_size` processes."""
     sizes = mesh_sizes(config, world_size)
     settings = config.settings
     zero = settings.get("zero_optimization", {})
@@ -209,7 +209,7 @@ def _recompute(text: str) -> Recompute:
 
 
 def _product(path: str, factors: dict[str, int], whole: int, unit: str) -> list[Problem]:
-    """The problem of sizes whose product is not `whole`, or that are below 1."""
+    """Return a problem if the product of sizes is not `whole`, or one is below 1."""
     product = 1
     for size in factors.values():
         product *= size

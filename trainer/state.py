@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: state tensors of training state under Hugging Face names, and the run's position.
+"""The content of a checkpoint: state tensors under Hugging Face names, and the run's position.
 
 Engines produce state tensors, `checkpoint/` stores them; neither knows the other.
 """
@@ -15,38 +15,38 @@ if TYPE_CHECKING:
     from trainer.distributed.ranks import Ranks
 
 VERSION = "0.1.0"
-"""Of this program: every checkpoint says which one wrote it."""
+"""The version of this program, which every checkpoint records."""
 WEIGHT = "weight"
 """The `key` of a state tensor that holds model weights; every other key is optimizer state of the same name."""
 MASTER = "master"
 """The `key` of the exact float32 weight beside a 16-bit one."""
 STEP = "step"
-"""The `key` that counts a parameter's updates. Checkpoints of old have one count for all, `optimizer_step`."""
+"""The `key` that counts a parameter's updates. Old checkpoints have one count for all, `optimizer_step`."""
 
 
 @dataclass(frozen=True)
 class LocalRead:
-    """How a state tensor is read without a wait for other ranks: each copies its shard, and they are gathered later."""
+    """Reading of a state tensor without waiting for other ranks: each copies its shard, to be gathered later."""
 
     shard: Callable[[], torch.Tensor | None]
-    """This rank's shard of the live tensor; None where it has none that `gather` wants."""
+    """Returns this rank's shard of the live tensor; None if it has none that `gather` needs."""
     gather: Callable[[torch.Tensor | None, Ranks], torch.Tensor | None]
-    """The whole tensor on its owner from a copy of `shard`, on the host. Collective over the ranks given."""
+    """Returns the whole tensor on its owner from a copy of `shard`, on the host. Collective over the ranks given."""
 
 
 @dataclass(frozen=True)
 class StateTensor:
     """One named tensor of the training state.
 
-    `read` and `write` are collective: every rank calls them, for all state tensors in the same order.
-    `read()` returns the whole tensor on rank `owner` and None elsewhere; `write(tensor)` is called
-    with the whole tensor on every rank, and each rank keeps its shard.
+    `read` and `write` are collective: every rank calls them, for all state tensors in the same
+    order. `read()` returns the whole tensor on rank `owner` and None elsewhere; `write(tensor)` is
+    called with the whole tensor on every rank, and each rank keeps its shard.
     """
 
     name: str
     """The parameter's Hugging Face name, e.g. `model.layers.0.mlp.up_proj.weight`."""
     key: str
-    """`weight`, or what the optimizer keeps beside it: `master` (float32 weights), `exp_avg`, `exp_avg_sq`, `step`."""
+    """`weight`, or the optimizer's name of its state: `master` (float32 weights), `exp_avg`, `exp_avg_sq`, `step`."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     owner: int
@@ -54,12 +54,12 @@ class StateTensor:
     write: Callable[[torch.Tensor], None]
     local: LocalRead | None = None
     keep: Callable[[Mapping[str, tuple[int, ...]]], list[StateTensor]] | None = None
-    """Of a weight that is learned. `keep(shapes)`, by key, has the optimizer keep state beside it as a checkpoint
-    does: all keys or, where there are none, nothing. Returns the state tensors to be written. Not collective."""
+    """Makes the optimizer keep state for this weight as a checkpoint does; None if the weight is not trained.
+    `keep(shapes)`, by key: all keys or, if empty, none. Returns the state tensors to be written. Not collective."""
 
 
 def renamed(entries: Sequence[StateTensor], names: Mapping[str, str]) -> list[StateTensor]:
-    """The state tensors under the names that files have."""
+    """Return the state tensors under their names in files."""
 
     def one(entry: StateTensor) -> StateTensor:
         keep = entry.keep
@@ -71,13 +71,13 @@ def renamed(entries: Sequence[StateTensor], names: Mapping[str, str]) -> list[St
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands. `samples` alone fixes the data that comes next."""
+    """The position of a run. `samples` alone determines the data that comes next."""
 
     step: int = 0
     """Optimizer steps done."""
     samples: int = 0
     """Samples seen, over all ranks, since the start of the run."""
     tokens: int = 0
-    """Target tokens seen, over all ranks."""
+    """Label tokens seen, over all ranks."""
     engine: dict[str, float] = field(default_factory=dict)
-    """Scalars the engine wants back: the loss scale, the optimizer's own step count."""
+    """Scalars that the engine restores: the loss scale, the optimizer's own step count."""

@@ -1,4 +1,4 @@
-"""Files and renames that have reached the disk, and what to tell a person when they can't."""
+"""Files and renames that reach the disk, and errors that say what to do if they can't."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any, TextIO
 from trainer.errors import DiskError, Problem
 
 REFUSED_PICKLE = "damaged, or a pickle that does more than hold tensors and plain values: it was not opened"
-"""In place of PyTorch's words, which advise to switch the protection off."""
+"""The text in place of PyTorch's, which advises to switch the protection off."""
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def ensure_writable(folder: Path, needed_bytes: int = 0) -> None:
-    """Create `folder`, write a small file there, and see that `needed_bytes` are free.
+    """Create `folder`, write a small file there, and check that `needed_bytes` are free.
 
     Raises DiskError.
     """
     with disk_errors(folder, needed_bytes):
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"  # one name: what a kill leaves behind goes with the next probe
+        probe = folder / ".writable"  # one name: a probe that a kill leaves behind goes with the next one
         probe.write_bytes(b"0" * 512)
         probe.unlink(missing_ok=True)
         free = shutil.disk_usage(folder).free
@@ -47,7 +47,7 @@ def disk_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
 
 
 def size(count: int) -> str:
-    """`count` bytes for a person."""
+    """Return `count` bytes as text for the user."""
     for unit, name in _UNITS:
         if count >= unit:
             return f"{count / unit:.1f} {name}"
@@ -55,12 +55,12 @@ def size(count: int) -> str:
 
 
 def to_json(value: Any) -> bytes:
-    """The one form in which a checkpoint's own JSON files are written. Raises TypeError, ValueError."""
+    """Return the one form in which a checkpoint's own JSON files are written. Raises TypeError, ValueError."""
     return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 def parse_json(content: bytes | str) -> Any:
-    """What JSON text holds, whoever wrote it. Raises ValueError, whatever is wrong with it."""
+    """Parse JSON text from any source. Raises ValueError, whatever is wrong with it."""
     try:
         return json.loads(content)
     except RecursionError as error:
@@ -72,13 +72,13 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError for a pipe, whose opening would wait without end, and whatever else is no regular file."""
+    """Raise OSError for anything but a regular file, such as a pipe, whose opening would hang."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "no regular file", str(path))
 
 
 def read_file(path: Path, most: int = 1 << 26) -> bytes:
-    """The bytes of a regular file. Raises OSError, also for one of more than `most` bytes."""
+    """Return the bytes of a regular file. Raises OSError, also for one of more than `most` bytes."""
     check_regular(path)
     with path.open("rb") as file:
         content = file.read(most + 1)
@@ -94,7 +94,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Give `path` new content: a reader sees the old or the new one, never a part."""
+    """Replace the content of `path`: a reader sees the old or the new one, never a part."""
     beside = path.with_name(f".{path.name}.new")
     write_file(beside, content)
     os.replace(beside, path)
@@ -108,7 +108,7 @@ def rename_folder(old: Path, new: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have the disk hold what was written to a file, or the list of names in a folder."""
+    """Flush a file's content, or a folder's list of names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -122,9 +122,9 @@ def _free(path: Path) -> str:
 
 
 class Unfailing:
-    """A text file for people, whose disk may be full or whose reader gone: what it does not take is left out.
+    """A text file for people that never fails: text that a full disk or a gone reader does not take is lost.
 
-    `failed` is told the first such error. What is written meanwhile is lost; what is written later may not be.
+    `failed` is called with the first such error. Later text may be written again.
     """
 
     def __init__(self, file: TextIO, failed: Callable[[OSError], object] = lambda error: None) -> None:
