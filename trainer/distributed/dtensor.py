@@ -1,4 +1,4 @@
-"""A process's shard of a DTensor: cut from the whole tensor, and gathered to it on one process."""
+"""A process's shard of a DTensor: cut from the whole tensor, and gathered into it on one process."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch.distributed.tensor import DTensor
 from trainer.distributed.ranks import Ranks
 
 BUFFER_BYTES = 64 << 20
-"""What gathering takes of a device's memory, about."""
+"""Bytes of a device's memory that gathering takes, approximately."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's shard of a tensor, or all of one that is no DTensor."""
+    """Return this process's shard of a DTensor, or the whole of any other tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_shard(value: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """The view of a whole tensor that is this process's part of `like`."""
+    """Return the view of a whole tensor that is this process's part of `like`."""
     coordinate = like.device_mesh.get_coordinate()
     assert coordinate is not None
     return shard_at(value, like, coordinate)
 
 
 def shard_at(value: torch.Tensor, like: DTensor, coordinate: Sequence[int]) -> torch.Tensor:
-    """The view of a whole tensor that is the part of `like` at a coordinate of its mesh.
+    """Return the view of a whole tensor that is the part of `like` at a coordinate of its mesh.
 
-    The innermost axis divides first: FSDP shards what tensor parallelism has left (DTensor's strided sharding).
+    The innermost axis divides first: FSDP shards the part that tensor parallelism leaves (DTensor's strided sharding).
     """
     for axis in reversed(range(like.device_mesh.ndim)):
         dim = getattr(like.placements[axis], "dim", None)
@@ -41,13 +41,13 @@ def shard_at(value: torch.Tensor, like: DTensor, coordinate: Sequence[int]) -> t
 
 
 def gather(part: torch.Tensor, like: DTensor, owner: int, ranks: Ranks) -> torch.Tensor | None:
-    """The whole tensor on `owner`, from `part` as each process has it on the host; None elsewhere. Collective.
+    """Gather the whole tensor on `owner` from each process's `part` on the host; None elsewhere. Collective.
 
-    Nothing is sent but to `owner`, and of several equal parts only one.
+    Parts are sent to `owner` only, and only one of several equal ones.
     """
     mesh = like.device_mesh.mesh
     coordinates = {int(mesh[at]): at for at in product(*map(range, mesh.shape))}
-    if owner not in coordinates:  # it has another replica
+    if owner not in coordinates:  # it belongs to another replica
         return None
     divided = [hasattr(placement, "dim") for placement in like.placements]
     senders = {
@@ -75,9 +75,9 @@ def gather(part: torch.Tensor, like: DTensor, owner: int, ranks: Ranks) -> torch
 
 
 def gather_by_device(like: DTensor, owner: int, rank: int) -> torch.Tensor | None:
-    """The whole tensor on the host of `owner`; None elsewhere. Collective over the mesh of `like`.
+    """Gather the whole tensor on the host of `owner`; None elsewhere. Collective over the mesh of `like`.
 
-    By the devices' own groups, which gather on all their ranks, and a buffer at a time: what is whole is on the host.
+    Uses the devices' own groups, which gather on all their ranks, a buffer at a time: only the host holds the whole.
     """
     mesh, part = like.device_mesh, like.to_local().detach()
     coordinates = {int(mesh.mesh[at]): at for at in product(*map(range, mesh.mesh.shape))}

@@ -1,4 +1,4 @@
-"""How the processes of a run find one another: a store on rank 0's machine that listens to no more than it must."""
+"""The rendezvous of a run's processes: a store on rank 0's machine that listens on no more addresses than needed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch.distributed as dist
 from trainer.errors import ConfigError, Problem, listed
 
 REACH_SECONDS = 60.0
-"""How long the machine of rank 0 may take to answer at all: its process may still be importing."""
+"""Seconds in which rank 0's machine must answer at all: its process may still be importing."""
 MEET_SECONDS = 600.0
-"""How long the others may take to come: programs are loaded over slow networks."""
+"""Seconds in which all ranks must come: programs are loaded over slow networks."""
 TELL_SECONDS = 20.0
-"""After which it is said who is missing; and how often."""
+"""Seconds between messages that say who is missing."""
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """On the address of this machine that `host` names, or where it names none, as behind a load balancer, on all.
+    """Listen on this machine's address that `host` names, or on all if it names none, as behind a load balancer.
 
-    Raises ConfigError where the port is taken.
+    Raises ConfigError if the port is taken.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -47,7 +47,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def serve(host: str, port: int, timeout: datetime.timedelta) -> Any:
-    """The store, served by this process. Raises ConfigError as above."""
+    """Serve the store from this process. Raises ConfigError as `listening_socket` does."""
     bound = listening_socket(host, port)
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": bound.detach()}
     return dist.TCPStore(host, port or bound_port(options["master_listen_fd"]), None, timeout=timeout, **options)
@@ -59,10 +59,10 @@ def bound_port(descriptor: int) -> int:
 
 
 def reach(host: str, port: int, rank: int, timeout: datetime.timedelta, say: Callable[[str], None]) -> Any:
-    """The store that rank 0, or the launcher, serves.
+    """Connect to the store that rank 0, or the launcher, serves.
 
-    A machine that can't be reached raises ConfigError after a minute; one that refuses may not have started its process
-    yet, and is waited for as the others are.
+    Raises ConfigError after a minute if a machine can't be reached; one that refuses may not have
+    started its process yet, and gets as long as the other ranks.
     """
     begun = told = time.monotonic()
     while True:
@@ -83,7 +83,7 @@ def reach(host: str, port: int, rank: int, timeout: datetime.timedelta, say: Cal
 
 
 def await_all(store: Any, rank: int, world_size: int, say: Callable[[str], None]) -> Mapping[int, str]:
-    """The host of each rank, once all have come. Says who is missing. Raises ConfigError where they don't come."""
+    """Wait for all ranks, saying who is missing; return the host of each. Raises ConfigError if some don't come."""
     store.set(f"meshloom/host/{rank}", socket.gethostname())
     begun = told = time.monotonic()
     missing = list(range(world_size))

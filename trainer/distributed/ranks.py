@@ -1,4 +1,4 @@
-"""The processes of a run, as the few host-side things that code outside the engines needs of them."""
+"""The processes of a run, with the host-side operations that code outside the engines needs of them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ T = TypeVar("T")
 class Ranks:
     """This process's place among the `world_size` processes of the run.
 
-    Works without a process group when `world_size` is 1. All methods are collective:
-    every rank has to call them in the same order.
+    Works without a process group when `world_size` is 1. All methods are collective: every rank has
+    to call them in the same order.
     """
 
     rank: int = 0
     world_size: int = 1
     group: Any = None
-    """The process group in which they meet; None: that of the run."""
+    """The process group in which they communicate; None: that of the run."""
     keepers: tuple[int, ...] = ()
-    """Of each rank, the first one that sees the run's folder that it sees; empty: all share that of rank 0."""
+    """For each rank, the first rank that sees the same run folder; empty: all share that of rank 0."""
     among_keepers: Any = None
-    """The process group, on the host, in which keepers meet where there are several."""
+    """The process group, on the host, of the keepers, if there are several."""
 
     def on_host(self) -> Ranks:
-        """The same processes, meeting on the host in a group of their own: a thread may ask them. Collective."""
+        """Return the same processes with a group of their own on the host, which a thread may use. Collective."""
         if self.world_size == 1:
             return self
         import torch.distributed as dist
@@ -43,19 +43,19 @@ class Ranks:
 
     @property
     def keeper(self) -> int:
-        """The rank that writes what is written once in the run's folder that this rank sees."""
+        """The rank that writes what is written once into the run folder that this rank sees."""
         return self.keepers[self.rank] if self.keepers else 0
 
     @property
     def beside(self) -> list[int]:
-        """The ranks that see the run's folder that this one sees."""
+        """The ranks that see the same run folder as this one."""
         return [rank for rank in range(self.world_size) if not self.keepers or self.keepers[rank] == self.keeper]
 
     def barrier(self) -> None:
         self.gather(None)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order, on every rank."""
+        """Return the values of all ranks, in rank order, on every rank."""
         if self.world_size == 1:
             return [value]
         import torch.distributed as dist
@@ -65,7 +65,7 @@ class Ranks:
         return values
 
     def any_soon(self, value: bool) -> Callable[[], bool]:
-        """Begin to ask whether `value` holds on any rank; the call that is returned waits for the answer.
+        """Begin to ask if `value` is true on any rank; the returned function waits for the answer.
 
         On the host: these ranks have to be `on_host`.
         """
@@ -86,12 +86,12 @@ class Ranks:
     def on_first(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank.
 
-        Raises on every rank what `work` raised on rank 0, so that one mistake is never a hang elsewhere.
+        Raises on every rank the error of rank 0, so that one mistake is never a hang elsewhere.
         """
         return self.on_each(lambda: work() if self.first else None)[0]  # type: ignore[return-value]
 
     def on_keepers(self, work: Callable[[], T]) -> T:
-        """Run `work` once for each run folder, and return the result of this rank's. Raises as `on_each` does."""
+        """Run `work` once for each run folder, and return this folder's result. Raises as `on_each` does."""
         return self.each_keeper(work)[self.keeper]
 
     def each_keeper(self, work: Callable[[], T]) -> dict[int, T]:
@@ -104,20 +104,19 @@ class Ranks:
         return self._agree(_outcome(work))
 
     def on_own(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank and return this rank's own result, sent to nobody. Raises as `on_each` does."""
+        """Run `work` on every rank and return this rank's own result, without sending it. Raises as `on_each` does."""
         failed, result = _outcome(work)
         self._agree((failed, result if failed else None))
         return result  # type: ignore[no-any-return]
 
     def await_first(self, work: Callable[[], T]) -> T:
-        """As `on_first`, for work that may take hours: see `await_each`."""
+        """Run `work` as `on_first` does, even if it takes hours: see `await_each`."""
         return self.await_each(lambda: work() if self.first else None)[0]  # type: ignore[return-value]
 
     def await_each(self, work: Callable[[], T]) -> list[T]:
-        """As `on_each`, for work that may take hours: who is done waits in no collective, and without a limit of time.
-
-        Raises RuntimeError if a rank dies over its work.
-        """
+        """Run `work` as `on_each` does, even if it takes hours: a finished rank waits outside
+        collectives, without a timeout.
+        Raises RuntimeError if a rank dies over its work."""
         if self.world_size == 1:
             return self._agree(_outcome(work))
         with Rendezvous(self.rank, self.world_size) as others:
@@ -139,10 +138,10 @@ class Ranks:
 
 
 def _outcome(work: Callable[[], Any]) -> tuple[bool, Any]:
-    """Whether it failed, and what it gave or raised."""
+    """Run `work`; return True if it failed, and its result or error."""
     try:
         return False, work()
-    except Exception as error:  # raised again where all meet
+    except Exception as error:  # raised again on all ranks
         return True, error
 
 

@@ -1,4 +1,4 @@
-"""Ranks that wait for one another over the store that they met by: no collective, and so no limit of its time."""
+"""Waiting for other ranks over their store instead of a collective, and so without its timeout."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 600.0
-"""Without a sign of life of any rank that is at work. Long: one that parses a huge JSON can't give one meanwhile."""
+"""Seconds without a sign of life of any working rank. Long: while a huge JSON file is parsed, there is none."""
 
 
 class Rendezvous:
-    """While it is open this rank gives signs of life, until it waits for the others. Every rank has to open as many."""
+    """While it is open, this rank gives signs of life, until it waits for the others. All ranks open equally many."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         from torch.distributed.distributed_c10d import _get_default_store
@@ -36,7 +36,7 @@ class Rendezvous:
         self._thread.join()
 
     def wait(self) -> None:
-        """Until every rank waits. Raises RuntimeError if those that do not have fallen silent."""
+        """Wait until every rank waits. Raises RuntimeError if the others have fallen silent."""
         self._at_work.set()
         heard, since, pause = (-1, -1), time.monotonic(), 0.005
         known = self._add(self._done, 1), 0

@@ -15,12 +15,12 @@ POLL_SECONDS, TELL_SECONDS = 0.02, 20.0
 def session(
     store: Any, rank: int, world_size: int, patience: float, say: Callable[[str], None] = lambda line: None
 ) -> Any:
-    """`store` as it is for this start alone. Collective.
+    """Return the part of `store` that belongs to this start alone. Collective.
 
-    The agent of torchrun keeps its store when it starts the ranks again, and with it the addresses of those that died;
-    which start it is it tells each node otherwise. So rank 0 makes up a name, and tells it to whoever asks: a rank
-    knows by its own word, which comes back with it, that the answer is not an old one. Raises ConfigError where they
-    don't come in `patience` seconds; `say` is told meanwhile who is waited for.
+    The agent of torchrun keeps its store when it restarts the ranks, with the addresses of those that died, and
+    its nodes do not agree on the number of the start. So rank 0 makes up a name, and answers each rank's request
+    with it: a rank's own word, which comes back, proves that the answer is not an old one. Raises ConfigError if
+    ranks don't come in `patience` seconds; meanwhile `say` is called with those that are missing.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""What a run that stands still is said to stand at: from the beats of its ranks to a sentence and a table."""
+"""The diagnosis of a run that hangs: from the beats of its ranks to a sentence and a table."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ PHASES = {
     "finishing": 15.0,
     "leaving": 5.0,
 }
-"""What a rank does, in the order of a run and of a step; how many times the patience of a step each may take."""
+"""The phases of a rank, in the order of a run and of a step -> the multiple of a step's patience that each may take."""
 MOST_LINES = 6
 BUSY, IDLE = 0.8, 0.5
-"""From what share of its time on a rank counts as slow, if most others work for less than the second."""
+"""A rank is slow if it is busy for more than the first share of its time, and most others for less than the second."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself."""
+    """The report of a rank on itself."""
 
     rank: int
     host: str
     process: int
     phase: str
     step: int
-    """The one that is made, from 1; 0 before the first."""
+    """The step in progress, from 1; 0 before the first."""
     still: float
-    """Seconds since it moved last."""
+    """Seconds since it last made progress."""
     number: int = 0
     busy: float | None = None
-    """Which share of the last minute it did not wait for the others; None: too early to say."""
+    """The share of the last minute in which it did not wait for other ranks; None: too early to say."""
     stack: tuple[str, ...] = ()
-    """Where its main thread stands, innermost last; once it stands for long."""
+    """The stack of its main thread, innermost last; empty until it has stood still for long."""
 
     @property
     def place(self) -> str:
@@ -57,14 +57,14 @@ def place(step: int, phase: str) -> str:
 
 
 def behind(beats: Sequence[Beat]) -> list[Beat]:
-    """Those that are less far than another one."""
+    """Return the ranks that are behind another one in progress."""
     least = min(beat.progress for beat in beats)
     found = [beat for beat in beats if beat.progress == least]
     return found if len(found) < len(beats) else []
 
 
 def straggler(beats: Sequence[Beat]) -> Beat | None:
-    """The one that all others wait for half of the time, while it hardly waits itself."""
+    """Return the rank that all others wait for half of the time, while it hardly waits itself, if there is one."""
     found = sorted((beat for beat in beats if beat.busy is not None), key=lambda beat: -(beat.busy or 0.0))
     if len(found) < max(2, len(beats)):
         return None
@@ -73,7 +73,7 @@ def straggler(beats: Sequence[Beat]) -> Beat | None:
 
 
 def diagnosis(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str]:
-    """First one sentence: who holds the run, and by what; then the ranks by what they do, and where that one stands."""
+    """Say in one sentence which rank holds the run up, and why; then list the ranks by phase, and that rank's stack."""
     quiet, late, apart = [beat for beat in beats if silent(beat)], behind(beats), elsewhere(beats)
     if quiet:
         cause, named = f"in {quiet[0].place}, {who(quiet)} {described(quiet[0])}", quiet
@@ -103,7 +103,7 @@ def _stack(named: Sequence[Beat]) -> list[str]:
 
 
 def elsewhere(beats: Sequence[Beat]) -> list[Beat]:
-    """Those whose main thread stands at other lines than most others' do; empty: nobody, or it is not known."""
+    """Return the ranks whose stacks differ from most others'; empty if there are none, or it is not known."""
     groups: dict[tuple[str, ...], list[Beat]] = {}
     for beat in beats:
         groups.setdefault(beat.stack, []).append(beat)
@@ -112,7 +112,7 @@ def elsewhere(beats: Sequence[Beat]) -> list[Beat]:
 
 
 def state_of(process: int) -> str | None:
-    """The letter by which Linux tells what a process does; None if it is gone, "?" where that can't be seen."""
+    """Return Linux's letter for the state of a process; None if it is gone, "?" where it can't be seen."""
     if not Path("/proc/self/stat").exists():
         return "?"
     with suppress(OSError, IndexError):
@@ -121,7 +121,7 @@ def state_of(process: int) -> str | None:
 
 
 def is_gone(process: int) -> bool:
-    """Whether a process of this machine has ended."""
+    """Return True if a process of this machine has ended."""
     return state_of(process) in (None, "Z", "X")
 
 

@@ -1,4 +1,4 @@
-"""A watcher in each rank: says what it does, and ends a run that stands still, with who holds it."""
+"""The watchdog in each rank, which reports what the rank does, and ends a run that hangs, naming the culprit."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from typing import Any, NoReturn
 from trainer.distributed.stall import PHASES, Beat, behind, described, diagnosis, is_gone, place, straggler, table, who
 
 FIRST_STEP = 5.0
-"""How many times as long as another the first step may take: kernels are compiled and buffers made."""
+"""The factor by which the first step may take longer: kernels are compiled and buffers made."""
 LEAST_SECONDS, STEPS = 120.0, 10.0
-"""The patience if none is given: so many times the median step, at least so long."""
+"""The patience if none is given: this many times the median step, and at least this many seconds."""
 BEAT_SECONDS, DOUBTFUL_SECONDS, SILENT_SECONDS = 1.0, 4.0, 10.0
 ANSWER_SECONDS = 8.0
-"""How long the one who speaks for all may take."""
+"""Seconds that the rank that reports for all may take."""
 READERS = (0, 1)
-"""The ranks that read each second what all say: the first, and one that sees the first fall silent."""
+"""The ranks that read all beats each second: the first, and one that sees the first fall silent."""
 SILENT_PHASES = {"preparing": 5.0, "building": 5.0}
-"""How many times its patience a rank may be silent: what parses a huge file holds the interpreter."""
+"""Multiples of its patience for which a rank may be silent: parsing a huge file holds the interpreter."""
 KEY = "meshloom/watch"
 SAMPLES = 60
-"""Beats from which it is told who is slow."""
+"""The number of beats over which slow ranks are found."""
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 FRAMES = 8
 
 
 class Watch:
-    """Beats in a thread of its own over a connection of its own to the store: nothing of it is in a step.
+    """Sends beats from a thread of its own, over its own connection to the store: no step waits for it.
 
-    `processes` are the host and the process of each rank, as they told one another when they met: who says nothing
-    later is named by them. `stalled` is told once what stands still, in the one process that speaks for all, before
-    each ends with `code`.
+    `processes`: host and process of each rank, exchanged at the rendezvous, which name a rank that
+    is silent later. `stalled` is called once with the diagnosis, in the one process that reports
+    for all, before each process exits with `code`.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class Watch:
             for other, (host, process) in enumerate(processes)
             if other != rank
         }
-        """What each said last, and when that was heard; before its first beat, when they met."""
+        """Each other rank's last beat, and when it was read; before its first beat, the time of the rendezvous."""
         self._asked = False
-        """Whether all were asked once."""
+        """True once all beats were read."""
         self._answered = time.monotonic()
         self._closed = threading.Event()
         self._unanswered = False
         self.steps: int | None = None
-        """Of the whole run."""
+        """The number of steps of the whole run."""
         self.slow: Callable[[str], None] = lambda line: None
-        """On rank 0: told once of each rank that the others wait for."""
+        """Called on rank 0, once for each rank that the others wait for."""
         self._main = threading.main_thread().ident
         self._samples: deque[bool] = deque(maxlen=SAMPLES)
         self._slow: set[int] = set()
         self.told: Callable[[Mapping[str, Any]], None] = lambda status: None
-        """Each beat: what there is to know from outside; on rank 0 of all, elsewhere of this one."""
+        """Called at each beat with the status for outside readers: on rank 0 of all ranks, elsewhere of this one."""
         self._store = store.clone() if self._world_size > 1 else None
         if self._store is not None:
             self._store.set_timeout(datetime.timedelta(seconds=SILENT_SECONDS))
@@ -89,10 +89,10 @@ class Watch:
         for work in (self._beat, self._judge):
             threading.Thread(target=work, name="watch", daemon=True).start()
 
-    # what the run tells
+    # called by the run
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """This rank begins a phase, of the step that is made if one is."""
+        """Begin a phase, of `step` if one is given."""
         now = time.monotonic()
         if phase == "waiting for data" and step is not None:
             if self._first is None:
@@ -103,25 +103,25 @@ class Watch:
         self._phase, self._step, self._moved = phase, self._step if step is None else step, now
 
     def moves(self, seconds: float = 0.0) -> None:
-        """It goes on, in the same phase, and may rightly show nothing for so many seconds."""
+        """Note progress within the phase; it may rightly show none for the next `seconds`."""
         self._moved = time.monotonic() + seconds
 
     def close(self) -> None:
         self._closed.set()
 
-    # what others may ask
+    # read by others
 
     @property
     def place(self) -> str:
         return place(self._step, self._phase)
 
     def fails_first(self) -> bool:
-        """Whether no other rank has failed before; True where the store is gone."""
+        """Return True if no other rank has failed before, or the store is gone."""
         if self._unanswered:
             return self._rank == 1
         try:
             return self._store is None or int(self._store.add(f"{KEY}/failed", 1)) == 1
-        except Exception:  # rank 0 had it
+        except Exception:  # rank 0 had the store
             return True
 
     def somebody_failed(self) -> bool:
@@ -131,14 +131,14 @@ class Watch:
             return False
 
     def gone(self) -> list[Beat]:
-        """The ranks of this machine whose process has ended, and those of others that have fallen silent."""
+        """Return the ranks whose process on this machine has ended, or that have fallen silent on another machine."""
         answered = False
-        with suppress(Exception):  # what was heard before tells, too
+        with suppress(Exception):  # earlier beats still count
             self._read()
             answered = True
         found = []
         for beat, _ in self._others.values():
-            # without the store nothing is heard of anybody, and only rank 0's silence says why
+            # without the store no beats arrive, and only rank 0's silence explains that
             silent = self._silent(beat) and (answered or beat.rank == 0)
             ended = is_gone(beat.process) if beat.host == socket.gethostname() else silent
             if ended and beat.rank != self._rank and beat.phase != "leaving":
@@ -148,11 +148,11 @@ class Watch:
     # the threads
 
     def _limit(self, phase: str, step: int) -> float:
-        """Seconds that a rank may stand in `phase` of `step`."""
+        """Return the seconds for which a rank may stand still in `phase` of `step`."""
         return self._patience() * max(PHASES[phase], FIRST_STEP if step == self._first else 1.0)
 
     def _patience(self) -> float:
-        """Seconds that a usual step may stand, and a rank may be silent once it trains, whatever it did last."""
+        """Return the seconds for which a usual step may stand still, and a training rank may be silent."""
         usual = max(LEAST_SECONDS, STEPS * statistics.median(self._steps)) if self._steps else LEAST_SECONDS
         return self._given or usual
 
@@ -167,7 +167,7 @@ class Watch:
         return Beat(*me, self._phase, self._step, still, self._number, busy, stack)
 
     def _sample(self) -> None:
-        """Whether the main thread works, or waits for the others in a collective: that blocks it on the host."""
+        """Note if the main thread works, or waits for other ranks in a collective, which blocks it on the host."""
         frame = sys._current_frames().get(self._main or 0)
         if self._phase in ("training", "waiting for data"):
             files = (os.path.basename(found.f_code.co_filename) for found, _ in traceback.walk_stack(frame))
@@ -193,11 +193,11 @@ class Watch:
                 if self._rank in READERS or still > self._limit(self._phase, self._step) / 2:
                     self._read()
                 self._answered = time.monotonic()
-            except Exception:  # `_judge` sees that nothing was answered
+            except Exception:  # `_judge` sees that there was no answer
                 continue
             if self._rank == 0:
                 self._tell_slow()
-            with suppress(OSError):  # the run itself tells a full disk
+            with suppress(OSError):  # the run itself reports a full disk
                 self.told(self.status())
 
     def _tell_slow(self) -> None:
@@ -207,12 +207,12 @@ class Watch:
             self.slow(f"note: the others wait for {who([found])} most of the time: it is slower than they are")
 
     def _read(self) -> None:
-        """What all say; of those that say nothing, what they said last. Raises what the store does."""
+        """Read the beats of all ranks, the last known of silent ones. Raises the store's errors."""
         if self._store is None:
             return
         keys = [f"{KEY}/{rank}" for rank in range(self._world_size)]
         unheard = any(beat.number == 0 for beat, _ in self._others.values())
-        if unheard and not self._store.check(keys):  # to get what is not there would wait for it
+        if unheard and not self._store.check(keys):  # getting a missing key would wait for it
             keys = [key for key in keys if self._store.check([key])]
         now = time.monotonic()
         for value in self._store.multi_get(keys):
@@ -224,7 +224,7 @@ class Watch:
         self._asked = True
 
     def _seen(self) -> list[Beat]:
-        """Each rank with the seconds for which it stands, as far as this one knows."""
+        """Return each rank's last beat, with its seconds without progress up to now."""
         now = time.monotonic()
         known = {rank: replace(beat, still=beat.still + now - heard) for rank, (beat, heard) in self._others.items()}
         return [beat for _, beat in sorted((known | {self._rank: self._mine()}).items())]
@@ -233,23 +233,23 @@ class Watch:
         return self._unheard(beat) > SILENT_SECONDS
 
     def _doubtful(self, beat: Beat) -> bool:
-        """Whether it misses beats, and may be silent soon."""
+        """Return True if a rank misses beats, and may be silent soon."""
         return DOUBTFUL_SECONDS < self._unheard(beat) <= SILENT_SECONDS
 
     def _unheard(self, beat: Beat) -> float:
-        """For how many seconds it has said nothing new."""
+        """Return the seconds since the last new beat of a rank."""
         _, heard = self._others.get(beat.rank, (beat, time.monotonic()))
         return 0.0 if beat.rank == self._rank else time.monotonic() - heard
 
     def _lost(self, beats: Sequence[Beat]) -> bool:
-        """Whether one is silent for longer than it may be; those who read what all say each second know."""
+        """Return True if a rank is silent for longer than allowed; only READERS, which read all beats, can tell."""
         patience = self._patience()
         return self._rank in READERS and any(
             self._unheard(beat) > max(SILENT_SECONDS, patience * SILENT_PHASES.get(beat.phase, 1.0)) for beat in beats
         )
 
     def status(self) -> dict[str, Any]:
-        """What there is to know from outside, of all ranks as far as this one knows."""
+        """Return the status for outside readers, of all ranks as far as this one knows."""
         seen = self._seen()
         return {
             **{name: value for name, value in asdict(self._mine()).items() if name not in ("stack", "number", "rank")},
@@ -279,12 +279,12 @@ class Watch:
                 self._verdict(seen)
 
     def _knows(self, seen: Sequence[Beat]) -> bool:
-        """Whether the store has told lately of all, and each that speaks has said where it stands."""
+        """Return True if the store has answered lately, and each rank that is not silent has reported its stack."""
         answers = self._store is None or (self._asked and time.monotonic() - self._answered < DOUBTFUL_SECONDS)
         return answers and all(self._silent(beat) or (beat.stack and not self._doubtful(beat)) for beat in seen)
 
     def _no_answer(self) -> list[str]:
-        """The store is gone, or stands still: it is in rank 0's process, or in the launcher's beside it."""
+        """Describe a store that is gone or hangs: it is in rank 0's process, or in the launcher's beside it."""
         first = next(beat for beat in self._seen() if beat.rank == 0)
         held = f"{who([first])} {described(first)}"
         return [f"the run stands still: {held}", *table([self._mine()], self._silent)]
@@ -311,7 +311,7 @@ class Watch:
 
 
 class NoWatch:
-    """Where nothing is watched: a process that is alone in somebody's script, or a certificate."""
+    """A watchdog that does nothing: for a process alone in the user's script, or a certificate."""
 
     place = "running"
     steps: int | None = None
@@ -324,7 +324,7 @@ class NoWatch:
 
 
 def _in_time(work: Callable[[], None]) -> bool:
-    """Whether it is done in ANSWER_SECONDS: a store that does not answer, or a full pipe, would hold it for ever."""
+    """Return True if done in ANSWER_SECONDS: a store that does not answer, or a full pipe, would block forever."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)
