@@ -32,8 +32,8 @@ def main() -> NoReturn:
     parser.add_argument(
         "command", choices=("plan", "train", "verify", "status", "report", "checkpoint", "import"), help="what to do"
     )
-    command = parser.parse_args(sys.argv[1:2]).command  # what follows is the command's own
-    module = {"import": "import_config"}.get(command, command)  # a word of Python's is no module's name
+    command = parser.parse_args(sys.argv[1:2]).command  # the rest is parsed by the command
+    module = {"import": "import_config"}.get(command, command)  # `import` is a keyword, so no module has that name
     run_command(import_module(f"trainer.command.{module}").main, sys.argv[2:], f"meshloom {command}")
 
 

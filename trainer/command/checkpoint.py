@@ -53,11 +53,11 @@ def main(arguments: Sequence[str], name: str) -> int:
 
 
 Said = tuple[int, list[str]]
-"""An exit code, and lines for a person."""
+"""An exit code, and lines for the user."""
 
 
 def each(path: Path, work: Callable[[Path], Said]) -> int:
-    """Do `work` for each checkpoint of `path`; the worst of the exit codes."""
+    """Run `work` on each checkpoint of `path`; return the worst exit code."""
     from trainer.checkpoint import leftovers
     from trainer.errors import DiskError, printable
 
@@ -69,7 +69,7 @@ def each(path: Path, work: Callable[[Path], Said]) -> int:
             if checkpoint.is_dir():
                 raise
             code, lines = 74, []
-        if code and not checkpoint.is_dir():  # by a run that is at work beside this
+        if code and not checkpoint.is_dir():  # by a run that is in progress
             code, lines = 0, [f"{checkpoint.name}  removed meanwhile"]
         for line in lines:
             print(printable(line))
@@ -80,7 +80,7 @@ def each(path: Path, work: Callable[[Path], Said]) -> int:
 
 
 def import_deepspeed(path: Path, target: Path, model: str | None) -> int:
-    """A checkpoint of this format from a ZeRO checkpoint of DeepSpeed."""
+    """Convert a ZeRO checkpoint of DeepSpeed to this format."""
     from trainer.checkpoint import save
     from trainer.checkpoint.import_deepspeed import read_deepspeed
     from trainer.distributed.ranks import ALONE
@@ -102,7 +102,7 @@ def _copy_model_files(source: str, folder: Path) -> None:
     from trainer.errors import ConfigError, Problem
 
     try:
-        # said, since a default of None asks the person whether to run the folder's own code
+        # explicit, since with a default of None the user is asked if the folder's own code may run
         AutoConfig.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
         AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -111,7 +111,7 @@ def _copy_model_files(source: str, folder: Path) -> None:
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """What `path` holds, oldest first. Raises ConfigError if that is none."""
+    """List the checkpoints that `path` holds, oldest first. Raises ConfigError if there is none."""
     from trainer.checkpoint import published
     from trainer.errors import ConfigError, Problem
 
@@ -125,7 +125,7 @@ def checkpoints(path: Path) -> list[Path]:
 
 
 def summarise(path: Path) -> Said:
-    """One line each: step, size, what saved it; whether the files have their sizes."""
+    """Show a line for each: step, size, the layout that saved it; check the sizes of files."""
     from trainer.checkpoint import read_description
     from trainer.checkpoint.manifest import DESCRIPTION, check_sizes, read_manifest
     from trainer.storage import size
@@ -142,7 +142,7 @@ def summarise(path: Path) -> Said:
 
 
 def verify(path: Path) -> Said:
-    """Every byte against the manifest."""
+    """Check every byte against the manifest."""
     from trainer.checkpoint import verify as wrong
 
     problems = wrong(path)
@@ -150,7 +150,7 @@ def verify(path: Path) -> Said:
 
 
 def show(path: Path) -> Said:
-    """What is in it: position, what saved it, and every tensor."""
+    """Show the content: position, the layout that saved it, and every tensor."""
     from trainer.checkpoint import read_description
     from trainer.checkpoint.manifest import DESCRIPTION
     from trainer.storage import size

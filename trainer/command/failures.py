@@ -1,4 +1,4 @@
-"""Which of the ranks that failed is the cause, and which only met the end of another one."""
+"""The cause among the ranks that failed: the others only met the end of another one."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from trainer.run.notes import LastWords
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that ended otherwise than well, as the launcher saw it."""
+    """A rank that failed, as the launcher saw it."""
 
     rank: int
     code: int
     """Its exit code; below zero: the signal that ended it."""
     at: float
-    """When it was last seen alive, by the machine's clock."""
+    """The time when it was last seen alive, by the machine's clock."""
     words: LastWords | None = None
 
     @property
     def follows(self) -> bool:
-        """Whether it says that it failed because of another one."""
+        """True if it reports that it failed because of another one."""
         return self.words is not None and self.words.follows
 
 
 def cause(failures: Sequence[Failure]) -> Failure | None:
-    """The first of those that failed by themselves: processes don't end, and aren't seen to, in the order of causes.
+    """Return the first rank that failed by itself: processes neither end nor are seen to end in the order of causes.
 
-    Such are the ranks that say why and those that a signal ended. SIGABRT is what libraries end a process with, some of
-    them where another rank is gone; an exit code without a word tells no more. Least is known by those who say that
-    they lost a connection.
+    Those are the ranks that report an error, and those that a signal ended. Next are SIGABRT, with
+    which libraries end a process, some when another rank is gone, and exit codes without a report.
+    Last are ranks that report a lost connection.
     """
     return min(failures, key=_order, default=None)
 

@@ -1,4 +1,4 @@
-"""`meshloom import`: a config of another trainer as one of this one."""
+"""`meshloom import`: converts a config of another trainer to one of this one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str], name: str) -> int:
 
 
 def _report(draft: Draft) -> Iterator[str]:
-    """A line for each key of theirs that makes a difference, and the names of the others."""
+    """Yield a line for each foreign key that makes a difference, and the names of the others."""
     from trainer.errors import printable
 
     titles = ("carried over", "carried over with another meaning", "lost, and changes what is trained")

@@ -1,4 +1,4 @@
-"""The project's own launcher: starts a process a rank, passes signals on, waits for all, and says how it ended."""
+"""The project's own launcher: starts a process per rank, passes signals on, waits for all, and reports the end."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from trainer.run.signals import StopSignals
 from trainer.run.world import environment_of, free_port
 
 GRACE_SECONDS = 2.0
-"""How long the others may take to end by themselves when one process has failed."""
+"""Seconds in which the others may end by themselves after one process has failed."""
 CAUSE_SECONDS = 10.0
-"""The same, while those that failed only say that they lost another rank: its process may take long to end."""
+"""The same, while the failed ones only report that they lost another rank: its process may take long to end."""
 POLL_SECONDS = 0.05
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 
 
 def start(count: int, arguments: Sequence[str] | Callable[[], NoReturn]) -> int:
-    """Run Python with `arguments` once per process, or fork processes that call them; returns the exit code of the one
-    that is the cause, else 0.
+    """Run Python with `arguments` once per process, or fork processes that call them; return the
+    exit code of the cause of failure, else 0.
 
-    A signal goes to all, and then they are waited for: they may have to save; a second one ends them. When one fails,
-    the others get `GRACE_SECONDS` and are then ended: no process is left behind. The last line is that of the cause.
-    """
+    A signal goes to all, and then they are waited for, since they may have to save; a second one
+    ends them. When one fails, the others get `GRACE_SECONDS` and are then ended: no process is left
+    behind. The last line is that of the cause."""
     with tempfile.TemporaryDirectory(prefix="meshloom-", ignore_cleanup_errors=True) as folder:
         return _Launcher(count, arguments, Path(folder)).run()
 
 
 class _Forked(ForkProcess):
-    """A child that goes on from this process, with the names that `subprocess.Popen` has."""
+    """A forked child of this process, with the methods that `subprocess.Popen` has."""
 
     wait, returncode = ForkProcess.join, ForkProcess.exitcode
 
@@ -74,7 +74,7 @@ class _Launcher:
         self._children: list[subprocess.Popen[bytes] | _Forked] = []
         self._received: list[int] = []
         self._ended: dict[int, float] = {}
-        """When each that has ended was last seen alive, by the machine's clock."""
+        """The time when each ended rank was last seen alive, by the machine's clock."""
         self._looked = time.time()
 
     def run(self) -> int:
@@ -90,7 +90,7 @@ class _Launcher:
                 break
             time.sleep(POLL_SECONDS)
         self._await()
-        failed = cause(self._failures())  # before the rest is killed from here
+        failed = cause(self._failures())  # before this process kills the rest
         code = 0 if failed is None else failed.code
         if not complete or self._too_young(code):
             failed, code = None, Preempted.exit_code
@@ -108,12 +108,12 @@ class _Launcher:
         if text:
             self._say(text)
         if code and (folder := self._notes.folder()) is not None:
-            with suppress(OSError):  # the disk may be why
+            with suppress(OSError):  # a full disk may be the reason
                 status.end(folder, code, text or f"exit code {code}")
         return code
 
     def _begun(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | _Forked:
-        """In a session of its own, so that Ctrl-C comes once, from here."""
+        """Start a process in a session of its own, so that Ctrl-C comes once, from here."""
         if callable(self._arguments):
             return _Forked(self._arguments, environment)
         command = [sys.executable, *self._arguments]
@@ -121,7 +121,7 @@ class _Launcher:
 
     def _receive(self, number: int, frame: FrameType | None = None) -> None:
         self._received.append(number)
-        # the ranks take a second signal that comes soon for the first one, which some launchers send twice
+        # ranks ignore a second signal that comes soon: some launchers send the first one twice
         self._send(number if len(self._received) == 1 else signal.SIGKILL)
 
     def _send(self, number: int) -> None:
@@ -130,7 +130,7 @@ class _Launcher:
                 child.send_signal(number)
 
     def _running(self) -> bool:
-        """Whether one still runs."""
+        """Return True if a process still runs."""
         before, self._looked = self._looked, time.time()
         for rank, child in enumerate(self._children):
             if child.poll() is not None:
@@ -138,18 +138,18 @@ class _Launcher:
         return len(self._ended) < len(self._children)
 
     def _overdue(self) -> list[int]:
-        """The ranks that should have ended long ago, or that left the others waiting."""
+        """List the ranks that should have ended long ago, or that left the others waiting."""
         since = {rank: self._ended[rank] for rank in self._left()}
         running = [rank for rank in range(self._count) if rank not in self._ended]
         since |= {rank: at for rank in running if (at := self._notes.over(rank)) is not None}
         return [rank for rank, at in since.items() if time.time() - at > LEAVE_SECONDS]
 
     def _left(self) -> list[int]:
-        """The ranks that ended with 0 and never said that they would, as a library may end a process."""
+        """List the ranks that ended with 0 without reporting their end, as when a library ends the process."""
         return [r for r in self._ended if self._children[r].returncode == 0 and self._notes.over(r) is None]
 
     def _failures(self) -> list[Failure]:
-        """Of all that have ended otherwise than well, or said why they will."""
+        """List the ranks that failed, or reported why they will."""
         found = []
         for rank, child in enumerate(self._children):
             if (words := self._notes.end(rank)) is not None:
@@ -159,7 +159,7 @@ class _Launcher:
         return found or [Failure(rank, Stalled.exit_code, self._looked) for rank in self._overdue()]
 
     def _too_young(self, code: int) -> bool:
-        """Whether a rank was asked to stop before it knew the signals."""
+        """Return True if a rank was asked to stop before it handled signals."""
         asked = self._received[0] if len(self._received) == 1 else 0
         return asked in StopSignals.NUMBERS and code in (-asked, 128 + asked)
 
@@ -173,7 +173,7 @@ class _Launcher:
             time.sleep(POLL_SECONDS)
 
     def _text(self, failed: Failure | None, code: int) -> str:
-        """Empty after a good end, and where a process has spoken for itself."""
+        """Return the last line; empty after a good end, and if a process has reported for itself."""
         if failed is not None and failed.words is not None:
             return failed.words.text
         if code == Preempted.exit_code:
@@ -203,7 +203,7 @@ class _Launcher:
         return f"rank {rank} on {socket.gethostname()} (process {self._children[rank].pid}, {place})"
 
     def _say(self, text: str) -> None:
-        """In a thread: nobody may read the pipe any more."""
+        """Print in a thread: nobody may read the pipe any more."""
         telling = threading.Thread(target=print, args=(text,), kwargs={"flush": True}, daemon=True)
         telling.start()
         telling.join(GRACE_SECONDS)

@@ -1,4 +1,4 @@
-"""What reaches the terminal: the run's own lines. What libraries print goes to the rank's log."""
+"""The output on the terminal, which has the run's own lines; the output of libraries goes to the rank's log."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trainer.trackers import Signs
 
 
 class Output:
-    """Takes over standard output and error; `terminal` still reaches the person.
+    """Takes over standard output and error; `terminal` still writes to the user.
 
-    Until the log's place is known, a temporary file keeps what is written. Works on file descriptors, so that
-    compilers and C++ warnings are caught too, and the stack of a crash in native code.
+    A temporary file keeps the output until the log's place is known. Works on file descriptors, so
+    that it also catches compilers, C++ warnings and the stack of a crash in native code.
     """
 
     def __init__(self, quiet: bool = False) -> None:
-        """`quiet`: another process speaks for this one, whose errors alone are shown."""
+        """Take over the output; if `quiet`, another process reports for this one, of which only errors are shown."""
         reached = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
         self.terminal = cast(TextIO, Unfailing(reached, self._tell_lost))
         self._errors = os.dup(2)
@@ -36,14 +36,14 @@ class Output:
         faulthandler.enable(2)
 
     def say(self, line: str) -> None:
-        """Whichever rank this is; above a live line of its own."""
+        """Print a line on any rank, above a live line if there is one."""
         if self.console.quiet:
             print(line, file=self.terminal, flush=True)
         else:
             self.console.print(line, markup=False, soft_wrap=True)
 
     def log_to(self, path: Path) -> None:
-        """From now on, and with all that was written so far, the log is `path`."""
+        """Write the log, with everything so far, to `path` from now on."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab", buffering=0) as file:
             self._log.seek(0)
@@ -52,7 +52,7 @@ class Output:
         self._log.close()
 
     def _tell_lost(self, error: OSError) -> None:
-        """To where errors go, if that takes it, and to the log."""
+        """Report lost output where errors go, if that can be written, and in the log."""
         line = f"note: the output can't be written ({error.strerror}): the run goes on without"
         with suppress(OSError):
             os.write(self._errors, f"{line}\n".encode())

@@ -1,4 +1,4 @@
-"""`meshloom plan`, which is also `launch/plan.py`: what a run will take, before there is a GPU."""
+"""`meshloom plan`, which is also `launch/plan.py`: the memory, traffic and time of a run, without a GPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str], name: str) -> int:
 
 @contextmanager
 def _sign_of_life() -> Iterator[None]:
-    """On a terminal a line that moves while it works; standard output has nothing but the plan."""
+    """Show a moving line on a terminal during work; standard output has only the plan."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -75,7 +75,7 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
 
 
 def _planned(options: argparse.Namespace) -> tuple[str, int]:
-    """What is printed, and the exit code."""
+    """Return the text to print, and the exit code."""
     from trainer.config import load
     from trainer.planner.cluster import Cluster, device_of
     from trainer.planner.describe import as_json, lines
@@ -96,7 +96,7 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _proposed(options: argparse.Namespace, config: Config, cluster: Cluster, plan: Plan) -> Iterator[str]:
-    """The proposals, and what became of the file that the first is to be written into."""
+    """Yield the proposals, and a line on the file that the first is written into."""
     from trainer.run.proposed import proposals, write
 
     found = proposals(config, cluster, plan)
@@ -112,7 +112,7 @@ def _proposed(options: argparse.Namespace, config: Config, cluster: Cluster, pla
 
 
 def _proposal(number: int, proposal: Proposal) -> Iterator[str]:
-    """One proposal: whether it fits, why, and what changes in the JSON."""
+    """Yield one proposal: if it fits, its reason, and the changes in the JSON."""
     from trainer.planner.describe import gib, in_seconds
 
     plan = proposal.plan

@@ -1,4 +1,4 @@
-"""What a command finds of its machine and of a launcher above it, and how it ends."""
+"""Facts that a command finds about its machine and a launcher above it, and the way it exits."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from trainer.errors import DiskError
 from trainer.storage import Unfailing
 
 ACCELERATE = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "FP8_")
-"""What the names of variables begin with by which `accelerate launch` tells its library how to train."""
+"""The beginnings of the names of variables by which `accelerate launch` tells its library how to train."""
 IDLE = ("", "no", "none", "false", "0", "1", "default")
-"""Values of theirs that ask for nothing."""
+"""Values of such variables that ask for nothing."""
 
 
 def gpu_count() -> int:
-    """NVIDIA GPUs that processes may use, without importing torch (seconds)."""
+    """Count the NVIDIA GPUs that processes may use, without importing torch (seconds)."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = len(list(Path("/dev").glob("nvidia[0-9]*")))
     return present if visible is None else min(present, _named(visible))
 
 
 def _named(visible: str) -> int:
-    """How many GPUs CUDA sees: by number or UUID up to the first name that is neither; of slices (MIG) a single one."""
+    """Count the GPUs that CUDA sees: numbers or UUIDs up to the first other name; of slices (MIG) a single one."""
     names = list(takewhile(re.compile(r"\d+|GPU-[\w-]+|MIG-.+").fullmatch, map(str.strip, visible.split(","))))
     return min(len(names), 1) if any(name.startswith("MIG-") for name in names) else len(names)
 
 
 def drop_accelerate(environment: MutableMapping[str, str]) -> str | None:
-    """Take out what `accelerate launch` says of training, which Accelerate would follow unasked; the JSON says it here.
+    """Remove the training settings of `accelerate launch`, which Accelerate would follow; the JSON has them here.
 
-    Returns a line for the person who set something, if somebody did.
+    Returns a line for the user if one of them asked for something, else None.
     """
     found = {name: environment.pop(name) for name in sorted(environment) if name.startswith(ACCELERATE)}
     wanted = [f"{name}={value}" for name, value in found.items() if value.lower() not in IDLE]
@@ -50,10 +50,10 @@ def drop_accelerate(environment: MutableMapping[str, str]) -> str | None:
 def run_command(main: Callable[[Sequence[str], str], int], arguments: Sequence[str], name: str) -> NoReturn:
     """Run a command, and end this process with its exit code: a library's teardown may abort after all was done.
 
-    What standard output does not take ends no command; but where it is what the command is for, its exit code is 74,
-    unless its reader has left.
+    Output that can't be written does not end a command, but its exit code is then 74 if nothing
+    else failed, unless the reader of standard output has left.
     """
-    for descriptor in range(3):  # a closed one would be the number of the next file that is opened
+    for descriptor in range(3):  # the next opened file would get the number of a closed one
         with suppress(OSError):
             os.fstat(descriptor)
             continue

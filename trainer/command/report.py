@@ -1,4 +1,4 @@
-"""`meshloom report RUN`, which is also `launch/report.py`: a run as one HTML page, from what it left in its folder."""
+"""`meshloom report RUN`, which is also `launch/report.py`: a run's folder as one HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshloom status RUN`, which is also `launch/status.py`: what a run does, from outside, without touching it."""
+"""`meshloom status RUN`, which is also `launch/status.py`: the state of a run, read without touching it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str], name: str) -> int:
         print(ConfigError(Problem(str(folder), seen, wanted, hint)).render(), file=sys.stderr)
         return ConfigError.exit_code
     end = status.read_end(folder)
-    # what lives is known of this machine's processes; of another one's the word that it ended comes first
+    # processes of this machine are seen to live; of another machine's, a reported end comes first
     lives = status.lives(found) and (end is None or found.get("host") == socket.gethostname())
     if lives:
         end = None

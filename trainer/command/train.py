@@ -83,7 +83,7 @@ def main(arguments: Sequence[str], name: str) -> int:
         rank, notes = int(os.environ.get("RANK", "0")), notes_of(os.environ)
         told = notes is not None and notes.write_end(rank, error.render(), error.exit_code)
         if rank == 0 and not told:
-            with suppress(OSError):  # nobody may hear it
+            with suppress(OSError):  # nobody may read it
                 os.write(terminal, f"{error.render()}\n".encode())
         return error.exit_code
 
@@ -122,7 +122,7 @@ def command(options: argparse.Namespace, signals) -> int:  # type: ignore[no-unt
 
 
 def check_data(config) -> None:  # type: ignore[no-untyped-def]
-    """Raises DataError for files that are not there, before the seconds in which torch is imported."""
+    """Raises DataError for missing files, before torch is imported, which takes seconds."""
     from trainer.data.formats import locate
 
     data = config.trainer.data
@@ -135,7 +135,7 @@ def check_data(config) -> None:  # type: ignore[no-untyped-def]
 
 
 def checked_config(options: argparse.Namespace, world_size: int, local_world_size: int):  # type: ignore[no-untyped-def]
-    """The config, compiled, with the batch sizes and the mesh proved to fit; all before torch is imported."""
+    """Compile the config, and check that batch sizes and mesh fit, before torch is imported."""
     from trainer.config import RuntimeFacts, load, resolve
     from trainer.errors import ConfigError, Problem
     from trainer.layout import layout_of

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str], name: str) -> int:
         return error.exit_code
     if world is None:
         fork = partial(run_command, main, arguments, name)
-        # CUDA does not work in what was forked after it was looked at
+        # CUDA does not work in a process that was forked after its first use
         return start(small.layout.world_size, fork if options.device == "cpu" else sys.orig_argv[1:])
     from trainer.command.output import Output
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str], name: str) -> int:
 
 
 def _import_all(small: Any) -> None:
-    """Import what the ranks need, which are forked from here: that would take each longer than its steps."""
+    """Import the modules of the ranks, which are forked from here: in each, it would take longer than its steps."""
     os.environ.setdefault("OMP_NUM_THREADS", environment_of(0, small.layout.world_size, 0)["OMP_NUM_THREADS"])
     print("start   importing PyTorch and transformers", flush=True)
     for module in ("trainer.certify.worker", "transformers.trainer", "deepspeed.runtime.lr_schedules"):
@@ -83,4 +83,4 @@ def _import_all(small: Any) -> None:
     from trainer.certify.recording import engine_of
 
     if engine_of(small, "cpu") == "deepspeed":
-        import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # which imports torch.compile's compiler
+        import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # it imports torch.compile's compiler
