@@ -1,1 +1,1 @@
-"""The parity certificate: the user's own config, made small, against plain PyTorch in one process."""
+"""The parity certificate: a comparison of the user's config, in small, with plain PyTorch in one process."""

@@ -1,4 +1,4 @@
-"""The comparison of a run with one process, its table, and the file that keeps it."""
+"""The comparison of a run with one process, its table, and its file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from trainer.tasks.causal_lm import CausalLM
 
 @dataclass(frozen=True)
 class Certificate:
-    """Whether a layout trains as one process does; one finding per check, the worst, and the first that failed."""
+    """The result of a comparison: a finding for each check, the worst, and the first that failed."""
 
     layout: str
     engine: str
@@ -59,7 +59,7 @@ class Certificate:
 def certify(small: Small, machine: Machine) -> Certificate:
     """Certify the config's language model, on a tiny copy and made-up documents.
 
-    Collective; raises ConfigError where no engine can run the layout.
+    Collective; raises ConfigError if no engine can run the layout.
     """
     section, ranks = small.config.trainer, machine.ranks
     options, packed = section.model, section.data.packs
@@ -84,7 +84,7 @@ def certify(small: Small, machine: Machine) -> Certificate:
 
 
 def _weights_of(copy: ModelSpec, options: Any, base: Path) -> Weights:
-    """As a run reads them."""
+    """Open the weights as a run does."""
     return huggingface.weights_of(copy.build(), options.model_copy(update={"name_or_path": str(base)}))[0]
 
 
@@ -96,7 +96,7 @@ def _certified(
     machine: Machine,
     folder: Path,
 ) -> Certificate:
-    """By a model and its tiny copy, without what the config changes of them."""
+    """Certify a model by its tiny copy; `copied` has both, without the config's changes."""
     (plain, copy), ranks, packed = copied, machine.ranks, section.data.packs
     whole = amended(replace(plain, shrunk=lambda *_: copy), section, ranks)
     assert whole.shrunk is not None
@@ -137,7 +137,7 @@ def compare(
     machine: Machine,
     make_reference: Callable[[], Reference],
 ) -> Certificate:
-    """What was recorded on every rank against one process, which is run on the first. Collective."""
+    """Compare the recordings of all ranks with one process, which runs on the first. Collective."""
     found: list[Finding] = []
     ranks = machine.ranks
     machine.watch.at("finishing")
@@ -148,7 +148,7 @@ def compare(
         found.append(compare_initial(run, reference.weights(), order, reference.held))
         expected = list[Expected]()
         found.append(compare_schedule(small.own, small.own.trainer.steps or UNKNOWN_STEPS))
-        if found[0].error == float("inf"):  # other tensors: nothing else can be laid side by side
+        if found[0].error == float("inf"):  # other tensors: nothing else can be compared
             return expected, order
         for step, gradients in enumerate(run.gradients):
             machine.watch.moves()
@@ -182,7 +182,7 @@ def compare(
 
 
 def table(certificate: Certificate) -> str:
-    """For a person."""
+    """Format the certificate as a table for the user."""
     lines = [f"{certificate.layout} (engine {certificate.engine})", *(f"  {change}" for change in certificate.changes)]
     lines.append(f"{'check':<16}{'largest relative error':>24}{'tolerance':>11}        step  where")
     for finding in certificate.findings:

@@ -1,4 +1,4 @@
-"""A limit of the gradient's norm that some of the run's steps are certainly over, and some certainly under."""
+"""A limit of the gradient norm that some of the run's steps certainly exceed, and some certainly do not."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from math import sqrt
 from trainer.certify.small import Small
 
 CLIPPED_STEPS = 3
-"""Whose norms one process finds beforehand."""
+"""The number of steps whose norms one process computes beforehand."""
 APART = 1.01
-"""How far two norms are apart if the limit between them is surely between those of the run."""
+"""The ratio of two norms at which a limit between them surely separates those of the run."""
 
 
 def clipping(small: Small, norms: Sequence[float]) -> Small:
-    """With a limit between the two `norms` that are furthest apart, if the config has one."""
+    """Set the limit between the two adjacent `norms` that are furthest apart, if the config has one."""
     settings = small.config.settings
     if not float(settings.get("gradient_clipping", 0.0)):
         return small

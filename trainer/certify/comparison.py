@@ -1,4 +1,4 @@
-"""A run beside what one process expects of it: one finding for each check of each step."""
+"""The comparison of a run with one process: one finding for each check of each step."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ TOLERANCES = {
     "resumed loss": 0.0,
     "resumed state": 0.0,
 }
-"""In the order in which a step makes them: the first that fails is where the error is born."""
+"""The checks in the order of a step: the first that fails shows where the error arises."""
 
 LEAST_SHARE = 1e-2
-"""A gradient is measured against its own largest entry, or this share of its layer's: one that is zero by symmetry
-(a key's bias without rotary positions) is rounding alone."""
+"""The share of its layer's largest entry below which a gradient is not measured against its own:
+one that is zero by symmetry (a key's bias without rotary positions) is rounding alone."""
 
 BAND = 3.0
-"""How much more rounding in low precision a layout may have than one process."""
+"""The factor by which a layout's rounding in low precision may exceed that of one process."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The relative error of one check at one step, and where it is: the largest, or the first that is too large."""
+    """The relative error of one check at one step, and its place: the largest, or the first that is too large."""
 
     check: str
     step: int
@@ -66,13 +66,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Order:
-    """Where a parameter stands: its place in the forward pass, and its layer."""
+    """The place of each parameter in the forward pass, and the blocks."""
 
     places: Mapping[str, int]
     blocks: tuple[str, ...]
 
     def place(self, name: str) -> tuple[int, str]:
-        """Buffers and what one process lacks come first: they are wrong before anything is computed."""
+        """Return a sort key; buffers, and what one process lacks, come first: they are wrong from the start."""
         return self.places.get(name, -1), name
 
     def layer(self, name: str) -> str:
@@ -80,9 +80,9 @@ class Order:
 
 
 def compare_initial(run: Recording, weights: Tensors, order: Order, held: Collection[str] = ()) -> Finding:
-    """The exact ones: float32 masters are not to start from what was rounded for them.
+    """Compare the initial weights, exact ones where there are: float32 masters must not start from rounded values.
 
-    What is `held` as it is needs no master: it may be kept in 16 bits alone.
+    Frozen weights, `held`, need no master: they may be kept in 16 bits alone.
     """
     for name in set(held) & weights.keys():
         if (kept := run.states[0].get((name, WEIGHT))) is not None:
@@ -92,7 +92,7 @@ def compare_initial(run: Recording, weights: Tensors, order: Order, held: Collec
 
 
 def compare_step(run: Recording, step: int, one: Expected, order: Order, rank: int) -> Iterator[Finding]:
-    """What every rank has seen of a step: the loss, every gradient, the norm."""
+    """Compare the loss, every gradient and the norm of a step, as each rank has seen them."""
     if one.overflows:
         finite = math.isfinite(run.norms[step]) and not run.skipped[step]
         where = f"(a norm of {run.norms[step]:.3g})" if finite else ""
@@ -106,9 +106,9 @@ def compare_step(run: Recording, step: int, one: Expected, order: Order, rank: i
 
 
 def compare_gradients(step: int, ours: Tensors, one: Expected, order: Order, rank: int) -> Finding:
-    """A backward pass goes from the head to the tables: of several that are wrong the last in the forward is first.
+    """Compare the gradients; the first finding is the last wrong one of the forward pass, where backward passes begin.
 
-    A gradient that one side has not got may be zeros on the other.
+    A gradient that one side lacks may be zeros on the other.
     """
     odd = {n for a, b in ((ours, one.gradients), (one.gradients, ours)) for n in a if n not in b and bool(a[n].any())}
     if odd:
@@ -129,13 +129,13 @@ def compare_gradients(step: int, ours: Tensors, one: Expected, order: Order, ran
 
 
 def compare_update(run: Recording, step: int, one: Expected, order: Order) -> Iterator[Finding]:
-    """What the optimizer keeps; and each weight, relative to how far it went, beyond its own rounding."""
+    """Compare the optimizer's state, and each weight relative to its change, beyond its own rounding."""
     before, after = run.states[step], run.states[step + 1]
     if one.overflows:
         yield _states("overflow", step, {key: after[key] for key in one.state.keys() & after.keys()}, one.state, order)
         return
     ours = {key: value for key, value in after.items() if key[1] not in (WEIGHT, MASTER)}
-    # counts may be kept for all parameters together, and moments of what has no gradient as zeros
+    # counts may be kept for all parameters together, and moments without a gradient as zeros
     theirs = {key: v for key, v in one.state.items() if key[1] != WEIGHT and (key in ours or v.ndim and bool(v.any()))}
     ours = {key: value for key, value in ours.items() if key in theirs or bool(value.any())}
     yield _states("moment", step, ours, theirs, order)
@@ -153,7 +153,7 @@ def compare_update(run: Recording, step: int, one: Expected, order: Order) -> It
 
 
 def compare_counts(run: Recording, step: int, targets: int, so_far: int, rank: int) -> Finding:
-    """Targets of a step, and of all until then."""
+    """Compare the targets of a step, and of all steps so far."""
     ours, theirs = (run.targets[step], run.tokens[step]), (targets, so_far)
     where = "" if ours == theirs else f"({ours[0]} targets, {ours[1]} so far, in place of {targets} and {so_far})"
     return Finding("counts", step, float("inf") if where else 0.0, 0.0, where, rank)
@@ -174,7 +174,7 @@ def compare_held_out(run: Recording, step: int, theirs: Judged, one: Expected) -
 
 
 def compare_resumed(resumed: Recording, whole: Recording, middle: int, order: Order) -> Iterator[Finding]:
-    """Bit for bit."""
+    """Compare a resumed run with the whole one, bit for bit."""
     yield _states("loaded state", middle, resumed.states[0], whole.states[middle], order)
     ours, theirs = (vars(of.position) | of.position.engine for of in (resumed, whole))
     for name in [name for name in theirs if name != "engine" and ours.get(name) != theirs[name]]:
@@ -189,10 +189,10 @@ def compare_resumed(resumed: Recording, whole: Recording, middle: int, order: Or
 
 
 def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) -> Iterator[Finding]:
-    """The gradients of many rows, on those of one process in float32, beside those of one in the run's precision.
+    """Project the run's gradients of many rows, and one process's in low precision, on one's in float32.
 
-    The coefficient is held to 1 by TOLERANCES, or by two standard errors of one process; what is left, by its noise.
-    """
+    The coefficients must agree up to TOLERANCES, or two standard errors of one process; the rest is
+    measured by its noise."""
     assert run.rounded is not None
     step, rounded = len(run.losses), run.rounded
     (ours, rest), (theirs, noise) = (coefficients(of, exact) for of in (rounded.projected, low))
@@ -204,7 +204,7 @@ def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) ->
 
 
 def _states(check: str, step: int, ours: State, theirs: State, order: Order) -> Finding:
-    """Tensors of which each is measured against its own largest entry; a name that one side lacks is all wrong."""
+    """Compare tensors, each relative to its own largest entry; a name that one side lacks is an infinite error."""
     if odd := ours.keys() ^ theirs.keys():
         first = min(odd, key=lambda key: order.place(key[0]))
         return _one_sided(check, step, _label(first), first in ours)
@@ -221,7 +221,7 @@ def _first(
     ranked: Iterable[str],
     rank: int = 0,
 ) -> Finding:
-    """Of the errors by name, in order, the first that is too large; if none is, the one that is nearest to it."""
+    """Return the first error, in order, that is too large; if none is, the one nearest to its tolerance."""
     found = [Finding(check, step, errors[n], tolerances.get(n, TOLERANCES[check]), n, rank) for n in ranked]
     failed = next((finding for finding in found if not finding.passed), None)
     nothing = Finding(check, step, 0.0, TOLERANCES[check], "", rank)
@@ -229,7 +229,7 @@ def _first(
 
 
 def _tolerance(check: str, band: float, one: Expected) -> float:
-    """In low precision, what one process was seen to lose by it, and no less than the rounding of one number."""
+    """Return the tolerance; in low precision, from the rounding of one process, and at least of one number."""
     return BAND * max(band, one.rounding.least) if one.rounding else TOLERANCES[check]
 
 
@@ -239,7 +239,7 @@ def _one_sided(check: str, step: int, name: str, here: bool, rank: int = 0) -> F
 
 
 def _exact(state: State, name: str, like: torch.Tensor) -> torch.Tensor:
-    """The weight in float32: the master where there is one; NaN where there is none at all."""
+    """Return the weight in float32: the master if there is one; NaN if there is neither."""
     value = state.get((name, MASTER), state.get((name, WEIGHT)))
     return torch.full_like(like, torch.nan) if value is None else value.reshape(like.shape)
 

@@ -21,13 +21,13 @@ from trainer.run.process import cache_folder
 from trainer.tasks.image_classification import ImageClassification, class_loss
 
 CLASSES, SIZE = 10, 64
-"""Of made-up images: a residual network's last block still sees four places of each."""
+"""Classes and size of made-up images: a residual network's last block still sees four places of each."""
 VIT = {"patch_size": 8, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24}
-"""So narrow that patches weigh no more than two blocks: else a cut would fall before the blocks, never between them."""
+"""Sizes so narrow that patches weigh no more than two blocks: else a cut would come before the blocks."""
 
 
 def certify_images(small: Small, given: Given, machine: Machine) -> Certificate:
-    """What the config names, or a script hands in. Collective; raises what `certify_given` does."""
+    """Certify the classifier of the config, or of a script. Collective; raises as `certify_given` does."""
     section, ranks = small.config.trainer, machine.ranks
     wanted = small.layout.train_batch * 3 // 2 + small.held_out + 3
     if given.data is not None or given.model is not None or ":" in (section.model.name_or_path or ""):
@@ -54,7 +54,7 @@ def certify_images(small: Small, given: Given, machine: Machine) -> Certificate:
 
 
 def small_of(classifier: Classifier, stages: int) -> Classifier:
-    """Of the same kinds of blocks, few and narrow; the classifier itself where no small one is known."""
+    """Return a small classifier with the same kinds of blocks; the classifier itself if no small one is known."""
     from torchvision.models import ResNet, VisionTransformer
     from torchvision.models.resnet import Bottleneck
 
@@ -75,7 +75,7 @@ def _plain() -> Images:
 
 
 def made_up(images: Images, count: int) -> list[tuple[torch.Tensor, int]]:
-    """Noise around a pattern for each class; the same on every rank."""
+    """Make images of noise around a pattern for each class; the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     classes, shape = len(images.classes), (images.channels, *images.size)
     patterns = torch.randn(classes, *shape, generator=generator)

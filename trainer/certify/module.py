@@ -35,28 +35,28 @@ from trainer.run.world import world_of
 from trainer.tasks.image_classification import TOP
 
 LARGEST = 50_000_000
-"""Parameters of a module that is certified itself: there is no smaller copy of it."""
+"""The most parameters of a module that is certified: there is no smaller copy of it."""
 PAIRED = 1e-5
-"""By how much more the loss of a micro-batch is another than that of its samples, if it is one of pairs of them."""
+"""The relative difference by which a loss over micro-batches is told from one over samples: it is one of pairs."""
 
 
 def small_of(config: str | Path | dict[str, Any], overrides: Sequence[str], processes: int | None) -> Small:
-    """The config in a few steps; `processes` default to a launcher's, else to the fewest that have every axis of it."""
+    """Shrink a config to a few steps; `processes` default to a launcher's, else to the fewest with every axis of it."""
     launched = world_of(os.environ)
     return shrink(config, list(overrides), launched.world_size if launched and not processes else processes)
 
 
 def certify_given(small: Small, given: Given, machine: Machine) -> Certificate:
-    """An own module on own data, with its loss. Collective."""
+    """Certify an own module on own data, with its loss. Collective."""
     assert given.model is not None
     author = partial(constructed, given.model, small.config.trainer.seed)
     return certify_subject(small, subject_of(small.config, given, machine.ranks), author, given.loss, machine)
 
 
 def met(small: Small, device: str = "cpu", say: Callable[[str], None] = lambda line: None) -> Machine:
-    """This process among those that were started for a certificate; `say` is told who is waited for. Collective.
+    """Join the processes that were started for a certificate; `say` is told which are waited for. Collective.
 
-    Raises ConfigError where they don't come, or have met otherwise.
+    Raises ConfigError if they don't come, or have met with another backend.
     """
     world = world_of(os.environ)
     assert world is not None
@@ -71,9 +71,9 @@ def met(small: Small, device: str = "cpu", say: Callable[[str], None] = lambda l
 def certify_subject(
     small: Small, subject: Subject, make: Callable[[], nn.Module], loss: Any, machine: Machine
 ) -> Certificate:
-    """Of any model on pairs of input and target, with its loss; on the CPU. Collective.
+    """Certify any model on pairs of input and target, with its loss; on the CPU. Collective.
 
-    `make` gives the model of the one process, with its initial values.
+    `make` builds the model of the one process, with its initial values.
     """
     ranks = machine.ranks
     if subject.spec.parameters > LARGEST:
@@ -87,7 +87,7 @@ def certify_subject(
         raise ConfigError(Problem("trainer.sync_batch_norm", seen, "dropout of 0 to verify it"))
     assert isinstance(subject.data, Pairs)
     source = subject.data.train
-    wanted = small.layout.train_batch * 3 // 2 + 1  # steps lie across the ends of epochs
+    wanted = small.layout.train_batch * 3 // 2 + 1  # steps span the ends of epochs
     if len(source) < wanted + 1:
         raise DataError(Problem("data", f"{len(source)} samples", f"at least {wanted + 1} to verify on"))
     training = Subset(source, range(wanted))
@@ -107,7 +107,7 @@ def certify_subject(
 
 
 class _Reference(Reference):
-    """One process with nothing but the module, `default_collate` and the loss."""
+    """The reference of an own module: one process with only the module, `default_collate` and the loss."""
 
     def __init__(
         self, small: Small, spec: ModelSpec, own: Learner, data: tuple[Subset, Subset], loss: Any, measures: int
@@ -117,7 +117,7 @@ class _Reference(Reference):
         super().__init__(small, spec, own, Documents([], []), torch.device("cpu"))
 
     def held_out(self, state: State) -> Judged:
-        """Each sample by itself; by micro-batches where the loss is one of pairs of samples."""
+        """Evaluate each sample by itself; by micro-batches if the loss is one of pairs of samples."""
         self._load(state)
         alone, together = (self._evaluated(size) for size in (1, self._layout.micro_batch))
         return alone if abs(alone.loss - together.loss) <= PAIRED * abs(alone.loss) else together
@@ -132,7 +132,7 @@ class _Reference(Reference):
         return self._output(self.model, inputs)  # type: ignore[no-any-return]
 
     def _whole_step(self, step: int) -> list[MicroBatch]:
-        """What batch norm takes the statistics of together is one micro-batch here."""
+        """Return the micro-batches; those that batch norm normalises together are one here."""
         layout, batch = self._layout, self._layout.train_batch // self._layout.accumulation
         if not layout.sync_batch_norm:
             return super()._whole_step(step)
@@ -155,7 +155,7 @@ class _Reference(Reference):
         return self._loss(output, targets)[0]  # type: ignore[no-any-return]
 
     def _counted(self, inputs: Any, targets: Any) -> int:
-        """Found by the loss itself, from what the module makes of the input."""
+        """Count targets by the loss itself, from the module's output."""
         training = self.model.training
         with torch.no_grad():
             count = int(self._loss(self._output(self.model.eval(), inputs), targets)[1])

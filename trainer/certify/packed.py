@@ -1,4 +1,4 @@
-"""The certificate of packed documents: the one process knows no packing, and runs each document by itself."""
+"""The certificate of packed documents: the one process does not pack, and runs each document by itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHANGE = "packed samples, whose documents one process runs one by one; no dropou
 
 
 def without_dropout(architecture: Any, section: TrainerSection) -> tuple[Any, TrainerSection]:
-    """A model's config, in place, and its adapter, with every rate at which they drop something 0; without noise."""
+    """Set every dropout rate of a model's config (in place) and its adapter to 0, and switch noise off."""
     for key, value in vars(architecture).items():
         if hasattr(value, "to_dict"):
             without_dropout(value, section)
@@ -33,7 +33,7 @@ def without_dropout(architecture: Any, section: TrainerSection) -> tuple[Any, Tr
 
 
 def check_nothing_drawn(spec: ModelSpec, ranks: Ranks) -> None:
-    """Raises ConfigError for a model that draws random numbers nevertheless. Collective."""
+    """Raises ConfigError if the model still draws random numbers. Collective."""
 
     def draws() -> bool:
         with own_randomness():
@@ -68,7 +68,7 @@ class PackedReference(Reference):
 
 
 def best_fit(documents: list[Encoded], longest: int) -> list[list[Encoded]]:
-    """By its definition: the longest first, each where the least room is left; samples by their first documents."""
+    """Pack by definition: the longest first, each where the least room is left; samples by first documents."""
     lengths = [min(len(document.tokens) - 1, longest) for document in documents]
     packs: list[list[int]] = []
     for number in sorted(range(len(documents)), key=lambda number: -lengths[number]):

@@ -1,7 +1,7 @@
-"""The model of the one process: PEFT's own for adapters, transformers' own for weights, held and grouped by the config.
+"""The model of the one process: PEFT's for adapters, transformers' for weights, frozen and grouped as configured.
 
-Read anew from what docs/finetuning.md says of `trainer.freeze`, `trainer.parameter_groups` and `trainer.adapter`.
-"""
+Written from the description in docs/finetuning.md of `trainer.freeze`, `trainer.parameter_groups`
+and `trainer.adapter`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from trainer.models.spec import ModelSpec
 
 
 class Learner(NamedTuple):
-    """A module with values, of which what the config holds has no gradient."""
+    """A module with values, whose frozen parameters have no gradient."""
 
     model: nn.Module
     groups: Mapping[str, tuple[float, float | None]]
-    """Parameter -> what its rate is multiplied by, and its weight decay if it has one of its own."""
+    """Parameter -> the factor of its learning rate, and its own weight decay, if any."""
 
 
 def learner(base: nn.Module, section: TrainerSection, copied: tuple[ModelSpec, ModelSpec] | None = None) -> Learner:
-    """What one process trains of `base`, which is changed; `copied`: the model that the config means, and its copy."""
+    """Prepare `base`, in place, for training in one process; `copied`: the config's model, and its copy."""
     whole = copied[0].build() if copied else base
     model = base
     if section.adapter is not None:
@@ -57,14 +57,14 @@ def learner(base: nn.Module, section: TrainerSection, copied: tuple[ModelSpec, M
 
 
 def initial(spec: ModelSpec, seed: int) -> nn.Module:
-    """With the initial values of a run; they are shared with what is checked."""
+    """Build a model with the initial values of a run, by the run's own code."""
     model = spec.build()
     materialise(model, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
     return model
 
 
 def constructed(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """As its author makes it."""
+    """Build a model with the values of its constructor."""
     with seeded_init(seed, "module"):
         return build()
 
@@ -78,7 +78,7 @@ def write_base(copy: ModelSpec, folder: Path) -> None:
 
 
 def opened(folder: Path, options: Any) -> nn.Module:
-    """By transformers, in float32."""
+    """Load a model by transformers, in float32."""
     from transformers import AutoModelForCausalLM
 
     attention = {"attn_implementation": options.attention} if options.attention in ("eager", "sdpa") else {}
@@ -87,7 +87,7 @@ def opened(folder: Path, options: Any) -> nn.Module:
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """Of a tied parameter any name will do."""
+    """Return the names of parameters that match; a tied parameter matches by any of its names."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {first[id(p)] for name, p in every if any(fnmatchcase(name, pattern) for pattern in patterns)}
@@ -100,7 +100,7 @@ def _hold(model: nn.Module, names: Mapping[str, bool]) -> None:
 
 
 def _targets(model: nn.Module, blocks: Sequence[str], adapter: Any) -> list[str]:
-    """Linear layers of the blocks: all, or those whose name is or ends in one of the targets."""
+    """List linear layers of the blocks: all, or those whose name is or ends in one of the targets."""
     inside = tuple(f"{block}." for block in blocks)
     names = [n for n, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and n.startswith(inside or "")]
     wanted = _lora(adapter, ()).target_modules if adapter.path else adapter.targets
@@ -108,7 +108,7 @@ def _targets(model: nn.Module, blocks: Sequence[str], adapter: Any) -> list[str]
 
 
 def _adapted(model: nn.Module, section: TrainerSection, targets: Sequence[str]) -> nn.Module:
-    """PEFT's own model; an adapter's initial values are PEFT's, each from the seed of its place."""
+    """Wrap a model by PEFT; an adapter's initial values are PEFT's, each from the seed of its place."""
     from peft import get_peft_model
     from peft.tuners.lora import LoraLayer
 

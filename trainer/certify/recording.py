@@ -1,4 +1,4 @@
-"""A run of the engine as `launch/train.py` makes it, and what each of its steps did."""
+"""A run of the engine as `launch/train.py` makes it, and the record of each of its steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainer.tasks import cross_entropy
 from trainer.tasks.task import Batch, Task
 
 ROWS = 7
-"""Tokens in a chunk of the loss, where the head's width allows so few."""
+"""The number of tokens in a chunk of the loss, if the head's width allows so few."""
 
 Tensors = dict[str, torch.Tensor]
 State = dict[tuple[str, str], torch.Tensor]
@@ -42,7 +42,7 @@ State = dict[tuple[str, str], torch.Tensor]
 
 @dataclass
 class Recording:
-    """Step by step; `states` has one more, the first, from before training. Tensors are on the host."""
+    """The record of a run by steps; `states` has one more, from before training. Tensors are on the host."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -51,18 +51,18 @@ class Recording:
     states: list[State] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    """Targets of all steps so far, as the log has them."""
+    """Targets of all steps so far, as logged."""
     held_out: dict[int, HeldOut] = field(default_factory=dict)
-    """By steps done."""
+    """The evaluations, by steps done."""
     position: RunState = field(default_factory=RunState)
-    """At the checkpoint: as it was written, or as it was read."""
+    """The position at the checkpoint, as it was written or read."""
     checkpoint: Path | None = None
     rounded: Rounded | None = None
-    """In low precision, of a language model."""
+    """The rounding of a language model in low precision."""
 
 
 class Overflowing:
-    """A task whose loss on one data rank is infinite in one step: no rank may take that step."""
+    """A task whose loss on one data rank is infinite in one step, which no rank may then take."""
 
     def __init__(self, task: Task, small: Small, data_rank: int) -> None:
         self._task = task
@@ -81,7 +81,7 @@ class Overflowing:
 
 
 class Recorder:
-    """An engine that keeps what its steps did."""
+    """An engine that records its steps."""
 
     def __init__(self, engine: Engine, task: Overflowing, ranks: Ranks, observes: bool) -> None:
         self._engine = engine
@@ -111,7 +111,7 @@ class Recorder:
 
 
 def engine_of(small: Small, device: str) -> str:
-    """The engine that the run itself would take: in float32 "auto" may find another. Raises ConfigError if none can."""
+    """Choose the run's own engine: in float32, "auto" may choose another. Raises ConfigError if there is none."""
     wanted: str = small.config.trainer.engine
     if wanted == "auto":
         wanted, _ = select(wanted, layout_of(small.own, small.layout.world_size), small.own, device)
@@ -119,7 +119,7 @@ def engine_of(small: Small, device: str) -> str:
 
 
 class Sources(NamedTuple):
-    """What a run gets its samples from."""
+    """The samples of a run."""
 
     training: Source
     held_out: Source
@@ -127,7 +127,7 @@ class Sources(NamedTuple):
 
 @contextmanager
 def shared_folder(ranks: Ranks) -> Iterator[Path]:
-    """A folder that the first rank makes and removes. Collective."""
+    """Make a folder on the first rank, removed at the end. Collective."""
     folder = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix="meshloom-verify-")))
     try:
         yield folder
@@ -139,9 +139,9 @@ def shared_folder(ranks: Ranks) -> Iterator[Path]:
 def record(
     small: Small, spec: ModelSpec, task: Task, sources: Sources, machine: Machine, folder: Path
 ) -> tuple[Recording, Recording]:
-    """The whole run; and its end again, by a new engine, from the checkpoint in its middle. Collective.
+    """Record the whole run; and its second part again, by a new engine, from the checkpoint in its middle. Collective.
 
-    Of the second run no step is observed: that observing changes nothing shows, too.
+    No step of the second run is observed, which shows that observing changes nothing.
     """
     section, layout, ranks = small.config.trainer, small.layout, machine.ranks
     kind = ENGINES[engine_of(small, machine.device.type)]
@@ -157,12 +157,12 @@ def record(
 
 
 def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: Path, source: Path | None) -> Recording:
-    """By the loop of a real run; from the checkpoint `source` on if there is one."""
+    """Train by the loop of a real run, from the checkpoint `source` on if there is one."""
     layout, machine, ranks = job.layout, job.machine, job.machine.ranks
     state, done = RunState(), 0 if source is None else small.total
     at = lambda phase, step: machine.watch.at(phase, done + step)  # noqa: E731 - what comes later has a higher step
     at("building", 2 if done else 0)
-    # with other initial values, so that all it knows comes from the checkpoint
+    # with other initial values, so that its whole state comes from the checkpoint
     engine = kind.build(job if source is None else replace(job, values_seed=job.seed + 1))
     if source is not None:
         engine.restore(checkpoint.read_description(source)["position"]["engine"])
@@ -212,7 +212,7 @@ def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: P
 
 
 def _schedule(small: Small) -> LRSchedule:
-    """The config's own; after its steps the probes, at a rate at which weight decay shows in float32."""
+    """Return the config's schedule, followed by the probes, at a rate at which weight decay shows in float32."""
     optimizer, scheduler = small.config.optimizer, small.config.scheduler
     schedule = schedule_of(vars(optimizer), None if scheduler is None else vars(scheduler))
     return lambda step: schedule(step) if step < small.steps else replace(schedule(step), learning_rate=PROBE_RATE)
@@ -220,7 +220,7 @@ def _schedule(small: Small) -> LRSchedule:
 
 @contextmanager
 def _chunks_of(size: int) -> Iterator[None]:
-    """The loss of a few tokens in several chunks, as that of many is made."""
+    """Split the loss of a few tokens into several chunks, as that of many is split."""
     real = cross_entropy.CHUNK_BYTES
     cross_entropy.CHUNK_BYTES = size
     try:
@@ -230,7 +230,7 @@ def _chunks_of(size: int) -> Iterator[None]:
 
 
 def state_of(engine: Engine, ranks: Ranks) -> State:
-    """All state tensors, on the first rank: each is read on its owner and sent. Collective."""
+    """Gather all state tensors on the first rank: each is read on its owner and sent. Collective."""
     found: State = {}
     for entry in engine.state_tensors():
         value = entry.read()
@@ -239,6 +239,6 @@ def state_of(engine: Engine, ranks: Ranks) -> State:
         if ranks.world_size > 1:
             value = value.to(device)
             dist.broadcast(value, entry.owner)
-        if ranks.first:  # the one that compares them
+        if ranks.first:  # the rank that compares them
             found[entry.name, entry.key] = value.cpu()
     return found

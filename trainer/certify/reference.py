@@ -1,11 +1,11 @@
-"""The same run in one process, of nothing but PyTorch, transformers and, for the schedules, DeepSpeed's own classes.
+"""The same run in one process, by PyTorch, transformers and, for the schedules, DeepSpeed's own classes alone.
 
-Written anew from the contracts: order of samples, padding, seeds of dropout, loss, clipping, decay groups. Shared with
-what is checked are the initial values alone, and not those that are read from files or made by PEFT.
+Written anew from the contracts: order of samples, padding, seeds of dropout, loss, clipping, decay
+groups. Only the initial values share code with the run, except those read from files or made by PEFT.
 
-Each step starts from the state that the engine had before it. So its error is that of one step: nothing grows from
-step to step, an optimizer that divides noise by noise (eps 1e-8) stays comparable, and what is wrong is found in the
-step that did it.
+Each step starts from the engine's state before it. So its error is that of one step: nothing
+accumulates from step to step, an optimizer that divides noise by noise (eps 1e-8) stays comparable,
+and an error is found in the step that made it.
 """
 
 from __future__ import annotations
@@ -39,57 +39,57 @@ NOT_OF_TORCH = ("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_
 class MicroBatch(NamedTuple):
     data_rank: int
     number: int
-    """Its place among those of its data rank."""
+    """Its number among the micro-batches of its data rank."""
     inputs: torch.Tensor
-    """[batch, sequence]"""
+    """[batch, sequence]."""
     targets: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What one step should do."""
+    """The expected result of one step."""
 
     loss: float
     norm: float
     gradients: Tensors
     state: State
-    """Afterwards: weights (float32) and what the optimizer keeps."""
+    """The state after the step: weights (float32) and what the optimizer keeps."""
     targets: int
     rounding: Rounding | None = None
 
     @property
     def overflows(self) -> bool:
-        """The gradient is not finite: nothing is to change."""
+        """True if the gradient is not finite, so that nothing may change."""
         return not math.isfinite(self.norm)
 
 
 class Judged(NamedTuple):
-    """What an evaluation should find."""
+    """The expected result of an evaluation."""
 
     loss: float
     targets: int
     right: tuple[int, ...]
-    """For each of the task's measures."""
+    """The number of correct targets, for each of the task's measures."""
     unsure: int = 0
-    """Targets that rounding may make right or wrong."""
+    """The number of targets whose correctness may depend on rounding."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far one process comes from float32 in the run's low precision: the largest differences."""
+    """The largest differences of one process in the run's low precision from float32."""
 
     loss: float
     norm: float
     gradients: dict[str, float]
     least: float
-    """That of one number, relative to it."""
+    """The relative rounding of one number."""
 
 
 class Reference:
     """One process with the whole small model in float32."""
 
     _most: tuple[int, ...] = (1,)
-    """For each measure of the task: among how many of the highest logits a right target is."""
+    """For each measure, the number of highest logits among which a correct target is."""
 
     def __init__(self, small: Small, spec: ModelSpec, own: Learner, documents: Documents, device: torch.device) -> None:
         self._small, self._spec, self._documents, self._device = small, spec, documents, device
@@ -113,15 +113,15 @@ class Reference:
         self._scheduler = scheduler_of(self._optimizer, small.config)
 
     def weights(self) -> Tensors:
-        """Every tensor that a checkpoint of the model has: parameters, and buffers that persist."""
+        """Return every tensor that a checkpoint of the model has: parameters, and persistent buffers."""
         tied = {alias: name for alias, name in self._spec.tied.items() if alias not in self._named}
         stored = self.model.state_dict()
         return {name: value.detach().cpu().clone() for name, value in stored.items() if name not in tied}
 
     def step(self, step: int, before: State, gradients: Tensors, norm: float) -> Expected:
-        """From the engine's state before the step; its update, from the gradients and the norm that the engine found.
+        """Take a step from the engine's state before it; update by the engine's gradients and norm.
 
-        So a wrong gradient is not called a wrong update, too. To be called for each step, in order.
+        So a wrong gradient is not reported as a wrong update, too. Called for each step, in order.
         """
         self._load(before)
         found = self._whole_step(step)
@@ -142,7 +142,7 @@ class Reference:
         return Expected(loss, expected, own, after, counted, rounding)
 
     def norms(self, steps: int) -> list[float]:
-        """Of the gradients of the first steps, each of which goes on from the last: the run's, up to rounding."""
+        """Return the gradient norms of the first steps of a run of its own: the engine's, up to rounding."""
         found = []
         for step in range(steps):
             parts = self._whole_step(step)
@@ -153,7 +153,7 @@ class Reference:
         return found
 
     def continued(self, documents: list[Encoded]) -> list[Encoded]:
-        """Every other one with the tokens that the model finds most likely: so its accuracy is not 0."""
+        """Replace the tokens of every other document by the model's most likely ones, so that its accuracy is not 0."""
         self.model.eval()
         found = list(documents)
         for index in range(0, len(found), 2):
@@ -167,9 +167,9 @@ class Reference:
         return found
 
     def held_out(self, state: State) -> Judged:
-        """Mean loss over all targets of the held-out samples, each by itself, their number, and how many are right.
+        """Evaluate the held-out samples, each by itself: mean loss, number of targets, number of correct ones.
 
-        Where a model adds a loss of a whole micro-batch, or padding moves its logits, by micro-batches.
+        By micro-batches if the model adds a loss of a whole micro-batch, or padding moves its logits.
         """
         self._load(state)
         self.model.eval()
@@ -210,7 +210,7 @@ class Reference:
         return total / counted, {n: p.grad.float().cpu().clone() for n, p in named if p.grad is not None}
 
     def _loss_sum(self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The model's own mean, with all that it adds, times the number of targets."""
+        """Return the model's own mean loss, with all that it adds, times the number of targets."""
         smoothing = self._smoothing if model.training else 0.0
 
         def plain(logits: torch.Tensor, smoothing: float) -> torch.Tensor:
@@ -227,21 +227,21 @@ class Reference:
         return int((targets != IGNORED).sum())
 
     def _try_forward(self) -> tuple[bool, bool]:
-        """Whether the model has a loss over labels that are shifted already, and whether it adds something to it."""
+        """Find if the model has a loss over shifted labels, and if it adds anything to it."""
         ids = torch.arange(1, 9, device=self._device)[None] % self._spec.language.vocabulary
         logits = self._watch_order(lambda: self.model(input_ids=ids, use_cache=False).logits.float())
         with torch.no_grad():
             try:
                 shifted = {"shift_labels": ids, "use_cache": False}
                 losses = [self.model(input_ids=ids, labels=other, **shifted).loss for other in (ids, ids.roll(3))]
-            except Exception:  # whatever a model's own code raises about a word that it does not know
+            except Exception:  # whatever a model's own code raises for an unknown argument
                 return False, False
         known = losses[0] is not None and bool(losses[0] == losses[1])
         plain = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
         return known, known and abs(float(losses[0]) / float(plain) - 1) > 1e-5
 
     def _watch_order(self, forward: Callable[[], Any]) -> Any:
-        """Run a forward pass, and note in which order the modules that own parameters begin."""
+        """Run a forward pass, and note the order in which modules with parameters begin."""
         called: dict[int, int] = {}
 
         def note(module: nn.Module, inputs: Any) -> None:
@@ -257,7 +257,7 @@ class Reference:
         return output
 
     def _padding_counts(self) -> bool:
-        """Whether logits depend on how many tokens follow in the row, as they do where ties are ranked."""
+        """Return True if logits depend on how many tokens follow in the row, as they do where ties are ranked."""
         ids = torch.arange(1, LONGEST + 1, device=self._device)[None] % (LONGEST // 2) % self._spec.language.vocabulary
         moved = 0.0
         with torch.no_grad():
@@ -268,7 +268,7 @@ class Reference:
         return moved > 1e-5 * float(long.abs().max())
 
     def _rounding(self, step: int, found: list[MicroBatch], counted: int, loss: float, own: Tensors) -> Rounding:
-        """The step again in low precision, twice: with gradients added up in low precision and in float32."""
+        """Repeat the step in low precision, twice: with gradients summed in low precision and in float32."""
         dtype = getattr(torch, self._layout.precision)
         low = copy.deepcopy(self.model)
         for parameter in low.parameters():
@@ -285,7 +285,7 @@ class Reference:
         )
 
     def projected(self, state: State, step: int) -> tuple[list[Tensors], list[Tensors]]:
-        """Gradients of `rounding.STEPS` steps at weights as the run rounds them: in float32, and as it computes."""
+        """Compute gradients of `rounding.STEPS` steps at the run's rounded weights, in float32 and as it does."""
         self._load(state)
         dtype, layout, size = getattr(torch, self._layout.precision), self._layout, self._spec.language.vocabulary
         low, exact = copy.deepcopy(self.model), copy.deepcopy(self.model)
@@ -307,8 +307,8 @@ class Reference:
     # Samples
 
     def _numbers(self, step: int, data_rank: int, size: int) -> np.ndarray:
-        """Of the samples, [accumulation, micro-batch]: the stream of all epochs in parts of a step, each seen as
-        [accumulation, data ranks, micro-batch]."""
+        """Return the numbers of the samples, [accumulation, micro-batch]: the stream of all epochs
+        in parts of a step, each viewed as [accumulation, data ranks, micro-batch]."""
         layout, batch = self._layout, self._layout.train_batch
         epochs = range(step * batch // size, (step + 1) * batch // size + 1)
         stream = np.concatenate(
@@ -319,7 +319,7 @@ class Reference:
         return ids[:, data_rank]  # type: ignore[no-any-return]
 
     def _whole_step(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of all data ranks, in the order in which running statistics take them up."""
+        """List the micro-batches of all data ranks, in the order in which running statistics include them."""
         found = [part for rank in range(self._layout.data_ranks) for part in self._micro_batches(step, rank)]
         return sorted(found, key=lambda part: (part.number, part.data_rank))
 
@@ -327,7 +327,7 @@ class Reference:
         layout, documents = self._layout, self._documents.training
         numbers = self._numbers(step, data_rank, len(documents))
         parts = [[self._sample(documents[i]) for i in part] for part in numbers]
-        # a pipeline gives its micro-batches one shape, and what attention drops depends on that
+        # a pipeline pads its micro-batches to one shape, which affects what attention drops
         width = max(len(s[0]) for part in parts for s in part) if layout.pipeline > 1 else 0
         return [MicroBatch(data_rank, index, *self._padded(part, width)) for index, part in enumerate(parts)]
 
@@ -344,7 +344,7 @@ class Reference:
         torch.manual_seed(self._block_seed)
 
     def _adding_noise(self, alpha: float) -> Any:
-        """NEFTune's; tokens of documents are not 0, which pads."""
+        """Build NEFTune's hook; ids of documents are never 0, the padding."""
 
         def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
             if not module.training:
@@ -365,7 +365,7 @@ class Reference:
     # State
 
     def _load(self, state: State) -> None:
-        """The engine's weights, the exact ones where it has two kinds, and what its optimizer keeps."""
+        """Load the engine's weights, float32 masters where it has them, and its optimizer state."""
         stored = self.model.state_dict()
         with torch.no_grad():
             for name, value in stored.items():
@@ -397,7 +397,7 @@ class Reference:
 
 
 def right_of(logits: torch.Tensor, targets: torch.Tensor, most: int, margin: float) -> tuple[int, int]:
-    """Targets among the `most` highest logits, and those that are in or out by a share of the largest logit."""
+    """Count targets among the `most` highest logits, and those within a `margin` of being in or out."""
     logits, targets = logits.float().flatten(0, -2), targets.flatten()
     logits, targets = logits[targets != IGNORED], targets[targets != IGNORED]
     if not len(targets):
@@ -412,13 +412,13 @@ def norm_of(gradients: Tensors) -> float:
 
 
 def sample_of(document: Encoded, longest: int) -> tuple[list[int], list[int]]:
-    """Inputs and targets: at each position the token that follows, if it counts."""
+    """Return inputs and targets: at each position the token that follows, if it counts."""
     tokens = list(document.tokens)[: longest + 1]
     return tokens[:-1], [t if counts else IGNORED for t, counts in zip(tokens, document.counted, strict=False)][1:]
 
 
 def seed_of(*parts: int | str) -> int:
-    """The first 63 bits of a SHA-256 over what the seed is for."""
+    """Return the first 63 bits of a SHA-256 over the seed's purpose."""
     digest = hashlib.sha256("\x1f".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") // 2
 
@@ -426,10 +426,9 @@ def seed_of(*parts: int | str) -> int:
 def optimizer_of(
     model: nn.Module, small: Small, own: Mapping[str, tuple[float, float | None]]
 ) -> torch.optim.Optimizer:
-    """PyTorch's own, tensor by tensor, with the config's parameters, DeepSpeed's defaults and the Trainer's groups.
-
-    Each parameter is a group by itself.
-    """
+    """Build PyTorch's optimizer, tensor by tensor, with the config's parameters, DeepSpeed's
+    defaults and Trainer's groups.
+    Each parameter is a group by itself."""
     from transformers import Trainer
 
     wanted, section = small.config.optimizer, small.config.trainer
@@ -450,7 +449,7 @@ def optimizer_of(
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer, config: Config) -> Any:
-    """DeepSpeed's own, which is stepped after each update."""
+    """Build DeepSpeed's own scheduler, which is stepped after each update."""
     from deepspeed.runtime import lr_schedules
 
     section = config.scheduler

@@ -1,7 +1,7 @@
-"""In low precision: what rounding hides in a step, looked for over many rows at the weights that training ended with.
+"""A check of low precision for errors that rounding hides in a step, over many rows at the weights after training.
 
-Rounding is without direction: over many rows the gradient's coefficient of projection on that of float32 is 1, whatever
-the noise. And what is added up in float32 adds up: the gradient of a step is the sum of those of its micro-batches,
+Rounding has no direction: over many rows, the gradient's coefficient of projection on that in float32 is 1,
+whatever the noise. And sums in float32 are exact: the gradient of a step is the sum of those of its micro-batches,
 each computed without the targets of all others. Their shares of all targets are powers of two, which round nothing.
 """
 
@@ -19,7 +19,7 @@ from trainer.tasks.task import IGNORED, Batch
 
 STEPS = 16
 FEWEST = 8
-"""Targets of a micro-batch whose share is known."""
+"""The number of targets of a micro-batch whose share is fixed."""
 
 Tensors = dict[str, torch.Tensor]
 Rows = list[tuple[np.ndarray, np.ndarray]]
@@ -30,21 +30,21 @@ class Rounded(NamedTuple):
     projected: list[Tensors]
     """The gradients of STEPS steps."""
     added: float = 0.0
-    """By how much the gradient of a step is another than the sum of its micro-batches', relative to its largest."""
+    """The largest difference of a step's gradient from the sum of its micro-batches', relative to its largest entry."""
     where: str = ""
     allowed: float = 0.0
-    """Where gradients are added up in low precision because the config has it so."""
+    """The difference allowed, if the config has gradients summed in low precision."""
 
 
 def rows_of(small: Small, vocabulary: int, step: int, data_rank: int, number: int) -> Rows:
-    """Of a micro-batch, all targets counted."""
+    """Draw the rows of a micro-batch, in which all targets count."""
     rng = np.random.default_rng([1, step, data_rank, number])
     tokens = rng.integers(1, vocabulary, (small.layout.micro_batch, LONGEST + 1))
     return [(row[:-1], row[1:]) for row in tokens]
 
 
 def measured(engine: Engine, job: Job, small: Small, kind: str, step: int) -> Rounded:
-    """By the engine of this kind, at a learning rate of 0. Collective."""
+    """Measure rounding by the engine of this kind, at a learning rate of 0. Collective."""
     layout, vocabulary = small.layout, job.spec.language.vocabulary
     zero, packed = Update(0.0), small.config.trainer.data.packs
 
@@ -78,7 +78,7 @@ def measured(engine: Engine, job: Job, small: Small, kind: str, step: int) -> Ro
 
 
 def _allowed(small: Small, engine: str) -> float:
-    """DeepSpeed adds gradients up in the precision of the model, unless both of these keys say float32."""
+    """Return the error allowed: DeepSpeed sums gradients in the model's precision, unless both keys say float32."""
     settings, layout = small.config.settings, small.layout
     kinds = settings.get("data_types", {}).get("grad_accum_dtype"), settings.get("communication_data_type")
     if engine != "deepspeed" or all(kind in ("fp32", "float32", "float") for kind in kinds):
@@ -87,14 +87,14 @@ def _allowed(small: Small, engine: str) -> float:
 
 
 def _shares(count: int) -> list[int]:
-    """Numbers of targets of so many micro-batches: each is the sum of all divided by a power of two."""
+    """Return numbers of targets of so many micro-batches: each is the sum of all divided by a power of two."""
     full = 1 << (count.bit_length() - 1)
     halves = 2 * (count - full)
     return [FEWEST] * halves + [2 * FEWEST] * (count - halves)
 
 
 def _batch(job: Job, rows: Rows, kept: int | None, packed: bool) -> Batch:
-    """With all targets, or with so many of the first row alone."""
+    """Collate rows with all targets, or with `kept` of the first row alone."""
     samples = []
     for number, (inputs, targets) in enumerate(rows):
         counted = len(targets) if kept is None else kept if number == 0 else 0
@@ -105,7 +105,7 @@ def _batch(job: Job, rows: Rows, kept: int | None, packed: bool) -> Batch:
 
 
 def coefficients(found: list[Tensors], theirs: list[Tensors]) -> tuple[list[float], float]:
-    """Of the projections on `theirs`, step by step; and the norm of what is left of all, relative to theirs."""
+    """Return the coefficients of projection on `theirs`, by steps; and the relative norm of what is left of all."""
     parts, left, whole = [], 0.0, 0.0
     for ours, exact in zip(found, theirs, strict=True):
         names = ours.keys() & exact.keys()

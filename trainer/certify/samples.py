@@ -1,4 +1,4 @@
-"""The documents that a certificate is made on, and the path by which a run gets its samples of them."""
+"""The documents of a certificate, and the path by which a run reads samples from them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from trainer.certify.small import LONGEST, Small
 from trainer.data.source import Encoded, PreparedSource, write_part
 
 LONGEST_ROW, LOGITS = 4096, 1 << 25
-"""Tokens of the longest sample, and numbers that its logits may be: what can be computed in seconds on a CPU."""
+"""The most tokens of a sample, and the most entries of its logits: what a CPU computes in seconds."""
 FEW = 97
-"""Half of the tokens are among so many: a token that occurs often has a gradient from many places."""
+"""The number of tokens among which half are drawn: a frequent token gets gradients from many places."""
 
 
 class Documents(NamedTuple):
-    """Ragged, one too long for a sample, and with very unequal numbers of targets."""
+    """Documents of different lengths, one too long for a sample, with very unequal numbers of targets."""
 
     training: list[Encoded]
     held_out: list[Encoded]
-    """One more than is evaluated."""
+    """One more document than is evaluated."""
 
 
 def with_row(small: Small, vocabulary: int, positions: int | None, packed: bool) -> Small:
-    """With one sample as long as the run's, or what can be computed of it."""
+    """Make one sample as long as the run's, or as long as can be computed."""
     wanted: int = small.config.trainer.data.sequence_length
     row = LONGEST if packed else min(wanted, positions or wanted, LONGEST_ROW, LOGITS // max(vocabulary, 1))
     row = max(LONGEST, row)
@@ -36,10 +36,10 @@ def with_row(small: Small, vocabulary: int, positions: int | None, packed: bool)
 
 
 def documents_of(small: Small, vocabulary: int, packed: bool = False) -> Documents:
-    """One and a half steps of them, so that steps lie across the ends of epochs; the same on every rank.
+    """Draw one and a half steps of documents, so that steps span the ends of epochs; the same on every rank.
 
-    Of the whole vocabulary as many as there is room for, the last one among them. Twice as many documents where they
-    are to be packed: fewer than two on average fit in a sample.
+    They use as much of the vocabulary as there is room for, with its last token. There are twice as
+    many if they are to be packed: fewer than two on average fit in a sample.
     """
     rng = np.random.default_rng(0)
 
@@ -66,5 +66,5 @@ def write(documents: Documents, row: int, folder: Path, packed: bool = False) ->
 
 
 def source(folder: Path, name: str) -> PreparedSource:
-    """What `write` wrote there."""
+    """Open the part that `write` wrote."""
     return PreparedSource(folder / name)

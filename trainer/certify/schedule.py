@@ -10,11 +10,11 @@ from trainer.config import Config
 from trainer.optim.lr_schedules import schedule_of
 
 MOST_STEPS = 200_000
-"""That are compared: a few seconds."""
+"""The most steps that are compared, in a few seconds."""
 
 
 def compare_schedule(own: Config, steps: int) -> Finding:
-    """What the loop tells the optimizer in each step of the run, against DeepSpeed's scheduler."""
+    """Compare the optimizer settings of each step of the run with DeepSpeed's scheduler."""
     base, scheduler = float(own.optimizer.params["lr"]), own.scheduler
     ours = schedule_of(vars(own.optimizer), None if scheduler is None else vars(scheduler))
     optimizer = torch.optim.AdamW([torch.zeros(1)], lr=base)

@@ -13,37 +13,37 @@ from trainer.models.shrink import HIDDEN
 from trainer.optim.support import No, in_torch
 
 MICRO_BATCH, ACCUMULATION, DATA_RANKS = 2, 3, 3
-"""Of two micro-batches or ranks the last is the only other one, and a mean over the wrong of two groups is right."""
+"""The sizes of the small run: with only 2 of the last two, a mean over the wrong one of two groups is right."""
 LONGEST = 28
-"""Tokens of all samples but one: more than three windows of the small copy's attention."""
+"""The tokens of all samples but one: more than three windows of the small copy's attention."""
 LARGEST_WORLD = 8
 UNKNOWN_STEPS = 1000
-"""Of a run that is as long as its data."""
+"""The steps compared for a run that is as long as its data."""
 PROBES, PROBE_RATE = 2, 1e-2
-"""Steps at the end, at a rate at which all that an optimizer does shows in float32: at 1e-7 rounding swallows decay."""
+"""Steps at the end, at a rate at which all that an optimizer does shows in float32: at 1e-7 rounding hides decay."""
 SHORT = {"warmup_num_steps": 2, "cycle_first_step_size": 2, "cycle_second_step_size": 2, "decay_step_size": 1}
 SHORT |= {"lr_range_test_step_size": 2}
-"""A schedule with each of its phases in a few steps."""
+"""Settings that step through each phase of a schedule in a few steps."""
 
 
 @dataclass(frozen=True)
 class Small:
-    """What is verified instead of the run itself."""
+    """The small run that is verified instead of the run itself."""
 
     config: Config
     layout: Layout
     changes: tuple[str, ...]
-    """What was changed that a person would not expect."""
+    """Notes on changes that the user would not expect."""
     steps: int
-    """With the config's own schedule; PROBES follow, and between them a step that overflows."""
+    """Steps with the config's own schedule; PROBES follow, and between them a step that overflows."""
     own: Config
-    """The config in the precision and with the steps of the run itself: its engine and schedule are those."""
+    """The config in the precision and with the steps of the run itself, for its engine and schedule."""
     row: int = LONGEST
-    """Tokens of the longest sample."""
+    """The tokens of the longest sample."""
 
     @property
     def middle(self) -> int:
-        """Steps before the checkpoint."""
+        """The number of steps before the checkpoint."""
         return self.steps - 1
 
     @property
@@ -56,14 +56,14 @@ class Small:
 
     @property
     def held_out(self) -> int:
-        """Samples that are evaluated: not as many on each rank."""
+        """The number of evaluated samples, which differs between ranks."""
         return self.layout.micro_batch * self.layout.data_ranks + 1
 
 
 def shrink(
     path: str | Path | dict[str, Any], overrides: list[str], world_size: int | None, precision: str = "float32"
 ) -> Small:
-    """The config at `path` for a few tiny steps, in float32 or, if `precision` is "config", in its own precision.
+    """Shrink the config at `path` to a few tiny steps, in float32 or, if `precision` is "config", in its own precision.
 
     Raises ConfigError.
     """
@@ -85,7 +85,7 @@ def shrink(
         f"train_micro_batch_size_per_gpu={MICRO_BATCH}",
         f"gradient_accumulation_steps={accumulation}",
         f"train_batch_size={MICRO_BATCH * accumulation * sizes.data_ranks}",
-        "trainer.patience=null",  # it is one for the run's steps on its devices
+        "trainer.patience=null",  # it was set for the run's steps on its devices
     ]
     if config.trainer.mesh.shard == "node":
         small.append(f"trainer.mesh.shard={sizes.shard}")
@@ -99,7 +99,7 @@ def shrink(
         if (enabled := config.settings.get(section, {}).get("enabled")) in (True, "auto"):
             small += _precision(section, enabled, precision, changes)
     if config.settings.get("zero_optimization", {}).get("stage") == 3:
-        # weights are let go and fetched ahead, as those of a model that is not tiny
+        # weights are released and prefetched, as those of a model that is not tiny
         zero = {"param_persistence_threshold": 0, "max_reuse_distance": 0, "prefetch_bucket_size": 300}
         small += [f"zero_optimization.stage3_{key}={value}" for key, value in zero.items()]
     if config.scheduler is not None:
@@ -115,7 +115,7 @@ def shrink(
 
 
 def _precision(section: str, enabled: bool | str, precision: str, changes: list[str]) -> list[str]:
-    """Overrides; an "auto" is what it is on a GPU that can."""
+    """Return overrides of the precision; "auto" means what it would on a capable GPU."""
     if precision == "float32" or (section, enabled) == ("fp16", "auto"):
         changes.append(f"float32 in place of {section}")
         return [f"{section}.enabled=false"]
@@ -124,7 +124,7 @@ def _precision(section: str, enabled: bool | str, precision: str, changes: list[
 
 
 def _short(scheduler: Choice, steps: int) -> list[str]:
-    """Overrides that fit a schedule into so many steps: all its phases are stepped through."""
+    """Return overrides that fit a schedule into so many steps, with all its phases."""
     lengths = {key: length for key, length in SHORT.items() if scheduler.params.get(key)}
     if scheduler.type.startswith("Warmup"):
         lengths["warmup_num_steps"] = SHORT["warmup_num_steps"]
@@ -137,14 +137,14 @@ def _short(scheduler: Choice, steps: int) -> list[str]:
 
 
 def local_world_size(config: Config, world_size: int) -> int:
-    """Processes of a node: as if there were two, for a mesh that is laid out by nodes."""
+    """Return the processes of a node: half of all for a mesh laid out by nodes, as if there were two."""
     return max(1, world_size // 2) if config.trainer.mesh.shard == "node" else world_size
 
 
 def smallest_world(config: Config) -> int:
-    """The fewest processes, up to LARGEST_WORLD, on which every axis that the config uses is there.
+    """Find the fewest processes, up to LARGEST_WORLD, for which every axis that the config uses is larger than 1.
 
-    With DATA_RANKS of them, and not as many replicas as shards, where there is room for that; else as near to it.
+    Prefers DATA_RANKS data ranks, and numbers of replicas and shards that differ, as far as there is room.
     """
     mesh, found = config.trainer.mesh, dict[int, int]()
     for world_size in range(2, LARGEST_WORLD + 1):

@@ -26,7 +26,7 @@ PASSED, FAILED = 0, 76
 
 
 def verify(small: Small, world: World, device: str, certificate_path: Path, output: Output) -> int:
-    """Certify, print the table on rank 0 and write the certificate; returns the exit code. Collective."""
+    """Certify, print the table on rank 0 and write the certificate; return the exit code. Collective."""
     signs = output.signs
     ending = Ending(world, output.terminal, notes_of(os.environ), signs.close)
     try:
@@ -36,7 +36,7 @@ def verify(small: Small, world: World, device: str, certificate_path: Path, outp
         machine = replace(machine, watch=watch)
         signs.at("some steps of a small copy under the layout, and in one process")
         if device == "cuda":
-            # a resumed run is compared bit for bit; some kernels add in any order unless they are told not to
+            # a resumed run is compared bit for bit; some kernels sum in any order unless set otherwise
             torch.use_deterministic_algorithms(True, warn_only=True)
         if small.config.trainer.task == "image_classification":
             if device == "cuda":
@@ -54,6 +54,6 @@ def verify(small: Small, world: World, device: str, certificate_path: Path, outp
     except BaseException as error:
         traceback.print_exc(file=sys.stderr)
         if isinstance(error, MeshloomError) and dist.is_initialized():
-            error.shared = True  # all find the same, and the first speaks for them
+            error.shared = True  # all find the same, and the first reports for them
         return ending.after(error)
     return PASSED if certificate.passed else FAILED
