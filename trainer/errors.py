@@ -22,7 +22,7 @@ FLAGS = {
 
 
 def printable(text: str) -> str:
-    """Show characters of `text` that would control a terminal or reverse its direction as `\\x1b`.
+    """Return `text` with characters that control a terminal or reverse its direction shown as `\\x1b`.
 
     Line breaks stay; a lone surrogate, which no terminal takes, is shown as an escape, too.
     """
