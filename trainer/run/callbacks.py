@@ -1,4 +1,4 @@
-"""What the loop calls: metrics, evaluation, saves, and the question whether to stop."""
+"""The hooks of the loop: metrics, evaluation, saves, and the question whether to stop."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from trainer.trackers import Evaluation, Record, SampleLog, Tracker, say
 
 MERGED = "final-merged"
 SLOW = 0.1
-"""Share of the time spent waiting for data from which on a person is told."""
+"""The share of the time spent waiting for data above which the user is told."""
 SIGN_SECONDS = 600.0
-"""Without a line, where nothing else shows that a run goes on."""
+"""Seconds without a line, after which one is printed where nothing else shows that the run goes on."""
 SLOW_DISK = 50e6
-"""Bytes a second: a save may take as long without a sign of life."""
+"""Bytes/s that a save is taken to write at least: for as long it may give no sign of life."""
 Saver = Callable[[Sequence[StateTensor], Callable[[Sequence[StateTensor], Ranks], None]], None]
-"""Has state tensors written by what is given, with the ranks to agree with: at once, or beside the training."""
+"""Saves state tensors by the given function, called with the ranks to agree with: at once, or in the background."""
 
 
 def hooks_of(
@@ -55,7 +55,7 @@ def hooks_of(
     patience: Patience,
     watchers: Sequence[Callable[[str, int], None]] = (),
 ) -> Hooks:
-    """What the loop calls on every rank; only rank 0 has trackers. `watchers` are told what `Hooks.at` is."""
+    """Build the loop's hooks for every rank; only rank 0 has trackers. `watchers` are called as `Hooks.at` is."""
     section, ranks, layout = prepared.config.trainer, machine.ranks, prepared.layout
     directory = folder / "checkpoints"
     samples = SampleLog(folder / "logs", ranks.rank) if section.log.sample_ids else None
@@ -141,7 +141,7 @@ def hooks_of(
 
 
 def losses_by_source(prepared: Prepared, metrics: Metrics, machine: Machine) -> dict[str, float] | None:
-    """Since the last time, of sources that had a target; None unless asked for. Comes before the loss. Collective."""
+    """Return the losses of sources since the last call; None unless requested. Call it before `loss`. Collective."""
     task, data = prepared.task, prepared.data
     if not isinstance(task, CausalLM) or task.by_source is None or not isinstance(data, Data):
         return None
@@ -153,7 +153,7 @@ def losses_by_source(prepared: Prepared, metrics: Metrics, machine: Machine) -> 
 class Patience:
     """Ends a run after so many evaluations in a row without a lower held-out loss (`trainer.evaluation.patience`).
 
-    A resumed run counts anew.
+    A resumed run starts counting anew.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -161,7 +161,7 @@ class Patience:
         self._lowest, self._at, self._since = math.inf, 0, 0
 
     def ends(self, step: int, loss: float) -> bool:
-        """Whether this evaluation was one too many. The same on every rank, as the loss is."""
+        """Return True if this evaluation was one too many. The same on every rank, as the loss is."""
         if loss < self._lowest:
             self._lowest, self._at, self._since = loss, step, 0
         else:
@@ -170,7 +170,7 @@ class Patience:
 
     @property
     def line(self) -> str | None:
-        """Once it has ended the run: why, for a person."""
+        """The reason for which it has ended the run, for the user; None before."""
         if self._limit is None or self._since < self._limit:
             return None
         lowest = f"the lowest was {self._lowest:.4g}, after step {self._at}"
@@ -178,13 +178,13 @@ class Patience:
 
 
 def saved_bytes(prepared: Prepared) -> int:
-    """Of a checkpoint: weights, and of what is learned float32 masters and two moments."""
+    """Return the bytes of a checkpoint: weights, and float32 masters and two moments of trained parameters."""
     weights = prepared.learned if prepared.spec.unsaved else prepared.spec.parameters
     return 4 * weights + 12 * prepared.learned
 
 
 class SignOfLife:
-    """Where there is no terminal and logged steps are far apart, a line now and then that says which step is made."""
+    """Prints now and then which step is in progress, without a terminal and if logged steps are far apart."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console, self._steps, self._spoken = console, steps, time.monotonic()
@@ -199,7 +199,7 @@ class SignOfLife:
 
 
 class SlowData:
-    """Says once that the device waits for data, and what would help."""
+    """A note, given once, that the device waits for data, with what would help."""
 
     def __init__(self, prepared: Prepared) -> None:
         images = isinstance(prepared.data, ImageData)
@@ -228,7 +228,7 @@ def write_model_files(prepared: Prepared, target: Path) -> None:
 
 
 def export_merged(prepared: Prepared, merged: ModelSpec, folder: Path, ranks: Ranks) -> None:
-    """Write the base with the adapter added into it as a Hugging Face model folder. Collective."""
+    """Write the base with the adapter merged into it as a Hugging Face model folder. Collective."""
     files = partial(write_model_files, replace(prepared, spec=merged))
     checkpoint.export(folder, given_tensors(merged, ranks), files, ranks, stored_dtype(prepared))
 

@@ -1,4 +1,4 @@
-"""A run in words and files: the plan that is printed, and what is saved beside the results."""
+"""A run in words and files: the printed plan, and the descriptions saved beside the results."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from trainer.state import VERSION
 from trainer.storage import disk_errors, replace_file
 
 PREVIEWED = 4000
-"""Characters of a run of tokens, at most."""
+"""The most characters of a run of tokens."""
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 
 
 def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
-    """What is about to happen, a line each; `in_full` adds every resolved value, the whole config and samples."""
+    """Describe the run to come, a line each; `in_full` adds every resolved value, the whole config and samples."""
     config, spec, data = prepared.config, prepared.spec, prepared.data
     section = config.trainer
     samples = prepared.steps * prepared.layout.train_batch
@@ -62,7 +62,7 @@ def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
 
 
 def preview_lines(prepared: Prepared, count: int) -> Iterator[str]:
-    """The data, and its first `count` samples in the order of the training."""
+    """Describe the data, and show its first `count` samples in the order of training."""
     data, seed = prepared.data, prepared.config.trainer.seed
     yield f"data    {data.describe()}"
     if not isinstance(data, Data):
@@ -73,7 +73,7 @@ def preview_lines(prepared: Prepared, count: int) -> Iterator[str]:
 
 
 def _tokens(prepared: Prepared, samples: int) -> str:
-    """What the plan's line says of a language model."""
+    """Return the part of the plan's line that concerns a language model."""
     if prepared.tokenizer is None:
         return ""
     sequence = prepared.config.trainer.data.sequence_length
@@ -82,7 +82,7 @@ def _tokens(prepared: Prepared, samples: int) -> str:
 
 
 def unit(prepared: Prepared) -> str:
-    """What rates count, in short."""
+    """Return the short unit of rates."""
     return "img" if isinstance(prepared.data, ImageData) else "tok"
 
 
@@ -96,12 +96,12 @@ def _update_line(prepared: Prepared) -> str:
 
 
 def resolved(prepared: Prepared) -> dict[str, Any]:
-    """The whole config with nothing left to resolve; itself a config that starts the same run."""
+    """Return the whole config with nothing left to resolve, as a config that starts the same run."""
     return {**prepared.config.settings, "trainer": prepared.config.trainer.model_dump()}
 
 
 def run_description(prepared: Prepared) -> dict[str, Any]:
-    """What `trainer.json` of a checkpoint says beside the position."""
+    """Return the content of a checkpoint's `trainer.json`, without the position."""
     return {
         "seed": prepared.config.trainer.seed,
         "engine": prepared.engine_name,
@@ -125,7 +125,7 @@ def versions() -> dict[str, str]:
 
 
 def write(folder: Path, prepared: Prepared, machine: Machine, overrides: Sequence[str]) -> None:
-    """`environment.json` and `config.json` of a run folder."""
+    """Write `environment.json` and `config.json` of a run folder."""
     environment = {
         "versions": versions(),
         "engine": prepared.engine_name,
@@ -150,7 +150,7 @@ def _write_json(path: Path, value: Any) -> None:
         replace_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-# layout -> what a Layout needs beside the sizes of one that is plain
+# layout -> the fields of Layout that differ from a plain one
 _OFFERED: dict[str, dict[str, Any]] = {
     "DDP (ZeRO-0)": {"replicate": 4},
     "ZeRO-1": {"shard": 4, "zero_stage": 1},
@@ -178,7 +178,7 @@ _OFFERED: dict[str, dict[str, Any]] = {
 
 
 def layout_table() -> str:
-    """Which engine runs which layout, as Markdown, from the engines' own refusals."""
+    """Return the table of which engine runs which layout, as Markdown, from the engines' own refusals."""
     lines = ["| layout | " + " | ".join(f"`{name}`" for name in ENGINES) + " |", "| --- |" + " --- |" * len(ENGINES)]
     reasons: dict[str, int] = {}
     for name, given in _OFFERED.items():

@@ -1,4 +1,4 @@
-"""How a run ends that does not end well: one of its ranks says it, the one that failed first."""
+"""The end of a run that fails: one of its ranks reports it, the one that failed first."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ from trainer.run.notes import LEAVE_SECONDS, Notes
 from trainer.run.world import World
 
 OTHERS_SECONDS = 4.0
-"""How long a rank that lost its connection waits for the one that knows why."""
+"""Seconds for which a rank that lost its connection waits for the rank that knows why."""
 FOLLOWS = re.compile(
     r"^rank \d+ failed:|closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|aborted)|timed out|"
     r"wait timeout|pair closure|NCCL|store of the ranks is gone|failed to (recv|send)|socket",
     re.IGNORECASE,
 )
-"""What the libraries say where another rank is gone."""
+"""Messages of libraries when another rank is gone."""
 
 
 class Ending:
     def __init__(
         self, world: World, terminal: TextIO, notes: Notes | None, hush: Callable[[], object] = lambda: None
     ) -> None:
-        """`hush` ends what else is shown on the terminal."""
+        """Prepare the end of this process; `hush` stops other output on the terminal."""
         self._world, self._terminal, self._notes, self._hush = world, terminal, notes, hush
         self.watch: Watch | None = None
         self.folder: Path | None = None
         self.log: Path | None = None
-        """Of the run and of this rank, once they are known."""
+        """The run's folder and this rank's log, once they are known."""
 
     def begin_in(self, folder: Path) -> Path:
-        """The run's folder is known; returns where this rank's log has its place."""
+        """Set the run's folder; return the path of this rank's log."""
         self.folder, self.log = folder, status.log_of(folder, self._world.rank)
         if self._notes is not None and self._world.rank == 0:
             self._notes.write_folder(folder)
         return self.log
 
     def beat(self, seen: Mapping[str, Any]) -> None:
-        """Leave what this rank's watcher sees where others look for it. Raises OSError."""
+        """Write this rank's status where others look for it. Raises OSError."""
         if self.folder is not None and self._world.rank == 0:
             status.write(self.folder, seen)
         if self._notes is not None:
             self._notes.write_place(self._world.rank, str(seen["place"]))
 
     def after(self, error: BaseException) -> int:
-        """Say it, or leave it to another rank; returns the exit code."""
+        """Report an error, or leave that to another rank; return the exit code."""
         if isinstance(error, MeshloomError):
             self.tell(error.render(), error.exit_code, shared=error.shared)
             return self.end(error.exit_code)
@@ -72,12 +72,12 @@ class Ending:
         return self.end(code)
 
     def end(self, code: int) -> int:
-        """Left in the run's folder, for who asks later."""
+        """Record the exit code in the run's folder, and stop the watchdog; return the code."""
         self._hush()
         if self.watch is not None:
             if code == 0 and self._notes is not None:
                 self._notes.leave(self._world.rank, self.watch.place)
-            # for other people's launchers, which wait without end; Meshloom's has ended it before
+            # for other launchers, which would wait forever; Meshloom's has ended it before
             late = threading.Timer(1.5 * LEAVE_SECONDS, _end_at_last, (code or Stalled.exit_code,))
             late.daemon = True
             late.start()
@@ -87,18 +87,18 @@ class Ending:
         return code
 
     def tell(self, text: str, code: int, shared: bool = False, follows: bool = False) -> None:
-        """`code`: with which it exits; `shared`: all ranks say it; `follows`: another one's end is behind it."""
+        """Report the end; `code`: exit code; `shared`: all ranks report it; `follows`: another rank is the cause."""
         text = printable(text)
         self._hush()
         if self._notes is not None and self.watch is not None:
             self._notes.write_place(self._world.rank, self.watch.place)
         if self._notes is not None and self._notes.write_end(self._world.rank, text, code, follows):
-            return  # the launcher, which knows how the others ended, says it
+            return  # the launcher, which knows how the others ended, reports it
         if shared or self._world.world_size == 1:
             if self._world.rank == 0:
                 self._leave_word(text, code)
                 self._print(text)
-        elif self.watch is None:  # they have not met
+        elif self.watch is None:  # the ranks have not met
             if self._world.rank != 0:
                 time.sleep(OTHERS_SECONDS)
             self._print(f"rank {self._world.rank}: {text}" if self._world.rank else text)
@@ -106,12 +106,12 @@ class Ending:
             self._tell_who_is_gone(self.watch, text, code)
         elif self.watch.fails_first() and self._leave_word(text, code):
             self._print(text)
-            if self._world.rank == 0:  # the store goes with it, and with the store that it has spoken
+            if self._world.rank == 0:  # the store ends with it, and with the store the note that it has reported
                 time.sleep(OTHERS_SECONDS / 2)
 
     def _leave_word(self, text: str, code: int) -> bool:
-        """Whether no other rank has: it may have ended with the store that would tell."""
-        with suppress(OSError):  # the disk may be why
+        """Record the end; return False if another rank has: the store that would tell may be gone."""
+        with suppress(OSError):  # a full disk may be the reason
             return self.folder is None or status.end(self.folder, code, text)
         return True
 
@@ -129,7 +129,7 @@ class Ending:
         print(text, file=self._terminal, flush=True)
 
     def stalled(self, lines: Sequence[str]) -> None:
-        """The run stands still: a thread says so, and the process ends after that."""
+        """Report from a thread that the run hangs; the process ends after that."""
         again = ["  run the same command again to go on"] if self.folder else []
         text = "\n".join([f"{Stalled.kind}: {lines[0]}", *lines[1:], *again])
         self.tell(text, Stalled.exit_code)
@@ -145,7 +145,7 @@ def _end_at_last(code: int) -> None:
 
 
 def write_flight_record(path: Path) -> None:
-    """What NCCL's collectives of this process were, where PyTorch recorded them (TORCH_FR_BUFFER_SIZE)."""
+    """Write the record of this process's NCCL collectives, if PyTorch kept one (TORCH_FR_BUFFER_SIZE)."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d
 
@@ -155,7 +155,7 @@ def write_flight_record(path: Path) -> None:
 
 
 def watched(config: Config, ranks: Ranks, stalled: Callable[[list[str]], None]) -> Watch:
-    """Begins to watch this process and, on its first rank, the run; one is told what stands still. Collective."""
+    """Start a watchdog of this process and, on its first rank, the run; `stalled` gets a diagnosis. Collective."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 

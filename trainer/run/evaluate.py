@@ -1,4 +1,4 @@
-"""How good the model is: held-out loss, and a sample that a person can read."""
+"""The evaluation of a model: held-out loss, and a sample of text for the user to read."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from trainer.layout import Layout
 from trainer.tasks.task import IGNORED, Batch, Task
 
 FEW = 8
-"""Tokens that a text begins with, for a model to go on from."""
+"""The number of tokens at the beginning of a text that a model continues."""
 
 
 class HeldOut(NamedTuple):
-    """Over the targets of held-out samples."""
+    """The result over the targets of held-out samples."""
 
     loss: float
-    """Nats per target, a mean."""
+    """The mean loss, nats per target."""
     targets: int
     measures: dict[str, float]
-    """What the task counts beside it, as shares of the targets."""
+    """The task's other measures, as shares of the targets."""
 
 
 def held_out_loss(
@@ -40,7 +40,7 @@ def held_out_loss(
     workers: int = 0,
     moves: Callable[[], None] = lambda: None,
 ) -> HeldOut:
-    """How good the model is on the first `samples` held-out samples; `moves` is told of each batch. Collective."""
+    """Evaluate the first `samples` held-out samples; `moves` is called for each batch. Collective."""
     batches = evaluation_batches(
         source,
         task.collate,
@@ -64,7 +64,7 @@ def _told(batches: Iterable[Batch], moves: Callable[[], None]) -> Iterator[Batch
 
 
 def together(found: Sequence[HeldOut]) -> HeldOut:
-    """Of all their targets."""
+    """Combine several results, weighted by their targets."""
     targets = sum(one.targets for one in found)
     mean = lambda values: sum(v * one.targets for v, one in zip(values, found, strict=True)) / targets  # noqa: E731
     measures = {name: mean([one.measures[name] for one in found]) for name in found[0].measures}
@@ -72,7 +72,7 @@ def together(found: Sequence[HeldOut]) -> HeldOut:
 
 
 def beginning(source: Source, most: int) -> list[int]:
-    """Of the first sample what stands before its first target, a few tokens at least and the last `most` at most."""
+    """Return the tokens of the first sample before its first target: at least a few, and at most the last `most`."""
     sample = source[0]
     counted = np.flatnonzero(sample["targets"] != IGNORED)
     first = int(counted[0]) + 1 if len(counted) else 0
@@ -80,7 +80,7 @@ def beginning(source: Source, most: int) -> list[int]:
 
 
 def continuation(folder: Path, tokenizer: Any, prompt: str | list[int], tokens: int, seed: int) -> str:
-    """What the model in `folder`, opened as any Hugging Face model, writes after `prompt` (at temperature 0.8)."""
+    """Return the text with which the model in `folder`, a Hugging Face model, continues `prompt` (temperature 0.8)."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""What an image classification run trains: a classifier, by name or handed in, on labelled images."""
+"""The subject of an image classification run: a classifier, by name or given, on labelled images."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.tasks.image_classification import ImageClassification
 
 MOST_WORKERS = 8
 MOST_CLASSES = 10_000_000
-"""Of images that nobody has looked at."""
+"""The most classes for images that have not been read."""
 
 
 def image_subject(
@@ -38,9 +38,9 @@ def image_subject(
     blocks: str | None = None,
     own: tuple[Any, Any] | None = None,
 ) -> tuple[ModelSpec, ImageClassification, ImageData]:
-    """The spec, the task and the data, from the config or handed in. Collective.
+    """Build the spec, the task and the data, from the config or as given. Collective.
 
-    Raises ConfigError or DataError for what does not fit together.
+    Raises ConfigError or DataError if they do not fit together.
     """
     name, path = section.model.name_or_path, section.data.path
     for key, handed, named in (("trainer.model.name_or_path", model, name), ("trainer.data.path", own, path)):
@@ -49,7 +49,7 @@ def image_subject(
     classifier = None
     if model is None:
         classifier = pretrained = ranks.on_own(lambda: named_in(section))
-        ranks.await_first(lambda: pretrained.state() and None)  # where it is downloaded, that is done once
+        ranks.await_first(lambda: pretrained.state() and None)  # if they are downloaded, that is done once
     data = open_images(section.data, section.images, section.seed, cache, ranks, own)
     spec = spec_of(section, data.images, classifier, model, blocks)
     task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)
@@ -59,10 +59,10 @@ def image_subject(
 
 
 def expected(section: TrainerSection, cache: Path) -> Images:
-    """What a classifier is given, as far as that is known before a run: nothing is downloaded.
+    """Determine a classifier's input, as far as it is known before a run, without a download.
 
-    Of images that are on this machine, of a data set by its name, else of what the config says. Raises ConfigError
-    where nothing says their size or how many classes they have, DataError for images that can't be read.
+    From images on this machine, from a data set's name, else from the config. Raises ConfigError if
+    neither gives their size or the number of classes, DataError for images that can't be read.
     """
     path, options = section.data.path, section.images
     name = (path if isinstance(path, str) else path[0]) if path else ""
@@ -85,14 +85,14 @@ def expected(section: TrainerSection, cache: Path) -> Images:
 
 
 def named_in(section: TrainerSection) -> Classifier:
-    """The classifier that the config names. Raises ConfigError for none, and for a name that nothing has."""
+    """Return the classifier that the config names. Raises ConfigError for none, or an unknown name."""
     if (name := section.model.name_or_path) is None:
         raise ConfigError(Problem("trainer.model.name_or_path", "nothing", classifiers.NAMES))
     return classifiers.named(name, arguments_of(section), section.model.weights)
 
 
 def arguments_of(section: TrainerSection) -> dict[str, Any]:
-    """What the config gives the callable that builds the classifier."""
+    """Return the config's arguments for the callable that builds the classifier."""
     return section.model.config if isinstance(section.model.config, dict) else {}
 
 
@@ -103,7 +103,7 @@ def spec_of(
     model: Callable[[], nn.Module] | None = None,
     blocks: str | None = None,
 ) -> ModelSpec:
-    """Of the classifier that the config names, complete with what the images say; or of a `model` handed in."""
+    """Build the spec of the config's classifier, completed from the images; or of a given `model`."""
     pattern = blocks or section.model.blocks
     if classifier is None:
         assert model is not None
@@ -127,7 +127,7 @@ def spec_of(
 def check(
     spec: ModelSpec, task: ImageClassification, images: Images, path: str, layout: Layout, first: list[Any]
 ) -> None:
-    """Raises for a layout that no classifier has, images that the model does not take, scores of other classes."""
+    """Raises for an unsupported layout, for images that the model can't take, and for other numbers of classes."""
     model = spec.build()
     if layout.tensor > 1:
         seen = f"{layout.tensor}, and nothing says how the layers of an image classifier are split over ranks"
@@ -143,7 +143,7 @@ def check(
 
 
 def workers_of(section: TrainerSection, machine: Machine) -> int:
-    """Processes that load images, of each rank: on a GPU as many as there are cores for; on the CPU those are busy."""
+    """Return the number of image-loading processes per rank: on a GPU, as many as cores allow; on the CPU none."""
     if section.images.workers is not None:
         return section.images.workers
     if machine.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""The loop, on one page. Knows types only: any engine, any data, anything that watches."""
+"""The training loop, on one page. It depends on types only: any engine, any data, any watcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.state import RunState
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """How long, and what happens when. Counts are optimizer steps; None: only at the end."""
+    """The length of a run, and the intervals of its events, in optimizer steps; None: only at the end."""
 
     steps: int
     train_batch: int
@@ -24,24 +24,24 @@ class LoopPlan:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop calls. All are collective: every rank calls them at the same steps."""
+    """The functions that the loop calls. All are collective: every rank calls them at the same steps."""
 
     log: Callable[[RunState, Metrics, Update], None]
     evaluate: Callable[[RunState], bool]
-    """Whether to leave early, with all saved: nothing is gained any more."""
+    """Returns True if the run should save and end early, as further training gains nothing."""
     save: Callable[[RunState], None]
     seen: Callable[[StepBatches, Metrics], None] = lambda batches, metrics: None
-    """Told each step, without a wait for the device."""
+    """Called at each step, without waiting for the device."""
     stop: Callable[[], Callable[[], bool]] = lambda: lambda: False
-    """Begins to ask, before each step, whether to save and leave early; what it returns is called after the step."""
+    """Begins, before each step, to ask if the run must save and stop; the result is called after the step."""
     at: Callable[[str, int], None] = lambda phase, step: None
-    """Told what begins, and for which step, from 1: whoever watches sees where a rank stands."""
+    """Called when a phase of a step, from 1, begins, so that watchers see where a rank is."""
 
 
 def train(
     engine: Engine, loader: BatchLoader, schedule: LRSchedule, plan: LoopPlan, hooks: Hooks, state: RunState
 ) -> RunState:
-    """Train from `state` to `plan.steps`; returns the last state. The only host synchronisation is in the hooks."""
+    """Train from `state` to `plan.steps`; return the last state. The only host synchronisation is in the hooks."""
     tokens = None
     hooks.at("waiting for data", state.step + 1)
     for batches in loader:

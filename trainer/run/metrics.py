@@ -1,4 +1,4 @@
-"""From what the loop hands over to a `Record` of numbers: rates, shares, peaks. This is where the host waits."""
+"""The `Record` of a logged step from the loop's metrics: rates, shares, peaks. This is where the host waits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from trainer.trackers import Record
 
 @dataclass
 class Meter:
-    """Made when the first step starts; each call covers the steps since the last one."""
+    """Measures steps; made when the first starts, each call covers those since the last."""
 
     total_steps: int
     device: torch.device
     sharers: int
-    """Devices that work on one data rank's samples."""
+    """The number of devices that work on one data rank's samples."""
     flops_per_token: float | None
-    """None where it is not known."""
+    """FLOPs per token; None if unknown."""
     peak_flops: float | None
     loader: BatchLoader
     state: RunState
@@ -36,9 +36,9 @@ class Meter:
     positions: int = 0
 
     def record(self, state: RunState, metrics: Metrics, update: Update, skipped: int) -> Record:
-        """Collective; `skipped` is the number of steps so far that changed nothing.
+        """Record the steps since the last call; `skipped` is the number so far that changed nothing. Collective.
 
-        Raises NumericsError when the loss is not finite and the gradient is: then the step was made.
+        Raises NumericsError if the loss is not finite but the gradient is: the step was then taken.
         """
         loss, norm = float(metrics.loss()), float(metrics.gradient_norm)
         if not math.isfinite(loss) and math.isfinite(norm) and not metrics.skipped:
@@ -54,7 +54,7 @@ class Meter:
         elapsed, steps = now - self.started, state.step - self.state.step
         rate = (state.tokens - self.state.tokens) / elapsed
         waited, self.waited = self.loader.waited_seconds - self.waited, self.loader.waited_seconds
-        # the device multiplies all that it is given, targets or not
+        # the device computes all positions, targets or not
         computed, self.positions = self.loader.positions - self.positions, self.loader.positions
         self.started, self.state = now, state
         peak, flops = self.peak_flops, self.flops_per_token
@@ -78,7 +78,7 @@ class Meter:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Bytes: what torch allocated on a GPU, or the process's largest resident set."""
+    """Return the bytes that torch allocated on a GPU at the peak, or the process's largest resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""What this project's launcher and the processes that it starts leave for one another, in a folder of their machine."""
+"""Notes that this project's launcher and its processes leave for one another, in a folder of their machine."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from typing import Any
 FOLDER = "MESHLOOM_LAUNCHER"
 """The environment variable that names the folder."""
 LEAVE_SECONDS = 60.0
-"""How long a process may take to end once it has said that it does."""
+"""Seconds that a process may take to end after it has announced that."""
 
 
 @dataclass(frozen=True)
 class LastWords:
-    """How a rank ended, for a person."""
+    """The report of a rank on its end, for the user."""
 
     text: str
     code: int
-    """With which it exits."""
+    """The exit code."""
     at: float
-    """By the machine's clock."""
+    """The time of the report, by the machine's clock."""
     follows: bool = False
-    """Whether it lost its connection to another rank, which knows better."""
+    """True if it lost its connection to another rank, whose report is better."""
 
 
 class Notes:
     def __init__(self, folder: Path, reader: int | None = None) -> None:
-        """`reader`: the process that has to be this one's parent for its end to be read."""
+        """Use `folder`; `reader` is the process that must still be the parent, else nobody reads this one's end."""
         self._folder, self._reader = folder, reader
 
     def write_port(self, port: int) -> None:
-        """On which the store of the ranks listens."""
+        """Write the port on which the ranks' store listens."""
         self._write("port", port)
 
     def await_port(self, seconds: float) -> int | None:
@@ -46,7 +46,7 @@ class Notes:
         return None if port is None else int(port)
 
     def write_folder(self, folder: Path) -> None:
-        """Of the run."""
+        """Write the run's folder."""
         self._write("folder", str(folder.absolute()))
 
     def folder(self) -> Path | None:
@@ -54,20 +54,20 @@ class Notes:
         return None if found is None else Path(found)
 
     def write_place(self, rank: int, place: str) -> None:
-        """What the rank does, "step 12, training"; of now and then."""
+        """Write what the rank is doing, such as "step 12, training"; called now and then."""
         self._write(f"place-{rank}", place)
 
     def place(self, rank: int) -> str | None:
         return self._read(f"place-{rank}") or self._read(f"left-{rank}")
 
     def leave(self, rank: int, place: str) -> None:
-        """Say that the rank ends well: by a rename at last, which a full disk takes too."""
+        """Announce a good end: by a rename at last, which works on a full disk, too."""
         self.write_place(rank, place)
         with suppress(OSError):
             (self._folder / f"place-{rank}").rename(self._folder / f"left-{rank}")
 
     def over(self, rank: int) -> float | None:
-        """When the rank said that it ends, well or otherwise, by the machine's clock."""
+        """Return the time at which the rank announced its end, good or bad, by the machine's clock."""
         if (words := self.end(rank)) is not None:
             return words.at
         with suppress(OSError):
@@ -75,7 +75,7 @@ class Notes:
         return None
 
     def write_end(self, rank: int, text: str, code: int, follows: bool = False) -> bool:
-        """Whether the launcher will find it: it may be gone, and no disk may have room for it."""
+        """Write the end; return True if the launcher will find it: it may be gone, or the disk may be full."""
         if self.end(rank) is None:
             self._write(f"end-{rank}", asdict(LastWords(text, code, time.time(), follows)))
         return self._reader in (None, os.getppid()) and self.end(rank) is not None
@@ -86,7 +86,7 @@ class Notes:
 
     def _write(self, name: str, value: Any) -> None:
         partial = self._folder / f".{name}.{os.getpid()}"
-        with suppress(OSError):  # a launcher that is gone took its folder along, and a full disk is told elsewhere
+        with suppress(OSError):  # a launcher that is gone took its folder along; a full disk is reported elsewhere
             partial.write_text(json.dumps(value))
             partial.rename(self._folder / name)
 
@@ -97,5 +97,5 @@ class Notes:
 
 
 def notes_of(environment: Mapping[str, str]) -> Notes | None:
-    """None under another launcher, and without one."""
+    """Return the notes of this project's launcher; None under another launcher, or without one."""
     return Notes(Path(environment[FOLDER]), os.getppid()) if FOLDER in environment else None

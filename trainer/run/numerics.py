@@ -1,4 +1,4 @@
-"""Steps whose gradient was not finite: the engines leave the weights alone, and here a person is told."""
+"""Steps whose gradient was not finite: the engines leave the weights unchanged, and the user is told."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trainer.errors import MeshloomError, NumericsError, Problem, shared
 
 IN_A_ROW = 3
 _NAMED = 16
-"""How many samples one message lists."""
+"""The most samples that one message lists."""
 
 
 class Skipped:
     """Counts such steps, and ends the run after IN_A_ROW of them in a row.
 
-    A float16 run skips steps by design while its loss scale settles; of those `watching` is False.
+    A float16 run skips steps by design while its loss scale settles; `watching` is then False.
     """
 
     def __init__(self, ranks: Ranks, watching: bool) -> None:
@@ -28,14 +28,14 @@ class Skipped:
         self._recent: list[tuple[StepBatches, Metrics]] = []
 
     def seen(self, batches: StepBatches, metrics: Metrics) -> None:
-        """A step was made; whether it is all right is looked at when `lines` is asked, so that nothing waits here."""
+        """Note a step; `lines` checks it later, so that nothing waits here."""
         if self._watching:
             self._recent.append((StepBatches(batches.step, batches.ids, []), metrics))
 
     def lines(self) -> list[str]:
-        """What to tell a person of the steps since the last call. Collective.
+        """Return notes on the steps since the last call. Collective.
 
-        Raises NumericsError, on every rank, when too many follow one another.
+        Raises NumericsError, on every rank, if too many follow one another.
         """
         found = []
         for batches, metrics in self._recent:

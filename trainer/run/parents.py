@@ -1,4 +1,4 @@
-"""The launcher above a rank: what it was given, and whether it is still there. Only Linux shows other processes."""
+"""The launcher above a rank: its arguments, and whether it still runs. Only Linux shows other processes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 LAUNCHERS = ("torchrun", "deepspeed", "accelerate", "torch.distributed.run", "torch.distributed.launch")
 LOOK_SECONDS = 1.0
 MOST = 4
-"""Processes of a launcher above one another: script, launcher, runner, shell."""
+"""The most levels of a launcher's processes: script, launcher, runner, shell."""
 
 
 def arguments_of(pid: int) -> list[str]:
-    """Raises OSError if the process is gone or can't be seen."""
+    """Return a process's arguments. Raises OSError if it is gone or can't be seen."""
     return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1]
 
 
 def parent_of(pid: int) -> int:
-    """Raises OSError as above."""
+    """Return a process's parent. Raises OSError as `arguments_of` does."""
     return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
 
 
 def is_launcher(arguments: list[str]) -> bool:
-    """Whether a process with these arguments starts ranks: its program, or the script or module that Python runs."""
+    """Return True if a process with these arguments starts ranks: its program, or the script or module Python runs."""
     program = Path(arguments[0]).name if arguments else ""
     if program.startswith("python"):
         program = Path(next((word for word in arguments[1:] if not word.startswith("-")), "")).name
@@ -34,9 +34,9 @@ def is_launcher(arguments: list[str]) -> bool:
 
 
 def launchers_above(pid: int) -> list[tuple[int, int]]:
-    """The processes of a launcher that process `pid` hangs on, each with its child on the way down to it.
+    """List the launcher's processes above process `pid`, each with its child on the way down to it.
 
-    DeepSpeed's are two, and the upper one takes signals without passing them on.
+    DeepSpeed has two, of which the upper one takes signals without passing them on.
     """
     found: list[tuple[int, int]] = []
     try:
@@ -49,9 +49,9 @@ def launchers_above(pid: int) -> list[tuple[int, int]]:
 
 
 def leave_with_launcher(own: bool) -> None:
-    """Ask this process to stop once its launcher is gone, whoever ended it: it trains for nobody any more.
+    """Ask this process to stop once its launcher is gone, whatever ended it: nobody waits for its training.
 
-    `own`: the parent is this project's launcher; others are known by their command.
+    `own`: the parent is this project's launcher; others are recognised by their command.
     """
     above = [(os.getpid(), os.getppid())] if own else launchers_above(os.getpid())
     if above:
@@ -74,9 +74,9 @@ def _is_below(child: int, parent: int) -> bool:
 
 
 def missing_hostfile(pid: int) -> str | None:
-    """The hostfile that the `deepspeed` command above process `pid` was given and that does not exist.
+    """Return the hostfile given to the `deepspeed` command above process `pid`, if it does not exist.
 
-    DeepSpeed itself then trains on this machine alone and exits with 0.
+    DeepSpeed itself would then train on this machine alone and exit with 0.
     """
     for _ in range(MOST):
         try:

@@ -1,6 +1,6 @@
-"""A config as what the planner simulates: without weights, on a cluster that need not be there.
+"""A config as the planner simulates it: without weights, on a cluster that need not exist.
 
-Data is not read either, but for the size and the classes of images that are here.
+Data is not read either, except the size and the classes of images on this machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trainer.tasks.image_classification import ImageClassification
 from trainer.tasks.task import Batch, Task
 
 STEPS = 1000
-"""Of the learning rate's schedule, where the config leaves them to the data."""
+"""The steps of the learning-rate schedule if the config leaves them to the data."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class Source:
     """A config's model on a cluster, whole and with fewer blocks."""
 
     config: Config
-    """Resolved."""
+    """The resolved config."""
     subject: Subject
-    """The whole."""
+    """The subject with all blocks."""
     task: Callable[[ModelSpec], Task]
-    """Of the model, or of it with fewer blocks."""
+    """Builds the task of the model, or of it with fewer blocks."""
 
     @cached_property
     def of_blocks(self) -> Callable[[int], ModelSpec]:
-        """The model with so many blocks in all, each built once. It has to have a `shallow`.
+        """A function that returns the model with so many blocks in all, each built once; requires `shallow`.
 
-        What is tried out, is tried on the whole's tiny copy: few blocks of a large model are still large.
+        Trials use the whole model's tiny copy: a few blocks of a large model are still large.
         """
         whole = self.subject.spec
         shallow = whole.shallow
@@ -69,7 +69,7 @@ class Source:
         return of_blocks
 
     def reduced(self, blocks: int | None, accumulation: int) -> Subject:
-        """The subject with so many blocks a stage, or all, and so many micro-batches."""
+        """Return the subject with so many blocks per stage, or all, and so many micro-batches."""
         spec = self.subject.spec
         if blocks is not None and spec.shallow is not None:
             spec = _of_shapes(self.of_blocks(blocks * self.subject.layout.stages))
@@ -78,14 +78,14 @@ class Source:
 
 
 def planned(config: Config, cluster: Cluster) -> Plan:
-    """The plan of a config on a cluster. Raises ConfigError where it does not fit it, or can't be simulated."""
+    """Plan a config on a cluster. Raises ConfigError if it does not fit the cluster, or can't be simulated."""
     return plan_of(source_of(config, cluster).reduced, cluster)
 
 
 def source_of(config: Config, cluster: Cluster) -> Source:
-    """What a config says of its model on a cluster; nothing of the model is read but what describes it.
+    """Build the source of a config on a cluster, reading only the model's description.
 
-    Raises ConfigError where the layout does not fit the cluster or the model, DataError where images do not.
+    Raises ConfigError if the layout does not fit the cluster or the model, DataError if images do not.
     """
     facts = RuntimeFacts(cluster.world_size, None, None, True, "cuda", cluster.devices)
     config = resolve(config, facts)
@@ -113,13 +113,13 @@ def source_of(config: Config, cluster: Cluster) -> Source:
 
 
 class Trained(NamedTuple):
-    """What a task says of the model that a config names."""
+    """The description by a task of the model that a config names."""
 
     spec: ModelSpec
     task: Callable[[ModelSpec], Task]
-    """Of the model, or of it with fewer blocks."""
+    """Builds the task of the model, or of it with fewer blocks."""
     batch: Callable[[int], Batch]
-    """A micro-batch of so many samples."""
+    """Makes a micro-batch of so many samples."""
     sample: Sample
 
 
@@ -133,14 +133,14 @@ def _language(section: TrainerSection, layout: Layout) -> Trained:
         return {"input_ids": ids, "targets": torch.ones_like(ids)}
 
     flops, kind = flops_per_token(spec, length) * length, f"samples of {length:,} tokens"
-    # of a transformer's block surely the input of its attention and that of its other half are kept
+    # a transformer's block surely keeps the inputs of its attention and of its other half
     sample = Sample("token", length, kind, flops, length * (spec.language.hidden_size or 0), 2)
     return Trained(spec, lambda spec: regularised(CausalLM.of(spec, 0), spec, section), batch, sample)
 
 
 def _classifier(section: TrainerSection, layout: Layout) -> Trained:
     named, given = images.named_in(section), images.expected(section, cache_folder())
-    # nothing is read: not the weights beside it, nor those that torchvision would download
+    # no weights are read or downloaded
     arguments = {key: value for key, value in named.arguments.items() if key not in ("weights", "weights_backbone")}
     classifier = replace(named, arguments=arguments, folder=None)
     classes, shape = len(given.classes), (given.channels, *given.size)
@@ -151,7 +151,7 @@ def _classifier(section: TrainerSection, layout: Layout) -> Trained:
     spec = replace(amended(spec, section, ALONE), trial=plain.trial(first))
 
     task, batch = regularised(plain, spec, section), batches_of(given)
-    two = {name: part.to("meta") for name, part in batch(2).items()}  # of one, batch norm has no statistics
+    two = {name: part.to("meta") for name, part in batch(2).items()}  # batch norm has no statistics of one
     try:
         flops = counted_flops(spec, lambda model: task.loss_sum(task.prepare(model), two)) / 2
     except Exception as error:  # whatever the model's own code raises
@@ -159,14 +159,14 @@ def _classifier(section: TrainerSection, layout: Layout) -> Trained:
         expected = "scores of these images in training, as in an evaluation"
         raise ConfigError(Problem(f"trainer.model: {spec.name}", seen, expected)) from error
     hidden = math.prod(shape)
-    with suppress(KeyError):  # a block that is given no tensor
+    with suppress(KeyError):  # a block that takes no tensor
         hidden = min([hidden, *(math.prod(task.hidden_shape(batch(1), block)) for block in range(len(spec.blocks)))])
     kind = f"images of {' x '.join(map(str, shape))}, {classes:,} classes"
     return Trained(spec, lambda spec: task, batch, Sample("image", 1, kind, flops, hidden, 0))
 
 
 def batches_of(images: Images) -> Callable[[int], Batch]:
-    """Micro-batches as `ImageClassification` collates them, of so many images."""
+    """Return a function that makes micro-batches as `ImageClassification` collates them, of so many images."""
 
     def batch(count: int) -> Batch:
         pixels, targets = torch.zeros(count, images.channels, *images.size), torch.zeros(count, dtype=torch.int64)
@@ -176,9 +176,9 @@ def batches_of(images: Images) -> Callable[[int], Batch]:
 
 
 def _of_shapes(spec: ModelSpec) -> ModelSpec:
-    """What has a shape alone: nothing is read, and nothing needs to be there. What is tried out has values."""
+    """Return the spec with shapes alone, reading no weights, which need not exist. Trials still have values."""
 
-    most = SMALL if isinstance(spec.weights, NoWeights) else math.inf  # what else only its constructor fills
+    most = SMALL if isinstance(spec.weights, NoWeights) else math.inf  # larger ones need their constructor
 
     @cache
     def shapes() -> dict[str, torch.Size]:

@@ -1,4 +1,4 @@
-"""What a run will take of its device, said before it is built; at its end, beside what it took."""
+"""The memory that a run will take on its device, reported before it is built, and compared at its end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer.storage import disk_errors, replace_file
 
 PLAN = "plan.json"
 SECONDS = 120.0
-"""That a prediction may take; a run then begins without one."""
+"""Seconds that a prediction may take; a run then begins without one."""
 RANKS = re.compile(r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI_|PMIX_).*|(RANK|WORLD_SIZE|NODE_RANK)")
 """Variables by which a launcher tells a process that it is a rank."""
 UNKNOWN = Device("unknown", 0, 300e12, 2e12, 100e9)
@@ -38,14 +38,14 @@ UNKNOWN = Device("unknown", 0, 300e12, 2e12, 100e9)
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of the fullest rank. Bytes."""
+    """The prediction for the fullest rank, in bytes."""
 
     needed: float
     device: Device
 
 
 def wanted(prepared: Prepared, machine: Machine) -> bool:
-    """Whether a prediction is made: on GPUs, or where the config asks for it; of a model and data that it names."""
+    """Return True on GPUs, or if the config asks for a prediction; for a model and data that it names."""
     config, section = prepared.config, prepared.config.trainer
     asked = config.origins.get("trainer.plan") in (FILE, OVERRIDE)
     known = prepared.tokenizer is not None or None not in (section.model.name_or_path, section.data.path)
@@ -55,11 +55,10 @@ def wanted(prepared: Prepared, machine: Machine) -> bool:
 def predict(
     prepared: Prepared, machine: Machine, folder: Path, device: Device | None = None
 ) -> tuple[Prediction | None, list[str]]:
-    """What this run will take, written as `plan.json` into its folder; and lines for a person. On the first rank.
-
-    `device` is the one to fit; None: this rank's own. What can't be predicted is a line. Raises ConfigError for more
-    than the device has, unless `trainer.plan` says to try.
-    """
+    """Predict the memory of this run, written as `plan.json` into its folder; and lines for the
+    user. On the first rank.
+    `device` is the one to fit; None: this rank's own. A failed prediction is only a line. Raises
+    ConfigError if the run needs more than the device has, unless `trainer.plan` says to try."""
     device = device or device_of(machine)
     try:
         found = simulated(prepared, machine, device)
@@ -79,7 +78,7 @@ def predict(
 
 
 def measured(prediction: Prediction | None, machine: Machine) -> list[str]:
-    """Predicted against measured, on the fullest GPU. Collective where there is a prediction."""
+    """Compare predicted with measured memory, on the fullest GPU. Collective if there is a prediction."""
     if prediction is None or machine.device.type != "cuda":
         return []
     peak = max(machine.ranks.gather(torch.cuda.max_memory_allocated(machine.device)))
@@ -88,7 +87,7 @@ def measured(prediction: Prediction | None, machine: Machine) -> list[str]:
 
 
 def device_of(machine: Machine) -> Device:
-    """This rank's device: its own memory; the rest by its name, as the table of devices has it."""
+    """Return this rank's device: its own memory; the rest by its name in the table of devices."""
     local = machine.local_world_size or machine.ranks.world_size
     if machine.device.type != "cuda":
         return replace(UNKNOWN, name="the host", memory=psutil.virtual_memory().available / local)
@@ -97,22 +96,22 @@ def device_of(machine: Machine) -> Device:
 
 
 def named(name: str, memory: float) -> Device:
-    """A device such as `NVIDIA H100 80GB HBM3`, with so many bytes."""
+    """Return a device such as `NVIDIA H100 80GB HBM3`, with so many bytes."""
     return replace(device_named(name, memory) or UNKNOWN, name=name, memory=memory)
 
 
 def simulated(prepared: Prepared, machine: Machine, device: Device) -> dict[str, Any]:
-    """What a process of its own says of this run. Raises OSError, SubprocessError, ValueError."""
+    """Predict this run in a process of its own. Raises OSError, SubprocessError, ValueError."""
     config = resolved(prepared)
     config["trainer"]["engine"] = prepared.engine_name
-    if isinstance(prepared.data, ImageData):  # it has been looked at
+    if isinstance(prepared.data, ImageData):  # already read
         images = prepared.data.images
         known = {"size": list(images.size), "mode": images.mode, "classes": len(images.classes)}
         config["trainer"]["images"] |= known
         config["trainer"]["data"]["path"] = None
     world = machine.ranks.world_size
     local = machine.local_world_size or world
-    # on a host nothing is left free for CUDA
+    # on a host nothing is reserved for CUDA
     memory = device.memory + (0 if machine.device.type == "cuda" else RESERVED)
     text = described(replace(device, memory=memory))
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +130,7 @@ def _answer(command: list[str]) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         raise ValueError(f"it takes more than {SECONDS:.0f} seconds; `meshloom plan` has no limit") from None
     finally:
-        with suppress(ProcessLookupError):  # what it forked ends with it
+        with suppress(ProcessLookupError):  # its forks end with it
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:
@@ -141,7 +140,7 @@ def _answer(command: list[str]) -> dict[str, Any]:
 
 
 def alone(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that is no rank, and that sees no GPU."""
+    """Return the environment for a process that is no rank, and sees no GPU."""
     kept = {name: value for name, value in environment.items() if not RANKS.fullmatch(name)}
     root = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))

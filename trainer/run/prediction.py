@@ -1,6 +1,6 @@
-"""`python -m trainer.run.prediction CONFIG NODES DEVICES DEVICE` says as JSON what a config takes of its devices.
+"""`python -m trainer.run.prediction CONFIG NODES DEVICES DEVICE` prints the memory that a config takes, as JSON.
 
-A run asks for it beside its own processes: what pretends to be a rank can't live where real ranks have met.
+A run starts it as a process of its own: a process that pretends to be a rank can't be one of real ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from trainer.run.process import unheard
 from trainer.run.proposed import proposals
 
 SECONDS = 20.0
-"""For changes that would do: a run waits for them."""
+"""Seconds for finding changes that would fit: a run waits for them."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the prediction; returns the exit code."""
+    """Print the prediction; return the exit code."""
     path, nodes, devices, device = arguments
     terminal = unheard()
     try:

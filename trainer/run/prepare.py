@@ -1,4 +1,4 @@
-"""All that can be known, and can be wrong, before the first byte of the model is allocated."""
+"""The checks and preparations of a run before the first byte of the model is allocated."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from trainer.trackers import require
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that is known before the first byte of the model is allocated."""
+    """Everything known about a run before the first byte of the model is allocated."""
 
     config: Config
     layout: Layout
@@ -55,23 +55,23 @@ class Prepared:
     task: Task
     data: Data | Pairs | ImageData
     tokenizer: Any
-    """Of a language model; None for another."""
+    """The tokenizer of a language model; None for any other."""
     steps: int
     model_notes: tuple[str, ...]
-    """What a tiny copy of the model showed, a line each."""
+    """The findings on a tiny copy of the model, a line each."""
     learned: int
-    """Parameters that the optimizer has, not those that text leaves without a gradient."""
+    """The number of parameters that the optimizer trains, without those that text leaves without a gradient."""
     undecayed: dict[str, int]
-    """Those of them that weight decay spares, with their sizes."""
+    """Those of them without weight decay, with their sizes."""
     workers: int
     """Processes of each rank that load samples; 0: a thread."""
     code: Mapping[str, str] = field(default_factory=dict)
-    """Digests of own code, by name: what a checkpoint was trained with."""
+    """Digests, by name, of the user's own code with which a checkpoint was trained."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a script hands in, in place of what the config names."""
+    """Objects from a script, in place of what the config names."""
 
     model: Callable[[], nn.Module] | None = None
     data: Any = None
@@ -82,14 +82,14 @@ class Given:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained: a model, what it is trained for, and on what."""
+    """The subject of training: a model, its task and its data."""
 
     spec: ModelSpec
     task: Task
     data: Data | Pairs | ImageData
     tokenizer: Any = None
     packed: bool = False
-    """Whether a sample may be several documents that are not to see one another."""
+    """True if a sample may be several documents that must not see one another."""
 
 
 def prepare(
@@ -100,9 +100,9 @@ def prepare(
     *,
     builds: bool = True,
 ) -> Prepared:
-    """Everything that can be wrong, checked, in the order in which it is cheap to find out. Collective.
+    """Check everything that can be wrong, the cheapest checks first, and return what is known. Collective.
 
-    Unless `builds`, it is only looked at: this machine need not have what the engine is built with.
+    Without `builds`, nothing will be built: this machine need not have what the engine requires.
     """
     ranks, section = machine.ranks, config.trainer
     bf16 = has_bf16(machine.device)
@@ -126,7 +126,7 @@ def prepare(
     machine.signs.at("trying a tiny copy of the model")
     spec, model_notes = checked(subject.spec, subject.task, layout, ranks, subject.packed)
     ranks.on_first(lambda: engine.check(spec, layout))
-    ranks.on_first(lambda: regularised(subject.task, spec, section) and None)  # what is wrong is said once
+    ranks.on_first(lambda: regularised(subject.task, spec, section) and None)  # an error is reported once
     task = regularised(subject.task, spec, section)
     if section.log.by_source and isinstance(task, CausalLM):
         task = task.watching(len(section.data.sources))
@@ -145,23 +145,23 @@ def prepare(
 
 
 def amended(spec: ModelSpec, section: TrainerSection, ranks: Ranks, *, copied: bool = False) -> ModelSpec:
-    """The spec with what the config changes of a model; `copied` is it where the config means a larger one. Collective.
+    """Apply the config's changes to a model's spec; `copied` if the config means a larger model. Collective.
 
-    Raises ConfigError for what does not fit the model.
+    Raises ConfigError for changes that do not fit the model.
     """
 
     def changed() -> ModelSpec:
         held = frozen(adapted(spec, section.adapter), section.freeze, copied=copied)
         return tuned(held, section.parameter_groups, copied=copied)
 
-    ranks.on_first(lambda: changed() and None)  # what is wrong is said once
+    ranks.on_first(lambda: changed() and None)  # an error is reported once
     return changed()
 
 
 def regularised(task: Task, spec: ModelSpec, section: TrainerSection) -> Task:
-    """The task as it is trained: with label smoothing and noise on embeddings, where they are asked for.
+    """Return the task as trained: with label smoothing and noise on embeddings, if requested.
 
-    What is checked beforehand is the task without. Raises ConfigError for a task or a model that has no such thing.
+    Earlier checks run without them. Raises ConfigError for a task or a model that does not support them.
     """
     smoothing, alpha = section.label_smoothing, section.neftune_alpha
     if alpha and not isinstance(task, CausalLM):
@@ -181,13 +181,13 @@ def regularised(task: Task, spec: ModelSpec, section: TrainerSection) -> Task:
 
 
 def embeddings_of(spec: ModelSpec) -> Any:
-    with suppress(NotImplementedError, AttributeError):  # transformers' own, for a family that it does not know
+    with suppress(NotImplementedError, AttributeError):  # transformers raises it for a family that it does not know
         return spec.build().get_input_embeddings()  # type: ignore[operator]
     return None
 
 
 def subject_of(config: Config, given: Given, ranks: Ranks) -> Subject:
-    """An own module on own data. Raises ConfigError where the config names a model or data, too. Collective."""
+    """Build the subject of an own module on own data. Raises ConfigError if the config names one, too. Collective."""
     section = config.trainer
     named = {
         "trainer.model.name_or_path": section.model.name_or_path,
@@ -204,7 +204,7 @@ def subject_of(config: Config, given: Given, ranks: Ranks) -> Subject:
     spec = module.spec_of(given.model, given.blocks, section.seed)
     task = Supervised(given.loss, spec.build, spec.blocks)
     first = [data.train[i] for i in range(min(4, len(data.train)))]
-    ranks.on_first(Alone()(lambda: task.collate(first) and None))  # what is wrong with them is said once
+    ranks.on_first(Alone()(lambda: task.collate(first) and None))  # an error in them is reported once
     return Subject(replace(amended(spec, section, ranks), trial=task.trial(first)), task, data)
 
 
@@ -222,7 +222,7 @@ def _language_model(config: Config, ranks: Ranks, progress: Progress) -> Subject
     architecture = ranks.on_own(lambda: huggingface.read_config(section.model))
     tokenizer = _tokenizer(config, ranks, progress)
     data = open_data(section.data, tokenizer, cache_folder(), ranks, section.seed, progress)
-    if data.has_chats:  # the trained model's folder has it, so that it is asked as it was taught
+    if data.has_chats:  # saved with the trained model, so that it is prompted as it was trained
         template = Template.of(tokenizer, section.data.chat_template)
         tokenizer.chat_template = template.text or tokenizer.chat_template
     spec = amended(huggingface.spec_of(architecture, section.model), section, ranks)
@@ -238,7 +238,7 @@ def _tokenizer(config: Config, ranks: Ranks, progress: Progress) -> Any:
     name = data.tokenizer or model.name_or_path
     if name is None:
         load = lambda: embedded_tokenizer(cache_folder(), progress=progress)  # noqa: E731
-        ranks.on_first(lambda: load() and None)  # the one that trains it
+        ranks.on_first(lambda: load() and None)  # the rank that trains it
         return load()
     return ranks.on_own(lambda: load_tokenizer(name, model.trust_remote_code, model.revision))
 
@@ -264,7 +264,7 @@ def _check_length(sequence: int, architecture: Any) -> None:
 
 
 def _say_rotary(sequence: int, architecture: Any) -> tuple[str, ...]:
-    """A line where rotary embeddings turn by the longest row of a micro-batch: a tiny copy's rows are too short."""
+    """Warn if rotary embeddings depend on the longest row of a micro-batch: a tiny copy's rows are too short."""
     rope = getattr(architecture.get_text_config(), "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     limits = [kind.get("original_max_position_embeddings") for kind in kinds if kind.get("rope_type") == "longrope"]

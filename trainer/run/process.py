@@ -1,4 +1,4 @@
-"""This process among the others of the run: its device, the process group, what its libraries print."""
+"""This process among those of the run: its device, its process group, and the output of its libraries."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from trainer.run.notes import notes_of
 from trainer.run.world import World
 
 TIMEOUT = datetime.timedelta(minutes=30)
-"""Longer than any step or save; a rank that is lost shows at the latest then."""
+"""The timeout of collectives, longer than any step or save; a lost rank is detected then at the latest."""
 
 
 def join(config: Config, world: World, say: Callable[[str], None] = lambda line: None) -> Machine:
-    """This process's device, and the process group of all; `say` is told who is waited for."""
+    """Choose this process's device, and join all processes' group; `say` is called with who is waited for."""
     section = config.trainer.device
     cuda = section == "cuda" or (section == "auto" and torch.cuda.is_available())
-    own = cuda and torch.cuda.device_count() == 1  # as Slurm's --gpus-per-task=1 has it: each process sees its own
+    own = cuda and torch.cuda.device_count() == 1  # as with Slurm's --gpus-per-task=1: each process sees its own
     if cuda and not own and torch.cuda.device_count() < world.local_world_size:
         raise ConfigError(
             Problem(
@@ -75,7 +75,7 @@ def join(config: Config, world: World, say: Callable[[str], None] = lambda line:
 
 
 def _store(world: World, say: Callable[[str], None]) -> Any:
-    """By which the ranks meet: served by torchrun's agent, or else by rank 0. Raises ConfigError where they don't."""
+    """Return the rendezvous store, of torchrun's agent or rank 0. Raises ConfigError if ranks don't come."""
     if world.world_size == 1:
         return dist.HashStore()
     host, port, notes = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", ""), notes_of(os.environ)
@@ -97,9 +97,9 @@ def _store(world: World, say: Callable[[str], None]) -> Any:
 
 
 def place_for_operators() -> None:
-    """What libraries compile has a folder for each environment: they would compile each other's anew.
+    """Choose a folder for each environment's compiled operators: else environments would recompile each other's.
 
-    Compilers are told the paths of the environment; where the home can't be written, it is elsewhere.
+    Compilers get the environment's paths. If the home can't be written, the folder is elsewhere.
     """
     if "TORCH_EXTENSIONS_DIR" in os.environ:
         return
@@ -115,7 +115,7 @@ def place_for_operators() -> None:
 
 
 def _check_even(sizes: Sequence[int]) -> None:
-    """Raises ConfigError unless all machines run equally many processes: each would make another mesh of them."""
+    """Raises ConfigError unless all machines run equally many processes: each would build another mesh."""
     if len(set(sizes)) > 1:
         found = ", ".join(f"{size} on that of rank {sizes.index(size)}" for size in dict.fromkeys(sizes))
         mend = "Start as many on each (--nproc-per-node, slots of the hostfile)"
@@ -135,7 +135,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def unheard() -> int:
-    """From now on what libraries print and warn of goes nowhere; returns the descriptor of what standard output was."""
+    """Discard the output and warnings of libraries from now on; return a descriptor of the former standard output."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     terminal = os.dup(1)
@@ -145,7 +145,7 @@ def unheard() -> int:
 
 
 def quiet_libraries() -> None:
-    """Progress bars and advice that a person can do nothing about."""
+    """Turn off libraries' progress bars, and warnings that the user can do nothing about."""
     import datasets
     import transformers
 

@@ -14,11 +14,11 @@ from trainer.storage import disk_errors
 
 FOLDER, TRACE = "profile", "trace-rank-0.json.gz"
 PREFIX = "meshloom: "
-"""Before the name of a phase in the trace."""
+"""The beginning of a phase's name in the trace."""
 
 
 class StepProfiler:
-    """Records the steps that `wanted` names, and writes them once the last of them is over.
+    """Records the steps in `wanted`, and writes them once the last is over.
 
     `FOLDER/trace-rank-0.json.gz` is for Perfetto or chrome://tracing.
     """
@@ -30,7 +30,7 @@ class StepProfiler:
         self._phase = ExitStack()
 
     def at(self, phase: str, step: int) -> None:
-        """`phase` begins, for step `step`, from 1."""
+        """Begin `phase` of step `step`, from 1."""
         self._phase.close()
         if step > self._last:
             self.close()
@@ -42,7 +42,7 @@ class StepProfiler:
             self._phase.enter_context(record_function(PREFIX + phase))
 
     def close(self) -> None:
-        """Writes what was recorded, if anything was. Raises DiskError."""
+        """Write the record, if there is any. Raises DiskError."""
         self._phase.close()
         if self._profile is None:
             return

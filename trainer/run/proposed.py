@@ -1,4 +1,4 @@
-"""What to change of a config so that it fits a cluster, or is faster: tried, and written."""
+"""Changes to a config that make it fit a cluster, or faster: tried, and written."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from trainer.run.planned import planned
 from trainer.storage import disk_errors, replace_file
 
 SIMULATED = 8
-"""Candidates, at most."""
+"""The most candidates that are simulated."""
 REFUSED = 24
-"""Candidates that no engine runs, at most, before the search ends."""
+"""The most candidates that no engine runs, before the search ends."""
 SECONDS = 60.0
-"""After which nothing else is begun."""
+"""Seconds after which no other simulation begins."""
 FASTER = 0.98
-"""What a change that is not needed must bring a step's time down to."""
+"""The factor of a step's time that an optional change must reach."""
 MARGIN = 0.97
-"""The share of a device's room that an estimate fills, at most, to be taken for one that fits."""
+"""The largest share of a device's room that an estimate may fill to count as fitting."""
 MOST_NODES = 64
-"""Times the nodes that are there, up to which it is asked how many would do."""
+"""The largest multiple of the present nodes that is tried to find how many would do."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A change to a config, and what comes of it."""
+    """A change to a config, and its result."""
 
     changes: dict[str, Any]
     """Config paths -> values."""
@@ -53,7 +53,7 @@ class Proposal:
 
     @property
     def seconds(self) -> float:
-        """About what a step takes, by which proposals are sorted."""
+        """The estimated time of a step, by which proposals are sorted."""
         return self.plan.time.middle
 
 
@@ -62,10 +62,10 @@ def overrides_of(changes: Mapping[str, Any]) -> list[str]:
 
 
 def proposals(config: Config, cluster: Cluster, plan: Plan, most: int = 5, seconds: float = SECONDS) -> list[Proposal]:
-    """Changes that fit, the fastest first, or of a config that fits those that are faster; at the same global batch.
+    """Find changes that fit, the fastest first; for a config that fits, faster ones; at the same global batch.
 
-    Where none fits, the one that misses least comes first, and its reason says what would do. Each has been
-    simulated; after `seconds` nothing else is begun.
+    If none fits, the one that misses least comes first, and its reason says what would do. Each has
+    been simulated; after `seconds` no other simulation begins.
     """
     until = time.monotonic() + seconds
     found = list(_tried(config, cluster, plan, most, until))
@@ -83,7 +83,7 @@ def proposals(config: Config, cluster: Cluster, plan: Plan, most: int = 5, secon
 
 
 def _tried(config: Config, cluster: Cluster, plan: Plan, most: int, until: float) -> Iterator[Proposal]:
-    """Candidates as they are simulated: each time the one that looks best by all that is known by then."""
+    """Yield candidates as they are simulated: each time, the one that looks best by all that is known then."""
     old, sizes = plan.subject.layout, Sizes.of(plan)
     estimates = Estimates(sizes, cluster)
     estimates.learn(old, plan.needed)
@@ -94,7 +94,7 @@ def _tried(config: Config, cluster: Cluster, plan: Plan, most: int, until: float
             pool, larger = [*pool, *larger], []
         if simulated and time.monotonic() > until:
             return
-        simple = simulated % 2 == 0  # in turn: the least change that is likely to do, and the fastest
+        simple = simulated % 2 == 0  # alternately: the smallest change that is likely to fit, and the fastest
         layout = min(pool, key=lambda layout: _hope(layout, old, plan, estimates, simple))
         if plan.fits and estimates.seconds(layout) >= FASTER * estimates.seconds(old):
             return
@@ -121,14 +121,14 @@ def _hope(layout: Layout, old: Layout, plan: Plan, estimates: Estimates, simple:
 
 
 def _is_other(layout: Layout, fitting: Layout, old: Layout, estimates: Estimates) -> bool:
-    """Whether it changes other things than one that fits; more things are changed only to be faster."""
+    """Return True if it changes other things than one that fits; more changes count only if it is faster."""
     known, changed = differences(old, fitting), differences(old, layout)
     faster = estimates.seconds(layout) < FASTER * estimates.seconds(fitting)
     return not known <= changed or (faster and known != changed)
 
 
 def changed_to(config: Config, cluster: Cluster, old: Layout, new: Layout) -> tuple[dict[str, Any], Config]:
-    """The changes that make a config's layout `new`, and the config with them. Raises ConfigError where none do."""
+    """Return the changes that make a config's layout `new`, and the changed config. Raises ConfigError if none do."""
     changes = changes_to(config.raw, old, new)
     mesh = {"trainer.mesh.shard": new.shard}
     if config.trainer.mesh.replicate is not None:
@@ -161,9 +161,9 @@ def _layout(config: Config, cluster: Cluster) -> Layout:
 def nodes_enough(
     config: Config, cluster: Cluster, plan: Plan, found: Sequence[Proposal], until: float = math.inf
 ) -> int | None:
-    """The least power of two times as many nodes on which something fits, or None; the smallest is simulated.
+    """Find the least power of two times the nodes on which something fits, by simulation, or None.
 
-    Nothing is begun after the time `until`, as `time.monotonic` has it.
+    Nothing begins after `until`, a time of `time.monotonic`.
     """
     old, sizes = plan.subject.layout, Sizes.of(plan)
     estimates = Estimates(sizes, cluster)
@@ -190,9 +190,9 @@ def nodes_enough(
 
 
 def write(config_path: str | Path, overrides: Sequence[str], proposal: Proposal, target: str | Path) -> None:
-    """Write the config's JSON, with the overrides and a proposal's changes, to `target`; all other keys stay.
+    """Write the config's JSON, with the overrides and a proposal's changes, to `target`; other keys are unchanged.
 
-    Raises ConfigError where another file than the config itself is there, DiskError where it can't be written.
+    Raises ConfigError if another file than the config itself exists there, DiskError if it can't be written.
     """
     source, target = path_of(config_path), Path(target)
     raw, _, problems = override(read(source), [*overrides, *proposal.overrides])

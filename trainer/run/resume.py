@@ -1,4 +1,4 @@
-"""Which folder a run writes to, which checkpoint it goes on from, and whether it may."""
+"""The choice of a run's folder and of the checkpoint to resume from, and the checks that allow it."""
 
 from __future__ import annotations
 
@@ -27,46 +27,46 @@ BESIDE = {
     "": ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger"),
     "trainer": ("log", "checkpoint", "generate", "patience", "plan", "profile"),
 }
-"""Keys that may differ in what is still the same run: they say what is told and kept of it."""
+"""Keys that may differ within one run: they only decide what is reported and kept of it."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for beside the config."""
+    """The options of the command line beside the config."""
 
     resume: str | None = None
-    """A checkpoint's path, or "auto" for the newest of the newest run of that name, whatever that was started with."""
+    """A checkpoint's path, or "auto" for the newest one of the newest run of that name, whatever its config."""
     fresh: bool = False
-    """Start a run of its own, also where the last one was not finished."""
+    """Start a new run even if the last one was not finished."""
     resume_anyway: bool = False
-    """Also where data, tokenizer, model or code changed."""
+    """Resume even if data, tokenizer, model or code changed."""
     weights_only: bool = False
-    """Go on with a new optimizer."""
+    """Resume with a new optimizer."""
     dry_run: bool = False
     preview: int | None = None
     """Show so many samples, and train nothing."""
     overrides: Sequence[str] = ()
     script: bool = False
-    """Asked from Python: a run that is finished is made again, in another folder."""
+    """True if called from Python: a finished run is then repeated, in another folder."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run writes, and what it goes on from."""
+    """The folder of a run, and the checkpoint it resumes from."""
 
     folder: Path
     source: Path | None = None
-    """The checkpoint, whole and verified; None: from the beginning."""
+    """The checkpoint, complete and verified; None: from the beginning."""
     lines: list[str] = field(default_factory=list)
-    """What to tell a person of it."""
+    """Lines for the user."""
     finished: bool = False
-    """There is nothing to do any more."""
+    """True if nothing is left to do."""
     ranks: Ranks = ALONE
-    """Who keeps which folder."""
+    """The ranks, with the keepers of folders."""
 
 
 def choose(config: Config, request: Request, ranks: Ranks) -> Start:
-    """Where a run begins or goes on, as `_chosen` finds it; how it ended before is forgotten. Collective."""
+    """Choose where a run begins or resumes, by `_chosen`; its earlier end is forgotten. Collective."""
     if config.trainer.run.node_local:
         ranks = kept(Path(config.trainer.run.folder), ranks)
     start = _chosen(config, request, ranks)
@@ -76,11 +76,11 @@ def choose(config: Config, request: Request, ranks: Ranks) -> Start:
 
 
 def _chosen(config: Config, request: Request, ranks: Ranks) -> Start:
-    """The folder `runs/NAME`, or the first free of NAME-2, NAME-3, ..., and the checkpoint. Collective.
+    """Choose the folder `runs/NAME`, or the first free of NAME-2, NAME-3, ..., and the checkpoint. Collective.
 
-    The same command again goes on with a run that was not finished, and says of another one that it is. The folder is
-    held until this process ends. Raises ConfigError for a path that is no checkpoint and for a run that lives, and
-    DiskError where the folder can't be written, or checkpoints were saved and none is good.
+    The same command again resumes a run that was not finished, and reports another one as finished. The
+    folder is locked until this process ends. Raises ConfigError for a path that is no checkpoint and for a
+    run in progress, and DiskError if the folder can't be written, or checkpoints were saved and none is good.
     """
     if len(set(ranks.keepers)) > 1:
         folder, state, lines = _held_by_each(config, request, ranks)
@@ -116,10 +116,10 @@ def _chosen(config: Config, request: Request, ranks: Ranks) -> Start:
 
 
 def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
-    """What else changed since the checkpoint, a line each; an imported one says nothing of data and config.
+    """List other changes since the checkpoint, a line each; an imported one does not record data and config.
 
-    Raises DataError if data or tokenizer did, ConfigError if the model or its code did: it would not be the same run.
-    """
+    Raises DataError if data or tokenizer changed, ConfigError if the model or its code did: it
+    would not be the same run."""
     saved = checkpoint.read_description(source)
     mend = "Undo the change, start a run of its own with --fresh, or go on in spite of it with --resume-anyway"
     data = _differences(saved.get("data", description["data"]), description["data"])
@@ -141,8 +141,8 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
 
 
 def _held(config: Config, request: Request) -> tuple[Path, str, list[str]]:
-    """The run's folder, held; whether the run in it "begins", "goes on" or is "finished"; and what to tell of that."""
-    # a run that failed its checks has written no config, and gives its name back
+    """Lock and return the run's folder; its state: "begins", "goes on" or "finished"; and lines for the user."""
+    # a run that failed its checks has written no config, so its name is free again
     last = next(number for number in count() if not _has_run(_numbered(config, number + 1)))
     number, state, lines = _after(config, last, _judged(config, request, _numbered(config, last)) if last else "")
     folder = _numbered(config, number)
@@ -155,9 +155,9 @@ def _held(config: Config, request: Request) -> tuple[Path, str, list[str]]:
 
 
 def _held_by_each(config: Config, request: Request, ranks: Ranks) -> tuple[Path, str, list[str]]:
-    """As `_held`, where machines have folders of their own: of one name on each, and held on each. Collective.
+    """Lock a folder of the same name on each machine, as `_held` does for a shared one. Collective.
 
-    One that has nothing of the run follows those that have. Raises ConfigError where they have different runs.
+    A machine without the run follows those that have it. Raises ConfigError if they have different runs.
     """
     last = max(max(numbers, default=0) for numbers in ranks.each_keeper(lambda: _numbers(config)).values())
 
@@ -184,7 +184,7 @@ def _held_on_each(folder: Path, ranks: Ranks) -> bool:
 
 
 def _judged(config: Config, request: Request, folder: Path) -> str:
-    """Of the run in a folder: "goes on" and "finished" are of this one; another's is "unfinished" or nothing."""
+    """Judge the run in a folder: "goes on" or "finished" if it is this one; else "unfinished" or empty."""
     if request.fresh or request.resume not in (None, "auto"):
         return ""
     finished = not _is_unfinished(folder)
@@ -197,7 +197,7 @@ def _judged(config: Config, request: Request, folder: Path) -> str:
 
 
 def _after(config: Config, last: int, judged: str) -> tuple[int, str, list[str]]:
-    """The number of this run, whose name's last run has the number `last`; its state, and what to tell of it."""
+    """Return this run's number, given the `last` of its name; its state, and lines for the user."""
     if judged in ("goes on", "finished"):
         return last, judged, []
     told = f"{_numbered(config, last)} was not finished and was started otherwise; --resume auto goes on with it"
@@ -205,7 +205,7 @@ def _after(config: Config, last: int, judged: str) -> tuple[int, str, list[str]]
 
 
 def _numbers(config: Config) -> list[int]:
-    """Of all runs of that name that are here; another machine may have had those between."""
+    """List the numbers of all runs of that name on this machine; another one may have those in between."""
     base = _numbered(config, 1)
     runs = [path.name.rpartition("-") for path in base.parent.glob("*") if _has_run(path)]
     return [int(number) for name, _, number in runs if name == base.name and number.isdecimal()] + [1] * _has_run(base)
@@ -216,7 +216,7 @@ def _has_run(folder: Path) -> bool:
 
 
 def _beside_place(request: Any) -> Any:
-    """A config as it was given, without where its run is."""
+    """Return a config as given, without the place of its run."""
     found = _training(request)
     if isinstance(found, dict) and isinstance(section := found.get("trainer"), dict):
         return found | {"trainer": {key: value for key, value in section.items() if key != "run"}}
@@ -230,9 +230,9 @@ def _numbered(config: Config, number: int) -> Path:
 
 
 def _take_over(folder: Path) -> None:
-    """Hold a run's folder. Raises ConfigError where another process is at work in it: two would write over each other.
+    """Lock a run's folder. Raises ConfigError if another process uses it: two would overwrite each other's files.
 
-    What a dead one forked may hold it for some seconds.
+    Forks of a dead process may hold the lock for some seconds.
     """
     deadline = time.monotonic() + HELD_SECONDS
     while hold(folder) is None:
@@ -245,7 +245,7 @@ def _take_over(folder: Path) -> None:
 
 
 def hold(folder: Path) -> int | None:
-    """Take a folder for this process until it ends, however it ends; None if another one has it. Raises DiskError."""
+    """Lock a folder until this process ends, in whatever way; None if another one has it. Raises DiskError."""
     checkpoint.ensure_writable(folder)
     handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
     try:
@@ -253,7 +253,7 @@ def hold(folder: Path) -> int | None:
     except BlockingIOError:
         os.close(handle)
         return None
-    except OSError:  # a file system without locks
+    except OSError:  # no locks on this file system
         if status.lives(status.read(folder)):
             os.close(handle)
             return None
@@ -261,13 +261,13 @@ def hold(folder: Path) -> int | None:
 
 
 def _is_unfinished(folder: Path) -> bool:
-    """A final model that is older than the last start is that of a run which then went on."""
+    """Return True without a final model, or if it is older than the last start: the run was then resumed."""
     final, environment = folder / FINAL, folder / ENVIRONMENT
     return not final.exists() or (environment.exists() and final.stat().st_mtime < environment.stat().st_mtime)
 
 
 def _training(request: Any) -> Any:
-    """A config as it was given, without what leaves the numbers of training as they are."""
+    """Return a config as given, without keys that do not affect the numbers of training."""
     if not isinstance(request, dict) or not isinstance(section := request.get("trainer", {}), dict):
         return request
     kept = {key: value for key, value in section.items() if key not in BESIDE["trainer"]}
@@ -275,7 +275,7 @@ def _training(request: Any) -> Any:
 
 
 def _request(folder: Path) -> Any:
-    """The config as it was given to the run in `folder`."""
+    """Return the config as given to the run in `folder`."""
     try:
         return parse_json((folder / ENVIRONMENT).read_bytes())["request"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -303,26 +303,26 @@ def _refuse(problems: Sequence[Problem]) -> None:
 
 
 def _last_logged(path: Path) -> int:
-    """The step of the last whole line of a metrics file; 0 where there is none."""
+    """Return the step of the last complete line of a metrics file; 0 if there is none."""
     for line in path.read_bytes().split(b"\n")[-2::-1] if path.is_file() else ():
-        with suppress(ValueError, TypeError, KeyError):  # what a machine that lost power left
+        with suppress(ValueError, TypeError, KeyError):  # an incomplete line, from a machine that lost power
             return int(parse_json(line)["step"])
     return 0
 
 
 def _steering(description: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the config decides the numbers of a run, beside data, model and layout."""
+    """Return the parts of the config that decide the numbers of a run, beside data, model and layout."""
     config = description.get("config", {})
     wanted = ("optimizer", "scheduler", "gradient_clipping", "train_batch_size")
     section = config.get("trainer") or {}
     own = {
         name: section.get(name) or [] for name in ("freeze", "parameter_groups", "label_smoothing", "neftune_alpha")
-    }  # those of old have none
+    }  # older checkpoints have none
     return {name: config.get(name) for name in wanted} | {"seed": description.get("seed"), **own}
 
 
 def _recoded(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The names of code that both have and that mean something else now; what came or went shows in what uses it."""
+    """List code whose digest changed; code that came or went shows in the code that uses it."""
     pairs = {name: (str(before[name]), now[name]) for name in sorted(before) if name in now}
     told = {name: "was edited" if "sha256" in pair[0] else " -> ".join(pair) for name, pair in pairs.items()}
     return [f"{name} {told[name]}" for name, (was, is_) in pairs.items() if was != is_]

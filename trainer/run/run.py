@@ -68,22 +68,22 @@ class Output(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to; on every rank, as that rank saw it: nothing of it is sent."""
+    """The result of a run on this rank; it is not sent between ranks."""
 
     folder: Path
-    """Of the run: checkpoints, `metrics.jsonl`, and `final/` with the model."""
+    """The run's folder: checkpoints, `metrics.jsonl`, and `final/` with the model."""
     records: tuple[Record, ...]
-    """Of the logged steps (`trainer.log.every`) of this start."""
+    """Records of the logged steps (`trainer.log.every`) since this start."""
     evaluations: tuple[Evaluation, ...]
 
     @property
     def losses(self) -> list[float]:
-        """Of the logged steps, means over the targets of a step's global batch."""
+        """The mean losses of the logged steps, over the targets of each global batch."""
         return [record.loss for record in self.records]
 
 
 class History:
-    """A tracker that remembers."""
+    """A tracker that keeps records and evaluations in memory."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -99,7 +99,7 @@ class History:
 
 
 def run(config: Config, request: Request, world: World, output: Output, signals: StopSignals) -> int:
-    """Train, or with `dry_run` show what would be trained; returns the exit code. Collective."""
+    """Train, or with `dry_run` show what would be trained; return the exit code. Collective."""
     console, signs = output.console, output.signs
     notes = notes_of(os.environ)
     ending = Ending(world, output.terminal, notes, signs.close)
@@ -140,7 +140,7 @@ def execute(
     log_to: Callable[[Path], None] = lambda folder: None,
     given: Given | None = None,
 ) -> Result | None:
-    """A run in processes that have met; None from a dry one. `log_to` is told the run's folder. Collective."""
+    """Run in processes that have met; None for a dry run. `log_to` is called with the run's folder. Collective."""
     signs = machine.signs
     signs.at("looking at the run's folder")
     start = None if request.dry_run or request.preview is not None else resume.choose(config, request, machine.ranks)
@@ -164,7 +164,7 @@ def execute(
         return None
     history = History() if request.script else None
     _train(prepared, request, machine, start, console, signals, [history] if history else [])
-    if history is None:  # a command's run is told by its folder
+    if history is None:  # a command's result is its folder
         return None
     return Result(start.folder, tuple(history.records), tuple(history.evaluations))
 
@@ -178,7 +178,7 @@ def _train(
     signals: StopSignals | NoSignals,
     trackers: list[Tracker],
 ) -> None:
-    """`trackers` are told on every rank; those of the config on rank 0."""
+    """Train and export the model. `trackers` are used on every rank; those of the config on rank 0."""
     config, spec, ranks = prepared.config, prepared.spec, machine.ranks
     section, folder, source = config.trainer, start.folder, start.source
     changed = []
@@ -246,7 +246,7 @@ def _train(
 
 
 def _predicted(prepared: Prepared, machine: Machine, folder: Path, console: Console) -> predicted.Prediction | None:
-    """What the run will take of its device, said; None where nobody asks. Collective."""
+    """Predict and report the memory that the run takes on its device; None if not requested. Collective."""
     if not predicted.wanted(prepared, machine):
         return None
     machine.signs.at("predicting the memory that it takes")
@@ -260,7 +260,7 @@ def _predicted(prepared: Prepared, machine: Machine, folder: Path, console: Cons
 def _built(
     prepared: Prepared, request: Request, machine: Machine, source: Path | None, console: Console
 ) -> tuple[Engine, RunState]:
-    """The engine, with the state of the checkpoint `source` if there is one, and where the run stands. Collective."""
+    """Build the engine, with the state of checkpoint `source` if any; return it and the position. Collective."""
     config, ranks, position = prepared.config, machine.ranks, RunState()
     seed, deepspeed = config.trainer.seed, config.deepspeed
     engine = prepared.engine.build(
@@ -282,7 +282,7 @@ def _built(
 def _watchers(
     stack: ExitStack, prepared: Prepared, machine: Machine, folder: Path, position: RunState, source: Path | None
 ) -> list[Callable[[str, int], None]]:
-    """What the loop's phases are told to on this rank: a profiler, if it is asked for, and the timeline."""
+    """Return the watchers of the loop's phases on this rank: the timeline and, if requested, a profiler."""
     wanted, first = prepared.config.trainer.profile, machine.ranks.first
     timeline = stack.enter_context(Timeline(folder if first else None, prepared.steps, position.step, source))
     if wanted is None or not first:
@@ -293,7 +293,7 @@ def _watchers(
 
 
 def _reports(config: Config, ranks: Ranks, console: Console) -> AbstractContextManager[Any]:
-    """The breakdowns that the config asks for reach the person: DeepSpeed prints them on the first rank."""
+    """Send the config's breakdowns to the user: DeepSpeed prints them on the first rank."""
     return redirect_stdout(console.file) if ranks.first and support.has_reports(config) else nullcontext()
 
 
@@ -316,7 +316,7 @@ def _loader(prepared: Prepared, machine: Machine, position: RunState) -> BatchLo
 
 
 def _slow_float32(layout: Layout, device: torch.device) -> Iterator[str]:
-    """A note where matrix products could be many times as fast."""
+    """Yield a note if matrix products could be many times as fast."""
     if layout.precision == "float32" and device.type == "cuda" and torch.get_float32_matmul_precision() == "highest":
         yield (
             "note    float32 on a GPU, without TF32: matrix products take several times as long as they could. Set "
@@ -325,7 +325,7 @@ def _slow_float32(layout: Layout, device: torch.device) -> Iterator[str]:
 
 
 def _stragglers_unseen(machine: Machine) -> Iterator[str]:
-    """A note where a rank that the others wait for is not found."""
+    """Yield a note where a slow rank is not detected."""
     if machine.device.type == "cuda" and machine.ranks.world_size > 1:
         yield (
             "note    a rank that is slower than the others is not told here: it is found by whose host waits in "

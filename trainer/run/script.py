@@ -1,4 +1,4 @@
-"""A run from a script of the user's own: in the processes that a launcher started, or in some that are started here."""
+"""A run from the user's own script, in the processes of a launcher, or in processes started here."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 END_SECONDS = 5.0
-"""How long a process takes to end after its last word."""
+"""Seconds that a process takes to end after its last message."""
 
 
 def in_processes(work: Callable[[], T], processes: int | None) -> T:
-    """What `work` returns on rank 0, run in each of the processes that meet; on a launcher's ranks, on that rank.
+    """Run `work` in each process; return rank 0's result or, under a launcher, this rank's own.
 
-    Without a launcher, `processes` are forked, or one: from a notebook, too, what `work` refers to is there, and this
-    process stays as it is. Raises what the first rank that failed raised.
+    Without a launcher, `processes` are forked, or one, so that even in a notebook all objects of
+    `work` exist and this process is unchanged. Raises the error of the first rank that failed.
     """
     try:
         return _in_processes(work, processes)
@@ -62,7 +62,7 @@ def _forked(work: Callable[[], T], environments: Sequence[dict[str, str]]) -> T:
     answers: dict[int, Any] = {}
 
     def pass_on(number: int, frame: Any) -> None:
-        """To the ranks, which save; a notebook's interrupt reaches this process alone."""
+        """Send a signal to the ranks, which save; a notebook's interrupt reaches this process alone."""
         for child, _ in children:
             if child.exitcode is None:
                 os.kill(child.pid, number)
@@ -88,7 +88,7 @@ def _forked(work: Callable[[], T], environments: Sequence[dict[str, str]]) -> T:
 
 
 def _hear(children: Sequence[tuple[Any, Connection]], answers: dict[int, Any]) -> None:
-    """Wait for the next answers. Raises what a rank raised."""
+    """Wait for the next answers. Raises a rank's error."""
     waiting = {pipe: rank for rank, (_, pipe) in enumerate(children) if rank not in answers}
     for pipe in wait(list(waiting)):
         assert isinstance(pipe, Connection)
@@ -116,9 +116,9 @@ def _child(work: Callable[[], Any], environment: dict[str, str], pipe: Connectio
 
     for number in StopSignals.NUMBERS:
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)  # the parent's passes them on
+            signal.signal(number, signal.SIG_DFL)  # the parent passes signals on
     leave_with_launcher(own=True)
-    torch.set_num_threads(1)  # the parent's threads are not there after a fork
+    torch.set_num_threads(1)  # the parent's threads do not exist after a fork
     os.environ.update(environment)
     try:
         pipe.send((False, work()))
@@ -137,7 +137,7 @@ def _refuse_cuda() -> None:
 
 
 def train_given(config: Config, given: Given, request: Request, quiet: bool) -> Any:
-    """One rank's share of a run. Collective."""
+    """Run one rank's share of a run. Collective."""
     from rich.console import Console
 
     from trainer.run.process import join, quiet_libraries
@@ -157,7 +157,7 @@ def train_given(config: Config, given: Given, request: Request, quiet: bool) -> 
 
 @contextmanager
 def _stop_signals() -> Iterator[StopSignals | NoSignals]:
-    """For the time of a run signals ask it to stop, as under the command."""
+    """Let signals ask the run to stop while it lasts, as under the command."""
     with borrowed() as hears:
         if not hears:
             yield NoSignals()
@@ -173,9 +173,9 @@ def _stop_signals() -> Iterator[StopSignals | NoSignals]:
 
 @contextmanager
 def watched_in_script(config: Config, machine: Machine) -> Iterator[Machine]:
-    """`machine` with a watcher, which says on standard error what stands still, and ends the process. Collective.
+    """Yield `machine` with a watchdog, which reports a hang on standard error and ends the process. Collective.
 
-    A process that is alone has nobody to wait for, and a person before it: it is not watched.
+    A process alone waits for nobody and has its user before it, so it is not watched.
     """
     from trainer.run.ending import watched
 

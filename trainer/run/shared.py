@@ -1,4 +1,4 @@
-"""Which machines of a run see one folder."""
+"""The machines of a run that see the same folder."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainer.errors import DiskError, Problem, listed, shared
 from trainer.storage import disk_errors
 
 PATIENCE_SECONDS = 10.0
-"""How long a network's file system may show a machine what was there before."""
+"""Seconds until a network file system shows a machine what another one has written."""
 
 
 def check_shared(folder: Path, ranks: Ranks) -> None:
-    """Collective. Raises DiskError that names the machines where `folder` is another one than that of rank 0."""
+    """Raises DiskError, naming the machines, if `folder` is not the same on all as on rank 0. Collective."""
     if ranks.world_size == 1:
         return
     mark = ranks.on_first(lambda: _leave_mark(folder))
@@ -35,9 +35,9 @@ def check_shared(folder: Path, ranks: Ranks) -> None:
 
 
 def kept(folder: Path, ranks: Ranks) -> Ranks:
-    """The ranks, with who keeps which folder: `folder` is each machine's own, or several see one. Collective.
+    """Return the ranks with their folders' keepers: `folder` is each machine's own, or several share one. Collective.
 
-    Raises DiskError where it can't be written.
+    Raises DiskError if it can't be written.
     """
     if ranks.world_size == 1:
         return ranks
@@ -77,7 +77,7 @@ def _sees(path: Path) -> bool:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
-            if path.name in os.listdir(path.parent):  # which asks the server, where a look at the name may not
+            if path.name in os.listdir(path.parent):  # it asks the server, which a look at the name may not
                 return True
         except OSError:
             pass

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: before its first step it leaves, from then on it saves and leaves."""
+"""Signals that ask a run to stop: before its first step it exits, later it saves and exits."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from types import FrameType
 from trainer.errors import Preempted, Problem
 
 PATIENCE_SECONDS = 3.0
-"""How long the main thread may take to notice a signal: one that waits for another rank does not."""
+"""Seconds in which the main thread must notice a signal: one that waits for another rank does not."""
 SAME_SECONDS = 5.0
-"""What follows a signal sooner asks for the same: a launcher passes on what the terminal sent to all, or sends two."""
+"""Seconds within which another signal means the same: launchers pass on a terminal's, or send two."""
 
 
 class StopSignals:
-    """From when it is made, the first signal asks, and one that comes later than SAME_SECONDS ends the process."""
+    """Handles signals once made: the first asks the run to stop, one later than SAME_SECONDS ends the process."""
 
     NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.received = False
         self.unnoticed: Callable[[Preempted], object] = lambda error: None
-        """Told before the process ends though the main thread did not notice: it waits for another rank."""
+        """Called before the process ends because the main thread did not notice: it waits for another rank."""
         self._saving = self._failed = False
         self._at = 0.0
         told, self._tell = os.pipe()
@@ -37,25 +37,25 @@ class StopSignals:
 
     @classmethod
     def deliver_to(cls, receive: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
-        """From now on `receive` is called; not of the end of the terminal, where nohup said to ignore that."""
+        """Call `receive` for signals from now on; not for SIGHUP if nohup had it ignored."""
         for number in cls.NUMBERS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, receive)
 
     def hand_over(self) -> None:
-        """Somebody else takes signals in this process, and decides when it ends."""
+        """Let other code handle signals in this process, and decide when it ends."""
         self._saving = True
 
     def saving(self) -> None:
-        """From now on the run looks at `received` and saves; until now a signal raised Preempted, on its rank alone."""
+        """Let the run check `received` and save from now on; until now a signal raised Preempted, on its rank alone."""
         self._saving = True
-        if self.received:  # and a library swallowed what was raised
+        if self.received:  # a library swallowed the exception
             raise preempted(0)
 
     def explain_failure(self, others: bool) -> bool:
-        """Whether what failed is that this rank, or one of its `others`, was asked to leave with nothing to save.
+        """Return True if a failure has its cause in a request to stop, on this or another rank, with nothing to save.
 
-        A launcher passes that on to all, but a lost connection may be noticed first.
+        A launcher passes the signal to all ranks, but a lost connection may be noticed before it.
         """
         self._failed = True
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -64,12 +64,12 @@ class StopSignals:
         return self.received and not self._saving
 
     def release(self) -> None:
-        """The run is over: from now on a signal ends the process at once, but one that only repeats the first."""
+        """End the handling: a signal now ends the process at once, except one that repeats the first."""
         for number in self.NUMBERS:
             signal.signal(number, signal.SIG_IGN if self.received else signal.SIG_DFL)
 
     def close(self) -> None:
-        self._saving = True  # nobody is to notice any more
+        self._saving = True  # nothing is to be reported any more
         signal.set_wakeup_fd(self._woken)
         os.close(self._tell)
 
@@ -84,7 +84,7 @@ class StopSignals:
             raise preempted(0)
 
     def _watch(self, told: int) -> None:
-        # written by the interpreter, whatever the main thread is waiting for; of libraries' signals too
+        # written by the interpreter, whatever the main thread waits for; also for signals of libraries
         while (written := os.read(told, 1)) and written[0] not in self.NUMBERS:
             pass
         if not written:
@@ -97,7 +97,7 @@ class StopSignals:
 
 
 class NoSignals:
-    """For a run in another thread than the main one, which alone is told of signals."""
+    """A stand-in in threads other than the main one, which alone gets signals."""
 
     received = False
 
@@ -106,7 +106,7 @@ class NoSignals:
 
 @contextmanager
 def borrowed() -> Iterator[bool]:
-    """Signals are afterwards whose they were; False in another thread than the main one, which alone hears them."""
+    """Restore signal handlers at the end; yields False outside the main thread, which alone gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield False
         return
@@ -119,9 +119,9 @@ def borrowed() -> Iterator[bool]:
 
 
 def preempted(saved_step: int) -> Preempted:
-    """What a run that was asked to stop ends with; 0: before its first step."""
+    """Build the error of a run that was asked to stop; step 0: before its first step."""
     seen = "a signal asked the run to stop, and all is saved" if saved_step else "a signal asked the run to stop"
     place = f"step {saved_step}" if saved_step else "before the first step"
     error = Preempted(Problem(place, seen, "to go on", "Run the same command again"))
-    error.shared = True  # rank 0 tells it
+    error.shared = True  # rank 0 reports it
     return error

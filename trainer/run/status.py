@@ -1,7 +1,7 @@
-"""What can be known of a run from outside, by two files in its folder.
+"""The status of a run for outside readers, in two files in its folder.
 
-Its first rank writes one anew each second; the other says why the run ended, in the words of whoever was the first to
-know. The store by which ranks agree on that one ends with the rank that has it; the folder outlives all of them.
+Its first rank rewrites one each second; the other says why the run ended, written by the first rank to know.
+The store by which ranks agree on that one ends with the rank that holds it; the folder outlives them all.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _SHOWN: _Kinds = {
 }
 _WAITED_FOR: _Kinds = {"rank": (int,), "host": (str,), "place": (str,), "still": _NUMBER}
 _LAST_WORDS: _Kinds = {"code": (int,), "text": (str,)}
-"""The types of what is read of the files, and in the first of each rank that is waited for."""
+"""The types of fields read from the files, and of each rank that is waited for."""
 FRESH_SECONDS = 60.0
-"""How old the last sign of a run may be that is taken to live: clocks of machines differ, shared folders lag."""
+"""Seconds since the last sign of a run that counts as alive: clocks of machines differ, shared folders lag."""
 
 
 def write(folder: Path, status: Mapping[str, Any]) -> None:
-    """Raises OSError."""
+    """Write the status. Raises OSError."""
     partial = folder / f".{NAME}.{os.getpid()}"
     partial.write_text(json.dumps({**status, "time": time.time()}))
     partial.replace(folder / NAME)
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """What the first rank wrote last; None where that is not there, or does not say who wrote it when."""
+    """Return the first rank's last status; None if there is none, or it lacks its writer or time."""
     return _read(folder / NAME, _WRITER)
 
 
@@ -50,12 +50,12 @@ def can_be_shown(status: Mapping[str, Any]) -> bool:
 
 
 def begin(folder: Path) -> None:
-    """Forget how it ended before. Raises OSError."""
+    """Forget the run's earlier end. Raises OSError."""
     (folder / END).unlink(missing_ok=True)
 
 
 def end(folder: Path, code: int, text: str) -> bool:
-    """Leave with which exit code it ends, and why, for a person; whether nobody has said so before. Raises OSError."""
+    """Record the exit code and the reason, for the user; return False if another rank has already. Raises OSError."""
     try:
         with (folder / END).open("x") as file:
             json.dump({"code": code, "text": text}, file)
@@ -65,7 +65,7 @@ def end(folder: Path, code: int, text: str) -> bool:
 
 
 def log_of(folder: Path, rank: int) -> Path:
-    """What libraries print there, and where it stood when it crashed."""
+    """Return the path of a rank's log: output of libraries, and the stack of a crash."""
     return folder / "logs" / f"rank-{rank}.log"
 
 
@@ -74,7 +74,7 @@ def read_end(folder: Path) -> dict[str, Any] | None:
 
 
 def lives(status: Mapping[str, Any] | None) -> bool:
-    """Whether the process that wrote it still runs: known on its machine, elsewhere by how long ago that was."""
+    """Return True if the status's writer still runs: seen on its own machine, elsewhere judged by the time."""
     if status is None or status.get("ended") is not None:
         return False
     if status.get("host") == socket.gethostname():
@@ -95,7 +95,7 @@ def _read(path: Path, kinds: _Kinds) -> dict[str, Any] | None:
 
 
 def _is(found: Any, kinds: _Kinds) -> bool:
-    """True if a parsed value has these fields, of these types, and no number that nobody could mean."""
+    """Return True if a parsed value has these fields, of these types, with plausible numbers."""
     values: list[tuple[Any, tuple[type, ...]]] = [(None, ())]
     if isinstance(found, dict):
         values = [(found.get(name), kinds[name]) for name in kinds]

@@ -1,4 +1,4 @@
-"""How many cores an optimizer on the host has, where a launcher gave each of its processes one."""
+"""The cores of an optimizer on the host, where a launcher gave each process one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainer.run.parents import launchers_above
 
 
 def share_of_cores(local_world_size: int) -> str | None:
-    """Give this process its share of the cores; returns a line about it.
+    """Give this process its share of the cores; return a line about it, or None.
 
-    torchrun and Accelerate set OMP_NUM_THREADS to 1 where nobody has set it, and an Adam on the host then takes as many
-    times as long as there are cores. What the launcher itself was started with says whether somebody had.
+    torchrun and Accelerate set OMP_NUM_THREADS to 1 if it is unset, and an Adam on the host is then
+    slower by the number of cores. The launcher's own environment shows if the user had set it.
     """
     if local_world_size < 2 or os.environ.get("OMP_NUM_THREADS") != "1" or not _by_launcher("OMP_NUM_THREADS"):
         return None
@@ -26,7 +26,7 @@ def share_of_cores(local_world_size: int) -> str | None:
 
 
 def _by_launcher(name: str) -> bool:
-    """Whether the launcher above has set a variable that it was not given itself. Only Linux shows that."""
+    """Return True if the launcher above set a variable that it was not given. Only Linux shows that."""
     above = launchers_above(os.getpid())
     try:
         given = Path(f"/proc/{above[-1][1]}/environ").read_bytes().split(b"\0") if above else [f"{name}=".encode()]

@@ -1,4 +1,4 @@
-"""When a run did what, in `timeline.jsonl`: from the host's clock alone, without a wait for the device."""
+"""The times of a run's phases, in `timeline.jsonl`: from the host's clock alone, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from trainer.trackers import JsonLines
 
 NAME = "timeline.jsonl"
 ALONE = {"evaluating": "evaluated", "saving": "saved"}
-"""Phases that are told one by one, by the event that they come to; the others are added up between log lines."""
+"""Phases that have a line each, by its event; the others are summed between log lines."""
 PROFILING = "profiling"
-"""What the profiler takes beside the phases that it records: to begin, and to write."""
+"""The time that the profiler takes beside the recorded phases: to begin, and to write."""
 
 
 class Timeline:
-    """A line a start, log line, evaluation, save and end, of the first rank; `folder` None writes nothing.
+    """Writes a line for each start, log line, evaluation, save and end, on the first rank; nothing if `folder` is None.
 
-    Each has `event`, `step` (the last that was made), `time` (seconds since 1970); "start" has `steps`, what it goes
-    on from in `source`, and the run's earlier lines stay before it; "logged" has the `seconds` of each phase since the
-    line before; "evaluated" and "saved" their `seconds`; "end" the class of what was raised in `error`. The host's
-    seconds: on a GPU a step is begun in "training", and waited for in "logging". A run that was killed has no end.
-    """
+    Each has `event`, `step` (the last that was taken), `time` (seconds since 1970); "start" has
+    `steps`, and in `source` the checkpoint it resumes from, after the run's earlier lines; "logged"
+    has the `seconds` of each phase since the last line; "evaluated" and "saved" have their
+    `seconds`; "end" has the class of the exception in `error`. Seconds are the host's: on a GPU a
+    step is launched in "training", and waited for in "logging". A killed run has no end."""
 
     def __init__(self, folder: Path | None, steps: int, step: int, source: Path | None) -> None:
         self._lines = JsonLines(folder / NAME) if folder is not None else None
@@ -34,7 +34,7 @@ class Timeline:
         self._write("start", steps=steps, source=None if source is None else source.name)
 
     def at(self, phase: str, step: int) -> None:
-        """`phase` begins, for step `step`, from 1."""
+        """Begin `phase` of step `step`, from 1."""
         now = time.perf_counter()
         ended, passed, self._since = self._phase, now - self._since, now
         if ended in ALONE:
@@ -52,7 +52,7 @@ class Timeline:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         if kind is None:
             self.at("", self._step)
-        with nullcontext() if kind is None else suppress(DiskError):  # what was raised is told, not what came of it
+        with nullcontext() if kind is None else suppress(DiskError):  # the original error is reported, not this one
             self._write("end", error=None if kind is None else kind.__name__)
         if self._lines is not None:
             self._lines.close()

@@ -1,4 +1,4 @@
-"""Where this process stands among the run's processes, as the environment says it. Knows no torch."""
+"""The place of this process among the run's processes, from the environment. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class World:
-    """What torchrun, deepspeed and accelerate say through the environment."""
+    """The values that torchrun, deepspeed and accelerate set in the environment."""
 
     rank: int = 0
     local_rank: int = 0
@@ -20,10 +20,10 @@ class World:
 
 
 def world_of(environment: MutableMapping[str, str]) -> World | None:
-    """The world that a launcher made; None when there was no launcher.
+    """Read the world that a launcher made; None without a launcher.
 
-    Where Slurm's srun started the ranks, `environment` is given what torchrun would have set: libraries look there.
-    """
+    If Slurm's srun started the ranks, `environment` gets the variables that torchrun would set, as
+    libraries look there."""
     if "RANK" not in environment:
         environment.update(from_slurm(environment))
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
@@ -38,13 +38,13 @@ def world_of(environment: MutableMapping[str, str]) -> World | None:
 
 
 SLURM = ("PROCID", "LOCALID", "NODEID", "JOB_ID", "STEP_ID", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE", "STEP_NODELIST")
-"""Of the names after `SLURM_`, those that only srun sets: a batch script has some of them, too."""
+"""Names after `SLURM_`, with some that only srun sets: a batch script has the others, too."""
 PORTS = range(10_000, 30_000)
-"""Ports to meet at: no system hands these out for outgoing connections."""
+"""Ports for the rendezvous: no system uses these for outgoing connections."""
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would have set, where srun started several ranks; nothing elsewhere, as in a shell of its own."""
+    """Return what torchrun would set if srun started several ranks; empty elsewhere, as in an interactive shell."""
     found = [environment.get(f"SLURM_{name}", "") for name in SLURM]
     if not all(found) or "SLURM_PTY_PORT" in environment or found[5] == "1":
         return {}
@@ -60,19 +60,19 @@ def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """2(x3),1: 2, 2, 2 and 1."""
+    """Expand a list of tasks per node: 2(x3),1 is 2, 2, 2 and 1."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
 
 
 def first_host(nodes: str) -> str:
-    """gpu[003-005,9],cpu1: gpu003."""
+    """Return the first host of a list: gpu[003-005,9],cpu1 begins with gpu003."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodes)
 
 
 def environment_of(rank: int, count: int, port: int) -> dict[str, str]:
-    """What a launcher would set for process `rank` of `count` on this machine."""
+    """Return the variables that a launcher would set for process `rank` of `count` on this machine."""
     threads = max(1, (os.cpu_count() or 1) // count)
     return {
         "RANK": str(rank),
