@@ -274,7 +274,7 @@ class Bench:
         before = torch.cuda.memory_allocated() if cuda else 0
         folder = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix="meshloom-gpu-")))
         started = time.perf_counter()
-        state = RunState(step=1, engine=engine.scalars())
+        state = RunState(step=1, samples=1, engine=engine.scalars())
         path = checkpoint.save(folder, state, engine.state_tensors(), {}, lambda target: None, ranks)
         written = time.perf_counter() - started
         added = (torch.cuda.max_memory_allocated() - before) / 2**30 if cuda else 0.0
