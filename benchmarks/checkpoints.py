@@ -61,7 +61,9 @@ class Arms:
 
     def ours(self, entries: Any = None, ranks: Ranks | None = None, name: str = "ours") -> None:
         folder, ranks = self.fresh(name), ranks or self.ranks
-        checkpoint.save(folder, RunState(step=1, samples=1), entries or self.state_tensors, {}, lambda target: None, ranks)
+        checkpoint.save(
+            folder, RunState(step=1, samples=1), entries or self.state_tensors, {}, lambda target: None, ranks
+        )
 
     def plain(self, tensors: dict[str, torch.Tensor]) -> None:
         path = self.fresh("plain") / f"{self.ranks.rank}.safetensors"
