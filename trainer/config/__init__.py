@@ -1,4 +1,4 @@
-"""The config compiler: a DeepSpeed JSON in, a checked `Config` out. Knows no torch."""
+"""The config compiler: from a DeepSpeed JSON to a checked `Config`. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the processes of a run are divided over the axes of the mesh."""
+"""The division of a run's processes over the axes of the mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Processes along each axis; their product is the world size."""
+    """The number of processes along each axis; their product is the world size."""
 
     pipeline: int
     replicate: int
@@ -20,14 +20,14 @@ class MeshSizes:
 
     @property
     def data_ranks(self) -> int:
-        """Groups of processes that see different samples."""
+        """The number of groups of processes that see different samples."""
         return self.replicate * self.shard
 
 
 def mesh_sizes(config: Config, world_size: int, local_world_size: int | None = None) -> MeshSizes:
-    """The mesh of `config` on `world_size` processes, `local_world_size` of them on a node; None: all.
+    """Compute the mesh of `config` on `world_size` processes, `local_world_size` of them on a node; None: all.
 
-    Raises ConfigError where it does not fit.
+    Raises ConfigError if it does not fit.
     """
     pipeline = _size(config.settings.get("pipeline", {}).get("stages", 1))
     tensor = _size(config.settings.get("tensor_parallel", {}).get("autotp_size", 1))
@@ -43,16 +43,16 @@ def mesh_sizes(config: Config, world_size: int, local_world_size: int | None = N
 
 
 def ranks_inside(local_world_size: int, tensor: int, ranks: int) -> int:
-    """How many of the `ranks` data ranks of a pipeline stage are in one group within a node of `local_world_size`.
+    """Count the data ranks, of the `ranks` of a pipeline stage, in one group within a node of `local_world_size`.
 
-    All of them where a node has but one of each stage, or a tensor parallel group has several nodes.
+    All of them if a node has only one of each stage, or a tensor parallel group spans nodes.
     """
     inside = math.gcd(local_world_size // tensor, ranks) if local_world_size % tensor == 0 else 1
     return inside if inside > 1 else ranks
 
 
 def nearest(number: int, divisor: int) -> str:
-    """The multiples of `divisor` next to a number that is none, for a person."""
+    """Name the multiples of `divisor` next to a number that is none, for the user."""
     below = number // divisor * divisor
     return f"such as {below} or {below + divisor}" if below else f"such as {divisor} or {2 * divisor}"
 
@@ -66,7 +66,7 @@ def _data_axes(config: Config, ranks: int, inside: int) -> tuple[int, int]:
     stage = config.settings.get("zero_optimization", {}).get("stage", 0)
     if mesh.replicate is None and mesh.shard is None:
         return (1, ranks) if stage else (ranks, 1)
-    # the one that is not given takes what is left; nothing is left of -1
+    # an axis that is not given gets what is left; -1 leaves nothing
     replicate = mesh.replicate or (1 if mesh.shard == -1 else -1)
     shard = inside if mesh.shard == "node" else mesh.shard or (1 if mesh.replicate == -1 else -1)
     given = max(replicate, 1) * max(shard, 1)

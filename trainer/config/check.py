@@ -1,4 +1,4 @@
-"""Walks a config along a key table: unknown keys, wrong values, removed keys, keys without effect."""
+"""Checks a config against a key table: unknown keys, wrong values, removed keys, keys without effect."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trainer.config.read import Json
 from trainer.errors import MOST_SHOWN, Problem
 
 UNSAID = 'it does not say "{}", and is off'
-"""Why a section has no effect that is off where it is not switched on."""
+"""The reason why a section without its switch has no effect."""
 
 
 @dataclass
 class Checked:
-    """The outcome of a walk: the values that go on, coerced to their types; the problems; what has no effect."""
+    """The outcome of a check: values, coerced to their types, problems, and keys without effect."""
 
     values: Json = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     idle: dict[str, str] = field(default_factory=dict)
-    """The path of each key that asks for something and has no effect here, and why."""
+    """Paths of keys that ask for something but have no effect here -> the reason."""
 
     @property
     def notes(self) -> list[str]:
@@ -47,7 +47,7 @@ def _check_one(
 ) -> None:
     key = table.get(place)
     if key is None or "." in name:
-        # to find what is alike takes time, and nobody reads more than the first few
+        # finding similar keys takes time, and nobody reads more than the first few
         known = (*table, *elsewhere) if len(found.problems) < MOST_SHOWN else ()
         idle = {} if not known else {path: why for path, why in useless(table).items() if RECOMPUTES not in path}
         found.problems.append(unknown(place, value, known, idle))
@@ -81,6 +81,6 @@ def _check_one(
 
 
 def _is_off(value: Any, place: str, table: Mapping[str, Key]) -> bool:
-    """Whether a refused key asks for nothing; to DeepSpeed a section that does not say "enabled" is off."""
+    """Return True if a refused key asks for nothing; for DeepSpeed, a section without "enabled" is off."""
     named = isinstance(value, dict) and f"{place}.enabled" in table
     return is_off({"enabled": False, **value} if named else value)

@@ -1,4 +1,4 @@
-"""The optimizer and the scheduler: their types, and the parameters that each type takes."""
+"""The optimizer and the scheduler: their types, and the parameters of each type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_OPTIMIZER: Json = {
 
 
 def choose_optimizer(section: Json) -> tuple[Json, list[Problem], list[str]]:
-    """The optimizer section with DeepSpeed's spelling of the type and checked parameters, and notes."""
+    """Return the optimizer section with DeepSpeed's spelling of the type and checked parameters, problems and notes."""
     if "max_grad_norm" in section.get("params", {}):
         params = {name: value for name, value in section["params"].items() if name != "max_grad_norm"}
         chosen, problems, notes = choose_optimizer(section | {"params": params})
@@ -34,13 +34,13 @@ def choose_optimizer(section: Json) -> tuple[Json, list[Problem], list[str]]:
     if not problems:
         defaults = {name: key.default for name, key in OPTIMIZERS[chosen["type"]].items() if key.default is not None}
         if params.get("torch_adam") and (chosen["type"] == "AdamW" or params.get("adam_w_mode", True)):
-            defaults["weight_decay"] = 0.01  # of torch.optim.AdamW, which DeepSpeed then makes
+            defaults["weight_decay"] = 0.01  # the default of torch.optim.AdamW, which DeepSpeed then builds
         params |= {name: value for name, value in defaults.items() if name not in params}
     return chosen, problems, notes
 
 
 def _misuse(params: Json) -> Iterator[tuple[str, str, str]]:
-    """(parameter, seen, expected) of values that fit their type and that the optimizers' own checks reject."""
+    """Yield (parameter, seen, expected) for values of the right type that the optimizers' own checks reject."""
     betas = params.get("betas", "auto")
     if betas != "auto" and not _are_betas(betas):
         yield "betas", f"saw {show(betas)}", "two numbers from 0 to below 1"
@@ -51,7 +51,7 @@ def _misuse(params: Json) -> Iterator[tuple[str, str, str]]:
 
 
 def choose_scheduler(section: Json) -> tuple[Json, list[Problem], list[str]]:
-    """The scheduler section with DeepSpeed's spelling of the type and checked parameters, and notes."""
+    """Return the scheduler section with DeepSpeed's spelling of the type and checked parameters, problems and notes."""
     chosen, problems, notes = _choose("scheduler", section, SCHEDULERS)
     params = chosen["params"]
     if section.get("type") is not None and chosen["type"] in SCHEDULERS:
@@ -67,7 +67,7 @@ def choose_scheduler(section: Json) -> tuple[Json, list[Problem], list[str]]:
 
 def _choose(place: str, section: Json, types: Mapping[str, Mapping[str, Key]]) -> tuple[Json, list[Problem], list[str]]:
     kind, params = section.get("type"), section.get("params", {})
-    # DeepSpeed compares optimizer names without case, and scheduler names with it
+    # DeepSpeed ignores the case of optimizer names, but not of scheduler names
     name = {known.lower(): known for known in types}.get(str(kind).lower())
     if name is None:
         return section | {"params": params}, [_unknown_type(place, kind, list(types))], []

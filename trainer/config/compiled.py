@@ -1,4 +1,4 @@
-"""The compiled config, and `load`, which makes it from a JSON file or says everything that is wrong with it."""
+"""The compiled config, and `load`, which makes it from a JSON file or reports everything that is wrong with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILE, OVERRIDE, DEFAULT = "config file", "override", "default"
 
 @dataclass(frozen=True)
 class Choice:
-    """An optimizer or a scheduler: DeepSpeed's name of it, and its parameters."""
+    """An optimizer or a scheduler: DeepSpeed's name for it, and its parameters."""
 
     type: str
     params: dict[str, Any]
@@ -34,22 +34,22 @@ class Choice:
 
 @dataclass(frozen=True)
 class Config:
-    """What the user wrote, complete and checked. Compiled by `load`, its "auto" values filled by `resolve`."""
+    """The user's config, complete and checked. Compiled by `load`, its "auto" values filled by `resolve`."""
 
     path: Path
     raw: Json
     """The JSON as given, with the overrides."""
     trainer: TrainerSection
     settings: Json
-    """All of DeepSpeed's keys under their present names, the scheduler included."""
+    """All of DeepSpeed's keys under their present names, with the scheduler."""
     origins: dict[str, str]
-    """Where each value came from, by key path: `config file`, `override`, `default` or `auto: from ...`."""
+    """The origin of each value, by key path: `config file`, `override`, `default` or `auto: from ...`."""
     notes: tuple[str, ...] = ()
-    """One line for each key that was accepted and has no effect here."""
+    """A line for each key that was accepted and has no effect here."""
 
     @property
     def deepspeed(self) -> Json:
-        """A DeepSpeed JSON; without the scheduler, because the loop computes the learning rate."""
+        """A DeepSpeed JSON without the scheduler, because the loop computes the learning rate."""
         return deepcopy({key: value for key, value in self.settings.items() if key != "scheduler"})
 
     @property
@@ -91,5 +91,5 @@ def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
 
 
 def path_of(source: str | Path) -> Path:
-    """A path that is there, else that of the config that is shipped under this name."""
+    """Return the path if it exists, else that of the shipped config of this name."""
     return Path(source) if os.path.lexists(source) else shipped(str(source)) or Path(source)

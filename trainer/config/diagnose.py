@@ -1,4 +1,4 @@
-"""What a file is that is no DeepSpeed JSON, in one sentence: a Python dict, YAML, a model's config, ..."""
+"""The diagnosis of a file that is no DeepSpeed JSON, in one sentence: a Python dict, YAML, a model's config, ..."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.errors import ConfigError, Problem
 
 ACCELERATE = ("an Accelerate config", "Its deepspeed_config_file names the DeepSpeed JSON: give that.")
 
-# what stands where reading failed -> what was seen, and the mend
+# pattern where reading failed -> what was seen, and the mend
 _AT = [
     (r"'", "a single quote", 'JSON text stands in double quotes: "stage".'),
     (r"[“”„‟«»‘’]", "a typographic quote", 'JSON text stands in straight double quotes: "stage".'),
@@ -32,7 +32,7 @@ _MESSAGES = {
 
 
 def no_json(path: Path, text: str, error: json.JSONDecodeError) -> ConfigError:
-    """The error of a text that `json` can't read."""
+    """Build the error for a text that `json` can't read."""
     whole = _kind_of_text(text)
     if whole:
         return ConfigError(Problem(str(path), whole[0], "a DeepSpeed JSON config", whole[1]))
@@ -70,7 +70,7 @@ def _at(text: str, error: json.JSONDecodeError) -> tuple[str, str]:
     return error.msg, ""
 
 
-# a key that tells -> what such a file is, and the mend
+# keys that identify a file -> its kind, and the mend
 _KINDS = {
     ("model_type", "architectures"): ("a model's config", "Name it in trainer.model.config."),
     ("tokenizer_class", "added_tokens_decoder"): ("a tokenizer's config", "trainer.data.tokenizer names its folder."),
@@ -83,7 +83,7 @@ _KINDS = {
 
 
 def other_config(path: Path, raw: dict[str, Any], known: Collection[str]) -> ConfigError | None:
-    """The error of a JSON that is the config of something else, with no key that DeepSpeed or this trainer knows."""
+    """Build the error for the JSON config of something else, without any key of DeepSpeed or this trainer."""
     if any(key in known for key in raw):
         return None
     for keys, (seen, mend) in _KINDS.items():

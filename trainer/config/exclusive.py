@@ -1,4 +1,4 @@
-"""Keys of which a config has but some: what the command line says goes before what the file says."""
+"""Keys that exclude one another: the command line takes precedence over the file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ GROUPS = (
     ("trainer.warmup_ratio", WARMUP),
     ("trainer.mesh.shard", "zero_optimization.mics_shard_size"),
     ("fp16.enabled", "bf16.enabled"),
-    (ACCUMULATION, MICRO, BATCH),  # a batch stays what it is unless both of the others are said
+    (ACCUMULATION, MICRO, BATCH),  # the batch stays unless both of the others are given
     *OLD_NAMES.items(),
 )
-"""Keys that can't all be said. Of those that the file says, the first gives way."""
+"""Groups of keys that can't all be given; of those in the file, the first gives way."""
 
 
 def give_way(raw: Json, overridden: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Take out of `raw` what the file says against the command line; the origins and notes of it."""
+    """Remove from `raw` the file's values that contradict the command line; return their origins and notes."""
     origins, notes = {}, []
     for group in GROUPS:
         values = {path: at(raw, path) for path in group}
@@ -38,7 +38,7 @@ def give_way(raw: Json, overridden: Sequence[str]) -> tuple[dict[str, str], list
         section, _, name = loser.rpartition(".")
         del at(raw, section)[name]
         if loser == WARMUP:
-            at(raw, section)[name] = AUTO  # which the ratio decides
+            at(raw, section)[name] = AUTO  # the ratio decides it
         winner = f"{' and '.join(line)} on the command line"
         origins[loser] = f"auto: the file's {show(said[loser])} gives way to {winner}"
         notes.append(f"{loser} {show(said[loser])} in the file gives way to {winner}")

@@ -32,32 +32,32 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Key:
-    """What one key may hold."""
+    """The values that one key may hold."""
 
     kind: str
     low: float | None = None
     high: float | None = None
     above: bool = False
-    """`low` itself is not allowed."""
+    """True if `low` itself is not allowed."""
     choices: tuple[str, ...] = ()
     auto: bool = False
     null: bool = False
     default: Any = None
-    """DeepSpeed's own value where the key is missing; None where it may stay missing."""
+    """DeepSpeed's own default; None if the key may stay missing."""
     idle: str = ""
-    """Why the key has no effect here; such a key is not handed on to DeepSpeed."""
+    """The reason why the key has no effect here; it is then not passed to DeepSpeed."""
     refused: str = ""
-    """Why the key is an error unless it is switched off."""
+    """The reason why the key is an error unless it is switched off."""
     own: str = ""
-    """What the engines other than DeepSpeed do in its place; empty where they honour it."""
+    """The behaviour of engines other than DeepSpeed instead; empty if they honour it."""
     numbers: bool = False
-    """Whether training without it computes other numbers."""
+    """True if training without it computes other numbers."""
     otherwise: tuple[Any, ...] = ()
-    """The values that ask for just what the others do."""
+    """The values with which it asks for just what the other engines do."""
 
     @property
     def expected(self) -> str:
-        """What a person has to write, e.g. `a whole number of at least 1 or "auto"`."""
+        """The accepted values in words, e.g. `a whole number of at least 1 or "auto"`."""
         text = " or ".join(f'"{choice}"' for choice in self.choices) or _NOUNS[self.kind]
         if self.high is not None:
             text += f" from {self.low:,.15g} to {self.high:,.15g}"
@@ -66,7 +66,7 @@ class Key:
         return text + ' or "auto"' * self.auto + " or null" * self.null
 
     def asks(self, value: Any) -> bool:
-        """Whether `value` asks for something that is not done anyway."""
+        """Return True if `value` asks for something that is not done anyway."""
         if value is None or value == AUTO:
             return False
         number = self.kind in ("int", "float", "any") and not isinstance(value, bool | list | dict)
@@ -74,7 +74,7 @@ class Key:
 
 
 def parse(table: str) -> dict[str, Key]:
-    """The keys of a table by their dotted path."""
+    """Parse a table; return its keys by their dotted path."""
     keys: dict[str, Key] = {}
     section, whole = "", Key("section")
     for line in filter(None, map(str.strip, table.splitlines())):
@@ -115,9 +115,9 @@ def _key(spec: str) -> Key:
 
 
 def coerce(value: Any, key: Key) -> Any:
-    """`value` as the key's own type, taking what DeepSpeed's pydantic models take (5e8 for an int, "1e-5" for a float).
+    """Convert `value` to the key's type, as DeepSpeed's pydantic models do (5e8 for an int, "1e-5" for a float).
 
-    Raises ValueError where the value does not fit.
+    Raises ValueError if the value does not fit.
     """
     if (value == AUTO and key.auto) or (value is None and key.null):
         return value
@@ -134,12 +134,12 @@ def coerce(value: Any, key: Key) -> Any:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a section or a flag asks for nothing: false, null, empty, or not enabled."""
+    """Return True if a section or a flag asks for nothing: false, null, empty, or not enabled."""
     return not value or (isinstance(value, dict) and value.get("enabled", True) in (False, AUTO))
 
 
 def show(value: Any, most: int = 60) -> str:
-    """A value as a person wrote it in JSON, cut to `most` characters; as cheap for one of 100 MB."""
+    """Show a value as JSON, cut to `most` characters; as cheap for one of 100 MB."""
     if isinstance(value, str):
         value = value[: most + 1]
     text = ""
@@ -151,9 +151,9 @@ def show(value: Any, most: int = 60) -> str:
 
 
 def unknown(path: str, value: Any, known: Sequence[str], useless: Mapping[str, str] = MappingProxyType({})) -> Problem:
-    """The problem of a key that is not in the table, with the nearest of the `known` paths.
+    """Build the problem of a key that is not in the table, with the nearest of the `known` paths.
 
-    `useless`: why a known path is not to be led to.
+    `useless` maps known paths that must not be suggested to the reason.
     """
     section = path.rpartition(".")[0]
     where = f'the section "{section}"' if section else "the top level"
@@ -161,7 +161,7 @@ def unknown(path: str, value: Any, known: Sequence[str], useless: Mapping[str, s
 
 
 def useless(table: Mapping[str, Key]) -> dict[str, str]:
-    """Why each key of a table, or a section that it is in, has no effect or is refused."""
+    """Return the reason for each key without effect or refused, itself or by its section."""
     why = {path: key.refused or key.idle for path, key in table.items() if key.refused or key.idle}
     for path in table:
         section = path.rpartition(".")[0]
@@ -190,13 +190,13 @@ def _mend(path: str, known: Sequence[str], useless: Mapping[str, str]) -> str:
 
 
 def misfit(path: str, value: Any, key: Key) -> Problem:
-    """The problem of a value that its key does not take."""
+    """Build the problem of a value that its key does not accept."""
     huge = key.kind == "int" and isinstance(value, int) and value.bit_length() > 63
     return Problem(path, f"saw {show(value)}", key.expected + " in 64 bits" * huge)
 
 
 LONGEST_NAME = 100
-"""Characters of a key's name; for a longer one nothing alike is looked for."""
+"""The most characters of a key's name for which similar keys are searched."""
 _NOUNS = {
     "bool": "true or false",
     "int": "a whole number",

@@ -309,18 +309,18 @@ quantized_initialization post_init_quant : section
 """)
 
 RECOMPUTES = "activation_checkpointing."
-"""Its keys have one effect here, all the same: blocks are recomputed."""
+"""The section whose keys all have the same effect here: blocks are recomputed."""
 
 LOW_PRECISION = ("communication_data_type", "data_types.grad_accum_dtype")
 DIFFERS = {
     "optimizer": "Hugging Face's; DeepSpeed has none",
     **dict.fromkeys(LOW_PRECISION, "mesh and accelerate add up in float32, DeepSpeed in the model's precision"),
 }
-"""Keys that are not DeepSpeed's where they are left out, and why; `--dry-run` says so."""
+"""Keys whose default differs from DeepSpeed's, with the reason; `--dry-run` shows it."""
 
 ZERO = "zero_optimization."
 OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
-"""Keys below it that DeepSpeed reads as `{"device": "cpu"}` of another."""
+"""Keys of that section that DeepSpeed reads as `{"device": "cpu"}` of another."""
 RENAMED = {
     "bfloat16": "bf16",
     **{
@@ -329,7 +329,7 @@ RENAMED = {
         if "stage3_" in name and (old := name.replace("stage3_", "")) in KEYS and not key.idle
     },
 }
-"""Other names that DeepSpeed reads for a key."""
+"""Other names that DeepSpeed accepts for a key."""
 
 _FREED = "set_grad_none : bool ; gradients are freed after each step\n"
 _TORCH = """
@@ -341,7 +341,7 @@ foreach : bool null
 
 
 def _usual(lr: float, eps: float | None = 1e-8, betas: bool = True) -> str:
-    """The rows that most optimizers share."""
+    """Return the rows that most optimizers share."""
     rows = f"lr : float >=0 auto = {lr}\nweight_decay : float >=0 auto = 0\n"
     rows += f"eps : float >0 auto = {eps}\n" if eps else ""
     return rows + ("betas : list auto = [0.9, 0.999]\n" if betas else "")
@@ -382,8 +382,8 @@ OPTIMIZERS: dict[str, dict[str, Key]] = {
         "Adadelta": _TORCH + _usual(1.0, eps=1e-6, betas=False) + "rho : float 0..1 = 0.9",
     }.items()
 }
-"""The parameters of each optimizer, with the defaults that they have in DeepSpeed: its own optimizers', and those of
-torch.optim that it passes through."""
+"""The parameters of each optimizer with DeepSpeed's defaults: those of its own optimizers, and of
+torch.optim's that it passes through."""
 
 UNBUILT = ("Lamb", "Muon", "MuAdam", "MuAdamW", "MuSGD")
 """Optimizers of the table that each engine refuses, with its reason."""

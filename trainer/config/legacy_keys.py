@@ -1,4 +1,4 @@
-"""Turns what older configs say into what DeepSpeed's present keys say, and fills in what was left out."""
+"""Converts keys of older configs into DeepSpeed's present ones, and fills in missing ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.errors import Problem
 
 @dataclass
 class Upgraded:
-    """Settings under present names; what was done to get there."""
+    """Settings under present names, with the record of the conversion."""
 
     settings: Json
     trainer: TrainerSection
@@ -26,7 +26,7 @@ class Upgraded:
 
 
 def upgrade(checked: Checked, trainer: TrainerSection) -> Upgraded:
-    """The settings under present names, with the optimizer and gradient clipping that a default run has."""
+    """Return the settings under present names, with the optimizer and gradient clipping of a default run."""
     upgraded = Upgraded(deepcopy(checked.values), trainer)
     _zero_section(upgraded)
     _rename(upgraded)
@@ -34,10 +34,10 @@ def upgrade(checked: Checked, trainer: TrainerSection) -> Upgraded:
     _mics(upgraded)
     upgraded.notes += unswitched(upgraded.settings)
     if upgraded.settings.get("comms_logger", {}).get("enabled") is not True:
-        upgraded.settings.pop("comms_logger", None)  # DeepSpeed logs, and waits for each operation, where it is there
+        upgraded.settings.pop("comms_logger", None)  # if it is present, DeepSpeed logs, and waits for each operation
     asked = any(place.startswith(RECOMPUTES) for place in checked.idle)
     _recompute(upgraded, "the activation_checkpointing section", asked)
-    # DeepSpeed recomputes runs of so many layers as one; here each block is one, for the same gradient
+    # DeepSpeed recomputes groups of so many layers as one; here each block is one, for the same gradient
     interval = upgraded.settings.get("pipeline", {}).pop("activation_checkpoint_interval", 0)
     _recompute(upgraded, "pipeline.activation_checkpoint_interval", interval > 0)
     _fill(upgraded)

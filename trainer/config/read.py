@@ -23,19 +23,19 @@ Json = dict[str, Any]
 
 
 LARGEST = 1 << 20
-"""Bytes of a config; more can't be meant."""
+"""The most bytes of a config."""
 DEEPEST = 40
-"""Sections within sections."""
+"""The most levels of nested sections."""
 DIGITS = 1000
-"""Of a number; more are beyond any float."""
+"""The most digits of a number; more exceed any float."""
 
 
 SHOWN = 200
-"""Characters of a key's path in an error."""
+"""The most characters of a key's path in an error."""
 
 
 def read(path: Path) -> Json:
-    """The object in a JSON file. Raises ConfigError for what is no regular file, no UTF-8 or no JSON, or is endless."""
+    """Read the object in a JSON file. Raises ConfigError if it is no regular file, no UTF-8, no JSON or too large."""
     text, twice = _decode(path, _bytes(path)), set[str]()
     try:
         raw = _parse(text, twice)
@@ -90,18 +90,18 @@ def _decode(path: Path, found: bytes) -> str:
 
 @dataclass(frozen=True)
 class _NoNumber:
-    """A number that no float holds, in place of which it stands until it is reported."""
+    """A stand-in, until it is reported, for a number that no float holds."""
 
     text: str
     order: int
-    """How many of its kind stand before it in the text."""
+    """The number of such numbers before it in the text."""
 
     def __str__(self) -> str:
         return self.text
 
 
 def _parse(text: str, twice: set[str]) -> Any:
-    """The value of a JSON text; keys that a section has twice go to `twice`. Raises ValueError and RecursionError."""
+    """Parse a JSON text; keys that a section has twice are added to `twice`. Raises ValueError and RecursionError."""
     order = count()
     return json.loads(
         text,
@@ -112,7 +112,7 @@ def _parse(text: str, twice: set[str]) -> Any:
 
 
 def _lines(text: str) -> Iterator[int]:
-    """The line of each number that no float holds, in their order."""
+    """Yield the line of each number that no float holds, in order."""
     for token in re.finditer(r'"(?:\\.|[^"\\])*"|NaN|-?Infinity|-?\d[\d.eE+-]*', text):
         number = token[0].lstrip("-")
         if number in ("NaN", "Infinity") or (number.isdecimal() and len(token[0]) > DIGITS):
@@ -120,7 +120,7 @@ def _lines(text: str) -> Iterator[int]:
 
 
 def _unfit(raw: Json, place: str, text: str = "") -> Iterator[Problem]:
-    """The problems of a tree that is too deep to walk, or has what no float, file system or terminal takes."""
+    """Yield the problems of a tree: too deep, or with values that no float, file system or terminal takes."""
     waiting: deque[tuple[str, Any, int]] = deque([("", raw, 0)])
     lines = dict(enumerate(islice(_lines(text), MOST_SHOWN)))
     while waiting:
@@ -151,9 +151,9 @@ def _double(place: str, key: str) -> Problem:
 
 
 def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list[Problem]]:
-    """`raw` with each `key.path=value` set; also the paths that were set, and the problems.
+    """Return `raw` with each `key.path=value` set; also the paths that were set, and the problems.
 
-    A value is JSON where it parses as such, else a string. Missing sections are made on the way.
+    A value is JSON if it parses as such, else a string. Missing sections are created.
     """
     result, paths, problems = deepcopy(raw), [], []
     for text in overrides:
@@ -179,7 +179,7 @@ def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list
 
 
 def leaves(tree: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every (dotted path, value) of a tree that is not a section."""
+    """Yield (dotted path, value) for every value of a tree that is not a section."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{name}.")
@@ -188,7 +188,7 @@ def leaves(tree: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def at(tree: Json, path: str) -> Any:
-    """The value at a dotted path; None where there is none."""
+    """Return the value at a dotted path; None if there is none."""
     found: Any = tree
     for name in filter(None, path.split(".")):
         found = found.get(name) if isinstance(found, dict) else None
@@ -211,7 +211,7 @@ def _unique(pairs: list[tuple[str, Any]], twice: set[str]) -> Json:
 
 
 def _nearby(path: Path) -> str:
-    """A mend that names the JSON files beside a path."""
+    """Return a hint that names the JSON files beside a path."""
     beside = islice(path.parent.glob("*.json"), 1000) if path.parent.is_dir() else ()
     names = sorted(found.name for found in beside)[:6]
     return f"In {path.parent}: {', '.join(names)}" if names else ""

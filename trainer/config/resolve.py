@@ -1,4 +1,4 @@
-"""Replaces every "auto" as Hugging Face users know it (transformers/integrations/deepspeed.py)."""
+"""Replaces every "auto" as Hugging Face does (transformers/integrations/deepspeed.py)."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ MICRO_BATCH = 8
 
 @dataclass(frozen=True)
 class RuntimeFacts:
-    """What the config does not say and its "auto" values depend on; None: not known yet."""
+    """Facts outside the config on which its "auto" values depend; None: not known yet."""
 
     world_size: int
     hidden_size: int | None
     total_steps: int | None
     bf16: bool
-    """The device computes in bfloat16."""
+    """True if the device computes in bfloat16."""
     device: Literal["cpu", "cuda"]
     local_world_size: int | None = None
-    """Processes on one machine."""
+    """The number of processes on one machine."""
 
 
 Decisions = dict[str, tuple[Any, str]]
 
 
 def resolve(config: Config, facts: RuntimeFacts) -> Config:
-    """`config` with its "auto" values replaced and its batch sizes complete.
+    """Return `config` with its "auto" values replaced and its batch sizes complete.
 
-    May be called again when more facts are known: values that need a fact that is None stay "auto" until then.
-    Raises ConfigError where the mesh or the batch sizes do not fit the world size.
+    May be called again when more facts are known: values that need a fact that is None stay "auto"
+    until then. Raises ConfigError if the mesh or the batch sizes do not fit the world size.
     """
     config = _within_machines(config, facts)
     decisions = _values(config, facts) | _batch(config.settings, mesh_sizes(config, facts.world_size).data_ranks)
@@ -59,7 +59,7 @@ def resolve(config: Config, facts: RuntimeFacts) -> Config:
 
 
 def _in_steps(config: Config, steps: int | None) -> Config:
-    """Intervals that are a share of all steps as numbers of them, once those are known; rounded up, as the Trainer."""
+    """Convert intervals that are shares of all steps to steps, once those are known; rounded up, as by Trainer."""
     if steps is None:
         return config
     update: dict[str, Any] = {"warmup_ratio": None}
@@ -77,7 +77,7 @@ def _share_of(share: float, steps: int) -> int:
 
 
 def _within_machines(config: Config, facts: RuntimeFacts) -> Config:
-    """FSDP over several machines shards within each and replicates across, unless `trainer.mesh` says otherwise."""
+    """Let FSDP over several machines shard within each and replicate across, unless `trainer.mesh` says otherwise."""
     local, mesh = facts.local_world_size or facts.world_size, config.trainer.mesh
     sizes, machines = mesh_sizes(config, facts.world_size, local), facts.world_size // local
     config = _with_note(config, _crossing(sizes.tensor, local, machines))
@@ -111,7 +111,7 @@ def _with_note(config: Config, note: str | None) -> Config:
 
 
 def origin_table(config: Config) -> list[tuple[str, str, str]]:
-    """(key, value, origin) of every value that was decided rather than written, for printing."""
+    """Return (key, value, origin) of every value that was decided rather than written, for printing."""
     values = dict(leaves(config.settings)) | dict(leaves({"trainer": config.trainer.model_dump()}))
     low = LOW_PRECISION if values.get("bf16.enabled") is True else ()
     differing = {path: f"default: {DIFFERS[path]}" for path in low if values.get(path) is None}
@@ -125,7 +125,7 @@ def origin_table(config: Config) -> list[tuple[str, str, str]]:
 
 
 def _values(config: Config, facts: RuntimeFacts) -> Decisions:
-    """The decision for each key that is "auto"."""
+    """Return the decision for each key that is "auto"."""
     params = config.settings["optimizer"]["params"]
     lr = 5e-5 if params.get("lr") == AUTO else params.get("lr")
     known: Decisions = {
@@ -179,19 +179,19 @@ def _from_steps(steps: int | None, warmup_ratio: float | None) -> Decisions:
 
 
 def _waiting(settings: Json, config: Config) -> set[str]:
-    """The keys that stay "auto" until a fact is known."""
+    """Return the keys that stay "auto" until a fact is known."""
     later = {*_from_hidden_size(settings, 1), *_from_steps(1, config.trainer.warmup_ratio)}
     return later & {path for path, _ in leaves(settings)}
 
 
 def _batch(settings: Json, ranks: int) -> Decisions:
-    """The missing ones of train batch = micro-batch x accumulation x data ranks. Raises ConfigError."""
+    """Complete train batch = micro-batch x accumulation x data ranks. Raises ConfigError."""
     given = {name: settings.get(name) for name in (BATCH, MICRO, ACCUMULATION)}
     train, micro, accumulation = (None if value == AUTO else value for value in given.values())
     least = MICRO_BATCH if AUTO in given.values() else 1
     reasons = {name: _reason(given, name, ranks) for name in given}
     if accumulation is None:
-        # only a batch and a micro-batch together say how often gradients are accumulated
+        # only a batch and a micro-batch together determine the accumulation
         accumulation = train // (micro * ranks) if train and micro else 1
     if micro is None:
         micro = train // (accumulation * ranks) if train else least

@@ -1,4 +1,4 @@
-"""What has to hold between keys, after each of them is right by itself."""
+"""Rules between keys, checked after each key by itself."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from trainer.config.read import Json, at
 from trainer.errors import Problem
 
 SAME = {"fp32": ("fp32", "float32", "float"), "fp16": ("fp16", "float16", "half"), "bf16": ("bf16", "bfloat16")}
-"""DeepSpeed's names for a precision."""
+"""DeepSpeed's names for each precision."""
 
 
 def conflicts(settings: Json) -> list[Problem]:
-    """The problems of keys that do not go together."""
+    """List the problems of keys that contradict one another."""
     zero = settings.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     return [*_precision(settings, stage), *_offload(zero, stage), *_averages(settings, zero, stage)]
 
 
 def warm_up(settings: Json, ratio: float | None) -> list[Problem]:
-    """The problem of a `trainer.warmup_ratio` that decides nothing."""
+    """Report a `trainer.warmup_ratio` that has no effect."""
     steps = settings.get("scheduler", {}).get("params", {}).get("warmup_num_steps")
     if ratio is None or steps == AUTO:
         return []
@@ -34,17 +34,17 @@ SWITCHES = {
     **dict.fromkeys(("zero_optimization.offload_param", "zero_optimization.offload_optimizer"), "device"),
     **dict.fromkeys(("fp16", "bf16", "flops_profiler", "comms_logger"), "enabled"),
 }
-"""The key that switches a section on; left out, it is off."""
+"""The key that switches a section on; without it, the section is off."""
 
 
 def unswitched(settings: Json) -> list[str]:
-    """A line for each section that does not say whether it is on."""
+    """Return a note for each section without its switch."""
     found = [(path, switch) for path, switch in SWITCHES.items() if switch not in (at(settings, path) or {switch})]
     return [f"{path} has no effect here: {UNSAID.format(switch)}" for path, switch in found]
 
 
 def notes_of(settings: Json, schedule: str) -> list[str]:
-    """A line about keys that are right and change nothing beside the others; `schedule`: that of a pipeline."""
+    """Return notes on valid keys that have no effect beside the others; `schedule`: that of a pipeline."""
     zero, one = settings.get("zero_optimization", {}), (None, 0, 1, AUTO)
     stage, offloads = zero.get("stage", 0), [at(zero, f"offload_{which}.device") for which in ("param", "optimizer")]
     threes = sorted(f"zero_optimization.{name}" for name in zero if name.startswith("stage3_"))
@@ -86,7 +86,7 @@ def _precision(settings: Json, stage: int) -> list[Problem]:
 
 
 def _averages(settings: Json, zero: Json, stage: int) -> list[Problem]:
-    """DeepSpeed asserts that a reduce-scatter divides after the sum."""
+    """List contradictions with a reduce-scatter, which DeepSpeed requires to divide after the sum."""
     if not zero.get("reduce_scatter", True) or stage < 2:
         return []
     plain: dict[str, Any] = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}

@@ -1,4 +1,4 @@
-"""The `trainer` section: what DeepSpeed has no key for. It is taken off before DeepSpeed sees the config."""
+"""The `trainer` section: keys that DeepSpeed does not have. It is removed before DeepSpeed sees the config."""
 
 from __future__ import annotations
 
@@ -73,28 +73,28 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """Which model. Neither a name nor a config: the embedded default.
+    """The model. With neither a name nor a config: the embedded default.
 
-    Of images: a name of torchvision.models, "package.module:callable", or a folder that a run left.
+    For images: a name of torchvision.models, "package.module:callable", or a folder that a run left.
     """
 
     name_or_path: str | None = None
     config: dict[str, Any] | str | None = None
     """A transformers config, or the path of its JSON: train from scratch.
 
-    Of images: keyword arguments of what builds the model.
+    For images: keyword arguments of the callable that builds the model.
     """
     blocks: str | None = None
-    """Of an own classifier: a pattern of the modules that run once each, in order, such as "layers.*"."""
+    """The pattern of an own classifier's modules that run once each, in order, such as "layers.*"."""
     weights: str | None = None
-    """Of a name of torchvision.models: pretrained ones by name, "DEFAULT" or such as "IMAGENET1K_V2"."""
+    """The pretrained weights of a name of torchvision.models: "DEFAULT", or a name such as "IMAGENET1K_V2"."""
     revision: str | None = None
     trust_remote_code: bool = False
     attention: Literal["sdpa", "eager", "flash_attention_2"] | None = None
 
 
 class Rows(Section):
-    """Where rows are, and what is read of them."""
+    """The place of rows, and the columns that are read."""
 
     path: Paths | None = None
     format: Literal["auto", "jsonl", "parquet", "arrow", "text", "csv", "hub"] = "auto"
@@ -102,111 +102,111 @@ class Rows(Section):
     name: str | None = None
     """The subset of a hub data set."""
     records: Literal["auto", "text", "prompt_completion", "instruction", "chat"] = "auto"
-    """What a row is; auto: what its columns say."""
+    """The kind of a row; auto: decided by its columns."""
     text_column: str = "text"
     prompt_column: str | None = None
     completion_column: str | None = None
     chat_column: str = "messages"
-    """Also "conversations", where nothing else is said."""
+    """The column of chats; also "conversations", if it is left at the default."""
 
 
 class SourceSection(Rows):
-    """One of several sources. How much an epoch has of it: by a weight, or by passes over it; else one pass."""
+    """One of several sources; its share of an epoch is set by a weight, or by passes over it, by default one."""
 
     path: Paths
     label: Annotated[str, AfterValidator(_file_name)] | None = None
-    """What it is called in the log; None: its path."""
+    """Its name in the log; None: its path."""
     weight: Annotated[Number, Field(gt=0, le=1e9)] | None = None
-    """Its share of the samples, as against the other sources' weights."""
+    """Its share of the samples, relative to the other sources' weights."""
     epochs: Annotated[Number, Field(gt=0, le=1e4)] | None = None
 
 
 class DataSection(Rows):
-    """Which text. No path and no sources: the embedded corpus.
+    """The text data. With no path and no sources: the embedded corpus.
 
-    Of images: digits, mnist, fashion_mnist, cifar10 or cifar100; a folder with a folder for each class; parquet files
-    or a hub id with an image column.
+    For images: digits, mnist, fashion_mnist, cifar10 or cifar100; a folder with a folder for each
+    class; parquet files or a hub id with an image column.
     """
 
     sources: Annotated[list[SourceSection], Field(max_length=1000)] = []
-    """Several, mixed; in place of `path`."""
+    """Several sources, mixed; in place of `path`."""
     chat_template: str | None = None
     """A file with a Jinja template; None: the tokenizer's own, or a plain one."""
     loss_on: Literal["assistant", "last_assistant"] = "assistant"
-    """Of a chat: all of the assistant's turns, or the last."""
+    """The turns of a chat that are label tokens: all of the assistant's, or the last."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
-    """What becomes of a document of more than `sequence_length` tokens, unless documents are concatenated."""
+    """The handling of a document of more than `sequence_length` tokens, unless documents are concatenated."""
     corrupt: Literal["error", "skip"] = "error"
-    """What becomes of a row that is not JSON, lacks a column, or is no text and no chat; the skipped are counted."""
+    """The handling of a row that is not JSON, lacks a column, or is no text and no chat; skipped ones are counted."""
     sequence_length: Annotated[Whole, Field(ge=2, le=2**24)] = 512
     """Tokens per sample."""
     documents: Literal["concatenate", "pad", "pack"] = "concatenate"
-    """How they become samples: cut from one stream; one each; several whole ones, which do not see one another."""
+    """Samples are cut from one stream; one document each; or several whole ones, which do not see one another."""
     isolate: bool = False
-    """Of concatenated documents: they do not see one another. Padded and packed ones never do."""
+    """True if concatenated documents do not see one another, as padded and packed ones never do."""
     evaluation_path: Paths | Annotated[dict[str, Paths], Field(min_length=1, max_length=100)] | None = None
-    """Other data to evaluate on; several by name: {"code": "code.jsonl", "chat": "chat.jsonl"}."""
+    """Other data for evaluation; several sets by name: {"code": "code.jsonl", "chat": "chat.jsonl"}."""
     evaluation_fraction: Annotated[Number, Field(ge=0, le=0.5)] = 0.01
-    """Share of the training documents held out where there is no `evaluation_path`."""
+    """The share of the training documents held out if there is no `evaluation_path`."""
     tokenizer: str | None = None
     workers: Annotated[Whole, Field(ge=1, le=1024)] | None = None
-    """Processes that prepare the data, on one rank; None: as many as there are cores, one for a little."""
+    """Processes that prepare the data, on one rank; None: one for each core, or one alone for little data."""
 
     @property
     def packs(self) -> bool:
-        """Whether a sample may be several documents that do not see one another."""
+        """True if a sample may be several documents that do not see one another."""
         return self.documents == "pack" or (self.documents == "concatenate" and self.isolate)
 
 
 class AugmentSection(Section):
-    """How training images are varied; each differently in each epoch. In this order; nothing by default."""
+    """The augmentation of training images, different in each epoch and applied in this order; by default none."""
 
     crop_padding: Annotated[Whole, Field(ge=0, le=4096)] = 0
-    """Pixels of black around the image, of which a part of its own size is cut out at random."""
+    """Pixels of black border, from which a part of the image's own size is cut out at random."""
     crop_scale: Annotated[list[Number], AfterValidator(_range)] | None = None
-    """Least and largest share of the image's area of which a part is cut out and scaled to `size`: [0.08, 1]."""
+    """The smallest and largest share of the image's area that is cut out and scaled to `size`: [0.08, 1]."""
     flip: Share = 0.0
-    """How often left and right are exchanged."""
+    """The probability of exchanging left and right."""
     rotate: Annotated[Number, Field(ge=0, le=180)] = 0.0
-    """Degrees, at most, to either side."""
+    """The largest rotation in degrees, to either side."""
     trivial: bool = False
     """One random operation of a random strength (TrivialAugment, arXiv 2103.10158)."""
     colour: Share = 0.0
-    """By how much brightness, contrast and saturation change, at most."""
+    """The largest relative change of brightness, contrast and saturation."""
     erase: Share = 0.0
-    """How often a random rectangle is blanked."""
+    """The probability of blanking a random rectangle."""
 
 
 class ImagesSection(Section):
-    """How the task `image_classification` reads and prepares images."""
+    """The reading and preparation of images for the task `image_classification`."""
 
     root: str | None = None
-    """Where the files of torchvision's data sets are or are downloaded to; None: in the cache folder."""
+    """The folder of torchvision's data sets, into which they are downloaded; None: in the cache folder."""
     image_column: str = "image"
     label_column: str = "label"
     classes: Count | None = None
-    """How many, where an own data set does not say, or where a plan can't look at the images."""
+    """The number of classes, if an own data set does not give it, or a plan can't read the images."""
     size: Annotated[list[Count], AfterValidator(_pair)] | Count | None = None
-    """Of the images the model sees, one number or [height, width]; None: as they are, and all alike."""
+    """The size of images for the model, one number or [height, width]; None: as they are, all alike."""
     mode: Literal["auto", "RGB", "L"] = "auto"
     """Colour or grey; auto: as the images are."""
     normalize: Literal["data", "imagenet", "none"] = "data"
-    """By mean and deviation of each channel: those of the training images, or of ImageNet's."""
+    """The source of the mean and deviation of each channel: the training images, or ImageNet."""
     mean: list[Number] | None = None
-    """Of values from 0 to 1, one for each channel; with `std`, in place of `normalize`."""
+    """The mean of each channel, of values from 0 to 1; with `std`, in place of `normalize`."""
     std: list[Annotated[Number, Field(gt=0)]] | None = None
     augment: AugmentSection = AugmentSection()
     workers: Annotated[Whole, Field(ge=0, le=1024)] | None = None
     """Processes of each rank that load images; 0: a thread of its own; None: by the cores, on a GPU up to 8."""
     corrupt: Literal["error", "skip"] = "error"
-    """What to do with an image that can't be read; one that is skipped counts for nothing."""
+    """The handling of an image that can't be read; a skipped one counts for nothing."""
 
 
 class RunSection(Section):
     name: Annotated[str, AfterValidator(_file_name)] | None = None
     folder: str = "runs"
     node_local: bool = False
-    """`folder` is each machine's own: every one keeps all that the run goes on from."""
+    """True if `folder` is each machine's own, and each keeps everything needed to resume."""
 
 
 class CheckpointSection(Section):
@@ -214,20 +214,20 @@ class CheckpointSection(Section):
     """Steps between checkpoints, or the share of all steps; None: only at the end."""
     keep_last: Count = 2
     keep_best: bool = False
-    """Keep the one of the lowest held-out loss too."""
+    """True to keep the checkpoint with the lowest held-out loss, too."""
     asynchronous: bool = False
-    """Train on while a checkpoint is written; takes host memory for a copy of the state, shared among the ranks."""
+    """True to train while a checkpoint is written; takes host memory for a copy of the state over all ranks."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the model's files; None: as the weights are kept."""
+    """The dtype of the model's files; None: that of the weights."""
 
 
 class EvaluationSection(Section):
     every: Every | None = None
     """Steps between evaluations, or the share of all steps; None: only at the end."""
     samples: Count = 64
-    """How many, of each source."""
+    """The number of samples of each source."""
     patience: Count | None = None
-    """Evaluations in a row without a lower loss after which a run ends; None: it goes on."""
+    """Evaluations in a row without a lower loss after which a run ends; None: it does not."""
 
 
 class LogSection(Section):
@@ -236,46 +236,46 @@ class LogSection(Section):
     trackers: Annotated[list[Literal["tensorboard", "mlflow", "wandb"]], Field(max_length=10)] = []
     sample_ids: bool = False
     by_source: bool = False
-    """The training loss of each of several sources, too."""
+    """True to log the training loss of each of several sources, too."""
 
 
 class ProfileSection(Section):
-    """Which steps PyTorch's profiler records, on the first rank, into the run's folder: `start` and those after it."""
+    """The steps that PyTorch's profiler records on the first rank into the run's folder: `start` and those after it."""
 
     start: Count = 5
-    """From 1; the first steps are slower than the others."""
+    """The first step, from 1; the first few are slower than the others."""
     steps: Annotated[Whole, Field(ge=1, le=100)] = 3
 
 
 class GenerateSection(Section):
     prompt: str | None = None
-    """What the sample at the end begins with; auto: as the data, of a chat up to the first answer; None: no sample."""
+    """The beginning of the sample at the end; auto: as the data, for a chat up to the first answer; None: no sample."""
     tokens: Count = 48
 
 
 class AdapterSection(Section):
-    """An adapter of a model that stays as it is, by PEFT; the keys are those of its `LoraConfig`."""
+    """A PEFT adapter on a frozen model; the keys are those of its `LoraConfig`."""
 
     type: Literal["lora"] = "lora"
     path: str | None = None
-    """The folder of an adapter to start from: it says the keys here but dropout and merge."""
+    """The folder of an adapter to start from: it decides the keys here except dropout and merge."""
     r: Annotated[Whole, Field(ge=1, le=65_536)] = 8
-    """Its rank."""
+    """The rank of the adapter."""
     alpha: Annotated[Number, Field(gt=0)] = 8.0
-    """What it adds is multiplied by alpha / r, or with `rslora` by alpha / sqrt(r)."""
+    """The numerator of the adapter's scale, alpha / r, or with `rslora` alpha / sqrt(r)."""
     dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     targets: (
         Annotated[str, Field(min_length=1, max_length=10_000), AfterValidator(_pattern)]
         | Annotated[list[str], Field(min_length=1, max_length=10_000)]
     ) = "all-linear"
-    """Names of linear layers of the blocks, or their ends: ["q_proj", "v_proj"]; a text: a regular expression."""
+    """Names of linear layers of the blocks, or their ends: ["q_proj", "v_proj"]; a text is a regular expression."""
     bias: Literal["none", "all", "lora_only"] = "none"
     modules_to_save: Annotated[list[str], Field(max_length=1000)] = []
-    """Modules that are trained as they are, and saved with the adapter."""
+    """Modules that are trained whole, and saved with the adapter."""
     rslora: bool = False
     dora: bool = False
     merge: bool = False
-    """Write `final-merged/`, too: the base with the adapter added into it."""
+    """True to write `final-merged/`, too: the base with the adapter merged into it."""
 
 
 class ParameterGroup(Section):
@@ -284,9 +284,9 @@ class ParameterGroup(Section):
     names: str | Annotated[list[str], Field(min_length=1, max_length=10_000)]
     """Patterns of their names, * for any letters: "model.embed_tokens.*"."""
     lr_multiplier: Annotated[Number, Field(gt=0, le=1e6)] = 1.0
-    """Of what the optimizer or the scheduler says at each step."""
+    """The factor of the optimizer's or scheduler's learning rate at each step."""
     weight_decay: Annotated[Number, Field(ge=0, le=1e6)] | None = None
-    """None: as without a group."""
+    """The weight decay; None: as without a group."""
 
     @property
     def patterns(self) -> list[str]:
@@ -294,7 +294,7 @@ class ParameterGroup(Section):
 
 
 class MeshSection(Section):
-    """Sizes of the data-parallel mesh axes; -1: what is left; None: by the ZeRO stage; "node": a node's processes."""
+    """Sizes of the data-parallel mesh axes; -1: the rest; None: by the ZeRO stage; "node": a node's processes."""
 
     replicate: Axis | None = None
     shard: Axis | Literal["node"] | None = None
@@ -309,14 +309,14 @@ class TrainerSection(Section):
     images: ImagesSection = ImagesSection()
     steps: Count | None = None
     epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = None
-    """Neither steps nor epochs: one epoch."""
+    """The number of passes over the data; with neither steps nor epochs: one."""
     warmup_ratio: Annotated[Number, Field(ge=0, lt=1)] | None = None
-    """The share of all steps that `scheduler.params.warmup_num_steps` "auto" comes to; None: no warm-up."""
+    """The share of all steps for `scheduler.params.warmup_num_steps` "auto"; None: no warm-up."""
     adapter: AdapterSection | None = None
     freeze: Annotated[list[str], Field(max_length=10_000)] = []
-    """Patterns of names of parameters that stay as they are, * for any letters: "model.embed_tokens.*"."""
+    """Patterns of names of parameters that are not trained, * for any letters: "model.embed_tokens.*"."""
     parameter_groups: Annotated[list[ParameterGroup], Field(max_length=1000)] = []
-    """The first that matches a parameter counts."""
+    """The parameter groups; the first that matches a parameter counts."""
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
     run: RunSection = RunSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -329,28 +329,28 @@ class TrainerSection(Section):
     pipeline_schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
     ] = "1F1B"
-    """In which order pipeline stages run their micro-batches, by PyTorch's names."""
+    """The order in which pipeline stages run their micro-batches, by PyTorch's names."""
     activation_checkpointing: Annotated[str, AfterValidator(_recompute)] = "none"
     label_smoothing: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    """In training: the share of each target that all classes or tokens have alike."""
+    """The share of each target that is spread evenly over all classes or tokens, in training."""
     neftune_alpha: Annotated[Number, Field(ge=0, le=1e6)] = 0.0
-    """In training: noise on the input embeddings, of at most alpha / sqrt(tokens x width) (arXiv 2310.05914)."""
+    """The alpha of noise on input embeddings in training, at most alpha / sqrt(tokens x width) (arXiv 2310.05914)."""
     sync_batch_norm: bool = False
-    """Normalise by the statistics of all data ranks' micro-batches together, not by those of each by itself."""
+    """True to normalise by the statistics of all data ranks' micro-batches together, not of each by itself."""
     weight_decay_excludes: Literal["norms_and_biases", "nothing"] = "norms_and_biases"
-    """Which parameters are not decayed; by default those that Hugging Face's Trainer leaves out."""
+    """The parameters without weight decay; by default those that Hugging Face's Trainer leaves out."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     plan: Literal["refuse", "warn", "off"] = "refuse"
-    """Of a run whose predicted memory the device has not: refuse it, or warn; "off" predicts nothing.
+    """The reaction to predicted memory that the device does not have: refuse, or warn; "off" predicts nothing.
 
-    On GPUs; on a CPU where the key is given.
+    On GPUs; on a CPU if the key is given.
     """
     patience: Annotated[Number, Field(gt=0, le=86_400)] | None = None
     """Seconds for which a step may stand still before the run ends; None: ten median steps, at least two minutes."""
 
 
 def known_keys(model: type[BaseModel] = TrainerSection, prefix: str = "trainer") -> list[str]:
-    """The dotted path of every key of the section."""
+    """Return the dotted path of every key of the section."""
     paths = []
     for name, field in model.model_fields.items():
         paths.append(f"{prefix}.{name}")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _FOLDERS = (_PACKAGE / "ds_configs", _PACKAGE.parent / "ds_configs")
-"""Where a wheel has them, and a checkout."""
+"""Their folder in a wheel, and in a checkout."""
 
 
 def shipped(name: str) -> Path | None:
-    """The config that comes with Meshloom under `name`, with or without its ".json"; None if there is none."""
+    """Return the shipped config called `name`, with or without its ".json"; None if there is none."""
     return _paths().get(name.removesuffix(".json"))
 
 

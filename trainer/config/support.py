@@ -1,4 +1,4 @@
-"""Which of the user's keys an engine does not honour: noted, or a refusal where other numbers would be computed."""
+"""The user's keys that an engine does not honour: a note, or a refusal if it would compute other numbers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trainer.config.keys import KEYS
 from trainer.config.read import Json, leaves
 
 OTHERS = ("accelerate", "mesh")
-"""The engines that do without the keys that are DeepSpeed's own."""
+"""The engines that do not honour DeepSpeed's own keys."""
 
 
 def refusals(config: Config) -> dict[str, str]:
-    """For each engine that would compute other numbers than the config asks for: a sentence for a person."""
+    """Return a sentence for each engine that would compute other numbers than the config asks for."""
     strange = [
         f"It does not honour {path} {show(value)}: {key.own}." for path, value, key in _own(config) if key.numbers
     ]
@@ -23,7 +23,7 @@ def refusals(config: Config) -> dict[str, str]:
 
 
 def notes(config: Config, engine: str) -> list[str]:
-    """One line for each reason for which `engine` goes without keys that the user wrote."""
+    """Return a line for each reason for which `engine` ignores keys that the user wrote."""
     reasons: dict[str, list[str]] = {}
     for path, _, key in _own(config):
         if engine in OTHERS:
@@ -34,14 +34,14 @@ def notes(config: Config, engine: str) -> list[str]:
 
 
 def has_reports(config: Config) -> bool:
-    """Whether DeepSpeed is asked to print where time, memory or communication goes."""
+    """Return True if DeepSpeed is asked to print where time, memory or communication goes."""
     settings = config.settings
     flags = settings.get("wall_clock_breakdown") or settings.get("memory_breakdown")
     return bool(flags or any(settings.get(name, {}).get("enabled") for name in ("comms_logger", "flops_profiler")))
 
 
 def _own(config: Config) -> Iterator[tuple[str, Any, Key]]:
-    """What DeepSpeed alone honours of what the user wrote, and the value asks for."""
+    """Yield the user's keys that only DeepSpeed honours, if their values ask for anything."""
     written = dict(leaves(config.raw))
     for path, value in leaves(config.settings):
         key, origin = KEYS.get(path), config.origins.get(path, "")
@@ -51,7 +51,7 @@ def _own(config: Config) -> Iterator[tuple[str, Any, Key]]:
 
 
 def _is_on(settings: Json, path: str) -> bool:
-    """Whether the sections around a key are switched on; `stage3_` keys below ZeRO-3 have a note of their own."""
+    """Return True if the sections around a key are on; `stage3_` keys below ZeRO-3 have a note of their own."""
     *sections, name = path.split(".")
     inner, on = settings, True
     for depth, section in enumerate(sections, start=1):

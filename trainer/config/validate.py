@@ -1,4 +1,4 @@
-"""Whether a `trainer` section is one: each key by itself, then what does not go together; problems in words."""
+"""The validation of a `trainer` section: each key by itself, then contradictions; problems in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.errors import MOST_SHOWN, Problem
 
 
 def validate(raw: Any) -> tuple[TrainerSection, list[Problem]]:
-    """The section and its problems; with problems, the section is the default one."""
+    """Return the section and its problems; if there are any, the section is the default one."""
     try:
         section = TrainerSection.model_validate(raw)
     except ValidationError as error:
@@ -64,7 +64,7 @@ def _conflicts(section: TrainerSection) -> list[Problem]:
 
 
 def profile_problems(section: TrainerSection, steps: int | None) -> list[Problem]:
-    """What is wrong with the steps to profile, once it is known how many there are."""
+    """List the problems of the steps to profile, once the number of steps is known."""
     if section.profile is None or steps is None or section.profile.start <= steps:
         return []
     seen = f"saw {section.profile.start}, in a run of {steps} steps"
@@ -72,14 +72,14 @@ def profile_problems(section: TrainerSection, steps: int | None) -> list[Problem
 
 
 def evaluated_at(saves: float, evaluates: float | None) -> bool:
-    """Whether there is an evaluation at each checkpoint: shares of all steps are rounded, so they have to be alike."""
+    """Return True if each checkpoint has an evaluation: shares of all steps are rounded, so they must be equal."""
     if evaluates is None or min(saves, evaluates) < 1:
         return saves == evaluates
     return saves % evaluates == 0
 
 
 def _mixing(data: DataSection) -> Iterator[Problem]:
-    """What does not go together in a mixture of sources."""
+    """Yield the contradictions in a mixture of sources."""
     place = "trainer.data.sources"
     if not data.sources:
         return
@@ -112,12 +112,12 @@ OF_TEXT: dict[str, tuple[str, ...]] = {
     "generate": ("prompt",),
     "model": ("revision", "trust_remote_code", "attention"),
 }
-"""Keys that only the task causal_lm knows."""
+"""Keys that only the task causal_lm has."""
 OF_IMAGES = {"model": ("blocks", "weights")}
 
 
 def _strange(section: TrainerSection) -> list[Problem]:
-    """The keys of another task."""
+    """List the problems of keys that belong to another task."""
     task, plain = section.task, TrainerSection()
     wanted, others = ("causal_lm", OF_TEXT) if task != "causal_lm" else ("image_classification", OF_IMAGES)
     found = [
@@ -149,7 +149,7 @@ def _image_conflicts(images: ImagesSection) -> list[Problem]:
 
 
 def _problems(error: ValidationError) -> list[Problem]:
-    """One problem for each place; the branches of a union are joined by "or"."""
+    """Return one problem for each place; the branches of a union are joined by "or"."""
     known = known_keys()
     expected: dict[str, list[str]] = {}
     seen: dict[str, Any] = {}
@@ -174,7 +174,7 @@ def _problems(error: ValidationError) -> list[Problem]:
 
 
 def _expectation(item: dict[str, Any]) -> str:
-    """What pydantic wanted, in the words of a key table."""
+    """Say what pydantic expected, in the words of a key table."""
     kind, context = item["type"], item.get("ctx", {})
     if kind == "value_error":
         return str(context["error"])

@@ -1,8 +1,8 @@
-"""Configs of other trainers as ours: what Axolotl, LLaMA-Factory and Hugging Face's Trainer are told.
+"""Conversion of other trainers' configs: those of Axolotl, LLaMA-Factory and Hugging Face's Trainer.
 
-The fate of each key of theirs is data, in a YAML file for each system; `training` and `sources` have the functions for
-keys that belong together, `draft` what became of them. What changes the training and has no key of ours is an error.
-"""
+The handling of each foreign key is data, in a YAML file for each system; `training` and `sources`
+have the functions for keys that belong together, `draft` records the results. A key that changes
+the training and has no equivalent here is an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["SYSTEMS", "Draft", "translate"]
 
 
 class System(NamedTuple):
-    """Another trainer: its keys, its defaults, and keys that go together."""
+    """Another trainer: its keys, its defaults, and its groups of keys that belong together."""
 
     table: Mapping[str, Row]
     defaults: Callable[[Json], Json]
@@ -38,10 +38,10 @@ SYSTEMS = {
 
 
 def translate(system: str, given: Json, folder: Path, partial: bool = False) -> Draft:
-    """Their keys as our config, in `made`, with what is to be said of each key; `folder`: where their file is.
+    """Translate foreign keys into a config, in `made`, with a report on each key; `folder`: that of their file.
 
-    Raises ConfigError for a training that is another one, for values that ours does not take, and, unless `partial`,
-    for keys that change what is trained and are lost.
+    Raises ConfigError for another kind of training, for values that this trainer does not take,
+    and, unless `partial`, for lost keys that change what is trained.
     """
     table, defaults, groups = SYSTEMS[system]
     base = section_of("deepspeed", given.get("deepspeed"), folder)
@@ -72,7 +72,7 @@ _THEN = ("bf16", "fp16", "zero_optimization", "optimizer", "scheduler")
 
 
 def _ordered(made: Json) -> Json:
-    """Batches, precision, layout, optimizer, what else DeepSpeed knows, and the section `trainer` in its own order."""
+    """Sort keys: batches, precision, layout, optimizer, other keys of DeepSpeed, then `trainer` in its own order."""
     rest = [key for key in made if key not in (*_FIRST, *_THEN, "trainer")]
     found = {key: made[key] for key in (*_FIRST, *_THEN, *rest) if key in made}
     return {**found, "trainer": _by_fields(TrainerSection, made.get("trainer", {}))}

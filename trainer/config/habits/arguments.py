@@ -1,4 +1,4 @@
-"""The arguments of Hugging Face's Trainer, with those that TRL's and transformers' own scripts add."""
+"""The arguments of Hugging Face's Trainer, and those added by TRL's and transformers' own scripts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TABLE = tables("arguments")[0]
 
 
 def defaults(given: Json) -> Json:
-    """The Trainer's defaults where this one would do otherwise; with `use_peft`, TRL's."""
+    """Return the Trainer's defaults that differ from this trainer's; with `use_peft`, TRL's."""
     return {
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 1,
@@ -34,7 +34,7 @@ def defaults(given: Json) -> Json:
 
 
 def _rows(draft: Draft, roles: Roles) -> None:
-    """The data, as the scripts of transformers (`block_size`) and of TRL (`max_length`, `packing`) have them."""
+    """Convert the data keys of transformers' scripts (`block_size`) and of TRL (`max_length`, `packing`)."""
     trains, predicts = (bool((asked := roles.get(role)) and asked.value) for role in ("trains", "predicts"))
     if predicts and not trains:
         raise ConfigError(Problem("do_predict", "saw true without do_train: a prediction", "a training"))
@@ -56,7 +56,7 @@ def _rows(draft: Draft, roles: Roles) -> None:
 
 
 def _held_out(draft: Draft, roles: Roles) -> None:
-    """The rows to evaluate on; of a data set on the hub nobody knows here whether it has a part for that."""
+    """Convert the evaluation rows; it is unknown here if a hub data set has a part for evaluation."""
     if draft.has("trainer.data.evaluation_path"):
         return
     held = roles.get("held") or Asked("validation_split_percentage", 5 if "file" in roles else 0)

@@ -1,4 +1,4 @@
-"""Axolotl's YAML."""
+"""Axolotl's YAML: its keys and defaults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PLACES = {"train": "trainer.data: ", "stream": "trainer.data: ", "test": "of th
 
 
 def defaults(given: Json) -> Json:
-    """Axolotl's defaults where this trainer would do otherwise."""
+    """Return Axolotl's defaults that differ from this trainer's."""
     return {
         "micro_batch_size": 1,
         **({} if "batch_size" in given else {"gradient_accumulation_steps": 1}),
@@ -54,7 +54,7 @@ def defaults(given: Json) -> Json:
 
 
 def _model(draft: Draft, roles: Roles) -> None:
-    """The base, if it is a causal language model as its files say."""
+    """Convert the base model, if its files say that it is a causal language model."""
     name, config, kind, tokens = (roles.get(role) for role in ("name", "config", "class", "tokens"))
     if name:
         draft.put(name, "trainer.model.name_or_path", name.value)
@@ -69,7 +69,7 @@ def _model(draft: Draft, roles: Roles) -> None:
 
 
 def _batch(draft: Draft, roles: Roles) -> None:
-    """Axolotl's `batch_size` is that of one process: micro-batch times accumulation."""
+    """Convert the batch sizes: Axolotl's `batch_size` is that of one process, micro-batch times accumulation."""
     micro, whole, accumulation = roles["micro"], roles.get("whole"), roles.get("accumulation")
     draft.put(micro, "train_micro_batch_size_per_gpu", micro.value)
     if accumulation:
@@ -128,7 +128,7 @@ def _data(draft: Draft, roles: Roles) -> None:
 
 
 def _parts(asked: Asked) -> list[Json]:
-    """The data sets of a list; a path alone is one, too."""
+    """Return the data sets of a list; a path alone is one, too."""
     listed = asked.value if isinstance(asked.value, list) else [asked.value] if asked.value else []
     parts = [{"path": part} if isinstance(part, str) else part for part in listed]
     if not all(isinstance(part, dict) and {"path", "data_files"} & part.keys() for part in parts):
@@ -158,7 +158,7 @@ def _rows(part: Draft, roles: Roles) -> None:
 
 
 def _records(part: Draft, roles: Roles, kind: Asked) -> None:
-    """Say what a row is, by Axolotl's `type`."""
+    """Convert Axolotl's `type` into the kind of rows."""
     name, _, field = (kind.value if isinstance(kind.value, str) else "own").partition(":")
     messages = roles.get("messages")
     if name in ("chat_template", "sharegpt"):
@@ -180,7 +180,7 @@ def _records(part: Draft, roles: Roles, kind: Asked) -> None:
 
 
 def _own_prompt(part: Draft, kind: Asked) -> None:
-    """Columns of a prompt and a completion, in a format of one's own."""
+    """Convert a custom format into columns of a prompt and a completion."""
     given = kind.value
     part.put(kind, "records", "prompt_completion", "a pair of texts, without a chat template")
     part.put(kind, "prompt_column", given.get("field_instruction") or "instruction")

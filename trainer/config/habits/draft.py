@@ -1,6 +1,6 @@
-"""A config in the making: each key of theirs goes by a table, and what became of it is kept.
+"""A config in the making: each foreign key is handled by a table, and the result is recorded.
 
-The tables are data, one YAML file per system; `arguments.yml` says what their sections mean.
+The tables are data, one YAML file per system; `arguments.yml` explains their sections.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trainer.errors import ConfigError, Problem, listed
 
 
 class Row(NamedTuple):
-    """The fate of a key: a section of the table, and what it says there."""
+    """The handling of a key: a section of the table, and its entry there."""
 
     section: str
     says: Any = None
 
 
 class Asked(NamedTuple):
-    """A key of theirs, and its value."""
+    """A foreign key, and its value."""
 
     key: str
     value: Any
@@ -36,11 +36,11 @@ class Asked(NamedTuple):
 
 Table = Mapping[str, Row]
 Roles = Mapping[str, Asked]
-"""Of a group's keys: those that were given, or have a default of theirs, by their role."""
+"""The keys of a group that were given, or have a default, by their role."""
 
 
 def tables(name: str) -> tuple[dict[str, Row], dict[str, Row]]:
-    """The rows of `name`.yml by key: of a config, and of a section in it."""
+    """Read the rows of `name`.yml by key: of a config, and of a section in it."""
     found = data(name)
     return dict(_rows(found)), dict(_rows(found["inner"]))
 
@@ -62,29 +62,29 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, Row]]:
 
 @dataclass
 class Draft:
-    """Ours as far as it is made, and what is to be said of theirs."""
+    """The converted config so far, and the report on foreign keys."""
 
     given: Json
     folder: Path
-    """Where their file is."""
+    """The folder of the foreign file."""
     place: str = ""
-    """Before our keys when they are shown, for a part of a config."""
+    """The prefix of our keys in the report, for a part of a config."""
     prefix: str = ""
-    """Before their keys."""
+    """The prefix of foreign keys."""
     made: Json = field(default_factory=dict)
     base: Json = field(default_factory=dict)
-    """The DeepSpeed file: what it says stays, but for "auto"."""
+    """The content of the DeepSpeed file, which stays, except for "auto"."""
     carried: dict[str, list[str]] = field(default_factory=dict)
     changed: dict[str, list[str]] = field(default_factory=dict)
     lost: dict[str, list[str]] = field(default_factory=dict)
-    """What changes the training and is not in ours."""
+    """Foreign keys that change the training and are not carried over."""
     listed: list[str] = field(default_factory=list)
     """Keys that change nothing of what is trained."""
     idle: list[str] = field(default_factory=list)
     """Keys that ask for nothing."""
 
     def put(self, asked: Asked, path: str, value: Any, why: str = "") -> None:
-        """Set `path` for what was asked, unless the DeepSpeed file says otherwise; `why`: how its meaning changes."""
+        """Set `path` for a foreign key, unless the DeepSpeed file has another value; `why`: how its meaning changes."""
         section, held = path.partition(".")[0], dict(leaves(self.base)).get(path)
         own = section in ("optimizer", "scheduler") and section in self.base and held is None
         if own or held not in (None, AUTO):
@@ -103,29 +103,29 @@ class Draft:
         self._say(self.changed if why else self.carried, asked, f"{shown}: {why}" if why else shown)
 
     def change(self, asked: Asked, why: str) -> None:
-        """Say that what was asked has another meaning here."""
+        """Report that a foreign key has another meaning here."""
         self._say(self.changed, asked, why)
 
     def keep(self, asked: Asked, why: str) -> None:
-        """Say that what was asked is done here anyway."""
+        """Report that a foreign key asks for something done here anyway."""
         if self.explicit(asked):
             self._say(self.carried, asked, why)
 
     def lose(self, asked: Asked, why: str = "") -> None:
-        """Say that what was asked changes what is trained, and is not carried over."""
+        """Report that a foreign key changes what is trained, and is not carried over."""
         self._say(self.lost, asked, why)
 
     def skip(self, asked: Asked) -> None:
-        """Name a key that changes nothing of what is trained."""
+        """Report a key that changes nothing of what is trained."""
         if self.explicit(asked) and asked.key not in self.listed:
             self.listed.append(asked.key)
 
     def has(self, path: str) -> bool:
-        """True if ours, or the DeepSpeed file, has the key."""
+        """Return True if the converted config, or the DeepSpeed file, has the key."""
         return path in dict(leaves(self.made)) or path in dict(leaves(self.base))
 
     def take(self, other: Draft) -> Json:
-        """The part of the config that `other` became; its lines join those of the whole."""
+        """Return the part of the config that `other` converted, and add its report to this one."""
         for mine, theirs in ((self.carried, other.carried), (self.changed, other.changed), (self.lost, other.lost)):
             for key, lines in theirs.items():
                 mine.setdefault(key, []).extend(lines)
@@ -134,7 +134,7 @@ class Draft:
         return other.made
 
     def explicit(self, asked: Asked) -> bool:
-        """True if they wrote it; else it is a default of theirs."""
+        """Return True if the user wrote the key; else it is a default of the foreign trainer."""
         return asked.key.removeprefix(self.prefix).partition(".")[0] in self.given
 
     def _say(self, lines: dict[str, list[str]], asked: Asked, text: str) -> None:
@@ -146,7 +146,7 @@ Group = Callable[[Draft, Roles], None]
 
 
 def fill(draft: Draft, table: Table, defaults: Json, groups: Mapping[str, Group]) -> None:
-    """Carry each key of theirs over by the table; one that the table lacks is lost.
+    """Convert each foreign key by the table; a key that the table lacks is lost.
 
     Raises ConfigError for keys of another kind of training.
     """
@@ -181,7 +181,7 @@ def fill(draft: Draft, table: Table, defaults: Json, groups: Mapping[str, Group]
 
 
 def _apart(given: Json, table: Table) -> Iterator[tuple[str, Any]]:
-    """Keys with their values; of a section that the table knows by its own keys, each of those."""
+    """Yield keys with their values; a section with keys of its own in the table yields each of those."""
     for key, value in given.items():
         if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in table):
             yield from ((f"{key}.{inner}", below) for inner, below in value.items())
@@ -199,19 +199,19 @@ _NUMBERS = (
 )
 _FLAGS = "bf16 fp16 trains predicts best pure packing neat last on off"
 _WORDS = ("full", "unsloth", "offload", "offload_disk", "legacy")
-"""Values of Axolotl's that are as good as true."""
+"""Values of Axolotl's that mean true."""
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_NUMBERS.split(), (lambda v: type(v) in (int, float), "a number")),
     **dict.fromkeys(_FLAGS.split(), (lambda v: isinstance(v, bool) or v in (0, 1, AUTO, *_WORDS), "true or false")),
     **dict.fromkeys(("names_of", "tags", "columns"), (lambda v: isinstance(v, dict), "a section of keys and values")),
 }
-"""The kind of value that a role has to have, as functions of groups count with it."""
+"""The kind of value that a role requires, because functions of groups compute with it."""
 
 
 def _join(draft: Draft, roles: dict[str, Asked], role: str, asked: Asked) -> None:
-    """Of several keys for one role the first that asks for something has it, and what they wrote before a default.
+    """Assign a key to a role: the first of several that asks for something, a written one before a default.
 
-    Raises ConfigError for a value that is not even of the role's kind, and for two that differ.
+    Raises ConfigError for a value that is not of the role's kind.
     """
     fits, noun = _KINDS.get(role, (lambda value: True, ""))
     if not fits(asked.value):
@@ -228,11 +228,11 @@ def _join(draft: Draft, roles: dict[str, Asked], role: str, asked: Asked) -> Non
 
 
 _ALSO = ("wandb", "mlflow")
-"""Roles of several keys that say one thing together."""
+"""Roles of which several keys form one meaning."""
 
 
 def _lose_rest(draft: Draft, grouped: Iterable[Asked]) -> None:
-    """Lose the keys of groups that nothing was said of, unless they ask for nothing."""
+    """Report keys of groups as lost if nothing was reported of them, unless they ask for nothing."""
     said = {line.partition(" ")[0] for lines in (draft.carried, draft.changed, draft.lost) for line in lines}
     for asked in grouped:
         if asked.key in said or asked.key in draft.listed or not draft.explicit(asked):
@@ -244,7 +244,7 @@ def _lose_rest(draft: Draft, grouped: Iterable[Asked]) -> None:
 
 
 def asks(value: Any) -> bool:
-    """True if a value asks for something; of a section, any of its values."""
+    """Return True if a value asks for something; for a section, if any of its values does."""
     if isinstance(value, dict):
         return any(map(asks, value.values()))
     return not (value is None or value is False or value in ("", "none", "None", []))
@@ -257,7 +257,7 @@ def _alike(value: Any, values: Iterable[Any]) -> bool:
 
 
 def number(value: Any) -> Any:
-    """A number where it was written as text: YAML reads 2e-5 so."""
+    """Convert a number written as text: YAML reads 2e-5 as text."""
     if not isinstance(value, str) or value[:1] not in "-+.0123456789" or len(value) > 40:
         return value
     try:
@@ -270,7 +270,7 @@ def number(value: Any) -> Any:
 
 
 def names(value: Any) -> list[str]:
-    """The names in a list, or in a text with commas or spaces between them."""
+    """Return the names in a list, or in a text separated by commas or spaces."""
     given = value if isinstance(value, list) else str(value).replace(",", " ").split()
     return [str(name) for name in given]
 

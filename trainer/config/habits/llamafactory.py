@@ -1,4 +1,4 @@
-"""LLaMA-Factory's YAML: the Trainer's arguments with those of its own, and data sets that `dataset_info.json` knows."""
+"""LLaMA-Factory's YAML: the Trainer's arguments and its own, and data sets listed in `dataset_info.json`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _TAGS = {
     "function_tag": ("function_call",),
     "system_tag": ("system",),
 }
-"""The names that messages of a chat may have for things."""
+"""The accepted names of a chat message's keys and roles."""
 _NOT_THE_TOKENIZERS = ("default", "empty", "fewshot", "alpaca", "vicuna", "original")
 """Templates that belong to no model."""
 
 
 def defaults(given: Json) -> Json:
-    """The Trainer's, with LoRA of 8 ranks, a cut at 2048 tokens, and recomputation."""
+    """Return the Trainer's defaults, with LoRA of rank 8, a cut at 2048 tokens, and activation checkpointing."""
     lora = given.get("finetuning_type", "lora") == "lora"
     rank = number(given.get("lora_rank"))
     rank = rank if isinstance(rank, int) else 8
@@ -51,7 +51,7 @@ def defaults(given: Json) -> Json:
 
 
 def _stage(draft: Draft, roles: Roles) -> None:
-    """Raises ConfigError for what is no training on text: it would be another one."""
+    """Raises ConfigError for anything but training on text."""
     asked, trains = roles["kind"], roles.get("trains")
     if asked.value not in ("sft", "pt"):
         raise ConfigError(Problem(asked.key, f"saw {show(asked.value)}", "sft or pt: no other is offered"))
@@ -105,7 +105,7 @@ def _data(draft: Draft, roles: Roles) -> None:
 
 
 def _weighted(draft: Draft, roles: Roles, parts: list[Json]) -> list[Json]:
-    """The data sets with their shares of an epoch, where they are interleaved by such."""
+    """Add the data sets' shares of an epoch, if they are interleaved by such."""
     mix, weights = roles.get("mix"), roles.get("weights")
     if mix is None or not str(mix.value).startswith("interleave"):
         if mix and mix.value == "concat":
@@ -120,7 +120,7 @@ def _weighted(draft: Draft, roles: Roles, parts: list[Json]) -> list[Json]:
 
 
 def _entry(draft: Draft, asked: Asked, name: str, info: dict[str, Any], folder: str) -> Json:
-    """A data set by its name in `dataset_info.json`."""
+    """Convert a data set by its name in `dataset_info.json`."""
     entry = info.get(name)
     if not isinstance(entry, dict):
         draft.lose(asked, f"{folder}/dataset_info.json has no {show(name)}")
@@ -155,7 +155,7 @@ def _source(part: Draft, roles: Roles) -> None:
 
 
 def _instructions(part: Draft, asked: Asked, columns: Json) -> None:
-    """Alpaca's columns; of one column alone, its text; of a prompt and a response with other names, a pair."""
+    """Convert Alpaca's columns; a single column is a text; a prompt and a response of other names are a pair."""
     if set(columns) == {"prompt"}:
         part.put(asked, "records", "text")
         part.put(asked, "text_column", columns["prompt"])
@@ -174,7 +174,7 @@ def _instructions(part: Draft, asked: Asked, columns: Json) -> None:
 
 
 def _renamed(part: Draft, asked: Asked, usual: dict[str, str], columns: Json) -> None:
-    """Lose the columns that are called otherwise here, or that nothing reads."""
+    """Report as lost the columns that have another name here, or that nothing reads."""
     for key, name in columns.items():
         if name not in (usual.get(key), None, ""):
             part.lose(asked, f"{key} {show(name)}: {f'it is called {usual[key]} here' if key in usual else 'not read'}")

@@ -1,4 +1,4 @@
-"""Reads another trainer's YAML or JSON, and arguments as a command line has them. Raises ConfigError."""
+"""Reads another trainer's YAML or JSON, and arguments of a command line. Raises ConfigError."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _VARIABLE = re.compile(r"\$[A-Za-z_{(]")
 _SCRIPTS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".py", ".txt", ".bat", ".ps1")
 _ADVICE = "Give the arguments themselves after --: meshloom import -- --model_name_or_path NAME --learning_rate 1e-5"
 _MOST = 100_000
-"""Values of a config, each counted as often as an anchor repeats it."""
+"""The most values of a config, each counted as often as an anchor repeats it."""
 _WORDS = {"true": True, "yes": True, "false": False, "no": False}
 
 
 def read_file(path: Path) -> Json:
-    """The keys of a YAML or JSON file; text keys, and values as JSON has them."""
+    """Read the keys of a YAML or JSON file: text keys, and values as in JSON."""
     if path.suffix in _SCRIPTS:
         raise ConfigError(Problem(str(path), "a script or a text", "a YAML or JSON file", _ADVICE))
     found = checked(read(path) if path.suffix == ".json" else _yaml(path), str(path))
@@ -35,7 +35,7 @@ def read_file(path: Path) -> Json:
 
 
 def read_flags(words: Sequence[str]) -> Json:
-    """The keys of `--key value`, `--key=value`, `--key` (true) and `--no_key` (false); a list of several values."""
+    """Parse `--key value`, `--key=value`, `--key` (true) and `--no_key` (false); several values are a list."""
     if not words or not _ARGUMENT.match(words[0]):
         seen = f"saw {show(words[0])} first" if words else "saw nothing"
         raise ConfigError(Problem("--", seen, "--key value: the arguments without the command before them"))
@@ -49,7 +49,7 @@ def read_flags(words: Sequence[str]) -> Json:
 
 
 def checked(given: Any, place: str) -> Any:
-    """`given`, if it is a tree of text, finite numbers, true, false and null without a variable of a shell."""
+    """Return `given` if it is a tree of text, finite numbers, true, false and null, without shell variables."""
     problem = next(_strange(given, place), None)
     if problem is not None:
         raise ConfigError(problem)
@@ -57,7 +57,7 @@ def checked(given: Any, place: str) -> Any:
 
 
 def beside(folder: Path, name: str) -> Path | None:
-    """The file or folder of that name, seen from `folder`, or else from here; None if there is none."""
+    """Find the file or folder of that name, relative to `folder`, else to the working directory, or None."""
     try:
         path = Path(name).expanduser()
         return next((found for found in (folder / path, path) if found.exists()), None)
@@ -120,7 +120,7 @@ def _text(path: Path) -> str:
 
 
 class _Unique(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses a key that a mapping has twice, where YAML's own loader takes the last; leaves dates as text."""
+    """Refuses a key that a mapping has twice, where YAML's own loader takes the last; keeps dates as text."""
 
     yaml_implicit_resolvers = {
         first: [pair for pair in pairs if not pair[0].endswith("timestamp")]
@@ -139,7 +139,7 @@ class _Unique(yaml.SafeLoader):  # type: ignore[misc]
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """(key, value) in the order of the command line."""
+    """Yield (key, value) in the order of the command line."""
     starts = [at for at, word in enumerate(words) if _ARGUMENT.match(word)]
     for start, stop in zip(starts, [*starts[1:], len(words)], strict=True):
         name, equals, first = words[start][2:].partition("=")

@@ -1,4 +1,4 @@
-"""Data sets of theirs as the sources of ours."""
+"""Foreign data sets as sources of this trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.config.read import Json
 
 
 def put_sources(draft: Draft, asked: Asked, parts: Sequence[Json], labels: Sequence[str], test: bool = False) -> None:
-    """One data set as `trainer.data`, several as its sources; of those to evaluate on, the paths alone."""
+    """Set one data set as `trainer.data`, several as its sources; of evaluation sets, the paths only."""
     if test:
         whole = {label: part["path"] for label, part in zip(_unlike(labels), parts, strict=True)}
         value = whole if len(whole) > 1 else next(iter(whole.values()))
@@ -30,13 +30,13 @@ def put_sources(draft: Draft, asked: Asked, parts: Sequence[Json], labels: Seque
 
 
 def _read(data: Json, key: str, part: Json) -> Any:
-    """The value with which rows to evaluate on are read; of several sources what the rows themselves say."""
+    """Return the value with which evaluation rows are read; for several sources, the rows themselves decide."""
     if "sources" in data and key in ("records", "chat_column"):
         return part[key]
     return data.get(key, {"split": "train", "text_column": "text"}.get(key))
 
 
 def _unlike(labels: Sequence[str]) -> list[str]:
-    """The last part of each path, with a number where that is not enough."""
+    """Shorten each path to its last part, numbered where that is not unique."""
     short = [label.rstrip("/").rpartition("/")[2][:80] or "source" for label in labels]
     return [f"{name}-{at}" if short.count(name) > 1 else name for at, name in enumerate(short)]

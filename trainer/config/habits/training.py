@@ -1,4 +1,4 @@
-"""What several systems write alike: the optimizer, its schedule, intervals, precision, sharding, adapters, trackers."""
+"""Keys that several systems share: optimizer, schedule, intervals, precision, sharding, adapters, trackers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FSDP = tables("arguments")[1]
 
 
 def section_of(key: str, value: Any, folder: Path) -> Json:
-    """A section that theirs has in itself, as JSON text, or in the file that it names. Raises ConfigError."""
+    """Return a section that is given inline, as JSON text, or in the file that it names. Raises ConfigError."""
     if not value or isinstance(value, dict):
         return dict(value or {})
     if str(value).lstrip().startswith("{"):
@@ -113,14 +113,14 @@ def scheduler(draft: Draft, roles: Roles) -> None:
 
 
 def _put_warmup(draft: Draft, asked: Asked, steps: int | str, decides: bool = True) -> None:
-    """So many steps, or "auto": the share of them that is asked for, once the data says how many there are."""
+    """Set the warm-up steps; "auto" with the requested share of all steps, until the data gives their number."""
     draft.put(asked, "scheduler.params.warmup_num_steps", steps)
     if steps == AUTO and decides:
         draft.put(asked, "trainer.warmup_ratio", asked.value)
 
 
 def _least(draft: Draft, roles: Roles) -> float:
-    """The share of the learning rate at which a cosine ends."""
+    """Return the share of the learning rate at which a cosine schedule ends."""
     options = section_of(*roles["options"], draft.folder) if "options" in roles else {}
     more = {key: value for key, value in options.items() if key not in ("min_lr", "min_lr_rate")}
     if more and more != {"num_cycles": 0.5}:
@@ -133,7 +133,7 @@ def _least(draft: Draft, roles: Roles) -> float:
 
 
 def _warmup(draft: Draft, roles: Roles) -> tuple[Asked, int | str] | None:
-    """The key that asks for a warm-up, and how many steps; "auto" where that needs the number of all steps."""
+    """Return the key that asks for a warm-up, and its steps; "auto" if that needs the number of all steps."""
     steps, share = roles.get("steps"), roles.get("share")
     if steps is None or (not steps.value and share is not None and draft.explicit(share)):
         steps, share = share, None
@@ -149,7 +149,7 @@ def _warmup(draft: Draft, roles: Roles) -> tuple[Asked, int | str] | None:
 
 
 def _steps_of(draft: Draft, asked: Asked) -> int | None:
-    """A share of all steps as a number of steps; None where theirs is not known."""
+    """Return a share of all steps as a number of steps; None if their number is unknown."""
     total = draft.made.get("trainer", {}).get("steps")
     return None if total is None else max(1, math.ceil(asked.value * total))
 
@@ -181,7 +181,7 @@ Drop = Callable[[Asked, str], None]
 
 
 def _interval(draft: Draft, roles: Roles, path: str, drop: Drop, why: str = "") -> None:
-    """Every so many steps, or a share of them all; `drop` takes what can't be said so."""
+    """Set an interval in steps, or as a share of all; `drop` reports one that can't be expressed so."""
     strategy, steps, often = roles.get("strategy"), roles.get("steps"), roles.get("per_epoch")
     kind = str(strategy.value) if strategy else "steps"
     if strategy and kind in ("no", "False"):
@@ -209,7 +209,7 @@ def _interval(draft: Draft, roles: Roles, path: str, drop: Drop, why: str = "") 
 
 
 def _each_epoch(draft: Draft, asked: Asked, path: str, drop: Drop, why: str) -> None:
-    """So often in each epoch, as a share of all steps; not where theirs are a number: nobody knows how many epochs."""
+    """Set an interval of so many per epoch as a share of all steps, unless steps are given: epochs are unknown then."""
     epochs, shown = draft.made.get("trainer", {}).get("epochs"), asked._replace(value=draft.given.get(asked.key))
     shown = asked if shown.value is None else shown
     if not epochs or isinstance(epochs, str):
@@ -301,7 +301,7 @@ def attention(draft: Draft, roles: Roles) -> None:
 
 
 def adapter(draft: Draft, roles: Roles) -> None:
-    """LoRA, where it is asked for. Raises ConfigError for another method: without it all would be trained."""
+    """Convert LoRA, if requested. Raises ConfigError for another method: without it, all would be trained."""
     if (kind := roles.get("kind")) is None:
         return
     rest = {role: asked for role, asked in roles.items() if role != "kind"}
@@ -338,7 +338,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 def _modules(draft: Draft, roles: Roles) -> None:
-    """The modules that have an adapter: names, or a text that PEFT takes as a regular expression."""
+    """Set the adapted modules: names, or a text that PEFT takes as a regular expression."""
     if (save := roles.get("save")) and asks(save.value):
         draft.put(save, "trainer.adapter.modules_to_save", names(save.value))
     asked, linear = roles.get("targets") or roles.get("names"), roles.get("linear")
@@ -346,7 +346,7 @@ def _modules(draft: Draft, roles: Roles) -> None:
     if linear and linear.value:
         draft.put(linear, "trainer.adapter.targets", "all-linear")
         if asked and all(name.endswith("_proj") for name in found):
-            draft.skip(asked)  # Axolotl joins both, and these are among all of them
+            draft.skip(asked)  # Axolotl joins both, and all-linear contains these
     elif asked and found == (["all-linear"] if "targets" in roles else ["all"]):
         draft.put(asked, "trainer.adapter.targets", "all-linear")
     elif asked and found and all(map(_NAME.fullmatch, found)):
@@ -405,4 +405,4 @@ GROUPS: dict[str, Group] = {
     "run": run_folder,
     "logging": logging,
 }
-"""In the order in which they need one another."""
+"""The groups in the order in which they depend on one another."""
