@@ -33,9 +33,9 @@ class Sample(TypedDict):
     """A sample; targets[t] is the token that follows input_ids[t], or IGNORED."""
 
     input_ids: np.ndarray
-    """int32 [n]"""
+    """The input tokens, int32 [n]."""
     targets: np.ndarray
-    """int64 [n]"""
+    """The targets, int64 [n]."""
     documents: NotRequired[np.ndarray]
     """int64 [documents]: the lengths of the sample's documents, if they must not see one another."""
 
