@@ -1,4 +1,4 @@
-"""A run's folder, read and drawn: pictures by matplotlib, and one HTML page that holds them."""
+"""The report on a run: its folder, read and drawn by matplotlib, as one HTML page with the pictures in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is logged, over the steps: losses, learning rate and norm, rate, where the time goes, memory."""
+"""Curves of logged values over the steps: losses, learning rate and norm, rate, time by phase, memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PHASES = {
 """The phases of a step, in their order, and their colours."""
 ACCURACIES = {"evaluation_accuracy": "held-out accuracy", "evaluation_accuracy_top5": "held-out top-5 accuracy"}
 UNEVEN = 50.0
-"""How many times the least of the numbers the largest may be on a linear axis."""
+"""The ratio of the largest to the smallest value above which an axis is logarithmic."""
 
 
 def losses(record: RunRecord) -> Section:
@@ -164,7 +164,7 @@ def memory(record: RunRecord) -> Section:
 
 
 def _split_bar(axes: Axes, parts: Mapping[str, float]) -> None:
-    """One bar, divided in proportion to its parts; those of 7 % and more say it."""
+    """Draw one bar, divided in proportion to its parts; those of 7 % and more are labelled."""
     left, total = 0.0, sum(parts.values()) or 1.0
     for name in (name for name in PHASES if name in parts):
         share = parts[name] / total
@@ -192,7 +192,7 @@ def _by_kind(axes: Axes, kinds: Mapping[str, float], peak: float) -> None:
 
 
 def _intervals(record: RunRecord) -> list[tuple[int, dict[str, float]]]:
-    """The step of each log line, and the seconds of a step in each phase since the one before."""
+    """Return the step of each log line, and the seconds per step in each phase since the line before."""
     found: list[tuple[int, dict[str, float]]] = []
     before = 0
     for row in record.timeline:
@@ -207,7 +207,7 @@ def _intervals(record: RunRecord) -> list[tuple[int, dict[str, float]]]:
 
 
 def _whole(record: RunRecord) -> dict[str, float]:
-    """Seconds of each phase, steps that were made twice counting twice."""
+    """Return the seconds of each phase; steps that were repeated count twice."""
     total: dict[str, float] = {}
     for row in record.timeline:
         for name, passed in _phases(row):
@@ -216,7 +216,7 @@ def _whole(record: RunRecord) -> dict[str, float]:
 
 
 def _phases(row: Row) -> list[tuple[str, float]]:
-    """The phases that a line of the timeline tells of, with their seconds."""
+    """Return the phases in a line of the timeline, with their seconds."""
     alone = {"evaluated": "evaluating", "saved": "saving"}.get(row["event"])
     given = {alone: row.get("seconds")} if alone else row.get("seconds")
     named = given if isinstance(given, dict) else {}
@@ -224,7 +224,7 @@ def _phases(row: Row) -> list[tuple[str, float]]:
 
 
 def _line(axes: Axes, rows: Sequence[Row], key: str, colour: str, label: str, marked: bool = False) -> None:
-    """A curve over the steps, broken where a number is not finite."""
+    """Draw a curve over the steps, broken where a value is not finite."""
     points = [(row["step"], number(row, key)) for row in rows]
     if any(math.isfinite(value) for _, value in points):
         style = "o" if marked else marker(len(points))

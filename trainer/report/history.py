@@ -1,4 +1,4 @@
-"""When a run was at work, what it saved, and how each of its starts ended."""
+"""The history of a run: when it was at work, its checkpoints, and how each start ended."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ UNITS = ((86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes"), (1.0, "secon
 
 @dataclass(frozen=True)
 class Session:
-    """From a start of the run to its end; times are in seconds since 1970."""
+    """The time from a start of the run to its end, in seconds since 1970."""
 
     begun: float
     ended: float
     """The last sign of it."""
     first: int
-    """The step that it went on from."""
+    """The step from which it went on."""
     last: int
-    """The last step that is known to have been made."""
+    """The last step that is known to be done."""
     how: str
 
 

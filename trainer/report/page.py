@@ -1,4 +1,4 @@
-"""One HTML page of a run, with its pictures inside and beside it; nothing in it is loaded from elsewhere."""
+"""One HTML page of a run, with its pictures inside and beside it; it loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def sections(record: RunRecord) -> list[Section]:
-    """All parts of the report, in the order in which they are read."""
+    """Return all sections of the report, in reading order."""
     parts = (curves.losses, curves.rates, curves.throughput, curves.times, curves.memory, history.history)
     with drawing():
         return [part(record) for part in parts]
 
 
 def write(record: RunRecord, path: Path) -> list[Path]:
-    """The page `path`, and the PNGs in a folder of its name beside it; returns all of them. Raises DiskError."""
+    """Write the page `path`, and PNGs to a folder of its name beside it; return all paths. Raises DiskError."""
     parts = sections(record)
     pictures = {part.key: png(part.figure) for part in parts if part.figure is not None}
     beside = path.with_suffix("") if path.suffix else path.with_name(f"{path.name}-pictures")
@@ -52,7 +52,7 @@ def write(record: RunRecord, path: Path) -> list[Path]:
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.mkdir(exist_ok=True)
-        for part in parts:  # a picture of an earlier report whose section has none now
+        for part in parts:  # remove the picture of an earlier report whose section now has none
             (beside / f"{part.key}.png").unlink(missing_ok=True)
         for target, content in zip(written, pictures.values(), strict=True):
             replace_file(target, content)

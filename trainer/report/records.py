@@ -1,4 +1,4 @@
-"""What a run left in its folder, as far as it can be read: nothing here fails for a line or a file that is broken."""
+"""The record of a run from its folder, as far as it can be read: broken lines and files are no errors."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from trainer.storage import check_regular, parse_json, read_file
 
 PLAN = "plan.json"
 LONGEST, MOST = 1 << 20, 8192
-"""Bytes of a line, and rows of a kind that are kept."""
+"""The most bytes of a line, and the most rows of a kind that are kept."""
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run's folder in memory."""
+    """The content of a run's folder."""
 
     folder: Path
     steps: list[Row]
-    """A logged step each, in order; of steps that were made again after a resume, the last."""
+    """A row for each logged step, in order; of steps repeated after a resume, the last."""
     logged: int
-    """How many lines of steps there are; of many, the rows are few."""
+    """The number of lines of steps; if there are many, only some are rows."""
     replaced: list[list[Row]]
-    """Stretches of logged steps that were made again."""
+    """Stretches of logged steps that were repeated later."""
     evaluations: list[Row]
     timeline: list[Row]
-    """Of `timeline.jsonl`, by time."""
+    """The rows of `timeline.jsonl`, sorted by time."""
     config: Row
     engine: str
     device: str
     layout: Layout | None
     status: Row | None
     checkpoints: list[tuple[int, float]]
-    """Those that are there: the step, and when its manifest was written, in seconds since 1970."""
+    """The present checkpoints: step, and time of the manifest, in seconds since 1970."""
     predicted: tuple[float, dict[str, float]] | None
-    """The memory that `plan.json` predicts, in bytes: its peak, and the share of each kind."""
+    """The memory that `plan.json` predicts, in bytes: its peak, and the part of each kind."""
     notes: list[str] = field(default_factory=list)
-    """What could not be read, for a person."""
+    """Notes for the user on what could not be read."""
 
     @property
     def name(self) -> str:
@@ -53,13 +53,13 @@ class RunRecord:
 
     @property
     def section(self) -> Row:
-        """What the config has in `trainer`."""
+        """The config's `trainer` section."""
         found = self.config.get("trainer")
         return found if isinstance(found, dict) else {}
 
 
 def read(folder: Path) -> RunRecord:
-    """Raises ConfigError for a folder that is no run's."""
+    """Read a run's folder. Raises ConfigError for any other folder."""
     if not any((folder / name).is_file() for name in ("environment.json", "metrics.jsonl", status.NAME)):
         raise ConfigError(_no_run(folder))
     notes: list[str] = []
@@ -90,13 +90,13 @@ def read(folder: Path) -> RunRecord:
 
 
 def number(row: Mapping[str, Any], key: str) -> float:
-    """NaN for what is not there, or was not finite."""
+    """Return the number at `key`; NaN if it is missing or was not finite."""
     value = row.get(key)
     return float(value) if value is not None and _is_number(value) else math.nan
 
 
 def finite(rows: Sequence[Row], key: str) -> list[float]:
-    """The numbers of that name that are there, and finite."""
+    """Return the finite numbers at `key`."""
     return [value for row in rows if math.isfinite(value := number(row, key))]
 
 
@@ -114,7 +114,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[Row]:
-    """The rows with a step that can be read, one after another."""
+    """Yield the readable rows that have a step."""
     rows = broken = 0
     with suppress(OSError):
         check_regular(path)
@@ -141,7 +141,7 @@ def _row(line: bytes) -> Row | None:
 
 
 def _json(path: Path, notes: list[str]) -> Row | None:
-    """A JSON object; None where there is none."""
+    """Read a JSON object; None if there is none."""
     if not path.is_file():
         return None
     with suppress(OSError, ValueError):
@@ -154,10 +154,10 @@ def _json(path: Path, notes: list[str]) -> Row | None:
 
 @dataclass
 class _Series:
-    """The rows that have a number of this name, with rising steps; and the stretches that a later row went back behind.
+    """The rows with a number of this name, with rising steps; and the stretches that a later row repeats.
 
-    Of many, few are kept: of eight neighbours those with the least and the largest number, one that is not finite being
-    larger than all.
+    Of many, few are kept: of each eight neighbours those with the smallest and the largest number;
+    one that is not finite counts as the largest.
     """
 
     key: str
@@ -182,7 +182,7 @@ class _Series:
 
 
 def _events(rows: Iterator[Row]) -> list[Row]:
-    """The timeline's rows, by time. Of many, log lines that follow one another are added up."""
+    """Return the timeline's rows by time; if there are many, consecutive log lines are added up."""
     found: list[Row] = []
     most = MOST
     for row in rows:
@@ -195,7 +195,7 @@ def _events(rows: Iterator[Row]) -> list[Row]:
 
 
 def _added_up(rows: list[Row]) -> list[Row]:
-    """Each second one of the log lines that follow one another goes into the next."""
+    """Add every second of consecutive log lines to the next."""
     found: list[Row] = []
     fresh = False
     for row in rows:
@@ -208,7 +208,7 @@ def _added_up(rows: list[Row]) -> list[Row]:
 
 
 def _layout(folder: Path, environment: Row, notes: list[str]) -> Layout | None:
-    """From environment.json, or for a run of before it was there, from the newest checkpoint."""
+    """Read the layout from environment.json or, for an older run, from the newest checkpoint."""
     found = environment.get("layout")
     saved = checkpoint.published(folder / "checkpoints")
     if found is None and saved:
@@ -232,7 +232,7 @@ def _checkpoints(folder: Path) -> list[tuple[int, float]]:
 
 
 def _predicted(plan: Row | None, notes: list[str]) -> tuple[float, dict[str, float]] | None:
-    """Of {"memory": {"peak_bytes": int, "by_kind": {kind: bytes}}}; other keys are not looked at."""
+    """Read {"memory": {"peak_bytes": int, "by_kind": {kind: bytes}}}; other keys are ignored."""
     if plan is None or "memory" not in plan:
         return None
     memory = plan["memory"]

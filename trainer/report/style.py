@@ -1,4 +1,4 @@
-"""How pictures look, and what a section of the report is."""
+"""The style of pictures, and the sections of the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLUE, TEAL, OCHRE, RED, VIOLET, SKY = "#2f5f96", "#3b8f83", "#cf9434", "#b4493c"
 COLOURS = (BLUE, TEAL, OCHRE, VIOLET, SKY, "#a3b86c", "#c98a9b", MUTED)
 WIDTH, DPI = 9.6, 150
 FEW = 60
-"""Points up to which each of them is marked."""
+"""The most points of which each is marked."""
 STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 9.0, "text.color": INK, "text.parse_math": False,
     "axes.edgecolor": LINE, "axes.labelcolor": MUTED, "axes.linewidth": 0.8, "axes.axisbelow": True,
@@ -42,16 +42,16 @@ class Section:
     text: str
     figure: Figure | None = None
     table: Sequence[Sequence[str]] = ()
-    """Rows of cells, the first being the head."""
+    """Rows of cells; the first is the head."""
 
 
 def drawing() -> AbstractContextManager[None]:
-    """Within it, what is drawn looks as it does here."""
+    """Draw in the report's style within this context."""
     return matplotlib.rc_context(STYLE)
 
 
 def figure(height: float, rows: int = 1, **more: Any) -> tuple[Figure, list[Axes]]:
-    """An empty one of the report's width, and its axes from the top; heights and widths are in inches."""
+    """Make an empty figure of the report's width, and its axes from the top; `height` is in inches."""
     made = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(made)
     return made, list(made.subplots(rows, squeeze=False, **more).flat)
@@ -71,7 +71,7 @@ def legend_above(axes: Axes, columns: int = 6) -> None:
 
 
 def over_steps(axes: Axes, last: float, label: bool = True) -> None:
-    """The x axis of a curve over steps, from the start of the run to `last`."""
+    """Set the x axis of a curve over steps, from the start of the run to `last`."""
     axes.set_xlim(0, max(last * 1.02, 1.5))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.margins(y=0.12)
@@ -84,6 +84,6 @@ def marker(points: int) -> str:
 
 
 def shown(text: str, most: int = 48) -> str:
-    """Somebody's name for something, fit for a picture."""
+    """Shorten a foreign name to fit a picture."""
     line = printable(text).replace("\n", " ")
     return line if len(line) <= most else f"{line[: most - 3]}..."
