@@ -25,7 +25,7 @@ def clipping(small: Small, norms: Sequence[float]) -> Small:
         less = "all its steps have one gradient norm, which is over the limit or under it: it proves less"
         return replace(small, changes=(*small.changes, less))
     limit = sqrt(low * high)
-    over = ", ".join(str(step) for step, norm in enumerate(norms) if norm > limit)
-    said = f"gradient_clipping {limit:.4g}: of the first {len(norms)} steps {over} are over it, the others under"
+    steps = lambda over: " and ".join(str(i) for i, norm in enumerate(norms) if (norm > limit) is over)  # noqa: E731
+    said = f"gradient_clipping {limit:.4g}: over it in step {steps(True)}, under it in step {steps(False)}"
     config = replace(small.config, settings={**settings, "gradient_clipping": limit})
     return replace(small, config=config, changes=(*small.changes, said))

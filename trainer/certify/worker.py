@@ -50,10 +50,9 @@ def verify(small: Small, world: World, device: str, certificate_path: Path, outp
             print(f"{table(certificate)}\nwritten to {certificate_path}", file=output.terminal, flush=True)
         watch.at("leaving")
         machine.ranks.barrier()
-        watch.close()
+        return ending.end(PASSED if certificate.passed else FAILED)
     except BaseException as error:
         traceback.print_exc(file=sys.stderr)
         if isinstance(error, MeshloomError) and dist.is_initialized():
             error.shared = True  # all find the same, and the first reports for them
         return ending.after(error)
-    return PASSED if certificate.passed else FAILED
