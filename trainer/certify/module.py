@@ -37,7 +37,7 @@ from trainer.tasks.image_classification import TOP
 LARGEST = 50_000_000
 """The most parameters of a module that is certified: there is no smaller copy of it."""
 PAIRED = 1e-5
-"""The relative difference by which a loss over micro-batches is told from one over samples: it is one of pairs."""
+"""The relative difference above which a loss over micro-batches counts as one of pairs of samples."""
 
 
 def small_of(config: str | Path | dict[str, Any], overrides: Sequence[str], processes: int | None) -> Small:
@@ -73,7 +73,7 @@ def certify_subject(
 ) -> Certificate:
     """Certify any model on pairs of input and target, with its loss; on the CPU. Collective.
 
-    `make` builds the model of the one process, with its initial values.
+    `make` builds the model of the one process, with its initial values. Raises ConfigError or DataError if unfit.
     """
     ranks = machine.ranks
     if subject.spec.parameters > LARGEST:

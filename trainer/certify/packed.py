@@ -33,7 +33,7 @@ def without_dropout(architecture: Any, section: TrainerSection) -> tuple[Any, Tr
 
 
 def check_nothing_drawn(spec: ModelSpec, ranks: Ranks) -> None:
-    """Raises ConfigError if the model still draws random numbers. Collective."""
+    """Raise ConfigError if the model still draws random numbers. Collective."""
 
     def draws() -> bool:
         with own_randomness():

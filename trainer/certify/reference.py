@@ -53,7 +53,7 @@ class Expected:
     norm: float
     gradients: Tensors
     state: State
-    """The state after the step: weights (float32) and what the optimizer keeps."""
+    """The state after the step: weights (float32) and optimizer state."""
     targets: int
     rounding: Rounding | None = None
 
@@ -327,7 +327,7 @@ class Reference:
         layout, documents = self._layout, self._documents.training
         numbers = self._numbers(step, data_rank, len(documents))
         parts = [[self._sample(documents[i]) for i in part] for part in numbers]
-        # a pipeline pads its micro-batches to one shape, which affects what attention drops
+        # a pipeline pads its micro-batches to one shape, which affects attention's dropout
         width = max(len(s[0]) for part in parts for s in part) if layout.pipeline > 1 else 0
         return [MicroBatch(data_rank, index, *self._padded(part, width)) for index, part in enumerate(parts)]
 

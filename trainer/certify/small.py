@@ -144,7 +144,7 @@ def local_world_size(config: Config, world_size: int) -> int:
 def smallest_world(config: Config) -> int:
     """Find the fewest processes, up to LARGEST_WORLD, for which every axis that the config uses is larger than 1.
 
-    Prefers DATA_RANKS data ranks, and numbers of replicas and shards that differ, as far as there is room.
+    Prefers DATA_RANKS data ranks, and differing numbers of replicas and shards. Raises ConfigError if none fits.
     """
     mesh, found = config.trainer.mesh, dict[int, int]()
     for world_size in range(2, LARGEST_WORLD + 1):

@@ -76,7 +76,7 @@ def _told(path: Path, aside: Path, problems: list[Problem], found: Path | None) 
 
 
 def _seen_beside(path: Path, there: Sequence[bool], ranks: Ranks) -> None:
-    """Raises DiskError if a rank does not see what the keeper of its folder sees."""
+    """Raise DiskError if a rank does not see the same files as the keeper of its folder."""
     keepers = ranks.keepers or (0,) * ranks.world_size
     if missing := [rank for rank, keeper in enumerate(keepers) if there[keeper] and not there[rank]]:
         seen, expected = f"not there for rank {missing[0]}", "a folder that all machines share"
@@ -84,7 +84,7 @@ def _seen_beside(path: Path, there: Sequence[bool], ranks: Ranks) -> None:
 
 
 def check_same(path: Path, keepers: Sequence[int], ranks: Ranks) -> None:
-    """Raises DiskError if several folders have different checkpoints under one name. Collective."""
+    """Raise DiskError if several folders have different checkpoints under one name. Collective."""
     wanted = len(keepers) > 1 and ranks.rank in keepers
     found = ranks.on_each(lambda: (path / MANIFEST).read_bytes() if wanted else None)
     if other := [keeper for keeper in keepers if found[keeper] != found[keepers[0]]]:

@@ -42,7 +42,7 @@ def save(
 ) -> Path:
     """Publish the checkpoint of `state.step` in `folder`, complete on each machine; return its path. Collective.
 
-    `description` is the content of `trainer.json` beside the position. `weight_dtype` is that of the model's files
+    `description` is the content of `trainer.json` besides the position. `weight_dtype` is that of the model's files
     (None: the weights' own); if it differs, the exact weights are kept with the optimizer's state. `stem` begins
     the names of the model's files; if not the default, its readers need one file, and the shards are joined.
     Raises DiskError on every rank, with nothing published, if it can't be written or the step is there already.

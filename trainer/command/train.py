@@ -122,7 +122,7 @@ def command(options: argparse.Namespace, signals) -> int:  # type: ignore[no-unt
 
 
 def check_data(config) -> None:  # type: ignore[no-untyped-def]
-    """Raises DataError for missing files, before torch is imported, which takes seconds."""
+    """Raise DataError for missing files, before torch is imported, which takes seconds."""
     from trainer.data.formats import locate
 
     data = config.trainer.data
@@ -135,7 +135,7 @@ def check_data(config) -> None:  # type: ignore[no-untyped-def]
 
 
 def checked_config(options: argparse.Namespace, world_size: int, local_world_size: int):  # type: ignore[no-untyped-def]
-    """Compile the config, and check that batch sizes and mesh fit, before torch is imported."""
+    """Compile the config, and check that batch sizes and mesh fit, before torch is imported. Raises ConfigError."""
     from trainer.config import RuntimeFacts, load, resolve
     from trainer.errors import ConfigError, Problem
     from trainer.layout import layout_of

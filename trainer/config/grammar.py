@@ -1,4 +1,4 @@
-"""The grammar of a key table: what one JSON key may hold, and how a value is checked against it.
+"""The grammar of a key table: the values that a JSON key may hold, and the checks of a value against it.
 
 A table is text, one row per key or per group of keys that take the same values:
 

@@ -44,7 +44,7 @@ def unswitched(settings: Json) -> list[str]:
 
 
 def notes_of(settings: Json, schedule: str) -> list[str]:
-    """Return notes on valid keys that have no effect beside the others; `schedule`: that of a pipeline."""
+    """Return notes on valid keys that have no effect given the others; `schedule`: that of a pipeline."""
     zero, one = settings.get("zero_optimization", {}), (None, 0, 1, AUTO)
     stage, offloads = zero.get("stage", 0), [at(zero, f"offload_{which}.device") for which in ("param", "optimizer")]
     threes = sorted(f"zero_optimization.{name}" for name in zero if name.startswith("stage3_"))

@@ -74,7 +74,7 @@ def _write(begun: Path, final: Path, write: Callable[[Path], object], told: Prog
     _publish(folder, final, told)
 
 
-# What is there
+# Existing folders
 
 
 def _is_whole(final: Path, told: Progress) -> bool:
@@ -119,7 +119,7 @@ def _sweep(cache: Path) -> None:
             _delete(path)
 
 
-# Where
+# The place of the cache
 
 
 def _somewhere(cache: Path, work: Callable[[Path], Path], told: Progress) -> Path:

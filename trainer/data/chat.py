@@ -82,7 +82,7 @@ class Template:
             yield Encoded(ids, _overlapping(np.array(offsets, np.int64).reshape(-1, 2), spans), chat.place)
 
     def render(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Render the whole text, and find the spans of it that count in the loss."""
+        """Render the whole text, and find the spans of it that count in the loss. Raises DataError."""
         marked = "endgeneration" in self._template(chat)
         text, generated = self._rendered(chat, len(chat.messages), marks=marked)
         _check_complete(chat, text)
@@ -117,7 +117,7 @@ class Template:
         return len(before), len(after)
 
     def _without_tail(self, text: str, start: int) -> str:
-        """Cut the text after the token that ends the turn: what some templates add at the very end is not part of it.
+        """Cut the text after the token that ends the turn: text that templates add at the very end is no part of it.
 
         Text before `start` ends no turn: for an empty answer, it is the header of the turn.
         """
@@ -182,7 +182,7 @@ def _compiled(template: str, place: str) -> None:
 
 
 def _check_complete(chat: Chat, text: str) -> None:
-    """Raises DataError for a turn that the template leaves out because it does not know the role."""
+    """Raise DataError for a turn that the template leaves out because it does not know the role."""
     for turn, message in enumerate(chat.messages):
         # past reasoning that a reasoning model's template drops is not required
         said = message["content"].rpartition("</think>")[2].strip()

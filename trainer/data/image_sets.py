@@ -222,7 +222,7 @@ def handed_in(data: Any, classes: int | None) -> Labelled:
 
 
 def check_labels(found: Labelled) -> None:
-    """Raises DataError if there are no images, or for a label that is not a class."""
+    """Raise DataError if there are no images, or for a label that is not a class."""
     if not found.count:
         raise DataError(Problem("trainer.data.path", "no images", "at least one"))
     strange = [i for i, label in enumerate(found.labels or ()) if not 0 <= label < len(found.classes)]

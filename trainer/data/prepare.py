@@ -87,7 +87,7 @@ class Data:
         return [share.describe(len(self.train)) for share in self.shares] if len(self.shares) > 1 else []
 
     def description(self) -> dict[str, Any]:
-        """Return what a checkpoint says about the data beside the fingerprint."""
+        """Return what a checkpoint says about the data besides the fingerprint."""
         if len(self.shares) == 1:
             return self.shares[0].description()
         return {share.label: {**share.description(), "samples_an_epoch": share.samples} for share in self.shares}

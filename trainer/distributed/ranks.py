@@ -43,7 +43,7 @@ class Ranks:
 
     @property
     def keeper(self) -> int:
-        """The rank that writes what is written once into the run folder that this rank sees."""
+        """The rank that writes shared files into the run folder that this rank sees."""
         return self.keepers[self.rank] if self.keepers else 0
 
     @property

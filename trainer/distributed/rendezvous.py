@@ -60,5 +60,5 @@ class Rendezvous:
         while not self._at_work.wait(BEAT_SECONDS):
             try:
                 self._store.add(self._beats, 1)
-            except Exception:  # whoever waits is told
+            except Exception:  # the waiting ranks find out
                 return

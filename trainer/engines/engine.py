@@ -34,7 +34,7 @@ class Machine:
     local_world_size: int | None = None
     """The number of processes on this machine; None in a run of one process."""
     watch: Watch | NoWatch = field(default_factory=NoWatch)
-    """The watchdog, told what this process does."""
+    """The watchdog, to which this process reports its phases."""
     signs: Signs = field(default_factory=Signs)
     """Shows the user what this process does before the first step."""
 
@@ -126,7 +126,7 @@ class Engine(Protocol):
         ...
 
     def scalars(self) -> dict[str, float]:
-        """Return what a resumed run needs beside the state tensors: step counts, the loss scale."""
+        """Return what a resumed run needs besides the state tensors: step counts, the loss scale."""
         ...
 
     def restore(self, scalars: Mapping[str, float]) -> None:

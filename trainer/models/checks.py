@@ -41,7 +41,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Draws:
-    """Where a forward pass in training draws random numbers that change what it computes."""
+    """The places in a training forward pass that draw random numbers which change its result."""
 
     any: bool = False
     between: bool = False
@@ -94,7 +94,7 @@ def check_model(spec: ModelSpec, task: Task) -> Findings:
         with _trying(spec, "whether it computes the same again"):
             moves = check_again(small)
         with _trying(spec, "whether it is causal in training"):
-            if not draws.any:  # else rows are moved by what is drawn
+            if not draws.any:  # else the draws change the rows
                 check_causal(model.train(), small)
         with _trying(spec, "whether its loss is ours"):
             notes += check_loss(model, small, task)
@@ -120,7 +120,7 @@ def _trying(spec: ModelSpec, what: str) -> Iterator[None]:
 
 
 def applied(spec: ModelSpec, findings: Findings) -> ModelSpec:
-    """Return the spec with parameters without a gradient frozen, and without blocks that are not run as such."""
+    """Return the spec with gradient-less parameters frozen, and without blocks that do not run once, in order."""
 
     def build() -> nn.Module:
         model = spec.build()
@@ -170,7 +170,7 @@ def spread(model: nn.Module, seed: int) -> None:
 
 
 def check_causal(model: nn.Module, spec: ModelSpec) -> None:
-    """Raises ConfigError if a later token changes an earlier logit, by its value or by padding in its place."""
+    """Raise ConfigError if a later token changes an earlier logit, by its value or by padding in its place."""
     row = _row(spec)
     changed = row.repeat(2 * LENGTH, 1)
     for position in range(LENGTH):
@@ -229,7 +229,7 @@ def check_again(spec: ModelSpec) -> str:
 
 
 def check_loss(model: nn.Module, spec: ModelSpec, task: Task) -> tuple[str, ...]:
-    """Raises ConfigError unless the task's loss and gradients are those of the model's own `forward(labels=...)`.
+    """Raise ConfigError unless the task's loss and gradients are those of the model's own `forward(labels=...)`.
 
     Both run in training with the same random numbers; the model's mean loss is multiplied by its targets.
     """
@@ -289,7 +289,7 @@ def _other(spec: ModelSpec, seen: str, expected: str) -> ConfigError:
     return ConfigError(Problem(f"trainer.model: {spec.name}", f"on a tiny copy of it: {seen}", expected, mend))
 
 
-# What has no gradient
+# Parameters without a gradient
 
 
 def unused(model: nn.Module, spec: ModelSpec, task: Task) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -443,7 +443,7 @@ def own_randomness() -> Iterator[None]:
         np.random.set_state(outside[1])
 
 
-# What the tiny copy is given
+# Inputs of the tiny copy
 
 
 def _row(spec: ModelSpec) -> torch.Tensor:

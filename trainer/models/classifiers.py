@@ -32,7 +32,7 @@ DESCRIPTION = "module.json"
 SIZED = {"vit_": "image_size", "VisionTransformer": "image_size", "maxvit": "input_size"}
 """The argument that gives a builder the size of the images, by the beginning of the builder's name."""
 CLASSES = ("ResNet", "VisionTransformer")
-"""Classes of torchvision that may be named beside its functions, for sizes that no function has."""
+"""Classes of torchvision that may be named besides its functions, for sizes that no function has."""
 
 
 NAMES = "a name of torchvision.models (resnet50, vit_b_16, ...), package.module:callable, or a folder"

@@ -37,7 +37,7 @@ def code_of(model: nn.Module, /, **given: Any) -> dict[str, str]:
         pattern = pattern_of(place) or "model"
         values.setdefault(f"{pattern}'s class", []).append(type(module).__qualname__)
         for key, value in vars(module).items():
-            if callable(value) and not isinstance(value, nn.Module):  # a forward of this one alone, an activation
+            if callable(value) and not isinstance(value, nn.Module):  # a forward of this instance, an activation
                 _note(f"{pattern}.{key}", value, found, seen)
             elif key.endswith("_hooks") and not isinstance(value, set):
                 for hook in value.values():
@@ -113,7 +113,7 @@ def _text(value: Any, depth: int = 0) -> str | None:
 
 
 def _source(thing: Any) -> str:
-    """Return the source without comments and docstrings; the bytecode of code without source, such as typed in."""
+    """Return the source without comments and docstrings; the bytecode if there is no source, as of typed-in code."""
     try:
         tree = _lambda(thing.__code__) if thing.__name__ == "<lambda>" else _parsed(inspect.getsource(thing))
     except (OSError, TypeError, SyntaxError, LookupError):

@@ -24,7 +24,7 @@ def _all(build: Callable[[], nn.Module]) -> Mapping[str, torch.Tensor]:
         torch.default_generator.manual_seed(0)
         try:
             model = build()
-        except Exception:  # whatever small tensors and large ones can't be for one another
+        except Exception:  # small and large tensors may not go together
             return {}
     return {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta}
 

@@ -1,7 +1,7 @@
 """A model cut into pipeline stages: each is the model itself, with a stand-in for every block of another stage.
 
 So rotary embeddings, masks, windows and soft caps stay the model's own code, and no parameter changes its name.
-Every stage runs the whole forward on the micro-batch's ids; what the stage before computed takes the place of
+Every stage runs the whole forward on the micro-batch's ids; the output of the stage before takes the place of
 whatever stands in front of its first block.
 """
 

@@ -17,7 +17,7 @@ TOLERANCE = 1e-5
 TRAIN, EVAL = True, False
 ALONE = ((TRAIN, 0), (EVAL, 1), (TRAIN, 1), (TRAIN, 0), (EVAL, 0), (TRAIN, 0))
 """The passes of the first copy: training or evaluation, and the rows. Some over rows 0 are an odd number
-of passes apart, which shows what alternates.What the last two in training still change never settles."""
+of passes apart, which shows what alternates; changes in the last two in training never settle."""
 AFTER_OTHERS = ((TRAIN, 1), (TRAIN, 0), (EVAL, 0))
 """The passes of another copy, which show a module that keeps the first rows that it sees."""
 

@@ -64,7 +64,7 @@ def copies(
     change: Callable[[ModelSpec, dict[str, Value]], ModelSpec],
     lacking: str,
 ) -> Callable[..., ModelSpec]:
-    """Make tiny copies, with the `change` for what is `found` of the model's parameters carried over to theirs."""
+    """Make tiny copies that get the same `change` as the model: `found`, of its parameters, by their names."""
 
     def copy(layers: int = 3, split: int = 1) -> ModelSpec:
         small = shrunk(layers, split)
@@ -77,8 +77,8 @@ def copies(
 def carried(
     found: Mapping[str, Value], blocks: Sequence[str], small: Sequence[str], copy: nn.Module
 ) -> tuple[dict[str, Value], bool]:
-    """Return the same by the names of a copy with `small` blocks, each of which has what the block has that it stands
-    for; and whether all kinds of blocks are among them."""
+    """Carry `found` over to a copy with `small` blocks, each of which gets the entries of the block that it stands
+    for; also return True if every kind of block is among them."""
     kinds = [
         frozenset((name.removeprefix(f"{block}."), own) for name, own in found.items() if name.startswith(f"{block}."))
         for block in blocks

@@ -69,7 +69,7 @@ def read_config(options: Any) -> PreTrainedConfig:
 def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> ModelSpec:
     """Build the spec of an architecture, with its weights where `trainer.model.name_or_path` names some.
 
-    Without `weights`, none are looked for or downloaded.
+    Without `weights`, none are looked for or downloaded. Raises ConfigError for an architecture that can't be built.
     """
     name, build = options.name_or_path or config.model_type, _builder(config, options)
     if getattr(config, "is_encoder_decoder", False):  # checked before the model is built, which changes the config
@@ -132,7 +132,7 @@ def _builder(config: PreTrainedConfig, options: Any, on_cpu: bool = False) -> Ca
                 config, trust_remote_code=options.trust_remote_code, dtype=torch.float32, **attention
             )
         bodies = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
-        if model.base_model is model and len(bodies) == 1:  # Llama-4's text model calls it otherwise than it says
+        if model.base_model is model and len(bodies) == 1:  # Llama-4's text model states another prefix than it has
             model.base_model_prefix = bodies[0]  # type: ignore[assignment]
         if getattr(config, "rescale_every", 0):
             # RWKV would divide weights in place when it evaluates, for float16, and what is saved then would be wrong

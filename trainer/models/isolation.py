@@ -27,7 +27,7 @@ class Task(Protocol):
 
 
 def check_isolation(spec: ModelSpec, task: Any) -> None:
-    """Raises ConfigError, with the numbers, unless packed documents have the logits and gradients of each one alone.
+    """Raise ConfigError, with the numbers, unless packed documents have the logits and gradients of each one alone.
 
     Gradients are compared in training mode unless the model draws random numbers. Leaves the generators as they were.
     """

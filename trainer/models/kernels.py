@@ -19,7 +19,7 @@ NAMES = {
 
 
 def check_kernels(config: PreTrainedConfig, place: str) -> None:
-    """Raises ConfigError for a kernel that is not in NAMES, in the config or in one of its parts."""
+    """Raise ConfigError for a kernel that is not in NAMES, in the config or in one of its parts."""
     for part in _parts(config):
         for key, known in NAMES.items():
             value = getattr(part, f"_{key}", None)

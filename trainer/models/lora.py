@@ -226,7 +226,7 @@ def _require_peft() -> None:
         raise ConfigError(Problem("trainer.adapter", f"no PEFT here ({error})", "the package peft", mend)) from error
 
 
-# Which modules
+# The choice of modules
 
 
 def _targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str]) -> list[str]:
@@ -303,7 +303,7 @@ def _no_target(place: str, target: str, model: nn.Module, linear: Sequence[str])
 
 
 def _check_saved(model: nn.Module, spec: ModelSpec, wanted: Sequence[str], targets: Sequence[str]) -> None:
-    """Raises ConfigError for a module that does not exist, or that can't be trained beside the adapters."""
+    """Raise ConfigError for a module that does not exist, or that can't be trained with the adapters."""
     modules, tied = dict(model.named_modules()), {*spec.tied, *spec.tied.values()}
     problems = []
     for index, name in enumerate(wanted):

@@ -25,7 +25,7 @@ _SAME = {
     "rslora": "use_rslora",
     "dora": "use_dora",
 }
-"""Our keys of what defines an adapter -> PEFT's keys."""
+"""Our keys that define an adapter -> PEFT's keys."""
 _HARMLESS = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "fan_in_fan_out", "init_lora_weights", "qalora_group_size", "megatron_core"),
@@ -75,7 +75,7 @@ class Started:
     """The values of an existing adapter, by the names in its file."""
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises ConfigError unless the file has exactly the tensors that the model learns, of these shapes."""
+        """Raise ConfigError unless the file has exactly the tensors that the model learns, of these shapes."""
         self._file = folder / f"{STEM}.safetensors"
         found = self._shapes()
         missing, more = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())

@@ -163,7 +163,7 @@ def class_of(model: nn.Module) -> str:
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """Return what is compared of an architecture: the class, and the shape of each tensor of the state dict."""
+    """Return the architecture for comparison: the class, and the shape of each tensor of the state dict."""
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     return {"module": class_of(model), "shapes": shapes}
 

@@ -1,4 +1,4 @@
-"""Names of tensors, in words short enough for a person."""
+"""Names of tensors, shortened for the user."""
 
 from __future__ import annotations
 

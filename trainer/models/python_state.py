@@ -34,7 +34,7 @@ def is_library(thing: Any) -> bool:
 
 
 def captured(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield what a function takes from elsewhere: closure, defaults, attributes, and globals that it names."""
+    """Yield the outside values that a function uses: closure, defaults, attributes, and globals that it names."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents

@@ -164,7 +164,7 @@ def _number(name: str, value: int, scale: Scale | None, keep: Sequence[int], lay
         return 0
     if role == "layers":
         return len(keep) if value == layers else min(value, 2 if layers else len(keep))
-    if role == "every":  # what happens every few blocks happens in the copy, too: RWKV divides weights
+    if role == "every":  # events every few blocks occur in the copy, too: RWKV divides weights
         return min(value, 1)
     if role in ("first", "last index", "last"):
         end = sum(index <= value for index in keep) - 1

@@ -15,7 +15,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.state import WEIGHT, StateTensor, renamed
 
 WHOLE = "whole"
-"""The word, beside transformers' own, for a tensor plan entry that every rank holds whole, with its whole gradient."""
+"""The word, besides transformers' own, for a tensor plan entry that every rank holds whole, with its whole gradient."""
 
 
 class Weights(Protocol):
@@ -116,7 +116,7 @@ class ModelSpec:
     unsaved: frozenset[str] = frozenset()
     """Frozen tensors that no checkpoint holds: those of an adapter's base."""
     notes: tuple[str, ...] = ()
-    """Notes on what of the folder or the config is not trained, a line each."""
+    """Notes on parts of the folder or the config that are not trained, a line each."""
     constructed: Callable[[str], torch.Tensor | None] = lambda name: None
     """Returns the constructor's value of a small parameter or buffer that `initialise` does not fill, or None."""
     shrunk: Callable[..., ModelSpec] | None = None
@@ -188,7 +188,7 @@ def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Modu
 
 
 def counted_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor]) -> float:
-    """Count the FLOPs of a forward and a backward pass of a loss, by PyTorch's counter on the meta device.
+    """Count the FLOPs of a forward and a backward pass of a loss, with PyTorch's counter on the meta device.
 
     Matrix products, convolutions and attention are counted; `loss(model)` makes its own input on that device.
     """

@@ -102,7 +102,7 @@ def tiny(
                 if best is None or len(lacks) < len(best[1]):
                     _run(spec)
                     best = spec, lacks
-            except Exception as error:  # whatever a family says to sizes that do not suit it
+            except Exception as error:  # whatever a family raises for sizes that do not suit it
                 failed = error
                 continue
             break

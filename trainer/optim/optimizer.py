@@ -25,7 +25,7 @@ def optimizer_of(
 def step_if_finite(
     optimizer: torch.optim.Optimizer, norm: torch.Tensor, step: Callable[[], object] | None = None
 ) -> None:
-    """Update, unless the gradient's norm is not finite: then neither weights nor moments nor step counts change.
+    """Take a step, unless the gradient's norm is not finite: then no weights, moments or step counts change.
 
     Fused kernels of Adam and AdamW decide that on the device; for others the host waits for the
     norm (SGD's fused kernel leaves momentum buffers uninitialised in a step that it skips). `step`

@@ -20,7 +20,7 @@ class Recipe:
     library: str
     """The class, by its public name."""
     params: dict[str, Any]
-    """The arguments beside the parameters to train."""
+    """The arguments besides the parameters to train."""
     notes: tuple[str, ...] = ()
     """Notes on parameters of the config that have no effect here, a line each."""
 
@@ -35,7 +35,7 @@ class Lack:
 
     why: str
     harmless: Any = None
-    """The value that has no effect, beside null; others are refused, or noted."""
+    """The value that has no effect, besides null; others are refused, or noted."""
     refused: bool = True
 
 

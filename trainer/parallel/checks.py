@@ -43,7 +43,7 @@ def checked(
 
 
 def check_layout(spec: ModelSpec, task: Task, layout: Layout, findings: Findings, packed: bool = False) -> None:
-    """Raises ConfigError, with the reason, for a layout that can't train the model as one process does."""
+    """Raise ConfigError, with the reason, for a layout that can't train the model as one process does."""
     if findings.unproven and layout.world_size > 1:
         seen = (
             f"no tiny copy of it can be tried ({findings.unproven}), so that nothing shows what ranks would differ in"
@@ -77,7 +77,7 @@ def check_layout(spec: ModelSpec, task: Task, layout: Layout, findings: Findings
 
 
 def check_blocks(spec: ModelSpec, layout: Layout) -> None:
-    """Raises ConfigError for a layout that needs blocks if none are known."""
+    """Raise ConfigError for a layout that needs blocks if none are known."""
     needs = {
         "pipeline.stages": layout.pipeline > 1 and "stages are cut between blocks",
         "zero_optimization.stage": layout.zero_stage == 3 and "ZeRO-3 gathers parameters block by block",
@@ -103,7 +103,7 @@ def _say_statistics(layout: Layout, findings: Findings) -> tuple[str, ...]:
 
 
 def _check_single(spec: ModelSpec, task: Task, name: str) -> None:
-    """Raises ConfigError for batch norm on one sample, unless that has several positions for its statistics."""
+    """Raise ConfigError for batch norm on one sample, unless that has several positions for its statistics."""
     small, model = tiny(spec)
     assert small.trial is not None
     try:

@@ -40,11 +40,11 @@ class ParallelMesh:
     """The process group of each reduction; None if this rank is alone in it."""
 
     def group(self, reduction: str) -> dist.ProcessGroup | None:
-        """The ranks with which this one reduces; None if it is alone."""
+        """Return the ranks with which this one reduces; None if it is alone."""
         return self.groups[reduction]
 
     def size(self, reduction: str) -> int:
-        """The number of ranks that reduce together."""
+        """Return the number of ranks that reduce together."""
         group = self.groups[reduction]
         return group.size() if group is not None else 1
 
@@ -55,11 +55,11 @@ class ParallelMesh:
         return tensor
 
     def axis(self, name: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one along one axis alone."""
+        """Return the ranks that differ from this one along one axis alone."""
         return self.device_mesh[name].get_group()
 
     def rank(self, axis: str) -> int:
-        """This rank's coordinate on an axis."""
+        """Return this rank's coordinate on an axis."""
         return self.device_mesh.get_local_rank(axis)
 
     @cached_property

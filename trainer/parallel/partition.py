@@ -13,7 +13,7 @@ from trainer.models.spec import ModelSpec
 def divide(costs: Sequence[float], first: float, last: float, stages: int) -> list[range]:
     """Divide blocks with these costs into `stages` runs of at least one, such that the costliest stage is cheapest.
 
-    `first` and `last` are the costs of the first and last stage beside their blocks. Among equal divisions,
+    `first` and `last` are the costs of the first and last stage besides their blocks. Among equal divisions,
     it is the one with the smallest sum of squares. Raises ValueError for fewer blocks than stages.
     """
     if len(costs) < stages:

@@ -14,7 +14,7 @@ from trainer.parallel.mesh import REDUCTIONS, ParallelMesh, ranks_along
 
 
 def check_replicas(modules: Sequence[nn.Module], mesh: ParallelMesh, ranks: Ranks) -> None:
-    """Raises NumericsError, on all ranks, unless the ranks of each `replica` hold the same parameters. Collective."""
+    """Raise NumericsError, on all ranks, unless the ranks of each `replica` hold the same parameters. Collective."""
     with torch.no_grad():
         sums = torch.stack([_checksum(local(p)) for module in modules for p in module.parameters()])
     found = ranks.gather([float(value) for value in sums])

@@ -47,7 +47,7 @@ def apply(module: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def check_shardable(spec: ModelSpec, layout: Layout) -> None:
-    """Raises ConfigError if FSDP2 would gather the whole model at once, or can't gather a block alone."""
+    """Raise ConfigError if FSDP2 would gather the whole model at once, or can't gather a block alone."""
     if layout.zero_stage > 0 and not spec.blocks:
         mend = 'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed" (stages 1 and 2).'
         seen = "FSDP2 shards block by block, and no blocks were found"
@@ -92,7 +92,7 @@ def _uses_weights_outside(spec: ModelSpec, trial: Trial) -> bool:
 
 
 def check_units(module: nn.Module, spec: ModelSpec) -> None:
-    """Raises NumericsError unless every block is an FSDP unit of its own: one flat unit would gather all at once."""
+    """Raise NumericsError unless every block is an FSDP unit of its own: one flat unit would gather all at once."""
     units = {name for name, inner in module.named_modules() if isinstance(inner, FSDPModule)}
     missing = [name for name in spec.blocks if f"model.{name}" not in units]
     if missing:

@@ -42,7 +42,7 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raises ConfigError, with each reason once, for a model that `layout.tensor` ranks can't train exactly."""
+    """Raise ConfigError, with each reason once, for a model that `layout.tensor` ranks can't train exactly."""
     mend = "Change tensor_parallel.autotp_size; 1 trains every model."
     found = dict.fromkeys((re.sub(r"\.\d+\.", ".*.", seen), expected) for seen, expected in _problems(spec, layout))
     if found:

@@ -25,7 +25,7 @@ class Device:
     network: float = 50e9
     """Bandwidth to other nodes, one way, for each device: 400 Gb/s unless another is given."""
     latency: float = 20e-6
-    """Seconds that a message takes beside its bytes, about NCCL's; data sheets don't give it."""
+    """Seconds that a message takes besides its bytes, about NCCL's; data sheets don't give it."""
 
     def rate(self, precision: str) -> float:
         """Return the FLOP/s to count with for a precision."""
@@ -34,7 +34,7 @@ class Device:
 
 GIB = 2**30
 RESERVED = 2 * GIB
-"""Bytes left free beside tensors: the CUDA context, libraries' workspaces and NCCL's buffers take 1 to 2 GiB."""
+"""Bytes left free besides tensors: the CUDA context, libraries' workspaces and NCCL's buffers take 1 to 2 GiB."""
 
 DEVICES = {
     device.name: device

@@ -123,7 +123,7 @@ def _group(args: Any) -> tuple[int, ...]:
         if isinstance(value, torch.ScriptObject):
             try:
                 return tuple(dist.get_process_group_ranks(ProcessGroup.unbox(value)))
-            except (RuntimeError, TypeError):  # a reduce operation is such an object, too
+            except (RuntimeError, TypeError):  # a reduce operation is a ScriptObject, too
                 continue
     for value in reversed(args):
         if isinstance(value, str):

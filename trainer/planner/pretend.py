@@ -192,7 +192,7 @@ def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str
         yield kind, "has_overflow", _never(kind.has_overflow)
     yield CheckOverflow, "check_using_norm", _never(CheckOverflow.check_using_norm)
     yield OpBuilder, "load", lambda *_, **__: _NoKernels()
-    yield type(get_accelerator()), "is_fp16_supported", lambda _: True  # what is planned for is a GPU
+    yield type(get_accelerator()), "is_fp16_supported", lambda _: True  # the plan is for a GPU
     # a stage receives the shape of its input from the stage before
     yield PipelineEngine, "_recv_tensor_meta", lambda *_: hidden()
     yield PipelineEngine, "_send_tensor_meta", lambda *_: None

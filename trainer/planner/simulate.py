@@ -203,7 +203,7 @@ def recorded(subject: Subject, machine: Machine, at: Callable[[str], None] = lam
 def _saved(entry: StateTensor) -> int:
     """Read a tensor as a save does; return the bytes that a background save keeps on this rank's host.
 
-    If a rank copies its shard, what is gathered later passes through the device in small buffers and is not counted.
+    If a rank copies its shard, the later gather passes through the device in small buffers and is not counted.
     """
     kept = entry.local.shard() if entry.local else entry.read()
     return 0 if kept is None else kept.nbytes

@@ -21,7 +21,7 @@ BLUE, TEAL, OCHRE, RED, VIOLET, SKY = "#2f5f96", "#3b8f83", "#cf9434", "#b4493c"
 COLOURS = (BLUE, TEAL, OCHRE, VIOLET, SKY, "#a3b86c", "#c98a9b", MUTED)
 WIDTH, DPI = 9.6, 150
 FEW = 60
-"""The most points of which each is marked."""
+"""The most points of a curve at which each is marked."""
 STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 9.0, "text.color": INK, "text.parse_math": False,
     "axes.edgecolor": LINE, "axes.labelcolor": MUTED, "axes.linewidth": 0.8, "axes.axisbelow": True,

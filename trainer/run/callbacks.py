@@ -35,7 +35,7 @@ MERGED = "final-merged"
 SLOW = 0.1
 """The share of the time spent waiting for data above which the user is told."""
 SIGN_SECONDS = 600.0
-"""Seconds without a line, after which one is printed where nothing else shows that the run goes on."""
+"""Seconds without a line, after which one is printed if nothing else shows that the run continues."""
 SLOW_DISK = 50e6
 """Bytes/s that a save is taken to write at least: for as long it may give no sign of life."""
 Saver = Callable[[Sequence[StateTensor], Callable[[Sequence[StateTensor], Ranks], None]], None]

@@ -127,7 +127,7 @@ def spec_of(
 def check(
     spec: ModelSpec, task: ImageClassification, images: Images, path: str, layout: Layout, first: list[Any]
 ) -> None:
-    """Raises for an unsupported layout, for images that the model can't take, and for other numbers of classes."""
+    """Raise for an unsupported layout, for images that the model can't take, and for other numbers of classes."""
     model = spec.build()
     if layout.tensor > 1:
         seen = f"{layout.tensor}, and nothing says how the layers of an image classifier are split over ranks"

@@ -71,7 +71,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Given:
-    """Objects from a script, in place of what the config names."""
+    """Objects from a script, in place of those that the config names."""
 
     model: Callable[[], nn.Module] | None = None
     data: Any = None

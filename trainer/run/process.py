@@ -115,7 +115,7 @@ def place_for_operators() -> None:
 
 
 def _check_even(sizes: Sequence[int]) -> None:
-    """Raises ConfigError unless all machines run equally many processes: each would build another mesh."""
+    """Raise ConfigError unless all machines run equally many processes: each would build another mesh."""
     if len(set(sizes)) > 1:
         found = ", ".join(f"{size} on that of rank {sizes.index(size)}" for size in dict.fromkeys(sizes))
         mend = "Start as many on each (--nproc-per-node, slots of the hostfile)"

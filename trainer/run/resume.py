@@ -32,19 +32,19 @@ BESIDE = {
 
 @dataclass(frozen=True)
 class Request:
-    """The options of the command line beside the config."""
+    """The options of the command line besides the config."""
 
     resume: str | None = None
     """A checkpoint's path, or "auto" for the newest one of the newest run of that name, whatever its config."""
     fresh: bool = False
-    """Start a new run even if the last one was not finished."""
+    """True to start a new run even if the last one was not finished."""
     resume_anyway: bool = False
-    """Resume even if data, tokenizer, model or code changed."""
+    """True to resume even if data, tokenizer, model or code changed."""
     weights_only: bool = False
-    """Resume with a new optimizer."""
+    """True to resume with a new optimizer."""
     dry_run: bool = False
     preview: int | None = None
-    """Show so many samples, and train nothing."""
+    """The number of samples to show, without training; None to train."""
     overrides: Sequence[str] = ()
     script: bool = False
     """True if called from Python: a finished run is then repeated, in another folder."""
@@ -311,7 +311,7 @@ def _last_logged(path: Path) -> int:
 
 
 def _steering(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of the config that decide the numbers of a run, beside data, model and layout."""
+    """Return the parts of the config that decide the numbers of a run, besides data, model and layout."""
     config = description.get("config", {})
     wanted = ("optimizer", "scheduler", "gradient_clipping", "train_batch_size")
     section = config.get("trainer") or {}

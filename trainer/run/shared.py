@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 10.0
 
 
 def check_shared(folder: Path, ranks: Ranks) -> None:
-    """Raises DiskError, naming the machines, if `folder` is not the same on all as on rank 0. Collective."""
+    """Raise DiskError, naming the machines, if `folder` is not the same on all as on rank 0. Collective."""
     if ranks.world_size == 1:
         return
     mark = ranks.on_first(lambda: _leave_mark(folder))

@@ -14,7 +14,7 @@ NAME = "timeline.jsonl"
 ALONE = {"evaluating": "evaluated", "saving": "saved"}
 """Phases that have a line each, by its event; the others are summed between log lines."""
 PROFILING = "profiling"
-"""The time that the profiler takes beside the recorded phases: to begin, and to write."""
+"""The time that the profiler takes besides the recorded phases: to begin, and to write."""
 
 
 class Timeline:

@@ -50,7 +50,7 @@ class ImageClassification(Supervised):
         return torch.stack([class_loss(logits, target)[0], *right]) * batch["share"]
 
     def check_output(self, samples: Sequence[Any], name: str) -> None:
-        """Raises ConfigError unless the model gives a score for each class."""
+        """Raise ConfigError unless the model gives a score for each class."""
         batch = self.collate(samples)
         output, _ = self._on_meta(batch)
         wanted = (len(batch["target"]), self._classes)

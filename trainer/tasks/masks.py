@@ -62,7 +62,7 @@ class Masks:
                 wanted["local_size"] = None  # a window as long as the row hides nothing
             kind = None if wanted.get("attention_mask") is not None else _kind(mask_function)
             found = self._made.get((make, kind))
-            if found and found[0] == wanted and found[1]._version == found[2]:  # nobody has written into it
+            if found and found[0] == wanted and found[1]._version == found[2]:  # unchanged since
                 return found[1]
             mask = make(mask_function=mask_function, config=config, **wanted)
             if kind is not None and type(mask) is torch.Tensor:

@@ -16,7 +16,7 @@ Batch = dict[str, torch.Tensor]
 
 class Task(Protocol):
     measures: tuple[str, ...]
-    """Names of what an evaluation counts beside the loss, over the targets (accuracy: the correct ones)."""
+    """Names of what an evaluation counts besides the loss, over the targets (accuracy: the correct ones)."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Change the model, on the meta device and in place, if the loss requires it."""
@@ -55,7 +55,7 @@ class Task(Protocol):
         ...
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return, in an evaluation, the summed loss, then each of `measures`, [1 + measures]."""
+        """Return the summed loss of a batch in an evaluation, then each of `measures`: [1 + measures]."""
         ...
 
 

@@ -94,7 +94,7 @@ _EXPERIMENT = "meshloom"
 
 
 def require(names: Sequence[str]) -> None:
-    """Raises ConfigError if the package of a tracker is not installed, or wandb has no login."""
+    """Raise ConfigError if the package of a tracker is not installed, or wandb has no login."""
     for name in names:
         missing = [package for package in _PACKAGES[name] if find_spec(package) is None]
         if missing:

@@ -51,7 +51,7 @@ def defaults(given: Json) -> Json:
 
 
 def _stage(draft: Draft, roles: Roles) -> None:
-    """Raises ConfigError for anything but training on text."""
+    """Raise ConfigError for anything but training on text."""
     asked, trains = roles["kind"], roles.get("trains")
     if asked.value not in ("sft", "pt"):
         raise ConfigError(Problem(asked.key, f"saw {show(asked.value)}", "sft or pt: no other is offered"))

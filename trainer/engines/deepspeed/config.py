@@ -20,7 +20,7 @@ STAGE_0_NOTE = (
 
 
 def check_precision(layout: Layout) -> None:
-    """Raises ConfigError if this machine can't compute in the layout's precision."""
+    """Raise ConfigError if this machine can't compute in the layout's precision."""
     from deepspeed.accelerator import get_accelerator
 
     if layout.precision == "float16" and not get_accelerator().is_fp16_supported():

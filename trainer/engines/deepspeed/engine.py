@@ -49,7 +49,7 @@ def refusal(layout: Layout) -> str | None:
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raises ConfigError if a model can't be cut or split so, or DeepSpeed would put zeros for missing gradients."""
+    """Raise ConfigError if a model can't be cut or split so, or DeepSpeed would put zeros for missing gradients."""
     if spec.sparse:
         # it takes a missing gradient for zeros, which decays the weight and, under ZeRO-2 and 3, may hang
         seen = f"some tokens leave parameters without a gradient ({spec.sparse[0]}, ...)"
@@ -136,7 +136,7 @@ def _link_group_by_group(optimizer: Any) -> None:
 
 
 def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError if this machine lacks float16 arithmetic, or a compiler that is needed."""
+    """Raise ConfigError if this machine lacks float16 arithmetic, or a compiler that is needed."""
     check_precision(layout)
     recipe = in_deepspeed(settings, layout, device.type, grouped=False)
     check_compiler(layout, device, recipe.library if isinstance(recipe, Recipe) else "")

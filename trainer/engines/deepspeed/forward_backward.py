@@ -20,7 +20,7 @@ from trainer.tasks.task import Batch
 
 @dataclass(frozen=True)
 class Step:
-    """The inputs of a step beside its micro-batches."""
+    """The inputs of a step besides its micro-batches."""
 
     seed: int
     """The seed of dropout on this data rank."""

@@ -23,7 +23,7 @@ OF_OPTIMIZERS = {
 
 
 def check_compiler(layout: Layout, device: torch.device, optimizer: str = "") -> None:
-    """Raises ConfigError if an operator has to be compiled and a tool for it is missing.
+    """Raise ConfigError if an operator has to be compiled and a tool for it is missing.
 
     `optimizer`: the class that the engine builds, by its public name.
     """

@@ -41,7 +41,7 @@ def refusal(layout: Layout) -> str | None:
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raises ConfigError for a model that AutoTP would not split exactly."""
+    """Raise ConfigError for a model that AutoTP would not split exactly."""
     tensor.check(spec, layout)
     if WHOLE in spec.language.tensor_plan.values():
         place, mend = f"engine deepspeed: {spec.name}", 'Set trainer.engine to "mesh".'

@@ -62,7 +62,7 @@ def build(job: Job) -> TorchEngine:
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raises ConfigError if another module has the class of a block: Accelerate shards by class."""
+    """Raise ConfigError if another module has the class of a block: Accelerate shards by class."""
     shard.check_shardable(spec, layout)
     if layout.zero_stage == 0:
         return

@@ -52,7 +52,7 @@ def notes_of(layout: Layout) -> tuple[str, ...]:
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raises ConfigError for a model that can't be cut or split as the layout requires."""
+    """Raise ConfigError for a model that can't be cut or split as the layout requires."""
     shard.check_shardable(spec, layout)
     if layout.tensor > 1:
         tensor.check(spec, layout)
