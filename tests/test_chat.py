@@ -83,9 +83,9 @@ def messages(turns: list[tuple[str, str]] = TURNS) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
-def learned(tokenizer: Any, template: str, chat: Chat, last_only: bool = False) -> list[str]:
+def learned(tokenizer: Any, template: str, chat: Chat, loss_on: str = "assistant") -> list[str]:
     """The runs of targets, as text."""
-    found = next(Template(tokenizer, template, "", last_only).encode([chat]))
+    found = next(Template(tokenizer, template, "", loss_on).encode([chat]))
     runs, run = [], list[int]()
     for token, counts in [*zip(found.tokens, found.counted, strict=True), (0, False)]:
         if counts:
@@ -101,10 +101,23 @@ def test_answers_and_the_ends_of_their_turns_are_learned(tokenizer: Any, family:
     space, end = " " if family == "mistral" else "", ENDS[family]
     expected = [f"{space}It is 4.{end}", f"{space}Yes: ünd so.{end}"]
     assert learned(tokenizer, TEMPLATES[family], Chat(messages())) == expected
-    assert learned(tokenizer, TEMPLATES[family], Chat(messages()), last_only=True) == expected[1:]
+    assert learned(tokenizer, TEMPLATES[family], Chat(messages()), loss_on="last_assistant") == expected[1:]
     tokens = next(Template(tokenizer, TEMPLATES[family], "").encode([Chat(messages())])).tokens
     whole = tokenizer.apply_chat_template(messages(), chat_template=TEMPLATES[family], tokenize=True)
     assert tokens == (whole["input_ids"] if not isinstance(whole, list) else whole)
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_every_token_of_a_chat_is_learned_where_that_is_asked_for(tokenizer: Any, family: str) -> None:
+    """As TRL does where nothing is said; of a prompt with a completion only the completion, as it does."""
+    encoded = next(Template(tokenizer, TEMPLATES[family], "", "all").encode([Chat(messages())]))
+    assert (
+        all(encoded.counted)
+        and encoded.tokens == next(Template(tokenizer, TEMPLATES[family], "").encode([Chat(messages())])).tokens
+    )
+    prompted = Chat(messages(), None, len(messages()) - 1)
+    last = learned(tokenizer, TEMPLATES[family], prompted)
+    assert learned(tokenizer, TEMPLATES[family], prompted, "all") == last and len(last) == 1
 
 
 @pytest.mark.parametrize("end_is_eos", [False, True])
@@ -144,7 +157,7 @@ def test_a_mark_that_leaves_the_end_of_the_turn_out_gets_it(tokenizer: Any) -> N
 def test_a_template_that_rewrites_its_past_is_refused_with_the_turn(tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"rows:7: the template rewrites turn 1 once more turns follow: '<think>"):
         learned(tokenizer, REASONING, Chat(messages(), place="rows:7"))
-    assert learned(tokenizer, REASONING, Chat(messages()), last_only=True) == [
+    assert learned(tokenizer, REASONING, Chat(messages()), loss_on="last_assistant") == [
         "<think>\n\n</think>\n\nYes: ünd so.<|im_end|>"
     ]
     thinks = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
@@ -178,7 +191,7 @@ def test_the_data_may_say_what_counts(tokenizer: Any) -> None:
 # Rows
 
 OPTIONS = {"text_column": "text", "prompt_column": None, "completion_column": None, "name": None, "split": "train"}
-OPTIONS |= {"records": "auto", "chat_column": "messages", "corrupt": "error"}
+OPTIONS |= {"records": "auto", "chat_column": "messages", "corrupt": "error", "max_rows": None}
 SHARED = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 OPEN = [
     {"role": "system", "content": "Be brief."},

@@ -215,8 +215,9 @@ def test_the_table_has_every_parameter_of_deepspeeds_schedulers() -> None:
 
     from deepspeed.runtime import lr_schedules
 
-    assert list(SCHEDULERS) == sorted(lr_schedules.VALID_LR_SCHEDULES, key=list(SCHEDULERS).index)
-    for name, table in SCHEDULERS.items():
+    theirs = {name: table for name, table in SCHEDULERS.items() if not name.islower()}
+    assert list(theirs) == sorted(lr_schedules.VALID_LR_SCHEDULES, key=list(theirs).index)
+    for name, table in theirs.items():
         parameters = inspect.signature(getattr(lr_schedules, name).__init__).parameters
         assert set(table) == set(parameters) - {"self", "optimizer"}
 

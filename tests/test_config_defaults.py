@@ -259,7 +259,7 @@ def test_dry_run_says_where_a_default_is_not_deepspeeds() -> None:
     assert "communication_data_type" not in {path for path, _, _ in origin_table(compiled(written))}
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", [name for name in SCHEDULERS if not name.islower()])
 def test_a_schedules_parameter_that_is_left_out_is_deepspeeds(name: str) -> None:
     from deepspeed.runtime import lr_schedules
 
@@ -273,7 +273,7 @@ def test_a_schedules_parameter_that_is_left_out_is_deepspeeds(name: str) -> None
         assert ours[key].default == theirs[key].default, key
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", [name for name in SCHEDULERS if not name.islower()])
 def test_a_schedule_that_starts_in_mid_run_is_refused(name: str) -> None:
     needed = {"total_num_steps": 9, "cycle_min_lr": 0.1, "cycle_max_lr": 1.0}
     params = {key: value for key, value in needed.items() if key in SCHEDULERS[name]}

@@ -263,7 +263,7 @@ CONFLICTS = [
     ),
     (
         {"scheduler": {"type": "CosineLR"}},
-        f'scheduler.type: saw "CosineLR"; expected one of {", ".join(SCHEDULERS)}. Did you mean "WarmupCosineLR"?',
+        f'scheduler.type: saw "CosineLR"; expected one of {", ".join(SCHEDULERS)}. Did you mean "cosine"?',
     ),
     (
         {"trainer": {"model": {"name_or_path": "m", "config": {}}}},

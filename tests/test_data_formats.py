@@ -22,7 +22,7 @@ from trainer.data.source import Cut, Encoded
 from trainer.errors import DataError, Problem
 
 COLUMNS = {"text_column": "text", "prompt_column": None, "completion_column": None, "name": None, "split": "train"}
-COLUMNS |= {"records": "auto", "chat_column": "messages", "corrupt": "error"}
+COLUMNS |= {"records": "auto", "chat_column": "messages", "corrupt": "error", "max_rows": None}
 TEXTS = ["one", "zwei ü", 'a, "quoted"\nline']
 
 
@@ -94,6 +94,29 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
     path.write_text('{"q": "2+2=", "a": "4"}\n\n{"q": null, "a": "5"}\n{"q": "3", "a": " "}\n')
     documents = read(str(path), prompt_column="q", completion_column="a")
     assert documents == [Text("4", "2+2="), Text("5", ""), None]
+
+
+def test_alpacas_own_prompt_is_axolotls(tmp_path: Path) -> None:
+    rows = [{"instruction": "Add.", "input": "1, 2", "output": "3"}, {"instruction": "Hi", "output": "Ho"}]
+    rows += [{"instruction": "Hi", "input": "", "output": " "}, {"instruction": "Hi", "input": "", "output": "!"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    first, second, third, fourth = read(str(path), records="alpaca")
+    assert (first.text, third, fourth.text) == ("3", None, "!") and fourth.prompt == second.prompt
+    assert first.prompt == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nAdd.\n\n### Input:\n1, 2\n\n### Response:\n"
+    )
+    assert second.prompt == (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nHi\n\n### Response:\n"
+    )
+
+
+def test_only_the_first_rows_are_read_where_that_is_asked_for(tmp_path: Path) -> None:
+    paths = [write(tmp_path, f"{name}.jsonl", [f"{name}1", f"{name}2"]) for name in "ab"]
+    assert [found.text for found in read(list(map(str, paths)), max_rows=3)] == ["a1", "a2", "b1"]
 
 
 def test_rows_without_text_are_marked(tmp_path: Path) -> None:

@@ -35,8 +35,7 @@ def written(folder: Path, system: str, keys: dict, partial: bool = False) -> Dra
 
 def named(draft: Draft) -> set[str]:
     """Every key that something is said of."""
-    said = {key.partition(" ")[0] for lines in (draft.carried, draft.changed, draft.lost) for key in lines}
-    said |= {*draft.listed, *draft.idle}
+    said = {key.partition(" ")[0] for lines in (draft.carried, draft.lost) for key in lines} | {*draft.listed}
     return said | {key.partition(".")[0] for key in said}
 
 
@@ -66,30 +65,31 @@ def test_axolotls_qlora():
     }
     assert (made["train_micro_batch_size_per_gpu"], made["gradient_accumulation_steps"]) == (2, 4)
     assert made["optimizer"] == {"type": "AdamW", "params": {"lr": 2e-5, "weight_decay": 0.0}}
-    assert made["scheduler"]["type"] == "WarmupCosineLR" and made["scheduler"]["params"]["cos_min_ratio"] == 0.0
+    assert made["scheduler"]["type"] == "cosine" and made["scheduler"]["params"]["cos_min_ratio"] == 0.0
     assert [(source["path"], source["records"]) for source in data["sources"]] == [
-        ("teknium/GPT4-LLM-Cleaned", "instruction"),
+        ("teknium/GPT4-LLM-Cleaned", "alpaca"),
         ("data/chats.jsonl", "chat"),
     ]
     assert data["sources"][1]["chat_column"] == "conversations"
     assert (data["documents"], data["too_long"], data["sequence_length"]) == ("pack", "drop", 2048)
-    assert {line.partition(" ")[0] for line in draft.lost} == {"load_in_4bit", "adapter", "datasets[0].type"}
+    assert {line.partition(" ")[0] for line in draft.lost} == {"load_in_4bit", "adapter", "optimizer"}
     assert "not in 4" in words(draft.lost, "adapter")
-    assert "float32" in words(draft.changed, "optimizer")
+    assert "float32" in words(draft.lost, "optimizer")
     assert made["trainer"]["evaluation"] == {"every": 0.25} and "every" not in made["trainer"].get("checkpoint", {})
     assert made["scheduler"]["params"]["warmup_num_steps"] == "auto" and made["trainer"]["warmup_ratio"] == 0.1
 
 
 def test_axolotls_fsdp():
-    draft = shipped("axolotl_full.yml")
+    draft = shipped("axolotl_full.yml", partial=True)
+    assert {line.partition(" ")[0] for line in draft.lost} == {"load_best_model_at_end"}
     made, section = draft.made, draft.made["trainer"]
     cpu = {"device": "cpu"}
     assert made["zero_optimization"] == {"stage": 2, "offload_param": cpu, "offload_optimizer": cpu}
     assert section["engine"] == "accelerate" and "adapter" not in section
-    assert made["scheduler"] == {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_num_steps": 20}}
+    assert made["scheduler"] == {"type": "constant_with_warmup", "params": {"warmup_num_steps": 20}}
     assert made["optimizer"]["params"]["betas"] == [0.9, 0.95]
     assert section["checkpoint"] == {"every": 50, "keep_last": 3, "keep_best": True}
-    assert section["evaluation"] == {"every": 50, "patience": 3}
+    assert section["evaluation"] == {"every": 50, "patience": 3, "samples": 10**9}  # all, as theirs
     assert section["data"] == {
         "path": ["books/a.jsonl", "books/b.jsonl"],
         "format": "jsonl",
@@ -115,7 +115,9 @@ def test_llamafactorys_lora_over_a_deepspeed_file():
     assert section["data"]["sources"][0]["path"] == str(HABITS / "data/identity.json")
     assert section["data"]["sources"][1]["path"] == "someone/alpaca-demo"
     assert section["data"]["sources"][2]["chat_column"] == "messages"
-    assert "chat template" in words(draft.changed, "template")
+    assert "chat template" in words(draft.lost, "template")
+    assert {line.partition(" ")[0] for line in draft.lost} == {"template"}
+    assert [source["max_rows"] for source in section["data"]["sources"]] == [1000] * 3
 
 
 def test_llamafactorys_pretraining():
@@ -150,7 +152,9 @@ def test_arguments_of_the_trainer():
 def test_arguments_of_trl():
     text = "--model_name_or_path m --dataset_name a/b --packing --max_length 64 --use_peft --lora_r 4"
     section = from_flags(f"{text} --lora_target_modules q_proj v_proj").made["trainer"]
-    assert section["data"] == {"path": "a/b", "sequence_length": 64, "documents": "pack", "evaluation_fraction": 0.0}
+    assert section["data"] == {"path": "a/b", "sequence_length": 64, "documents": "pack", "loss_on": "all"} | {
+        "evaluation_fraction": 0.0
+    }
     targets = ["q_proj", "v_proj"]
     assert section["adapter"] == {"type": "lora", "r": 4, "alpha": 32, "dropout": 0.05, "targets": targets}
 
@@ -178,7 +182,7 @@ def test_arguments_that_are_as_by_default_lose_nothing(tmp_path: Path):
 def test_their_defaults_are_written_and_said(tmp_path: Path):
     draft = written(tmp_path, "trainer", {"output_dir": "out"})
     assert (draft.made["trainer"]["epochs"], draft.made["trainer"]["seed"]) == (3.0, 42)
-    assert draft.made["scheduler"]["type"] == "WarmupDecayLR"
+    assert draft.made["scheduler"]["type"] == "linear"
     assert draft.carried["num_train_epochs 3.0 (their default)"] == ["trainer.epochs 3.0"]
 
 
@@ -210,8 +214,8 @@ def test_a_deepspeed_file_has_the_last_word(tmp_path: Path):
         draft.made["gradient_accumulation_steps"] == 2 and draft.made["trainer"]["weight_decay_excludes"] == "nothing"
     )
     assert "says gradient_accumulation_steps 2" in words(draft.lost, "gradient_accumulation_steps")
-    assert "of its own" in words(draft.changed, "lr_scheduler_type")
-    assert "of its own" in words(draft.changed, "adam_beta2")
+    assert "of its own" in words(draft.carried, "lr_scheduler_type")
+    assert words(draft.carried, "adam_beta2") == "the DeepSpeed file says optimizer"
     assert "gradient_clipping" not in draft.made  # DeepSpeed's own default, not the Trainer's
 
 
@@ -225,11 +229,6 @@ def test_a_deepspeed_file_has_the_last_word(tmp_path: Path):
         ("trainer", {"deepspeed": "nowhere.json"}, "deepspeed"),
         ("axolotl", {"learning_rate": "fast"}, "optimizer.params.lr"),
         ("axolotl", {"warmup_ratio": "some"}, "warmup_ratio"),
-        (
-            "axolotl",
-            {"datasets": [{"path": "a", "message_property_mappings": ["role"]}]},
-            "datasets[0].message_property_mappings",
-        ),
         ("trainer", {"max_steps": "all"}, "max_steps"),
         ("trainer", {"fsdp_config": "{"}, "fsdp_config"),
     ],
@@ -312,18 +311,48 @@ SETS = [{"path": "a", "type": "chat_template"}]
         ("axolotl", {"val_set_size": 500}, "val_set_size"),
         ("axolotl", {"datasets": SETS, "test_datasets": [{**SETS[0], "split": "test"}]}, "test_datasets"),
         ("axolotl", {"datasets": SETS, "evals_per_epoch": 2, "max_steps": 9}, "evals_per_epoch"),
-        ("axolotl", {"datasets": [{"path": "a", "type": "alpaca"}]}, "datasets[0].type"),
+        ("axolotl", {"datasets": [{"path": "a", "type": "alpaca_w_system.load_open_orca"}]}, "datasets[0].type"),
+        ("axolotl", {"eot_tokens": ["[/INST]"]}, "eot_tokens"),
+        ("axolotl", {"optimizer": "adamw_bnb_8bit"}, "optimizer"),
+        ("axolotl", {"bf16": "full"}, "bf16"),
+        ("axolotl", {"datasets": [{"path": "a", "type": "completion"}]}, "sequence_len"),
+        (
+            "axolotl",
+            {"val_set_size": 0.1, "eval_steps": 5, "save_steps": 5, "load_best_model_at_end": True},
+            "load_best_model_at_end",
+        ),
+        ("trainer", {"optim": "paged_adamw_8bit"}, "optim"),
+        ("trainer", {"torch_dtype": "bfloat16", "bf16": True}, "torch_dtype"),
+        (
+            "trainer",
+            {"eval_strategy": "steps", "eval_steps": 5, "load_best_model_at_end": True, "save_steps": 5},
+            "load_best_model_at_end",
+        ),
+        ("llamafactory", {"template": "llama3"}, "template"),
+        ("llamafactory", {"packing": True}, "packing"),
+        ("llamafactory", {"pure_bf16": True, "finetuning_type": "full"}, "pure_bf16"),
         ("axolotl", {"datasets": [{**SETS[0], "roles": {"user": ["boss"]}}]}, "datasets[0].roles.user"),
+        (
+            "axolotl",
+            {"datasets": [{**SETS[0], "message_property_mappings": ["role"]}]},
+            "datasets[0].message_property_mappings",
+        ),
+        (
+            "axolotl",
+            {"datasets": [{**SETS[0], "message_property_mappings": {"role": "who"}}]},
+            "datasets[0].message_property_mappings.role",
+        ),
+        ("axolotl", {"datasets": [{**SETS[0], "roles_to_train": ["assistant", "user"]}]}, "datasets[0].roles_to_train"),
+        ("axolotl", {"datasets": [{"path": "a", "type": {"format": "{instruction}"}}]}, "datasets[0].type"),
         ("axolotl", {"datasets": [{**SETS[0], "shards": 10}]}, "datasets[0].shards"),
         ("axolotl", {"datasets": SETS, "chat_template": "chatml"}, "chat_template"),
-        ("axolotl", {"special_tokens": {"eos_token": "<|im_end|>"}}, "special_tokens"),
+        ("axolotl", {"special_tokens": {"eos_token": "<|im_end|>"}}, "special_tokens.eos_token"),
         ("axolotl", {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins"),
         ("axolotl", {"model_type": "MllamaForConditionalGeneration"}, "model_type"),
         ("axolotl", {"excess_length_strategy": "split"}, "excess_length_strategy"),
         ("axolotl", {"train_on_inputs": True}, "train_on_inputs"),
         ("llamafactory", {"lora_target": ".*q_proj"}, "lora_target"),
         ("llamafactory", {"quantization_bit": 4}, "quantization_bit"),
-        ("llamafactory", {"max_samples": 1000}, "max_samples"),
         ("llamafactory", {"val_size": 100}, "val_size"),
         ("llamafactory", {"template": "alpaca"}, "template"),
         ("llamafactory", {"dataset": "nowhere"}, "dataset"),
@@ -502,7 +531,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([*ours, "--partial"], "meshloom import") == 0
     report = capsys.readouterr().out
     assert "lost, and changes what is trained (3)" in report and "load_in_4bit true" in report
-    assert "with another meaning" in report and "change nothing of what is trained" in report
+    assert "carried over (" in report and "change nothing of what is trained" in report
     assert load(target).trainer.adapter is not None
     assert main(["--from", "axolotl", "--partial", str(source)], "meshloom import") == 0
     printed = capsys.readouterr()
@@ -547,6 +576,21 @@ def test_an_adapter_to_start_from_says_what_it_is(tmp_path: Path, system: str, k
     assert draft.made["trainer"]["adapter"] == {"type": "lora", "path": "out/lora", "dropout": 0.1}
     whole = written(tmp_path, system, {**keys, key: None, "learning_rate": 1e-4}, partial=True)
     assert "path" not in whole.made["trainer"]["adapter"]
+
+
+def test_what_has_a_counterpart_is_carried_right(tmp_path: Path):
+    """Alpaca's own prompt, the first rows alone, ends of turns, questions that are learned, Axolotl's warm-up."""
+    keys = {"base_model": "m", "learning_rate": 1e-4, "datasets": [{"path": "a", "type": "alpaca"}], "max_steps": 5000}
+    draft = written(tmp_path, "axolotl", {**keys, "eot_tokens": ["<|im_end|>"], "optimizer": "paged_adamw_32bit"})
+    assert draft.made["trainer"]["data"]["records"] == "alpaca" and "eot_tokens" in draft.listed
+    assert draft.made["scheduler"]["params"]["warmup_num_steps"] == 100  # of 150, as Axolotl has none longer
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"a": {"file_name": "a.json"}}))
+    keys = {"model_name_or_path": "m", "dataset": "a", "learning_rate": 1e-4, "max_samples": 10}
+    data = written(tmp_path, "llamafactory", {**keys, "train_on_prompt": True}).made["trainer"]["data"]
+    assert (data["max_rows"], data["loss_on"], data["too_long"]) == (10, "all", "error")
+    flags = "--model_name_or_path m --dataset_name d --assistant_only_loss"
+    assert from_flags(flags).made["trainer"]["data"]["loss_on"] == "assistant"
 
 
 def test_noise_and_smoothed_labels_are_carried_over(tmp_path: Path):

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.config import RuntimeFacts, load, resolve
 from trainer.optim.lr_schedules import schedule_of
 
 rates = st.floats(1e-6, 1e-1)
@@ -61,6 +62,52 @@ def test_equals_deepspeed(kind):
             theirs.step()
 
     check()
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup"])
+@pytest.mark.parametrize(("warmup", "total"), [(0, 12), (1, 12), (5, 12), (12, 12), (3, 1)])
+def test_equals_transformers(kind, warmup, total):
+    """DeepSpeed's come an update late: here step 0 of a run without warm-up has the whole rate."""
+    from transformers import get_scheduler
+
+    for least in (0.0, 0.1) if kind == "cosine" else (0.0,):
+        optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.5)
+        name, more = ("cosine_with_min_lr", {"min_lr_rate": least}) if least else (kind, None)
+        theirs = get_scheduler(name, optimizer, warmup, total, scheduler_specific_kwargs=more)
+        params = {"warmup_num_steps": warmup} | ({} if kind == "constant_with_warmup" else {"total_num_steps": total})
+        params |= {"cos_min_ratio": least} if least else {}
+        ours = schedule_of({"type": "AdamW", "params": {"lr": 0.5}}, {"type": kind, "params": params})
+        for step in range(max(total, warmup)):
+            assert ours(step).learning_rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-12), step
+            optimizer.step()
+            theirs.step()
+
+
+def test_the_certificate_knows_transformers_schedules_and_finds_one_that_is_late(monkeypatch):
+    """Its own ones are transformers', and not those of the loop."""
+    from trainer.certify.schedule import compare_schedule
+    from trainer.optim import lr_schedules
+
+    for kind, total in (("linear", 20), ("cosine", 20), ("constant_with_warmup", None)):
+        params = {"warmup_num_steps": 4} | ({"total_num_steps": total} if total else {})
+        params |= {"cos_min_ratio": 0.1} if kind == "cosine" else {}
+        given = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "scheduler": {"type": kind, "params": params}}
+        config = resolve(load({"trainer": {}, **given}), RuntimeFacts(1, 8, 20, False, "cpu"))
+        assert compare_schedule(config, 20).passed
+        own = lr_schedules.SCHEDULES[kind]
+        late = lambda base, own=own, **params: lambda step: own(base, **params)(max(0, step - 1))  # noqa: E731
+        with monkeypatch.context() as patch:
+            patch.setitem(lr_schedules.SCHEDULES, kind, late)
+            assert not compare_schedule(config, 20).passed
+
+
+def test_no_warm_up_is_none_under_transformers_names_and_a_step_under_deepspeeds():
+    steps = {}
+    for kind in ("linear", "WarmupDecayLR"):
+        params = {"warmup_num_steps": "auto", "total_num_steps": "auto"}
+        config = load({"scheduler": {"type": kind, "params": params}, "trainer": {"steps": 9}})
+        steps[kind] = resolve(config, RuntimeFacts(1, 8, 9, False, "cpu")).scheduler.params["warmup_num_steps"]
+    assert steps == {"linear": 0, "WarmupDecayLR": 1}
 
 
 def test_without_a_scheduler_the_rate_stays():

@@ -449,8 +449,14 @@ def optimizer_of(
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer, config: Config) -> Any:
-    """Build DeepSpeed's own scheduler, which is stepped after each update."""
+    """Build DeepSpeed's own scheduler, or transformers', which is stepped after each update."""
     from deepspeed.runtime import lr_schedules
+    from transformers import get_scheduler
 
-    section = config.scheduler
-    return None if section is None else getattr(lr_schedules, section.type)(optimizer, **section.params)
+    if (section := config.scheduler) is None:
+        return None
+    if hasattr(lr_schedules, section.type):
+        return getattr(lr_schedules, section.type)(optimizer, **section.params)
+    steps = (section.params.get(f"{which}_num_steps", 0) for which in ("warmup", "total"))
+    least = {"min_lr_rate": rate} if (rate := section.params.get("cos_min_ratio")) else None
+    return get_scheduler("cosine_with_min_lr" if least else section.type, optimizer, *steps, least)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import Choice, Config, RuntimeFacts, load, mesh_sizes, resolve
+from trainer.config.keys import SCHEDULERS
 from trainer.errors import ConfigError, Problem
 from trainer.layout import PIPELINE_SCHEDULES, Layout, layout_of
 from trainer.models.shrink import HIDDEN
@@ -126,9 +127,9 @@ def _precision(section: str, enabled: bool | str, precision: str, changes: list[
 def _short(scheduler: Choice, steps: int) -> list[str]:
     """Return overrides that fit a schedule into so many steps, with all its phases."""
     lengths = {key: length for key, length in SHORT.items() if scheduler.params.get(key)}
-    if scheduler.type.startswith("Warmup"):
+    if "warmup_num_steps" in (known := SCHEDULERS[scheduler.type]):
         lengths["warmup_num_steps"] = SHORT["warmup_num_steps"]
-        lengths |= {"total_num_steps": steps} if scheduler.type != "WarmupLR" else {}
+        lengths |= {"total_num_steps": steps} if "total_num_steps" in known else {}
     if scheduler.type == "OneCycle":
         lengths["cycle_first_step_size"] = SHORT["cycle_first_step_size"]
     if scheduler.type == "LRRangeTest":

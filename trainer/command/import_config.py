@@ -67,15 +67,14 @@ def _report(draft: Draft) -> Iterator[str]:
     """Yield a line for each foreign key that makes a difference, and the names of the others."""
     from trainer.errors import printable
 
-    titles = ("carried over", "carried over with another meaning", "lost, and changes what is trained")
-    for title, lines in zip(titles, (draft.carried, draft.changed, draft.lost), strict=True):
+    for title, lines in (("carried over", draft.carried), ("lost, and changes what is trained", draft.lost)):
         yield f"{title} ({len(lines)})"
         width = min(44, max(map(len, lines), default=0))
         for key, texts in lines.items():
             yield printable(f"  {key:<{width}}  {'; '.join(dict.fromkeys(filter(None, texts)))}".rstrip())
-    for title, names in (("change nothing of what is trained", draft.listed), ("ask for nothing", draft.idle)):
-        if names:
-            yield printable(f"{title} ({len(names)}): {', '.join(names)}")
+    if draft.listed:
+        title = f"ask for nothing, or change nothing of what is trained beside the others ({len(draft.listed)})"
+        yield printable(f"{title}: {', '.join(draft.listed)}")
     data, model = (draft.made["trainer"].get(name, {}) for name in ("data", "model"))
     missing = {
         "trainer.model.name_or_path": "name_or_path" in model,

@@ -59,7 +59,7 @@ def choose_scheduler(section: Json) -> tuple[Json, list[Problem], list[str]]:
             if name not in params:
                 mend = f'Set "{name}"' + (' to "auto".' if name == "total_num_steps" else ".")
                 problems.append(Problem("scheduler.params", f"saw no {name}", f"{name} for {chosen['type']}", mend))
-    if params.get("warmup_num_steps") == 0:
+    if params.get("warmup_num_steps") == 0 and chosen["type"].startswith("Warmup"):
         params["warmup_num_steps"] = 1
         notes.append("scheduler.params.warmup_num_steps: 0 is read as 1, the least that DeepSpeed takes")
     return chosen, problems, notes

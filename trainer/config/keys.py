@@ -423,13 +423,17 @@ SCHEDULERS: dict[str, dict[str, Key]] = {
             lr_range_test_step_size : int >=1
             lr_range_test_staircase : bool
             {_START}""",
+        "linear": "warmup_num_steps : int >=0 auto\ntotal_num_steps : int >=1 auto",
+        "cosine": "warmup_num_steps : int >=0 auto\ntotal_num_steps : int >=1 auto\ncos_min_ratio : float 0..1",
+        "constant_with_warmup": "warmup_num_steps : int >=0 auto",
     }.items()
 }
-"""The parameters of each of DeepSpeed's schedulers."""
+"""The parameters of each of DeepSpeed's schedulers, and of three of transformers' by its names."""
 
 NEEDED = {
     "WarmupDecayLR": ("total_num_steps",),
     "WarmupCosineLR": ("total_num_steps",),
     "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+    **dict.fromkeys(("linear", "cosine"), ("total_num_steps",)),
 }
 """Parameters without a default."""

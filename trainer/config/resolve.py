@@ -127,6 +127,7 @@ def origin_table(config: Config) -> list[tuple[str, str, str]]:
 def _values(config: Config, facts: RuntimeFacts) -> Decisions:
     """Return the decision for each key that is "auto"."""
     params = config.settings["optimizer"]["params"]
+    least = int(str(config.settings.get("scheduler", {}).get("type")).startswith("Warmup"))
     lr = 5e-5 if params.get("lr") == AUTO else params.get("lr")
     known: Decisions = {
         "optimizer.params.lr": (lr, "Hugging Face's default"),
@@ -136,7 +137,7 @@ def _values(config: Config, facts: RuntimeFacts) -> Decisions:
         "gradient_clipping": (1.0, "Hugging Face's default"),
         "scheduler.params.warmup_min_lr": (0.0, "Hugging Face's default"),
         "scheduler.params.warmup_max_lr": (lr, "from optimizer.params.lr"),
-        WARMUP: (1, "Hugging Face's default is no warm-up, and DeepSpeed's least 1 step"),
+        WARMUP: (least, "Hugging Face's default is no warm-up, and DeepSpeed's least 1 step"),
         "pipeline.stages": (1, "no pipeline"),
         **_precision(config.settings, facts),
         **_from_hidden_size(config.settings, facts.hidden_size),

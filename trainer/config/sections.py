@@ -101,13 +101,15 @@ class Rows(Section):
     split: str = "train"
     name: str | None = None
     """The subset of a hub data set."""
-    records: Literal["auto", "text", "prompt_completion", "instruction", "chat"] = "auto"
-    """The kind of a row; auto: decided by its columns."""
+    records: Literal["auto", "text", "prompt_completion", "instruction", "alpaca", "chat"] = "auto"
+    """The kind of a row; auto: decided by its columns; alpaca: an instruction in Stanford Alpaca's own prompt."""
     text_column: str = "text"
     prompt_column: str | None = None
     completion_column: str | None = None
     chat_column: str = "messages"
     """The column of chats; also "conversations", if it is left at the default."""
+    max_rows: Count | None = None
+    """The number of rows to read, from the first; None: all."""
 
 
 class SourceSection(Rows):
@@ -132,8 +134,8 @@ class DataSection(Rows):
     """Several sources, mixed; in place of `path`."""
     chat_template: str | None = None
     """A file with a Jinja template; None: the tokenizer's own, or a plain one."""
-    loss_on: Literal["assistant", "last_assistant"] = "assistant"
-    """The turns of a chat that are label tokens: all of the assistant's, or the last."""
+    loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    """The part of a chat that is label tokens: all of the assistant's turns, the last, or all of it."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """The handling of a document of more than `sequence_length` tokens, unless documents are concatenated."""
     corrupt: Literal["error", "skip"] = "error"

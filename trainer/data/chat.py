@@ -42,29 +42,28 @@ class Template:
     """The template itself; None: the tokenizer's own, which may be several."""
     origin: str
     """Where the template is from, for the user."""
-    last_only: bool = False
-    """True if only the assistant's last turn counts in the loss."""
+    loss_on: str = "assistant"
+    """The part of a chat that counts in the loss: trainer.data.loss_on."""
 
     @classmethod
     def of(cls, tokenizer: Any, path: str | None, loss_on: str = "assistant") -> Template:
         """Return the file's template, the tokenizer's own, or the plain one. Raises ConfigError for a bad file."""
-        last_only = loss_on == "last_assistant"
         if path is None and tokenizer.chat_template:
-            return cls(tokenizer, None, "the tokenizer's own template", last_only)
+            return cls(tokenizer, None, "the tokenizer's own template", loss_on)
         if path is None:
-            return cls(tokenizer, PLAIN, "a plain template, as the tokenizer has none", last_only)
+            return cls(tokenizer, PLAIN, "a plain template, as the tokenizer has none", loss_on)
         place = f"trainer.data.chat_template: {path}"
         try:
             text = Path(path).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(Problem(place, first_line(error), "a file with a Jinja template")) from error
         _compiled(text, place)
-        return cls(tokenizer, text, f"the template of {path}", last_only)
+        return cls(tokenizer, text, f"the template of {path}", loss_on)
 
     @property
     def key(self) -> list[Any]:
         """A value that two templates share only if they render and mask chats alike."""
-        return [self.text or self.tokenizer.chat_template, self.last_only]
+        return [self.text or self.tokenizer.chat_template, self.loss_on]
 
     def encode(self, chats: Sequence[Chat]) -> Iterator[Encoded]:
         """Tokenise chats; the assistant's turns, with the end of each, are label tokens.
@@ -86,6 +85,8 @@ class Template:
         marked = "endgeneration" in self._template(chat)
         text, generated = self._rendered(chat, len(chat.messages), marks=marked)
         _check_complete(chat, text)
+        if self.loss_on == "all" and not chat.learned_from:
+            return text, [(0, len(text))]
         answers = [turn for turn, message in enumerate(chat.messages) if message["role"] == "assistant"]
         if marked and len(generated) != len(answers):
             seen = f"{len(generated)} blocks of {{% generation %}} for {len(answers)} of the assistant's turns"
@@ -102,7 +103,7 @@ class Template:
         return text, list(spans.values())
 
     def _learned(self, chat: Chat, answers: list[int]) -> list[int]:
-        turns = answers[-1:] if self.last_only else answers
+        turns = answers[-1:] if self.loss_on == "last_assistant" else answers
         return [turn for turn in turns if turn >= chat.learned_from and chat.messages[turn].get("counts", True)]
 
     def _span(self, chat: Chat, turn: int, text: str) -> Span:

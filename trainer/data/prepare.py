@@ -179,7 +179,7 @@ def prepare(options: DataSection, tokenizer: Any, cache_folder: Path, progress: 
     columns = [options.text_column, options.prompt_column, options.completion_column, options.chat_column]
     template = Template.of(tokenizer, options.chat_template, options.loss_on)
     skips = options.corrupt == "skip"
-    read = [options.records, columns, template.key, *(["skip"] if skips else [])]
+    read = [options.records, columns, template.key, *(["skip"] if skips else []), *filter(None, [options.max_rows])]
     before = stamps(location.files)
     progress.begin(str(location))
     looked = partial(_looked_at, progress, len(location.files))
@@ -227,7 +227,7 @@ def _origin(found: Found, template: Template) -> Origin:
     chats = bool(found.roles)
     if not chats:
         return Origin(found.describe(), empty=found.empty)
-    learned = "the last answer" if template.last_only else "the answers"
+    learned = {"assistant": "the answers", "last_assistant": "the last answer"}.get(template.loss_on, "all tokens")
     return Origin(f"{found.describe()}, by {template.origin}, loss on {learned}", True, found.empty)
 
 

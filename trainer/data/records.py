@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 from trainer.data import corpus
@@ -89,7 +90,7 @@ def read_documents(location: Location, options: Any, found: Found | None = None)
     kinds = _kinds(options)
     columns = list(dict.fromkeys(name for kind in kinds for name in (*kind.columns, *kind.also)))
     chosen: Kind | None = kinds[0] if len(kinds) == 1 else None
-    for row in rows_of(location, options, columns, partial(setattr, found, "share")):
+    for row in islice(rows_of(location, options, columns, partial(setattr, found, "share")), options.max_rows):
         try:
             if row.error is not None:
                 raise row.error
@@ -124,6 +125,8 @@ def _kinds(options: Any) -> list[Kind]:
         "chat": Kind("chats", (options.chat_column,), lambda row: _chat(row, options.chat_column), ("tools", "system")),
     }
     wanted = options.records
+    if wanted == "alpaca":
+        return [Kind("Alpaca's prompts", ("instruction", "output"), _alpaca, ("input",))]
     if wanted == "auto" and options.prompt_column is not None:
         wanted = "prompt_completion"
     elif wanted == "auto" and options.text_column != "text":
@@ -192,6 +195,21 @@ def _instruction(row: Row) -> Chat | None:
             raise DataError(Problem(row.place, seen, "a pair of texts"))
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return Chat(messages, None, 0, row.place)
+
+
+ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n{}### Response:\n"
+)
+"""github.com/tatsu-lab/stanford_alpaca, as Axolotl has it: with a line break at the end."""
+
+
+def _alpaca(row: Row) -> Text | None:
+    asked, answer = _text(row, "instruction") or "", _text(row, "output")
+    more = _text(row, "input") if "input" in row.columns else None
+    paired = (", paired with an input that provides further context", f"### Input:\n{more}\n\n") if more else ("", "")
+    prompt = ALPACA.format(paired[0], asked, paired[1])
+    return Text(answer, prompt, row.place) if answer and answer.strip() else None
 
 
 def _chat(row: Row, column: str) -> Chat:

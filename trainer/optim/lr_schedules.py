@@ -1,8 +1,9 @@
-"""The learning rate of each step: DeepSpeed's learning-rate schedules as pure functions of the step.
+"""The learning rate of each step: learning-rate schedules as pure functions of the step.
 
 DeepSpeed steps its schedulers after each update, so update `step` (from 0) runs at the rate that the
-scheduler computes for iteration `step - 1`, and update 0 at the start value. These functions return
-those very numbers (`deepspeed/runtime/lr_schedules.py`), without a state that would have to be saved.
+scheduler computes for iteration `step - 1`, and update 0 at the start value. These functions return those
+very numbers (`deepspeed/runtime/lr_schedules.py`), without a state that would have to be saved; and those of
+transformers, under its own names, where update `step` runs at the rate of `step`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 
@@ -89,6 +91,25 @@ def warmup_cosine(
     return at
 
 
+def of_transformers(
+    base: float,
+    *,
+    after: Callable[[float], float],
+    warmup_num_steps: int = 0,
+    total_num_steps: int = 0,
+    cos_min_ratio: float = 0.0,
+) -> LRSchedule:
+    """Those of `transformers/optimization.py`; `after(progress)` is the share of the maximum after a linear warm-up."""
+
+    def at(step: int) -> Update:
+        if step < warmup_num_steps:
+            return Update(base * step / warmup_num_steps)
+        progress = min(1.0, (step - warmup_num_steps) / max(1, total_num_steps - warmup_num_steps))
+        return Update(base * (cos_min_ratio + (1.0 - cos_min_ratio) * after(progress)))
+
+    return at
+
+
 def one_cycle(
     base: float,
     *,
@@ -160,4 +181,7 @@ SCHEDULES: dict[str, Callable[..., LRSchedule]] = {
     "WarmupCosineLR": warmup_cosine,
     "OneCycle": one_cycle,
     "LRRangeTest": range_test,
+    "linear": partial(of_transformers, after=lambda progress: 1.0 - progress),
+    "cosine": partial(of_transformers, after=lambda progress: (1.0 + math.cos(math.pi * progress)) / 2),
+    "constant_with_warmup": partial(of_transformers, after=lambda progress: 1.0),
 }

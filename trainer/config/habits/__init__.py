@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trainer.config.compiled import load
 from trainer.config.habits import arguments, axolotl, llamafactory
 from trainer.config.habits.draft import Draft, Group, Row, fill
 from trainer.config.habits.training import section_of
 from trainer.config.read import Json
-from trainer.config.sections import Section, TrainerSection
+from trainer.config.sections import TrainerSection
 from trainer.errors import ConfigError, Problem
 
 __all__ = ["SYSTEMS", "Draft", "translate"]
@@ -75,14 +75,5 @@ def _ordered(made: Json) -> Json:
     """Sort keys: batches, precision, layout, optimizer, other keys of DeepSpeed, then `trainer` in its own order."""
     rest = [key for key in made if key not in (*_FIRST, *_THEN, "trainer")]
     found = {key: made[key] for key in (*_FIRST, *_THEN, *rest) if key in made}
-    return {**found, "trainer": _by_fields(TrainerSection, made.get("trainer", {}))}
-
-
-def _by_fields(section: type[Section], values: Json) -> Json:
-    ordered = {}
-    for name, field in section.model_fields.items():
-        if name in values:
-            inner: Any = field.annotation
-            below = isinstance(values[name], dict) and isinstance(inner, type) and issubclass(inner, Section)
-            ordered[name] = _by_fields(inner, values[name]) if below else values[name]
-    return ordered | {name: value for name, value in values.items() if name not in ordered}
+    section = made.get("trainer", {})
+    return {**found, "trainer": {name: section[name] for name in TrainerSection.model_fields if name in section}}

@@ -30,6 +30,7 @@ def defaults(given: Json) -> Json:
         "logging_strategy": "steps",
         "logging_steps": 500,
         **({"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05} if given.get("use_peft") else {}),
+        **({"assistant_only_loss": False} if {"dataset_name", "train_file"} & given.keys() else {}),
     }
 
 
@@ -49,6 +50,8 @@ def _rows(draft: Draft, roles: Roles) -> None:
     if (asked := roles.get("packing") or roles.get("longest")) and "window" not in roles:
         packs = "packing" in roles and bool(asked.value)
         draft.put(asked, "trainer.data.documents", "pack" if packs else "pad")
+    if asked := roles.get("answers"):
+        draft.put(asked, "trainer.data.loss_on", "assistant" if asked.value else "all")
     if asked := roles.get("text"):
         draft.put(asked, "trainer.data.text_column", asked.value)
     if {"hub", "file"} & roles.keys():

@@ -34,6 +34,7 @@ _PLACES = {"train": "trainer.data: ", "stream": "trainer.data: ", "test": "of th
 
 def defaults(given: Json) -> Json:
     """Return Axolotl's defaults that differ from this trainer's."""
+    steps = None if {"warmup_steps", "warmup_ratio"} & given.keys() else given.get("max_steps")
     return {
         "micro_batch_size": 1,
         **({} if "batch_size" in given else {"gradient_accumulation_steps": 1}),
@@ -41,7 +42,11 @@ def defaults(given: Json) -> Json:
         "seed": 42,
         "optimizer": "adamw_torch_fused",
         "lr_scheduler": "cosine",
-        "warmup_ratio": 0.03,
+        **(
+            {"warmup_steps": min(int(0.03 * steps), 100)}
+            if type(steps) is int and steps > 0
+            else {"warmup_ratio": 0.03}
+        ),
         "max_grad_norm": 1.0,
         "bf16": "auto",
         "sequence_len": 512,
@@ -55,7 +60,7 @@ def defaults(given: Json) -> Json:
 
 def _model(draft: Draft, roles: Roles) -> None:
     """Convert the base model, if its files say that it is a causal language model."""
-    name, config, kind, tokens = (roles.get(role) for role in ("name", "config", "class", "tokens"))
+    name, config, kind = (roles.get(role) for role in ("name", "config", "class"))
     if name:
         draft.put(name, "trainer.model.name_or_path", name.value)
     if config and config.value == (name and name.value):
@@ -64,8 +69,6 @@ def _model(draft: Draft, roles: Roles) -> None:
         draft.skip(kind)
     elif kind and re.search("Classification|Reward", str(kind.value)):
         raise ConfigError(Problem(kind.key, f"saw {show(kind.value)}", "a causal language model"))
-    if tokens and isinstance(tokens.value, dict) and tokens.value.keys() <= {"pad_token"}:
-        draft.skip(tokens)  # padding never counts
 
 
 def _batch(draft: Draft, roles: Roles) -> None:
@@ -88,8 +91,12 @@ def _samples(draft: Draft, roles: Roles) -> None:
     asked = packing or longest
     if (kinds and all(kind.startswith("completion") for kind in kinds)) or draft.given.get("pretraining_dataset"):
         draft.put(asked, "trainer.data.documents", "concatenate", "long texts are cut into samples, and none is lost")
-        draft.put(asked, "trainer.data.isolate", packs)
+        draft.put(asked, "trainer.data.isolate", True)
         draft.skip(excess)
+        if not (packs or draft.given.get("pretraining_dataset")):
+            draft.lose(
+                longest, "without sample_packing each text is a sample of its own there, and here several fill one"
+            )
         return
     draft.put(asked, "trainer.data.documents", "pack" if packs else "pad")
     if ours := {"raise": "error", "truncate": "truncate", "drop": "drop"}.get(str(excess.value)):
@@ -148,13 +155,6 @@ def _rows(part: Draft, roles: Roles) -> None:
     if kind:
         part.put(kind, "format", _FORMATS.get(str(kind.value), str(kind.value)))
     _records(part, roles, roles["type"])
-    if learned := roles.get("learned"):
-        usual = learned.value in (["assistant"], ["gpt"])
-        (part.keep if usual else part.lose)(learned, "the assistant's turns count in the loss, and no others")
-    if mapping := roles.get("names_of"):
-        known = {"role": ("role", "from"), "content": ("content", "value")}
-        usual = all(name in known.get(key, (key,)) for key, name in mapping.value.items())
-        (part.keep if usual else part.lose)(mapping, "messages have role and content, or from and value")
 
 
 def _records(part: Draft, roles: Roles, kind: Asked) -> None:
@@ -165,29 +165,15 @@ def _records(part: Draft, roles: Roles, kind: Asked) -> None:
         part.put(kind, "records", "chat")
         usual = "conversations" if name == "sharegpt" else "messages"
         part.put(messages or kind, "chat_column", str(messages.value) if messages else usual)
-    elif name.startswith("alpaca"):
-        part.put(kind, "records", "instruction")
-        part.lose(kind, "Axolotl's own prompt: the user's turn is as the chat template has it")
+    elif kind.value == "alpaca":
+        part.put(kind, "records", "alpaca")
     elif name in ("completion", "pretrain"):
         part.put(kind, "records", "text")
         column = roles.get("field") or (Asked(kind.key, field) if field else None)
         if column:
             part.put(column, "text_column", column.value)
-    elif isinstance(kind.value, dict):
-        _own_prompt(part, kind)
     elif kind.value:
-        part.lose(kind, "a row is what its columns say")
-
-
-def _own_prompt(part: Draft, kind: Asked) -> None:
-    """Convert a custom format into columns of a prompt and a completion."""
-    given = kind.value
-    part.put(kind, "records", "prompt_completion", "a pair of texts, without a chat template")
-    part.put(kind, "prompt_column", given.get("field_instruction") or "instruction")
-    part.put(kind, "completion_column", given.get("field_output") or "output")
-    more = {key: value for key, value in given.items() if value and key not in ("field_instruction", "field_output")}
-    if more != {"format": "{instruction}"}:
-        part.lose(kind, f"saw {show(more)}: the prompt is the column as it is, as with the format {{instruction}}")
+        part.lose(kind, "it has a prompt of its own: write its texts as rows with a prompt and a completion")
 
 
 GROUPS: dict[str, Group] = {

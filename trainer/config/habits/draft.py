@@ -53,7 +53,7 @@ def data(name: str) -> Json:
 
 def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, Row]]:
     for section in ("listed", "unlike"):
-        yield from ((key, Row(section)) for key in found.get(section, "").split())
+        yield from ((key, Row(section, found.get("ways", {}).get(key, ""))) for key in found.get(section, "").split())
     for section in ("alike", "carried"):
         yield from ((key, Row(section, says)) for key, says in found.get(section, {}).items())
     for kind, keys in found.get("another", {}).items():
@@ -75,50 +75,40 @@ class Draft:
     base: Json = field(default_factory=dict)
     """The content of the DeepSpeed file, which stays, except for "auto"."""
     carried: dict[str, list[str]] = field(default_factory=dict)
-    changed: dict[str, list[str]] = field(default_factory=dict)
     lost: dict[str, list[str]] = field(default_factory=dict)
     """Foreign keys that change the training and are not carried over."""
     listed: list[str] = field(default_factory=list)
-    """Keys that change nothing of what is trained."""
-    idle: list[str] = field(default_factory=list)
-    """Keys that ask for nothing."""
+    """Keys that ask for nothing, or change nothing of what is trained beside the others."""
 
     def put(self, asked: Asked, path: str, value: Any, why: str = "") -> None:
-        """Set `path` for a foreign key, unless the DeepSpeed file has another value; `why`: how its meaning changes."""
+        """Set `path` for a foreign key, unless the DeepSpeed file has another value, and report it."""
         section, held = path.partition(".")[0], dict(leaves(self.base)).get(path)
         own = section in ("optimizer", "scheduler") and section in self.base and held is None
         if own or held not in (None, AUTO):
             if self.explicit(asked) and not own and held != value:
                 self.lose(asked, f"the DeepSpeed file says {path} {show(held)}")
             elif self.explicit(asked):
-                why = f"the DeepSpeed file has an {section} of its own" if own else f"{path} {show(held)}"
-                self._say(self.changed if own else self.carried, asked, why)
+                self._say(self.carried, asked, f"the DeepSpeed file says {section if own else path}")
             return
         *sections, name = path.split(".")
         inner = self.made
         for part in sections:
             inner = inner.setdefault(part, {})
         inner[name] = value
-        shown = f"{self.place}{path} {show(value)}"
-        self._say(self.changed if why else self.carried, asked, f"{shown}: {why}" if why else shown)
-
-    def change(self, asked: Asked, why: str) -> None:
-        """Report that a foreign key has another meaning here."""
-        self._say(self.changed, asked, why)
+        self._say(self.carried, asked, f"{self.place}{path} {show(value)}{why and f' ({why})'}")
 
     def keep(self, asked: Asked, why: str) -> None:
-        """Report that a foreign key asks for something done here anyway."""
-        if self.explicit(asked):
-            self._say(self.carried, asked, why)
+        """Report where a foreign key is in ours."""
+        self._say(self.carried, asked, why)
 
-    def lose(self, asked: Asked, why: str = "") -> None:
+    def lose(self, asked: Asked, why: str = "it does nothing beside the other keys") -> None:
         """Report that a foreign key changes what is trained, and is not carried over."""
         self._say(self.lost, asked, why)
 
-    def skip(self, asked: Asked) -> None:
-        """Report a key that changes nothing of what is trained."""
-        if self.explicit(asked) and asked.key not in self.listed:
-            self.listed.append(asked.key)
+    def skip(self, *given: Asked | None) -> None:
+        """Report keys that change nothing of what is trained, or nothing beside the others."""
+        found = (asked.key for asked in given if asked and self.explicit(asked))
+        self.listed += [key for key in found if key not in self.listed]
 
     def has(self, path: str) -> bool:
         """Return True if the converted config, or the DeepSpeed file, has the key."""
@@ -126,16 +116,16 @@ class Draft:
 
     def take(self, other: Draft) -> Json:
         """Return the part of the config that `other` converted, and add its report to this one."""
-        for mine, theirs in ((self.carried, other.carried), (self.changed, other.changed), (self.lost, other.lost)):
+        for mine, theirs in ((self.carried, other.carried), (self.lost, other.lost)):
             for key, lines in theirs.items():
                 mine.setdefault(key, []).extend(lines)
         self.listed += other.listed
-        self.idle += other.idle
         return other.made
 
     def explicit(self, asked: Asked) -> bool:
         """Return True if the user wrote the key; else it is a default of the foreign trainer."""
-        return asked.key.removeprefix(self.prefix).partition(".")[0] in self.given
+        key = asked.key.removeprefix(self.prefix)
+        return key in self.given or key.partition(".")[0] in self.given
 
     def _say(self, lines: dict[str, list[str]], asked: Asked, text: str) -> None:
         key = f"{asked.key} {show(asked.value)}"
@@ -152,7 +142,7 @@ def fill(draft: Draft, table: Table, defaults: Json, groups: Mapping[str, Group]
     """
     together: dict[str, dict[str, Asked]] = {group: {} for group in groups}
     given = {key: value for key, value in draft.given.items() if value is not None}
-    draft.idle += [draft.prefix + key for key in draft.given.keys() - given.keys()]
+    draft.listed += [draft.prefix + key for key in draft.given.keys() - given.keys()]
     others: dict[str, list[Asked]] = {}
     for key, value in _apart(defaults | given, table):
         asked, row = Asked(draft.prefix + key, number(value)), table.get(key)
@@ -165,14 +155,12 @@ def fill(draft: Draft, table: Table, defaults: Json, groups: Mapping[str, Group]
             _join(draft, together[group], role, asked)
         elif row.section == "carried":
             draft.put(asked, row.says, asked.value)
-        elif row.section == "listed" and asks(value):
-            draft.skip(asked)
         elif row.section == "unlike" and asks(value):
-            draft.lose(asked)
+            draft.lose(asked, row.says)
         elif row.section == "alike" and not _alike(value, row.says):
             draft.lose(asked, f"alike is only {' or '.join(map(show, row.says)) or 'null'}")
         else:
-            draft.idle.append(asked.key)
+            draft.skip(asked)
     if others:
         raise ConfigError(*(_other(kind, found) for kind, found in others.items()))
     for name, group in groups.items():
@@ -194,16 +182,13 @@ def _other(kind: str, found: list[Asked]) -> Problem:
     return Problem(found[0].key, f"saw {keys}: {kind}", "training on the next token of text: no other is imported")
 
 
-_NUMBERS = (
-    "steps epochs share per_epoch limit held beta1 beta2 least r patience window longest micro whole accumulation"
-)
-_FLAGS = "bf16 fp16 trains predicts best pure packing neat last on off"
+_NUMBERS = "steps epochs share per_epoch limit held beta1 beta2 least r patience window longest micro whole most"
+_FLAGS = "bf16 fp16 trains predicts best pure packing neat last all answers on off"
 _WORDS = ("full", "unsloth", "offload", "offload_disk", "legacy")
 """Values of Axolotl's that mean true."""
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(_NUMBERS.split(), (lambda v: type(v) in (int, float), "a number")),
+    **dict.fromkeys((*_NUMBERS.split(), "accumulation"), (lambda v: type(v) in (int, float), "a number")),
     **dict.fromkeys(_FLAGS.split(), (lambda v: isinstance(v, bool) or v in (0, 1, AUTO, *_WORDS), "true or false")),
-    **dict.fromkeys(("names_of", "tags", "columns"), (lambda v: isinstance(v, dict), "a section of keys and values")),
 }
 """The kind of value that a role requires, because functions of groups compute with it."""
 
@@ -219,12 +204,12 @@ def _join(draft: Draft, roles: dict[str, Asked], role: str, asked: Asked) -> Non
     other = roles.get(role)
     if other is None or not draft.explicit(other) or not asks(other.value):
         roles[role] = asked
-        if other is not None and draft.explicit(other):
-            draft.idle.append(other.key)
+        if other is not None:
+            draft.skip(other)
     elif asks(asked.value) and asked.value != other.value and role not in _ALSO:
         draft.lose(asked, f"{other.key} says {show(other.value)}")
     else:
-        draft.idle.append(asked.key)
+        draft.skip(asked)
 
 
 _ALSO = ("wandb", "mlflow")
@@ -233,14 +218,10 @@ _ALSO = ("wandb", "mlflow")
 
 def _lose_rest(draft: Draft, grouped: Iterable[Asked]) -> None:
     """Report keys of groups as lost if nothing was reported of them, unless they ask for nothing."""
-    said = {line.partition(" ")[0] for lines in (draft.carried, draft.changed, draft.lost) for line in lines}
+    said = {line.partition(" ")[0] for lines in (draft.carried, draft.lost) for line in lines} | {*draft.listed}
     for asked in grouped:
-        if asked.key in said or asked.key in draft.listed or not draft.explicit(asked):
-            continue
-        if asks(asked.value):
-            draft.lose(asked, "it does nothing beside the other keys")
-        else:
-            draft.idle.append(asked.key)
+        if asked.key not in said and draft.explicit(asked):
+            (draft.lose if asks(asked.value) else draft.skip)(asked)
 
 
 def asks(value: Any) -> bool:

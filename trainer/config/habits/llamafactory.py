@@ -19,18 +19,6 @@ TABLE = {
     for key, row in arguments.TABLE.items()
     if row.section != "carried" or not str(row.says).startswith(("@rows", "@adapter", "trainer.data"))
 } | _OWN
-_TAGS = {
-    "role_tag": ("from", "role"),
-    "content_tag": ("value", "content"),
-    "user_tag": ("human", "user"),
-    "assistant_tag": ("gpt", "assistant", "bot", "model"),
-    "observation_tag": ("observation", "tool", "function_response"),
-    "function_tag": ("function_call",),
-    "system_tag": ("system",),
-}
-"""The accepted names of a chat message's keys and roles."""
-_NOT_THE_TOKENIZERS = ("default", "empty", "fewshot", "alpaca", "vicuna", "original")
-"""Templates that belong to no model."""
 
 
 def defaults(given: Json) -> Json:
@@ -59,8 +47,7 @@ def _stage(draft: Draft, roles: Roles) -> None:
         seen = f"saw {show(trains and trains.value)}: LLaMA-Factory predicts, chats or exports with it"
         raise ConfigError(Problem("do_train", seen, "true: a training"))
     draft.skip(trains)
-    records = "documents in one stream" if asked.value == "pt" else "chats, instructions and pairs"
-    draft.change(asked, f"what is learned is found from the rows: {records}")
+    draft.skip(asked)
 
 
 def _samples(draft: Draft, roles: Roles) -> None:
@@ -70,23 +57,30 @@ def _samples(draft: Draft, roles: Roles) -> None:
     if neat and neat.value:
         draft.put(neat, "trainer.data.documents", "pack")
     elif packing and packing.value and not stream:
-        why = "documents in one sample do not see one another, as with neat_packing"
-        draft.put(packing, "trainer.data.documents", "pack", why)
+        draft.put(packing, "trainer.data.documents", "pack")
+        draft.lose(packing, "documents in one sample do not see one another here, as with neat_packing: true")
     elif stream:
         draft.put(packing or roles["longest"], "trainer.data.documents", "concatenate")
     else:
         draft.put(packing or roles["longest"], "trainer.data.documents", "pad")
-    if (last := roles.get("last")) and last.value:
-        draft.put(last, "trainer.data.loss_on", "last_assistant")
-    if (template := roles.get("template")) and str(template.value) not in _NOT_THE_TOKENIZERS:
-        draft.change(template, "the tokenizer's own chat template is used; trainer.data.chat_template takes a file")
+    if not stream:
+        draft.put(roles["longest"], "trainer.data.too_long", "error", "theirs cuts question and answer in proportion")
+    for role, learned in (("last", "last_assistant"), ("all", "all")):
+        if (asked := roles.get(role)) and asked.value:
+            draft.put(asked, "trainer.data.loss_on", learned)
+    if (template := roles.get("template")) and draft.given.get("stage") == "pt":
+        draft.skip(template)
+    elif template:
+        draft.lose(
+            template, "the tokenizer's own chat template is used, or a file that trainer.data.chat_template names"
+        )
 
 
 def _data(draft: Draft, roles: Roles) -> None:
     folder = str(roles["folder"].value)
     info_path = beside(draft.folder, f"{folder}/dataset_info.json")
     info = read(info_path) if info_path else {}
-    draft.keep(roles["folder"], "where dataset_info.json is")
+    draft.skip(roles["folder"])
     for role, asked in roles.items():
         if role not in ("train", "test") or not asked.value:
             continue
@@ -94,6 +88,9 @@ def _data(draft: Draft, roles: Roles) -> None:
         parts = [_entry(draft, asked, name, info, found) for name in names(asked.value)]
         if role == "train":
             parts = _weighted(draft, roles, parts)
+            if (most := roles.get("most")) and most.value:
+                draft.keep(most, "trainer.data: max_rows")
+                parts = [part | {"max_rows": int(most.value)} for part in parts]
         put_sources(draft, asked, parts, names(asked.value), test=role == "test")
     held = roles["held"]
     if held.value > 1:
@@ -109,13 +106,16 @@ def _weighted(draft: Draft, roles: Roles, parts: list[Json]) -> list[Json]:
     mix, weights = roles.get("mix"), roles.get("weights")
     if mix is None or not str(mix.value).startswith("interleave"):
         if mix and mix.value == "concat":
-            draft.keep(mix, "an epoch has all rows of each")
+            draft.skip(mix)
         return parts
     shares = [number(text) for text in names(weights.value)] if weights else []
     if weights is None or len(shares) != len(parts) or len(parts) < 2:
         return parts
-    draft.change(mix, "each source has its share of the samples of an epoch")
-    draft.change(weights, "each source has this share of the samples of an epoch")
+    draft.keep(weights, "trainer.data.sources: weight")
+    if draft.has("trainer.steps"):
+        draft.skip(mix)
+    else:
+        draft.lose(mix, "there an epoch ends with one of the data sets; with max_steps it is carried over")
     return [part | {"weight": share} for part, share in zip(parts, shares, strict=True)]
 
 
@@ -135,49 +135,24 @@ def _entry(draft: Draft, asked: Asked, name: str, info: dict[str, Any], folder: 
 def _source(part: Draft, roles: Roles) -> None:
     if path := roles.get("path"):
         part.put(path, "path", str(path.value))
-    asked = roles.get("columns") or roles["formatting"]
-    columns = asked.value if isinstance(asked.value, dict) else {}
-    if roles["formatting"].value == "alpaca":
-        _instructions(part, asked, columns)
-        return
-    if roles["formatting"].value not in ("sharegpt", "openai"):
-        part.lose(roles["formatting"], "only alpaca, sharegpt and openai are read")
-    part.put(roles["formatting"], "records", "chat")
-    column = columns.get("messages", "messages" if roles["formatting"].value == "openai" else "conversations")
-    part.put(asked, "chat_column", column)
-    if tags := roles.get("tags"):
-        strange = [tag for tag, value in tags.value.items() if value not in _TAGS.get(tag, ())]
-        for tag in strange:
-            part.lose(tags, f"{tag} {show(tags.value[tag])}: messages have {' or '.join(_TAGS.get(tag, ()))} there")
-        if not strange:
-            part.keep(tags, "messages are read so")
-    _renamed(part, asked, {"messages": column, "system": "system", "tools": "tools"}, columns)
-
-
-def _instructions(part: Draft, asked: Asked, columns: Json) -> None:
-    """Convert Alpaca's columns; a single column is a text; a prompt and a response of other names are a pair."""
-    if set(columns) == {"prompt"}:
-        part.put(asked, "records", "text")
-        part.put(asked, "text_column", columns["prompt"])
-        return
-    usual = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
-    if all(columns.get(key, usual[key]) == usual[key] for key in ("prompt", "response")):
-        part.put(asked, "records", "instruction", "instruction and input are the user's turn, by the chat template")
-        _renamed(part, asked, usual, columns)
-        return
-    part.put(asked, "records", "prompt_completion", "text is not put into a chat template")
-    for key, ours in (("prompt", "prompt_column"), ("response", "completion_column")):
-        part.put(asked, ours, columns.get(key, usual[key]))
-    for key in columns.keys() - {"prompt", "response"}:
-        if columns[key]:
-            part.lose(asked, f"{key} {show(columns[key])}: a pair has a prompt and a completion alone")
-
-
-def _renamed(part: Draft, asked: Asked, usual: dict[str, str], columns: Json) -> None:
-    """Report as lost the columns that have another name here, or that nothing reads."""
-    for key, name in columns.items():
-        if name not in (usual.get(key), None, ""):
-            part.lose(asked, f"{key} {show(name)}: {f'it is called {usual[key]} here' if key in usual else 'not read'}")
+    kind = roles["formatting"]
+    columns = {key: roles[key] for key in ("prompt", "response") if key in roles}
+    if kind.value == "alpaca" and columns and set(part.given["columns"]) == {"prompt"}:
+        part.put(columns["prompt"], "records", "text")
+        part.put(columns["prompt"], "text_column", columns["prompt"].value)
+    elif kind.value == "alpaca":
+        part.put(kind, "records", "instruction")
+        for key, usual in (("prompt", "instruction"), ("response", "output")):
+            if (asked := columns.get(key)) and asked.value != usual:
+                part.lose(asked, f"it is called {usual} here")
+            elif asked:
+                part.skip(asked)
+    else:
+        part.put(kind, "records", "chat")
+        usual = "messages" if kind.value == "openai" else "conversations"
+        part.put(roles.get("messages", kind), "chat_column", roles.get("messages", kind._replace(value=usual)).value)
+        if kind.value not in ("sharegpt", "openai"):
+            part.lose(kind, "only alpaca, sharegpt and openai are read")
 
 
 GROUPS: dict[str, Group] = {"stage": _stage, **training.GROUPS, "samples": _samples, "data": _data}

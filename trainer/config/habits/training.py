@@ -43,21 +43,19 @@ def length(draft: Draft, roles: Roles) -> None:
     steps, epochs = roles.get("steps"), roles.get("epochs")
     if steps and steps.value > 0:
         draft.put(steps, "trainer.steps", int(steps.value) if steps.value == int(steps.value) else steps.value)
-        if epochs:
-            draft.skip(epochs)
+        draft.skip(epochs)
         return
     if epochs:
         draft.put(epochs, "trainer.epochs", epochs.value)
-    if steps:
-        draft.keep(steps, "the epochs say it")
+    draft.skip(steps)
 
 
 def optimizer(draft: Draft, roles: Roles) -> None:
     asked = roles["name"]
-    kind, *why = _OPTIMIZERS.get(str(asked.value), ("AdamW",))
-    draft.put(asked, "optimizer.type", kind, *why)
-    if str(asked.value) not in _OPTIMIZERS:
-        draft.lose(asked, "not offered")
+    kind, *why = _OPTIMIZERS.get(str(asked.value), ("AdamW", "not offered"))
+    draft.put(asked, "optimizer.type", kind)
+    if why and "optimizer" not in draft.base:
+        draft.lose(asked, *why)
     for role, name in (("lr", "lr"), ("decay", "weight_decay"), ("eps", "eps")):
         if role in roles and name in OPTIMIZERS[kind]:
             draft.put(roles[role], f"optimizer.params.{name}", roles[role].value)
@@ -67,8 +65,8 @@ def optimizer(draft: Draft, roles: Roles) -> None:
     for role in ("beta1", "beta2"):
         if role in roles and "betas" in OPTIMIZERS[kind]:
             draft.put(roles[role], "optimizer.params.betas", betas)
-    for role in {"beta1", "beta2", "eps"} & roles.keys() if kind == "SGD" else ():
-        draft.skip(roles[role])
+    if kind == "SGD":
+        draft.skip(*(roles.get(role) for role in ("beta1", "beta2", "eps")))
     if "optimizer" in draft.base and "decay" in roles and roles["decay"].value:
         why = "with an optimizer in the DeepSpeed file, the Trainer decays norms and biases as well"
         draft.put(roles["decay"], "trainer.weight_decay_excludes", "nothing", why)
@@ -80,34 +78,33 @@ def clipping(draft: Draft, roles: Roles) -> None:
     if not draft.base or "gradient_clipping" in draft.base:
         draft.put(asked, "gradient_clipping", asked.value)
     elif draft.explicit(asked):
-        why = "the DeepSpeed file has no such key, so that DeepSpeed clipped at its own default"
-        draft.put(asked, "gradient_clipping", asked.value, why)
+        draft.put(asked, "gradient_clipping", asked.value)
+        if asked.value != 1:
+            draft.lose(
+                asked, "the DeepSpeed file has no gradient_clipping, and DeepSpeed clips at 1 then: say it there"
+            )
 
 
 def scheduler(draft: Draft, roles: Roles) -> None:
     asked, warmup = roles["type"], _warmup(draft, roles)
     if "scheduler" in draft.base:
         if draft.explicit(asked):
-            draft.change(asked, "the DeepSpeed file has a scheduler of its own")
+            draft.keep(asked, "the DeepSpeed file has a scheduler of its own")
         if warmup and (held := draft.base["scheduler"].get("params", {}).get("warmup_num_steps")) is not None:
             _put_warmup(draft, *warmup, decides=held == AUTO)
         return
     if asked.value == "constant":
-        draft.change(asked, "no scheduler: the rate is constant")
-        for role in {"steps", "share"} & roles.keys():
-            draft.skip(roles[role])
+        draft.keep(asked, "no scheduler: the rate is constant")
+        draft.skip(roles.get("steps"), roles.get("share"))
         return
-    [kind] = _SCHEDULERS.get(str(asked.value), ["WarmupLR"])
-    draft.put(asked, "scheduler.type", kind, "DeepSpeed's starts at 0, and is an update behind theirs")
+    kind = _SCHEDULERS.get(str(asked.value), "constant_with_warmup")
+    draft.put(asked, "scheduler.type", kind)
     if str(asked.value) not in _SCHEDULERS:
         draft.lose(asked, "not offered")
-    draft.put(asked, "scheduler.params.warmup_type", "linear")
     _put_warmup(draft, *(warmup or (asked, 0)))
-    if kind != "WarmupLR":
+    if kind != "constant_with_warmup":
         draft.put(asked, "scheduler.params.total_num_steps", AUTO)
-    if kind == "WarmupDecayLR":
-        draft.put(asked, "scheduler.params.warmup_max_lr", AUTO)
-    if kind == "WarmupCosineLR":
+    if kind == "cosine":
         least = _least(draft, roles)
         draft.put(roles.get("least", roles.get("options", asked)), "scheduler.params.cos_min_ratio", least)
 
@@ -137,8 +134,7 @@ def _warmup(draft: Draft, roles: Roles) -> tuple[Asked, int | str] | None:
     steps, share = roles.get("steps"), roles.get("share")
     if steps is None or (not steps.value and share is not None and draft.explicit(share)):
         steps, share = share, None
-    if share is not None:
-        draft.skip(share)
+    draft.skip(share)
     if steps is None:
         return None
     if steps.value < 0:
@@ -158,81 +154,76 @@ def evaluation(draft: Draft, roles: Roles) -> None:
     _interval(draft, roles, "trainer.evaluation.every", draft.lose)
     if (asked := roles.get("patience")) and asked.value and draft.has("trainer.evaluation.every"):
         draft.put(asked, "trainer.evaluation.patience", int(asked.value))
+        if not draft.has("trainer.evaluation.samples"):
+            draft.put(asked, "trainer.evaluation.samples", 10**9, "all that are held out")
 
 
 def saving(draft: Draft, roles: Roles) -> None:
-    limit = roles.get("limit")
-    why = "" if limit else "of the checkpoints the last 2 are kept"
-    _interval(draft, roles, "trainer.checkpoint.every", lambda asked, _: draft.skip(asked), why)
-    if limit and limit.value:
+    _interval(draft, roles, "trainer.checkpoint.every", lambda asked, _: draft.skip(asked))
+    if (limit := roles.get("limit")) and limit.value:
         draft.put(limit, "trainer.checkpoint.keep_last", max(1, int(limit.value)))
     if (best := roles.get("best")) is None or not best.value:
         return
     sections = draft.made.get("trainer", {})
     saves, evaluates = (sections.get(name, {}).get("every") for name in ("checkpoint", "evaluation"))
     if saves is None or evaluated_at(saves, evaluates):
-        why = "the checkpoint of the lowest held-out loss is kept; final/ is the last one's"
-        draft.put(best, "trainer.checkpoint.keep_best", True, why)
-    else:
-        draft.lose(best, "trainer.checkpoint.keep_best needs an evaluation at each checkpoint")
+        draft.put(best, "trainer.checkpoint.keep_best", True)
+    draft.lose(best, "final/ is the last step's; trainer.checkpoint.keep_best keeps the best checkpoint beside it")
 
 
 Drop = Callable[[Asked, str], None]
 
 
-def _interval(draft: Draft, roles: Roles, path: str, drop: Drop, why: str = "") -> None:
+def _interval(draft: Draft, roles: Roles, path: str, drop: Drop) -> None:
     """Set an interval in steps, or as a share of all; `drop` reports one that can't be expressed so."""
     strategy, steps, often = roles.get("strategy"), roles.get("steps"), roles.get("per_epoch")
     kind = str(strategy.value) if strategy else "steps"
     if strategy and kind in ("no", "False"):
-        draft.keep(strategy, "none on the way, one at the end")
-        for asked in (steps, often):
-            if asked:
-                draft.skip(asked)
+        draft.skip(strategy, steps, often)
     elif often and often.value:
-        _each_epoch(draft, often, path, drop, why)
-        if steps:
-            draft.skip(steps)
+        _each_epoch(draft, often, path, drop)
+        draft.skip(steps)
     elif kind == "steps" and steps and steps.value:
         every = int(steps.value) if steps.value >= 1 else _steps_of(draft, steps) or float(steps.value)
-        if strategy:
-            draft.keep(strategy, "intervals are of steps")
-        draft.put(steps, path, every, why)
+        draft.skip(strategy)
+        draft.put(steps, path, every)
     elif kind == "epoch" and strategy:
-        _each_epoch(draft, strategy._replace(value=1), path, drop, why)
-        if steps:
-            draft.skip(steps)
+        _each_epoch(draft, strategy._replace(value=1), path, drop)
+        draft.skip(steps)
     elif strategy and kind != "steps":
         drop(strategy, "a number of steps, or a share of them, is what is offered")
     elif steps and "trainer.checkpoint" in path:
         draft.skip(steps)
 
 
-def _each_epoch(draft: Draft, asked: Asked, path: str, drop: Drop, why: str) -> None:
+def _each_epoch(draft: Draft, asked: Asked, path: str, drop: Drop) -> None:
     """Set an interval of so many per epoch as a share of all steps, unless steps are given: epochs are unknown then."""
     epochs, shown = draft.made.get("trainer", {}).get("epochs"), asked._replace(value=draft.given.get(asked.key))
     shown = asked if shown.value is None else shown
     if not epochs or isinstance(epochs, str):
         drop(shown, f"of epochs beside a number of steps: --dry-run says how many there are; set {path}")
     elif asked.value * epochs > 1:
-        draft.put(shown, path, 1 / (asked.value * epochs), why)
+        draft.put(shown, path, 1 / (asked.value * epochs))
     else:
-        draft.keep(shown, "once, at the end")
+        draft.skip(shown)
 
 
 def precision(draft: Draft, roles: Roles) -> None:
     bf16, fp16, pure, weights = (roles.get(role) for role in ("bf16", "fp16", "pure", "weights"))
-    masters = "it computes in it, and keeps float32 weights for the update"
     if weights and str(weights.value) in (AUTO, "float32", "torch.float32"):
         draft.skip(weights)
     elif weights and str(weights.value) in ("bfloat16", "torch.bfloat16"):
         pure = weights
+    masters = draft.base or draft.has("trainer.adapter.type") or draft.has("trainer.engine")  # FSDP's are in float32
+    for asked in (pure if pure and pure.value else None, bf16 if bf16 and bf16.value == "full" else None):
+        if asked and not masters:
+            draft.lose(asked, "the weights that are updated are in float32 here, those of theirs in bfloat16")
     if fp16 and fp16.value and not (bf16 and bf16.value and draft.explicit(bf16)):
         draft.put(fp16, "fp16.enabled", True)
     else:
-        for asked, why in ((bf16, masters if bf16 and bf16.value == "full" else ""), (pure, masters)):
+        for asked in (bf16, pure):
             if asked and asked.value:
-                draft.put(asked, "bf16.enabled", AUTO if asked.value == AUTO else True, why)
+                draft.put(asked, "bf16.enabled", AUTO if asked.value == AUTO else True)
     for asked, name in ((bf16, "bf16"), (fp16, "fp16")):
         if asked and not asked.value and draft.base.get(name, {}).get("enabled") == AUTO:
             draft.put(asked, f"{name}.enabled", False)
@@ -241,9 +232,7 @@ def precision(draft: Draft, roles: Roles) -> None:
 def sharding(draft: Draft, roles: Roles) -> None:
     if (asked := roles.get("deepspeed")) and asked.value:
         stage = draft.base.get("zero_optimization", {}).get("stage", 0)
-        draft.change(
-            asked, f'it is the base of this config, ZeRO stage {stage}; "auto" stays where theirs says nothing'
-        )
+        draft.keep(asked, f'the base of this config, ZeRO stage {stage}; "auto" stays where theirs says nothing')
         return
     fsdp, options = roles.get("fsdp"), roles.get("options")
     given = section_of(*options, draft.folder) if options else {}
@@ -257,7 +246,7 @@ def sharding(draft: Draft, roles: Roles) -> None:
     if "offload" in words:
         _offload(draft, asked)
     if options and given:
-        draft.keep(options, "key by key")
+        draft.skip(options)
     inner = {key.removeprefix("fsdp_"): value for key, value in given.items()}
     part = Draft(inner, draft.folder, prefix="fsdp_config.", made=draft.made)
     fill(part, _FSDP, {}, {"shard": _fsdp})
@@ -283,9 +272,7 @@ def _offload(draft: Draft, asked: Asked) -> None:
 def recomputation(draft: Draft, roles: Roles) -> None:
     off, on = roles.get("off"), roles.get("on")
     if off and off.value:
-        draft.keep(off, "nothing is computed again")
-        if on:
-            draft.skip(on)
+        draft.skip(off, on)
     elif on and on.value:
         why = f"{show(on.value)} is not offered: blocks are computed again" if isinstance(on.value, str) else ""
         draft.put(on, "trainer.activation_checkpointing", "full", why)
@@ -306,23 +293,20 @@ def adapter(draft: Draft, roles: Roles) -> None:
         return
     rest = {role: asked for role, asked in roles.items() if role != "kind"}
     if not asks(kind.value) or kind.value in (0, "full"):
-        draft.keep(kind, "all parameters are trained")
-        for asked in rest.values():
-            draft.skip(asked)
+        draft.skip(*roles.values())
         return
     if kind.value not in (1, "lora", "qlora"):
         raise ConfigError(Problem(kind.key, f"saw {show(kind.value)}", "lora, or all parameters: no other is offered"))
     draft.put(kind, "trainer.adapter.type", "lora")
     if kind.value == "qlora":
-        draft.lose(kind, "the base is kept in 16 or 32 bits, not in 4")
+        draft.lose(kind, "the base is in 16 bits, not in 4: say lora, and load_in_4bit: false")
     if (dropout := rest.get("dropout")) and dropout.value:
         draft.put(dropout, "trainer.adapter.dropout", dropout.value)
     elif dropout:
-        draft.keep(dropout, "none")
+        draft.skip(dropout)
     if (folder := rest.get("path")) and folder.value:
         draft.put(folder, "trainer.adapter.path", folder.value)
-        for role in rest.keys() - {"path", "dropout"}:
-            draft.keep(rest[role], "the adapter's folder says it")
+        draft.skip(*(asked for role, asked in rest.items() if role not in ("path", "dropout")))
         return
     for role in ("r", "alpha", "bias", "rslora", "dora"):
         if role in rest and rest[role].value not in (None, False, ""):
@@ -367,8 +351,7 @@ def trackers(draft: Draft, roles: Roles) -> None:
                 draft.skip(asked)
                 continue
             wanted += [name] if name not in wanted else []
-            why = 'the project is called "meshloom" there, the run as trainer.run.name' if role == "wandb" else ""
-            draft.put(asked, "trainer.log.trackers", wanted, why)
+            draft.put(asked, "trainer.log.trackers", wanted)
 
 
 def run_folder(draft: Draft, roles: Roles) -> None:
@@ -381,17 +364,17 @@ def run_folder(draft: Draft, roles: Roles) -> None:
 
 def logging(draft: Draft, roles: Roles) -> None:
     steps, strategy = roles.get("steps"), roles.get("strategy")
-    if strategy:
-        draft.skip(strategy)
+    draft.skip(strategy)
     if steps and steps.value >= 1:
         draft.put(steps, "trainer.log.every", int(steps.value))
-    elif steps:
+    else:
         draft.skip(steps)
 
 
 GROUPS: dict[str, Group] = {
     "length": length,
     "sharding": sharding,
+    "adapter": adapter,
     "precision": precision,
     "optimizer": optimizer,
     "clipping": clipping,
@@ -400,7 +383,6 @@ GROUPS: dict[str, Group] = {
     "saving": saving,
     "recomputation": recomputation,
     "attention": attention,
-    "adapter": adapter,
     "trackers": trackers,
     "run": run_folder,
     "logging": logging,
