@@ -25,7 +25,6 @@ from trainer.data import digest, prepare, workers
 from trainer.data.cache import cached_folder
 from trainer.data.progress import Progress
 from trainer.data.source import PartWriter, PreparedSource
-from trainer.distributed import rendezvous
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem
 
@@ -294,21 +293,6 @@ def _fails(rank: int) -> str:
     return str(caught.value)
 
 
-def _falls_silent(rank: int) -> None:
-    with patch.object(rendezvous, "SILENCE_SECONDS", 0.5):
-        others = rendezvous.Rendezvous(rank, 2)
-        if rank:
-            with others, pytest.raises(RuntimeError, match="1 of the ranks gave no sign of life"):
-                others.wait()
-    dist.barrier()
-
-
-def _lives(rank: int) -> None:
-    """Signs of life are heard: work may take longer than the silence that would end it."""
-    with patch.object(rendezvous, "SILENCE_SECONDS", 0.8), patch.object(rendezvous, "BEAT_SECONDS", 0.1):
-        Ranks(rank, 2).await_first(lambda: time.sleep(2))
-
-
 def _as_a_rank(named: str) -> Any:
     return globals()[named](dist.get_rank())
 
@@ -319,8 +303,3 @@ def test_ranks_wait_longer_than_a_collective_would(pools: Pools) -> None:
 
 def test_what_fails_on_the_first_is_raised_on_all(pools: Pools) -> None:
     assert pools[2].run(_as_a_rank, named="_fails") == ["data: nothing; expected something"] * 2
-
-
-def test_a_rank_that_dies_is_noticed_and_one_that_works_is_not_taken_for_dead(pools: Pools) -> None:
-    pools[2].run(_as_a_rank, named="_falls_silent")
-    pools[2].run(_as_a_rank, named="_lives")

@@ -29,11 +29,13 @@ from trainer.config import load
 from trainer.config.sections import ProfileSection
 from trainer.errors import ConfigError
 from trainer.layout import AXES, Layout, Recompute
-from trainer.report import page, read
+from trainer.report import page, read, records
 from trainer.report.history import FINISHED, KILLED, STOPPED, sessions
 from trainer.report.style import drawing
 from trainer.run.profile import StepProfiler
+from trainer.run.resume import _last_logged
 from trainer.run.timeline import Timeline
+from trainer.trackers import JsonLines
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -529,3 +531,46 @@ def test_held_out_accuracy_is_drawn(tmp_path):
     labels = [text for axes in section.figure.axes for text in axes.get_legend_handles_labels()[1]]
     assert labels == ["training", "held-out", "held-out accuracy"]
     assert ("held-out accuracy", "80.00%") in list(page._facts(record))
+
+
+def test_of_very_many_lines_few_are_parsed_and_all_are_counted(tmp_path, monkeypatch):
+    """A million took 34 s: what is not drawn is not parsed, and nothing of it is kept."""
+    parsed = []
+    real = records.parse_json
+    monkeypatch.setattr(records, "parse_json", lambda text: parsed.append(1) or real(text))
+    metrics = JsonLines(tmp_path / "metrics.jsonl")
+    for step in range(1, 40_001):
+        metrics.write({"step": step, "samples": step, "loss": 2.0 - (step == 31_234), "gradient_norm": 1.0})
+    metrics.write({"step": 40_000, "evaluation_loss": 2.5, "evaluation_targets": 4})
+    found = read(tmp_path)
+    assert found.logged == 40_000 and [row["evaluation_loss"] for row in found.evaluations] == [2.5]
+    assert {"step": 31_234, "samples": 31_234, "loss": 1.0, "gradient_norm": 1.0} in found.steps
+    assert found.steps[0]["step"] == 1 and found.steps[-1]["step"] == 40_000
+    assert len(parsed) < 10_000
+
+
+def test_many_log_lines_of_a_timeline_add_up(tmp_path):
+    lines = JsonLines(tmp_path / "timeline.jsonl")
+    lines.write({"event": "start", "step": 0, "time": 0.0, "steps": 30_000})
+    for step in range(1, 30_001):
+        odd = {"seconds": {"training": "much"}} if step == 7 else {"seconds": {"training": 0.5, "saving": 0.25}}
+        lines.write({"event": "logged", "step": step, "time": float(step), **odd})
+    (tmp_path / "metrics.jsonl").touch()
+    rows = read(tmp_path).timeline
+    assert len(rows) < 20_000 and rows[-1]["step"] == 30_000
+    found = [row["seconds"] for row in rows[1:]]
+    assert sum(one.get("saving", 0.0) for one in found) == 0.25 * 29_999
+    assert sum(one["training"] for one in found if isinstance(one["training"], float)) == 0.5 * 29_999
+
+
+def test_a_report_needs_no_torch():
+    script = "import sys, trainer.report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
+
+
+def test_what_goes_on_reads_the_end_of_its_lines_alone(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' * 200_000 + b'{"step": 7}\n' + b"{" * (3 << 20))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} is read whole"))
+    JsonLines(path).close()
+    assert path.stat().st_size == 12 * 200_001 and _last_logged(path) == 7

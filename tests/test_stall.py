@@ -62,7 +62,12 @@ m.CausalLM.collate = collate
 STOP = "os.kill(os.getpid(), 19)"
 BARRIER = "import torch; torch.distributed.barrier(self.job.machine.ranks.on_host().group)"
 RANK_1 = r"rank 1 on HOST \(process \d+\) "
+IN_PREPARING = "import trainer.data.prepare as m; m.prepare = lambda *given: os.kill(os.getpid(), 19)"
 STANDS = {
+    "a rank that stops over what the others wait for": (
+        IN_PREPARING,
+        r"in preparing, rank 0 on HOST \(process \d+\) is stopped \(SIGSTOP\)",
+    ),
     "a stopped rank": (AT_STEP_3.format(rank=1, what=STOP), RANK_1 + r"is stopped \(SIGSTOP\)"),
     "a stopped first rank": (  # before any beat
         "import trainer.distributed.watch as w; w.BEAT_SECONDS = 4.0" + AT_STEP_3.format(rank=0, what=STOP),

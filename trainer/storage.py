@@ -87,6 +87,13 @@ def read_file(path: Path, most: int = 1 << 26) -> bytes:
     return content
 
 
+def tail(path: Path, most: int = 1 << 20) -> bytes:
+    """The last bytes of a file. Raises OSError."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - most))
+        return file.read(most)
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write `path` and flush it to the disk."""
     path.write_bytes(content)

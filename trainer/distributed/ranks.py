@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from trainer.distributed.rendezvous import Rendezvous
+from trainer.distributed.rendezvous import await_all_done
 from trainer.errors import MeshloomError
 
 T = TypeVar("T")
@@ -116,12 +116,11 @@ class Ranks:
     def await_each(self, work: Callable[[], T]) -> list[T]:
         """Run `work` as `on_each` does, even if it takes hours: a finished rank waits outside
         collectives, without a timeout.
-        Raises RuntimeError if a rank dies over its work."""
+        The watcher ends the run if a rank dies over its work."""
         if self.world_size == 1:
             return self._agree(_outcome(work))
-        with Rendezvous(self.rank, self.world_size) as others:
-            outcome = _outcome(work)
-            others.wait()
+        outcome = _outcome(work)
+        await_all_done(self.rank, self.world_size)
         return self._agree(outcome)
 
     def _agree(self, outcome: tuple[bool, Any]) -> list[Any]:

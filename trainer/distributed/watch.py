@@ -286,7 +286,7 @@ class Watch:
     def _no_answer(self) -> list[str]:
         """Describe a store that is gone or hangs: it is in rank 0's process, or in the launcher's beside it."""
         first = next(beat for beat in self._seen() if beat.rank == 0)
-        held = f"{who([first])} {described(first)}"
+        held = f"in {first.place}, {who([first])} {described(first)}"
         return [f"the run stands still: {held}", *table([self._mine()], self._silent)]
 
     def _verdict(self, seen: list[Beat]) -> None:

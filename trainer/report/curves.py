@@ -26,8 +26,7 @@ from trainer.report.style import (
     over_steps,
     shown,
 )
-from trainer.run.profile import FOLDER, TRACE
-from trainer.run.timeline import PROFILING
+from trainer.run.timeline import PROFILE, PROFILING, TRACE
 
 NEVER = "The run has logged no step yet."
 PHASES = {
@@ -131,8 +130,8 @@ def times(record: RunRecord) -> Section:
         "The host's time by phase, between log lines (timeline.jsonl). Nothing waits for the device within a step, so "
         "on a GPU the device's own work shows where the host waits for it, in logging."
     )
-    if (record.folder / FOLDER / TRACE).is_file():
-        text += f" {FOLDER}/{TRACE} has the steps that were profiled, for Perfetto."
+    if (record.folder / PROFILE / TRACE).is_file():
+        text += f" {PROFILE}/{TRACE} has the steps that were profiled, for Perfetto."
     else:
         text += " What a step is made of within is recorded with trainer.profile."
     return Section(key, title, text, made)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer import checkpoint
 from trainer.errors import ConfigError, Problem
@@ -18,7 +20,11 @@ from trainer.storage import check_regular, parse_json, read_file
 PLAN = "plan.json"
 LONGEST, MOST = 1 << 20, 8192
 """The most bytes of a line, and the most rows of a kind that are kept."""
+STEP = re.compile(rb'\{"step": (\d{1,14}), .{0,200}?"loss": (-?\d[\d.e+-]{0,30})[,}]')
+"""A step's line as a run writes it: to parse all of a million takes long."""
 Row = dict[str, Any]
+_Line = tuple[int, float, bytes]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,20 +69,19 @@ def read(folder: Path) -> RunRecord:
     if not any((folder / name).is_file() for name in ("environment.json", "metrics.jsonl", status.NAME)):
         raise ConfigError(_no_run(folder))
     notes: list[str] = []
-    steps, evaluations = _Series("loss"), _Series("evaluation_loss")
-    for row in _lines(folder / "metrics.jsonl", notes):
-        for series in (steps, evaluations):
-            if series.key in row:
-                series.add(row)
+    steps, evaluations = (of := {"loss": _Series(), "evaluation_loss": _Series()}).values()
+    for losses in _lines(folder / "metrics.jsonl", _losses, notes):
+        for key, line in losses:
+            of[key].add(line)
     environment = _json(folder / "environment.json", notes)
     plan = _json(folder / PLAN, notes)
-    found = RunRecord(
+    return RunRecord(
         folder=folder,
-        steps=steps.rows,
+        steps=_rows(steps.lines),
         logged=steps.seen,
-        replaced=steps.replaced,
-        evaluations=evaluations.rows,
-        timeline=_events(_lines(folder / timeline.NAME, notes)),
+        replaced=[rows for stretch in steps.replaced if (rows := _rows(stretch))],
+        evaluations=_rows(evaluations.lines),
+        timeline=_events(_lines(folder / timeline.NAME, _row, notes)),
         config=_json(folder / "config.json", notes) or {},
         engine=str((environment or {}).get("engine", "")),
         device=str((environment or {}).get("device", "")),
@@ -86,7 +91,6 @@ def read(folder: Path) -> RunRecord:
         predicted=_predicted(plan, notes),
         notes=notes,
     )
-    return found
 
 
 def number(row: Mapping[str, Any], key: str) -> float:
@@ -113,31 +117,46 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300
 
 
-def _lines(path: Path, notes: list[str]) -> Iterator[Row]:
-    """Yield the readable rows that have a step."""
-    rows = broken = 0
+def _lines(path: Path, read: Callable[[bytes], T | None], notes: list[str]) -> Iterator[T]:
+    """Yield what `read` makes of each line; it returns None for one that can't be read."""
+    good = broken = 0
     with suppress(OSError):
         check_regular(path)
         with path.open("rb") as file:
             while line := file.readline(LONGEST):
                 if whole := line.endswith(b"\n") or len(line) < LONGEST:
-                    row = _row(line)
-                    rows += row is not None
-                    broken += row is None and line != b"\n"
-                    yield from [] if row is None else [row]
+                    found = read(line)
+                    good += found is not None
+                    broken += found is None and line != b"\n"
+                    yield from [] if found is None else [found]
                 broken += not whole
                 while not whole and (line := file.readline(LONGEST)):
                     whole = line.endswith(b"\n")
     if broken:
-        notes.append(f"{path.name}: {broken} of {broken + rows} lines can't be read and are left out")
+        notes.append(f"{path.name}: {broken} of {broken + good} lines can't be read and are left out")
 
 
 def _row(line: bytes) -> Row | None:
+    """A row with a step."""
     with suppress(ValueError):
         row = parse_json(line)
         if isinstance(row, dict) and type(step := row.get("step")) is int and abs(step) < 1e15:
             return row
     return None
+
+
+def _losses(line: bytes) -> list[tuple[str, _Line]] | None:
+    """The losses of a line by their names; the largest of all for one that is not finite."""
+    if (step := STEP.match(line)) and line.endswith(b"}\n") and b'"evaluation_loss"' not in line:
+        return [("loss", (int(step[1]), float(step[2]), line))]
+    if (row := _row(line)) is None:
+        return None
+    sizes = [(key, number(row, key)) for key in ("loss", "evaluation_loss") if key in row]
+    return [(key, (row["step"], math.inf if math.isnan(size) else size, line)) for key, size in sizes]
+
+
+def _rows(lines: Sequence[_Line]) -> list[Row]:
+    return [row for _, _, line in lines if (row := _row(line)) is not None]
 
 
 def _json(path: Path, notes: list[str]) -> Row | None:
@@ -154,31 +173,26 @@ def _json(path: Path, notes: list[str]) -> Row | None:
 
 @dataclass
 class _Series:
-    """The rows with a number of this name, with rising steps; and the stretches that a later row repeats.
+    """The lines with a loss of one kind, with rising steps; and the stretches that a later line repeats.
 
-    Of many, few are kept: of each eight neighbours those with the smallest and the largest number;
-    one that is not finite counts as the largest.
+    Of many, few are kept: of each eight neighbours those with the smallest and the largest loss;
+    one that is not finite counts as the largest. A line is kept as bytes, and parsed at the end.
     """
 
-    key: str
-    rows: list[Row] = field(default_factory=list)
-    replaced: list[list[Row]] = field(default_factory=list)
+    lines: list[_Line] = field(default_factory=list)
+    replaced: list[list[_Line]] = field(default_factory=list)
     seen: int = 0
 
-    def add(self, row: Row) -> None:
+    def add(self, line: _Line) -> None:
         stretch = []
-        while self.rows and self.rows[-1]["step"] >= row["step"]:
-            stretch.append(self.rows.pop())
+        while self.lines and self.lines[-1][0] >= line[0]:
+            stretch.append(self.lines.pop())
         self.replaced += [stretch[::-1]] if stretch else []
-        self.rows.append(row)
+        self.lines.append(line)
         self.seen += 1
-        if len(self.rows) > MOST:
-            eights = [sorted(self.rows[at : at + 8], key=self._size) for at in range(0, MOST, 8)]
-            ends = [sorted((eight[0], eight[-1]), key=lambda row: int(row["step"])) for eight in eights]
-            self.rows = [row for two in ends for row in two] + self.rows[MOST:]
-
-    def _size(self, row: Row) -> float:
-        return math.inf if math.isnan(size := number(row, self.key)) else size
+        if len(self.lines) > MOST:
+            eights = [sorted(self.lines[at : at + 8], key=itemgetter(1)) for at in range(0, MOST, 8)]
+            self.lines = [line for eight in eights for line in sorted((eight[0], eight[-1]))] + self.lines[MOST:]
 
 
 def _events(rows: Iterator[Row]) -> list[Row]:
@@ -195,15 +209,17 @@ def _events(rows: Iterator[Row]) -> list[Row]:
 
 
 def _added_up(rows: list[Row]) -> list[Row]:
-    """Add every second of consecutive log lines to the next."""
+    """Add every second of consecutive log lines to the one before it."""
     found: list[Row] = []
     fresh = False
     for row in rows:
-        both = [one["seconds"] for one in (*found[-1:], row) if fresh and one["event"] == "logged" and "seconds" in one]
-        if fresh := not (len(both) == 2 and all(isinstance(one, dict) for one in both)):
+        logged = fresh and row["event"] == found[-1]["event"] == "logged"
+        whole, part = (found[-1].get("seconds"), row.get("seconds")) if logged else (None, None)
+        if fresh := not (isinstance(whole, dict) and isinstance(part, dict)):
             found.append(row)
         else:
-            found[-1] = {**row, "seconds": {name: sum(finite(both, name)) for name in {**both[0], **both[1]}}}
+            whole |= {name: sum(filter(_is_number, (whole.get(name), passed))) for name, passed in part.items()}
+            found[-1] = {**row, "seconds": whole}
     return found
 
 

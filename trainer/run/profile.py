@@ -10,9 +10,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config.sections import ProfileSection
+from trainer.run.timeline import PROFILE, TRACE
 from trainer.storage import disk_errors
 
-FOLDER, TRACE = "profile", "trace-rank-0.json.gz"
 PREFIX = "meshloom: "
 """The beginning of a phase's name in the trace."""
 
@@ -20,12 +20,12 @@ PREFIX = "meshloom: "
 class StepProfiler:
     """Records the steps in `wanted`, and writes them once the last is over.
 
-    `FOLDER/trace-rank-0.json.gz` is for Perfetto or chrome://tracing.
+    `profile/trace-rank-0.json.gz` is for Perfetto or chrome://tracing.
     """
 
     def __init__(self, wanted: ProfileSection, run_folder: Path, device: torch.device) -> None:
         self._first, self._last = wanted.start, wanted.start + wanted.steps - 1
-        self._folder, self._device = run_folder / FOLDER, device
+        self._folder, self._device = run_folder / PROFILE, device
         self._profile: Any = None
         self._phase = ExitStack()
 

@@ -19,7 +19,7 @@ from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed, shared
 from trainer.run import status
 from trainer.run.shared import check_shared, kept
-from trainer.storage import parse_json
+from trainer.storage import parse_json, tail
 
 FINAL, LOCK, ENVIRONMENT = "final", ".lock", "environment.json"
 HELD_SECONDS = 10.0
@@ -304,7 +304,7 @@ def _refuse(problems: Sequence[Problem]) -> None:
 
 def _last_logged(path: Path) -> int:
     """Return the step of the last complete line of a metrics file; 0 if there is none."""
-    for line in path.read_bytes().split(b"\n")[-2::-1] if path.is_file() else ():
+    for line in tail(path).split(b"\n")[-2::-1] if path.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):  # an incomplete line, from a machine that lost power
             return int(parse_json(line)["step"])
     return 0

@@ -10,7 +10,8 @@ from types import TracebackType
 from trainer.errors import DiskError
 from trainer.trackers import JsonLines
 
-NAME = "timeline.jsonl"
+NAME, PROFILE, TRACE = "timeline.jsonl", "profile", "trace-rank-0.json.gz"
+"""In the run's folder: the lines, and the folder of what `trainer.profile` records, with its file."""
 ALONE = {"evaluating": "evaluated", "saving": "saved"}
 """Phases that have a line each, by its event; the others are summed between log lines."""
 PROFILING = "profiling"

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.storage import disk_errors
+from trainer.storage import disk_errors, tail
 from trainer.trackers.tracker import Evaluation, Record, fields
 
 
@@ -60,5 +60,5 @@ class SampleLog:
 
 def _cut_torn_line(path: Path) -> None:
     """Remove the incomplete last line that a killed run left."""
-    if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
+    while path.is_file() and (end := tail(path)) and not end.endswith(b"\n"):
+        os.truncate(path, path.stat().st_size - len(end) + end.rfind(b"\n") + 1)
