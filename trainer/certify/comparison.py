@@ -189,7 +189,7 @@ def compare_resumed(resumed: Recording, whole: Recording, middle: int, order: Or
 
 
 def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) -> Iterator[Finding]:
-    """Project the run's gradients of many rows, and one process's in low precision, on one's in float32.
+    """Project gradients of many rows, the run's and one process's in low precision, on float32 ones.
 
     The coefficients must agree up to TOLERANCES, or two standard errors of one process; the rest is
     measured by its noise."""

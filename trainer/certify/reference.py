@@ -227,7 +227,7 @@ class Reference:
         return int((targets != IGNORED).sum())
 
     def _try_forward(self) -> tuple[bool, bool]:
-        """Find if the model has a loss over shifted labels, and if it adds anything to it."""
+        """Return two flags: if the model has a loss over shifted labels, and if it adds anything to it."""
         ids = torch.arange(1, 9, device=self._device)[None] % self._spec.language.vocabulary
         logits = self._watch_order(lambda: self.model(input_ids=ids, use_cache=False).logits.float())
         with torch.no_grad():

@@ -105,7 +105,7 @@ def _batch(job: Job, rows: Rows, kept: int | None, packed: bool) -> Batch:
 
 
 def coefficients(found: list[Tensors], theirs: list[Tensors]) -> tuple[list[float], float]:
-    """Return the coefficients of projection on `theirs`, by steps; and the relative norm of what is left of all."""
+    """Return the coefficients of projection on `theirs`, by steps; and the relative norm of all residuals."""
     parts, left, whole = [], 0.0, 0.0
     for ours, exact in zip(found, theirs, strict=True):
         names = ours.keys() & exact.keys()

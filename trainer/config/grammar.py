@@ -153,7 +153,7 @@ def show(value: Any, most: int = 60) -> str:
 def unknown(path: str, value: Any, known: Sequence[str], useless: Mapping[str, str] = MappingProxyType({})) -> Problem:
     """Build the problem of a key that is not in the table, with the nearest of the `known` paths.
 
-    `useless` maps known paths that must not be suggested to the reason.
+    `useless` holds known paths that must not be suggested, each with the reason.
     """
     section = path.rpartition(".")[0]
     where = f'the section "{section}"' if section else "the top level"

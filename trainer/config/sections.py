@@ -87,7 +87,7 @@ class ModelSection(Section):
     blocks: str | None = None
     """The pattern of an own classifier's modules that run once each, in order, such as "layers.*"."""
     weights: str | None = None
-    """The pretrained weights of a name of torchvision.models: "DEFAULT", or a name such as "IMAGENET1K_V2"."""
+    """The pretrained weights of a torchvision model: "DEFAULT", or a name such as "IMAGENET1K_V2"."""
     revision: str | None = None
     trust_remote_code: bool = False
     attention: Literal["sdpa", "eager", "flash_attention_2"] | None = None

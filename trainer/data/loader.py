@@ -150,7 +150,7 @@ class BatchLoader:
 def collated(
     source: Source, collate: Collate, parts: Iterable[Part], workers: int, blank: Callable[[Any], Any]
 ) -> Iterator[Batch]:
-    """Yield the micro-batches in order, made by `workers` processes, or by this one on demand if there are none.
+    """Return the micro-batches in order, made by `workers` processes, or by this one on demand if there are none.
 
     The processes exist when this returns; an error in one of them is raised here."""
     made = _Collated(source, collate, blank)

@@ -279,7 +279,7 @@ def _content(place: str, content: Any) -> str:
 
 
 def _counts(place: str, message: dict[str, Any]) -> dict[str, bool]:
-    """Read if the data itself says that a turn counts in the loss: OpenAI's `weight`, Axolotl's `train`."""
+    """Return the data's own mark that a turn counts in the loss or not: OpenAI's `weight`, Axolotl's `train`."""
     for key, values in (("weight", {0: False, 1: True}), ("train", {False: False, True: True})):
         if key in message:
             value = message.pop(key)

@@ -65,7 +65,7 @@ class Scale:
     hidden: int
     """The hidden size, of which other widths are multiples or parts."""
     split: int
-    """The number of tensor parallel ranks: a number stays a multiple of it, or stays none."""
+    """The number of tensor parallel ranks: a multiple of it stays one, and a non-multiple stays a non-multiple."""
 
 
 KEPT = Scale({}, 1, Fraction(1), 0, 1)

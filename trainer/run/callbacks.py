@@ -37,7 +37,7 @@ SLOW = 0.1
 SIGN_SECONDS = 600.0
 """Seconds without a line, after which one is printed if nothing else shows that the run continues."""
 SLOW_DISK = 50e6
-"""Bytes/s that a save is taken to write at least: for as long it may give no sign of life."""
+"""The lowest speed, in bytes/s, assumed for a save: at that speed its time without a sign of life is no hang."""
 Saver = Callable[[Sequence[StateTensor], Callable[[Sequence[StateTensor], Ranks], None]], None]
 """Saves state tensors by the given function, called with the ranks to agree with: at once, or in the background."""
 

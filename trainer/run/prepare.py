@@ -60,7 +60,7 @@ class Prepared:
     model_notes: tuple[str, ...]
     """The findings on a tiny copy of the model, a line each."""
     learned: int
-    """The number of parameters that the optimizer trains, without those that text leaves without a gradient."""
+    """The number of parameters that the optimizer trains, without those that get no gradient from text."""
     undecayed: dict[str, int]
     """Those of them without weight decay, with their sizes."""
     workers: int

@@ -31,7 +31,7 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 
 def join(config: Config, world: World, say: Callable[[str], None] = lambda line: None) -> Machine:
-    """Choose this process's device, and join all processes' group; `say` is called with who is waited for."""
+    """Choose this process's device, and join all processes' group; `say` is called with a note on missing ranks."""
     section = config.trainer.device
     cuda = section == "cuda" or (section == "auto" and torch.cuda.is_available())
     own = cuda and torch.cuda.device_count() == 1  # as with Slurm's --gpus-per-task=1: each process sees its own

@@ -29,7 +29,7 @@ REFUSED = 24
 SECONDS = 60.0
 """Seconds after which no other simulation begins."""
 FASTER = 0.98
-"""The factor of a step's time that an optional change must reach."""
+"""The largest share of the present step time at which an optional change is proposed."""
 MARGIN = 0.97
 """The largest share of a device's room that an estimate may fill to count as fitting."""
 MOST_NODES = 64

@@ -156,7 +156,7 @@ class CausalLM:
 
     @property
     def _told(self) -> Told | None:
-        """The callback for each token's loss: a function, which a copy of a model shares."""
+        """The callback for each token's loss: a function, as copies of a model share it."""
         found = self.by_source
         return None if found is None else lambda rows, losses: found.add(rows, losses)
 
