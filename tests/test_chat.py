@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import resource
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -348,3 +351,47 @@ def test_a_sample_begins_as_the_data_does(tmp_path: Path, tokenizer: Any) -> Non
 def test_no_shipped_config_begins_its_sample_with_code() -> None:
     for path in (Path(__file__).parent.parent / "ds_configs").glob("*.json"):
         assert json.loads(path.read_text())["trainer"]["generate"]["prompt"] == "auto", path
+
+
+HOSTILE = {
+    "joined": "{{ (['a' * 100000] * 100000) | join }}",
+    "a product": "{{ messages[0].content * 10**10 }}",
+    "a constant product": "{{ 'a' * 10**10 }}",
+    "a long constant": "{{ 'a' * 30000000 }}",
+    "a power": "{{ 9**(9**9) }}",
+    "centred": "{{ messages[0].content | center(10**10) }}",
+    "indented": "{{ messages | tojson(indent=10**10) }}",
+    "formatted": "{{ '%10000000000d' % 1 }}",
+    "formatted by a filter": "{{ '%10000000000d' | format(1) }}",
+    "doubled": "{% set n = namespace(s='aaaaaaaa') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "a list doubled": "{% set n = namespace(s=[1]) %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
+    "loops of nothing": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "many words": "{{ lipsum(n=100000) }}",
+    "batches": "{% for b in [1] | batch(10**10, 'a') %}{{ b }}{% endfor %}",
+    "a macro": "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_template_takes_no_more_than_it_may(tokenizer: Any, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "hostile.jinja"
+    path.write_text(HOSTILE[name])
+    limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with patch.multiple("trainer.data.chat", MEMORY=1 << 27, SECONDS=0.5):
+        template = Template.of(tokenizer, str(path))
+        with pytest.raises(DataError) as caught:
+            list(template.encode([Chat(messages(), place="a:1")]))
+    refused = "the chat template refuses it: maximum recursion depth"
+    named = refused if name == "a macro" else f"the template of {path} makes more than "
+    assert f"a:1: {named}" in str(caught.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 19  # KiB
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)) == limits
+
+
+def test_a_long_chat_is_no_hostile_one(tokenizer: Any) -> None:
+    turns = [("user", "What? " * 100), ("assistant", "That. " * 100)] * 50
+    with patch.multiple("trainer.data.chat", MEMORY=1 << 25):
+        [found] = Template(tokenizer, CHATML, "").encode([Chat(messages(turns), place="a:1")])
+    assert len(found.tokens) > 60_000

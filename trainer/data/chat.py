@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.data.bounded import bounded
 from trainer.data.formats import short
 from trainer.data.records import Chat
 from trainer.data.source import Encoded
@@ -29,6 +31,8 @@ PLAIN = (
 )
 """The template for a tokenizer without one: a line with the role before each turn, end-of-text after an answer."""
 
+LONGEST, TIMES, MEMORY, SECONDS = 1 << 18, 16, 1 << 30, 60.0
+"""Limits of one rendering: characters and how many times those of the chat, bytes of memory, CPU seconds."""
 Span = tuple[int, int]
 """A range of characters in the rendered chat: the first, and one past the last."""
 
@@ -156,15 +160,22 @@ class Template:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         messages = [{k: v for k, v in message.items() if k != "counts"} for message in chat.messages[:turns]]
+        room = LONGEST + TIMES * (len(str(messages)) + len(str(chat.tools)))
         try:
-            texts, spans = render_jinja_template(  # type: ignore[misc]
-                conversations=[messages],  # type: ignore[list-item]
-                tools=chat.tools,  # type: ignore[arg-type]
-                chat_template=self._template(chat),
-                add_generation_prompt=prompts,
-                return_assistant_tokens_mask=marks,
-                **self.tokenizer.special_tokens_map,
-            )
+            with bounded(MEMORY + TIMES * room, SECONDS):
+                texts, spans = render_jinja_template(  # type: ignore[misc]
+                    conversations=[messages],  # type: ignore[list-item]
+                    tools=chat.tools,  # type: ignore[arg-type]
+                    chat_template=self._template(chat),
+                    add_generation_prompt=prompts,
+                    return_assistant_tokens_mask=marks,
+                    **self.tokenizer.special_tokens_map,
+                )
+            if len(texts[0]) > room:
+                raise MemoryError
+        except (MemoryError, TimeoutError) as error:
+            seen = f"{self.origin} makes more than {room:,} characters of it, or takes too much memory or time"
+            raise DataError(Problem(chat.place, seen, "a template that ends soon", "Mend the template")) from error
         except Exception as error:  # whatever the template raises, or does with what it does not expect
             roles = ", ".join(message["role"] for message in messages[:12])
             seen = f"the chat template refuses it: {first_line(error)} (roles: {roles})"
@@ -177,7 +188,9 @@ def _compiled(template: str, place: str) -> None:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
-        _compile_jinja_template(template)
+        # what it may not take, of memory or time, is told with the first chat
+        with suppress(MemoryError, TimeoutError), bounded(MEMORY, SECONDS):
+            _compile_jinja_template(template)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(Problem(f"{place}:{error.lineno}", str(error.message), "a Jinja template")) from error
 

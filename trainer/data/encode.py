@@ -115,20 +115,13 @@ def encode(documents: Sequence[Document], template: Template, skips: bool = Fals
 
 
 def _chats(alike: Sequence[Chat], template: Template, skips: bool) -> Iterator[Encoded | DataError]:
-    try:
-        yield from list(template.encode(alike))
-        return
-    except DataError:  # one of them failed: those before it come first
-        pass
-    for chat in alike:
+    for chat in alike:  # one by one: a template may make a long text of each
         try:
-            [encoded] = template.encode([chat])
+            yield from template.encode([chat])
         except DataError as error:
             if not skips:
                 raise
             yield error
-        else:
-            yield encoded
 
 
 def _texts(batch: list[Text], tokenizer: Any) -> Iterator[Encoded]:
