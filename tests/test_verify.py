@@ -566,6 +566,46 @@ def tokens_of_one_rank_logged(engine: str) -> Any:
     return around(loop, "RunState", lambda real, step, samples, tokens: real(step, samples, tokens // 2))
 
 
+def in_blocks_of_the_run(change: Callable[[Any, Any], None]) -> Any:
+    """`change(model, spec)` comes after the model was split and wrapped; the one process knows nothing of it."""
+    from trainer.parallel.dropout import Dropout
+
+    def changed(real: Any, self: Any, model: Any, spec: Any) -> None:
+        real(self, model, spec)
+        change(model, spec)
+
+    real = Dropout.__init__
+    return mock.patch.object(Dropout, "__init__", lambda self, model, spec: changed(real, self, model, spec))
+
+
+def wrong_kv_head(engine: str) -> Any:
+    """Queries see the keys of the next group."""
+
+    def change(model: Any, spec: Any) -> None:
+        keys = model.get_submodule("model.layers.1.self_attn.k_proj")
+        keys.register_forward_hook(lambda module, inputs, output: output.roll(output.shape[-1] // 2, -1))
+
+    return in_blocks_of_the_run(change)
+
+
+def rotary_embedding_of_the_last_stage(engine: str) -> Any:
+    import torch.distributed as dist
+
+    def change(model: Any, spec: Any) -> None:
+        if dist.get_rank() == 1:
+            real = model.model.rotary_emb.forward
+            model.model.rotary_emb.forward = lambda x, position_ids, **named: real(x, 2 * position_ids, **named)
+
+    return in_blocks_of_the_run(change)
+
+
+def unscaled_attention(engine: str) -> Any:
+    def change(model: Any, spec: Any) -> None:
+        model.get_submodule("transformer.h.1.attn").register_forward_hook(lambda m, i, o: (o[0] * 1.001, *o[1:]))
+
+    return in_blocks_of_the_run(change)
+
+
 QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 2, "tie_word_embeddings": True}
 DEEPSEEK = {
     "model_type": "deepseek_v3",
@@ -594,6 +634,7 @@ class Planted:
     check: str
     where: str = ""
     step: int = 0
+    rank: int = 0
     size: int = 2
     trainer: dict[str, Any] = field(default_factory=dict)
 
@@ -601,11 +642,12 @@ class Planted:
 STAGES = {"stages": 2}
 TENSOR = {"tensor": 2, "model": {"config": QWEN3}}
 LARGE = {"model": {"config": GPT2 | {"vocab_size": 5000, "n_positions": 128}}}
+LLAMA = {"model": {"config": {"model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2}}}
 MISTRAL = {"model_type": "mistral", "num_hidden_layers": 2, "vocab_size": 61, "sliding_window": 32}
 
 FAULTS: dict[Callable[[str], Any], Planted] = {
     scaled_by_accumulation: Planted("deepspeed", 2, "gradient", "transformer.ln_f.bias"),
-    dropped_micro_batch: Planted("deepspeed", 3, "loss"),
+    dropped_micro_batch: Planted("deepspeed", 3, "output"),
     wrong_rate: Planted("deepspeed", 1, "update", TABLE, step=2),
     lost_reduction: Planted("mesh", 0, "gradient", "transformer.ln_f.bias"),
     norm_of_one_rank: Planted("mesh", 3, "norm"),
@@ -625,16 +667,16 @@ FAULTS: dict[Callable[[str], Any], Planted] = {
     clipped_by_one_rank: Planted("mesh", 2, "moment", TABLE),
     shifted_targets: Planted("mesh", 2, "loss"),
     padding_counted: Planted("mesh", 2, "loss"),
-    truncated_sample: Planted("mesh", 2, "loss"),
-    later_token_as_input: Planted("mesh", 2, "loss"),
-    samples_of_another_rank: Planted("mesh", 2, "loss"),
-    samples_in_the_order_of_epoch_0: Planted("mesh", 2, "loss", step=1),
+    truncated_sample: Planted("mesh", 2, "output"),
+    later_token_as_input: Planted("mesh", 2, "output"),
+    samples_of_another_rank: Planted("mesh", 2, "output", rank=1),
+    samples_in_the_order_of_epoch_0: Planted("mesh", 2, "output", step=1),
     last_chunk_dropped: Planted("mesh", 2, "loss"),
     accumulation_not_divided: Planted("mesh", 2, "gradient", "transformer.ln_f.bias"),
     means_of_means: Planted("mesh", 2, "held-out loss", step=3),
-    same_dropout_on_all_ranks: Planted("mesh", 2, "loss"),
-    same_dropout_in_each_step: Planted("mesh", 2, "loss", step=1),
-    same_dropout_in_each_micro_batch: Planted("mesh", 2, "loss"),
+    same_dropout_on_all_ranks: Planted("mesh", 2, "output", rank=1),
+    same_dropout_in_each_step: Planted("mesh", 2, "output", step=1),
+    same_dropout_in_each_micro_batch: Planted("mesh", 2, "output"),
     dropout_while_evaluating: Planted("mesh", 2, "held-out loss", step=3),
     moments_not_loaded: Planted("mesh", 2, "loaded state", f"{TABLE} (exp_avg)", step=4),
     step_count_not_loaded: Planted("mesh", 2, "loaded state", "step", step=4),
@@ -643,16 +685,21 @@ FAULTS: dict[Callable[[str], Any], Planted] = {
         "mesh", 2, "initial", "e_score_correction_bias (only in one process)", trainer={"model": {"config": DEEPSEEK}}
     ),
     tied_gradient_halved: Planted("mesh", 1, "gradient", TABLE, trainer=STAGES),
-    third_micro_batch_dropped: Planted("mesh", 2, "loss"),
+    third_micro_batch_dropped: Planted("mesh", 2, "output"),
     gradient_of_rank_2_lost: Planted("mesh", 2, "gradient", size=3),
     mean_over_the_other_axis: Planted("mesh", 3, "gradient", size=6, trainer={"mesh": {"replicate": 2, "shard": -1}}),
-    ids_of_ten_bits: Planted("mesh", 2, "loss", trainer=LARGE),
-    rows_of_64: Planted("mesh", 2, "loss", step=1, trainer=LARGE),
-    window_of_one_more: Planted("mesh", 2, "loss", trainer={"model": {"config": MISTRAL}}),
+    ids_of_ten_bits: Planted("mesh", 2, "output", trainer=LARGE),
+    rows_of_64: Planted("mesh", 2, "output", step=1, trainer=LARGE),
+    window_of_one_more: Planted("mesh", 2, "output", trainer={"model": {"config": MISTRAL}}),
     schedule_wrong_after_step_10: Planted("mesh", 2, "schedule", "(0.00099 in place of 0.001)", step=11),
     never_clipped: Planted("mesh", 2, "moment", trainer=LARGE),
     scaled_up_to_the_limit: Planted("mesh", 2, "moment", step=1, trainer=LARGE),
     overflow_applied: Planted("mesh", 2, "overflow", TABLE, step=6),
+    wrong_kv_head: Planted("mesh", 2, "output", "model.layers.1.self_attn.k_proj, micro-batch 0", trainer=LLAMA),
+    rotary_embedding_of_the_last_stage: Planted(
+        "mesh", 1, "output", "model.layers.2.self_attn.o_proj, micro-batch 0", rank=1, trainer={**LLAMA, **STAGES}
+    ),
+    unscaled_attention: Planted("deepspeed", 3, "output", "transformer.h.1.attn, micro-batch 0"),
     accuracy_of_the_next_target: Planted("mesh", 2, "accuracy", step=3),
     tokens_of_one_rank_logged: Planted("mesh", 2, "counts"),
 }
@@ -720,7 +767,8 @@ def test_a_planted_fault_is_caught_and_named(pools, tmp_path, sound, fault):
     for passed, first, table in pools[planted.size].run(certified, **arguments):
         assert not passed
         assert first == planted.check, table
-        assert f"FAIL: first apart at step {planted.step}, on rank 0: {planted.check}" in table, table
+        where = f"at step {planted.step}, on rank {planted.rank}: {planted.check}"
+        assert f"FAIL: first apart {where}" in table, table
         assert planted.where in table.splitlines()[-1], table
 
 

@@ -133,7 +133,7 @@ FAULTS: dict[Callable[[], Any], tuple[dict[str, Any], str]] = {
     other_alpha: (LORA, "gradient"),
     scaled_by_the_rank: (LORA, "gradient"),
     other_rank: (LORA, "initial"),
-    no_dropout_of_adapters: (LORA, "loss"),
+    no_dropout_of_adapters: (LORA, "output"),
     a_target_left_out: (LORA, "initial"),
     biases_learn: (LORA, "gradient"),
     a_matrix_transposed: (LORA, "initial"),

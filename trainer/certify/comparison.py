@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.certify.outputs import Outputs, apart
 from trainer.certify.recording import Recording, State, Tensors
 from trainer.certify.reference import Expected, Judged
 from trainer.certify.rounding import coefficients
@@ -17,6 +18,7 @@ from trainer.state import MASTER, WEIGHT
 # check -> largest relative error that float32 arithmetic in another order may leave
 TOLERANCES = {
     "initial": 0.0,
+    "output": 1e-4,
     "loss": 1e-5,
     "gradient": 1e-4,
     "norm": 1e-4,
@@ -100,9 +102,23 @@ def compare_step(run: Recording, step: int, one: Expected, order: Order, rank: i
         return
     loss, norm = (_relative(of[step], by) for of, by in ((run.losses, one.loss), (run.norms, one.norm)))
     bands = (one.rounding.loss / one.loss, one.rounding.norm / one.norm) if one.rounding else (0.0, 0.0)
+    yield compare_outputs(step, run.outputs[step], one, rank)
     yield Finding("loss", step, loss, _tolerance("loss", bands[0], one), "", rank)
     yield compare_gradients(step, run.gradients[step], one, order, rank)
     yield Finding("norm", step, norm, _tolerance("norm", bands[1], one), "", rank)
+
+
+def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> Finding:
+    """The first module, in order of execution, that gives something else; but none of which a rank has a part."""
+    both = {key: (value, one.outputs[key]) for key, value in ours.items() if key in one.outputs}
+    bands = one.rounding.outputs if one.rounding else {}
+    usual, errors, tolerances = sum(bands.values()) / max(len(bands), 1), {}, {}
+    for key, (value, other) in both.items():
+        if value.shape == other.shape:
+            label = f"{key[2]}, micro-batch {key[1]}"
+            errors[label] = apart(value, other)
+            tolerances[label] = _tolerance("output", max(bands.get(key, 0.0), usual), one)
+    return _first("output", step, errors, tolerances, errors, rank)
 
 
 def compare_gradients(step: int, ours: Tensors, one: Expected, order: Order, rank: int) -> Finding:

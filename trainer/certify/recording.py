@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainer import checkpoint
+from trainer.certify.outputs import Listener, Outputs
 from trainer.certify.rounding import Rounded, measured
 from trainer.certify.small import PROBE_RATE, Small
 from trainer.data.loader import BatchLoader
@@ -47,6 +48,7 @@ class Recording:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
+    outputs: list[Outputs] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
@@ -88,6 +90,7 @@ class Recorder:
         self._task = task
         self._ranks = ranks
         self._observes = observes
+        self._listener = Listener(module.get_submodule("model") for module in engine.modules if observes)
         self.recording = Recording(states=[state_of(engine, ranks)])
 
     def __getattr__(self, name: str) -> Any:
@@ -99,8 +102,13 @@ class Recorder:
         gradients: Tensors = {}
         self._task.begin(step)
         keep = lambda name, gradient: gradients.__setitem__(name, gradient.detach().cpu().clone())  # noqa: E731
+        job = self._engine.job
+        if not job.layout.sync_batch_norm:  # which one process runs as one micro-batch
+            key = "input_ids" if job.spec.language.vocabulary else ""
+            self._listener.begin({(job.data_rank, i): batch.get(key) for i, batch in enumerate(micro_batches)})
         metrics = self._engine.step(step, micro_batches, update, keep if self._observes else None)
         recording = self.recording
+        recording.outputs.append(self._listener.end())
         recording.losses.append(float(metrics.loss()))
         recording.norms.append(float(metrics.gradient_norm))
         recording.skipped.append(metrics.skipped)

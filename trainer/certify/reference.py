@@ -14,7 +14,7 @@ import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.certify.outputs import Listener, Outputs, apart
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import State, Tensors
 from trainer.certify.rounding import STEPS, rows_of
@@ -56,6 +57,7 @@ class Expected:
     """The state after the step: weights (float32) and optimizer state."""
     targets: int
     rounding: Rounding | None = None
+    outputs: Outputs = field(default_factory=dict)
 
     @property
     def overflows(self) -> bool:
@@ -81,6 +83,7 @@ class Rounding:
     loss: float
     norm: float
     gradients: dict[str, float]
+    outputs: dict[tuple[int, int, str], float]
     least: float
     """The relative rounding of one number."""
 
@@ -104,6 +107,7 @@ class Reference:
         self._has_own_loss, self._adds_to_loss = self._try_forward()
         self.model.train()
         self._block_seed = 0
+        self._listener, self._outputs = Listener([self.model]), Outputs()
         for index, name in enumerate(spec.blocks):
             self.model.get_submodule(name).register_forward_pre_hook(self._seeding(index))
         if (alpha := small.config.trainer.neftune_alpha) and not small.config.trainer.data.packs:
@@ -132,14 +136,14 @@ class Reference:
             kept = {key: value for key, value in before.items() if key[0] in self._named}
             return Expected(math.inf, math.inf, {}, kept, counted)
         loss, own = self._gradients(self.model, step, found, counted)
-        expected = norm_of(own)
+        expected, outputs = norm_of(own), self._outputs
         rounding = None if self._layout.precision == "float32" else self._rounding(step, found, counted, loss, own)
         self._update(step, gradients, norm)
         after = {(name, WEIGHT): value for name, value in self.weights().items()}
         for name, parameter in self._named.items():
             kept = self._optimizer.state[parameter].items()
             after |= {(name, part): value.detach().cpu().clone() for part, value in kept if torch.is_tensor(value)}
-        return Expected(loss, expected, own, after, counted, rounding)
+        return Expected(loss, expected, own, after, counted, rounding, outputs)
 
     def norms(self, steps: int) -> list[float]:
         """Return the gradient norms of the first steps of a run of its own: the engine's, up to rounding."""
@@ -199,13 +203,17 @@ class Reference:
 
     def _gradients(self, model: nn.Module, step: int, found: list[MicroBatch], counted: int) -> tuple[float, Tensors]:
         model.zero_grad()
-        total = 0.0
+        total, self._outputs = 0.0, {}
         for part in found:
             self._start_dropout(step, part.data_rank, part.number)
             self._inputs = part.inputs
+            place, words = (part.data_rank, part.number), self._spec.language.vocabulary > 0
+            self._listener.begin({place: part.inputs if words else None})
             loss = self._loss_sum(model, part.inputs, part.targets)
             (loss / counted).backward()
             total += float(loss.detach())
+            for key, value in self._listener.end().items():  # a packed row is several parts
+                self._outputs[key] = self._outputs.get(key, 0) + value
         named = model.named_parameters()
         return total / counted, {n: p.grad.float().cpu().clone() for n, p in named if p.grad is not None}
 
@@ -270,10 +278,11 @@ class Reference:
     def _rounding(self, step: int, found: list[MicroBatch], counted: int, loss: float, own: Tensors) -> Rounding:
         """Repeat the step in low precision, twice: with gradients summed in low precision and in float32."""
         dtype = getattr(torch, self._layout.precision)
-        low = copy.deepcopy(self.model)
+        low, exact = copy.deepcopy(self.model), self._outputs
         for parameter in low.parameters():
             parameter.data = parameter.data.to(dtype)
         together = self._gradients(low, step, found, counted)
+        outputs = {key: apart(value, exact[key]) for key, value in self._outputs.items()}
         alone = [self._gradients(low, step, [part], counted) for part in found]
         summed = {name: torch.stack([of[name] for _, of in alone if name in of]).sum(0) for name in together[1]}
         runs = [together, (sum(loss for loss, _ in alone), summed)]
@@ -281,6 +290,7 @@ class Reference:
             max(abs(of[0] - loss) for of in runs),
             max(abs(norm_of(of[1]) - norm_of(own)) for of in runs),
             {n: max(float((of[1][n] - value).abs().max()) for of in runs) for n, value in own.items()},
+            outputs,
             torch.finfo(dtype).eps / 2,
         )
 

@@ -1,0 +1,65 @@
+"""Sums over the tokens of what modules give, by which a wrong forward pass is placed: padding and packing count not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+Outputs = dict[tuple[int, int, str], torch.Tensor]
+"""By data rank, micro-batch and module, in order of execution: sums, and sums of squares, [2, features]."""
+LEAST = 1e-2
+"""Features that are small are measured against this share of the largest."""
+
+
+class Listener:
+    """Keeps what modules with parameters give in a step; not what they give when activations are computed again."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._parts: list[tuple[tuple[int, int], Any]] = []
+        self._calls, self._found = Counter[str](), Outputs()
+        for name, module in (pair for model in models for pair in model.named_modules()):
+            if name and any(True for _ in module.parameters()):  # others may stand for another stage's blocks
+                module.register_forward_hook(self._hook(name))
+
+    def begin(self, parts: dict[tuple[int, int], Any]) -> None:
+        """Listen to micro-batches by data rank and number: to tokens that are not 0, [batch, sequence], or to all."""
+        self._parts, self._calls, self._found = list(parts.items()), Counter(), {}
+
+    def end(self) -> Outputs:
+        """Return what was heard since, of modules that ran once for each."""
+        count, self._parts = len(self._parts), []
+        return {key: value for key, value in self._found.items() if self._calls[key[2]] == count}
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            number = self._calls[name]
+            if number >= len(self._parts) or torch._C._current_graph_task_id() >= 0:  # within a backward pass
+                return
+            self._calls[name] += 1
+            (rank, micro_batch), tokens = self._parts[number]
+            value = output[0] if isinstance(output, (tuple, list)) else output
+            if (rows := _rows(value, tokens)) is not None:
+                rows = rows.detach().double()
+                self._found[rank, micro_batch, name] = torch.stack([rows.sum(0), rows.square().sum(0)]).cpu()
+
+        return hook
+
+
+def _rows(value: Any, tokens: torch.Tensor | None) -> torch.Tensor | None:
+    if not torch.is_tensor(value) or not value.is_floating_point():
+        return None
+    if tokens is None:
+        return value.flatten(1) if value.dim() > 1 else None
+    fits = value.dim() == 3 and len(value) == len(tokens) and value.shape[1] >= tokens.shape[1]
+    return value[:, : tokens.shape[1]][tokens != 0] if fits else None
+
+
+def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the largest difference of a feature, relative to its norm over the tokens."""
+    norm = theirs[1].sqrt()
+    norm = norm.clamp_min(max(LEAST * float(norm.max()), 1e-30))
+    return float(((ours - theirs).abs() / torch.stack([norm, norm.square()])).max())
