@@ -899,7 +899,7 @@ def test_a_failure_ends_with_76(tmp_path):
 
 def test_norms_on_both_sides_of_the_limit_are_named_by_their_steps(tmp_path):
     """Once "of the first 3 steps 0 are over it" was read as none of three."""
-    from trainer.certify.clipping import clipping
+    from trainer.certify.small import clipping
 
     small = shrink(config(tmp_path, "mesh", 0), [], 2)
     assert clipping(small, [3.0, 1.0, 1.2]).changes[-1].endswith(": over it in step 0, under it in step 1 and 2")

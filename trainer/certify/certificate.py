@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.certify import samples
-from trainer.certify.clipping import CLIPPED_STEPS, clipping
 from trainer.certify.comparison import (
     TOLERANCES,
     Finding,
@@ -19,6 +18,7 @@ from trainer.certify.comparison import (
     compare_initial,
     compare_resumed,
     compare_rounded,
+    compare_schedule,
     compare_step,
     compare_update,
 )
@@ -27,8 +27,7 @@ from trainer.certify.parameters import initial, learner, opened, write_base
 from trainer.certify.recording import Recording, Sources, engine_of, record, shared_folder
 from trainer.certify.reference import Expected, Reference
 from trainer.certify.samples import Documents
-from trainer.certify.schedule import compare_schedule
-from trainer.certify.small import UNKNOWN_STEPS, Small
+from trainer.certify.small import CLIPPED_STEPS, UNKNOWN_STEPS, Small, clipping
 from trainer.config import TrainerSection
 from trainer.engines import Machine
 from trainer.models import huggingface

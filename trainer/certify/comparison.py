@@ -11,8 +11,10 @@ import torch
 
 from trainer.certify.outputs import Outputs, apart
 from trainer.certify.recording import Recording, State, Tensors
-from trainer.certify.reference import Expected, Judged
+from trainer.certify.reference import Expected, Judged, scheduler_of
 from trainer.certify.rounding import coefficients
+from trainer.config import Config
+from trainer.optim.lr_schedules import schedule_of
 from trainer.state import MASTER, WEIGHT
 
 # check -> largest relative error that float32 arithmetic in another order may leave
@@ -44,6 +46,9 @@ one that is zero by symmetry (a key's bias without rotary positions) is rounding
 
 BAND = 3.0
 """The factor by which a layout's rounding in low precision may exceed that of one process."""
+
+MOST_STEPS = 200_000
+"""The most steps that are compared, in a few seconds."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +222,29 @@ def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) ->
     yield Finding("projection", step, apart, sure, "(of gradients on those in float32)", 0)
     yield Finding("rounding", step, rest / noise, TOLERANCES["rounding"], "(x that of one process)", 0)
     yield Finding("sum", step, rounded.added, rounded.allowed or TOLERANCES["sum"], rounded.where, 0)
+
+
+def compare_schedule(own: Config, steps: int) -> Finding:
+    """Compare the optimizer settings of each step of the run with DeepSpeed's scheduler."""
+    base, scheduler = float(own.optimizer.params["lr"]), own.scheduler
+    ours = schedule_of(vars(own.optimizer), None if scheduler is None else vars(scheduler))
+    optimizer = torch.optim.AdamW([torch.zeros(1)], lr=base)
+    theirs = scheduler_of(optimizer, own)
+    worst = Finding("schedule", 0, 0.0, TOLERANCES["schedule"], f"(the first {steps:,} steps)", 0)
+    for step in range(min(steps, MOST_STEPS)):
+        update, [group] = ours(step), optimizer.param_groups
+        found = [(update.learning_rate, group["lr"])]
+        if update.betas is not None and theirs is not None:
+            found += zip(update.betas, group["betas"], strict=True)
+        for mine, expected in found:
+            error = abs(mine - expected) / max(abs(expected), 1e-6 * base, 1e-30)
+            if not error <= worst.error:
+                worst = Finding("schedule", step, error, worst.tolerance, f"({mine:.6g} in place of {expected:.6g})", 0)
+        if not worst.passed:
+            return worst
+        if theirs is not None:
+            theirs.step()
+    return worst
 
 
 def _states(check: str, step: int, ours: State, theirs: State, order: Order) -> Finding:

@@ -17,12 +17,11 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from trainer.certify.certificate import Certificate, compare
-from trainer.certify.clipping import CLIPPED_STEPS, clipping
 from trainer.certify.parameters import Learner, constructed, learner
 from trainer.certify.recording import Sources, State, record, shared_folder
 from trainer.certify.reference import IGNORED, Judged, MicroBatch, Reference
 from trainer.certify.samples import Documents
-from trainer.certify.small import Small, shrink
+from trainer.certify.small import CLIPPED_STEPS, Small, clipping, shrink
 from trainer.data.dataset import Pairs, Subset
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, Problem

@@ -50,10 +50,10 @@ class Listener:
 
 
 def _rows(value: Any, tokens: torch.Tensor | None) -> torch.Tensor | None:
-    if not torch.is_tensor(value) or not value.is_floating_point():
+    if not torch.is_tensor(value) or value.dim() < 2 or not value.is_floating_point():
         return None
     if tokens is None:
-        return value.flatten(1) if value.dim() > 1 else None
+        return value.flatten(1)
     fits = value.dim() == 3 and len(value) == len(tokens) and value.shape[1] >= tokens.shape[1]
     return value[:, : tokens.shape[1]][tokens != 0] if fits else None
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,10 @@ MICRO_BATCH, ACCUMULATION, DATA_RANKS = 2, 3, 3
 LONGEST = 28
 """The tokens of all samples but one: more than three windows of the small copy's attention."""
 LARGEST_WORLD = 8
+CLIPPED_STEPS = 3
+"""The number of steps whose norms one process computes beforehand."""
+APART = 1.01
+"""The ratio of two norms at which a limit between them surely separates those of the run."""
 UNKNOWN_STEPS = 1000
 """The steps compared for a run that is as long as its data."""
 PROBES, PROBE_RATE = 2, 1e-2
@@ -166,3 +173,19 @@ def smallest_world(config: Config) -> int:
         return found[max(found)]
     seen = f"no number of processes up to {LARGEST_WORLD} fits its mesh"
     raise ConfigError(Problem("--world-size", seen, "one that does", "Override trainer.mesh with smaller sizes"))
+
+
+def clipping(small: Small, norms: Sequence[float]) -> Small:
+    """Set the limit between the two adjacent `norms` that are furthest apart, if the config has one."""
+    settings = small.config.settings
+    if not float(settings.get("gradient_clipping", 0.0)):
+        return small
+    low, high = max(pairwise(sorted(norms)), key=lambda pair: pair[1] / pair[0])
+    if not high > APART * low:
+        less = "all its steps have one gradient norm, which is over the limit or under it: it proves less"
+        return replace(small, changes=(*small.changes, less))
+    limit = sqrt(low * high)
+    steps = lambda over: " and ".join(str(i) for i, norm in enumerate(norms) if (norm > limit) is over)  # noqa: E731
+    said = f"gradient_clipping {limit:.4g}: over it in step {steps(True)}, under it in step {steps(False)}"
+    config = replace(small.config, settings={**settings, "gradient_clipping": limit})
+    return replace(small, config=config, changes=(*small.changes, said))

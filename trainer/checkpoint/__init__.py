@@ -9,23 +9,6 @@ from trainer.checkpoint.manifest import ALL, PICKLES, WEIGHTS_ALONE, read_descri
 from trainer.checkpoint.save import export, save
 from trainer.storage import ensure_writable
 
-__all__ = [
-    "ALL",
-    "Background",
-    "DAMAGED",
-    "PICKLES",
-    "WEIGHTS_ALONE",
-    "check_same",
-    "ensure_writable",
-    "export",
-    "leftovers",
-    "load",
-    "newest",
-    "prune",
-    "published",
-    "read_description",
-    "save",
-    "step_name",
-    "step_of",
-    "verify",
-]
+__all__ = ["ALL", "Background", "DAMAGED", "PICKLES", "WEIGHTS_ALONE", "check_same", "ensure_writable"]
+__all__ += ["export", "leftovers", "load", "newest", "prune", "published", "read_description", "save"]
+__all__ += ["step_name", "step_of", "verify"]

@@ -17,9 +17,9 @@ from trainer.run.world import environment_of, world_of
 
 DESCRIPTION = """
 Runs a few steps of a small copy of the config's model under the config's own layout, on CPU processes, and each of them
-in one process of plain PyTorch; compares losses, every gradient, the clip norm, what the optimizer keeps, how far each
-weight goes, a step that overflows, counts of targets, the schedule in all steps of the run, the held-out loss and
-accuracy, and a resume.
+in one process of plain PyTorch; compares modules' outputs, losses, every gradient, the clip norm, what the optimizer
+keeps, how far each weight goes, a step that overflows, counts of targets, the schedule in all steps of the run, the
+held-out loss and accuracy, and a resume.
 Exit codes: 0 the same, 64 the config is wrong, 76 not the same, 77 the ranks stood still.
 """
 

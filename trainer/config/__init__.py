@@ -22,27 +22,7 @@ from trainer.config.sections import (
 )
 from trainer.config.shipped import shipped
 
-__all__ = [
-    "AugmentSection",
-    "CheckpointSection",
-    "Choice",
-    "Config",
-    "DataSection",
-    "EvaluationSection",
-    "RuntimeFacts",
-    "GenerateSection",
-    "ImagesSection",
-    "LogSection",
-    "MeshSection",
-    "MeshSizes",
-    "ModelSection",
-    "RunSection",
-    "TrainerSection",
-    "leaves",
-    "load",
-    "mesh_sizes",
-    "origin_table",
-    "resolve",
-    "shipped",
-    "support",
-]
+__all__ = ["AugmentSection", "CheckpointSection", "Choice", "Config", "DataSection", "EvaluationSection"]
+__all__ += ["RuntimeFacts", "GenerateSection", "ImagesSection", "LogSection", "MeshSection", "MeshSizes"]
+__all__ += ["ModelSection", "RunSection", "TrainerSection", "leaves", "load", "mesh_sizes", "origin_table"]
+__all__ += ["resolve", "shipped", "support"]

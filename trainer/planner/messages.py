@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,36 +14,23 @@ from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-NAMES: Mapping[str, str] = {
-    "allreduce_": "all-reduce",
-    "all_reduce": "all-reduce",
-    "all_reduce_": "all-reduce",
-    "allreduce_coalesced_": "all-reduce",
-    "all_reduce_coalesced": "all-reduce",
-    "_allgather_base_": "all-gather",
-    "allgather_": "all-gather",
-    "allgather_into_tensor_coalesced_": "all-gather",
-    "all_gather_into_tensor": "all-gather",
-    "all_gather_into_tensor_out": "all-gather",
-    "all_gather_into_tensor_coalesced": "all-gather",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_": "reduce-scatter",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
-    "reduce_scatter_tensor_coalesced": "reduce-scatter",
-    "alltoall_": "all-to-all",
-    "alltoall_base_": "all-to-all",
-    "all_to_all_single": "all-to-all",
-    "shard_dim_alltoall": "all-to-all",
-    "broadcast_": "broadcast",
-    "broadcast": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "send": "send",
-    "recv_": "receive",
-    "barrier": "barrier",
-}
+_OPERATORS = (
+    ("all-reduce", "allreduce_ all_reduce all_reduce_ allreduce_coalesced_ all_reduce_coalesced"),
+    ("all-gather", "_allgather_base_ allgather_ allgather_into_tensor_coalesced_"),
+    ("all-gather", "all_gather_into_tensor all_gather_into_tensor_out"),
+    ("all-gather", "all_gather_into_tensor_coalesced"),
+    ("reduce-scatter", "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor"),
+    ("reduce-scatter", "reduce_scatter_tensor_coalesced_ reduce_scatter_tensor_coalesced"),
+    ("all-to-all", "alltoall_ alltoall_base_ all_to_all_single shard_dim_alltoall"),
+    ("broadcast", "broadcast_ broadcast"),
+    ("reduce", "reduce_"),
+    ("gather", "gather_"),
+    ("scatter", "scatter_"),
+    ("send", "send"),
+    ("receive", "recv_"),
+    ("barrier", "barrier"),
+)
+NAMES = {operator: name for name, operators in _OPERATORS for operator in operators.split()}
 """PyTorch's communication operators -> the field's names. `Message.size` is that of the larger of input and output."""
 LIBRARIES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 POINT_TO_POINT = ("send", "receive")

@@ -13,20 +13,8 @@ from trainer.trackers.services import TRACKERS, require
 from trainer.trackers.signs import Signs
 from trainer.trackers.tracker import Evaluation, Record, Tracker
 
-__all__ = [
-    "TRACKERS",
-    "Console",
-    "Evaluation",
-    "JsonLines",
-    "Record",
-    "SampleLog",
-    "Signs",
-    "Tracker",
-    "open_trackers",
-    "progress_line",
-    "require",
-    "say",
-]
+__all__ = ["TRACKERS", "Console", "Evaluation", "JsonLines", "Record", "SampleLog", "Signs"]
+__all__ += ["Tracker", "open_trackers", "progress_line", "require", "say"]
 
 
 def open_trackers(names: Sequence[str], run_folder: Path, terminal: Terminal, unit: str = "tok") -> list[Tracker]:
