@@ -29,6 +29,7 @@ from trainer.certify.reference import Expected, Reference
 from trainer.certify.samples import Documents
 from trainer.certify.small import CLIPPED_STEPS, UNKNOWN_STEPS, Small, clipping
 from trainer.config import TrainerSection
+from trainer.data.source import PreparedSource
 from trainer.engines import Machine
 from trainer.models import huggingface
 from trainer.models.checks import Alone
@@ -122,7 +123,7 @@ def _certified(
 
     documents, norms = ranks.on_first(rehearsed)
     clipped = clipping(small, norms)
-    sources = Sources(samples.source(folder, "training"), samples.source(folder, "held_out"))
+    sources = Sources(PreparedSource(folder / "training"), PreparedSource(folder / "held_out"))
     trained = regularised(task, spec, section)
     run, resumed = record(clipped, spec, trained, sources, machine, folder)
     return compare(clipped, spec, run, resumed, machine, lambda: reference(clipped, documents))
@@ -198,8 +199,6 @@ def table(certificate: Certificate) -> str:
 
 def write(certificate: Certificate, path: Path) -> None:
     content: dict[str, Any] = asdict(certificate)
-    for finding in content["findings"]:
-        finding["error"] = repr(finding["error"])  # JSON has no infinity
-    if content["first_failure"]:
-        content["first_failure"]["error"] = repr(content["first_failure"]["error"])
+    for finding in (*content["findings"], content["first_failure"] or {}):
+        finding["error"] = repr(finding.get("error"))  # JSON has no infinity
     path.write_text(json.dumps({"passed": certificate.passed, "versions": versions(), **content}, indent=2) + "\n")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.certify.small import LONGEST, Small
-from trainer.data.source import Encoded, PreparedSource, write_part
+from trainer.data.source import Encoded, write_part
 
 LONGEST_ROW, LOGITS = 4096, 1 << 25
 """The most tokens of a sample, and the most entries of its logits: what a CPU computes in seconds."""
@@ -63,8 +63,3 @@ def documents_of(small: Small, vocabulary: int, packed: bool = False) -> Documen
 def write(documents: Documents, row: int, folder: Path, packed: bool = False) -> None:
     for name, part in documents._asdict().items():
         write_part(folder / name, part, row, "pack" if packed else "pad")
-
-
-def source(folder: Path, name: str) -> PreparedSource:
-    """Open the part that `write` wrote."""
-    return PreparedSource(folder / name)

@@ -116,8 +116,7 @@ class _Launcher:
         """Start a process in a session of its own, so that Ctrl-C comes once, from here."""
         if callable(self._arguments):
             return _Forked(self._arguments, environment)
-        command = [sys.executable, *self._arguments]
-        return subprocess.Popen(command, env=environment, start_new_session=True)
+        return subprocess.Popen([sys.executable, *self._arguments], env=environment, start_new_session=True)
 
     def _receive(self, number: int, frame: FrameType | None = None) -> None:
         self._received.append(number)
