@@ -1,0 +1,249 @@
+"""Rules of the tree, each with the places that break it still: `tests/exceptions.json`, a list that can only shrink.
+
+`python -m tests.test_rules` takes off the list what no longer breaks a rule; nothing adds to it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXCEPTIONS = ROOT / "tests" / "exceptions.json"
+TOOLS = ("trainer.planner", "trainer.report", "trainer.config.habits", "trainer.checkpoint.import_deepspeed")
+"""Commands beside training. To become `trainer/tools/`."""
+MOST_LINES, MOST_PARAMETERS, MOST_FIELDS, MOST_FILES, MOST_OF_A_ROOM = 60, 7, 14, 14, 2200
+WIDTH = 100
+SMALL = re.compile(r"(^|_)(small|shrunk|shrink|shallow|reduced|copied|few)(_|$)", re.IGNORECASE)
+"""Words for what is called `tiny`."""
+VAGUE = {"told", "said", "asked", "seen", "mend"}
+FOREIGN = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets")
+Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@cache
+def sources() -> dict[str, tuple[str, ast.Module]]:
+    """The product's files: text and tree by their path."""
+    paths = [path for folder in ("trainer", "launch") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {str(path.relative_to(ROOT)): (path.read_text(), ast.parse(path.read_text())) for path in paths}
+
+
+def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
+    for path, (_, tree) in sources().items():
+        yield from ((path, node) for node in ast.walk(tree) if isinstance(node, kinds))
+
+
+def room_of(path: str) -> str:
+    parts = Path(path).with_suffix("").parts
+    return parts[1] if parts[0] == "trainer" else parts[0]
+
+
+def called(node: ast.expr) -> str:
+    """The last name of what is called or referred to."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def nothing_but_commands_imports_tools() -> Iterator[str]:
+    for path, node in nodes(ast.Import, ast.ImportFrom):
+        module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        if not module.startswith((*TOOLS, "trainer.command", "launch")):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            yield from (f"{path}: {name}" for name in names if name.startswith(TOOLS))
+
+
+def one_file_composes() -> Iterator[str]:
+    for path, node in nodes(ast.Call):
+        if (name := called(node.func)) in ("resolve", "layout_of", "select") and path != "trainer/run/compose.py":
+            own = path in ("trainer/config/resolve.py", "trainer/layout.py", "trainer/engines/__init__.py")
+            if not own and not (isinstance(node.func, ast.Attribute) and name == "resolve"):  # a path's
+                yield f"{path}: {name}"
+
+
+def nobody_asks_which_task_it_is() -> Iterator[str]:
+    known = {node.name for path, node in nodes(ast.ClassDef) if path.startswith("trainer/tasks/")}
+    known |= {"Pairs", "ImageData", "Data"}
+    for path, node in nodes(ast.Call, ast.Compare):
+        if path.startswith(("trainer/tasks/", "trainer/data/")) or path == "trainer/run/subject.py":
+            continue
+        text = ast.unparse(node)
+        if isinstance(node, ast.Call):
+            names = {called(part) for part in ast.walk(node.args[1])} if called(node.func) == "isinstance" else set()
+            if names & known:
+                yield f"{path}: {text}"
+        elif re.search(r"\btask (==|!=) |\btokenizer is (not )?None", text):
+            yield f"{path}: {text}"
+
+
+def no_two_files_of_one_name() -> Iterator[str]:
+    versions = {"__init__.py", "engine.py", "state.py", "patches.py"}
+    names = Counter(Path(path).name for path in sources() if path.startswith("trainer/"))
+    yield from (f"{name}: {count} files" for name, count in names.items() if count > 1 and name not in versions)
+
+
+def no_two_classes_of_one_name() -> Iterator[str]:
+    names = Counter(node.name for _, node in nodes(ast.ClassDef))
+    yield from (f"{name}: {count} classes" for name, count in names.items() if count > 1)
+
+
+def nothing_is_too_long() -> Iterator[str]:
+    for path, node in nodes(ast.FunctionDef, ast.AsyncFunctionDef):
+        taken = node.args
+        count = len([*taken.posonlyargs, *taken.args, *taken.kwonlyargs]) - bool(
+            taken.args and taken.args[0].arg in ("self", "cls")
+        )
+        if (lines := node.end_lineno - node.lineno + 1) > MOST_LINES:
+            yield f"{path}: {node.name} has {lines} lines"
+        if count > MOST_PARAMETERS:
+            yield f"{path}: {node.name} has {count} parameters"
+    for path, node in nodes(ast.ClassDef):
+        if (count := sum(isinstance(line, ast.AnnAssign) for line in node.body)) > MOST_FIELDS:
+            yield f"{path}: {node.name} has {count} fields"
+    for room, count in Counter(room_of(path) for path in sources()).items():
+        if count > MOST_FILES:
+            yield f"{room} has {count} files"
+        if lines_of()[room] > MOST_OF_A_ROOM:
+            yield f"{room} has more than {MOST_OF_A_ROOM} lines"
+
+
+def a_phase_is_of_the_enum() -> Iterator[str]:
+    from trainer.distributed.stall import PHASES
+
+    for path, node in nodes(ast.Constant):
+        if node.value in PHASES and isinstance(node.value, str) and path != "trainer/distributed/stall.py":
+            yield f"{path}: {node.value}"
+
+
+def libraries_are_patched_in_patches() -> Iterator[str]:
+    for path, (_, tree) in sources().items():
+        if Path(path).name in ("patches.py", "pretend.py"):
+            continue
+        theirs = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module = node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name
+                if any("mock" in alias.name for alias in node.names):
+                    yield f"{path}: mock"
+                if module.split(".")[0] in FOREIGN:
+                    theirs |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        for target, text in assigned(tree):
+            if isinstance(target.value, ast.Name | ast.Attribute) and text.split(".")[0] in theirs:
+                yield f"{path}: {text}"
+
+
+def nobody_sets_anothers_attribute() -> Iterator[str]:
+    for path, (_, tree) in sources().items():
+        for _, text in assigned(tree):
+            if text.split(".")[0] not in ("self", "cls", "sys") and not text.endswith((".data", ".grad")):
+                yield f"{path}: {text}"
+
+
+def assigned(tree: ast.AST) -> Iterator[tuple[ast.Attribute, str]]:
+    """The attributes that a file assigns, of whatever object."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node, ast.unparse(node)
+
+
+def a_docstring_stands_alone() -> Iterator[str]:
+    for path, (_, tree) in sources().items():
+        for name, text in docstrings(tree):
+            if re.match(r"(What|Of|Whether|Who|Which)\b", text):
+                yield f"{path}: {name}: {text.splitlines()[0]}"
+
+
+def docstrings(tree: ast.AST, place: str = "") -> Iterator[tuple[str, str]]:
+    """Each with the name of what it describes: a module, class, function, or what is assigned before it."""
+    last = place
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield last or "module", node.value.value
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            last = f"{place}.{ast.unparse(target)}".lstrip(".")
+        if isinstance(node, Node):
+            yield from docstrings(node, f"{place}.{node.name}".lstrip("."))
+
+
+def a_parameter_has_the_noun_of_the_thing() -> Iterator[str]:
+    for path, node in nodes(ast.FunctionDef, ast.AsyncFunctionDef):
+        yield from (f"{path}: {node.name}({arg.arg})" for arg in node.args.args if arg.arg in VAGUE)
+
+
+def one_word_for_a_small_model() -> Iterator[str]:
+    for path, node in nodes(ast.FunctionDef, ast.ClassDef):
+        if SMALL.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", node.name)):
+            yield f"{path}: {node.name}"
+    yield from (path for path in sources() if SMALL.search(Path(path).stem))
+
+
+RULES: list[Callable[[], Iterable[str]]] = [
+    nothing_but_commands_imports_tools,
+    one_file_composes,
+    nobody_asks_which_task_it_is,
+    no_two_files_of_one_name,
+    no_two_classes_of_one_name,
+    nothing_is_too_long,
+    a_phase_is_of_the_enum,
+    libraries_are_patched_in_patches,
+    nobody_sets_anothers_attribute,
+    a_docstring_stands_alone,
+    a_parameter_has_the_noun_of_the_thing,
+    one_word_for_a_small_model,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rules(rule: Callable[[], Iterable[str]]) -> None:
+    known = set(json.loads(EXCEPTIONS.read_text())["rules"].get(rule.__name__, []))
+    found = set(rule())
+    assert sorted(found - known) == [], "these break the rule: mend them"
+    assert sorted(known - found) == [], "these no longer break it: `python -m tests.test_rules` takes them off the list"
+
+
+# Each room's budget
+
+
+def lines_of() -> Counter[str]:
+    """Lines that are not blank, of each room."""
+    count: Counter[str] = Counter()
+    for path, (text, _) in sources().items():
+        count[room_of(path)] += sum(bool(line.strip()) for line in text.splitlines())
+    return count
+
+
+def wide_lines_of() -> Counter[str]:
+    """Lines of more than WIDTH columns, of each room."""
+    count: Counter[str] = Counter()
+    for path, (text, _) in sources().items():
+        count[room_of(path)] += sum(len(line) > WIDTH for line in text.splitlines())
+    return count
+
+
+@pytest.mark.parametrize("measure", [lines_of, wide_lines_of], ids=lambda measure: measure.__name__)
+def test_a_room_keeps_its_budget(measure: Callable[[], Counter[str]]) -> None:
+    """A row is raised by a commit that does nothing else and says what it took away."""
+    budget = json.loads(EXCEPTIONS.read_text())[measure.__name__]
+    assert {room: count for room, count in measure().items() if count > budget.get(room, 0)} == {}
+
+
+def shrink() -> None:
+    """Take off the list what no longer breaks a rule, and lower each room's budget to what it has."""
+    known = json.loads(EXCEPTIONS.read_text())
+    for rule in RULES:
+        known["rules"][rule.__name__] = sorted(set(known["rules"].get(rule.__name__, [])) & set(rule()))
+    for measure in (lines_of, wide_lines_of):
+        counts, budget = measure(), known[measure.__name__]
+        known[measure.__name__] = {room: min(budget[room], counts[room]) for room in sorted(budget) if counts[room]}
+    EXCEPTIONS.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    shrink()
