@@ -23,7 +23,7 @@ from trainer.errors import ConfigError
 from trainer.models.checks import check_model
 from trainer.models.module import check_module
 from trainer.parallel.checks import check_layout
-from trainer.run.prepare import _say_rotary
+from trainer.run.subject import _say_rotary
 
 RWKV = {"model_type": "rwkv", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 9, "intermediate_size": 48}
 CALLS = 0

@@ -68,7 +68,7 @@ def certified(path: str, world_size: int, overrides: Sequence[str], fault: str =
 
     from trainer.certify.certificate import table
     from trainer.certify.images import certify_images
-    from trainer.run.prepare import Given
+    from trainer.run.subject import Given
 
     small = shrink(path, list(overrides), world_size)
     with contextlib.ExitStack() as stack:

@@ -76,7 +76,7 @@ def write_base(folder: Path, seed: int = 0, **changes: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from trainer.data.tokenizer import embedded_tokenizer
-    from trainer.run.prepare import cache_folder
+    from trainer.run.process import cache_folder
 
     torch.manual_seed(seed)
     values = {**UNTIED, "vocab_size": 4096, "initializer_range": 0.2, **changes}

@@ -17,6 +17,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine
 from trainer.errors import ConfigError
 from trainer.planner.cluster import DEVICES, GIB
+from trainer.run.subject import ImageSubject, LanguageSubject
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SMALL = replace(DEVICES["t4-16gb"], name="a small one", memory=4 * GIB)
@@ -32,7 +33,7 @@ SAID = {
 
 
 def prepared(tmp_path, *overrides: str) -> SimpleNamespace:
-    return SimpleNamespace(config=load(write_job(tmp_path), overrides), tokenizer=object())
+    return SimpleNamespace(config=load(write_job(tmp_path), overrides), subject=LanguageSubject(*[None] * 3))  # type: ignore[arg-type]
 
 
 def machine(device: torch.device) -> Machine:
@@ -71,8 +72,9 @@ def test_what_is_asked_for_is_predicted(tmp_path):
     assert not wanted(prepared(tmp_path, "trainer.plan=off"), machine(GPU))
     digits = ROOT / "examples" / "digits.json"
     handed_in = load(digits, ["trainer.model.name_or_path=null"])
-    assert not wanted(SimpleNamespace(config=handed_in, tokenizer=None), machine(GPU))
-    assert wanted(SimpleNamespace(config=load(digits), tokenizer=None), machine(GPU))
+    images = ImageSubject(*[None] * 3)
+    assert not wanted(SimpleNamespace(config=handed_in, subject=images), machine(GPU))
+    assert wanted(SimpleNamespace(config=load(digits), subject=images), machine(GPU))
 
 
 def test_a_warning_says_by_how_much_and_what_would_do(tmp_path, monkeypatch):
@@ -94,7 +96,7 @@ def test_a_warning_says_by_how_much_and_what_would_do(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("import sys; sys.exit('no such model')", "no such model"),
+        ("import sys; print('no such model', file=sys.stderr); sys.exit(64)", "no such model"),
         ("import time; time.sleep(60)", "more than 1 seconds"),
         ("print('{')", "Expecting"),
     ],

@@ -26,7 +26,6 @@ from tests.training import (
 )
 from trainer.config import load
 from trainer.errors import ConfigError
-from trainer.run.prepare import regularised
 from trainer.tasks import cross_entropy
 from trainer.tasks.cross_entropy import linear_cross_entropy, logits_cross_entropy
 from trainer.tasks.supervised import Supervised
@@ -138,7 +137,7 @@ def test_a_routers_loss_stays_beside_smoothed_labels():
     own = model(input_ids=batch["input_ids"], labels=batch["targets"], shift_labels=batch["targets"]).loss * 3
     flat = logits.flatten(0, 1), batch["targets"].flatten()
     moved = F.cross_entropy(*flat, reduction="sum", label_smoothing=0.2) - F.cross_entropy(*flat, reduction="sum")
-    smooth = task.regularised(0.2, 0.0)
+    smooth = task.regularised(spec, 0.2, 0.0)
     found = smooth.loss_sum(smooth.prepare(model), batch)
     torch.testing.assert_close(found, own + moved, rtol=1e-5, atol=0)
 
@@ -191,7 +190,7 @@ def test_images_have_smoothed_labels_in_training_alone():
     from trainer.tasks.image_classification import ImageClassification
 
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
-    task = ImageClassification(3, lambda: deepcopy(model).to("meta"), ()).regularised(0.2)
+    task = ImageClassification(3, lambda: deepcopy(model).to("meta"), ()).regularised(spec_of(SPEC), 0.2, 0.0)
     batch = task.collate([(torch.ones(1, 2, 2), 1), (torch.zeros(1, 2, 2), 2)])
     logits = model(batch["input"])
     for training, smoothing in ((True, 0.2), (False, 0.0)):
@@ -205,4 +204,4 @@ def test_what_has_no_such_thing_is_an_error():
     for key, value in BOTH.items():
         section = load({}, [f"trainer.{key}={value}"]).trainer
         with pytest.raises(ConfigError, match=f"trainer.{key}"):
-            regularised(own, spec_of(SPEC), section)
+            own.regularised(spec_of(SPEC), section.label_smoothing, section.neftune_alpha)

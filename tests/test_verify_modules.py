@@ -77,7 +77,7 @@ def certified(model: str, loss: str, engine: str, stage: int) -> str:
     from trainer.certify.certificate import table
     from trainer.certify.module import certify_given, small_of
     from trainer.errors import ConfigError
-    from trainer.run.prepare import Given
+    from trainer.run.subject import Given
 
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(4, generator=generator), index % 3) for index in range(64)]

@@ -173,7 +173,7 @@ def task_of(spec: Any, case: Case | None = None) -> Any:
     from trainer.tasks.causal_lm import CausalLM
 
     task = CausalLM.of(spec)
-    return task.regularised(case.label_smoothing, case.neftune_alpha) if case else task
+    return task.regularised(spec, case.label_smoothing, case.neftune_alpha) if case else task
 
 
 def shares(case: Case, step: int, data_rank: int) -> list[list[dict[str, np.ndarray]]]:

@@ -64,8 +64,8 @@ def train(
     going_on = (None if resume is None else str(resume), fresh, resume_anyway, resume_weights_only)
 
     def trained() -> Result:
-        from trainer.run.prepare import Given
         from trainer.run.resume import Request
+        from trainer.run.subject import Given
 
         given = Given(model, data, loss, evaluation_data, blocks)
         return train_given(compiled, given, Request(*going_on, script=True), quiet)  # type: ignore[no-any-return]
@@ -90,8 +90,8 @@ def verify(
     """
     from trainer.certify.images import certify_images
     from trainer.certify.module import certify_given, met, small_of
-    from trainer.run.prepare import Given
     from trainer.run.script import in_processes, watched_in_script
+    from trainer.run.subject import Given
 
     small = small_of(config, overrides, processes)
     certify = certify_images if small.config.trainer.task == "image_classification" else certify_given

@@ -37,7 +37,7 @@ from trainer.models.shrink import SIZES, Sizes
 from trainer.models.spec import ModelSpec, Weights
 from trainer.parallel.checks import checked
 from trainer.run.describe import versions
-from trainer.run.prepare import amended, regularised
+from trainer.run.subject import amended
 from trainer.tasks.causal_lm import CausalLM
 
 
@@ -124,7 +124,7 @@ def _certified(
     documents, norms = ranks.on_first(rehearsed)
     clipped = clipping(small, norms)
     sources = Sources(PreparedSource(folder / "training"), PreparedSource(folder / "held_out"))
-    trained = regularised(task, spec, section)
+    trained = task.regularised(spec, section.label_smoothing, section.neftune_alpha)
     run, resumed = record(clipped, spec, trained, sources, machine, folder)
     return compare(clipped, spec, run, resumed, machine, lambda: reference(clipped, documents))
 
@@ -147,7 +147,7 @@ def compare(
         order = Order(reference.order, spec.blocks)
         found.append(compare_initial(run, reference.weights(), order, reference.held))
         expected = list[Expected]()
-        found.append(compare_schedule(small.own, small.own.trainer.steps or UNKNOWN_STEPS))
+        found.append(compare_schedule(small.own.config, small.own.config.trainer.steps or UNKNOWN_STEPS))
         if found[0].error == float("inf"):  # other tensors: nothing else can be compared
             return expected, order
         for step, gradients in enumerate(run.gradients):

@@ -15,9 +15,8 @@ from trainer.data.dataset import Pairs
 from trainer.engines import Machine
 from trainer.models import classifiers
 from trainer.models.classifiers import Classifier, Images
-from trainer.run.images import arguments_of, image_subject, spec_of
-from trainer.run.prepare import Given, Subject, amended
-from trainer.run.process import cache_folder
+from trainer.run.images import arguments_of, spec_of
+from trainer.run.subject import Given, Subject, amended, image_classifier
 from trainer.tasks.image_classification import ImageClassification, class_loss
 
 CLASSES, SIZE = 10, 64
@@ -31,10 +30,8 @@ def certify_images(small: Small, given: Given, machine: Machine) -> Certificate:
     section, ranks = small.config.trainer, machine.ranks
     wanted = small.layout.train_batch * 3 // 2 + small.held_out + 3
     if given.data is not None or given.model is not None or ":" in (section.model.name_or_path or ""):
-        own = None if given.data is None else (given.data, None)
-        arguments = (given.model, given.blocks, own)
-        spec, task, data = image_subject(section, ranks, small.layout, cache_folder(), *arguments)
-        images, notes = data.images, ("made-up images",)
+        found = image_classifier(small.config, replace(given, loss=None), small.layout, ranks)
+        spec, task, images, notes = found.spec, found.task, found.data.images, ("made-up images",)
     else:
         images = Images(tuple(map(str, range(CLASSES))), "RGB", (SIZE, SIZE), (0.0,) * 3, (1.0,) * 3)
         name = section.model.name_or_path or ""

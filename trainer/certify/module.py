@@ -22,14 +22,14 @@ from trainer.certify.recording import Sources, State, record, shared_folder
 from trainer.certify.reference import IGNORED, Judged, MicroBatch, Reference
 from trainer.certify.samples import Documents
 from trainer.certify.small import CLIPPED_STEPS, Small, clipping, shrink
-from trainer.data.dataset import Pairs, Subset
+from trainer.data.dataset import Subset
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.models.checks import Alone, observe_draws, tiny
 from trainer.models.spec import ModelSpec
 from trainer.parallel.checks import checked
-from trainer.run.prepare import Given, Subject, regularised, subject_of
 from trainer.run.process import join
+from trainer.run.subject import Given, Subject, own_module
 from trainer.run.world import world_of
 from trainer.tasks.image_classification import TOP
 
@@ -49,7 +49,7 @@ def certify_given(small: Small, given: Given, machine: Machine) -> Certificate:
     """Certify an own module on own data, with its loss. Collective."""
     assert given.model is not None
     author = partial(constructed, given.model, small.config.trainer.seed)
-    return certify_subject(small, subject_of(small.config, given, machine.ranks), author, given.loss, machine)
+    return certify_subject(small, own_module(small.config, given, machine.ranks), author, given.loss, machine)
 
 
 def met(small: Small, device: str = "cpu", say: Callable[[str], None] = lambda line: None) -> Machine:
@@ -84,7 +84,6 @@ def certify_subject(
     if small.layout.sync_batch_norm and observe_draws(tiny(spec)[1], spec).any:
         seen = "with a module that draws random numbers: each data rank draws its own, one process can't"
         raise ConfigError(Problem("trainer.sync_batch_norm", seen, "dropout of 0 to verify it"))
-    assert isinstance(subject.data, Pairs)
     source = subject.data.train
     wanted = small.layout.train_batch * 3 // 2 + 1  # steps span the ends of epochs
     if len(source) < wanted + 1:
@@ -100,7 +99,7 @@ def certify_subject(
     small = clipping(small, ranks.on_first(Alone()(lambda: reference(small).norms(CLIPPED_STEPS))))
     with shared_folder(ranks) as folder:
         sources = Sources(training, held_out)
-        task = regularised(subject.task, spec, small.config.trainer)
+        task = subject.trained(spec, small.config.trainer).task
         run, resumed = record(small, spec, task, sources, machine, folder)
     return compare(small, spec, run, resumed, machine, lambda: reference(small))
 

@@ -21,9 +21,8 @@ from trainer.certify.small import PROBE_RATE, Small
 from trainer.data.loader import BatchLoader
 from trainer.data.source import Source
 from trainer.distributed.ranks import Ranks
-from trainer.engines import ENGINES, Engine, EngineKind, Job, Metrics, select
+from trainer.engines import ENGINES, Engine, EngineKind, Job, Metrics
 from trainer.engines.engine import Machine, Observer
-from trainer.layout import layout_of
 from trainer.models.spec import ModelSpec, stored
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, Update, schedule_of
@@ -122,8 +121,8 @@ def engine_of(small: Small, device: str) -> str:
     """Choose the run's own engine: in float32, "auto" may choose another. Raises ConfigError if there is none."""
     wanted: str = small.config.trainer.engine
     if wanted == "auto":
-        wanted, _ = select(wanted, layout_of(small.own, small.layout.world_size), small.own, device)
-    return select(wanted, small.layout, small.config, device)[0]
+        wanted, _ = small.own.engine(device=device)
+    return replace(small.own, config=small.config, layout=small.layout).engine(wanted, device)[0]
 
 
 class Sources(NamedTuple):

@@ -9,12 +9,13 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Choice, Config, RuntimeFacts, load, mesh_sizes, resolve
+from trainer.config import Choice, Config, RuntimeFacts, load, mesh_sizes
 from trainer.config.keys import SCHEDULERS
 from trainer.errors import ConfigError, Problem
-from trainer.layout import PIPELINE_SCHEDULES, Layout, layout_of
+from trainer.layout import PIPELINE_SCHEDULES, Layout
 from trainer.models.shrink import HIDDEN
 from trainer.optim.support import No, in_torch
+from trainer.run.compose import Composed, compose
 
 MICRO_BATCH, ACCUMULATION, DATA_RANKS = 2, 3, 3
 """The sizes of the small run: with only 2 of the last two, a mean over the wrong one of two groups is right."""
@@ -44,7 +45,7 @@ class Small:
     """Notes on changes that the user would not expect."""
     steps: int
     """Steps with the config's own schedule; PROBES follow, and between them a step that overflows."""
-    own: Config
+    own: Composed
     """The config in the precision and with the steps of the run itself, for its engine and schedule."""
     row: int = LONGEST
     """The tokens of the longest sample."""
@@ -100,7 +101,7 @@ def shrink(
         changes.append(f"nodes of {local_world_size(config, world_size)} processes")
     gpu = config.trainer.device != "cpu"
     run_steps = options.steps or UNKNOWN_STEPS
-    own = resolve(
+    own = compose(
         load(path, [*overrides, *small]), RuntimeFacts(world_size, HIDDEN, run_steps, gpu, "cuda" if gpu else "cpu")
     )
     for section in ("bf16", "fp16"):
@@ -115,11 +116,11 @@ def shrink(
         known = "" if options.steps else ", as if the data were that long"
         changes.append(f"the schedule {config.scheduler.type} in {steps} steps; as a function in {run_steps:,}{known}")
     config = load(path, [*overrides, *small])
-    config = resolve(config, RuntimeFacts(world_size, HIDDEN, steps, False, "cpu"))
-    layout = layout_of(config, world_size)
-    if isinstance(reason := in_torch(config.settings, layout, "cpu", grouped=True), No):
+    composed = compose(config, RuntimeFacts(world_size, HIDDEN, steps, False, "cpu"))
+    config = composed.config
+    if isinstance(reason := in_torch(config.settings, composed.layout, "cpu", grouped=True), No):
         raise ConfigError(Problem("optimizer", config.optimizer.type, "one with a reference in PyTorch", reason))
-    return Small(config, layout, tuple(changes), steps, own)
+    return Small(config, composed.layout, tuple(changes), steps, own)
 
 
 def _precision(section: str, enabled: bool | str, precision: str, changes: list[str]) -> list[str]:

@@ -18,8 +18,8 @@ from trainer.certify.small import Small
 from trainer.errors import ConfigError, MeshloomError, Problem
 from trainer.run.ending import Ending, watched
 from trainer.run.notes import notes_of
-from trainer.run.prepare import Given
 from trainer.run.run import Output
+from trainer.run.subject import Given
 from trainer.run.world import World
 
 PASSED, FAILED = 0, 76

@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.planner.cluster import Cluster
-    from trainer.planner.plan import Plan
     from trainer.run.proposed import Proposal
 
 DESCRIPTION = """
@@ -23,6 +20,7 @@ engines' own code, run on tensors without values, as each kind of rank of a clus
 Exit codes: 0 it fits, 1 it does not fit, 64 the config is wrong.
 """
 DOES_NOT_FIT = 1
+MINUTE = 60.0
 
 
 def main(arguments: Sequence[str], name: str) -> int:
@@ -67,7 +65,14 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
     parser.add_argument(
         "--device", default="h100-80gb", help="by name (default: h100-80gb), or memory=..,peak=..,bandwidth=..,link=.."
     )
-    parser.add_argument("--propose", action="store_true", help="try other layouts, for about a minute")
+    parser.add_argument(
+        "--propose",
+        nargs="?",
+        type=float,
+        const=MINUTE,
+        metavar="SECONDS",
+        help="try other layouts; none is begun after so many seconds (default: 60)",
+    )
     parser.add_argument("--write", type=Path, metavar="JSON", help="write the config with the best proposal's changes")
     parser.add_argument("--json", action="store_true", help="for programs: bytes and seconds")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides a key of the config")
@@ -80,26 +85,27 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
     from trainer.planner.cluster import Cluster, device_of
     from trainer.planner.describe import as_json, lines
     from trainer.run.planned import planned
+    from trainer.run.proposed import proposals
 
     cluster = Cluster(options.nodes, options.gpus, device_of(options.device))
     config = load(options.config, options.overrides)
     plan = planned(config, cluster)
     code = 0 if plan.fits else DOES_NOT_FIT
+    searches = options.propose is not None or options.write is not None
+    found = proposals(config, cluster, plan, seconds=options.propose or MINUTE) if searches else []
+    proposed = [*_proposed(options, found)] if searches else []
     if options.json:
-        return json.dumps(as_json(plan), indent=2), code
-    told = [*lines(plan)]
-    if options.propose or options.write:
-        told += _proposed(options, config, cluster, plan)
-    elif not plan.fits:
-        told.append("propose --propose tries other layouts, for about a minute")
-    return "\n".join(told), code
+        tried = [{"changes": p.changes, "fits": p.plan.fits, "reason": p.reason} for p in found]
+        return json.dumps(as_json(plan) | ({"proposals": tried} if searches else {}), indent=2), code
+    if not searches and not plan.fits:
+        proposed = ["propose --propose tries other layouts, for about a minute"]
+    return "\n".join([*lines(plan), *proposed]), code
 
 
-def _proposed(options: argparse.Namespace, config: Config, cluster: Cluster, plan: Plan) -> Iterator[str]:
+def _proposed(options: argparse.Namespace, found: list[Proposal]) -> Iterator[str]:
     """Yield the proposals, and a line on the file that the first is written into."""
-    from trainer.run.proposed import proposals, write
+    from trainer.run.proposed import write
 
-    found = proposals(config, cluster, plan)
     for number, proposal in enumerate(found, 1):
         yield from _proposal(number, proposal)
     if not found:

@@ -136,9 +136,9 @@ def check_data(config) -> None:  # type: ignore[no-untyped-def]
 
 def checked_config(options: argparse.Namespace, world_size: int, local_world_size: int):  # type: ignore[no-untyped-def]
     """Compile the config, and check that batch sizes and mesh fit, before torch is imported. Raises ConfigError."""
-    from trainer.config import RuntimeFacts, load, resolve
+    from trainer.config import RuntimeFacts, load
     from trainer.errors import ConfigError, Problem
-    from trainer.layout import layout_of
+    from trainer.run.compose import compose
 
     hostfile = missing_hostfile(os.getppid())
     if hostfile is not None:
@@ -151,5 +151,5 @@ def checked_config(options: argparse.Namespace, world_size: int, local_world_siz
             )
         )
     config = load(options.config, options.overrides)
-    layout_of(resolve(config, RuntimeFacts(world_size, None, None, False, "cpu", local_world_size)), world_size)
+    compose(config, RuntimeFacts(world_size, None, None, False, "cpu", local_world_size))
     return config

@@ -13,22 +13,19 @@ import torch
 from rich.console import Console
 
 from trainer import checkpoint
-from trainer.data.images import ImageData
 from trainer.data.loader import StepBatches
-from trainer.data.prepare import Data
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Machine, Metrics
 from trainer.models.spec import ModelSpec, given_tensors, stored
 from trainer.optim.lr_schedules import Update
 from trainer.run import describe
-from trainer.run.evaluate import beginning, continuation, held_out_loss, together
+from trainer.run.evaluate import held_out_loss, together
 from trainer.run.loop import Hooks
 from trainer.run.metrics import Meter
 from trainer.run.numerics import Skipped
 from trainer.run.prepare import Prepared
 from trainer.run.signals import NoSignals, StopSignals
 from trainer.state import RunState, StateTensor
-from trainer.tasks.causal_lm import CausalLM
 from trainer.trackers import Evaluation, Record, SampleLog, Tracker, say
 
 MERGED = "final-merged"
@@ -68,7 +65,7 @@ def hooks_of(
     def log(state: RunState, metrics: Metrics, update: Update) -> None:
         for line in skipped.lines():
             say(console, line)
-        by_source = losses_by_source(prepared, metrics, machine)
+        by_source = prepared.subject.losses_by_source(metrics, machine.device)
         record = meter.record(replace(state, engine=engine.scalars()), metrics, update, skipped.total)
         record = replace(record, by_source=by_source)
         for tracker in trackers:
@@ -82,7 +79,7 @@ def hooks_of(
             name: held_out_loss(
                 engine,
                 source,
-                prepared.task,
+                prepared.subject.task,
                 layout,
                 limit,
                 data_rank,
@@ -90,7 +87,7 @@ def hooks_of(
                 prepared.workers,
                 machine.watch.moves,
             )
-            for name, source in prepared.data.evaluations.items()
+            for name, source in prepared.subject.data.evaluations.items()
         }
         if not by_source:
             return False
@@ -98,7 +95,7 @@ def hooks_of(
         if math.isfinite(found.loss):
             held_out[state.step] = found.loss
         losses = {name: one.loss for name, one in by_source.items() if name}
-        more = {"perplexity": math.exp(min(found.loss, 700.0))} if prepared.tokenizer is not None else {}
+        more = prepared.subject.measures(found.loss)
         for tracker in trackers:
             tracker.evaluation(
                 Evaluation(state.step, found.loss, found.targets, **found.measures, **more, by_source=losses)
@@ -116,11 +113,13 @@ def hooks_of(
 
         def write(entries: Sequence[StateTensor], agreeing: Ranks) -> None:
             files, dtype = partial(write_model_files, prepared), stored_dtype(prepared)
-            checkpoint.save(directory, position, entries, description, files, agreeing, dtype, prepared.spec.stem)
+            checkpoint.save(
+                directory, position, entries, description, files, agreeing, dtype, prepared.subject.spec.stem
+            )
             keep = section.checkpoint
             agreeing.on_keepers(lambda: checkpoint.prune(directory, keep.keep_last, keep.keep_best))
 
-        saver(stored(prepared.spec, engine.state_tensors()), write)
+        saver(stored(prepared.subject.spec, engine.state_tensors()), write)
 
     def seen(batches: StepBatches, metrics: Metrics) -> None:
         skipped.seen(batches, metrics)
@@ -138,16 +137,6 @@ def hooks_of(
             told(phase, step)
 
     return Hooks(log, evaluate, save, seen, lambda: on_host.any_soon(signals.received), at)
-
-
-def losses_by_source(prepared: Prepared, metrics: Metrics, machine: Machine) -> dict[str, float] | None:
-    """Return the losses of sources since the last call; None unless requested. Call it before `loss`. Collective."""
-    task, data = prepared.task, prepared.data
-    if not isinstance(task, CausalLM) or task.by_source is None or not isinstance(data, Data):
-        return None
-    losses, targets = task.by_source.take(metrics.group, machine.device).tolist()
-    found = zip(data.shares, losses, targets, strict=True)
-    return {share.label: loss / count for share, loss, count in found if count}
 
 
 class Patience:
@@ -179,7 +168,8 @@ class Patience:
 
 def saved_bytes(prepared: Prepared) -> int:
     """Return the bytes of a checkpoint: weights, and float32 masters and two moments of trained parameters."""
-    weights = prepared.learned if prepared.spec.unsaved else prepared.spec.parameters
+    spec = prepared.subject.spec
+    weights = prepared.learned if spec.unsaved else spec.parameters
     return 4 * weights + 12 * prepared.learned
 
 
@@ -202,8 +192,7 @@ class SlowData:
     """A note, given once, that the device waits for data, with what would help."""
 
     def __init__(self, prepared: Prepared) -> None:
-        images = isinstance(prepared.data, ImageData)
-        self._mend = f"; raise trainer.images.workers (now {prepared.workers})" if images else ""
+        self._advice = prepared.subject.loading_advice(prepared.workers)
         self._logged, self._told = 0, False
 
     def lines(self, record: Record) -> Iterator[str]:
@@ -212,7 +201,7 @@ class SlowData:
             self._told = True
             yield (
                 f"note: {record.data_wait:.0%} of the time goes by waiting for data: the loader is slower than the "
-                f"device{self._mend}"
+                f"device{self._advice}"
             )
 
 
@@ -222,25 +211,20 @@ def stored_dtype(prepared: Prepared) -> torch.dtype | None:
 
 
 def write_model_files(prepared: Prepared, target: Path) -> None:
-    prepared.spec.save_config(target, stored_dtype(prepared))
-    if prepared.tokenizer is not None:
-        prepared.tokenizer.save_pretrained(target)
+    prepared.subject.spec.save_config(target, stored_dtype(prepared))
+    prepared.subject.save(target)
 
 
 def export_merged(prepared: Prepared, merged: ModelSpec, folder: Path, ranks: Ranks) -> None:
     """Write the base with the adapter merged into it as a Hugging Face model folder. Collective."""
-    files = partial(write_model_files, replace(prepared, spec=merged))
+    files = partial(write_model_files, replace(prepared, subject=replace(prepared.subject, spec=merged)))
     checkpoint.export(folder, given_tensors(merged, ranks), files, ranks, stored_dtype(prepared))
 
 
 def finish(prepared: Prepared, folder: Path, console: Console) -> None:
-    wanted = prepared.config.trainer.generate
-    if wanted.prompt is not None and prepared.tokenizer is not None:
-        source = next(iter(prepared.data.evaluations.values()), prepared.data.train)
-        room = prepared.config.trainer.data.sequence_length - wanted.tokens
-        prompt = beginning(source, room) if wanted.prompt == "auto" else wanted.prompt
-        text = continuation(folder / "final", prepared.tokenizer, prompt, wanted.tokens, seed=0)
+    subject = prepared.subject
+    if (text := subject.example(folder / "final", prepared.config.trainer)) is not None:
         say(console, describe.framed_sample(text))
-    say(console, f"done: {folder / 'final'} opens with {prepared.spec.opens}")
-    if prepared.spec.merged is not None:
+    say(console, f"done: {folder / 'final'} opens with {subject.spec.opens}")
+    if subject.spec.merged is not None:
         say(console, f"merged: {folder / MERGED} opens with AutoModelForCausalLM.from_pretrained")

@@ -13,13 +13,8 @@ from typing import Any
 
 from trainer.config import origin_table
 from trainer.config.grammar import show
-from trainer.data.images import ImageData
-from trainer.data.order import sample_ids
-from trainer.data.prepare import Data
-from trainer.data.preview import preview
 from trainer.engines import ENGINES, Machine
 from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
-from trainer.models.spec import flops_per_token
 from trainer.run.prepare import Prepared
 from trainer.state import VERSION
 from trainer.storage import disk_errors, replace_file
@@ -31,19 +26,16 @@ PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tok
 
 def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
     """Describe the run to come, a line each; `in_full` adds every resolved value, the whole config and samples."""
-    config, spec, data = prepared.config, prepared.spec, prepared.data
-    section = config.trainer
+    config, subject = prepared.config, prepared.subject
+    section, spec, data = config.trainer, subject.spec, subject.data
     samples = prepared.steps * prepared.layout.train_batch
     yield f"layout  {prepared.layout.describe()} (engine {prepared.engine_name})"
     yield f"model   {spec.name}: {spec.parameters / 1e6:,.1f} M parameters, {len(spec.blocks)} blocks"
     yield f"data    {data.describe()}"
-    if isinstance(data, Data):
-        yield from (f"source  {line}" for line in data.lines())
-    if isinstance(data, ImageData):
-        whose = f"{prepared.workers} workers on each rank" if prepared.workers else "a thread on each rank"
-        yield from (f"images  {line}" for line in (*data.lines(), f"loaded by {whose}"))
+    yield from subject.lines(prepared.workers)
     epochs = samples / len(data.train)
-    yield f"plan    {prepared.steps:,} steps, {samples:,} samples ({epochs:.2f} epochs){_tokens(prepared, samples)}"
+    amount = f"{samples:,} samples ({epochs:.2f} epochs){subject.amount(samples, section)}"
+    yield f"plan    {prepared.steps:,} steps, {amount}"
     yield f"update  {_update_line(prepared)}"
     for note in (*prepared.model_notes, *config.notes):
         yield f"note    {note}"
@@ -54,40 +46,24 @@ def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
         yield f"  {key} = {value}  <- {origin}"
     yield "config"
     yield json.dumps(resolved(prepared), indent=2)
-    if prepared.tokenizer is not None:
+    if shown := subject.samples([0, 1]):
         yield "samples"
-        yield preview(data.train, prepared.tokenizer)
+        yield shown
     held = [f"{len(source)}{name and f' of {name}'}" for name, source in data.evaluations.items()]
     yield f"evaluation: {' and '.join(held) or 0} held-out samples, seed {section.seed}"
 
 
 def preview_lines(prepared: Prepared, count: int) -> Iterator[str]:
     """Describe the data, and show its first `count` samples in the order of training."""
-    data, seed = prepared.data, prepared.config.trainer.seed
-    yield f"data    {data.describe()}"
-    if not isinstance(data, Data):
-        return
-    yield from (f"source  {line}" for line in data.lines())
-    numbers = sample_ids(seed, 0, min(count, len(data.train)), len(data.train))
-    yield from preview(data.train, prepared.tokenizer, numbers.tolist(), width=PREVIEWED, in_full=True).splitlines()
-
-
-def _tokens(prepared: Prepared, samples: int) -> str:
-    """Return the part of the plan's line that concerns a language model."""
-    if prepared.tokenizer is None:
-        return ""
-    sequence = prepared.config.trainer.data.sequence_length
-    flops = flops_per_token(prepared.spec, sequence)
-    return f", at most {samples * sequence / 1e6:,.1f} M tokens, {flops / 1e6:,.0f} MFLOP a token"
-
-
-def unit(prepared: Prepared) -> str:
-    """Return the short unit of rates."""
-    return "img" if isinstance(prepared.data, ImageData) else "tok"
+    subject = prepared.subject
+    yield f"data    {subject.data.describe()}"
+    yield from subject.lines(prepared.workers)
+    numbers = subject.order(prepared.config.trainer.seed, count)
+    yield from subject.samples(numbers, width=PREVIEWED, in_full=True).splitlines()
 
 
 def _update_line(prepared: Prepared) -> str:
-    optimizer, whole = prepared.config.optimizer, prepared.spec.parameters
+    optimizer, whole = prepared.config.optimizer, prepared.subject.spec.parameters
     if not (decay := optimizer.params["weight_decay"]):
         return f"{optimizer.type} without weight decay"
     excludes = show(prepared.config.trainer.weight_decay_excludes)
@@ -107,8 +83,8 @@ def run_description(prepared: Prepared) -> dict[str, Any]:
         "engine": prepared.engine_name,
         "layout": asdict(prepared.layout),
         "config": resolved(prepared),
-        "data": {"fingerprint": prepared.data.fingerprint, **prepared.data.description()},
-        "model": prepared.spec.config,
+        "data": {"fingerprint": prepared.subject.data.fingerprint, **prepared.subject.data.description()},
+        "model": prepared.subject.spec.config,
         "code": dict(prepared.code),
         "versions": versions(),
     }

@@ -14,9 +14,8 @@ from torch import nn
 
 from trainer.config import TrainerSection
 from trainer.data.image_sets import SHAPES
-from trainer.data.images import ImageData, open_images
-from trainer.distributed.ranks import ALONE, Ranks
-from trainer.engines import Machine
+from trainer.data.images import open_images
+from trainer.distributed.ranks import ALONE
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.layout import Layout
 from trainer.models import classifiers, module
@@ -24,38 +23,8 @@ from trainer.models.classifiers import Classifier, Images
 from trainer.models.spec import ModelSpec
 from trainer.tasks.image_classification import ImageClassification
 
-MOST_WORKERS = 8
 MOST_CLASSES = 10_000_000
 """The most classes for images that have not been read."""
-
-
-def image_subject(
-    section: TrainerSection,
-    ranks: Ranks,
-    layout: Layout,
-    cache: Path,
-    model: Callable[[], nn.Module] | None = None,
-    blocks: str | None = None,
-    own: tuple[Any, Any] | None = None,
-) -> tuple[ModelSpec, ImageClassification, ImageData]:
-    """Build the spec, the task and the data, from the config or as given. Collective.
-
-    Raises ConfigError or DataError if they do not fit together.
-    """
-    name, path = section.model.name_or_path, section.data.path
-    for key, handed, named in (("trainer.model.name_or_path", model, name), ("trainer.data.path", own, path)):
-        if handed is not None and named is not None:
-            raise ConfigError(Problem(key, str(named), "nothing: it is handed in"))
-    classifier = None
-    if model is None:
-        classifier = pretrained = ranks.on_own(lambda: named_in(section))
-        ranks.await_first(lambda: pretrained.state() and None)  # if they are downloaded, that is done once
-    data = open_images(section.data, section.images, section.seed, cache, ranks, own)
-    spec = spec_of(section, data.images, classifier, model, blocks)
-    task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)
-    first = [data.train[i] for i in range(min(4, len(data.train)))]
-    ranks.on_first(lambda: check(spec, task, data.images, data.path, layout, first))
-    return replace(spec, trial=task.trial(first)), task, data
 
 
 def expected(section: TrainerSection, cache: Path) -> Images:
@@ -140,13 +109,3 @@ def check(
         expected = f"{convolution.in_channels} channels, which the first convolution of {spec.name} takes"
         raise DataError(Problem(f"trainer.data: {path}", kind, expected, mend))
     task.check_output(first, spec.name)
-
-
-def workers_of(section: TrainerSection, machine: Machine) -> int:
-    """Return the number of image-loading processes per rank: on a GPU, as many as cores allow; on the CPU none."""
-    if section.images.workers is not None:
-        return section.images.workers
-    if machine.device.type == "cpu":
-        return 0
-    sharers = machine.local_world_size or machine.ranks.world_size
-    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // sharers - 1))

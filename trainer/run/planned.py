@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.config import Config, RuntimeFacts, TrainerSection, resolve
+from trainer.config import Config, RuntimeFacts, TrainerSection
 from trainer.distributed.ranks import ALONE
-from trainer.engines import select
 from trainer.errors import ConfigError, Problem, first_line
-from trainer.layout import Layout, layout_of
+from trainer.layout import Layout
 from trainer.models import huggingface
 from trainer.models.classifiers import Images
 from trainer.models.constructed import SMALL
@@ -30,8 +29,9 @@ from trainer.planner.cluster import Cluster
 from trainer.planner.plan import Plan, plan_of, reduced
 from trainer.planner.simulate import Sample, Subject
 from trainer.run import images
-from trainer.run.prepare import amended, regularised
+from trainer.run.compose import Composed, compose
 from trainer.run.process import cache_folder
+from trainer.run.subject import amended
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.image_classification import ImageClassification
 from trainer.tasks.task import Batch, Task
@@ -82,20 +82,24 @@ def planned(config: Config, cluster: Cluster) -> Plan:
     return plan_of(source_of(config, cluster).reduced, cluster)
 
 
+def on_cluster(config: Config, cluster: Cluster) -> Composed:
+    """A config on all GPUs of a cluster. Raises ConfigError where it does not fit."""
+    return compose(config, RuntimeFacts(cluster.world_size, None, None, True, "cuda", cluster.devices))
+
+
 def source_of(config: Config, cluster: Cluster) -> Source:
     """Build the source of a config on a cluster, reading only the model's description.
 
     Raises ConfigError if the layout does not fit the cluster or the model, DataError if images do not.
     """
-    facts = RuntimeFacts(cluster.world_size, None, None, True, "cuda", cluster.devices)
-    config = resolve(config, facts)
-    section, layout = config.trainer, layout_of(config, cluster.world_size)
-    name, engine = select(section.engine, layout, config, "cuda")
+    composed = on_cluster(config, cluster)
+    section, layout = composed.config.trainer, composed.layout
+    name, engine = composed.engine()
     trained = (_classifier if section.task == "image_classification" else _language)(section, layout)
     check_blocks(trained.spec, layout)
     engine.check(trained.spec, layout)
     spec = _of_shapes(trained.spec)
-    config = resolve(config, replace(facts, hidden_size=spec.language.hidden_size, total_steps=section.steps or STEPS))
+    config = composed.knowing(hidden_size=spec.language.hidden_size, total_steps=section.steps or STEPS).config
     scheduler = None if config.scheduler is None else vars(config.scheduler)
     full = Subject(
         layout=layout,
@@ -133,9 +137,10 @@ def _language(section: TrainerSection, layout: Layout) -> Trained:
         return {"input_ids": ids, "targets": torch.ones_like(ids)}
 
     flops, kind = flops_per_token(spec, length) * length, f"samples of {length:,} tokens"
+    regular = section.label_smoothing, section.neftune_alpha
     # a transformer's block surely keeps the inputs of its attention and of its other half
     sample = Sample("token", length, kind, flops, length * (spec.language.hidden_size or 0), 2)
-    return Trained(spec, lambda spec: regularised(CausalLM.of(spec, 0), spec, section), batch, sample)
+    return Trained(spec, lambda spec: CausalLM.of(spec, 0).regularised(spec, *regular), batch, sample)
 
 
 def _classifier(section: TrainerSection, layout: Layout) -> Trained:
@@ -150,7 +155,7 @@ def _classifier(section: TrainerSection, layout: Layout) -> Trained:
     images.check(spec, plain, given, str(section.data.path or section.task), layout, first)
     spec = replace(amended(spec, section, ALONE), trial=plain.trial(first))
 
-    task, batch = regularised(plain, spec, section), batches_of(given)
+    task, batch = plain.regularised(spec, section.label_smoothing, section.neftune_alpha), batches_of(given)
     two = {name: part.to("meta") for name, part in batch(2).items()}  # batch norm has no statistics of one
     try:
         flops = counted_flops(spec, lambda model: task.loss_sum(task.prepare(model), two)) / 2

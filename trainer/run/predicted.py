@@ -19,7 +19,6 @@ import psutil
 import torch
 
 from trainer.config.compiled import FILE, OVERRIDE
-from trainer.data.images import ImageData
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem, first_line
 from trainer.planner.cluster import RESERVED, Device, described, device_named
@@ -31,6 +30,8 @@ from trainer.storage import disk_errors, replace_file
 PLAN = "plan.json"
 SECONDS = 120.0
 """Seconds that a prediction may take; a run then begins without one."""
+PROPOSING = 20.0
+"""Seconds in which to try layouts that would fit; the run waits for them."""
 RANKS = re.compile(r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI_|PMIX_).*|(RANK|WORLD_SIZE|NODE_RANK)")
 """Variables by which a launcher tells a process that it is a rank."""
 UNKNOWN = Device("unknown", 0, 300e12, 2e12, 100e9)
@@ -48,8 +49,7 @@ def wanted(prepared: Prepared, machine: Machine) -> bool:
     """Return True on GPUs, or if the config asks for a prediction; for a model and data that it names."""
     config, section = prepared.config, prepared.config.trainer
     asked = config.origins.get("trainer.plan") in (FILE, OVERRIDE)
-    known = prepared.tokenizer is not None or None not in (section.model.name_or_path, section.data.path)
-    return known and section.plan != "off" and (machine.device.type == "cuda" or asked)
+    return prepared.subject.is_named(section) and section.plan != "off" and (machine.device.type == "cuda" or asked)
 
 
 def predict(
@@ -104,11 +104,7 @@ def simulated(prepared: Prepared, machine: Machine, device: Device) -> dict[str,
     """Predict this run in a process of its own. Raises OSError, SubprocessError, ValueError."""
     config = resolved(prepared)
     config["trainer"]["engine"] = prepared.engine_name
-    if isinstance(prepared.data, ImageData):  # already read
-        images = prepared.data.images
-        known = {"size": list(images.size), "mode": images.mode, "classes": len(images.classes)}
-        config["trainer"]["images"] |= known
-        config["trainer"]["data"]["path"] = None
+    prepared.subject.describe_to(config["trainer"])
     world = machine.ranks.world_size
     local = machine.local_world_size or world
     # on a host nothing is reserved for CUDA
@@ -117,8 +113,10 @@ def simulated(prepared: Prepared, machine: Machine, device: Device) -> dict[str,
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
-        command = [sys.executable, "-m", "trainer.run.prediction", str(path), str(world // local), str(local), text]
-        return _answer(command)
+        sizes = ["--nodes", str(world // local), "--gpus", str(local), "--device", text]
+        command = [sys.executable, "-m", "trainer.command", "plan", "--config", str(path), *sizes, "--json"]
+        found = _answer(command)
+        return found if found["fits"] else _answer([*command, "--propose", str(PROPOSING)])
 
 
 def _answer(command: list[str]) -> dict[str, Any]:
@@ -133,7 +131,7 @@ def _answer(command: list[str]) -> dict[str, Any]:
         with suppress(ProcessLookupError):  # its forks end with it
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if process.returncode:
+    if process.returncode and not said:  # a plan that does not fit ends with 1, too
         last = complaint.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
         raise ValueError(last[0][:300])
     return json.loads(said)  # type: ignore[no-any-return]

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Config, RuntimeFacts, load, resolve
+from trainer.config import Config, load
 from trainer.config.compiled import path_of
 from trainer.config.read import override, read
 from trainer.errors import ConfigError, Problem
-from trainer.layout import Layout, layout_of
+from trainer.layout import Layout
 from trainer.planner.cluster import Cluster
 from trainer.planner.plan import Plan
 from trainer.planner.proposals import Estimates, Sizes, candidates, changes_to, differences, promising, rank
 from trainer.planner.reasons import reason, shortfall
-from trainer.run.planned import planned
+from trainer.run.planned import on_cluster, planned
 from trainer.storage import disk_errors, replace_file
 
 SIMULATED = 8
@@ -150,12 +150,9 @@ def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def _layout(config: Config, cluster: Cluster) -> Layout:
-    from trainer.engines import select
-
-    config = resolve(config, RuntimeFacts(cluster.world_size, None, None, True, "cuda", cluster.devices))
-    layout = layout_of(config, cluster.world_size)
-    select(config.trainer.engine, layout, config, "cuda")
-    return layout
+    composed = on_cluster(config, cluster)
+    composed.engine()  # an error where none can run it
+    return composed.layout
 
 
 def nodes_enough(

@@ -23,7 +23,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Job, Machine
 from trainer.errors import MeshloomError
 from trainer.layout import Layout
-from trainer.models.spec import flops_per_token, stored
+from trainer.models.spec import stored
 from trainer.optim.lr_schedules import schedule_of
 from trainer.planner.cluster import device_named
 from trainer.run import describe, predicted, resume
@@ -45,11 +45,12 @@ from trainer.run.loop import train as loop
 from trainer.run.metrics import Meter
 from trainer.run.notes import notes_of
 from trainer.run.parents import leave_with_launcher
-from trainer.run.prepare import Given, Prepared, prepare
+from trainer.run.prepare import Prepared, prepare
 from trainer.run.process import join, quiet_libraries
 from trainer.run.profile import StepProfiler
 from trainer.run.resume import Request, Start
 from trainer.run.signals import NoSignals, StopSignals, preempted
+from trainer.run.subject import Given
 from trainer.run.timeline import PROFILING, Timeline
 from trainer.run.world import World, world_of
 from trainer.state import RunState
@@ -179,7 +180,7 @@ def _train(
     trackers: list[Tracker],
 ) -> None:
     """Train and export the model. `trackers` are used on every rank; those of the config on rank 0."""
-    config, spec, ranks = prepared.config, prepared.spec, machine.ranks
+    config, spec, ranks = prepared.config, prepared.subject.spec, machine.ranks
     section, folder, source = config.trainer, start.folder, start.source
     changed = []
     if source is not None and not request.resume_anyway:
@@ -196,12 +197,12 @@ def _train(
     engine, position = _built(prepared, request, machine, source, console)
     with ExitStack() as stack:
         if ranks.first:
-            trackers += open_trackers(section.log.trackers, folder, console, describe.unit(prepared))
+            trackers += open_trackers(section.log.trackers, folder, console, prepared.subject.unit)
         for tracker in trackers:
             stack.callback(tracker.close)
         loader = stack.enter_context(_loader(prepared, machine, position))
         known = device_named(torch.cuda.get_device_name(machine.device)) if machine.device.type == "cuda" else None
-        flops = flops_per_token(spec, section.data.sequence_length) if prepared.tokenizer is not None else None
+        flops = prepared.subject.flops(section)
         sharers = prepared.layout.world_size // prepared.layout.data_ranks
         meter = Meter(prepared.steps, machine.device, sharers, flops, known.peak if known else None, loader, position)
         plan = LoopPlan(
@@ -264,16 +265,16 @@ def _built(
     config, ranks, position = prepared.config, machine.ranks, RunState()
     seed, deepspeed = config.trainer.seed, config.deepspeed
     engine = prepared.engine.build(
-        Job(prepared.layout, prepared.spec, prepared.task, deepspeed, seed, machine, prepared.undecayed)
+        Job(prepared.layout, prepared.subject.spec, prepared.subject.task, deepspeed, seed, machine, prepared.undecayed)
     )
-    prepared.spec.weights.release()
+    prepared.subject.spec.weights.release()
     for note in engine.notes:
         say(console, f"note: {note}")
     if source is not None:
         machine.signs.at(f"reading {source}")
         if not request.weights_only:
             engine.restore(ranks.on_first(lambda: checkpoint.read_description(source)["position"]["engine"]))
-        entries = stored(prepared.spec, engine.state_tensors())
+        entries = stored(prepared.subject.spec, engine.state_tensors())
         position = checkpoint.load(source, entries, ranks, request.weights_only)
         say(console, f"resumed from {source}: step {position.step}, {position.samples:,} samples seen")
     return engine, position
@@ -300,8 +301,8 @@ def _reports(config: Config, ranks: Ranks, console: Console) -> AbstractContextM
 def _loader(prepared: Prepared, machine: Machine, position: RunState) -> BatchLoader:
     layout = prepared.layout
     return BatchLoader(
-        prepared.data.train,
-        prepared.task.collate,
+        prepared.subject.data.train,
+        prepared.subject.task.collate,
         seed=prepared.config.trainer.seed,
         micro_batch=layout.micro_batch,
         accumulation=layout.accumulation,

@@ -22,8 +22,8 @@ from trainer.storage import Unfailing
 
 if TYPE_CHECKING:
     from trainer.engines import Machine
-    from trainer.run.prepare import Given
     from trainer.run.resume import Request
+    from trainer.run.subject import Given
 
 T = TypeVar("T")
 

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.tasks.by_source import LossBySource
 from trainer.tasks.cross_entropy import LossHead, Told, logits_cross_entropy, right
 from trainer.tasks.documents import documents_of
 from trainer.tasks.masks import Masks
-from trainer.tasks.noise import EmbeddingNoise
+from trainer.tasks.noise import EmbeddingNoise, has_table
 from trainer.tasks.task import IGNORED, Batch
 
 
@@ -52,8 +53,14 @@ class CausalLM:
             fused_head=model.plain_head, padding_id=padding_id, own_loss=model.own_loss, hidden_size=model.hidden_size
         )
 
-    def regularised(self, label_smoothing: float, neftune_alpha: float) -> CausalLM:
-        """Return the same task with smoothed labels and noisy embeddings in training, if requested."""
+    def regularised(self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float) -> CausalLM:
+        """Return the same task with smoothed labels and noisy embeddings in training, if requested.
+
+        Raises ConfigError for noise where the model has no table of input embeddings.
+        """
+        if neftune_alpha and not has_table(spec):
+            seen = f"{spec.name} has no table of input embeddings that a forward pass would look tokens up in"
+            raise ConfigError(Problem("trainer.neftune_alpha", seen, "a model with one"))
         found = copy(self)
         found._smoothing = label_smoothing
         found._noise = EmbeddingNoise(neftune_alpha) if neftune_alpha else None

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from trainer.errors import ConfigError, Problem
+from trainer.models.spec import ModelSpec
 from trainer.tasks.supervised import Supervised
 from trainer.tasks.task import IGNORED, Batch
 
@@ -28,8 +29,9 @@ class ImageClassification(Supervised):
         self._classes, self._smoothing = classes, 0.0
         self.measures = ("accuracy", "accuracy_top5") if classes > TOP else ("accuracy",)
 
-    def regularised(self, label_smoothing: float) -> ImageClassification:
-        """Return the same task with smoothed labels in training."""
+    def regularised(self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float) -> ImageClassification:
+        """Return the same task with smoothed labels in training. Raises ConfigError for noise on embeddings."""
+        super().regularised(spec, 0.0, neftune_alpha)
         found = copy(self)
         found._smoothing = label_smoothing
         return found

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
+
+from trainer.models.spec import ModelSpec
 
 
 class EmbeddingNoise:
@@ -37,3 +40,10 @@ class EmbeddingNoise:
         noise = torch.rand(embedded.shape, device=embedded.device).mul_(2).sub_(1)
         largest = self._alpha / (self._lengths.clamp_min(1) * embedded.shape[-1]).sqrt()
         return embedded + noise.mul_(largest[..., None]).to(embedded.dtype)
+
+
+def has_table(spec: ModelSpec) -> bool:
+    """True if the model looks tokens up in a table of embeddings, to which noise can be added."""
+    with suppress(NotImplementedError, AttributeError):  # transformers' own, for a family that it does not know
+        return isinstance(spec.build().get_input_embeddings(), nn.Embedding)  # type: ignore[operator]
+    return False

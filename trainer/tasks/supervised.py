@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from trainer.errors import ConfigError, DataError, Problem, named_line
-from trainer.models.spec import Trial
+from trainer.models.spec import ModelSpec, Trial
 from trainer.tasks.task import Batch
 
 Loss = Callable[[Any, Any], tuple[torch.Tensor, int | torch.Tensor]]
@@ -43,6 +43,16 @@ class Supervised:
         self._blocks = tuple(blocks)
         self._shapes: dict[Any, tuple[Any, dict[int, tuple[int, ...]]]] = {}
         """The output of a batch on the meta device, and the shapes that enter the blocks, by the batch's shapes."""
+
+    def regularised(self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float) -> Supervised:
+        """The same task. Raises ConfigError for smoothed labels, and for noise on embeddings."""
+        if neftune_alpha:
+            seen = f"saw {neftune_alpha:g}, and no language model"
+            raise ConfigError(Problem("trainer.neftune_alpha", seen, "noise on the embeddings of tokens"))
+        if label_smoothing:
+            seen = f"saw {label_smoothing:g}, and a loss that is handed in"
+            raise ConfigError(Problem("trainer.label_smoothing", seen, "0: an own loss smooths its labels itself"))
+        return self
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return model

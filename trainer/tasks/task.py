@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from trainer.models.spec import ModelSpec
+
 IGNORED = -100
 """The target of a position that does not count in the loss, as in PyTorch."""
 
@@ -17,6 +19,13 @@ Batch = dict[str, torch.Tensor]
 class Task(Protocol):
     measures: tuple[str, ...]
     """Names of what an evaluation counts besides the loss, over the targets (accuracy: the correct ones)."""
+
+    def regularised(self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float) -> Task:
+        """The same task with smoothed labels and noise on embeddings in training, where they are not 0.
+
+        Raises ConfigError where the task or the model has no such thing.
+        """
+        ...
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Change the model, on the meta device and in place, if the loss requires it."""

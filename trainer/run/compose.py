@@ -1,0 +1,44 @@
+"""A config on a machine or a cluster: resolved, laid out, and the engine that runs it.
+
+All commands come through here. Nothing needs torch until an engine is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import Config, RuntimeFacts, resolve
+from trainer.layout import Layout, layout_of
+
+if TYPE_CHECKING:
+    from trainer.engines import EngineKind
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A config whose layout fits the processes that it is for."""
+
+    config: Config
+    """Resolved as far as the facts are known."""
+    layout: Layout
+    facts: RuntimeFacts
+
+    def engine(self, wanted: str | None = None, device: str | None = None) -> tuple[str, EngineKind]:
+        """The engine `wanted`, else the config's, by its name. Raises ConfigError if it can't run the layout."""
+        from trainer.engines import select
+
+        return select(wanted or self.config.trainer.engine, self.layout, self.config, device or self.facts.device)
+
+    def knowing(self, **facts: Any) -> Composed:
+        """The same with more facts known."""
+        return compose(self.config, replace(self.facts, **facts))
+
+
+def compose(config: Config, facts: RuntimeFacts) -> Composed:
+    """Resolve a config and lay it out.
+
+    Raises ConfigError where mesh, batch sizes or layout do not fit the number of processes.
+    """
+    config = resolve(config, facts)
+    return Composed(config, layout_of(config, facts.world_size), facts)

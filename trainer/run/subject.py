@@ -1,0 +1,336 @@
+"""The model, task and data of a run, with all that is particular to the task: a class for each.
+
+Nobody else asks which task it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from trainer.config import Config
+from trainer.config.sections import TrainerSection
+from trainer.data.chat import Template
+from trainer.data.dataset import pairs_of
+from trainer.data.images import open_images
+from trainer.data.order import sample_ids
+from trainer.data.prepare import open_data
+from trainer.data.preview import preview
+from trainer.data.progress import Progress
+from trainer.data.tokenizer import embedded_tokenizer, load_tokenizer
+from trainer.distributed.ranks import Ranks
+from trainer.engines import Machine, Metrics
+from trainer.errors import ConfigError, DataError, Problem
+from trainer.layout import Layout
+from trainer.models import huggingface, module
+from trainer.models.checks import Alone
+from trainer.models.frozen import frozen
+from trainer.models.lora import adapted
+from trainer.models.spec import ModelSpec, flops_per_token
+from trainer.models.tuned import tuned
+from trainer.run import images
+from trainer.run.evaluate import beginning, continuation, perplexity
+from trainer.run.process import cache_folder
+from trainer.tasks.causal_lm import CausalLM
+from trainer.tasks.image_classification import ImageClassification
+from trainer.tasks.supervised import Loss, Supervised
+from trainer.tasks.task import Task
+
+MOST_WORKERS = 8
+
+
+@dataclass(frozen=True)
+class Given:
+    """Objects from a script, in place of those that the config names."""
+
+    model: Callable[[], nn.Module] | None = None
+    data: Any = None
+    loss: Loss | None = None
+    evaluation_data: Any = None
+    blocks: str | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, its task and its data: here an own module on pairs (input, target), with its own loss."""
+
+    spec: ModelSpec
+    task: Task
+    data: Any
+    """`Data`, `Pairs` or `ImageData`."""
+    tokenizer: Any = None
+    packed: bool = False
+    """True if a sample may hold several documents that are not to see one another."""
+    unit: ClassVar[str] = "tok"
+    """The short name of what rates count."""
+
+    def trained(self, spec: ModelSpec, section: TrainerSection) -> Subject:
+        """The subject with the checked `spec` and the task as it is trained. Raises ConfigError."""
+        task = self.task.regularised(spec, section.label_smoothing, section.neftune_alpha)
+        return replace(self, spec=spec, task=task)
+
+    def workers(self, section: TrainerSection, machine: Machine) -> int:
+        """Processes of each rank that load samples; 0: a thread."""
+        return 0
+
+    def lines(self, workers: int) -> Iterator[str]:
+        """Lines of the plan about the data."""
+        yield from ()
+
+    def amount(self, samples: int, section: TrainerSection) -> str:
+        """The end of the plan's line about so many samples."""
+        return ""
+
+    def flops(self, section: TrainerSection) -> float | None:
+        """FLOPs of a training step for each token; None where it is not known."""
+        return None
+
+    def samples(self, numbers: list[int], **options: Any) -> str:
+        """Samples as a person can read them; empty where nobody can."""
+        return ""
+
+    def order(self, seed: int, count: int) -> list[int]:
+        """The numbers of the first samples of the training."""
+        length = len(self.data.train)
+        return sample_ids(seed, 0, min(count, length), length).tolist()  # type: ignore[no-any-return]
+
+    def loading_advice(self, workers: int) -> str:
+        """The end of the note that the device waits for data."""
+        return ""
+
+    def is_named(self, section: TrainerSection) -> bool:
+        """True if the config says all of what is trained, so that another process can plan it."""
+        return None not in (section.model.name_or_path, section.data.path)
+
+    def describe_to(self, planned: dict[str, Any]) -> None:
+        """Add to the `trainer` section of a config to be planned what is known of the data since it was opened."""
+
+    def measures(self, loss: float) -> dict[str, float]:
+        """Further figures of an evaluation, by name."""
+        return {}
+
+    def losses_by_source(self, metrics: Metrics, device: torch.device) -> dict[str, float] | None:
+        """Training losses since the last call, by source; None unless asked for. Before the loss. Collective."""
+        return None
+
+    def save(self, folder: Path) -> None:
+        """Write what belongs beside the model's own files."""
+
+    def example(self, folder: Path, section: TrainerSection) -> str | None:
+        """Text that the trained model in `folder` goes on with, if the config asks for some."""
+        return None
+
+
+@dataclass(frozen=True)
+class LanguageSubject(Subject):
+    """A causal language model on documents."""
+
+    task: CausalLM
+
+    def trained(self, spec: ModelSpec, section: TrainerSection) -> Subject:
+        task = self.task.regularised(spec, section.label_smoothing, section.neftune_alpha)
+        watched = task.watching(len(section.data.sources)) if section.log.by_source else task
+        return replace(self, spec=spec, task=watched)
+
+    def lines(self, workers: int) -> Iterator[str]:
+        yield from (f"source  {line}" for line in self.data.lines())
+
+    def amount(self, samples: int, section: TrainerSection) -> str:
+        tokens, flops = samples * section.data.sequence_length, self.flops(section) or 0.0
+        return f", at most {tokens / 1e6:,.1f} M tokens, {flops / 1e6:,.0f} MFLOP a token"
+
+    def flops(self, section: TrainerSection) -> float | None:
+        return flops_per_token(self.spec, section.data.sequence_length)
+
+    def samples(self, numbers: list[int], **options: Any) -> str:
+        return preview(self.data.train, self.tokenizer, numbers, **options)
+
+    def is_named(self, section: TrainerSection) -> bool:
+        return True
+
+    def measures(self, loss: float) -> dict[str, float]:
+        return {"perplexity": perplexity(loss)}
+
+    def losses_by_source(self, metrics: Metrics, device: torch.device) -> dict[str, float] | None:
+        if (by_source := self.task.by_source) is None:
+            return None
+        losses, targets = by_source.take(metrics.group, device).tolist()
+        found = zip(self.data.shares, losses, targets, strict=True)
+        return {share.label: loss / count for share, loss, count in found if count}
+
+    def save(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+
+    def example(self, folder: Path, section: TrainerSection) -> str | None:
+        wanted = section.generate
+        if wanted.prompt is None:
+            return None
+        source = next(iter(self.data.evaluations.values()), self.data.train)
+        room = section.data.sequence_length - wanted.tokens
+        prompt = beginning(source, room) if wanted.prompt == "auto" else wanted.prompt
+        return continuation(folder, self.tokenizer, prompt, wanted.tokens, seed=0)
+
+
+@dataclass(frozen=True)
+class ImageSubject(Subject):
+    """A classifier of labelled images."""
+
+    task: ImageClassification
+
+    unit: ClassVar[str] = "img"
+
+    def workers(self, section: TrainerSection, machine: Machine) -> int:
+        """On a GPU as many as there are cores for; on the CPU those are busy."""
+        if section.images.workers is not None:
+            return section.images.workers
+        if machine.device.type == "cpu":
+            return 0
+        sharers = machine.local_world_size or machine.ranks.world_size
+        return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // sharers - 1))
+
+    def lines(self, workers: int) -> Iterator[str]:
+        whose = f"{workers} workers on each rank" if workers else "a thread on each rank"
+        yield from (f"images  {line}" for line in (*self.data.lines(), f"loaded by {whose}"))
+
+    def loading_advice(self, workers: int) -> str:
+        return f"; raise trainer.images.workers (now {workers})"
+
+    def describe_to(self, planned: dict[str, Any]) -> None:
+        found = self.data.images
+        planned["images"] |= {"size": list(found.size), "mode": found.mode, "classes": len(found.classes)}
+        planned["data"]["path"] = None
+
+
+def subject_of(config: Config, given: Given | None, layout: Layout, ranks: Ranks, progress: Progress) -> Subject:
+    """The subject that a config names or a script hands in. Collective.
+
+    Raises ConfigError or DataError for what does not fit together.
+    """
+    if config.trainer.task == "image_classification":
+        found = image_classifier(config, given or Given(), layout, ranks)
+        return replace(found, spec=amended(found.spec, config.trainer, ranks))
+    return language_model(config, ranks, progress) if given is None else own_module(config, given, ranks)
+
+
+def amended(spec: ModelSpec, section: TrainerSection, ranks: Ranks, *, copied: bool = False) -> ModelSpec:
+    """Apply the config's changes to a model's spec; `copied` if the config means a larger model. Collective.
+
+    Raises ConfigError for changes that do not fit the model.
+    """
+
+    def changed() -> ModelSpec:
+        held = frozen(adapted(spec, section.adapter), section.freeze, copied=copied)
+        return tuned(held, section.parameter_groups, copied=copied)
+
+    ranks.on_first(lambda: changed() and None)  # an error is reported once
+    return changed()
+
+
+def own_module(config: Config, given: Given, ranks: Ranks) -> Subject:
+    """Build the subject of an own module on own data. Raises ConfigError if the config names one, too. Collective."""
+    section = config.trainer
+    named = {
+        "trainer.model.name_or_path": section.model.name_or_path,
+        "trainer.model.config": section.model.config,
+        "trainer.data.path": section.data.path,
+    }
+    for key, value in named.items():
+        if value is not None:
+            raise ConfigError(Problem(key, str(value), "nothing: the model and the data are handed in"))
+    if given.model is None or given.data is None or given.loss is None:
+        expected = 'a model, data and a loss, or the task "image_classification"'
+        raise ConfigError(Problem("train", "not all of what is trained", expected))
+    data = pairs_of(given.data, given.evaluation_data, section.data.evaluation_fraction)
+    spec = module.spec_of(given.model, given.blocks, section.seed)
+    task = Supervised(given.loss, spec.build, spec.blocks)
+    first = [data.train[i] for i in range(min(4, len(data.train)))]
+    ranks.on_first(Alone()(lambda: task.collate(first) and None))  # an error in them is reported once
+    return Subject(replace(amended(spec, section, ranks), trial=task.trial(first)), task, data)
+
+
+def image_classifier(config: Config, given: Given, layout: Layout, ranks: Ranks) -> ImageSubject:
+    """A classifier, by name or handed in, on images that the config names or a script hands in."""
+    section = config.trainer
+    if given.loss is not None:
+        seen = 'a loss, with the task "image_classification"'
+        raise ConfigError(Problem("loss", seen, "none: it is the cross entropy", "Leave trainer.task out."))
+    own = None if given.data is None else (given.data, given.evaluation_data)
+    name, path = section.model.name_or_path, section.data.path
+    for key, handed, named in (("trainer.model.name_or_path", given.model, name), ("trainer.data.path", own, path)):
+        if handed is not None and named is not None:
+            raise ConfigError(Problem(key, str(named), "nothing: it is handed in"))
+    classifier = None
+    if given.model is None:
+        classifier = pretrained = ranks.on_own(lambda: images.named_in(section))
+        ranks.await_first(lambda: pretrained.state() and None)  # where it is downloaded, that is done once
+    data = open_images(section.data, section.images, section.seed, cache_folder(), ranks, own)
+    spec = images.spec_of(section, data.images, classifier, given.model, given.blocks)
+    task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)
+    first = [data.train[i] for i in range(min(4, len(data.train)))]
+    ranks.on_first(lambda: images.check(spec, task, data.images, data.path, layout, first))
+    return ImageSubject(replace(spec, trial=task.trial(first)), task, data)
+
+
+def language_model(config: Config, ranks: Ranks, progress: Progress) -> Subject:
+    section = config.trainer
+    architecture = ranks.on_own(lambda: huggingface.read_config(section.model))
+    tokenizer = _tokenizer(config, ranks, progress)
+    data = open_data(section.data, tokenizer, cache_folder(), ranks, section.seed, progress)
+    if data.has_chats:  # saved with the trained model, so that it is prompted as it was trained
+        template = Template.of(tokenizer, section.data.chat_template)
+        tokenizer.chat_template = template.text or tokenizer.chat_template
+    spec = amended(huggingface.spec_of(architecture, section.model), section, ranks)
+    _check_vocabulary(data.largest_token_id, spec)
+    _check_length(section.data.sequence_length, architecture)
+    spec = replace(spec, notes=(*spec.notes, *_say_rotary(section.data.sequence_length, architecture)))
+    task = CausalLM.of(spec, tokenizer.pad_token_id or 0)
+    return LanguageSubject(spec, task, data, tokenizer, section.data.packs)
+
+
+def _tokenizer(config: Config, ranks: Ranks, progress: Progress) -> Any:
+    data, model = config.trainer.data, config.trainer.model
+    name = data.tokenizer or model.name_or_path
+    if name is None:
+        load = lambda: embedded_tokenizer(cache_folder(), progress=progress)  # noqa: E731
+        ranks.on_first(lambda: load() and None)  # the rank that trains it
+        return load()
+    return ranks.on_own(lambda: load_tokenizer(name, model.trust_remote_code, model.revision))
+
+
+def _check_vocabulary(largest: int, spec: ModelSpec) -> None:
+    if largest >= spec.language.vocabulary:
+        raise DataError(
+            Problem(
+                "tokenizer",
+                f"the data has token id {largest}",
+                f"ids below {spec.language.vocabulary}, the rows of the embedding of {spec.name}",
+                "Use the model's own tokenizer (trainer.data.tokenizer), or a vocab_size that holds all ids",
+            )
+        )
+
+
+def _check_length(sequence: int, architecture: Any) -> None:
+    longest = getattr(architecture.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and sequence > longest:
+        raise ConfigError(
+            Problem("trainer.data.sequence_length", str(sequence), f"at most the model's {longest} positions")
+        )
+
+
+def _say_rotary(sequence: int, architecture: Any) -> tuple[str, ...]:
+    """Warn if rotary embeddings depend on the longest row of a micro-batch: a tiny copy's rows are too short."""
+    rope = getattr(architecture.get_text_config(), "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    limits = [kind.get("original_max_position_embeddings") for kind in kinds if kind.get("rope_type") == "longrope"]
+    if not (reached := [limit for limit in limits if limit and sequence > limit]):
+        return ()
+    line = (
+        f"its rotary embeddings (longrope) turn otherwise in a micro-batch with a row of more than {reached[0]} tokens"
+    )
+    return (f"{line}: its loss depends on which samples share a micro-batch",)
