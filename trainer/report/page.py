@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from base64 import b64encode
 from collections.abc import Iterator
-from html import escape
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
 
 from trainer.errors import printable
 from trainer.report import curves, history
@@ -14,26 +16,7 @@ from trainer.report.records import RunRecord, finite, number
 from trainer.report.style import DPI, Section, drawing, png
 from trainer.storage import disk_errors, replace_file
 
-STYLE = """
-* { box-sizing: border-box; }
-body { margin: 0; background: #f4f6f8; color: #27313b; font: 15px/1.55 system-ui, "Segoe UI", Helvetica, sans-serif; }
-main { max-width: 1040px; margin: 0 auto; padding: 36px 20px 64px; }
-h1 { margin: 0; font-size: 27px; letter-spacing: -0.01em; overflow-wrap: anywhere; }
-h2 { margin: 0 0 4px; font-size: 17px; }
-p { margin: 0 0 12px; color: #55616d; max-width: 92ch; overflow-wrap: anywhere; }
-.under { margin: 4px 0 22px; }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(122px, 1fr)); gap: 12px; margin: 0 0 24px; }
-dl div, section { background: #fff; border: 1px solid #e3e7eb; border-radius: 10px; padding: 12px 16px; min-width: 0; }
-section { padding: 20px 22px; margin: 0 0 18px; }
-dt, footer { color: #6b7682; font-size: 12.5px; }
-dd { margin: 2px 0 0; font-size: 17px; font-weight: 600; overflow-wrap: anywhere; }
-img { display: block; width: 100%; height: auto; }
-.table { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; margin-top: 12px; font-size: 13.5px; }
-th, td { text-align: left; padding: 6px 14px 6px 0; border-top: 1px solid #e9edf0; overflow-wrap: anywhere; }
-th { color: #6b7682; border-top: 0; }
-"""
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
 def sections(record: RunRecord) -> list[Section]:
@@ -61,33 +44,17 @@ def write(record: RunRecord, path: Path) -> list[Path]:
 
 
 def html(record: RunRecord, parts: list[Section], pictures: dict[str, bytes]) -> str:
-    title = _safe(f"Run {record.name}")
-    facts = "".join(f"<div><dt>{_safe(name)}</dt><dd>{_safe(value)}</dd></div>" for name, value in _facts(record))
-    notes = "".join(f"<p>{_safe(note)}.</p>" for note in record.notes)
-    notes = f'<section id="notes"><h2>What could not be read</h2>{notes}</section>' if notes else ""
-    body = "".join(_part(part, pictures.get(part.key)) for part in parts)
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
-        f"<style>{STYLE}</style></head>\n<body><main><h1>{title}</h1>"
-        f'<p class="under">{_safe(_under(record))}</p><dl>{facts}</dl>{notes}{body}'
-        f"<footer>Written by meshloom report from {_safe(str(record.folder))}</footer></main></body></html>\n"
-    )
+    """Return the page, with its pictures inside."""
+    page = Environment(autoescape=True, trim_blocks=True, finalize=lambda value: printable(str(value)))
+    shown = {part.key: _picture(part, pictures[part.key]) for part in parts if part.key in pictures}
+    known = {"record": record, "under": _under(record), "facts": list(_facts(record)), "parts": parts}
+    return page.from_string(TEMPLATE.read_text()).render(**known, pictures=shown)
 
 
-def _part(part: Section, picture: bytes | None) -> str:
-    image = table = ""
-    if picture is not None and part.figure is not None:
-        width, height = (round(size * DPI) for size in part.figure.get_size_inches())
-        source = b64encode(picture).decode()
-        size = f'width="{width}" height="{height}"'
-        image = f'\n<img {size} alt="{_safe(part.title)}" src="data:image/png;base64,{source}">'
-    if part.table:
-        head = "".join(f"<th>{_safe(cell)}</th>" for cell in part.table[0])
-        rows = "".join("<tr>" + "".join(f"<td>{_safe(cell)}</td>" for cell in row) + "</tr>" for row in part.table[1:])
-        table = f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-    return f'<section id="{part.key}"><h2>{_safe(part.title)}</h2><p>{_safe(part.text)}</p>{image}{table}</section>\n'
+def _picture(part: Section, picture: bytes) -> dict[str, Any]:
+    assert part.figure is not None
+    width, height = (round(size * DPI) for size in part.figure.get_size_inches())
+    return {"width": width, "height": height, "source": b64encode(picture).decode()}
 
 
 def _under(record: RunRecord) -> str:
@@ -123,7 +90,3 @@ def _clock(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}"
-
-
-def _safe(text: str) -> str:
-    return escape(printable(text), quote=True)
