@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from base64 import b64encode
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from jinja2 import Environment
 
 from trainer.errors import printable
 from trainer.report import curves, history
-from trainer.report.records import RunRecord, finite, number
+from trainer.report.records import RunRecord
 from trainer.report.style import DPI, Section, drawing, png
 from trainer.storage import disk_errors, replace_file
 
@@ -47,46 +45,10 @@ def html(record: RunRecord, parts: list[Section], pictures: dict[str, bytes]) ->
     """Return the page, with its pictures inside."""
     page = Environment(autoescape=True, trim_blocks=True, finalize=lambda value: printable(str(value)))
     shown = {part.key: _picture(part, pictures[part.key]) for part in parts if part.key in pictures}
-    known = {"record": record, "under": _under(record), "facts": list(_facts(record)), "parts": parts}
-    return page.from_string(TEMPLATE.read_text()).render(**known, pictures=shown)
+    return page.from_string(TEMPLATE.read_text()).render(record=record, parts=parts, pictures=shown)
 
 
 def _picture(part: Section, picture: bytes) -> dict[str, Any]:
     assert part.figure is not None
     width, height = (round(size * DPI) for size in part.figure.get_size_inches())
     return {"width": width, "height": height, "source": b64encode(picture).decode()}
-
-
-def _under(record: RunRecord) -> str:
-    model = record.section.get("model")
-    name = model.get("name_or_path") if isinstance(model, dict) else None
-    words = [f"model {name}" if name else "", record.layout.describe() if record.layout else ""]
-    words.append(f"engine {record.engine}" if record.engine else "")
-    return ". ".join(filter(None, words))
-
-
-def _facts(record: RunRecord) -> Iterator[tuple[str, str]]:
-    last = record.steps[-1] if record.steps else {}
-    made = history.sessions(record)
-    yield "state", made[-1].how if made else "not known"
-    total = number(last, "total_steps")
-    yield "steps", f"{last['step']:,}{f' of {total:,.0f}' if math.isfinite(total) else ''}" if last else "none logged"
-    for name, rows, key in (("loss", record.steps, "loss"), ("held-out loss", record.evaluations, "evaluation_loss")):
-        if rows:
-            value = number(rows[-1], key)
-            yield name, f"{value:.4g}" if math.isfinite(value) else "not finite"
-    for key, name in curves.ACCURACIES.items():
-        if known := finite(record.evaluations, key):
-            yield name, f"{known[-1]:.2%}"
-    if rates := sorted(finite(record.steps, "tokens_per_second")):
-        yield "median rate", f"{rates[len(rates) // 2]:,.0f} /s"
-    if peak := max(finite(record.steps, "memory_gib"), default=0.0):
-        yield "most memory", f"{peak:.2f} GiB"
-    if made:
-        yield "time at work", _clock(sum(one.ended - one.begun for one in made))
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}"

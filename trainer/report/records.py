@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from trainer import checkpoint
 from trainer.errors import ConfigError, Problem
-from trainer.layout import Layout, PipelineSchedule, Recompute
 from trainer.run import status, timeline
 from trainer.storage import check_regular, parse_json, read_file
 
@@ -42,9 +41,7 @@ class RunRecord:
     timeline: list[Row]
     """The rows of `timeline.jsonl`, sorted by time."""
     config: Row
-    engine: str
     device: str
-    layout: Layout | None
     status: Row | None
     checkpoints: list[tuple[int, float]]
     """The present checkpoints: step, and time of the manifest, in seconds since 1970."""
@@ -83,9 +80,7 @@ def read(folder: Path) -> RunRecord:
         evaluations=_rows(evaluations.lines),
         timeline=_events(_lines(folder / timeline.NAME, _row, notes)),
         config=_json(folder / "config.json", notes) or {},
-        engine=str((environment or {}).get("engine", "")),
         device=str((environment or {}).get("device", "")),
-        layout=_layout(folder, environment or {}, notes),
         status=status.read(folder),
         checkpoints=_checkpoints(folder),
         predicted=_predicted(plan, notes),
@@ -221,22 +216,6 @@ def _added_up(rows: list[Row]) -> list[Row]:
             whole |= {name: sum(filter(_is_number, (whole.get(name), passed))) for name, passed in part.items()}
             found[-1] = {**row, "seconds": whole}
     return found
-
-
-def _layout(folder: Path, environment: Row, notes: list[str]) -> Layout | None:
-    """Read the layout from environment.json or, for an older run, from the newest checkpoint."""
-    found = environment.get("layout")
-    saved = checkpoint.published(folder / "checkpoints")
-    if found is None and saved:
-        found = (_json(saved[-1] / "trainer.json", notes) or {}).get("layout")
-    if found is None:
-        return None
-    try:
-        schedule, recompute = PipelineSchedule(**found["schedule"]), Recompute(**found["recompute"])
-        return Layout(**{**found, "schedule": schedule, "recompute": recompute})
-    except (TypeError, KeyError, AttributeError, ConfigError):
-        notes.append("the layout in environment.json can't be read")
-        return None
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, float]]:
