@@ -157,17 +157,18 @@ CONFLICTS = [
     ),
     (
         {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True}}}},
-        'data_efficiency.data_routing.random_ltd: saw {"enabled": true}; expected no such key: It drops tokens, which '
-        'is not offered here. Set its "enabled" to false.',
+        'data_efficiency.data_routing.random_ltd: saw {"enabled": true}; expected no such section: It drops tokens, '
+        'which is not offered here. Set its "enabled" to false.',
     ),
     (
         {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}},
-        'data_efficiency.data_sampling.curriculum_learning: saw {"enabled": true}; expected no such key: It is not '
+        'data_efficiency.data_sampling.curriculum_learning: saw {"enabled": true}; expected no such section: It is not '
         'offered here. Set its "enabled" to false.',
     ),
     (
         {"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 5}}}},
-        'data_efficiency.data_sampling.dynamic_batching: saw {"enabled": true, "max_tokens": 5}; expected no such key: '
+        'data_efficiency.data_sampling.dynamic_batching: saw {"enabled": true, "max_tokens": 5}; '
+        "expected no such section: "
         'It is not offered here. Set its "enabled" to false.',
     ),
     (
@@ -281,7 +282,8 @@ CONFLICTS = [
     ),
     (
         {"torch_autocast": {"enabled": True}},
-        'torch_autocast: saw {"enabled": true}; expected no such key: It picks a precision for each operator, which no '
+        'torch_autocast: saw {"enabled": true}; expected '
+        "no such section: It picks a precision for each operator, which no "
         "engine here proves. Set bf16.enabled in its place.",
     ),
     (
@@ -347,7 +349,8 @@ def test_the_best_is_kept_where_each_checkpoint_is_evaluated(tmp_path: Path, eve
 WHOLE = "text without the character 0 and without halves of characters"
 NO_CONFIG = [
     ("[1]", ": saw [1]; expected a JSON object {...}"),
-    ('{"a": 1, "a": 2}', ': saw the key "a" twice in one section; expected once'),
+    ('{"a": 1, "b": {"a": 1,\n "c": "{", "a": 2}}', ':2: saw the key "a" twice in one section; expected once'),
+    ('{"a": 1, "a": 2}', ':1: saw the key "a" twice in one section; expected once'),
     ('{"a": NaN}', ":1: a: saw NaN; expected a finite number"),
     (
         '{"x": "NaN", "y": [-0.5, 1e400],\n "optimizer": {"params": {\n "betas": [0.9, -Infinity]}}}',
@@ -960,3 +963,98 @@ def test_notes_name_keys_without_effect_and_deepspeed_never_sees_them(tmp_path: 
 def test_mixtures_that_do_not_fit_say_so(tmp_path: Path, data: dict[str, Any], expected: str) -> None:
     found = errors(tmp_path, {"trainer": {"data": data}})
     assert any(re.search(expected.replace("[", r"\[").replace("]", r"\]"), text) for text in found), found
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), [0.9, float("nan")]])
+@pytest.mark.parametrize("path", ["optimizer.params.betas", "trainer.seed", "zero_optimization.stage", "comms_config"])
+def test_what_is_no_number_in_a_dictionary_is_named_by_its_key(value: Any, path: str) -> None:
+    config: dict[str, Any] = {}
+    *sections, name = path.split(".")
+    inner = config
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    inner[name] = value
+    with pytest.raises(ConfigError) as caught:
+        load(config)
+    at = "[1]" if isinstance(value, list) else ""
+    shown = "-Infinity" if value == float("-inf") else "NaN"
+    assert [str(one) for one in caught.value.problems] == [
+        f"the config: {path}{at}: saw {shown}; expected a finite number"
+    ]
+
+
+def test_a_key_of_a_dictionary_that_is_no_text_is_named() -> None:
+    with pytest.raises(ConfigError, match="the config: optimizer: saw 1; expected text"):
+        load({"optimizer": {1: 2}})
+
+
+OTHER: dict[str, Any] = {
+    "pipeline_schedule": "GPipe",
+    "data.format": "jsonl",
+    "data.split": "test",
+    "data.name": "x",
+    "data.records": "text",
+    "data.text_column": "body",
+    "data.chat_column": "turns",
+    "data.max_rows": 5,
+    "data.loss_on": "all",
+    "data.corrupt": "skip",
+    "data.chat_template": "t.jinja",
+    "generate.tokens": 7,
+    "model.revision": "main",
+}
+"""Keys without effect in a config that says nothing else."""
+ELSEWHERE: list[tuple[str, Any, dict[str, Any]]] = [
+    ("data.isolate", True, {"data": {"documents": "pack", "path": "x"}}),
+    ("data.evaluation_fraction", 0.1, {"data": {"evaluation_path": "x"}}),
+    ("evaluation.every", 5, {"data": {"evaluation_fraction": 0.0}}),
+    ("evaluation.samples", 5, {"data": {"evaluation_fraction": 0.0}}),
+    ("checkpoint.keep_best", True, {"data": {"evaluation_fraction": 0.0}}),
+    ("weight_decay_excludes", "nothing", {}),
+    ("images.normalize", "none", {"task": "image_classification", "images": {"mean": [0.5], "std": [0.5]}}),
+]
+USED = {
+    *("task", "data.path", "data.documents", "data.sequence_length", "data.tokenizer", "data.evaluation_fraction"),
+    *("data.evaluation_path", "data.sources", "data.workers", "data.isolate", "steps", "epochs", "seed", "freeze"),
+    *("model.name_or_path", "model.config", "model.attention", "model.trust_remote_code", "model.blocks", "adapter"),
+    *("run.name", "run.folder", "run.node_local", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best"),
+    *("checkpoint.asynchronous", "checkpoint.dtype", "evaluation.every", "evaluation.samples", "log.every", "profile"),
+    *("log.trackers", "log.sample_ids", "generate.prompt", "engine", "mesh.replicate", "mesh.shard", "device", "plan"),
+    *("activation_checkpointing", "label_smoothing", "neftune_alpha", "sync_batch_norm", "patience"),
+    "parameter_groups",
+}
+"""Keys that do something in a config that says nothing else; a new key of the section is one of these, or in a note."""
+REFUSED = {"warmup_ratio", "evaluation.patience", "log.by_source", "data.too_long"}
+
+
+def trainer_config(path: str, value: Any, other: dict[str, Any]) -> dict[str, Any]:
+    section: dict[str, Any] = json.loads(json.dumps(other))
+    inner, (*sections, name) = section, path.split(".")
+    for one in sections:
+        inner = inner.setdefault(one, {})
+    inner[name] = value
+    return {"trainer": section}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "other"), [*((path, value, {}) for path, value in OTHER.items()), *ELSEWHERE]
+)
+def test_a_key_of_the_trainer_without_effect_is_noted(path: str, value: Any, other: dict[str, Any]) -> None:
+    [note] = [one for one in load(trainer_config(path, value, other)).notes if f"trainer.{path}" in one]
+    assert "no effect here: " in note
+    plain = load({"trainer": other})
+    assert not any(f"trainer.{path}" in one for one in plain.notes)
+
+
+def test_every_key_of_the_trainer_is_used_noted_or_refused() -> None:
+    from trainer.config.sections import known_keys
+    from trainer.config.validate import OF_IMAGES
+
+    keys = {key.removeprefix("trainer.") for key in known_keys()}
+    ends = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys) or key in USED}
+    inner = ("adapter.", "profile.", "parameter_groups.", "data.sources.", "images.")
+    for name, own in OF_IMAGES.items():
+        ends -= {f"{name}.{key}" for key in own}
+    left = {key for key in ends if not key.startswith(inner)} - USED - OTHER.keys() - {path for path, *_ in ELSEWHERE}
+    pairs = {"data.prompt_column", "data.completion_column"}
+    assert left - REFUSED - pairs == set()

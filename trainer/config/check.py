@@ -71,7 +71,14 @@ def _check_one(
             whole = coerce(whole, key)
         if whole not in key.otherwise if key.otherwise else not _is_off(whole, place, table):
             why, _, mend = key.refused.partition(". ")
-            found.problems.append(Problem(place, f"saw {show(whole)}", f"no such key: {why}", f"{mend}."))
+            found.problems.append(
+                Problem(
+                    place,
+                    f"saw {show(whole)}",
+                    f"no such {'section' if key.kind == 'section' else 'key'}: {why}",
+                    f"{mend}.",
+                )
+            )
         elif isinstance(value, dict) and value and "enabled" not in value:
             found.idle[place] = UNSAID.format("enabled")
     elif not key.idle:

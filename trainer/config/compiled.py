@@ -14,7 +14,7 @@ from trainer.config.diagnose import other_config
 from trainer.config.exclusive import give_way
 from trainer.config.keys import KEYS
 from trainer.config.legacy_keys import upgrade
-from trainer.config.read import Json, leaves, override, read
+from trainer.config.read import Json, leaves, override, read, unfit
 from trainer.config.rules import conflicts, notes_of, warm_up
 from trainer.config.sections import TrainerSection, known_keys
 from trainer.config.shipped import shipped
@@ -68,6 +68,8 @@ def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path("run") if isinstance(source, dict) else path_of(source)
     given = deepcopy(source) if isinstance(source, dict) else read(path)
+    if isinstance(source, dict) and (wrong := [*unfit(given, "the config")]):
+        raise ConfigError(*wrong)
     if strange := other_config(path, given, {"trainer", *KEYS}):
         raise strange
     raw, overridden, problems = override(given, overrides)
@@ -86,7 +88,7 @@ def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
     origins |= {
         name: OVERRIDE for name in origins if any(name == over or name.startswith(over + ".") for over in overridden)
     }
-    notes = (*gone_notes, *checked.notes, *upgraded.notes, *notes_of(upgraded.settings, trainer.pipeline_schedule))
+    notes = (*gone_notes, *checked.notes, *upgraded.notes, *notes_of(upgraded.settings, trainer))
     return Config(path, raw, upgraded.trainer, upgraded.settings, origins | upgraded.origins | gone, notes)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -36,18 +37,18 @@ SHOWN = 200
 
 def read(path: Path) -> Json:
     """Read the object in a JSON file. Raises ConfigError if it is no regular file, no UTF-8, no JSON or too large."""
-    text, twice = _decode(path, _bytes(path)), set[str]()
+    text = _decode(path, _bytes(path))
     try:
-        raw = _parse(text, twice)
+        raw = _parse(text)
     except json.JSONDecodeError as error:
         raise no_json(path, text, error) from None
     except RecursionError:
         raise ConfigError(_too_deep(str(path))) from None
-    if twice:
-        raise ConfigError(*(_double(str(path), key) for key in sorted(twice)))
+    if twice := [_double(f"{path}:{line}", key) for key, line in _twice(text)]:
+        raise ConfigError(*twice)
     if not isinstance(raw, dict):
         raise ConfigError(Problem(str(path), f"saw {show(raw)}", "a JSON object {...}"))
-    if problems := [*_unfit(raw, str(path), text)]:
+    if problems := [*unfit(raw, str(path), text)]:
         raise ConfigError(*problems)
     return raw
 
@@ -100,12 +101,11 @@ class _NoNumber:
         return self.text
 
 
-def _parse(text: str, twice: set[str]) -> Any:
-    """Parse a JSON text; keys that a section has twice are added to `twice`. Raises ValueError and RecursionError."""
+def _parse(text: str) -> Any:
+    """Parse a JSON text. Raises ValueError and RecursionError."""
     order = count()
     return json.loads(
         text,
-        object_pairs_hook=lambda pairs: _unique(pairs, twice),
         parse_constant=lambda name: _NoNumber(name, next(order)),
         parse_int=lambda digits: int(digits) if len(digits) <= DIGITS else _NoNumber(digits, next(order)),
     )
@@ -119,7 +119,7 @@ def _lines(text: str) -> Iterator[int]:
             yield text.count("\n", 0, token.start()) + 1
 
 
-def _unfit(raw: Json, place: str, text: str = "") -> Iterator[Problem]:
+def unfit(raw: Json, place: str, text: str = "") -> Iterator[Problem]:
     """Yield the problems of a tree: too deep, or with values that no float, file system or terminal takes."""
     waiting: deque[tuple[str, Any, int]] = deque([("", raw, 0)])
     lines = dict(enumerate(islice(_lines(text), MOST_SHOWN)))
@@ -131,13 +131,15 @@ def _unfit(raw: Json, place: str, text: str = "") -> Iterator[Problem]:
                 return
             named = value.items() if isinstance(value, dict) else ((f"[{at}]", it) for at, it in enumerate(value))
             start = f"{path[:SHOWN]}." if path else ""
-            waiting += [(f"{start}{name[:SHOWN]}".replace(".[", "["), it, depth + 1) for name, it in named]
+            waiting += [(f"{start}{str(name)[:SHOWN]}".replace(".[", "["), it, depth + 1) for name, it in named]
         if isinstance(value, _NoNumber):
             line = f":{lines[value.order]}" if value.order in lines else ""
             seen = value.text if len(value.text) < DIGITS else f"a number of {len(value.text):,} digits"
             yield Problem(f"{place}{line}: {path}", f"saw {seen}", "a finite number")
+        elif isinstance(value, float) and not text and not math.isfinite(value):
+            yield Problem(f"{place}: {path}", f"saw {show(value)}", "a finite number")
         for part in value if isinstance(value, dict) else [value] if isinstance(value, str) else []:
-            if "\0" in part or re.search("[\ud800-\udfff]", part):
+            if not isinstance(part, str) or "\0" in part or re.search("[\ud800-\udfff]", part):
                 expected = "text without the character 0 and without halves of characters"
                 yield Problem(f"{place}: {path}" if path else place, f"saw {show(part)}", expected)
 
@@ -158,7 +160,7 @@ def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list
     result, paths, problems = deepcopy(raw), [], []
     for text in overrides:
         path, equals, value = text.partition("=")
-        names, twice = path.split("."), set[str]()
+        names = path.split(".")
         if not equals or not all(names) or len(names) > DEEPEST:
             problems.append(Problem(text, "saw an override without a key path", "key.path=value"))
             continue
@@ -170,8 +172,9 @@ def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list
                 problems.append(Problem(text, seen, "a section {...}", "Set that key itself instead."))
                 break
         else:
-            found = {names[-1]: _value(value, twice)}
-            wrong = [*(_double(text, key) for key in sorted(twice)), *_unfit(found, text)]
+            found = {names[-1]: (read := _value(value))}
+            twice = dict(_twice(value)) if isinstance(read, dict | list) else {}
+            wrong = [*(_double(text, key) for key in sorted(twice)), *unfit(found, text)]
             section.update({} if wrong else found)
             paths.append(path)
             problems += wrong
@@ -195,19 +198,26 @@ def at(tree: Json, path: str) -> Any:
     return found
 
 
-def _value(text: str, twice: set[str]) -> Any:
+def _value(text: str) -> Any:
     try:
-        value = _parse(text, twice) if len(text) <= LARGEST else text
+        value = _parse(text) if len(text) <= LARGEST else text
         return text if value != text and any(_lines(text)) else value
     except (ValueError, RecursionError):
         return text
 
 
-def _unique(pairs: list[tuple[str, Any]], twice: set[str]) -> Json:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice |= {key for key, count in Counter(key for key, _ in pairs).items() if count > 1}
-    return found
+def _twice(text: str) -> Iterator[tuple[str, int]]:
+    """Yield (key, line) for every key of a JSON text that its section already has."""
+    sections: list[set[str]] = []
+    for token in re.finditer(r'("(?:\\.|[^"\\])*")(\s*:)?|[{}]', text):
+        if token[0] == "{":
+            sections.append(set())
+        elif token[0] == "}":
+            sections.pop()
+        elif token[2]:
+            if (key := json.loads(token[1])) in sections[-1]:
+                yield key, text.count("\n", 0, token.start()) + 1
+            sections[-1].add(key)
 
 
 def _nearby(path: Path) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 
 from trainer.config.check import UNSAID
 from trainer.config.grammar import AUTO, show
-from trainer.config.read import Json, at
+from trainer.config.read import Json, at, leaves
+from trainer.config.sections import TrainerSection
 from trainer.errors import Problem
 
 SAME = {"fp32": ("fp32", "float32", "float"), "fp16": ("fp16", "float16", "half"), "bf16": ("bf16", "bfloat16")}
@@ -43,21 +44,40 @@ def unswitched(settings: Json) -> list[str]:
     return [f"{path} has no effect here: {UNSAID.format(switch)}" for path, switch in found]
 
 
-def notes_of(settings: Json, schedule: str) -> list[str]:
-    """Return notes on valid keys that have no effect given the others; `schedule`: that of a pipeline."""
+def notes_of(settings: Json, trainer: TrainerSection) -> list[str]:
+    """Return notes on valid keys that have no effect given the others, those of the section `trainer` too."""
     zero, one = settings.get("zero_optimization", {}), (None, 0, 1, AUTO)
     stage, offloads = zero.get("stage", 0), [at(zero, f"offload_{which}.device") for which in ("param", "optimizer")]
     threes = sorted(f"zero_optimization.{name}" for name in zero if name.startswith("stage3_"))
     pipeline, tensor = at(settings, "pipeline.stages"), at(settings, "tensor_parallel.autotp_size")
+    data, held = trainer.data, trainer.data.evaluation_path
+    bare = trainer.task == "causal_lm" and not (data.path or data.sources)
+    decays = [at(settings, "optimizer.params.weight_decay"), *(it.weight_decay for it in trainer.parameter_groups)]
     rows = [
         (f"the ZeRO stage is {stage}", stage != 3, threes),
         ("nothing is offloaded to NVMe", "nvme" not in offloads, ["aio"]),
         ("there is no pipeline", pipeline in one, ["pipeline.partition", "trainer.pipeline_schedule"]),
         ("there is no tensor parallelism", tensor in one, ["tensor_parallel.tp_overlap_comm"]),
+        ("there is no trainer.data.path", bare, OF_ROWS.split()),
+        ("trainer.data.documents keeps them apart", data.documents != "concatenate", ["trainer.data.isolate"]),
+        ("evaluation_path has the rows to evaluate on", held is not None, ["trainer.data.evaluation_fraction"]),
+        ("nothing is held out", not (held or data.evaluation_fraction), OF_EVALUATION.split()),
+        ("trainer.generate.prompt is null", trainer.generate.prompt is None, ["trainer.generate.tokens"]),
+        ("there is no trainer.model.name_or_path", trainer.model.name_or_path is None, ["trainer.model.revision"]),
+        ("its mean and std are given", trainer.images.mean is not None, ["trainer.images.normalize"]),
+        ("no parameter is decayed", not any(decays), ["trainer.weight_decay_excludes"]),
     ]
-    written = settings | {"trainer": {"pipeline_schedule": schedule != "1F1B"}}
-    found = [([path for path in paths if at(written, path)], why) for why, idle, paths in rows if idle]
-    return [f"{', '.join(it)} {'has' if len(it) == 1 else 'have'} no effect here: {why}" for it, why in found if it]
+    usual, values = (dict(leaves({"trainer": it.model_dump()})) for it in (TrainerSection(), trainer))
+    written = settings | {path: True for path in values if usual.get(path) != values[path]}
+    kept = ((why, [it for it in paths if written.get(it) or at(written, it)]) for why, idle, paths in rows if idle)
+    return [f"{', '.join(it)} {'has' if len(it) == 1 else 'have'} no effect here: {why}" for why, it in kept if it]
+
+
+OF_ROWS = """trainer.data.corrupt trainer.data.chat_template trainer.data.format trainer.data.split trainer.data.name
+trainer.data.records trainer.data.text_column trainer.data.chat_column trainer.data.max_rows trainer.data.loss_on"""
+OF_EVALUATION = (
+    "trainer.evaluation.every trainer.evaluation.samples trainer.evaluation.patience trainer.checkpoint.keep_best"
+)
 
 
 def _precision(settings: Json, stage: int) -> list[Problem]:

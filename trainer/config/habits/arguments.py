@@ -27,8 +27,6 @@ def defaults(given: Json) -> Json:
         "eval_strategy": "no",
         "save_strategy": "steps",
         "save_steps": 500,
-        "logging_strategy": "steps",
-        "logging_steps": 500,
         **({"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05} if given.get("use_peft") else {}),
         **({"assistant_only_loss": False} if {"dataset_name", "train_file"} & given.keys() else {}),
     }
@@ -39,8 +37,7 @@ def _rows(draft: Draft, roles: Roles) -> None:
     trains, predicts = (bool((asked := roles.get(role)) and asked.value) for role in ("trains", "predicts"))
     if predicts and not trains:
         raise ConfigError(Problem("do_predict", "saw true without do_train: a prediction", "a training"))
-    for role in {"trains", "predicts"} & roles.keys():
-        draft.skip(roles[role])
+    draft.skip(roles.get("trains"), roles.get("predicts"))
     for role in ("hub", "file"):
         if (asked := roles.get(role)) and (role == "hub" or "hub" not in roles):
             draft.put(asked, "trainer.data.path", asked.value)

@@ -19,7 +19,6 @@ _SHARED = (
     "recomputation",
     "sharding",
     "clipping",
-    "logging",
     "trackers",
 )
 _OWN, _SOURCE = tables("axolotl")

@@ -86,11 +86,9 @@ def _data(draft: Draft, roles: Roles) -> None:
             continue
         found = str(info_path.parent if info_path else folder)
         parts = [_entry(draft, asked, name, info, found) for name in names(asked.value)]
-        if role == "train":
-            parts = _weighted(draft, roles, parts)
-            if (most := roles.get("most")) and most.value:
-                draft.keep(most, "trainer.data: max_rows")
-                parts = [part | {"max_rows": int(most.value)} for part in parts]
+        if role == "train" and (most := roles.get("most")) and most.value:
+            draft.keep(most, "trainer.data: max_rows")
+            parts = [part | {"max_rows": int(most.value)} for part in parts]
         put_sources(draft, asked, parts, names(asked.value), test=role == "test")
     held = roles["held"]
     if held.value > 1:
@@ -99,24 +97,6 @@ def _data(draft: Draft, roles: Roles) -> None:
         draft.put(held, "trainer.data.evaluation_fraction", held.value)
     elif not held.value:
         draft.skip(held)
-
-
-def _weighted(draft: Draft, roles: Roles, parts: list[Json]) -> list[Json]:
-    """Add the data sets' shares of an epoch, if they are interleaved by such."""
-    mix, weights = roles.get("mix"), roles.get("weights")
-    if mix is None or not str(mix.value).startswith("interleave"):
-        if mix and mix.value == "concat":
-            draft.skip(mix)
-        return parts
-    shares = [number(text) for text in names(weights.value)] if weights else []
-    if weights is None or len(shares) != len(parts) or len(parts) < 2:
-        return parts
-    draft.keep(weights, "trainer.data.sources: weight")
-    if draft.has("trainer.steps"):
-        draft.skip(mix)
-    else:
-        draft.lose(mix, "there an epoch ends with one of the data sets; with max_steps it is carried over")
-    return [part | {"weight": share} for part, share in zip(parts, shares, strict=True)]
 
 
 def _entry(draft: Draft, asked: Asked, name: str, info: dict[str, Any], folder: str) -> Json:

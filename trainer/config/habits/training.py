@@ -171,10 +171,7 @@ def saving(draft: Draft, roles: Roles) -> None:
     draft.lose(best, "final/ is the last step's; trainer.checkpoint.keep_best keeps the best checkpoint beside it")
 
 
-Drop = Callable[[Asked, str], None]
-
-
-def _interval(draft: Draft, roles: Roles, path: str, drop: Drop) -> None:
+def _interval(draft: Draft, roles: Roles, path: str, drop: Callable[[Asked, str], None]) -> None:
     """Set an interval in steps, or as a share of all; `drop` reports one that can't be expressed so."""
     strategy, steps, often = roles.get("strategy"), roles.get("steps"), roles.get("per_epoch")
     kind = str(strategy.value) if strategy else "steps"
@@ -196,10 +193,10 @@ def _interval(draft: Draft, roles: Roles, path: str, drop: Drop) -> None:
         draft.skip(steps)
 
 
-def _each_epoch(draft: Draft, asked: Asked, path: str, drop: Drop) -> None:
+def _each_epoch(draft: Draft, asked: Asked, path: str, drop: Callable[[Asked, str], None]) -> None:
     """Set an interval of so many per epoch as a share of all steps, unless steps are given: epochs are unknown then."""
-    epochs, shown = draft.made.get("trainer", {}).get("epochs"), asked._replace(value=draft.given.get(asked.key))
-    shown = asked if shown.value is None else shown
+    epochs = draft.made.get("trainer", {}).get("epochs")
+    shown = asked._replace(value=draft.given.get(asked.key, asked.value))
     if not epochs or isinstance(epochs, str):
         drop(shown, f"of epochs beside a number of steps: --dry-run says how many there are; set {path}")
     elif asked.value * epochs > 1:
@@ -362,15 +359,6 @@ def run_folder(draft: Draft, roles: Roles) -> None:
             draft.put(asked, "trainer.run.name", path.name)
 
 
-def logging(draft: Draft, roles: Roles) -> None:
-    steps, strategy = roles.get("steps"), roles.get("strategy")
-    draft.skip(strategy)
-    if steps and steps.value >= 1:
-        draft.put(steps, "trainer.log.every", int(steps.value))
-    else:
-        draft.skip(steps)
-
-
 GROUPS: dict[str, Group] = {
     "length": length,
     "sharding": sharding,
@@ -385,6 +373,5 @@ GROUPS: dict[str, Group] = {
     "attention": attention,
     "trackers": trackers,
     "run": run_folder,
-    "logging": logging,
 }
 """The groups in the order in which they depend on one another."""
