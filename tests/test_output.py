@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shlex
 import subprocess
 import sys
@@ -36,6 +37,16 @@ def test_a_full_disk_under_the_console_does_not_end_training(tmp_path: Path) -> 
     assert [row["step"] for row in metrics(tmp_path / "runs" / "job")] == [1, 2, 2]
     assert (tmp_path / "runs" / "job" / "final").is_dir()
     assert LOST in (tmp_path / "runs" / "job" / "logs" / "rank-0.log").read_text()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timeline.jsonl", "logs/rank-0.log"])
+def test_a_pipe_in_place_of_a_file_of_the_run_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    pipe = tmp_path / "runs" / "job" / name
+    pipe.parent.mkdir(parents=True)
+    os.mkfifo(pipe)
+    result = train(tmp_path, "", 1)
+    assert result.code == 74 and f"{pipe}: No such device or address" in result.output, result.output
 
 
 @pytest.mark.more

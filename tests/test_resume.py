@@ -240,3 +240,8 @@ def test_changes(config):
         refuse_changed(path, {**was, "data": {"fingerprint": "b", "samples": 74}})
     with pytest.raises(ConfigError, match=r"model: .*rope_theta 10000.0 -> 500; expected the model of the checkpoint"):
         refuse_changed(path, {**was, "model": {"rope_theta": 500}})
+
+
+def test_a_pipe_in_place_of_what_a_run_was_asked_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / resume.ENVIRONMENT)
+    assert resume._request(tmp_path) is None

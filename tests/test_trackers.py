@@ -325,3 +325,11 @@ def test_weights_and_biases_without_a_login_is_said_at_once(tmp_path: Path) -> N
     assert "Error" not in said(WANDB_MODE="offline") and "Error" not in said(WANDB_API_KEY="a" * 40)
     code = "from pathlib import Path; from trainer.trackers import TRACKERS; TRACKERS['wandb'](Path('.'))"
     assert "ConfigError: wandb: " in said(WANDB_API_KEY="short")
+
+
+@pytest.mark.parametrize("there", ["a pipe", "a folder"])
+def test_lines_that_have_no_file_are_a_disk_error_at_once(tmp_path: Path, there: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path) if there == "a pipe" else path.mkdir()
+    with pytest.raises(DiskError, match="metrics.jsonl"):
+        JsonLines(path)

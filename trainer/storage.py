@@ -87,6 +87,11 @@ def read_file(path: Path, most: int = 1 << 26) -> bytes:
     return content
 
 
+def opened_at_once(path: str, flags: int) -> int:
+    """Open a file as `open`'s `opener`, without waiting for somebody to read a pipe. Raises OSError."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
+
+
 def tail(path: Path, most: int = 1 << 20) -> bytes:
     """The last bytes of a file. Raises OSError."""
     with path.open("rb") as file:

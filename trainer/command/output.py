@@ -12,7 +12,7 @@ from typing import TextIO, cast
 
 from rich.console import Console
 
-from trainer.storage import Unfailing
+from trainer.storage import Unfailing, disk_errors, opened_at_once
 from trainer.trackers import Signs
 
 
@@ -44,11 +44,12 @@ class Output:
 
     def log_to(self, path: Path) -> None:
         """Write the log, with everything so far, to `path` from now on."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:
-            self._log.seek(0)
-            file.write(self._log.read())
-            self._redirect(file.fileno())
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab", buffering=0, opener=opened_at_once) as file:
+                self._log.seek(0)
+                file.write(self._log.read())
+                self._redirect(file.fileno())
         self._log.close()
 
     def _tell_lost(self, error: OSError) -> None:

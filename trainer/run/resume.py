@@ -19,7 +19,7 @@ from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed, shared
 from trainer.run import status
 from trainer.run.shared import check_shared, kept
-from trainer.storage import parse_json, tail
+from trainer.storage import parse_json, read_file, tail
 
 FINAL, LOCK, ENVIRONMENT = "final", ".lock", "environment.json"
 HELD_SECONDS = 10.0
@@ -277,7 +277,7 @@ def _training(request: Any) -> Any:
 def _request(folder: Path) -> Any:
     """Return the config as given to the run in `folder`."""
     try:
-        return parse_json((folder / ENVIRONMENT).read_bytes())["request"]
+        return parse_json(read_file(folder / ENVIRONMENT))["request"]
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

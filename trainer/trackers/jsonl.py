@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.storage import disk_errors, tail
+from trainer.storage import disk_errors, opened_at_once, tail
 from trainer.trackers.tracker import Evaluation, Record, fields
 
 
@@ -21,10 +21,11 @@ class JsonLines:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(path)
         self._path = path
-        self._file = path.open("a", encoding="utf-8")
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_torn_line(path)
+            self._file = open(path, "a", encoding="utf-8", opener=opened_at_once)
 
     def write(self, fields: Mapping[str, Any]) -> None:
         floats = {key: value for key, value in fields.items() if isinstance(value, float)}
