@@ -75,20 +75,9 @@ def hooks_of(
 
     def evaluate(state: RunState) -> bool:
         limit, data_rank = section.evaluation.samples, layout.data_rank(ranks.rank)
-        by_source = {
-            name: held_out_loss(
-                engine,
-                source,
-                prepared.subject.task,
-                layout,
-                limit,
-                data_rank,
-                machine.device,
-                prepared.workers,
-                machine.watch.moves,
-            )
-            for name, source in prepared.subject.data.evaluations.items()
-        }
+        subject = prepared.subject
+        given = (subject.task, layout, limit, data_rank, machine.device, prepared.workers, machine.watch.moves)
+        by_source = {name: held_out_loss(engine, source, *given) for name, source in subject.data.evaluations.items()}
         if not by_source:
             return False
         found = together(list(by_source.values()))
