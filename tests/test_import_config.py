@@ -315,6 +315,7 @@ SETS = [{"path": "a", "type": "chat_template"}]
         ("axolotl", {"eot_tokens": ["[/INST]"]}, "eot_tokens"),
         ("axolotl", {"optimizer": "adamw_bnb_8bit"}, "optimizer"),
         ("axolotl", {"bf16": "full"}, "bf16"),
+        ("axolotl", {"datasets": [*SETS, {"path": "b", "type": "completion"}], "sequence_len": 64}, "sequence_len"),
         ("axolotl", {"datasets": [{"path": "a", "type": "completion"}]}, "sequence_len"),
         (
             "axolotl",

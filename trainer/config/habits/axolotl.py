@@ -62,8 +62,7 @@ def _model(draft: Draft, roles: Roles) -> None:
     name, config, kind = (roles.get(role) for role in ("name", "config", "class"))
     if name:
         draft.put(name, "trainer.model.name_or_path", name.value)
-    if config and config.value == (name and name.value):
-        draft.skip(config)
+    draft.skip(config if config and config.value == (name and name.value) else None)
     if kind and str(kind.value).endswith("ForCausalLM"):
         draft.skip(kind)
     elif kind and re.search("Classification|Reward", str(kind.value)):
@@ -87,17 +86,18 @@ def _samples(draft: Draft, roles: Roles) -> None:
     draft.put(longest, "trainer.data.sequence_length", longest.value)
     packs = bool(packing and packing.value)
     kinds = [str(part.get("type", "")) for part in _parts(Asked("datasets", draft.given.get("datasets")))]
-    asked = packing or longest
     if (kinds and all(kind.startswith("completion") for kind in kinds)) or draft.given.get("pretraining_dataset"):
-        draft.put(asked, "trainer.data.documents", "concatenate", "long texts are cut into samples, and none is lost")
-        draft.put(asked, "trainer.data.isolate", True)
+        draft.put(packing or longest, "trainer.data.documents", "concatenate")  # long texts are cut, and none is lost
+        draft.put(packing or longest, "trainer.data.isolate", True)
         draft.skip(excess)
         if not (packs or draft.given.get("pretraining_dataset")):
             draft.lose(
                 longest, "without sample_packing each text is a sample of its own there, and here several fill one"
             )
         return
-    draft.put(asked, "trainer.data.documents", "pack" if packs else "pad")
+    draft.put(packing or longest, "trainer.data.documents", "pack" if packs else "pad")
+    if any(kind.startswith("completion") for kind in kinds):
+        draft.lose(longest, "beside other data sets a long text is cut up there, and here dropped or cut off")
     if ours := {"raise": "error", "truncate": "truncate", "drop": "drop"}.get(str(excess.value)):
         draft.put(excess, "trainer.data.too_long", ours)
 
