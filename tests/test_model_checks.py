@@ -28,6 +28,7 @@ from trainer.layout import Layout, Recompute
 from trainer.models import huggingface
 from trainer.models.checks import Draws, Findings, applied, check_model
 from trainer.models.cut import check_cut
+from trainer.models.materialise import materialise
 from trainer.parallel.checks import check_layout, checked
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.cross_entropy import logits_cross_entropy
@@ -193,6 +194,21 @@ def test_a_folder_with_vision_is_trained_as_text_and_says_what_stays(tmp_path):
     (note,) = check_model(spec, task_of(spec)).notes
     assert "stay as they are: model.vision_tower.*, model.multi_modal_projector.*" in note
     assert spec.blocks == ("model.language_model.layers.0", "model.language_model.layers.1")
+
+
+def test_a_trial_leaves_the_weights_of_a_folder_as_they_are(tmp_path):
+    """Of a model of which there is no smaller copy: the run goes on to train these."""
+    folder = saved(AutoModelForCausalLM.from_config(AutoConfig.for_model(**UNTIED)), tmp_path)
+    spec = replace(spec_of({}, folder), shrunk=None)
+
+    def read() -> dict[str, torch.Tensor]:
+        model = spec.build()
+        materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    before = read()
+    check_model(spec, task_of(spec))
+    assert all(torch.equal(value, before[name]) for name, value in read().items())
 
 
 def test_what_a_folder_has_beside_the_text_model_is_said(tmp_path):

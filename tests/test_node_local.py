@@ -44,9 +44,16 @@ def machines(job: Path, *folders: Path, ranks: int = 1) -> list[Result]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """What a run goes on from, and what it made."""
+    """What a run goes on from, and what it made; not from which step on a start of it did."""
     kept = [path for below in ("checkpoints", "final") for path in (folder / "job" / below).rglob("*")]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in kept if path.is_file()}
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in kept if path.is_file()}
+    for name in found:
+        if name.endswith(("trainer.json", "manifest.json")):
+            known = json.loads(found[name])
+            known.pop("since", None)
+            known.get("files", {}).pop("trainer.json", None)
+            found[name] = json.dumps(known).encode()
+    return found
 
 
 def ended(results: list[Result]) -> str:

@@ -155,15 +155,12 @@ def drawn(small: ModelSpec) -> nn.Module:
 
 
 def spread(model: nn.Module, seed: int) -> None:
-    """Draw the weights anew, such that activations keep their scale."""
+    """Draw the weights anew, such that activations keep their scale; what they were read from stays as it is."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
-                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
-            else:
-                parameter.add_(noise, alpha=0.1)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        scaled = noise / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else parameter.data + 0.1 * noise
+        parameter.data = scaled.to(parameter.dtype)
 
 
 # Causal
