@@ -191,15 +191,6 @@ def test_a_folder_with_vision_is_trained_as_text_and_says_what_stays(tmp_path):
     config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
     folder = saved(AutoModelForImageTextToText.from_config(config), tmp_path)
     spec = replace(spec_of({}, folder), shrunk=None)  # it is as small as one
-    (note,) = check_model(spec, task_of(spec)).notes
-    assert "stay as they are: model.vision_tower.*, model.multi_modal_projector.*" in note
-    assert spec.blocks == ("model.language_model.layers.0", "model.language_model.layers.1")
-
-
-def test_a_trial_leaves_the_weights_of_a_folder_as_they_are(tmp_path):
-    """Of a model of which there is no smaller copy: the run goes on to train these."""
-    folder = saved(AutoModelForCausalLM.from_config(AutoConfig.for_model(**UNTIED)), tmp_path)
-    spec = replace(spec_of({}, folder), shrunk=None)
 
     def read() -> dict[str, torch.Tensor]:
         model = spec.build()
@@ -207,8 +198,10 @@ def test_a_trial_leaves_the_weights_of_a_folder_as_they_are(tmp_path):
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     before = read()
-    check_model(spec, task_of(spec))
-    assert all(torch.equal(value, before[name]) for name, value in read().items())
+    (note,) = check_model(spec, task_of(spec)).notes
+    assert all(torch.equal(value, before[name]) for name, value in read().items())  # a run goes on to train these
+    assert "stay as they are: model.vision_tower.*, model.multi_modal_projector.*" in note
+    assert spec.blocks == ("model.language_model.layers.0", "model.language_model.layers.1")
 
 
 def test_what_a_folder_has_beside_the_text_model_is_said(tmp_path):
