@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import linecache
 import sys
@@ -132,6 +133,26 @@ def test_what_has_no_source_is_told_by_what_it_does():
         return code_of(space["Typed"](2, 2), model=space["Typed"])["Typed"]
 
     assert typed("x + 1") == typed("x + 1") != typed("x + 2")
+
+
+def test_of_a_model_of_an_installed_package_its_version_is_known(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    (folder / "some_model").mkdir(parents=True)
+    (folder / "some_model" / "__init__.py").write_text("from torch import nn\nclass Net(nn.Linear): pass\n")
+    about = folder / "some_models-1.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: some-models\nVersion: 1.2\n")
+    (about / "top_level.txt").write_text("some_model\n")
+    monkeypatch.syspath_prepend(folder)
+    some_model = importlib.import_module("some_model")
+
+    assert code_of(some_model.Net(2, 2))["package some-models"] == "1.2"
+
+
+def test_another_version_of_a_library_is_said(tmp_path):
+    path = save(tmp_path, STATE, live().state_tensors(), {"versions": {"transformers": "5.1"}}, model_files, ALONE)
+    (line,) = refuse_changed(path, {"data": {}, "model": {}, "versions": {"transformers": "5.2"}})
+    assert line == 'changed since the checkpoint: transformers "5.1" -> "5.2"'
 
 
 def test_of_a_library_nothing_is_noted():

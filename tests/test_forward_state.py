@@ -108,6 +108,14 @@ def hooked(seen):
     return identity
 
 
+def counted_backward():
+    """The backward pass of each call is another one: its gradients grow, and forward passes show nothing."""
+    passes = itertools.count()
+    identity = nn.Identity()
+    identity.register_full_backward_hook(lambda module, mine, theirs: (mine[0] * (1 + next(passes)),))
+    return identity
+
+
 def in_a_global(net, hidden):
     global CALLS
     CALLS += 1
@@ -140,6 +148,7 @@ MOVES = {
     "on and off": ((dict, turned_over), "kept['on'] ("),
     "a mean that goes along": ((dict, after(averaged)), "kept['mean']"),
     "a hook that counts": ((functools.partial(hooked, []), None), "_forward_hooks"),
+    "a hook of the backward pass": ((counted_backward, None), "other gradients after other passes, by "),
     "NumPy's generator": ((lambda: np.random.default_rng(1), lambda net, h: h * float(net.kept.random())), "kept"),
     "Python's generator": ((lambda: random.Random(1), lambda net, h: h * net.kept.random()), "kept"),
     "weights in evaluation": ((None, after(divided)), "a forward pass in evaluation changes b.weight"),

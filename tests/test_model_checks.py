@@ -333,7 +333,7 @@ def test_a_model_that_keeps_something_from_row_to_row_is_refused():
         return scaled
 
     spec = with_mlp_of(remembering)
-    with pytest.raises(ConfigError, match="a forward pass leaves something behind"):
+    with pytest.raises(ConfigError, match="a pass leaves something behind"):
         check_model(spec, task_of(spec))
 
 
@@ -343,7 +343,7 @@ def test_a_first_pass_that_draws_more_than_the_next_is_refused():
         return lambda module, args, output: torch.rand(1) * output if module.training and not next(passes) else output
 
     spec = with_mlp_of(drawing)
-    with pytest.raises(ConfigError, match="a forward pass leaves something behind"):
+    with pytest.raises(ConfigError, match="a pass leaves something behind"):
         check_model(spec, task_of(spec))
 
 

@@ -9,6 +9,7 @@ import re
 import textwrap
 from dataclasses import is_dataclass
 from functools import cache, partial
+from importlib.metadata import packages_distributions, version
 from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -69,6 +70,9 @@ def _note_code(name: str, thing: Any, found: dict[str, str], seen: set[int]) -> 
         return
     seen.add(id(thing))
     _add(found, name, _source(thing), 0)
+    root = thing.__module__.partition(".")[0]
+    for package in packages_distributions().get(root, []) if _is_installed(thing) else []:  # not followed further
+        found[f"package {package}"] = version(package)
     members = [*vars(thing).values(), *thing.__bases__] if isinstance(thing, type) else [thing]
     for member in members:
         function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member

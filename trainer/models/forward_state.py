@@ -30,7 +30,8 @@ class Pass(NamedTuple):
     rows: int
     before: dict[str, Any]
     after: dict[str, Any]
-    output: torch.Tensor
+    found: dict[str, torch.Tensor]
+    """The output, and in training the norm of each gradient: a hook of the backward pass may leave things, too."""
 
 
 def check_forward_state(name: str, make: Callable[[], nn.Module], run: Run, *beside: tuple[str, Any]) -> list[str]:
@@ -49,7 +50,8 @@ def check_forward_state(name: str, make: Callable[[], nn.Module], run: Run, *bes
     before, after = alone[3].after, alone[5].after
     if restless := _changed(before, after):
         seen = f"each forward pass leaves something behind, and never rests: {_shown(restless, before, after)}"
-        raise _refused(name, f"{seen}. No checkpoint has it, and ranks that make other passes have another")
+        mend = "What is counted in training alone can be a buffer (register_buffer), which checkpoints have"
+        raise _refused(name, f"{seen}. No checkpoint has it, and ranks that make other passes have another. {mend}")
     return moved
 
 
@@ -67,7 +69,13 @@ def _passes(
         before = snapshot(model, *beside) if first else after
         seed_generators(1)
         with torch.set_grad_enabled(training):
-            output = run(model.train(training), rows).detach().float().clone()
+            output = run(model.train(training), rows).float()
+        found = {"something else": output.detach().clone()}
+        if output.requires_grad:
+            output.square().sum().backward()
+            norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+            found["other gradients"] = torch.stack(norms)
+            model.zero_grad()
         after = snapshot(model, *beside)
         changed = _changed(before, after)
         if wrong := [key for key in changed if key in parameters or (key in buffers and not training)]:
@@ -75,20 +83,21 @@ def _passes(
             seen = f"a forward pass in {mode} changes {_shown(wrong, before, after)}"
             raise _refused(name, f"{seen}. What is trained and saved would depend on when it is evaluated")
         moved |= dict.fromkeys(key for key in changed if key in buffers)
-        passes.append(Pass(training, rows, before, after, output))
+        passes.append(Pass(training, rows, before, after, found))
     return passes, list(moved)
 
 
 def _compare(name: str, first: Pass, later: Pass) -> None:
-    moved, largest = float((later.output - first.output).abs().max()), float(first.output.abs().max())
-    if not moved <= TOLERANCE * largest and bool(first.output.isfinite().all()):
-        changed = _changed(first.before, later.before)
-        where = f": {_shown(changed, first.before, later.before)}" if changed else ""
-        seen = (
-            "the same rows with the same random numbers give something else after other passes, by "
-            f"{moved:.1e} of {largest:.1e}: a forward pass leaves something behind{where}"
-        )
-        raise _refused(name, f"{seen}. Ranks run different rows")
+    for what, value in first.found.items():
+        moved, largest = float((later.found[what] - value).abs().max()), float(value.abs().max())
+        if not moved <= TOLERANCE * largest and bool(value.isfinite().all()):
+            changed = _changed(first.before, later.before)
+            where = f": {_shown(changed, first.before, later.before)}" if changed else ""
+            seen = (
+                f"the same rows with the same random numbers give {what} after other passes, by "
+                f"{moved:.1e} of {largest:.1e}: a pass leaves something behind{where}"
+            )
+            raise _refused(name, f"{seen}. Ranks run different rows")
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

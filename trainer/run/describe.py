@@ -13,6 +13,7 @@ from typing import Any
 
 from trainer.config import origin_table
 from trainer.config.grammar import show
+from trainer.data.order import sample_ids
 from trainer.engines import ENGINES, Machine
 from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.run.prepare import Prepared
@@ -58,8 +59,9 @@ def preview_lines(prepared: Prepared, count: int) -> Iterator[str]:
     subject = prepared.subject
     yield f"data    {subject.data.describe()}"
     yield from subject.lines(prepared.workers)
-    numbers = subject.order(prepared.config.trainer.seed, count)
-    yield from subject.samples(numbers, width=PREVIEWED, in_full=True).splitlines()
+    length = len(subject.data.train)
+    numbers = sample_ids(prepared.config.trainer.seed, 0, min(count, length), length)
+    yield from subject.samples(numbers.tolist(), width=PREVIEWED, in_full=True).splitlines()
 
 
 def _update_line(prepared: Prepared) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,11 +69,6 @@ def together(found: Sequence[HeldOut]) -> HeldOut:
     mean = lambda values: sum(v * one.targets for v, one in zip(values, found, strict=True)) / targets  # noqa: E731
     measures = {name: mean([one.measures[name] for one in found]) for name in found[0].measures}
     return HeldOut(mean([one.loss for one in found]), targets, measures)
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), for a loss in nats a token; a number also where that has no float64."""
-    return math.exp(min(loss, 700.0))
 
 
 def beginning(source: Source, most: int) -> list[int]:

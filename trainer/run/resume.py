@@ -137,6 +137,7 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     if code := _recoded(saved.get("code") or {}, description.get("code") or {}):
         raise ConfigError(Problem(f"code: {source}", listed(code), "that of the checkpoint", mend))
     steering = _differences(_steering(saved), _steering(description)) if "config" in saved else []
+    steering += _differences(saved.get("versions") or {}, description.get("versions") or saved.get("versions") or {})
     return [f"changed since the checkpoint: {line}" for line in steering]
 
 

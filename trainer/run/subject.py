@@ -5,6 +5,7 @@ Nobody else asks which task it is.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +20,6 @@ from trainer.config.sections import TrainerSection
 from trainer.data.chat import Template
 from trainer.data.dataset import pairs_of
 from trainer.data.images import open_images
-from trainer.data.order import sample_ids
 from trainer.data.prepare import open_data
 from trainer.data.preview import preview
 from trainer.data.progress import Progress
@@ -35,7 +35,7 @@ from trainer.models.lora import adapted
 from trainer.models.spec import ModelSpec, flops_per_token
 from trainer.models.tuned import tuned
 from trainer.run import images
-from trainer.run.evaluate import beginning, continuation, perplexity
+from trainer.run.evaluate import beginning, continuation
 from trainer.run.process import cache_folder
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.image_classification import ImageClassification
@@ -95,11 +95,6 @@ class Subject:
         """Samples as a person can read them; empty where nobody can."""
         return ""
 
-    def order(self, seed: int, count: int) -> list[int]:
-        """The numbers of the first samples of the training."""
-        length = len(self.data.train)
-        return sample_ids(seed, 0, min(count, length), length).tolist()  # type: ignore[no-any-return]
-
     def loading_advice(self, workers: int) -> str:
         """The end of the note that the device waits for data."""
         return ""
@@ -155,7 +150,7 @@ class LanguageSubject(Subject):
         return True
 
     def measures(self, loss: float) -> dict[str, float]:
-        return {"perplexity": perplexity(loss)}
+        return {"perplexity": math.exp(min(loss, 700.0))}
 
     def losses_by_source(self, metrics: Metrics, device: torch.device) -> dict[str, float] | None:
         if (by_source := self.task.by_source) is None:
