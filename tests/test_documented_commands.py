@@ -98,7 +98,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     f"{TRAIN} my.json trainer.checkpoint.every=200": (f"{HOSTS} --max-restarts 3 {TRAIN} {{job}}",),
     "meshloom status runs/NAME": ("meshloom status {run}",),
     "meshloom import --from axolotl full.yml --output full.json": (
-        "meshloom import --from axolotl tests/habits/axolotl_full.yml --output {out}/full.json",
+        "meshloom import --from axolotl tests/habits/axolotl_full.yml --partial --output {out}/full.json",
     ),
     "meshloom import --from llamafactory llama3_full_sft.yaml --output full.json": (
         "meshloom import --from llamafactory tests/habits/llamafactory_pretrain.yaml --output {out}/full.json",
