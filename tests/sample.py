@@ -20,7 +20,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "pairs",
         "that_training_changes",
     ),
-    "test_as_on_gpus.py": ("says[ZeRO-3]", "says[HSDP, offload]", "never_whole[mesh]"),
+    "test_as_on_gpus.py": ("says[ZeRO-3]", "says[HSDP, offload]"),
     "test_batch_norm.py": (
         "batches[mesh DDP]",
         "batches[accelerate FSDP]",
@@ -98,7 +98,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_from_deepspeed.py": ("[2-2-", "wrong[True-2-1", "by_hand", "[True-mp", "no_checkpoint", "wants"),
     "test_gpu_benchmark.py": (),
     "test_images.py": ("chain_is", "completed", "waits_for", "fit_says_so[channels]"),
-    "test_images_verify.py": ("passes[vit, mesh pipeline", "caught[other_labels", "refused"),
+    "test_images_verify.py": ("passes[vit, mesh pipeline", "refused"),
     "test_interrupted.py": ("phase[saving-15-0]", "ask_for_nothing"),
     "test_ladder.py": (
         "[one device]",
@@ -113,9 +113,6 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_launchers.py": ("under_a_launcher",),
     "test_lora.py": (
         "process[deepspeed-zero3]",
-        "process[mesh-zero3, full]",
-        "process[accelerate-zero2]",
-        "process[mesh-pipeline]",
         "logits[mesh-3]",
         "section_that",
         "all_linear",
@@ -189,7 +186,6 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "by_one[mesh pipeline",
         "borders[mistral-full",
         "nothing_is_refused",
-        "named[border",
         "without",
     ),
     "test_parameter_groups.py": (
@@ -202,14 +198,14 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "says_nothing",
     ),
     "test_planner_agreement.py": (
-        *("agree[mesh-two", "[skips_one]", "[swaps_two]", "one_order", "any_fault", "across_groups", "exchange"),
+        *("[skips_one]", "[swaps_two]", "one_order", "any_fault", "across_groups", "exchange"),
         *("odd_one", "long_row", "thousand"),
     ),
-    "test_planner_command.py": ("each_rank_takes", "cant_be"),
+    "test_planner_command.py": ("cant_be",),
     "test_planner_depth.py": ("is_tiny",),
     "test_planner_images.py": ("by its name", "publishes", "waits_for", "truncated"),
-    "test_planner_literature.py": ("zero[1", "layer"),
-    "test_planner_memory.py": ("[mesh-zero2]", "[deepspeed-zero1]", "[mesh-pipeline, ZBV"),
+    "test_planner_literature.py": ("zero[1",),
+    "test_planner_memory.py": ("[mesh-zero2]",),
     "test_planner_proposals.py": (),
     "test_predicted.py": ("is_a_line", "says_both", "known_by", "no_rank"),
     "test_regularised.py": (
@@ -229,7 +225,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     ),
     "test_sharding.py": ("really_sharded", "found[mesh]", "flat_unit", "no_units", "pipeline[1F1B-2]"),
     "test_sparse_gradients.py": ("process[mesh DDP]", "refuses", "loaded[mesh ZeRO-3]"),
-    "test_stall.py": ("[an endless read]", "last[1]", "behind", "nobody", "who_is", "goes_on", "not_still", "lines"),
+    "test_stall.py": ("[an endless read]", "last[1]", "behind", "nobody", "who_is", "not_still", "lines"),
     "test_tensor.py": ("refused", "by_itself", "no_rank", "arithmetic"),
     "test_verify.py": (
         "named[norm_of_one_rank]",
@@ -240,7 +236,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "more_processes",
     ),
     "test_verify_modules.py": ("Held", "Small-reduced", "IndexParameter", "a_copy"),
-    "test_verify_parameters.py": ("caught[other_alpha]", "passes[freeze]"),
+    "test_verify_parameters.py": ("caught[other_alpha]",),
     "test_verify_rounding.py": ("not_rounded",),
     "test_script.py": ("anew", "advises"),
     "test_wheel.py": ("the_wheel_holds",),

@@ -84,6 +84,7 @@ def test_notes_between_a_launcher_and_its_ranks(tmp_path: Path) -> None:
     assert notes.end(0) is None
 
 
+@pytest.mark.more
 def test_verify_names_the_rank_that_is_missing(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     script = (

@@ -297,6 +297,7 @@ def _as_a_rank(named: str) -> Any:
     return globals()[named](dist.get_rank())
 
 
+@pytest.mark.more
 def test_ranks_wait_longer_than_a_collective_would(pools: Pools) -> None:
     assert pools[2].run(_as_a_rank, named="_waits") == ["done", "done"]
 

@@ -123,6 +123,7 @@ def test_in_a_pipe_the_first_line_comes_before_the_libraries(tmp_path: Path) -> 
     assert not any(line.startswith("start") for line in lines[first:])
 
 
+@pytest.mark.more
 def test_on_a_terminal_of_80_columns_nothing_is_wider(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, TRAIN, "--config", str(write_job(tmp_path)), "--processes", "1"]
@@ -181,6 +182,7 @@ def announced(built: Path, offload: str = "none", optimizer: str = "", device: t
     return noted.phases
 
 
+@pytest.mark.more
 def test_a_compiler_that_is_not_there_is_named_before_the_data_is_prepared(tmp_path: Path) -> None:
     (tmp_path / "python3").symlink_to(sys.executable)
     environment = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
