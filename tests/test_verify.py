@@ -836,6 +836,13 @@ def test_what_is_right_raises_no_alarm(pools, tmp_path, model, scheduler):
         assert passed, table
 
 
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_what_is_computed_again_raises_no_alarm(pools, tmp_path, recompute):
+    path = config(tmp_path, "mesh", 2, activation_checkpointing=recompute)
+    for passed, _, table in pools[2].run(certified, path=path, world_size=2):
+        assert passed, table
+
+
 def test_a_low_precision_is_allowed_its_rounding_and_no_more(pools, tmp_path):
     path = config(tmp_path, "mesh", 2)
     overrides = ["bf16.enabled=true", "optimizer.params.lr=1e-5"]

@@ -36,14 +36,14 @@ class Listener:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            number = self._calls[name]
-            if number >= len(self._parts) or torch._C._current_graph_task_id() >= 0:  # within a backward pass
+            again, number = torch._C._current_graph_task_id() >= 0, self._calls[name]  # within a backward pass
+            self._calls[name] += not again  # one too many shows a module that several stages of this rank have
+            if again or number >= len(self._parts):
                 return
-            self._calls[name] += 1
             (rank, micro_batch), tokens = self._parts[number]
             value = output[0] if isinstance(output, (tuple, list)) else output
             if (rows := _rows(value, tokens)) is not None:
-                rows = rows.detach().double()
+                rows = rows.double()
                 self._found[rank, micro_batch, name] = torch.stack([rows.sum(0), rows.square().sum(0)]).cpu()
 
         return hook
@@ -52,6 +52,7 @@ class Listener:
 def _rows(value: Any, tokens: torch.Tensor | None) -> torch.Tensor | None:
     if not torch.is_tensor(value) or value.dim() < 2 or not value.is_floating_point():
         return None
+    value = value.detach()  # what is saved for a backward pass here would be missing when a block is computed again
     if tokens is None:
         return value.flatten(1)
     fits = value.dim() == 3 and len(value) == len(tokens) and value.shape[1] >= tokens.shape[1]
