@@ -895,7 +895,7 @@ def test_the_command(tmp_path):
     assert result.output.rstrip().endswith(f"PASS: trains as one process does\nwritten to {output}")
     certificate = json.loads(output.read_text())
     assert certificate["passed"] is True
-    assert [finding["check"] for finding in certificate["findings"]][:4] == ["initial", "loss", "gradient", "norm"]
+    assert [finding["check"] for finding in certificate["findings"]][:4] == ["initial", "output", "loss", "gradient"]
     no_gpu = run(*command, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert no_gpu.code == 64
     assert "--device: cuda with 0 GPUs for 3 processes; expected a GPU for each process" in no_gpu.output
