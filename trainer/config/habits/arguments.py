@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.config.habits.draft import Asked, Draft, Group, Roles, tables
+from trainer.config.habits.draft import Asked, Draft, Group, Roles, data, tables
 from trainer.config.habits.training import GROUPS
 from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
@@ -13,20 +13,7 @@ TABLE = tables("arguments")[0]
 def defaults(given: Json) -> Json:
     """Return the Trainer's defaults that differ from this trainer's; with `use_peft`, TRL's."""
     return {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "num_train_epochs": 3.0,
-        "seed": 42,
-        "bf16": False,
-        "fp16": False,
-        "learning_rate": 5e-5,
-        "optim": "adamw_torch_fused",
-        "max_grad_norm": 1.0,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 0,
-        "eval_strategy": "no",
-        "save_strategy": "steps",
-        "save_steps": 500,
+        **data("arguments")["defaults"],
         **({"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05} if given.get("use_peft") else {}),
         **({"assistant_only_loss": False} if {"dataset_name", "train_file"} & given.keys() else {}),
     }

@@ -6,21 +6,12 @@ import re
 
 from trainer.config.grammar import show
 from trainer.config.habits import arguments, training
-from trainer.config.habits.draft import Asked, Draft, Group, Roles, fill, tables
+from trainer.config.habits.draft import Asked, Draft, Group, Roles, data, fill, tables
 from trainer.config.habits.sources import put_sources
 from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
 
-_SHARED = (
-    "optimizer",
-    "saving",
-    "evaluation",
-    "precision",
-    "recomputation",
-    "sharding",
-    "clipping",
-    "trackers",
-)
+_SHARED = data("axolotl")["shared"]
 _OWN, _SOURCE = tables("axolotl")
 TABLE = {
     key: row
@@ -34,24 +25,13 @@ _PLACES = {"train": "trainer.data: ", "stream": "trainer.data: ", "test": "of th
 def defaults(given: Json) -> Json:
     """Return Axolotl's defaults that differ from this trainer's."""
     steps = None if {"warmup_steps", "warmup_ratio"} & given.keys() else given.get("max_steps")
+    warmup: Json = {"warmup_ratio": 0.03}
+    if type(steps) is int and steps > 0:
+        warmup = {"warmup_steps": min(int(0.03 * steps), 100)}
     return {
-        "micro_batch_size": 1,
+        **data("axolotl")["defaults"],
         **({} if "batch_size" in given else {"gradient_accumulation_steps": 1}),
-        "num_epochs": 1.0,
-        "seed": 42,
-        "optimizer": "adamw_torch_fused",
-        "lr_scheduler": "cosine",
-        **(
-            {"warmup_steps": min(int(0.03 * steps), 100)}
-            if type(steps) is int and steps > 0
-            else {"warmup_ratio": 0.03}
-        ),
-        "max_grad_norm": 1.0,
-        "bf16": "auto",
-        "sequence_len": 512,
-        "excess_length_strategy": "drop",
-        "val_set_size": 0.0,
-        "save_total_limit": 4,
+        **warmup,
         **({} if {"save_steps", "saves_per_epoch"} & given.keys() else {"save_strategy": "epoch"}),
         **({"lora_dropout": 0.0} if given.get("adapter") else {"adapter": ""}),
     }

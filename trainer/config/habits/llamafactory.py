@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config.grammar import show
 from trainer.config.habits import arguments, training
-from trainer.config.habits.draft import Asked, Draft, Group, Roles, fill, names, number, tables
+from trainer.config.habits.draft import Asked, Draft, Group, Roles, data, fill, names, number, tables
 from trainer.config.habits.reading import beside
 from trainer.config.habits.sources import put_sources
 from trainer.config.read import Json, read
@@ -28,13 +28,8 @@ def defaults(given: Json) -> Json:
     rank = rank if isinstance(rank, int) else 8
     return {
         **arguments.defaults({}),
-        "stage": "sft",
-        "finetuning_type": "lora",
+        **data("llamafactory")["defaults"],
         **({"lora_rank": 8, "lora_alpha": 2 * rank, "lora_dropout": 0.0, "lora_target": "all"} if lora else {}),
-        "cutoff_len": 2048,
-        "gradient_checkpointing": True,
-        "dataset_dir": "data",
-        "val_size": 0.0,
     }
 
 
