@@ -194,7 +194,7 @@ class Bench:
         import torch.distributed as dist
 
         from trainer.models.spec import flops_per_token
-        from trainer.planner.cluster import device_named
+        from trainer.run.devices import peak_of
 
         if arm == "Trainer":
             seconds, more = self.trainer(), {}
@@ -210,8 +210,8 @@ class Bench:
         peak = torch.tensor(float(torch.cuda.max_memory_allocated() if cuda else 0), device=self.device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         tokens = MICRO_BATCH * self.sequence / seconds
-        known = device_named(torch.cuda.get_device_name(self.device)) if cuda else None
-        mfu = tokens * flops_per_token(self.spec, self.sequence) / known.peak if known else None
+        top = peak_of(self.device)
+        mfu = tokens * flops_per_token(self.spec, self.sequence) / top if top else None
         found = {"seconds": seconds, "tokens": tokens * self.world_size, "mfu": mfu, "memory": float(peak) / 2**30}
         return {**found, "device": torch.cuda.get_device_name(self.device) if cuda else "CPU", **more}
 

@@ -70,9 +70,8 @@ CASES = (
 def row(case: Case) -> str:
     """One line of the table."""
     from trainer.config import load
-    from trainer.planner.cluster import Cluster, device_of
-    from trainer.planner.describe import gib
-    from trainer.run.planned import planned
+    from trainer.planner.cluster import Cluster, device_of, gib
+    from trainer.planner.from_config import planned
 
     words = ["trainer.activation_checkpointing=full"] if case.full else []
     given = json.loads((ROOT / "ds_configs" / f"{case.config}.json").read_text()) | BATCH

@@ -19,8 +19,9 @@ from tests.training import Case, layout_of
 from trainer.config import load
 from trainer.errors import DataError
 from trainer.planner import pretend
-from trainer.planner.cluster import DEVICES, Cluster
-from trainer.run.planned import source_of
+from trainer.planner.cluster import Cluster
+from trainer.planner.from_config import source_of
+from trainer.run.devices import DEVICES
 
 CLASSES, SIZE = 10, 32
 MESH = Case(engine="mesh", clip=1.0, micro_batch=2)
@@ -43,8 +44,8 @@ def classified(case: Case, name: str, arguments: dict[str, Any], together: bool)
     from trainer.config import TrainerSection
     from trainer.models.classifiers import Classifier, Images
     from trainer.models.spec import NoWeights
+    from trainer.planner.from_config import batches_of
     from trainer.run.images import spec_of
-    from trainer.run.planned import batches_of
     from trainer.tasks.image_classification import ImageClassification
 
     images = Images(tuple(map(str, range(CLASSES))), "RGB", (SIZE, SIZE), (0.0,) * 3, (1.0,) * 3)

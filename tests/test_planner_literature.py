@@ -7,10 +7,11 @@ import json
 import pytest
 
 from trainer.config import load
-from trainer.planner.cluster import DEVICES, GIB, Cluster
+from trainer.planner.cluster import Cluster
+from trainer.planner.from_config import planned
 from trainer.planner.ledger import Peak
 from trainer.planner.plan import Plan
-from trainer.run.planned import planned
+from trainer.run.devices import DEVICES, GIB
 
 LLAMA = dict(model_type="llama", tie_word_embeddings=False)
 SMALL = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=512)

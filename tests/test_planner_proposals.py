@@ -15,9 +15,7 @@ from tests.training import LLAMA, Case
 from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.layout import Layout, Recompute
-from trainer.planner.cluster import DEVICES, RESERVED, Cluster
-from trainer.planner.plan import Plan
-from trainer.planner.proposals import (
+from trainer.planner.candidates import (
     MOST_CHANGES,
     Estimates,
     Sizes,
@@ -27,6 +25,9 @@ from trainer.planner.proposals import (
     promising,
     rank,
 )
+from trainer.planner.cluster import RESERVED, Cluster
+from trainer.planner.plan import Plan
+from trainer.run.devices import DEVICES
 
 MODEL = {**LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "attention_dropout": 0.0}
 RAW = {
@@ -46,7 +47,7 @@ def cluster(room: float, **numbers: float) -> Cluster:
 
 
 def plan(raw, where: Cluster) -> Plan:
-    from trainer.run.planned import planned as plan_of_config
+    from trainer.planner.from_config import planned as plan_of_config
 
     return plan_of_config(load(raw), where)
 
@@ -59,7 +60,7 @@ def needed() -> float:
 @pytest.fixture(scope="module")
 def close(needed):
     """A device that is a tenth too small, the plan for it, and what is proposed."""
-    from trainer.run.proposed import proposals
+    from trainer.planner.search import proposals
 
     where = cluster(0.9 * needed)
     before = plan(RAW, where)
@@ -78,7 +79,7 @@ def test_what_misses_by_a_little_needs_one_change(close):
 
 
 def test_what_is_written_loads_and_plans_the_same(close, tmp_path):
-    from trainer.run.proposed import write
+    from trainer.planner.search import write
 
     where, _, found = close
     source, target = tmp_path / "mine.json", tmp_path / "better.json"
@@ -97,7 +98,7 @@ def test_what_is_written_loads_and_plans_the_same(close, tmp_path):
 
 
 def test_what_fits_nowhere_is_told_by_how_much():
-    from trainer.run.proposed import proposals
+    from trainer.planner.search import proposals
 
     where = cluster(100e3)
     found = proposals(load(RAW), where, plan(RAW, where))
@@ -112,7 +113,7 @@ def test_what_fits_nowhere_is_told_by_how_much():
 
 def test_more_nodes_that_would_do_are_named():
     """State is most of it: with a long vocabulary and a short sequence, each node more holds a part of it."""
-    from trainer.run.proposed import nodes_enough
+    from trainer.planner.search import nodes_enough
 
     model = {**MODEL, "vocab_size": 20_000, "num_hidden_layers": 1, "tie_word_embeddings": False}
     raw = RAW | {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
@@ -127,7 +128,7 @@ def test_more_nodes_that_would_do_are_named():
 
 def test_what_fits_is_told_what_is_faster(needed):
     """Every gather of ZeRO-3 crosses a slow network once for each micro-batch; there is room for less of it."""
-    from trainer.run.proposed import proposals
+    from trainer.planner.search import proposals
 
     raw = RAW | {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
     raw["trainer"] = {**RAW["trainer"], "mesh": {"shard": -1}}
@@ -141,17 +142,17 @@ def test_what_fits_is_told_what_is_faster(needed):
 
 def test_after_its_time_nothing_else_is_tried(monkeypatch):
     """One candidate, and then neither another one nor more nodes: each is a simulation."""
-    from trainer.run import proposed
+    from trainer.planner import search
 
     where, simulated = cluster(100e3), []
-    before, real = plan(RAW, where), proposed.planned
+    before, real = plan(RAW, where), search.planned
 
     def counted(config, cluster):
         simulated.append(cluster.nodes)
         return real(config, cluster)
 
-    monkeypatch.setattr(proposed, "planned", counted)
-    (found, *_) = proposed.proposals(load(RAW), where, before, seconds=0.0)
+    monkeypatch.setattr(search, "planned", counted)
+    (found, *_) = search.proposals(load(RAW), where, before, seconds=0.0)
     assert simulated == [2] and found.reason.startswith("of 1 layouts that were tried none fits")
 
 

@@ -26,6 +26,8 @@ SMALL = re.compile(r"(^|_)(small|shrunk|shrink|shallow|reduced|copied|few)(_|$)"
 """Words for what is called `tiny`."""
 VAGUE = {"told", "said", "asked", "seen", "mend"}
 FOREIGN = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets")
+DOORS = ("trainer.command", "launch")
+"""What may import tools; and `trainer/__init__.py`, the commands in Python."""
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -54,7 +56,7 @@ def called(node: ast.expr) -> str:
 def nothing_but_commands_imports_tools() -> Iterator[str]:
     for path, node in nodes(ast.Import, ast.ImportFrom):
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        if not module.startswith((*TOOLS, "trainer.command", "launch")):
+        if module != "trainer" and not module.startswith((*TOOLS, *DOORS)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             yield from (f"{path}: {name}" for name in names if name.startswith(TOOLS))
 

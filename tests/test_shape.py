@@ -30,9 +30,9 @@ LEVELS = {
     "parallel": 6,
     "engines": 7,
     "checkpoint": 7,
-    "planner": 8,
     "run": 9,
     "certify": 10,
+    "planner": 10,
     "report": 10,
     "command": 11,
 }

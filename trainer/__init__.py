@@ -64,11 +64,13 @@ def train(
     going_on = (None if resume is None else str(resume), fresh, resume_anyway, resume_weights_only)
 
     def trained() -> Result:
+        from trainer.planner.memory_check import check_memory
         from trainer.run.resume import Request
         from trainer.run.subject import Given
 
         given = Given(model, data, loss, evaluation_data, blocks)
-        return train_given(compiled, given, Request(*going_on, script=True), quiet)  # type: ignore[no-any-return]
+        request = Request(*going_on, script=True, memory_check=check_memory)
+        return train_given(compiled, given, request, quiet)  # type: ignore[no-any-return]
 
     return in_processes(trained, processes)
 

@@ -107,6 +107,7 @@ def command(options: argparse.Namespace, signals) -> int:  # type: ignore[no-unt
 
     output = Output(quiet=world.rank != 0)
     output.signs.at("importing PyTorch and transformers")
+    from trainer.planner.memory_check import check_memory
     from trainer.run.run import Request, run
 
     request = Request(
@@ -117,6 +118,7 @@ def command(options: argparse.Namespace, signals) -> int:  # type: ignore[no-unt
         options.dry_run,
         options.preview,
         options.overrides,
+        memory_check=check_memory,
     )
     return run(config, request, world, output, signals)
 

@@ -1,4 +1,8 @@
-"""Devices and clusters, in numbers from their vendors' data sheets."""
+"""A cluster of devices, each by its numbers, and an estimate of the time of a step on it.
+
+FLOPs at a device's rate, bytes at its links' (a roofline; Williams et al., 2009). A message takes
+its latency plus its bytes over the bandwidth (Hockney, 1994).
+"""
 
 from __future__ import annotations
 
@@ -7,57 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
+from trainer.run.devices import DEVICES, GIB, Device
 
-
-@dataclass(frozen=True)
-class Device:
-    """One accelerator. Bytes, FLOP/s and bytes/s."""
-
-    name: str
-    memory: float
-    """Device memory as CUDA reports it, which is less than the advertised size."""
-    peak: float
-    """Dense 16-bit FLOP/s; float32 is counted as half of it on tensor cores (TF32)."""
-    bandwidth: float
-    """Bandwidth of the device's memory."""
-    link: float
-    """Bandwidth to the other devices of its node, one way."""
-    network: float = 50e9
-    """Bandwidth to other nodes, one way, for each device: 400 Gb/s unless another is given."""
-    latency: float = 20e-6
-    """Seconds that a message takes besides its bytes, about NCCL's; data sheets don't give it."""
-
-    def rate(self, precision: str) -> float:
-        """Return the FLOP/s to count with for a precision."""
-        return self.peak / 2 if precision == "float32" else self.peak
-
-
-GIB = 2**30
 RESERVED = 2 * GIB
 """Bytes left free besides tensors: the CUDA context, libraries' workspaces and NCCL's buffers take 1 to 2 GiB."""
 
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("h100-80gb", 79.1 * GIB, 989e12, 3.35e12, 450e9),
-        Device("h100-pcie-80gb", 79.1 * GIB, 756e12, 2.0e12, 64e9),
-        Device("h100-nvl-94gb", 93.1 * GIB, 835e12, 3.9e12, 300e9),
-        Device("h200-141gb", 139.8 * GIB, 989e12, 4.8e12, 450e9),
-        Device("gh200-96gb", 94.5 * GIB, 989e12, 4.0e12, 450e9),
-        Device("b200-180gb", 178.4 * GIB, 2250e12, 8.0e12, 900e9),
-        Device("a100-80gb", 79.2 * GIB, 312e12, 2.04e12, 300e9, 25e9),
-        Device("a100-40gb", 39.4 * GIB, 312e12, 1.56e12, 300e9, 25e9),
-        Device("l40s-48gb", 44.4 * GIB, 362e12, 0.864e12, 32e9, 25e9),
-        Device("l4-24gb", 22.0 * GIB, 121e12, 0.3e12, 32e9, 12.5e9),
-        Device("a10-24gb", 22.0 * GIB, 125e12, 0.6e12, 32e9, 12.5e9),
-        Device("a10g-24gb", 22.0 * GIB, 70e12, 0.6e12, 32e9, 12.5e9),
-        Device("v100-32gb", 31.7 * GIB, 125e12, 0.9e12, 150e9, 12.5e9),
-        Device("t4-16gb", 14.6 * GIB, 65e12, 0.32e12, 16e9, 6.25e9),
-        Device("4090-24gb", 23.6 * GIB, 165e12, 1.008e12, 32e9, 1.25e9),
-        Device("3090-24gb", 23.6 * GIB, 71e12, 0.936e12, 32e9, 1.25e9),
-    )
-}
-"""Memory as `torch.cuda.get_device_properties` gives it, to about 1 %; the rest from the vendor's data sheets."""
 NUMBERS = ("memory", "peak", "bandwidth", "link", "network", "latency")
 NEEDED = NUMBERS[:4]
 UNITS = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "": 0}
@@ -83,13 +42,8 @@ class Cluster:
         return self.nodes * self.devices
 
 
-def device_named(name: str, memory: float = 0) -> Device | None:
-    """Return the device in the table with this CUDA name (`NVIDIA H100 80GB HBM3`) and the nearest memory, in bytes."""
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    known = {key: device for key, device in DEVICES.items() if words.issuperset(key.split("-")[:-1])}
-    narrowest = max((len(key.split("-")) for key in known), default=0)
-    alike = [device for key, device in known.items() if len(key.split("-")) == narrowest]
-    return min(alike, key=lambda device: abs(device.memory - memory), default=None)
+def gib(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:,.2f} MiB"
 
 
 def device_of(text: str) -> Device:
@@ -130,3 +84,86 @@ def _number(text: str, suffixes: Sequence[str]) -> float | None:
 def _seconds(text: str) -> float | None:
     found = SHORT.fullmatch(text)
     return float(found[1]) / {"": 1, "m": 1e3, "u": 1e6}[found[2]] if found else None
+
+
+# The time of a step
+
+HOST = 25e9
+"""Bytes/s at which each device's offloaded state is moved and updated: PCIe 4 x16, or host memory over 8."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The messages that one rank sends in a step over one kind of link."""
+
+    count: float = 0.0
+    """The number of messages."""
+    size: float = 0.0
+    """Bytes."""
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.count + other.count, self.size + other.size)
+
+    def seconds(self, bandwidth: float, latency: float) -> float:
+        return self.count * latency + self.size / bandwidth
+
+
+@dataclass(frozen=True)
+class Time:
+    """The parts of a step's time, in seconds."""
+
+    compute: float
+    """Matrix products, with recomputation."""
+    bubble: float
+    """The time that the pipeline is idle."""
+    inside: float
+    """Messages inside nodes, of the rank that takes longest to send them."""
+    between: float
+    """Messages between nodes."""
+    update: float
+    """The optimizer's update, at the memory's bandwidth."""
+    host: float
+    """Moving and updating the offloaded state."""
+
+    @property
+    def least(self) -> float:
+        """The time of a step if all communication overlaps with computation, as far as that lasts."""
+        return max(self.compute, self.inside, self.between) + self.bubble + self.update + self.host
+
+    @property
+    def most(self) -> float:
+        """The time of a step if nothing overlaps."""
+        return self.compute + self.bubble + self.inside + self.between + self.update + self.host
+
+    @property
+    def middle(self) -> float:
+        """The mean of both, by which layouts are compared."""
+        return (self.least + self.most) / 2
+
+
+def time_of(
+    layout: Layout,
+    device: Device,
+    flops: float,
+    inside: Traffic,
+    between: Traffic,
+    *,
+    state: float = 0.0,
+    on_host: float = 0.0,
+) -> Time:
+    """Estimate the parts of a step's time for a layout.
+
+    `flops`: those of all ranks, without recomputation. `inside`, `between`: traffic within a node
+    and to others, of the rank that takes longest to send it. `state`: bytes of weights, gradients
+    and optimizer state on a device; `on_host`: bytes of it that are offloaded.
+    """
+    compute = flops * (1 + recomputed(layout)) / layout.world_size / device.rate(layout.precision)
+    rounds = layout.accumulation * layout.stages_per_rank
+    bubble = compute * (layout.pipeline - 1) / rounds if layout.pipeline > 1 else 0.0
+    wires = inside.seconds(device.link, device.latency), between.seconds(device.network, device.latency)
+    return Time(compute, bubble, *wires, 2 * state / device.bandwidth, 2 * on_host / HOST)
+
+
+def recomputed(layout: Layout) -> float:
+    """Return the share of a step's FLOPs that recomputation adds: a forward pass is a third of a step."""
+    return 1 / (3 * layout.recompute.every) if layout.recompute.mode in ("full", "every") else 0.0

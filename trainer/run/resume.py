@@ -6,18 +6,22 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from trainer import checkpoint
 from trainer.config import Config, leaves
 from trainer.distributed.ranks import ALONE, Ranks
+from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed, shared
 from trainer.run import status
+from trainer.run.prepare import Prepared
 from trainer.run.shared import check_shared, kept
 from trainer.storage import parse_json, read_file, tail
 
@@ -30,9 +34,14 @@ BESIDE = {
 """Keys that may differ within one run: they only decide what is reported and kept of it."""
 
 
+MemoryCheck = Callable[[Prepared, Machine, Path, Console], Callable[[], Sequence[str]]]
+"""Raises ConfigError, before the engine is built, if a run does not fit its devices; what it
+returns compares at the end. Collective."""
+
+
 @dataclass(frozen=True)
 class Request:
-    """The options of the command line besides the config."""
+    """The options of the command line besides the config, and its check of memory."""
 
     resume: str | None = None
     """A checkpoint's path, or "auto" for the newest one of the newest run of that name, whatever its config."""
@@ -48,6 +57,7 @@ class Request:
     overrides: Sequence[str] = ()
     script: bool = False
     """True if called from Python: a finished run is then repeated, in another folder."""
+    memory_check: MemoryCheck = lambda *_: list
 
 
 @dataclass(frozen=True)

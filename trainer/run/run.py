@@ -25,8 +25,7 @@ from trainer.errors import MeshloomError
 from trainer.layout import Layout
 from trainer.models.spec import stored
 from trainer.optim.lr_schedules import schedule_of
-from trainer.planner.cluster import device_named
-from trainer.run import describe, predicted, resume
+from trainer.run import describe, resume
 from trainer.run.callbacks import (
     MERGED,
     SLOW_DISK,
@@ -39,6 +38,7 @@ from trainer.run.callbacks import (
     stored_dtype,
     write_model_files,
 )
+from trainer.run.devices import peak_of
 from trainer.run.ending import Ending, watched
 from trainer.run.loop import LoopPlan
 from trainer.run.loop import train as loop
@@ -190,7 +190,7 @@ def _train(
     ranks.on_keepers(lambda: checkpoint.ensure_writable(folder / "checkpoints", saved_bytes(prepared)))
     ranks.on_keepers(lambda: describe.write(folder, prepared, machine, request.overrides))
     machine.watch.steps = prepared.steps
-    prediction = _predicted(prepared, machine, folder, console)
+    compared = request.memory_check(prepared, machine, folder, console)
     machine.watch.at("building")
     machine.signs.at("building the engine, and the model's values")
     machine.watch.moves(saved_bytes(prepared) / SLOW_DISK)
@@ -201,10 +201,9 @@ def _train(
         for tracker in trackers:
             stack.callback(tracker.close)
         loader = stack.enter_context(_loader(prepared, machine, position))
-        known = device_named(torch.cuda.get_device_name(machine.device)) if machine.device.type == "cuda" else None
         flops = prepared.subject.flops(section)
         sharers = prepared.layout.world_size // prepared.layout.data_ranks
-        meter = Meter(prepared.steps, machine.device, sharers, flops, known.peak if known else None, loader, position)
+        meter = Meter(prepared.steps, machine.device, sharers, flops, peak_of(machine.device), loader, position)
         plan = LoopPlan(
             prepared.steps,
             prepared.layout.train_batch,
@@ -238,24 +237,12 @@ def _train(
     checkpoint.export(folder / "final", weights, files, ranks, dtype, spec.stem, spec.one_file)
     if spec.merged is not None:
         export_merged(prepared, spec.merged(folder / "final"), folder / MERGED, ranks)
-    for line in predicted.measured(prediction, machine):
+    for line in compared():
         say(console, line)
     with _reports(config, ranks, console):
         engine.close()
     if ranks.first:
         finish(prepared, folder, console)
-
-
-def _predicted(prepared: Prepared, machine: Machine, folder: Path, console: Console) -> predicted.Prediction | None:
-    """Predict and report the memory that the run takes on its device; None if not requested. Collective."""
-    if not predicted.wanted(prepared, machine):
-        return None
-    machine.signs.at("predicting the memory that it takes")
-    machine.watch.moves(predicted.SECONDS)
-    found, lines = machine.ranks.on_first(lambda: predicted.predict(prepared, machine, folder))
-    for line in lines:
-        say(console, line)
-    return found
 
 
 def _built(

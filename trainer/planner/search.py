@@ -15,11 +15,11 @@ from trainer.config.compiled import path_of
 from trainer.config.read import override, read
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
+from trainer.planner.candidates import Estimates, Sizes, candidates, changes_to, differences, promising, rank
 from trainer.planner.cluster import Cluster
+from trainer.planner.from_config import on_cluster, planned
 from trainer.planner.plan import Plan
-from trainer.planner.proposals import Estimates, Sizes, candidates, changes_to, differences, promising, rank
-from trainer.planner.reasons import reason, shortfall
-from trainer.run.planned import on_cluster, planned
+from trainer.planner.rendering import reason, shortfall
 from trainer.storage import disk_errors, replace_file
 
 SIMULATED = 8

@@ -1,4 +1,4 @@
-"""The memory that a run will take on its device, reported before it is built, and compared at its end."""
+"""The check of a run's memory: predicted before it is built, and compared at its end."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from rich.console import Console
 
 from trainer.config.compiled import FILE, OVERRIDE
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem, first_line
-from trainer.planner.cluster import RESERVED, Device, described, device_named
-from trainer.planner.describe import gib
+from trainer.planner.cluster import RESERVED, described, gib
 from trainer.run.describe import resolved
+from trainer.run.devices import Device, device_named
 from trainer.run.prepare import Prepared
 from trainer.storage import disk_errors, replace_file
+from trainer.trackers import say
 
 PLAN = "plan.json"
 SECONDS = 120.0
@@ -43,6 +46,22 @@ class Prediction:
 
     needed: float
     device: Device
+
+
+def check_memory(prepared: Prepared, machine: Machine, folder: Path, console: Console) -> Callable[[], list[str]]:
+    """Predict and report the memory that a run takes on its device, if requested. Collective.
+
+    Returns a function that compares it at the end with what was measured. Raises ConfigError if
+    the run does not fit.
+    """
+    if not wanted(prepared, machine):
+        return list
+    machine.signs.at("predicting the memory that it takes")
+    machine.watch.moves(SECONDS)
+    found, lines = machine.ranks.on_first(lambda: predict(prepared, machine, folder))
+    for line in lines:
+        say(console, line)
+    return partial(measured, found, machine)
 
 
 def wanted(prepared: Prepared, machine: Machine) -> bool:
