@@ -16,8 +16,7 @@ from tests.commands import ROOT, TRAIN, start, write_job
 from tests.marked import MARK, ended, processes, ranks, sweep
 from trainer.checkpoint import newest
 from trainer.run.notes import Notes
-from trainer.run.parents import is_launcher
-from trainer.run.world import free_port
+from trainer.run.world import free_port, is_launcher
 
 COMMANDS = {
     "meshloom": ("python", TRAIN, "--processes", "2"),

@@ -149,7 +149,7 @@ THREADS = """
 import os, sys
 sys.path.insert(0, {root!r})
 os.sched_getaffinity = lambda _: range(8)
-from trainer.run.threads import share_of_cores
+from trainer.run.process import share_of_cores
 import torch
 note = share_of_cores(2)
 print(os.environ["RANK"], os.environ["OMP_NUM_THREADS"], torch.get_num_threads(), note, flush=True)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from trainer.distributed.session import session
+from trainer.distributed.meeting import session
 from trainer.errors import ConfigError
 
 

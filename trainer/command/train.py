@@ -12,8 +12,7 @@ from dataclasses import replace
 from trainer.command.launcher import start
 from trainer.command.processes import drop_accelerate, gpu_count
 from trainer.run.notes import notes_of
-from trainer.run.parents import missing_hostfile
-from trainer.run.world import World, environment_of, free_port, world_of
+from trainer.run.world import World, environment_of, free_port, missing_hostfile, world_of
 
 EPILOG = """
 any key of the config can be overridden:

@@ -6,7 +6,8 @@ import datetime
 import errno
 import socket
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ MEET_SECONDS = 600.0
 """Seconds in which all ranks must come: programs are loaded over slow networks."""
 TELL_SECONDS = 20.0
 """Seconds between messages that say who is missing."""
+POLL_SECONDS = 0.02
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -82,20 +84,64 @@ def reach(host: str, port: int, rank: int, timeout: datetime.timedelta, say: Cal
         time.sleep(0.2)
 
 
-def await_all(store: Any, rank: int, world_size: int, say: Callable[[str], None]) -> Mapping[int, str]:
-    """Wait for all ranks, saying who is missing; return the host of each. Raises ConfigError if some don't come."""
+def await_all(store: Any, rank: int, world_size: int, say: Callable[[str], None]) -> None:
+    """Wait for all ranks, saying who is missing. Raises ConfigError if some don't come."""
     store.set(f"meshloom/host/{rank}", socket.gethostname())
-    begun = told = time.monotonic()
+    came = lambda other: store.check([f"meshloom/host/{other}"])  # noqa: E731
+    _await(came, world_size, MEET_SECONDS, say)
+
+
+def session(
+    store: Any, rank: int, world_size: int, patience: float, say: Callable[[str], None] = lambda line: None
+) -> Any:
+    """Return the part of `store` that belongs to this start of the run alone. Collective.
+
+    The agent of torchrun keeps its store when it restarts the ranks, with the addresses of those that died, and
+    its nodes do not agree on the number of the start. So rank 0 makes up a name, and answers each rank's request
+    with it: a rank's own word, which comes back, proves that the answer is not an old one. Raises ConfigError if
+    ranks don't come in `patience` seconds; meanwhile `say` is called with those that are missing.
+    """
+    word = uuid.uuid4().hex
+    if rank != 0:
+        return dist.PrefixStore(f"meshloom/{_ask(store, rank, word, patience)}", store)
+
+    def came(other: int) -> bool:
+        if other and store.check([f"meshloom/asks/{other}"]):
+            store.set(f"meshloom/told/{other}", f"{store.get(f'meshloom/asks/{other}').decode()} {word}")
+        return other == 0 or store.check([f"meshloom/came/{word}/{other}"])
+
+    _await(came, world_size, patience, say)
+    return dist.PrefixStore(f"meshloom/{word}", store)
+
+
+def _ask(store: Any, rank: int, word: str, patience: float) -> str:
+    """Return the name of this start, which rank 0 sends with this rank's `word`."""
+    store.set(f"meshloom/asks/{rank}", word)
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        if store.check([f"meshloom/told/{rank}"]):
+            answered, _, name = store.get(f"meshloom/told/{rank}").decode().partition(" ")
+            if answered == word:
+                store.set(f"meshloom/came/{name}/{rank}", "")
+                return str(name)
+        time.sleep(POLL_SECONDS)
+    raise _late(f"rank {rank} heard nothing of rank 0", patience)
+
+
+def _await(came: Callable[[int], bool], world_size: int, patience: float, say: Callable[[str], None]) -> None:
+    """Wait until all ranks came. Raises ConfigError if some don't in `patience` seconds."""
+    begun = reported = time.monotonic()
     missing = list(range(world_size))
-    while missing := [other for other in missing if not store.check([f"meshloom/host/{other}"])]:
-        now = time.monotonic()
-        if now - begun > MEET_SECONDS:
-            seen = f"{len(missing)} of {world_size} ranks did not come: {listed([f'rank {r}' for r in missing])}"
-            raise ConfigError(
-                Problem("rendezvous", seen, f"all within {MEET_SECONDS:.0f} s", "Look at the logs of their machines")
-            )
-        if now - told > TELL_SECONDS:
-            told = now
-            say(f"waiting for {listed([f'rank {other}' for other in missing])} of {world_size} for {now - begun:.0f} s")
-        time.sleep(0.05)
-    return {other: store.get(f"meshloom/host/{other}").decode() for other in range(world_size)}
+    while missing := [rank for rank in missing if not came(rank)]:
+        now, names = time.monotonic(), listed([f"rank {rank}" for rank in missing])
+        if now - begun > patience:
+            raise _late(f"{len(missing)} of {world_size} ranks did not come: {names}", patience)
+        if now - reported > TELL_SECONDS:
+            reported = now
+            say(f"waiting for {names} of {world_size} for {now - begun:.0f} s")
+        time.sleep(POLL_SECONDS)
+
+
+def _late(actual: str, patience: float) -> ConfigError:
+    hint = "Look at the logs of their machines"
+    return ConfigError(Problem("rendezvous", actual, f"all within {patience:.0f} s", hint))

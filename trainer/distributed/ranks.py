@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from trainer.distributed.rendezvous import await_all_done
 from trainer.errors import MeshloomError
 
 T = TypeVar("T")
+LONGEST_PAUSE = 1.0
+"""Seconds between two looks at the store."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Ranks:
         if self.world_size == 1:
             return self._agree(_outcome(work))
         outcome = _outcome(work)
-        await_all_done(self.rank, self.world_size)
+        _await_all_done(self.rank, self.world_size)
         return self._agree(outcome)
 
     def _agree(self, outcome: tuple[bool, Any]) -> list[Any]:
@@ -142,6 +144,27 @@ def _outcome(work: Callable[[], Any]) -> tuple[bool, Any]:
         return False, work()
     except Exception as error:  # raised again on all ranks
         return True, error
+
+
+def _await_all_done(rank: int, world_size: int) -> None:
+    """Wait over the store, without a collective and its timeout, until all have come here as often as this rank.
+
+    The watcher ends a run in which one can't any more. Raises RuntimeError where the store is gone, and with it the
+    rank that has it.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store: Any = _get_default_store()
+    try:
+        number = store.add(f"meshloom/rendezvous/{rank}", 1)
+        key = f"meshloom/rendezvous/done/{number}"
+        done, pause = store.add(key, 1), 0.005
+        while done < world_size:
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            done = store.add(key, 0)
+    except RuntimeError as error:
+        raise RuntimeError(f"the store of the ranks is gone, and so is the rank that has it: {error}") from error
 
 
 ALONE = Ranks()

@@ -20,11 +20,10 @@ from trainer.config import Config
 from trainer.data.cache import private_folder
 from trainer.distributed import meeting
 from trainer.distributed.ranks import Ranks
-from trainer.distributed.session import session
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem
 from trainer.run.notes import notes_of
-from trainer.run.world import World
+from trainer.run.world import World, launchers_above
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """The timeout of collectives, longer than any step or save; a lost rank is detected then at the latest."""
@@ -91,7 +90,7 @@ def _store(world: World, say: Callable[[str], None]) -> Any:
         store = meeting.reach(host, listens, world.rank, TIMEOUT, say)
     os.environ["MASTER_PORT"] = str(store.port)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # which outlives the ranks
-        store = session(store, world.rank, world.world_size, meeting.MEET_SECONDS, say)
+        store = meeting.session(store, world.rank, world.world_size, meeting.MEET_SECONDS, say)
     meeting.await_all(store, world.rank, world.world_size, say)
     return store
 
@@ -132,6 +131,31 @@ def cache_folder() -> Path:
 
 def has_bf16(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_bf16_supported()
+
+
+def share_of_cores(local_world_size: int) -> str | None:
+    """Give this process its share of the cores; return a line about it, or None.
+
+    torchrun and Accelerate set OMP_NUM_THREADS to 1 if it is unset, and an Adam on the host is then
+    slower by the number of cores. The launcher's own environment shows if the user had set it.
+    """
+    if local_world_size < 2 or os.environ.get("OMP_NUM_THREADS") != "1" or not _by_launcher("OMP_NUM_THREADS"):
+        return None
+    share = len(os.sched_getaffinity(0)) // local_world_size
+    if share < 2:
+        return None
+    torch.set_num_threads(share)
+    return f"{share} threads for the optimizer on the CPU, this process's share of the cores; OMP_NUM_THREADS sets it"
+
+
+def _by_launcher(name: str) -> bool:
+    """Return True if the launcher above set a variable that it was not given. Only Linux shows that."""
+    above = launchers_above(os.getpid())
+    try:
+        given = Path(f"/proc/{above[-1][1]}/environ").read_bytes().split(b"\0") if above else [f"{name}=".encode()]
+    except OSError:
+        return False
+    return not any(word.startswith(f"{name}=".encode()) for word in given)
 
 
 def unheard() -> int:

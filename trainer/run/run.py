@@ -44,7 +44,6 @@ from trainer.run.loop import LoopPlan
 from trainer.run.loop import train as loop
 from trainer.run.metrics import Meter
 from trainer.run.notes import notes_of
-from trainer.run.parents import leave_with_launcher
 from trainer.run.prepare import Prepared, prepare
 from trainer.run.process import join, quiet_libraries
 from trainer.run.profile import StepProfiler
@@ -52,7 +51,7 @@ from trainer.run.resume import Request, Start
 from trainer.run.signals import NoSignals, StopSignals, preempted
 from trainer.run.subject import Given
 from trainer.run.timeline import PROFILING, Timeline
-from trainer.run.world import World, world_of
+from trainer.run.world import World, leave_with_launcher, world_of
 from trainer.state import RunState
 from trainer.trackers import Evaluation, Record, Signs, Tracker, open_trackers, say
 

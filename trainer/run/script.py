@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 from trainer.config import Config
 from trainer.errors import ConfigError, MeshloomError, Preempted, Problem, Stalled
-from trainer.run.parents import leave_with_launcher
 from trainer.run.signals import NoSignals, StopSignals, borrowed, preempted
-from trainer.run.world import environment_of, free_port, world_of
+from trainer.run.world import environment_of, free_port, leave_with_launcher, world_of
 from trainer.storage import Unfailing
 
 if TYPE_CHECKING:
