@@ -70,8 +70,8 @@ CASES = (
 def row(case: Case) -> str:
     """One line of the table."""
     from trainer.config import load
-    from trainer.planner.cluster import Cluster, device_of, gib
-    from trainer.planner.from_config import planned
+    from trainer.tools.planner.cluster import Cluster, device_of, gib
+    from trainer.tools.planner.from_config import planned
 
     words = ["trainer.activation_checkpointing=full"] if case.full else []
     given = json.loads((ROOT / "ds_configs" / f"{case.config}.json").read_text()) | BATCH

@@ -3,8 +3,8 @@
     python benchmarks/plan_order.py [--ranks 2 4 8] [--layouts 12] [--smoke]
 
 Of all layouts of one global batch that the mesh engine runs on so many ranks, some are taken, evenly from the fastest
-to the slowest that the closed form of `trainer/planner/candidates.py` makes of them. Each is planned for a device whose
-numbers are measured first (two blocks, forward and backward, a copy, a line through the times of
+to the slowest that the closed form of `trainer/tools/planner/candidates.py` makes of them. Each is planned for a device
+whose numbers are measured first (two blocks, forward and backward, a copy, a line through the times of
 gloo's collectives by their bytes), and run: the median of some steps, each as long as its slowest rank. Ranks have
 one thread.
 
@@ -39,11 +39,11 @@ from trainer.errors import ConfigError
 from trainer.layout import Layout
 from trainer.models.materialise import materialise
 from trainer.models.spec import flops_per_token
-from trainer.planner.candidates import Estimates, Sizes, candidates
-from trainer.planner.cluster import Cluster
-from trainer.planner.from_config import Source, planned, source_of
-from trainer.planner.search import changed_to
 from trainer.run.devices import Device
+from trainer.tools.planner.candidates import Estimates, Sizes, candidates
+from trainer.tools.planner.cluster import Cluster
+from trainer.tools.planner.from_config import Source, planned, source_of
+from trainer.tools.planner.search import changed_to
 
 RESULTS = ROOT / "benchmarks" / "results" / "plan.md"
 LAYERS, STEPS = 8, 4

@@ -33,7 +33,7 @@ def subject_of(case: Case, layout: Any, spec: Any, task: Any, batch: Callable[[i
     from trainer.engines import ENGINES
     from trainer.optim.decay import spared
     from trainer.optim.lr_schedules import Update
-    from trainer.planner.simulate import Sample, Subject
+    from trainer.tools.planner.simulate import Sample, Subject
 
     return Subject(
         layout=layout,
@@ -66,8 +66,8 @@ def measured(case: Case, of: Callable[[Case], Any] = subject) -> Told:
 
     from trainer.distributed.ranks import Ranks
     from trainer.engines import Machine
-    from trainer.planner.messages import Messages
-    from trainer.planner.simulate import recorded
+    from trainer.tools.planner.messages import Messages
+    from trainer.tools.planner.simulate import recorded
 
     rank = dist.get_rank()
     machine = Machine(torch.device("cpu"), Ranks(rank, case.world_size), case.world_size)
@@ -79,7 +79,7 @@ def measured(case: Case, of: Callable[[Case], Any] = subject) -> Told:
 
 def planned(case: Case, *ranks: int, of: Callable[[Case], Any] = subject) -> list[Told]:
     """The same of each of these ranks, as it is planned."""
-    from trainer.planner.simulate import simulate_all
+    from trainer.tools.planner.simulate import simulate_all
 
     for name in PRELOADED:  # once, and not in each process that pretends to be a rank
         import_module(name)

@@ -98,10 +98,10 @@ SMALL: dict[str, tuple[str, ...]] = {
     f"{TRAIN} my.json trainer.checkpoint.every=200": (f"{HOSTS} --max-restarts 3 {TRAIN} {{job}}",),
     "meshloom status runs/NAME": ("meshloom status {run}",),
     "meshloom import --from axolotl full.yml --output full.json": (
-        "meshloom import --from axolotl tests/habits/axolotl_full.yml --partial --output {out}/full.json",
+        "meshloom import --from axolotl tests/import_config/axolotl_full.yml --partial --output {out}/full.json",
     ),
     "meshloom import --from llamafactory llama3_full_sft.yaml --output full.json": (
-        "meshloom import --from llamafactory tests/habits/llamafactory_pretrain.yaml --output {out}/full.json",
+        "meshloom import --from llamafactory tests/import_config/llamafactory_pretrain.yaml --output {out}/full.json",
     ),
     "meshloom import --output clm.json -- --model_name_or_path gpt2 --dataset_name wikitext --learning_rate 1e-5": (
         "meshloom import --output {out}/clm.json -- --model_name_or_path gpt2 --dataset_name wikitext "

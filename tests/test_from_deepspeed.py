@@ -13,9 +13,9 @@ import torch
 
 from tests.commands import ROOT, Result, run, train, write_job
 from tests.pool import Pools
-from trainer.checkpoint.import_deepspeed import read_deepspeed
 from trainer.errors import ConfigError, DataError
 from trainer.state import MASTER, WEIGHT
+from trainer.tools.importers.deepspeed_checkpoint import read_deepspeed
 
 # odd sizes: parameters that no number of ranks divides, and that cross the cuts between ranks
 MODEL: dict[str, Any] = dict(

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from trainer.command.import_config import main
 from trainer.config import RuntimeFacts, load, resolve
-from trainer.config.habits import SYSTEMS, Draft, translate
-from trainer.config.habits.reading import read_file, read_flags
 from trainer.errors import ConfigError
+from trainer.tools.importers.reading import read_file, read_flags
+from trainer.tools.importers.translate import SYSTEMS, Draft, translate
 
-HABITS = Path(__file__).parent / "habits"
-FILES = {path.name: path.name.partition("_")[0] for path in sorted(HABITS.glob("*_*.*"))}
+FOLDER = Path(__file__).parent / "import_config"
+FILES = {path.name: path.name.partition("_")[0] for path in sorted(FOLDER.glob("*_*.*"))}
 
 
 def shipped(name: str, partial: bool = False) -> Draft:
-    return translate(FILES[name], read_file(HABITS / name), HABITS, partial)
+    return translate(FILES[name], read_file(FOLDER / name), FOLDER, partial)
 
 
 def written(folder: Path, system: str, keys: dict, partial: bool = False) -> Draft:
@@ -49,7 +49,7 @@ def test_configs_as_they_are_found_load_and_every_key_of_them_is_named(name: str
     draft = shipped(name, partial=True)
     config = load(draft.made)
     assert config.trainer.model.name_or_path
-    assert read_file(HABITS / name).keys() - named(draft) == set()
+    assert read_file(FOLDER / name).keys() - named(draft) == set()
     assert not [text for texts in draft.lost.values() for text in texts if text.startswith("not known")]
 
 
@@ -112,7 +112,7 @@ def test_llamafactorys_lora_over_a_deepspeed_file():
     assert section["adapter"] == {"type": "lora", "r": 8, "alpha": 16, "targets": "all-linear"}
     assert section["activation_checkpointing"] == "full"
     assert [source["label"] for source in section["data"]["sources"]] == ["identity", "alpaca_en_demo", "mine"]
-    assert section["data"]["sources"][0]["path"] == str(HABITS / "data/identity.json")
+    assert section["data"]["sources"][0]["path"] == str(FOLDER / "data/identity.json")
     assert section["data"]["sources"][1]["path"] == "someone/alpaca-demo"
     assert section["data"]["sources"][2]["chat_column"] == "messages"
     assert "chat template" in words(draft.lost, "template")
@@ -524,7 +524,7 @@ def test_arguments_that_are_none(words: str):
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    source, target = HABITS / "axolotl_qlora.yml", tmp_path / "ours.json"
+    source, target = FOLDER / "axolotl_qlora.yml", tmp_path / "ours.json"
     ours = ["--from", "axolotl", str(source), "--output", str(target)]
     assert main(ours, "meshloom import") == 64 and not target.exists()
     refusal = capsys.readouterr()

@@ -20,8 +20,8 @@ from tests.layouts import LAYOUTS
 from tests.planned import subject
 from tests.training import LLAMA
 from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
-from trainer.planner.messages import Message
-from trainer.planner.simulate import Trace, simulate_all
+from trainer.tools.planner.messages import Message
+from trainer.tools.planner.simulate import Trace, simulate_all
 
 # Real engines
 

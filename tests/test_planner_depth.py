@@ -11,11 +11,11 @@ import pytest
 from trainer.config import load
 from trainer.models import cut
 from trainer.models.tiny import LARGEST
-from trainer.planner import plan as planner
-from trainer.planner.cluster import Cluster
-from trainer.planner.from_config import planned, source_of
-from trainer.planner.ledger import Ledger
 from trainer.run.devices import DEVICES
+from trainer.tools.planner import plan as planner
+from trainer.tools.planner.cluster import Cluster
+from trainer.tools.planner.from_config import planned, source_of
+from trainer.tools.planner.ledger import Ledger
 
 MODEL = dict(model_type="llama", hidden_size=64, intermediate_size=160, num_attention_heads=4, vocab_size=256)
 CASES: dict[str, dict[str, Any]] = {

@@ -18,10 +18,10 @@ from tests.planned import assert_as_planned, planned, subject_of
 from tests.training import Case, layout_of
 from trainer.config import load
 from trainer.errors import DataError
-from trainer.planner import pretend
-from trainer.planner.cluster import Cluster
-from trainer.planner.from_config import source_of
 from trainer.run.devices import DEVICES
+from trainer.tools.planner import pretend
+from trainer.tools.planner.cluster import Cluster
+from trainer.tools.planner.from_config import source_of
 
 CLASSES, SIZE = 10, 32
 MESH = Case(engine="mesh", clip=1.0, micro_batch=2)
@@ -44,9 +44,9 @@ def classified(case: Case, name: str, arguments: dict[str, Any], together: bool)
     from trainer.config import TrainerSection
     from trainer.models.classifiers import Classifier, Images
     from trainer.models.spec import NoWeights
-    from trainer.planner.from_config import batches_of
     from trainer.run.images import spec_of
     from trainer.tasks.image_classification import ImageClassification
+    from trainer.tools.planner.from_config import batches_of
 
     images = Images(tuple(map(str, range(CLASSES))), "RGB", (SIZE, SIZE), (0.0,) * 3, (1.0,) * 3)
     spec = replace(spec_of(TrainerSection(), images, Classifier(name, arguments)), weights=NoWeights())

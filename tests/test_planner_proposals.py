@@ -15,7 +15,8 @@ from tests.training import LLAMA, Case
 from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.layout import Layout, Recompute
-from trainer.planner.candidates import (
+from trainer.run.devices import DEVICES
+from trainer.tools.planner.candidates import (
     MOST_CHANGES,
     Estimates,
     Sizes,
@@ -25,9 +26,8 @@ from trainer.planner.candidates import (
     promising,
     rank,
 )
-from trainer.planner.cluster import RESERVED, Cluster
-from trainer.planner.plan import Plan
-from trainer.run.devices import DEVICES
+from trainer.tools.planner.cluster import RESERVED, Cluster
+from trainer.tools.planner.plan import Plan
 
 MODEL = {**LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "attention_dropout": 0.0}
 RAW = {
@@ -47,7 +47,7 @@ def cluster(room: float, **numbers: float) -> Cluster:
 
 
 def plan(raw, where: Cluster) -> Plan:
-    from trainer.planner.from_config import planned as plan_of_config
+    from trainer.tools.planner.from_config import planned as plan_of_config
 
     return plan_of_config(load(raw), where)
 
@@ -60,7 +60,7 @@ def needed() -> float:
 @pytest.fixture(scope="module")
 def close(needed):
     """A device that is a tenth too small, the plan for it, and what is proposed."""
-    from trainer.planner.search import proposals
+    from trainer.tools.planner.search import proposals
 
     where = cluster(0.9 * needed)
     before = plan(RAW, where)
@@ -79,7 +79,7 @@ def test_what_misses_by_a_little_needs_one_change(close):
 
 
 def test_what_is_written_loads_and_plans_the_same(close, tmp_path):
-    from trainer.planner.search import write
+    from trainer.tools.planner.search import write
 
     where, _, found = close
     source, target = tmp_path / "mine.json", tmp_path / "better.json"
@@ -98,7 +98,7 @@ def test_what_is_written_loads_and_plans_the_same(close, tmp_path):
 
 
 def test_what_fits_nowhere_is_told_by_how_much():
-    from trainer.planner.search import proposals
+    from trainer.tools.planner.search import proposals
 
     where = cluster(100e3)
     found = proposals(load(RAW), where, plan(RAW, where))
@@ -113,7 +113,7 @@ def test_what_fits_nowhere_is_told_by_how_much():
 
 def test_more_nodes_that_would_do_are_named():
     """State is most of it: with a long vocabulary and a short sequence, each node more holds a part of it."""
-    from trainer.planner.search import nodes_enough
+    from trainer.tools.planner.search import nodes_enough
 
     model = {**MODEL, "vocab_size": 20_000, "num_hidden_layers": 1, "tie_word_embeddings": False}
     raw = RAW | {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
@@ -128,7 +128,7 @@ def test_more_nodes_that_would_do_are_named():
 
 def test_what_fits_is_told_what_is_faster(needed):
     """Every gather of ZeRO-3 crosses a slow network once for each micro-batch; there is room for less of it."""
-    from trainer.planner.search import proposals
+    from trainer.tools.planner.search import proposals
 
     raw = RAW | {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
     raw["trainer"] = {**RAW["trainer"], "mesh": {"shard": -1}}
@@ -142,7 +142,7 @@ def test_what_fits_is_told_what_is_faster(needed):
 
 def test_after_its_time_nothing_else_is_tried(monkeypatch):
     """One candidate, and then neither another one nor more nodes: each is a simulation."""
-    from trainer.planner import search
+    from trainer.tools.planner import search
 
     where, simulated = cluster(100e3), []
     before, real = plan(RAW, where), search.planned

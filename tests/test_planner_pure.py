@@ -13,10 +13,10 @@ from tests.layouts import LAYOUTS
 from tests.training import layout_of
 from trainer.errors import ConfigError
 from trainer.layout import AXES
-from trainer.planner.cluster import NUMBERS, described, device_of
-from trainer.planner.messages import Message
-from trainer.planner.plan import _plane, _straight
 from trainer.run.devices import DEVICES, device_named
+from trainer.tools.planner.cluster import NUMBERS, described, device_of
+from trainer.tools.planner.messages import Message
+from trainer.tools.planner.plan import _plane, _straight
 
 SIZES = st.tuples(*[st.integers(1, 4)] * 4)
 PLAIN = layout_of(LAYOUTS["ddp"])

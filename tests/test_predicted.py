@@ -44,10 +44,10 @@ def test_a_run_refuses_what_its_device_has_no_memory_for(tmp_path, monkeypatch):
     """All of it, on a host that has a few megabytes: before anything is built."""
     from rich.console import Console
 
-    from trainer.planner import memory_check
     from trainer.run.resume import Request
     from trainer.run.run import execute
     from trainer.run.signals import NoSignals
+    from trainer.tools.planner import memory_check
 
     monkeypatch.setattr(memory_check, "device_of", lambda machine: replace(SMALL, memory=6 * 2**20))
     monkeypatch.setattr(memory_check, "SECONDS", 600.0)  # where many tests share few cores
@@ -68,8 +68,8 @@ def test_the_command_and_the_python_api_hand_the_check_over(tmp_path, monkeypatc
     """A run that is given none checks nothing, and would say nothing of it."""
     import trainer
     from trainer.command import train
-    from trainer.planner.memory_check import check_memory
     from trainer.run.world import environment_of
+    from trainer.tools.planner.memory_check import check_memory
 
     requests = []
     for name, value in environment_of(0, 1, 29500).items():
@@ -85,7 +85,7 @@ def test_the_command_and_the_python_api_hand_the_check_over(tmp_path, monkeypatc
 
 
 def test_what_is_asked_for_is_predicted(tmp_path):
-    from trainer.planner.memory_check import wanted
+    from trainer.tools.planner.memory_check import wanted
 
     assert wanted(prepared(tmp_path), machine(GPU))
     assert not wanted(prepared(tmp_path), machine(CPU))
@@ -99,7 +99,7 @@ def test_what_is_asked_for_is_predicted(tmp_path):
 
 
 def test_a_warning_says_by_how_much_and_what_would_do(tmp_path, monkeypatch):
-    from trainer.planner import memory_check
+    from trainer.tools.planner import memory_check
 
     monkeypatch.setattr(memory_check, "simulated", lambda *_: SAID)
     found, lines = memory_check.predict(prepared(tmp_path, "trainer.plan=warn"), machine(GPU), tmp_path, SMALL)
@@ -123,7 +123,7 @@ def test_a_warning_says_by_how_much_and_what_would_do(tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_be_predicted_is_a_line(tmp_path, monkeypatch, program, said):
-    from trainer.planner import memory_check
+    from trainer.tools.planner import memory_check
 
     monkeypatch.setattr(memory_check, "SECONDS", 1.0 if "sleep" in program else 60.0)
     monkeypatch.setattr(memory_check, "simulated", lambda *_: memory_check._answer([sys.executable, "-c", program]))
@@ -133,7 +133,7 @@ def test_what_cannot_be_predicted_is_a_line(tmp_path, monkeypatch, program, said
 
 
 def test_the_end_says_both(monkeypatch):
-    from trainer.planner.memory_check import Prediction, measured
+    from trainer.tools.planner.memory_check import Prediction, measured
 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * GIB)
     (line,) = measured(Prediction(5 * GIB, SMALL), machine(GPU))
@@ -142,7 +142,7 @@ def test_the_end_says_both(monkeypatch):
 
 
 def test_a_device_is_known_by_its_name_and_memory():
-    from trainer.planner.memory_check import named
+    from trainer.tools.planner.memory_check import named
 
     found = named("NVIDIA A100-SXM4-40GB", 39 * GIB)
     assert (found.peak, found.bandwidth, found.memory) == (312e12, DEVICES["a100-40gb"].bandwidth, 39 * GIB)
@@ -152,7 +152,7 @@ def test_a_device_is_known_by_its_name_and_memory():
 
 
 def test_the_simulating_process_is_no_rank():
-    from trainer.planner.memory_check import alone
+    from trainer.tools.planner.memory_check import alone
 
     launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "TORCHELASTIC_RUN_ID": "x"}
     found = alone({**launcher, "HF_HOME": "/models", "CUDA_VISIBLE_DEVICES": "3"})

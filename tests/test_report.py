@@ -27,12 +27,12 @@ from trainer.command.report import main
 from trainer.config import load
 from trainer.config.sections import ProfileSection
 from trainer.errors import ConfigError
-from trainer.report import page, read, records
-from trainer.report.history import FINISHED, KILLED, STOPPED, sessions
-from trainer.report.style import drawing
 from trainer.run.profile import StepProfiler
 from trainer.run.resume import _last_logged
 from trainer.run.timeline import Timeline
+from trainer.tools.report import page, read, run_record
+from trainer.tools.report.history import FINISHED, KILLED, STOPPED, sessions
+from trainer.tools.report.style import drawing
 from trainer.trackers import JsonLines
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -521,8 +521,8 @@ def test_held_out_accuracy_is_drawn(tmp_path):
 def test_of_very_many_lines_few_are_parsed_and_all_are_counted(tmp_path, monkeypatch):
     """A million took 34 s: what is not drawn is not parsed, and nothing of it is kept."""
     parsed = []
-    real = records.parse_json
-    monkeypatch.setattr(records, "parse_json", lambda text: parsed.append(1) or real(text))
+    real = run_record.parse_json
+    monkeypatch.setattr(run_record, "parse_json", lambda text: parsed.append(1) or real(text))
     metrics = JsonLines(tmp_path / "metrics.jsonl")
     for step in range(1, 40_001):
         metrics.write({"step": step, "samples": step, "loss": 2.0 - (step == 31_234), "gradient_norm": 1.0})
@@ -549,7 +549,7 @@ def test_many_log_lines_of_a_timeline_add_up(tmp_path):
 
 
 def test_a_report_needs_no_torch():
-    script = "import sys, trainer.report; sys.exit('torch' in sys.modules)"
+    script = "import sys, trainer.tools.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
 
 

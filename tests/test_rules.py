@@ -18,8 +18,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXCEPTIONS = ROOT / "tests" / "exceptions.json"
-TOOLS = ("trainer.planner", "trainer.report", "trainer.config.habits", "trainer.checkpoint.import_deepspeed")
-"""Commands beside training. To become `trainer/tools/`."""
+TOOLS = "trainer.tools"
+"""Commands beside training."""
 MOST_LINES, MOST_PARAMETERS, MOST_FIELDS, MOST_FILES, MOST_OF_A_ROOM = 60, 7, 14, 14, 2200
 WIDTH = 100
 SMALL = re.compile(r"(^|_)(small|shrunk|shrink|shallow|reduced|copied|few)(_|$)", re.IGNORECASE)
@@ -44,7 +44,10 @@ def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
 
 
 def room_of(path: str) -> str:
+    """The folder or file in `trainer/`; each of its tools is a room."""
     parts = Path(path).with_suffix("").parts
+    if parts[:2] == ("trainer", "tools"):
+        return "/".join(parts[1:3])
     return parts[1] if parts[0] == "trainer" else parts[0]
 
 
@@ -56,7 +59,7 @@ def called(node: ast.expr) -> str:
 def nothing_but_commands_imports_tools() -> Iterator[str]:
     for path, node in nodes(ast.Import, ast.ImportFrom):
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        if module != "trainer" and not module.startswith((*TOOLS, *DOORS)):
+        if module != "trainer" and not module.startswith((TOOLS, *DOORS)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             yield from (f"{path}: {name}" for name in names if name.startswith(TOOLS))
 

@@ -152,14 +152,12 @@ def test_a_hugging_face_model_opens_without_a_callable(tmp_path: Path) -> None:
         trainer.open(tmp_path / "step-000001", build)
 
 
-COMMANDS_ALONE = (
-    "command",
-    "planner",
-    "report",
-    "config/habits",
-    "certify/worker.py",
+COMMANDS_ALONE = ("command", "tools", "certify/worker.py")
+FOR_PYTHON_TOO = (
+    "tools/planner/memory_check.py",
+    "tools/planner/from_config.py",
+    "tools/importers/deepspeed_checkpoint.py",
 )
-FOR_PYTHON_TOO = ("planner/memory_check.py", "planner/from_config.py")
 
 
 def test_no_error_of_python_advises_a_flag() -> None:

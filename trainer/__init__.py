@@ -64,9 +64,9 @@ def train(
     going_on = (None if resume is None else str(resume), fresh, resume_anyway, resume_weights_only)
 
     def trained() -> Result:
-        from trainer.planner.memory_check import check_memory
         from trainer.run.resume import Request
         from trainer.run.subject import Given
+        from trainer.tools.planner.memory_check import check_memory
 
         given = Given(model, data, loss, evaluation_data, blocks)
         request = Request(*going_on, script=True, memory_check=check_memory)

@@ -10,8 +10,8 @@ from tests.agreement.interleaving import standing_still
 from tests.agreement.meetings import Meeting, Meetings, described, ranks_named, said
 from trainer.errors import Problem
 from trainer.layout import Layout
-from trainer.planner.messages import Message
-from trainer.planner.simulate import Trace
+from trainer.tools.planner.messages import Message
+from trainer.tools.planner.simulate import Trace
 
 GROUP_MEND = (
     "All ranks of a group have to issue the same collectives in one order: look for a branch or a loop there that not "

@@ -11,8 +11,8 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
-from trainer.planner import simulate
-from trainer.planner.messages import Message, Messages
+from trainer.tools.planner import simulate
+from trainer.tools.planner.messages import Message, Messages
 
 BATCHES = ((dist, "batch_isend_irecv"), (schedules, "_batch_p2p"))
 """Functions that send and receive several at once; PyTorch's schedules wait for all that the second one issued."""

@@ -14,8 +14,8 @@ from itertools import groupby
 
 from tests.agreement.meetings import Meeting, Meetings, described, ranks_named, said
 from trainer.errors import Problem, listed
-from trainer.planner.messages import Message
-from trainer.planner.simulate import Trace
+from trainer.tools.planner.messages import Message
+from trainer.tools.planner.simulate import Trace
 
 MEND = "Ranks that are in two groups have to come to both in one order, and to a send as to its receive."
 

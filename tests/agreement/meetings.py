@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trainer.layout import AXES, Layout
-from trainer.planner.messages import POINT_TO_POINT, Message
+from trainer.tools.planner.messages import POINT_TO_POINT, Message
 
 SYMMETRIC = ("replicate", "shard")
 """Axes along which groups say the same: data ranks. Stages differ, and tensor ranks may hold unequal parts."""

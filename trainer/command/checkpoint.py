@@ -82,9 +82,9 @@ def each(path: Path, work: Callable[[Path], Said]) -> int:
 def import_deepspeed(path: Path, target: Path, model: str | None) -> int:
     """Convert a ZeRO checkpoint of DeepSpeed to this format."""
     from trainer.checkpoint import save
-    from trainer.checkpoint.import_deepspeed import read_deepspeed
     from trainer.distributed.ranks import ALONE
     from trainer.errors import ConfigError, Problem
+    from trainer.tools.importers.deepspeed_checkpoint import read_deepspeed
 
     found = read_deepspeed(path)
     source = model or next((str(p) for p in (path, path.parent) if (p / "config.json").is_file()), None)

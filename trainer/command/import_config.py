@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer.config.habits import Draft
+    from trainer.tools.importers.translate import Draft
 
 EPILOG = """
   %(prog)s --from axolotl full.yml --output full.json
@@ -25,10 +25,10 @@ with what became of it. One that changes what is trained and has no key here is 
 
 def main(arguments: Sequence[str], name: str) -> int:
     """Run the command `name`; returns its exit code."""
-    from trainer.config.habits import SYSTEMS, translate
-    from trainer.config.habits.reading import read_file, read_flags
     from trainer.errors import MeshloomError
     from trainer.storage import disk_errors
+    from trainer.tools.importers.reading import read_file, read_flags
+    from trainer.tools.importers.translate import SYSTEMS, translate
 
     at = arguments.index("--") if "--" in arguments else None
     parser = argparse.ArgumentParser(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer.planner.search import Proposal
+    from trainer.tools.planner.search import Proposal
 
 DESCRIPTION = """
 Says how much memory each rank will take and for what, what goes over which wire, and about how long a step takes: the
@@ -82,10 +82,10 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
 def _planned(options: argparse.Namespace) -> tuple[str, int]:
     """Return the text to print, and the exit code."""
     from trainer.config import load
-    from trainer.planner.cluster import Cluster, device_of
-    from trainer.planner.from_config import planned
-    from trainer.planner.rendering import as_json, lines
-    from trainer.planner.search import proposals
+    from trainer.tools.planner.cluster import Cluster, device_of
+    from trainer.tools.planner.from_config import planned
+    from trainer.tools.planner.rendering import as_json, lines
+    from trainer.tools.planner.search import proposals
 
     cluster = Cluster(options.nodes, options.gpus, device_of(options.device))
     config = load(options.config, options.overrides)
@@ -104,7 +104,7 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
 
 def _proposed(options: argparse.Namespace, found: list[Proposal]) -> Iterator[str]:
     """Yield the proposals, and a line on the file that the first is written into."""
-    from trainer.planner.search import write
+    from trainer.tools.planner.search import write
 
     for number, proposal in enumerate(found, 1):
         yield from _proposal(number, proposal)
@@ -119,8 +119,8 @@ def _proposed(options: argparse.Namespace, found: list[Proposal]) -> Iterator[st
 
 def _proposal(number: int, proposal: Proposal) -> Iterator[str]:
     """Yield one proposal: if it fits, its reason, and the changes in the JSON."""
-    from trainer.planner.cluster import gib
-    from trainer.planner.rendering import in_seconds
+    from trainer.tools.planner.cluster import gib
+    from trainer.tools.planner.rendering import in_seconds
 
     plan = proposal.plan
     fits = "fits" if plan.fits else "does not fit"

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     try:
         if find_spec("matplotlib") is None:
             raise ConfigError(Problem(name, "matplotlib is not installed", "it", "pip install 'meshloom[report]'"))
-        from trainer.report import read, write
+        from trainer.tools.report import read, write
 
         written = write(read(options.run), options.output or options.run / "report.html")
     except MeshloomError as error:

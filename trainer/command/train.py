@@ -106,8 +106,8 @@ def command(options: argparse.Namespace, signals) -> int:  # type: ignore[no-unt
 
     output = Output(quiet=world.rank != 0)
     output.signs.at("importing PyTorch and transformers")
-    from trainer.planner.memory_check import check_memory
     from trainer.run.run import Request, run
+    from trainer.tools.planner.memory_check import check_memory
 
     request = Request(
         options.resume,

@@ -54,7 +54,7 @@ DEVICES = {
         Device("3090-24gb", 23.6 * GIB, 71e12, 0.936e12, 32e9, 1.25e9),
     )
 }
-"""Memory as `torch.cuda.get_device_properties` gives it, to about 1 %; the rest from the vendor's data sheets."""
+"""Memory as `torch.cuda.get_device_properties` gives it, to about 1 %; the rest is vendors'."""
 
 
 def device_named(name: str, memory: float = 0) -> Device | None:

@@ -25,9 +25,6 @@ from trainer.models.spec import ModelSpec, NoWeights, counted_flops, flops_per_t
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import schedule_of
 from trainer.parallel.checks import check_blocks
-from trainer.planner.cluster import Cluster
-from trainer.planner.plan import Plan, plan_of, reduced
-from trainer.planner.simulate import Sample, Subject
 from trainer.run import images
 from trainer.run.compose import Composed, compose
 from trainer.run.process import cache_folder
@@ -35,6 +32,9 @@ from trainer.run.subject import amended
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.image_classification import ImageClassification
 from trainer.tasks.task import Batch, Task
+from trainer.tools.planner.cluster import Cluster
+from trainer.tools.planner.plan import Plan, plan_of, reduced
+from trainer.tools.planner.simulate import Sample, Subject
 
 STEPS = 1000
 """The steps of the learning-rate schedule if the config leaves them to the data."""

@@ -28,8 +28,8 @@ from trainer.engines import owners
 from trainer.models.cut import StageBoundary, StageInput, cut, kept_for_the_head
 from trainer.models.spec import ModelSpec
 from trainer.parallel import gradients, mesh
-from trainer.planner.messages import place
-from trainer.planner.replicas_by_buckets import BucketedReplica
+from trainer.tools.planner.messages import place
+from trainer.tools.planner.replicas_by_buckets import BucketedReplica
 
 T = TypeVar("T")
 aten = torch.ops.aten
@@ -181,7 +181,7 @@ def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str
     from deepspeed.runtime.utils import CheckOverflow, is_invalid_grad_norm
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
-    from trainer.planner import partitions_at_once
+    from trainer.tools.planner import partitions_at_once
 
     yield from partitions_at_once.replacements()
     yield from _everywhere(coalesced_collectives.reduce_scatter_coalesced, partitions_at_once.reduce_scatter)

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
-from trainer.report.records import MOST, Row, RunRecord, finite, number
-from trainer.report.style import (
+from trainer.run.timeline import PROFILE, PROFILING, TRACE
+from trainer.tools.report.run_record import MOST, Row, RunRecord, finite, number
+from trainer.tools.report.style import (
     BLUE,
     COLOURS,
     GREY,
@@ -26,7 +27,6 @@ from trainer.report.style import (
     over_steps,
     shown,
 )
-from trainer.run.timeline import PROFILE, PROFILING, TRACE
 
 NEVER = "The run has logged no step yet."
 PHASES = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trainer.config.habits.draft import Asked, Draft, Group, Roles, data, tables
-from trainer.config.habits.training import GROUPS
 from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
+from trainer.tools.importers.draft import Asked, Draft, Group, Roles, data, tables
+from trainer.tools.importers.shared_keys import GROUPS
 
 TABLE = tables("arguments")[0]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.layout import Layout
-from trainer.planner.candidates import differences
-from trainer.planner.cluster import RESERVED, gib, recomputed
-from trainer.planner.plan import Plan, Role, Sent, offloaded
 from trainer.run.devices import DEVICES, GIB
+from trainer.tools.planner.candidates import differences
+from trainer.tools.planner.cluster import RESERVED, gib, recomputed
+from trainer.tools.planner.plan import Plan, Role, Sent, offloaded
 
 LEAST_SHOWN = 1e-3
 """The share of the whole below which kinds of memory and messages are not shown."""

@@ -23,11 +23,11 @@ from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.optim.lr_schedules import LRSchedule
 from trainer.parallel.partition import block_ranges
-from trainer.planner.ledger import BUILD, SAVE, Ledger, Peak
-from trainer.planner.messages import Message, Messages
-from trainer.planner.pretend import pretending
 from trainer.state import StateTensor
 from trainer.tasks.task import Batch, Task, bare_name
+from trainer.tools.planner.ledger import BUILD, SAVE, Ledger, Peak
+from trainer.tools.planner.messages import Message, Messages
+from trainer.tools.planner.pretend import pretending
 
 STEPS = 2
 """The number of steps: optimizers create their state in the first, and all are alike from the second on."""

@@ -16,10 +16,10 @@ from torch import nn
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec, units
 from trainer.parallel.partition import block_ranges
-from trainer.planner.cluster import RESERVED, Cluster, Time, Traffic, time_of
-from trainer.planner.ledger import Peak
-from trainer.planner.messages import Message
-from trainer.planner.simulate import Subject, Trace, simulate_all
+from trainer.tools.planner.cluster import RESERVED, Cluster, Time, Traffic, time_of
+from trainer.tools.planner.ledger import Peak
+from trainer.tools.planner.messages import Message
+from trainer.tools.planner.simulate import Subject, Trace, simulate_all
 
 STEADY = "step 2"
 """The phase that stands for all later steps."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.config.grammar import show
-from trainer.config.habits.draft import Asked, Draft
 from trainer.config.read import Json
+from trainer.tools.importers.draft import Asked, Draft
 
 
 def put_sources(draft: Draft, asked: Asked, parts: Sequence[Json], labels: Sequence[str], test: bool = False) -> None:

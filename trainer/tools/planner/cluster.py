@@ -15,7 +15,7 @@ from trainer.layout import Layout
 from trainer.run.devices import DEVICES, GIB, Device
 
 RESERVED = 2 * GIB
-"""Bytes left free besides tensors: the CUDA context, libraries' workspaces and NCCL's buffers take 1 to 2 GiB."""
+"""Bytes left free: the CUDA context, libraries' workspaces and NCCL's buffers take 1 to 2 GiB."""
 
 NUMBERS = ("memory", "peak", "bandwidth", "link", "network", "latency")
 NEEDED = NUMBERS[:4]
@@ -127,7 +127,7 @@ class Time:
 
     @property
     def least(self) -> float:
-        """The time of a step if all communication overlaps with computation, as far as that lasts."""
+        """The time of a step if all communication overlaps with computation, while it lasts."""
         return max(self.compute, self.inside, self.between) + self.bubble + self.update + self.host
 
     @property
@@ -165,5 +165,5 @@ def time_of(
 
 
 def recomputed(layout: Layout) -> float:
-    """Return the share of a step's FLOPs that recomputation adds: a forward pass is a third of a step."""
+    """Return the share of FLOPs that recomputation adds: a forward pass is a third of a step."""
     return 1 / (3 * layout.recompute.every) if layout.recompute.mode in ("full", "every") else 0.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from trainer.config.grammar import show
-from trainer.config.habits import arguments, training
-from trainer.config.habits.draft import Asked, Draft, Group, Roles, data, fill, tables
-from trainer.config.habits.sources import put_sources
 from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
+from trainer.tools.importers import arguments, shared_keys
+from trainer.tools.importers.draft import Asked, Draft, Group, Roles, data, fill, tables
+from trainer.tools.importers.sources import put_sources
 
 _SHARED = data("axolotl")["shared"]
 _OWN, _SOURCE = tables("axolotl")
@@ -158,7 +158,7 @@ def _records(part: Draft, roles: Roles, kind: Asked) -> None:
 GROUPS: dict[str, Group] = {
     "model": _model,
     "batch": _batch,
-    **training.GROUPS,
+    **shared_keys.GROUPS,
     "samples": _samples,
     "template": _template,
     "data": _data,

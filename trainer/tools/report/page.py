@@ -9,10 +9,10 @@ from typing import Any
 from jinja2 import Environment
 
 from trainer.errors import printable
-from trainer.report import curves, history
-from trainer.report.records import RunRecord
-from trainer.report.style import DPI, Section, drawing, png
 from trainer.storage import disk_errors, replace_file
+from trainer.tools.report import curves, history
+from trainer.tools.report.run_record import RunRecord
+from trainer.tools.report.style import DPI, Section, drawing, png
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 

@@ -14,8 +14,8 @@ from typing import Any
 from trainer.config.read import Json
 from trainer.errors import ConfigError
 from trainer.layout import Layout, Recompute
-from trainer.planner.cluster import Cluster, Traffic, time_of
-from trainer.planner.plan import Plan
+from trainer.tools.planner.cluster import Cluster, Traffic, time_of
+from trainer.tools.planner.plan import Plan
 
 BLOCK_BYTES = 34
 """Bytes of a block's activations per hidden value and token, without the attention matrix (arXiv 2205.05198, eq. 1)."""

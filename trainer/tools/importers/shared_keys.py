@@ -10,12 +10,12 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from trainer.config.grammar import AUTO, show
-from trainer.config.habits.draft import Asked, Draft, Group, Roles, asks, data, fill, names, number, tables
-from trainer.config.habits.reading import beside, checked
 from trainer.config.keys import OPTIMIZERS
 from trainer.config.read import Json, read
 from trainer.config.validate import evaluated_at
 from trainer.errors import ConfigError, Problem, first_line
+from trainer.tools.importers.draft import Asked, Draft, Group, Roles, asks, data, fill, names, number, tables
+from trainer.tools.importers.reading import beside, checked
 
 _OPTIMIZERS, _SCHEDULERS, _ATTENTION, _STAGES = data("arguments")["values"].values()
 _TRACKERS = ("tensorboard", "mlflow", "wandb")

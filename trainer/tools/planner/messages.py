@@ -35,7 +35,7 @@ NAMES = {operator: name for name, operators in _OPERATORS for operator in operat
 LIBRARIES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 POINT_TO_POINT = ("send", "receive")
 HERE = Path(__file__).parent
-PACKAGE = HERE.parent
+PACKAGE = HERE.parents[1]
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from rich.console import Console
 from trainer.config.compiled import FILE, OVERRIDE
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem, first_line
-from trainer.planner.cluster import RESERVED, described, gib
 from trainer.run.describe import resolved
 from trainer.run.devices import Device, device_named
 from trainer.run.prepare import Prepared
 from trainer.storage import disk_errors, replace_file
+from trainer.tools.planner.cluster import RESERVED, described, gib
 from trainer.trackers import say
 
 PLAN = "plan.json"
@@ -159,7 +159,7 @@ def _answer(command: list[str]) -> dict[str, Any]:
 def alone(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a process that is no rank, and sees no GPU."""
     kept = {name: value for name, value in environment.items() if not RANKS.fullmatch(name)}
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     paths = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
 

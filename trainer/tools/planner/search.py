@@ -15,12 +15,12 @@ from trainer.config.compiled import path_of
 from trainer.config.read import override, read
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
-from trainer.planner.candidates import Estimates, Sizes, candidates, changes_to, differences, promising, rank
-from trainer.planner.cluster import Cluster
-from trainer.planner.from_config import on_cluster, planned
-from trainer.planner.plan import Plan
-from trainer.planner.rendering import reason, shortfall
 from trainer.storage import disk_errors, replace_file
+from trainer.tools.planner.candidates import Estimates, Sizes, candidates, changes_to, differences, promising, rank
+from trainer.tools.planner.cluster import Cluster
+from trainer.tools.planner.from_config import on_cluster, planned
+from trainer.tools.planner.plan import Plan
+from trainer.tools.planner.rendering import reason, shortfall
 
 SIMULATED = 8
 """The most candidates that are simulated."""
@@ -47,17 +47,13 @@ class Proposal:
     """One sentence."""
 
     @property
-    def overrides(self) -> list[str]:
-        """The same as `key.path=value` arguments."""
-        return overrides_of(self.changes)
-
-    @property
     def seconds(self) -> float:
         """The estimated time of a step, by which proposals are sorted."""
         return self.plan.time.middle
 
 
 def overrides_of(changes: Mapping[str, Any]) -> list[str]:
+    """Return changes as `key.path=value` arguments."""
     return [f"{path}={json.dumps(value)}" for path, value in changes.items()]
 
 
@@ -192,7 +188,7 @@ def write(config_path: str | Path, overrides: Sequence[str], proposal: Proposal,
     Raises ConfigError if another file than the config itself exists there, DiskError if it can't be written.
     """
     source, target = path_of(config_path), Path(target)
-    raw, _, problems = override(read(source), [*overrides, *proposal.overrides])
+    raw, _, problems = override(read(source), [*overrides, *overrides_of(proposal.changes)])
     if problems:
         raise ConfigError(*problems)
     if target.is_symlink() or (target.exists() and not target.samefile(source)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.report.page import write
-from trainer.report.records import RunRecord, read
+from trainer.tools.report.page import write
+from trainer.tools.report.run_record import RunRecord, read
 
 __all__ = ["RunRecord", "read", "write"]

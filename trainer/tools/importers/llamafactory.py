@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.grammar import show
-from trainer.config.habits import arguments, training
-from trainer.config.habits.draft import Asked, Draft, Group, Roles, data, fill, names, number, tables
-from trainer.config.habits.reading import beside
-from trainer.config.habits.sources import put_sources
 from trainer.config.read import Json, read
 from trainer.errors import ConfigError, Problem
+from trainer.tools.importers import arguments, shared_keys
+from trainer.tools.importers.draft import Asked, Draft, Group, Roles, data, fill, names, number, tables
+from trainer.tools.importers.reading import beside
+from trainer.tools.importers.sources import put_sources
 
 _OWN, _ENTRY = tables("llamafactory")
 TABLE = {
@@ -130,4 +130,4 @@ def _source(part: Draft, roles: Roles) -> None:
             part.lose(kind, "only alpaca, sharegpt and openai are read")
 
 
-GROUPS: dict[str, Group] = {"stage": _stage, **training.GROUPS, "samples": _samples, "data": _data}
+GROUPS: dict[str, Group] = {"stage": _stage, **shared_keys.GROUPS, "samples": _samples, "data": _data}

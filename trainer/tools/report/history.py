@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from trainer.report.records import Row, RunRecord
-from trainer.report.style import BLUE, MUTED, OCHRE, RED, SKY, TEAL, Section, figure, legend_above
 from trainer.run import status
+from trainer.tools.report.run_record import Row, RunRecord
+from trainer.tools.report.style import BLUE, MUTED, OCHRE, RED, SKY, TEAL, Section, figure, legend_above
 
 FINISHED, RUNNING, STOPPED, KILLED = "finished", "at work", "stopped, all saved", "ended without a word"
 UNITS = ((86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.config.compiled import load
-from trainer.config.habits import arguments, axolotl, llamafactory
-from trainer.config.habits.draft import Draft, Group, Row, fill
-from trainer.config.habits.training import section_of
 from trainer.config.read import Json
 from trainer.config.sections import TrainerSection
 from trainer.errors import ConfigError, Problem
+from trainer.tools.importers import arguments, axolotl, llamafactory
+from trainer.tools.importers.draft import Draft, Group, Row, fill
+from trainer.tools.importers.shared_keys import section_of
 
 __all__ = ["SYSTEMS", "Draft", "translate"]
 

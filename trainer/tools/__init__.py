@@ -1,0 +1,1 @@
+"""Commands beside training: nothing of a run knows them."""

@@ -1,0 +1,1 @@
+"""Other trainers' configs and DeepSpeed's checkpoints, converted to those of this one."""
