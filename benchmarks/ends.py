@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.soak import KINDS, LAUNCHERS, Soak, steps
 from tests.commands import write_job
 from tests.marked import ended, sweep
+from trainer.distributed.phase import Phase
 from trainer.distributed.watch import Watch
 
 BLOCK = WARM_UP = int(os.environ.get("ENDS_BLOCK", 200))
@@ -51,9 +52,9 @@ class Alternating(Watch):
         super().__init__(*arguments)
         self.last, self.times = 0.0, defaultdict[int, list[float]](list)
 
-    def at(self, phase: str, step: int | None = None) -> None:
+    def at(self, phase: Phase, step: int | None = None) -> None:
         super().at(phase, step)
-        if phase != "training" or step is None:
+        if phase is not Phase.TRAINING or step is None:
             return
         now, block = time.perf_counter(), (step - WARM_UP) // BLOCK
         if self.last and step > WARM_UP:
@@ -76,7 +77,7 @@ class Alternating(Watch):
         self._turn(on=True)
         begun = time.perf_counter()
         for step in range(100_000):
-            super().at("training", step)
+            super().at(Phase.TRAINING, step)
         mark = (time.perf_counter() - begun) / 100_000
         if self._rank == 0:
             means = [statistics.fmean(self.times[block]) for block in sorted(self.times)]

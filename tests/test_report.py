@@ -26,6 +26,7 @@ from tests.commands import ROOT
 from trainer.command.report import main
 from trainer.config import load
 from trainer.config.sections import ProfileSection
+from trainer.distributed.phase import Phase
 from trainer.errors import ConfigError
 from trainer.run.profile import StepProfiler
 from trainer.run.resume import _last_logged
@@ -315,18 +316,18 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def step_through(timeline: Timeline, last: int, saves: int = 0) -> None:
     for step in range(1, last + 1):
-        for phase in ("training", "logging", *(("evaluating", "saving") if step == saves else ())):
+        for phase in (Phase.TRAINING, Phase.LOGGING, *((Phase.EVALUATING, Phase.SAVING) if step == saves else ())):
             timeline.at(phase, step)
-        timeline.at("waiting for data", step + 1)
+        timeline.at(Phase.WAITING, step + 1)
 
 
 def test_the_timeline_of_a_start_and_of_the_next(tmp_path):
     with pytest.raises(KeyError), Timeline(tmp_path, 5, 0, None) as timeline:
-        timeline.at("waiting for data", 1)
+        timeline.at(Phase.WAITING, 1)
         step_through(timeline, 3, saves=2)
         raise KeyError
     with Timeline(tmp_path, 5, 2, tmp_path / "step-000002") as timeline:
-        timeline.at("saving", 5)
+        timeline.at(Phase.SAVING, 5)
     told = [(row["event"], row["step"]) for row in lines(tmp_path)]
     first = [("start", 0), ("logged", 1), ("logged", 2), ("evaluated", 2), ("saved", 2), ("logged", 3), ("end", 3)]
     assert told == [*first, ("start", 2), ("saved", 5), ("end", 5)]
@@ -358,7 +359,7 @@ def test_the_steps_that_are_profiled(tmp_path, first, recorded):
     """Also where a run goes on in the midst of them; after them nothing is written over."""
     profiler = StepProfiler(ProfileSection(start=3, steps=2), tmp_path, torch.device("cpu"))
     for step in range(first, 7):
-        for phase in ("waiting for data", "training", "logging"):
+        for phase in (Phase.WAITING, Phase.TRAINING, Phase.LOGGING):
             profiler.at(phase, step)
             torch.ones(2, 2) @ torch.ones(2, 2)
     profiler.close()

@@ -28,6 +28,7 @@ VAGUE = {"told", "said", "asked", "seen", "mend"}
 FOREIGN = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets")
 DOORS = ("trainer.command", "launch")
 """What may import tools; and `trainer/__init__.py`, the commands in Python."""
+PHASES = "trainer/distributed/phase.py"
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -119,11 +120,57 @@ def nothing_is_too_long() -> Iterator[str]:
 
 
 def a_phase_is_of_the_enum() -> Iterator[str]:
-    from trainer.distributed.stall import PHASES
+    for path, (_, tree) in sources().items():
+        if path != PHASES:
+            yield from (f"{path}: {text}" for text in phases_as_text(tree))
 
-    for path, node in nodes(ast.Constant):
-        if node.value in PHASES and isinstance(node.value, str) and path != "trainer/distributed/stall.py":
-            yield f"{path}: {node.value}"
+
+def phases_as_text(tree: ast.Module) -> Iterator[str]:
+    """A phase's text where a phase is expected: what `at` is called with, or what stands beside a word for phases.
+
+    In a file that knows the enum, also what is compared, assigned, or in a dictionary, whatever the words beside it.
+    """
+    from trainer.distributed.phase import Phase
+
+    held = ast.Compare | ast.Assign | ast.AnnAssign | ast.Dict | ast.Subscript | ast.Return | ast.arguments
+    knows = any(
+        alias.name == "Phase" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    )
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            expected = called(node.func) in ("at", "at_step", "Beat")
+            parts = [node] if expected else [keyword for keyword in node.keywords if keyword.arg == "phase"]
+        else:
+            words = knows or "phase" in ast.unparse(node).lower() if isinstance(node, held) else False
+            parts = [node] if words else []
+        yield from (one.value for part in parts for one in constants(part) if one.value in set(Phase))
+
+
+def constants(node: ast.AST) -> Iterator[ast.Constant]:
+    """The constants that a node holds itself, or in a tuple, a list or a choice."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Constant):
+            yield child
+        elif isinstance(child, ast.Tuple | ast.List | ast.Set | ast.IfExp | ast.Starred | ast.keyword):
+            yield from constants(child)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "watch.at('training')",
+        "hooks.at_step(3, 4, phase='saving')",
+        "x = phase == 'training'",
+        "x = phase in ('logging', 'saving')",
+        "self._phase, self._step = 'preparing', 0",
+        "def f(phase='building'): pass",
+        "from a import Phase\nx = ended == 'logging'",
+        "from a import Phase\nx = {'evaluating': 1}",
+        "from a import Phase\ndef f(): return 'saving'",
+    ],
+)
+def test_a_phase_as_text_is_found(line: str) -> None:
+    assert list(phases_as_text(ast.parse(line)))
 
 
 def libraries_are_patched_in_patches() -> Iterator[str]:

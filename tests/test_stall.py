@@ -27,6 +27,7 @@ from tests.test_interrupted import command, environment, nothing_left
 from trainer.data.progress import Progress
 from trainer.distributed import watch as watching
 from trainer.distributed.meeting import reach, serve
+from trainer.distributed.phase import Phase
 from trainer.distributed.stall import Beat, behind, diagnosis, elsewhere, straggler
 from trainer.distributed.watch import Watch
 
@@ -199,7 +200,7 @@ def test_a_slow_rank_is_named_while_the_run_goes_on(tmp_path: Path, cache: Path)
 # What is said, from what the ranks say
 
 
-def beats(*places: tuple[str, int], stacks: dict[int, tuple[str, ...]] | None = None) -> list[Beat]:
+def beats(*places: tuple[Phase, int], stacks: dict[int, tuple[str, ...]] | None = None) -> list[Beat]:
     stacks = stacks or {}
     return [
         Beat(rank, "other", 100 + rank, phase, step, 130.0, stack=stacks.get(rank, ("a.py:1 f",)))
@@ -208,7 +209,7 @@ def beats(*places: tuple[str, int], stacks: dict[int, tuple[str, ...]] | None = 
 
 
 def test_the_one_that_is_behind():
-    found = beats(("training", 7), ("training", 7), ("waiting for data", 7), ("training", 7))
+    found = beats((Phase.TRAINING, 7), (Phase.TRAINING, 7), (Phase.WAITING, 7), (Phase.TRAINING, 7))
     assert [beat.rank for beat in behind(found)] == [2]
     lines = diagnosis(found, lambda beat: False)
     assert lines[0].endswith("rank 2 on other (process 102) is behind, at step 7, waiting for data")
@@ -217,19 +218,23 @@ def test_the_one_that_is_behind():
 
 
 def test_nobody_is_behind():
-    found = beats(("saving", 7), ("saving", 7), ("saving", 7), stacks={1: ("a.py:1 f", "b.py:2 g")})
+    found = beats((Phase.SAVING, 7), (Phase.SAVING, 7), (Phase.SAVING, 7), stacks={1: ("a.py:1 f", "b.py:2 g")})
     assert behind(found) == []
     assert [beat.rank for beat in elsewhere(found)] == [1]
     assert (
         "rank 1 on other (process 101) waits elsewhere than the others, at b.py:2 g"
         in diagnosis(found, lambda _: False)[0]
     )
-    assert "all ranks stand at the same place, step 7, saving" in diagnosis(beats(("saving", 7)), lambda _: False)[0]
+    assert (
+        "all ranks stand at the same place, step 7, saving" in diagnosis(beats((Phase.SAVING, 7)), lambda _: False)[0]
+    )
 
 
 def test_who_is_slow():
     def busy(*shares: float | None) -> list[Beat]:
-        return [replace(beat, busy=share) for beat, share in zip(beats(*[("training", 3)] * 4), shares, strict=True)]
+        return [
+            replace(beat, busy=share) for beat, share in zip(beats(*[(Phase.TRAINING, 3)] * 4), shares, strict=True)
+        ]
 
     assert (found := straggler(busy(0.3, 0.4, 0.95, 0.2))) and found.rank == 2
     assert straggler(busy(0.9, 0.9, 0.95, 0.9)) is None
@@ -246,10 +251,20 @@ def test_preparing_tells_that_it_goes_on():
     assert told[0] == 0.0 and told[-1] > 86_400  # another process may take its time
 
 
+def test_each_phase_is_one_that_the_watchdog_and_its_readers_know() -> None:
+    """A word that a table lacked was a KeyError in the watchdog's thread, which then watched no more."""
+    for phase in Phase:
+        found = beats((phase, 1), (Phase.LEAVING, 1))
+        assert phase.patience >= 1.0
+        assert [beat.rank for beat in behind(found)] == ([0] if phase is not Phase.LEAVING else [])
+        sent = json.loads(json.dumps(asdict(found[0])))
+        assert sent["phase"] == phase.value and Phase(sent["phase"]) is phase
+
+
 def test_what_may_take_long_is_not_still():
     ended: list[list[str]] = []
     watch = Watch(0, [("here", 1)], None, 0.2, ended.append, 77)
-    watch.at("training", 3)
+    watch.at(Phase.TRAINING, 3)
     watch.moves(100.0)
     seen = watch.status()
     watch.close()
@@ -312,7 +327,7 @@ def test_a_first_rank_that_stops_before_it_was_heard(ended: queue.Queue[str], fi
     process, store = first_rank
     watcher = watch(ended, 1, store, (HERE, process), (HERE, os.getpid()))
     os.kill(process, signal.SIGSTOP)
-    watcher.at("training", 3)
+    watcher.at(Phase.TRAINING, 3)
     said, code = ended.get(timeout=30), ended.get(timeout=30)
     watcher.close()
     assert f"rank 0 on {HERE} (process {process}) is stopped (SIGSTOP)" in said and code == "77", said
@@ -335,11 +350,11 @@ def test_a_beat_from_before_it_stood_does_not_make_a_verdict(ended: queue.Queue[
     other = subprocess.Popen(["sleep", "600"])
     store = serve("127.0.0.1", 0, datetime.timedelta(seconds=20))
     watcher = watch(ended, 0, store, (HERE, os.getpid()), (HERE, other.pid))
-    watcher.at("training", 3)
+    watcher.at(Phase.TRAINING, 3)
     for number in range(1, 25):
         assert number > 10 or ended.empty(), ended.get()
         stack = ("elsewhere.py:1 f",) if number > 10 else ()
-        beat = Beat(1, HERE, other.pid, "training", 3, 100.0, number, stack=stack)
+        beat = Beat(1, HERE, other.pid, Phase.TRAINING, 3, 100.0, number, stack=stack)
         store.set(f"{watching.KEY}/1", json.dumps(asdict(beat)))
         time.sleep(0.3)
     said, code = ended.get(timeout=30), ended.get(timeout=30)
@@ -355,9 +370,9 @@ def test_who_falls_silent_has_no_more_time_than_a_step(ended: queue.Queue[str], 
     other = subprocess.Popen(["sleep", "600"])
     store = serve("127.0.0.1", 0, datetime.timedelta(seconds=20))
     watcher = watch(ended, 0, store, (HERE, os.getpid()), (HERE, other.pid), patience=3.0)
-    watcher.at("finishing", 6)
+    watcher.at(Phase.FINISHING, 6)
     for number in range(1, 4):
-        beat = Beat(1, HERE, other.pid, "finishing", 6, 0.0, number)
+        beat = Beat(1, HERE, other.pid, Phase.FINISHING, 6, 0.0, number)
         store.set(f"{watching.KEY}/1", json.dumps(asdict(beat)))
         time.sleep(0.5)
     other.send_signal(signal.SIGSTOP)
@@ -379,7 +394,7 @@ def test_a_first_rank_that_falls_silent_is_seen_where_others_serve_the_store(
 ) -> None:
     process, store = first_rank
     watcher = watch(ended, 1, store, (HERE, process), (HERE, os.getpid()), patience=2.0)
-    watcher.at("finishing", 6)
+    watcher.at(Phase.FINISHING, 6)
     said = ended.get(timeout=22)
     watcher.close()
     assert f"in preparing, rank 0 on {HERE} (process {process}) gives no sign of life" in said
@@ -402,7 +417,7 @@ def test_who_is_gone_before_it_was_heard(ended: queue.Queue[str], first_rank: tu
 
 
 def test_many_ranks_make_few_lines():
-    found = beats(*[("training", 3)] * 999, ("evaluating", 2))
+    found = beats(*[(Phase.TRAINING, 3)] * 999, (Phase.EVALUATING, 2))
     lines = diagnosis(found, lambda beat: beat.rank in (5, 17))
     assert lines[0].endswith(
         "rank 5 on other (process 105) and 1 more gives no sign of life: its machine, its network or its process is "

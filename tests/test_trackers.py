@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console as Terminal
 
+from trainer.distributed.phase import Phase
 from trainer.errors import ConfigError, DiskError
 from trainer.trackers import (
     Console,
@@ -111,11 +112,11 @@ def test_on_a_terminal_each_record_stays_whole_above_one_live_line() -> None:
     terminal = Terminal(file=text, force_terminal=True, width=60, color_system=None, highlight=False)
     console, signs = Console(terminal), Signs(terminal)
     for step in (119, 120):
-        for phase in ("waiting for data", "training", "logging"):
+        for phase in (Phase.WAITING, Phase.TRAINING, Phase.LOGGING):
             signs.at_step(step, 150, phase)
             time.sleep(0.05)
         console.record(replace(RECORD, step=step))
-    signs.at_step(120, 150, "evaluating")
+    signs.at_step(120, 150, Phase.EVALUATING)
     console.evaluation(EVALUATION)
     signs.close()
     shown = on_a_screen(text.getvalue())
@@ -136,15 +137,15 @@ def test_in_a_pipe_slow_steps_print_nothing_once_the_first_is_made(monkeypatch: 
     text = StringIO()
     signs = Signs(Terminal(file=text))
     signs.at("making the first step")
-    signs.at_step(7, 150, "training")
+    signs.at_step(7, 150, Phase.TRAINING)
     deadline = time.monotonic() + 20
     while "making the first step" not in text.getvalue() and time.monotonic() < deadline:
         time.sleep(0.02)
-    signs.at_step(8, 150, "waiting for data")
+    signs.at_step(8, 150, Phase.WAITING)
     time.sleep(0.1)
     before = text.getvalue()
     for step in (8, 9):
-        signs.at_step(step, 150, "training")
+        signs.at_step(step, 150, Phase.TRAINING)
         time.sleep(0.2)
     signs.close()
     assert before.startswith("start   making the first step (") and text.getvalue() == before
@@ -163,7 +164,7 @@ def test_between_logged_steps_a_pipe_has_a_line_in_ten_minutes(monkeypatch: pyte
     for step in range(1, 41):  # of 90 seconds each
         now[0] = 90.0 * step
         for sign in signs:
-            sign.at("training", step)
+            sign.at(Phase.TRAINING, step)
     assert len(text.getvalue().splitlines()) == 5 and shown.getvalue() == ""
 
 

@@ -30,6 +30,7 @@ from trainer.certify.samples import Documents
 from trainer.certify.small import CLIPPED_STEPS, UNKNOWN_STEPS, Small, clipping
 from trainer.config import TrainerSection
 from trainer.data.source import PreparedSource
+from trainer.distributed.phase import Phase
 from trainer.engines import Machine
 from trainer.models import huggingface
 from trainer.models.checks import Alone
@@ -140,7 +141,7 @@ def compare(
     """Compare the recordings of all ranks with one process, which runs on the first. Collective."""
     found: list[Finding] = []
     ranks = machine.ranks
-    machine.watch.at("finishing")
+    machine.watch.at(Phase.FINISHING)
 
     def one_process() -> tuple[list[Expected], Order]:
         reference = make_reference()

@@ -20,6 +20,7 @@ from trainer.certify.rounding import Rounded, measured
 from trainer.certify.small import PROBE_RATE, Small
 from trainer.data.loader import BatchLoader
 from trainer.data.source import Source
+from trainer.distributed.phase import Phase
 from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Engine, EngineKind, Job, Metrics
 from trainer.engines.engine import Machine, Observer
@@ -168,7 +169,7 @@ def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: P
     layout, machine, ranks = job.layout, job.machine, job.machine.ranks
     state, done = RunState(), 0 if source is None else small.total
     at = lambda phase, step: machine.watch.at(phase, done + step)  # noqa: E731 - what comes later has a higher step
-    at("building", 2 if done else 0)
+    at(Phase.BUILDING, 2 if done else 0)
     # with other initial values, so that its whole state comes from the checkpoint
     engine = kind.build(job if source is None else replace(job, values_seed=job.seed + 1))
     if source is not None:

@@ -15,6 +15,7 @@ from trainer.certify.certificate import certify, table, write
 from trainer.certify.images import certify_images
 from trainer.certify.module import met
 from trainer.certify.small import Small
+from trainer.distributed.phase import Phase
 from trainer.errors import ConfigError, MeshloomError, Problem
 from trainer.run.ending import Ending, watched
 from trainer.run.notes import notes_of
@@ -48,7 +49,7 @@ def verify(small: Small, world: World, device: str, certificate_path: Path, outp
             signs.close()
             write(certificate, certificate_path)
             print(f"{table(certificate)}\nwritten to {certificate_path}", file=output.terminal, flush=True)
-        watch.at("leaving")
+        watch.at(Phase.LEAVING)
         machine.ranks.barrier()
         return ending.end(PASSED if certificate.passed else FAILED)
     except BaseException as error:

@@ -8,18 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-PHASES = {
-    "preparing": 15.0,
-    "building": 15.0,
-    "waiting for data": 1.0,
-    "training": 1.0,
-    "logging": 1.0,
-    "evaluating": 5.0,
-    "saving": 5.0,
-    "finishing": 15.0,
-    "leaving": 5.0,
-}
-"""The phases of a rank, in the order of a run and of a step -> the multiple of a step's patience that each may take."""
+from trainer.distributed.phase import Phase
+
 MOST_LINES = 6
 BUSY, IDLE = 0.8, 0.5
 """A rank is slow if it is busy for more than the first share of its time, and most others for less than the second."""
@@ -32,7 +22,7 @@ class Beat:
     rank: int
     host: str
     process: int
-    phase: str
+    phase: Phase
     step: int
     """The step in progress, from 1; 0 before the first."""
     still: float
@@ -49,10 +39,10 @@ class Beat:
 
     @property
     def progress(self) -> tuple[int, int]:
-        return self.step, list(PHASES).index(self.phase)
+        return self.step, list(Phase).index(self.phase)
 
 
-def place(step: int, phase: str) -> str:
+def place(step: int, phase: Phase) -> str:
     return f"step {step}, {phase}" if step else phase
 
 

@@ -18,7 +18,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.distributed.stall import PHASES, Beat, behind, described, diagnosis, is_gone, place, straggler, table, who
+from trainer.distributed.phase import Phase
+from trainer.distributed.stall import Beat, behind, described, diagnosis, is_gone, place, straggler, table, who
 
 FIRST_STEP = 5.0
 """The factor by which the first step may take longer: kernels are compiled and buffers made."""
@@ -29,7 +30,7 @@ ANSWER_SECONDS = 8.0
 """Seconds that the rank that reports for all may take."""
 READERS = (0, 1)
 """The ranks that read all beats each second: the first, and one that sees the first fall silent."""
-SILENT_PHASES = {"preparing": 5.0, "building": 5.0}
+SILENT_PHASES = {Phase.PREPARING: 5.0, Phase.BUILDING: 5.0}
 """Multiples of its patience for which a rank may be silent: parsing a huge file holds the interpreter."""
 KEY = "meshloom/watch"
 SAMPLES = 60
@@ -57,7 +58,7 @@ class Watch:
     ) -> None:
         self._rank, self._given, self._stalled, self._code = rank, patience, stalled, code
         self._world_size = len(processes)
-        self._phase, self._step, self._moved = "preparing", 0, time.monotonic()
+        self._phase, self._step, self._moved = Phase.PREPARING, 0, time.monotonic()
         self._first: int | None = None
         self._steps: deque[float] = deque(maxlen=101)
         self._begun = self._moved
@@ -91,10 +92,10 @@ class Watch:
 
     # called by the run
 
-    def at(self, phase: str, step: int | None = None) -> None:
+    def at(self, phase: Phase, step: int | None = None) -> None:
         """Begin a phase, of `step` if one is given."""
         now = time.monotonic()
-        if phase == "waiting for data" and step is not None:
+        if phase is Phase.WAITING and step is not None:
             if self._first is None:
                 self._first = step
             elif self._step > self._first:
@@ -141,15 +142,15 @@ class Watch:
             # without the store no beats arrive, and only rank 0's silence explains that
             silent = self._silent(beat) and (answered or beat.rank == 0)
             ended = is_gone(beat.process) if beat.host == socket.gethostname() else silent
-            if ended and beat.rank != self._rank and beat.phase != "leaving":
+            if ended and beat.rank != self._rank and beat.phase is not Phase.LEAVING:
                 found.append(beat)
         return found
 
     # the threads
 
-    def _limit(self, phase: str, step: int) -> float:
+    def _limit(self, phase: Phase, step: int) -> float:
         """Return the seconds for which a rank may stand still in `phase` of `step`."""
-        return self._patience() * max(PHASES[phase], FIRST_STEP if step == self._first else 1.0)
+        return self._patience() * max(phase.patience, FIRST_STEP if step == self._first else 1.0)
 
     def _patience(self) -> float:
         """Return the seconds for which a usual step may stand still, and a training rank may be silent."""
@@ -169,7 +170,7 @@ class Watch:
     def _sample(self) -> None:
         """Note if the main thread works, or waits for other ranks in a collective, which blocks it on the host."""
         frame = sys._current_frames().get(self._main or 0)
-        if self._phase in ("training", "waiting for data"):
+        if self._phase in (Phase.TRAINING, Phase.WAITING):
             files = (os.path.basename(found.f_code.co_filename) for found, _ in traceback.walk_stack(frame))
             self._samples.append(not any(file in COLLECTIVES for file in files))
 
@@ -217,7 +218,7 @@ class Watch:
         now = time.monotonic()
         for value in self._store.multi_get(keys):
             said = json.loads(value)
-            beat = Beat(**{**said, "stack": tuple(said["stack"])})
+            beat = Beat(**{**said, "phase": Phase(said["phase"]), "stack": tuple(said["stack"])})
             known = self._others.get(beat.rank)
             if known is None or known[0].number != beat.number:
                 self._others[beat.rank] = beat, now
@@ -316,7 +317,7 @@ class NoWatch:
     place = "running"
     steps: int | None = None
 
-    def at(self, phase: str, step: int | None = None) -> None: ...
+    def at(self, phase: Phase, step: int | None = None) -> None: ...
 
     def moves(self, seconds: float = 0.0) -> None: ...
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from trainer import checkpoint
 from trainer.data.loader import StepBatches
+from trainer.distributed.phase import Phase
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Machine, Metrics
 from trainer.models.spec import ModelSpec, given_tensors, stored
@@ -50,7 +51,7 @@ def hooks_of(
     saver: Saver,
     signals: StopSignals | NoSignals,
     patience: Patience,
-    watchers: Sequence[Callable[[str, int], None]] = (),
+    watchers: Sequence[Callable[[Phase, int], None]] = (),
 ) -> Hooks:
     """Build the loop's hooks for every rank; only rank 0 has trackers. `watchers` are called as `Hooks.at` is."""
     section, ranks, layout = prepared.config.trainer, machine.ranks, prepared.layout
@@ -118,7 +119,7 @@ def hooks_of(
     on_host = ranks.on_host()
     spoken = SignOfLife(console, prepared.steps)
 
-    def at(phase: str, step: int) -> None:
+    def at(phase: Phase, step: int) -> None:
         machine.watch.at(phase, step)
         machine.signs.at_step(min(step, prepared.steps), prepared.steps, phase)
         spoken.at(phase, step)
@@ -168,12 +169,12 @@ class SignOfLife:
     def __init__(self, console: Console, steps: int) -> None:
         self._console, self._steps, self._spoken = console, steps, time.monotonic()
 
-    def at(self, phase: str, step: int) -> None:
+    def at(self, phase: Phase, step: int) -> None:
         now = time.monotonic()
-        if phase == "training" and not self._console.is_terminal and now - self._spoken > SIGN_SECONDS:
+        if phase is Phase.TRAINING and not self._console.is_terminal and now - self._spoken > SIGN_SECONDS:
             self._spoken = now
             say(self._console, f"step {step}/{self._steps} is made")
-        elif phase in ("logging", "evaluating"):
+        elif phase in (Phase.LOGGING, Phase.EVALUATING):
             self._spoken = now
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.data.loader import BatchLoader, StepBatches
+from trainer.distributed.phase import Phase
 from trainer.engines.engine import Engine, Metrics
 from trainer.optim.lr_schedules import LRSchedule, Update
 from trainer.state import RunState
@@ -34,7 +35,7 @@ class Hooks:
     """Called at each step, without waiting for the device."""
     stop: Callable[[], Callable[[], bool]] = lambda: lambda: False
     """Begins, before each step, to ask if the run must save and stop; the result is called after the step."""
-    at: Callable[[str, int], None] = lambda phase, step: None
+    at: Callable[[Phase, int], None] = lambda phase, step: None
     """Called when a phase of a step, from 1, begins, so that watchers see where a rank is."""
 
 
@@ -43,9 +44,9 @@ def train(
 ) -> RunState:
     """Train from `state` to `plan.steps`; return the last state. The only host synchronisation is in the hooks."""
     tokens = None
-    hooks.at("waiting for data", state.step + 1)
+    hooks.at(Phase.WAITING, state.step + 1)
     for batches in loader:
-        hooks.at("training", batches.step + 1)
+        hooks.at(Phase.TRAINING, batches.step + 1)
         asked = hooks.stop()
         update = schedule(batches.step)
         metrics = engine.step(batches.step, batches.micro_batches, update)
@@ -58,17 +59,17 @@ def train(
             state = RunState(done, state.samples + (done - state.step) * plan.train_batch, state.tokens + int(tokens))
             tokens = None
         if logs:
-            hooks.at("logging", done)
+            hooks.at(Phase.LOGGING, done)
             hooks.log(state, metrics, update)
         if evaluates:
-            hooks.at("evaluating", done)
+            hooks.at(Phase.EVALUATING, done)
             stops |= hooks.evaluate(state)
         if saves or stops:
-            hooks.at("saving", done)
+            hooks.at(Phase.SAVING, done)
             hooks.save(state)
         if stops:
             break
-        hooks.at("waiting for data", done + 1)
+        hooks.at(Phase.WAITING, done + 1)
     return state
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config.sections import ProfileSection
+from trainer.distributed.phase import Phase
 from trainer.run.timeline import PROFILE, TRACE
 from trainer.storage import disk_errors
 
@@ -29,7 +30,7 @@ class StepProfiler:
         self._profile: Any = None
         self._phase = ExitStack()
 
-    def at(self, phase: str, step: int) -> None:
+    def at(self, phase: Phase, step: int) -> None:
         """Begin `phase` of step `step`, from 1."""
         self._phase.close()
         if step > self._last:

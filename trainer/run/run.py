@@ -19,6 +19,7 @@ from rich.text import Text
 from trainer import checkpoint
 from trainer.config import Config, support
 from trainer.data.loader import BatchLoader
+from trainer.distributed.phase import Phase
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Job, Machine
 from trainer.errors import MeshloomError
@@ -50,7 +51,7 @@ from trainer.run.profile import StepProfiler
 from trainer.run.resume import Request, Start
 from trainer.run.signals import NoSignals, StopSignals, preempted
 from trainer.run.subject import Given
-from trainer.run.timeline import PROFILING, Timeline
+from trainer.run.timeline import Timeline
 from trainer.run.world import World, leave_with_launcher, world_of
 from trainer.state import RunState
 from trainer.trackers import Evaluation, Record, Signs, Tracker, open_trackers, say
@@ -119,7 +120,7 @@ def run(config: Config, request: Request, world: World, output: Output, signals:
 
         execute(config, request, replace(machine, watch=watch, signs=signs), console, signals, log_to)
         if machine.ranks.world_size > 1:
-            watch.at("leaving")
+            watch.at(Phase.LEAVING)
             dist.barrier()
         return ending.end(0)
     except BaseException as error:  # the last place where it can become an exit code
@@ -190,7 +191,7 @@ def _train(
     ranks.on_keepers(lambda: describe.write(folder, prepared, machine, request.overrides))
     machine.watch.steps = prepared.steps
     compared = request.memory_check(prepared, machine, folder, console)
-    machine.watch.at("building")
+    machine.watch.at(Phase.BUILDING)
     machine.signs.at("building the engine, and the model's values")
     machine.watch.moves(saved_bytes(prepared) / SLOW_DISK)
     engine, position = _built(prepared, request, machine, source, console)
@@ -224,7 +225,7 @@ def _train(
         with _reports(config, ranks, console):
             position = loop(engine, loader, schedule, plan, hooks, position)
     machine.signs.hide()
-    machine.watch.at("finishing")
+    machine.watch.at(Phase.FINISHING)
     machine.watch.moves(saved_bytes(prepared) / SLOW_DISK)
     if patience.line is not None:
         say(console, f"note: {patience.line}")
@@ -268,7 +269,7 @@ def _built(
 
 def _watchers(
     stack: ExitStack, prepared: Prepared, machine: Machine, folder: Path, position: RunState, source: Path | None
-) -> list[Callable[[str, int], None]]:
+) -> list[Callable[[Phase, int], None]]:
     """Return the watchers of the loop's phases on this rank: the timeline and, if requested, a profiler."""
     wanted, first = prepared.config.trainer.profile, machine.ranks.first
     timeline = stack.enter_context(Timeline(folder if first else None, prepared.steps, position.step, source))
@@ -276,7 +277,7 @@ def _watchers(
         return [timeline.at]
     profiler = StepProfiler(wanted, folder, machine.device)
     stack.callback(profiler.close)
-    return [lambda phase, step: timeline.at(PROFILING, step), profiler.at, timeline.at]
+    return [lambda phase, step: timeline.at(Phase.PROFILING, step), profiler.at, timeline.at]
 
 
 def _reports(config: Config, ranks: Ranks, console: Console) -> AbstractContextManager[Any]:

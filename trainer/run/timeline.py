@@ -7,15 +7,14 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 
+from trainer.distributed.phase import Phase
 from trainer.errors import DiskError
 from trainer.trackers import JsonLines
 
 NAME, PROFILE, TRACE = "timeline.jsonl", "profile", "trace-rank-0.json.gz"
 """In the run's folder: the lines, and the folder of what `trainer.profile` records, with its file."""
-ALONE = {"evaluating": "evaluated", "saving": "saved"}
+ALONE = {Phase.EVALUATING: "evaluated", Phase.SAVING: "saved"}
 """Phases that have a line each, by its event; the others are summed between log lines."""
-PROFILING = "profiling"
-"""The time that the profiler takes besides the recorded phases: to begin, and to write."""
 
 
 class Timeline:
@@ -29,12 +28,13 @@ class Timeline:
 
     def __init__(self, folder: Path | None, steps: int, step: int, source: Path | None) -> None:
         self._lines = JsonLines(folder / NAME) if folder is not None else None
-        self._phase, self._step = "", step
+        self._phase: Phase | None = None
+        self._step = step
         self._since = time.perf_counter()
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[Phase, float] = {}
         self._write("start", steps=steps, source=None if source is None else source.name)
 
-    def at(self, phase: str, step: int) -> None:
+    def at(self, phase: Phase | None, step: int) -> None:
         """Begin `phase` of step `step`, from 1."""
         now = time.perf_counter()
         ended, passed, self._since = self._phase, now - self._since, now
@@ -42,17 +42,17 @@ class Timeline:
             self._write(ALONE[ended], seconds=passed)
         elif ended:
             self._seconds[ended] = self._seconds.get(ended, 0.0) + passed
-        if ended == "logging":
+        if ended is Phase.LOGGING:
             self._write("logged", seconds=self._seconds)
             self._seconds = {}
-        self._phase, self._step = phase, step - (phase in ("waiting for data", "training"))
+        self._phase, self._step = phase, step - (phase in (Phase.WAITING, Phase.TRAINING))
 
     def __enter__(self) -> Timeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         if kind is None:
-            self.at("", self._step)
+            self.at(None, self._step)
         with nullcontext() if kind is None else suppress(DiskError):  # the original error is reported, not this one
             self._write("end", error=None if kind is None else kind.__name__)
         if self._lines is not None:

@@ -9,6 +9,8 @@ from rich.console import Console as Terminal
 from rich.live import Live
 from rich.text import Text
 
+from trainer.distributed.phase import Phase
+
 _MOMENT, _BETWEEN = 2.0, 10.0
 """Seconds after which a phase has a line without a terminal, and seconds between such lines."""
 UNSEEN = Terminal(quiet=True)
@@ -42,14 +44,14 @@ class Signs:
             self._terminal.print(Text(self._phase), soft_wrap=True)
         self._show()
 
-    def at_step(self, step: int, steps: int, phase: str) -> None:
+    def at_step(self, step: int, steps: int, phase: Phase) -> None:
         """Begin a phase of the loop; without a terminal, the display ends with the first step."""
         if self._closed.is_set() or self._terminal.quiet:
             return
         if self._terminal.is_terminal:
             self._phase, self._begun = f"step {step}/{steps}, {phase}", time.monotonic()
             self._show()
-        elif step != (self._first or step) or phase not in ("waiting for data", "training"):
+        elif step != (self._first or step) or phase not in (Phase.WAITING, Phase.TRAINING):
             self._phase = ""
         self._first = self._first or step
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
-from trainer.run.timeline import PROFILE, PROFILING, TRACE
+from trainer.distributed.phase import Phase
+from trainer.run.timeline import ALONE, PROFILE, TRACE
 from trainer.tools.report.run_record import MOST, Row, RunRecord, finite, number
 from trainer.tools.report.style import (
     BLUE,
@@ -30,7 +31,8 @@ from trainer.tools.report.style import (
 
 NEVER = "The run has logged no step yet."
 PHASES = {
-    "waiting for data": OCHRE, "training": BLUE, "logging": MUTED, "evaluating": TEAL, "saving": VIOLET, PROFILING: SKY,
+    Phase.WAITING: OCHRE, Phase.TRAINING: BLUE, Phase.LOGGING: MUTED,
+    Phase.EVALUATING: TEAL, Phase.SAVING: VIOLET, Phase.PROFILING: SKY,
 }  # fmt: skip
 """The phases of a step, in their order, and their colours."""
 ACCURACIES = {"evaluation_accuracy": "held-out accuracy", "evaluation_accuracy_top5": "held-out top-5 accuracy"}
@@ -119,7 +121,7 @@ def times(record: RunRecord) -> Section:
         return Section(key, title, f"The run recorded no phases (timeline.jsonl).{known}")
     made, (above, below) = figure(4.2, 2, height_ratios=(0.6, 2.4))
     _split_bar(above, _whole(record))
-    names = [name for name in PHASES if name != PROFILING and any(name in phases for _, phases in intervals)]
+    names = [name for name in PHASES if name is not Phase.PROFILING and any(name in phases for _, phases in intervals)]
     shown_twice = [intervals[0], *intervals]  # the first interval begins at the start of the run
     series = [[1000 * phases.get(name, 0.0) for _, phases in shown_twice] for name in names]
     colours = [PHASES[name] for name in names]
@@ -216,7 +218,7 @@ def _whole(record: RunRecord) -> dict[str, float]:
 
 def _phases(row: Row) -> list[tuple[str, float]]:
     """Return the phases in a line of the timeline, with their seconds."""
-    alone = {"evaluated": "evaluating", "saved": "saving"}.get(row["event"])
+    alone = {event: phase for phase, event in ALONE.items()}.get(row["event"])
     given = {alone: row.get("seconds")} if alone else row.get("seconds")
     named = given if isinstance(given, dict) else {}
     return [(name, passed) for name in named if name in PHASES and math.isfinite(passed := number(named, name))]
