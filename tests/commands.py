@@ -20,7 +20,7 @@ from tests import warm
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 TRAIN = str(ROOT / "launch" / "train.py")
-LAUNCHERS = ("deepspeed", "torchrun", "accelerate")
+SCRIPTS = ("deepspeed", "torchrun", "accelerate", "meshloom")
 PROGRESS = re.compile(r"^step \d+")
 
 
@@ -91,7 +91,7 @@ def start(*command: str | Path, cold: bool = False, **environment: str) -> subpr
     """Scripts of Python and launchers start warm (tests/warm.py), but not `cold` and not with modules of their own."""
     inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     words = list(map(str, command))
-    if words[0] in LAUNCHERS:
+    if words[0] in SCRIPTS:
         words = [sys.executable, str(BIN / words[0]), *words[1:]]
     usual = environment.get("PYTHONPATH", str(ROOT)) == str(ROOT)
     if not cold and usual and words[0] == sys.executable and words[1] not in ("-c", "-m"):

@@ -1,4 +1,4 @@
-"""`launch/checkpoint.py`: what a person asks of a folder of checkpoints."""
+"""`meshloom checkpoint`: what a person asks of a folder of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint_pieces import ALONE, STATE, live, model_files
-from tests.commands import ROOT, Result, run
+from tests.commands import Result, run
 from trainer.checkpoint import export, save
 
 LAYOUT = {"pipeline": 2, "replicate": 1, "shard": 4, "tensor": 1, "zero_stage": 3}
@@ -27,7 +27,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def ask(command: str, path: Path) -> Result:
-    return run(sys.executable, ROOT / "launch" / "checkpoint.py", command, path)
+    return run("meshloom", "checkpoint", command, path)
 
 
 def test_list(directory):
@@ -48,9 +48,10 @@ def test_what_is_left_over_is_listed(directory):
 
 @pytest.mark.parametrize("command", ["list", "verify", "show"])
 def test_torch_is_not_waited_for(directory, command):
-    arguments = [str(ROOT / "launch" / "checkpoint.py"), command, str(directory)]
+    arguments = ["meshloom", "checkpoint", command, str(directory)]
     code = (
-        f"import runpy, sys; sys.argv = {arguments!r}; sys.exit = print; runpy.run_path(sys.argv[0], None, '__main__')"
+        f"import runpy, sys; sys.argv = {arguments!r}; sys.exit = print; "
+        "runpy.run_module('trainer.command', run_name='__main__')"
     )
     result = run(sys.executable, "-c", f"{code}; assert not {{'torch', 'numpy', 'transformers'}} & set(sys.modules)")
     assert result.code == 0, result.output

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import BIN, LAUNCHERS, ROOT, run, write_job
+from tests.commands import ROOT, SCRIPTS, run, write_job
 
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3?|deepspeed|torchrun|accelerate|meshloom) +[^\s=|&>,.]")
 TRAIN = "launch/train.py --config"
@@ -64,7 +64,7 @@ FULL = "trainer.activation_checkpointing=full"
 LAYOUTS = "torchrun --nproc-per-node 2 benchmarks/layouts.py"
 STEPS = "benchmarks/step_time.py --smoke"
 PREPARATION = "python benchmarks/preparation.py"
-CHECKPOINT = "python launch/checkpoint.py"
+CHECKPOINT = "meshloom checkpoint"
 OWN = "trainer.model.name_or_path={run}/final trainer.model.config=null trainer.data.path={text}"
 SHORT = "trainer.data.sequence_length=16 trainer.run.folder={out} trainer.epochs=0.1"
 
@@ -304,12 +304,12 @@ def test_it_runs(request: pytest.FixtureRequest, places: dict[str, str], tmp_pat
     if "{run}" in form:
         values["run"] = request.getfixturevalue("trained")
     words = shlex.split(re.sub(r"\{(\w+)\}", lambda match: values[match[1]], form))
-    first = {"python": [sys.executable], "meshloom": [sys.executable, str(BIN / "meshloom")]}
+    first = {"python": [sys.executable]}
     if "{job}" in form or "{tiny}" in form:
         words.append(f"trainer.run.folder={tmp_path}")
     before = state_of_results()
     result = run(*first.get(words[0], [words[0]]), *words[1:], timeout=800, cold=form.startswith(CHEAP))
-    assert words[0] in LAUNCHERS or words[0] in first
+    assert words[0] in SCRIPTS or words[0] in first
     assert result.code == 0, result.output[-4000:]
     assert state_of_results() == before, "a smallest form writes nothing into the tree"
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.commands import ROOT, Result, run, train, write_job
+from tests.commands import Result, run, train, write_job
 from tests.pool import Pools
 from trainer.errors import ConfigError, DataError
 from trainer.state import MASTER, WEIGHT
@@ -143,7 +142,7 @@ def test_weights_that_differ_from_their_masters_are_refused(tmp_path: Path, pool
 
 
 def ask(*arguments: str | Path) -> Result:
-    return run(sys.executable, ROOT / "launch" / "checkpoint.py", "import", *arguments)
+    return run("meshloom", "checkpoint", "import", *arguments)
 
 
 def test_a_run_goes_on_from_it(tmp_path: Path, pools: Pools) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
-from tests.commands import ROOT, run
+from tests.commands import run
 
 TINY = {
     "model_type": "llama",
@@ -61,9 +60,7 @@ def config(folder: Path, **trainer: Any) -> Path:
 
 
 def plan(folder: Path, *arguments: str, **trainer: Any) -> Any:
-    return run(
-        sys.executable, ROOT / "launch/plan.py", "--config", str(config(folder, **trainer)), *arguments, timeout=120
-    )
+    return run("meshloom", "plan", "--config", str(config(folder, **trainer)), *arguments, timeout=120)
 
 
 def test_it_says_what_each_rank_takes_and_sends(tmp_path):

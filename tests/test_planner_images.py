@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.commands import ROOT, run
+from tests.commands import run
 from tests.picture_files import write_folder
 from tests.planned import assert_as_planned, planned, subject_of
 from tests.training import Case, layout_of
@@ -114,7 +113,7 @@ def config_of(folder: Path, name: str, **trainer: Any) -> Path:
 
 
 def plan(path: Path, *arguments: str) -> Any:
-    return run(sys.executable, ROOT / "launch/plan.py", "--config", path, "--gpus", "2", *arguments, timeout=200)
+    return run("meshloom", "plan", "--config", path, "--gpus", "2", *arguments, timeout=200)
 
 
 @pytest.mark.parametrize("where", ["by its name", "as the config says", "as it is"])

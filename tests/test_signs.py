@@ -193,7 +193,7 @@ def test_a_compiler_that_is_not_there_is_named_before_the_data_is_prepared(tmp_p
     assert not (tmp_path / "meshloom").exists()  # no data
     looked = run(sys.executable, TRAIN, "--config", job, "--processes", "1", "--dry-run", **environment)
     assert looked.code == 0, looked.output
-    plan = (sys.executable, ROOT / "launch" / "plan.py", "--config", job, "--gpus", "2")
+    plan = ("meshloom", "plan", "--config", job, "--gpus", "2")
     planned = run(*plan, **environment)
     assert planned.code == 0, planned.output
 

@@ -1,4 +1,4 @@
-"""`meshloom checkpoint`, which is also `launch/checkpoint.py`."""
+"""`meshloom checkpoint`: lists, verifies, shows and imports checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshloom plan`, which is also `launch/plan.py`: the memory, traffic and time of a run, without a GPU."""
+"""`meshloom plan`: the memory, traffic and time of a run, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshloom report RUN`, which is also `launch/report.py`: a run's folder as one HTML page."""
+"""`meshloom report RUN`: a run's folder as one HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshloom status RUN`, which is also `launch/status.py`: the state of a run, read without touching it."""
+"""`meshloom status RUN`: the state of a run, read without touching it."""
 
 from __future__ import annotations
 

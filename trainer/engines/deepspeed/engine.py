@@ -194,13 +194,8 @@ class DeepSpeedEngine:
             loss_sum = self._runner.train(micro_batches, Step(seed, scale, lambda: self._before_update(observe)))
         scale()  # otherwise only the last pipeline stage waits for it
         norm = self._norm if self._own_norm else engine.get_global_grad_norm()
-        return Metrics(
-            loss_sum=loss_sum,
-            targets=targets,
-            gradient_norm=torch.as_tensor(norm),
-            skipped=bool(getattr(engine.optimizer, "overflow", False)),
-            group=group,
-        )
+        skipped = bool(getattr(engine.optimizer, "overflow", False))
+        return Metrics(loss_sum, targets, torch.as_tensor(norm), skipped=skipped, group=group)
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         return evaluated(self.job.task, self._mesh, self._runner.evaluate, micro_batches)

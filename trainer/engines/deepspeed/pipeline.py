@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from trainer.engines.deepspeed.config import DTYPES
@@ -72,6 +73,12 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
         )
     tied = {f"model.{name}" for name in job.spec.tied.values()}
     pair = ends(mesh) if tied else None
+
+    def equalise() -> None:
+        """Copy tied tables to the last stage, which sums data ranks in another order."""
+        for parameter in copies:
+            dist.broadcast(parameter.data, group=pair, group_src=0)
+
     held = {name: p for name, p in stage.named_parameters() if name in tied and p.requires_grad}
     copies = [held[name] for name in on_both(pair, held)]
     for parameter in copies:
@@ -85,14 +92,14 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
     module.get_tied_weights_and_groups = lambda: [
         (SimpleNamespace(grad=vars(p)["grad_accum"]) if kept_apart else p, pair) for p in copies
     ]
-    return PipelinedStep(engine, layer, job, mesh, blank[0], note)
+    return PipelinedStep(engine, layer, job, mesh, blank[0], note, equalise)
 
 
 def _check_learns(stage: Stage, rank: int, spec: ModelSpec) -> None:
     if not any(parameter.requires_grad for parameter in stage.parameters()):
-        seen = f"pipeline stage {rank} is frozen as a whole"
+        place, seen = f"engine deepspeed: {spec.name}", f"pipeline stage {rank} is frozen as a whole"
         expected = "something to learn in each stage: DeepSpeed makes no optimizer of nothing"
-        raise ConfigError(Problem(f"engine deepspeed: {spec.name}", seen, expected, 'Set trainer.engine to "mesh".'))
+        raise ConfigError(Problem(place, seen, expected, 'Set trainer.engine to "mesh".'))
 
 
 class _StageLayer(nn.Module):
@@ -127,6 +134,7 @@ class PipelinedStep:
         mesh: ParallelMesh,
         blank: tuple[nn.Module, ModelSpec],
         note: str,
+        equalise: Callable[[], None],
     ) -> None:
         self.engine = engine
         self.blank = blank
@@ -137,8 +145,8 @@ class PipelinedStep:
         self._layer = layer
         self._task = job.task
         self._shape: tuple[int, ...] | None = None
-        self._without_gradients = PipelineRun([layer.stage], job.task, mesh, job.machine.device)
-        self._update = engine._take_model_step
+        self.evaluate = PipelineRun([layer.stage], job.task, mesh, job.machine.device).evaluate
+        self._update, self._equalise = engine._take_model_step, equalise
         self._nothing = torch.zeros((), device=job.machine.device)
 
     def train(self, micro_batches: Sequence[Batch], step: Step) -> torch.Tensor:
@@ -151,10 +159,8 @@ class PipelinedStep:
         def update(options: Any) -> None:
             step.before_update()
             self._update(options)
+            self._equalise()
 
         self.engine._take_model_step = update
         self.engine.train_batch(repeat((self._nothing, self._nothing)))
         return self.engine.total_loss / step.scale() if self.engine.is_last_stage() else self._nothing.clone()
-
-    def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        return self._without_gradients.evaluate(micro_batches)
