@@ -34,9 +34,9 @@ from safetensors.torch import load_file, save_file
 from trainer import checkpoint
 from trainer.distributed.ranks import Ranks
 from trainer.optim.lr_schedules import Update
-from trainer.run.world import world_of
 from trainer.state import RunState
 from trainer.storage import flush
+from trainer.supervise.world import world_of
 
 
 class Arms:

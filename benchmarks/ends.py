@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.soak import KINDS, LAUNCHERS, Soak, steps
 from tests.commands import write_job
 from tests.marked import ended, sweep
-from trainer.distributed.phase import Phase
-from trainer.distributed.watch import Watch
+from trainer.supervise.phase import Phase
+from trainer.supervise.watch import Watch
 
 BLOCK = WARM_UP = int(os.environ.get("ENDS_BLOCK", 200))
 """Steps: of a block, which takes longer than the second between two beats; and before the first."""
@@ -91,7 +91,7 @@ def as_rank(arguments: list[str]) -> int:
 
     from trainer.command.train import main
 
-    with patch("trainer.run.ending.Watch", Alternating):
+    with patch("trainer.supervise.ending.Watch", Alternating):
         return main(arguments, "benchmarks/ends.py")
 
 

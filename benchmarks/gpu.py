@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from trainer.command.processes import gpu_count
-from trainer.run.world import environment_of, free_port, world_of
+from trainer.supervise.world import environment_of, free_port, world_of
 
 LLAMA = {"model_type": "llama", "rope_theta": 500000.0, "max_position_embeddings": 8192}
 SHAPES: dict[str, dict[str, Any]] = {

@@ -36,7 +36,7 @@ from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.models.classifiers import Classifier
 from trainer.optim.lr_schedules import Update
 from trainer.run.images import spec_of
-from trainer.run.world import environment_of, free_port
+from trainer.supervise.world import environment_of, free_port
 from trainer.tasks.image_classification import ImageClassification
 
 CPU = torch.device("cpu")

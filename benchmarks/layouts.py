@@ -51,7 +51,7 @@ from trainer.layout import Layout, Recompute
 from trainer.models import huggingface
 from trainer.models.materialise import materialise
 from trainer.optim.lr_schedules import Update
-from trainer.run.world import environment_of, free_port, world_of
+from trainer.supervise.world import environment_of, free_port, world_of
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.task import Batch, ModelWithLoss
 

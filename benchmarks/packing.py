@@ -33,7 +33,7 @@ from trainer.engines.torch import mesh
 from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.models import huggingface
 from trainer.optim.lr_schedules import Update
-from trainer.run.world import environment_of, free_port
+from trainer.supervise.world import environment_of, free_port
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.task import IGNORED
 

@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT))
 from tests.commands import TRAIN
 from tests.commands import start as started
 from tests.marked import MARK, processes, ranks, sweep
-from trainer.run.world import free_port
+from trainer.supervise.world import free_port
 
 LOG = ROOT / "benchmarks" / "results" / "soak.jsonl"
 STEPS, EVERY = 60, 5

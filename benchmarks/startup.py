@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.run.world import environment_of, free_port
+from trainer.supervise.world import environment_of, free_port
 
 MODEL = {
     "model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6,

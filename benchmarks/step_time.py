@@ -35,7 +35,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from trainer.command.output import Output
 from trainer.data.loader import BatchLoader
 from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Job, Machine
@@ -45,8 +44,9 @@ from trainer.models.materialise import materialise
 from trainer.optim.lr_schedules import schedule_of
 from trainer.run.loop import Hooks, LoopPlan, train
 from trainer.run.metrics import Meter
-from trainer.run.world import environment_of, free_port, world_of
 from trainer.state import RunState
+from trainer.supervise.output import Output
+from trainer.supervise.world import environment_of, free_port, world_of
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.task import ModelWithLoss
 from trainer.trackers import JsonLines

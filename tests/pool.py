@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tests.warm import PRELOADED
-from trainer.run.world import environment_of, free_port
+from trainer.supervise.world import environment_of, free_port
 
 
 class Pools:
@@ -108,7 +108,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, backend: str
     import torch
 
     torch.set_num_threads(1)
-    from trainer.run.process import place_for_operators
+    from trainer.supervise.process import place_for_operators
 
     place_for_operators()
     device = None

@@ -16,12 +16,13 @@ from rich.console import Console
 
 from tests.test_data_samples import options, tokenizer, write_rows
 from trainer.data import digest, prepare
-from trainer.data.cache import cached_folder, private_folder
+from trainer.data.cache import cached_folder
 from trainer.data.encode import Tokenising
 from trainer.data.prepare import open_data
 from trainer.data.progress import Progress
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError
+from trainer.storage import private_folder
 
 FORK = multiprocessing.get_context("fork")
 NOBODY = 65534

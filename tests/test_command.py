@@ -224,7 +224,7 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
     script = tmp_path / "dying.py"
     script.write_text(DYING.format(root=str(ROOT), train=TRAIN))
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.command.launcher import start; "
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.supervise.launcher import start; "
         f"sys.executable = {str(warm.PYTHON)!r}; sys.exit(start(2, [{str(script)!r}, '--config', {str(job)!r}]))"
     )
     result = run(sys.executable, "-c", code, timeout=300, **{warm.SOCKET: warm_server()})
@@ -438,8 +438,8 @@ def test_missing_optimizer_state_is_an_error_unless_only_weights_are_wanted(tmp_
 
 def test_a_running_run_is_refused(tmp_path):
     job = cut_off(tmp_path)
-    from trainer.run import status
     from trainer.run.resume import hold
+    from trainer.supervise import status
 
     held = hold(tmp_path / "runs" / "job")
     assert held is not None

@@ -15,8 +15,8 @@ import pytest
 from tests.commands import ROOT, TRAIN, start, write_job
 from tests.marked import MARK, ended, processes, ranks, sweep
 from trainer.checkpoint import newest
-from trainer.run.notes import Notes
-from trainer.run.world import free_port, is_launcher
+from trainer.supervise.notes import Notes
+from trainer.supervise.world import free_port, is_launcher
 
 COMMANDS = {
     "meshloom": ("python", TRAIN, "--processes", "2"),

@@ -64,7 +64,7 @@ def job_in(folder: Path, asynchronous: bool = False) -> Path:
 def command(folder: Path, job: Path, code: str = "", does: str = TRAIN) -> list[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT.format(root=str(ROOT), train=does, folder=str(folder), code=code))
-    launch = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.command.launcher import start; "
+    launch = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.supervise.launcher import start; "
     if code != PHASES["imports"]:
         launch += f"sys.executable = {str(warm.PYTHON)!r}; "
     launch += f"sys.exit(start(2, {[str(script), '--config', str(job)]!r}))"
@@ -158,7 +158,7 @@ def test_a_signal_in_each_phase(
 
 
 OTHER_SIGNALS = """
-import signal, time, trainer.run.signals as m
+import signal, time, trainer.supervise.signals as m
 m.PATIENCE_SECONDS = 0.1
 signals = m.StopSignals()
 heard = []

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.commands import ROOT, run
-from trainer.run import status
+from trainer.supervise import status
 
 RANK = """
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from trainer.run.notes import notes_of
+from trainer.supervise.notes import notes_of
 rank, notes = int(os.environ["RANK"]), notes_of(os.environ)
 notes.write_place(rank, "step 3, saving")
 if rank == 0:
@@ -78,7 +78,7 @@ def test_the_cause_is_named_whatever_ends_first(
     tmp_path: Path, first: str, later: float, second: str, code: int, last: str
 ) -> None:
     rank = RANK.format(root=str(ROOT), first=first, later=later, second=second, folder=str(tmp_path))
-    launch = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.command.launcher import start; "
+    launch = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.supervise.launcher import start; "
     result = run(sys.executable, "-c", f"{launch}sys.exit(start(2, ['-c', {rank!r}]))", timeout=60)
     assert result.code == code, result.output
     assert re.match(last, result.output.splitlines()[-1]), result.output
@@ -102,7 +102,7 @@ def test_forked_ranks_end_like_those_that_are_started(
     """As `meshloom verify` has them; and each is a session of its own, with its own rank."""
     rank = RANK.format(root=str(ROOT), first=first, later=0.5, second=second, folder=str(tmp_path))
     rank = rank.replace("came.touch()", "assert os.getsid(0) == os.getpid(); came.touch()")
-    launch = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.command.launcher import start; "
+    launch = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.supervise.launcher import start; "
     result = run(sys.executable, "-c", f"{launch}sys.exit(start(2, lambda: exec({rank!r}, {{}})))", timeout=60)
     assert result.code == code, result.output
     assert re.match(last, result.output.splitlines()[-1]), result.output

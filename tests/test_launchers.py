@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import BIN, ROOT, TRAIN, Result, agents, losses, metrics, run, sample_ids, train, write_job
-from trainer.run.world import free_port
+from trainer.supervise.world import free_port
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ THREADS = """
 import os, sys
 sys.path.insert(0, {root!r})
 os.sched_getaffinity = lambda _: range(8)
-from trainer.run.process import share_of_cores
+from trainer.supervise.process import share_of_cores
 import torch
 note = share_of_cores(2)
 print(os.environ["RANK"], os.environ["OMP_NUM_THREADS"], torch.get_num_threads(), note, flush=True)

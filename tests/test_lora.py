@@ -76,7 +76,7 @@ def write_base(folder: Path, seed: int = 0, **changes: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from trainer.data.tokenizer import embedded_tokenizer
-    from trainer.run.process import cache_folder
+    from trainer.supervise.process import cache_folder
 
     torch.manual_seed(seed)
     values = {**UNTIED, "vocab_size": 4096, "initializer_range": 0.2, **changes}
@@ -106,7 +106,7 @@ def train_here(path: Path, overrides: Sequence[str] = (), resume: str | None = N
     from trainer.errors import MeshloomError
     from trainer.run.resume import Request
     from trainer.run.run import execute
-    from trainer.run.signals import NoSignals
+    from trainer.supervise.signals import NoSignals
 
     with open(os.devnull, "w") as nowhere:
         try:

@@ -16,9 +16,10 @@ from trainer.config import RuntimeFacts, load, resolve
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.layout import layout_of
-from trainer.run import process, run
+from trainer.run import run
 from trainer.run.metrics import Meter
-from trainer.run.world import World
+from trainer.supervise import process
+from trainer.supervise.world import World
 
 
 @pytest.fixture

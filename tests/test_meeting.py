@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run, write_job
-from trainer.distributed import meeting
 from trainer.errors import ConfigError
-from trainer.run.notes import Notes, notes_of
+from trainer.supervise import meeting
+from trainer.supervise.notes import Notes, notes_of
 
 TIMEOUT = datetime.timedelta(seconds=20)
 
@@ -90,7 +90,7 @@ def test_notes_between_a_launcher_and_its_ranks(tmp_path: Path) -> None:
 def test_verify_names_the_rank_that_is_missing(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     script = (
-        "import sys; from trainer.distributed import meeting; meeting.TELL_SECONDS, meeting.MEET_SECONDS = 0.3, 1.0; "
+        "import sys; from trainer.supervise import meeting; meeting.TELL_SECONDS, meeting.MEET_SECONDS = 0.3, 1.0; "
         "from trainer.command.verify import main; sys.exit(main(sys.argv[1:], 'verify'))"
     )
     with socket.socket() as probe:

@@ -23,7 +23,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, MeshloomError
 from trainer.run.resume import Request, choose
 from trainer.run.shared import kept
-from trainer.run.world import free_port
+from trainer.supervise.world import free_port
 
 TRAIN = ROOT / "launch" / "train.py"
 CASES = {

@@ -46,7 +46,7 @@ def test_a_run_refuses_what_its_device_has_no_memory_for(tmp_path, monkeypatch):
 
     from trainer.run.resume import Request
     from trainer.run.run import execute
-    from trainer.run.signals import NoSignals
+    from trainer.supervise.signals import NoSignals
     from trainer.tools.planner import memory_check
 
     monkeypatch.setattr(memory_check, "device_of", lambda machine: replace(SMALL, memory=6 * 2**20))
@@ -68,7 +68,7 @@ def test_the_command_and_the_python_api_hand_the_check_over(tmp_path, monkeypatc
     """A run that is given none checks nothing, and would say nothing of it."""
     import trainer
     from trainer.command import train
-    from trainer.run.world import environment_of
+    from trainer.supervise.world import environment_of
     from trainer.tools.planner.memory_check import check_memory
 
     requests = []

@@ -16,8 +16,9 @@ from tests.commands import write_job
 from trainer.checkpoint import save
 from trainer.config import Config, load
 from trainer.errors import ConfigError, DataError, DiskError
-from trainer.run import resume, status
+from trainer.run import resume
 from trainer.run.resume import Request, choose, hold, refuse_changed
+from trainer.supervise import status
 
 
 @pytest.fixture

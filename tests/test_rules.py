@@ -28,7 +28,7 @@ VAGUE = {"told", "said", "asked", "seen", "mend"}
 FOREIGN = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets")
 DOORS = ("trainer.command", "launch")
 """What may import tools; and `trainer/__init__.py`, the commands in Python."""
-PHASES = "trainer/distributed/phase.py"
+PHASES = "trainer/supervise/phase.py"
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -130,7 +130,7 @@ def phases_as_text(tree: ast.Module) -> Iterator[str]:
 
     In a file that knows the enum, also what is compared, assigned, or in a dictionary, whatever the words beside it.
     """
-    from trainer.distributed.phase import Phase
+    from trainer.supervise.phase import Phase
 
     held = ast.Compare | ast.Assign | ast.AnnAssign | ast.Dict | ast.Subscript | ast.Return | ast.arguments
     knows = any(

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from trainer.distributed.meeting import session
 from trainer.errors import ConfigError
+from trainer.supervise.meeting import session
 
 
 def meet(store: dist.TCPStore, ranks: list[int], world_size: int, patience: float = 20.0) -> list[dist.PrefixStore]:

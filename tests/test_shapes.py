@@ -15,7 +15,7 @@ from trainer.config import Config, RuntimeFacts, load, resolve
 from trainer.engines import select
 from trainer.errors import ConfigError
 from trainer.layout import Layout, layout_of
-from trainer.run.world import free_port
+from trainer.supervise.world import free_port
 
 SHIPPED = sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))
 CUT = {"megatron_3d": 4, "pipeline_zero1": 2, "pipeline_zero2": 2, "pipeline_zero3": 2, "tensor_zero2": 2}

@@ -29,9 +29,11 @@ from trainer.engines import Machine
 from trainer.engines.deepspeed.engine import KIND
 from trainer.engines.deepspeed.operators import OF_OPTIMIZERS, announce, check_compiler
 from trainer.errors import ConfigError
-from trainer.run.process import place_for_operators
 from trainer.run.run import _stragglers_unseen
-from trainer.trackers import Console, Signs, signs
+from trainer.supervise import signs
+from trainer.supervise.process import place_for_operators
+from trainer.supervise.signs import Signs
+from trainer.trackers import Console
 
 
 def until(told: io.StringIO, lines: int) -> list[str]:

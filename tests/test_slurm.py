@@ -16,7 +16,7 @@ import pytest
 
 from tests import warm
 from tests.commands import BIN, ROOT, warm_server, write_job
-from trainer.run.world import World, first_host, from_slurm, world_of
+from trainer.supervise.world import World, first_host, from_slurm, world_of
 
 SRUN = """#!{python} -S
 import json, os, signal, subprocess, sys, time

@@ -25,11 +25,11 @@ from tests import warm
 from tests.commands import ROOT, run, warm_server, write_job
 from tests.test_interrupted import command, environment, nothing_left
 from trainer.data.progress import Progress
-from trainer.distributed import watch as watching
-from trainer.distributed.meeting import reach, serve
-from trainer.distributed.phase import Phase
-from trainer.distributed.stall import Beat, behind, diagnosis, elsewhere, straggler
-from trainer.distributed.watch import Watch
+from trainer.supervise import watch as watching
+from trainer.supervise.meeting import reach, serve
+from trainer.supervise.phase import Phase
+from trainer.supervise.stall import Beat, behind, diagnosis, elsewhere, straggler
+from trainer.supervise.watch import Watch
 
 AT_STEP_3 = """
 import trainer.engines.torch.engine as m
@@ -41,7 +41,7 @@ def step(self, number, *rest):
 m.TorchEngine.step = step
 """
 SLOW = """
-import trainer.distributed.watch as w, trainer.engines.torch.engine as m
+import trainer.supervise.watch as w, trainer.engines.torch.engine as m
 w.SAMPLES, w.BEAT_SECONDS = 10, 0.2  # many in the six seconds for which it sleeps, however fast the rest is
 real = m.TorchEngine.step
 def step(*given):
@@ -71,7 +71,7 @@ STANDS = {
     ),
     "a stopped rank": (AT_STEP_3.format(rank=1, what=STOP), RANK_1 + r"is stopped \(SIGSTOP\)"),
     "a stopped first rank": (  # before any beat
-        "import trainer.distributed.watch as w; w.BEAT_SECONDS = 4.0" + AT_STEP_3.format(rank=0, what=STOP),
+        "import trainer.supervise.watch as w; w.BEAT_SECONDS = 4.0" + AT_STEP_3.format(rank=0, what=STOP),
         r"rank 0 on HOST \(process \d+\) is stopped \(SIGSTOP\)",
     ),
     "an endless read": (IN_DATA, RANK_1 + r"is behind, at step \d, waiting for data"),
@@ -105,7 +105,7 @@ def test_what_holds_a_run_is_named(tmp_path: Path, cache: Path, reason: str) -> 
 
 def test_what_holds_a_certificate_is_named(tmp_path: Path, cache: Path) -> None:
     code, expected = STANDS["another collective"]
-    code = f"import trainer.distributed.watch as w; w.LEAST_SECONDS = 3.0\n{code}"
+    code = f"import trainer.supervise.watch as w; w.LEAST_SECONDS = 3.0\n{code}"
     verify = command(tmp_path, job(tmp_path), code, str(ROOT / "launch" / "verify.py"))
     result = run(*verify, timeout=120, **environment(cache))
     assert result.code == 77, result.output
@@ -164,7 +164,7 @@ def test_a_rank_that_leaves_with_0_before_the_run_is_over_is_named(tmp_path: Pat
 
 
 STUCK = """
-import trainer.run.ending as m  # as where the folder's file system hangs
+import trainer.supervise.ending as m  # as where the folder's file system hangs
 real = m.Ending.beat
 m.Ending.beat = lambda self, seen: time.sleep(600) if "ended" in seen and rank in {ranks} else real(self, seen)
 """
@@ -173,7 +173,7 @@ m.Ending.beat = lambda self, seen: time.sleep(600) if "ended" in seen and rank i
 @pytest.mark.parametrize("ranks", ["(1,)", "(0, 1)"])
 def test_a_rank_that_does_not_end_after_the_run_is_named_and_killed(tmp_path: Path, cache: Path, ranks: str) -> None:
     words = command(tmp_path, job(tmp_path), STUCK.format(ranks=ranks))
-    words[2] = f"import trainer.command.launcher as l; l.LEAVE_SECONDS = 3.0; {words[2]}"
+    words[2] = f"import trainer.supervise.launcher as l; l.LEAVE_SECONDS = 3.0; {words[2]}"
     result = run(*words, timeout=120, **environment(cache))
     assert result.code == 77, result.output
     where = rf"stalled: rank [01] on {re.escape(HERE)} \(process \d+, step \d, leaving\) had not ended 3 s after"
@@ -280,7 +280,7 @@ SERVES = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 from datetime import timedelta
-from trainer.distributed.meeting import serve
+from trainer.supervise.meeting import serve
 store = serve("127.0.0.1", 0, timedelta(seconds=20))
 print(os.getpid(), store.port, flush=True)
 time.sleep(600)

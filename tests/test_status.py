@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from trainer.command.status import main
-from trainer.distributed.stall import Beat
-from trainer.run import status
-from trainer.run.ending import Ending
-from trainer.run.world import World
+from trainer.supervise import status
+from trainer.supervise.ending import Ending
+from trainer.supervise.stall import Beat
+from trainer.supervise.world import World
 
 RUNS: dict[str, Any] = {
     "host": socket.gethostname(), "process": os.getpid(), "phase": "training", "step": 120, "still": 2.2, "busy": None,

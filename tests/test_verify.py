@@ -18,7 +18,7 @@ from tests.pool import machine_here
 from tests.training import GPT2
 from trainer.certify.small import shrink, smallest_world
 from trainer.errors import ConfigError
-from trainer.run.world import environment_of, free_port
+from trainer.supervise.world import environment_of, free_port
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 

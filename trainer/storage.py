@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,6 +132,16 @@ def flush(path: Path) -> None:
 def _free(path: Path) -> str:
     existing = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
     return size(shutil.disk_usage(existing).free)
+
+
+def private_folder() -> Path:
+    """Return this user's own folder among temporary files. Raises PermissionError if someone else owns it."""
+    folder = Path(tempfile.gettempdir(), f"meshloom-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, f"{folder} is not this user's own", str(folder))
+    return folder
 
 
 class Unfailing:

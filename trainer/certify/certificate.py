@@ -30,7 +30,6 @@ from trainer.certify.samples import Documents
 from trainer.certify.small import CLIPPED_STEPS, UNKNOWN_STEPS, Small, clipping
 from trainer.config import TrainerSection
 from trainer.data.source import PreparedSource
-from trainer.distributed.phase import Phase
 from trainer.engines import Machine
 from trainer.models import huggingface
 from trainer.models.checks import Alone
@@ -39,6 +38,7 @@ from trainer.models.spec import ModelSpec, Weights
 from trainer.parallel.checks import checked
 from trainer.run.describe import versions
 from trainer.run.subject import amended
+from trainer.supervise.phase import Phase
 from trainer.tasks.causal_lm import CausalLM
 
 

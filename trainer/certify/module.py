@@ -28,9 +28,9 @@ from trainer.errors import ConfigError, DataError, Problem
 from trainer.models.checks import Alone, observe_draws, tiny
 from trainer.models.spec import ModelSpec
 from trainer.parallel.checks import checked
-from trainer.run.process import join
 from trainer.run.subject import Given, Subject, own_module
-from trainer.run.world import world_of
+from trainer.supervise.process import join
+from trainer.supervise.world import world_of
 from trainer.tasks.image_classification import TOP
 
 LARGEST = 50_000_000

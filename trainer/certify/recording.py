@@ -20,7 +20,6 @@ from trainer.certify.rounding import Rounded, measured
 from trainer.certify.small import PROBE_RATE, Small
 from trainer.data.loader import BatchLoader
 from trainer.data.source import Source
-from trainer.distributed.phase import Phase
 from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Engine, EngineKind, Job, Metrics
 from trainer.engines.engine import Machine, Observer
@@ -30,6 +29,7 @@ from trainer.optim.lr_schedules import LRSchedule, Update, schedule_of
 from trainer.run.evaluate import HeldOut, held_out_loss
 from trainer.run.loop import Hooks, LoopPlan, train
 from trainer.state import RunState
+from trainer.supervise.phase import Phase
 from trainer.tasks import cross_entropy
 from trainer.tasks.task import Batch, Task
 

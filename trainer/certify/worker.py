@@ -15,13 +15,13 @@ from trainer.certify.certificate import certify, table, write
 from trainer.certify.images import certify_images
 from trainer.certify.module import met
 from trainer.certify.small import Small
-from trainer.distributed.phase import Phase
 from trainer.errors import ConfigError, MeshloomError, Problem
-from trainer.run.ending import Ending, watched
-from trainer.run.notes import notes_of
-from trainer.run.run import Output
 from trainer.run.subject import Given
-from trainer.run.world import World
+from trainer.supervise.ending import Ending, watched
+from trainer.supervise.notes import notes_of
+from trainer.supervise.output import Output
+from trainer.supervise.phase import Phase
+from trainer.supervise.world import World
 
 PASSED, FAILED = 0, 76
 

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str], name: str) -> int:
         if min(options.nodes, options.gpus) < 1:
             seen = f"{options.nodes} nodes of {options.gpus} devices"
             raise ConfigError(Problem("--nodes, --gpus", seen, "at least one of each"))
-        from trainer.run.process import unheard
+        from trainer.supervise.process import unheard
 
         terminal = unheard()
         with _sign_of_life():

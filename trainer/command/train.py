@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from trainer.command.launcher import start
 from trainer.command.processes import drop_accelerate, gpu_count
-from trainer.run.notes import notes_of
-from trainer.run.world import World, environment_of, free_port, missing_hostfile, world_of
+from trainer.supervise.launcher import start
+from trainer.supervise.notes import notes_of
+from trainer.supervise.world import World, environment_of, free_port, missing_hostfile, world_of
 
 EPILOG = """
 any key of the config can be overridden:
@@ -73,7 +73,7 @@ class ShowEngines(argparse.Action):
 def main(arguments: Sequence[str], name: str) -> int:
     """Run the command `name`; returns its exit code."""
     from trainer.errors import MeshloomError
-    from trainer.run.signals import StopSignals
+    from trainer.supervise.signals import StopSignals
 
     terminal = os.dup(2)
     try:
@@ -102,7 +102,7 @@ def command(options: argparse.Namespace, signals) -> int:  # type: ignore[no-unt
 
     if note := drop_accelerate(os.environ):
         config = replace(config, notes=(*config.notes, note))
-    from trainer.command.output import Output
+    from trainer.supervise.output import Output
 
     output = Output(quiet=world.rank != 0)
     output.signs.at("importing PyTorch and transformers")

@@ -11,9 +11,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from trainer.command.launcher import start
 from trainer.command.processes import drop_accelerate, gpu_count, run_command
-from trainer.run.world import environment_of, world_of
+from trainer.supervise.launcher import start
+from trainer.supervise.world import environment_of, world_of
 
 DESCRIPTION = """
 Runs a few steps of a small copy of the config's model under the config's own layout, on CPU processes, and each of them
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str], name: str) -> int:
         fork = partial(run_command, main, arguments, name)
         # CUDA does not work in a process that was forked after its first use
         return start(small.layout.world_size, fork if options.device == "cpu" else sys.orig_argv[1:])
-    from trainer.command.output import Output
+    from trainer.supervise.output import Output
 
     output = Output(quiet=world.rank != 0)
     output.signs.at("importing PyTorch and transformers")

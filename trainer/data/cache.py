@@ -5,10 +5,8 @@ At each use, a folder is compared with the hashes that were written with it; a d
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-import stat
 import tempfile
 import time
 import uuid
@@ -21,7 +19,7 @@ from filelock import FileLock, Timeout
 from trainer.data.progress import QUIET, Progress
 from trainer.data.sealed import flaw, seal
 from trainer.errors import DiskError, Problem
-from trainer.storage import rename_folder
+from trainer.storage import private_folder, rename_folder
 
 _OLD_SECONDS = 7 * 86_400
 """The age in seconds at which an unfinished folder is taken to be abandoned."""
@@ -135,16 +133,6 @@ def _somewhere(cache: Path, work: Callable[[Path], Path], told: Progress) -> Pat
     told.note(f"cache: {seen}: prepared data goes to {private}; XDG_CACHE_HOME names another place")
     with _disk(private):
         return work(private)
-
-
-def private_folder() -> Path:
-    """Return this user's own folder among temporary files. Raises PermissionError if someone else owns it."""
-    folder = Path(tempfile.gettempdir(), f"meshloom-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise PermissionError(errno.EPERM, f"{folder} is not this user's own", str(folder))
-    return folder
 
 
 @contextmanager

@@ -10,33 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.distributed.ranks import Ranks
-from trainer.distributed.watch import NoWatch, Watch
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.optim.lr_schedules import Update
 from trainer.optim.support import No, Recipe
 from trainer.state import StateTensor
+from trainer.supervise.process import Machine
 from trainer.tasks.task import Batch, Task
-from trainer.trackers import Signs
 
 Observer = Callable[[str, torch.Tensor], None]
 """Called with each parameter's Hugging Face name and its whole, unclipped gradient of the step."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The device and the ranks that this process runs on."""
-
-    device: torch.device
-    ranks: Ranks
-    local_world_size: int | None = None
-    """The number of processes on this machine; None in a run of one process."""
-    watch: Watch | NoWatch = field(default_factory=NoWatch)
-    """The watchdog, to which this process reports its phases."""
-    signs: Signs = field(default_factory=Signs)
-    """Shows the user what this process does before the first step."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from trainer import checkpoint
 from trainer.data.loader import StepBatches
-from trainer.distributed.phase import Phase
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Machine, Metrics
 from trainer.models.spec import ModelSpec, given_tensors, stored
@@ -25,8 +24,9 @@ from trainer.run.loop import Hooks
 from trainer.run.metrics import Meter
 from trainer.run.numerics import Skipped
 from trainer.run.prepare import Prepared
-from trainer.run.signals import NoSignals, StopSignals
 from trainer.state import RunState, StateTensor
+from trainer.supervise.phase import Phase
+from trainer.supervise.signals import NoSignals, StopSignals
 from trainer.trackers import Evaluation, Record, SampleLog, Tracker, say
 
 MERGED = "final-merged"

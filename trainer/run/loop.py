@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.data.loader import BatchLoader, StepBatches
-from trainer.distributed.phase import Phase
 from trainer.engines.engine import Engine, Metrics
 from trainer.optim.lr_schedules import LRSchedule, Update
 from trainer.state import RunState
+from trainer.supervise.phase import Phase
 
 
 @dataclass(frozen=True)

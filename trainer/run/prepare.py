@@ -19,8 +19,8 @@ from trainer.models.code import code_of
 from trainer.optim.decay import spared
 from trainer.parallel.checks import checked
 from trainer.run.compose import compose
-from trainer.run.process import has_bf16, share_of_cores
 from trainer.run.subject import Given, Subject, subject_of
+from trainer.supervise.process import has_bf16, share_of_cores
 from trainer.trackers import require
 
 

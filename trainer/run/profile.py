@@ -10,9 +10,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config.sections import ProfileSection
-from trainer.distributed.phase import Phase
 from trainer.run.timeline import PROFILE, TRACE
 from trainer.storage import disk_errors
+from trainer.supervise.phase import Phase
 
 PREFIX = "meshloom: "
 """The beginning of a phase's name in the trace."""

@@ -20,10 +20,10 @@ from trainer.config import Config, leaves
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed, shared
-from trainer.run import status
 from trainer.run.prepare import Prepared
 from trainer.run.shared import check_shared, kept
 from trainer.storage import parse_json, read_file, tail
+from trainer.supervise import status
 
 FINAL, LOCK, ENVIRONMENT = "final", ".lock", "environment.json"
 HELD_SECONDS = 10.0

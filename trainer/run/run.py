@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from rich.text import Text
 from trainer import checkpoint
 from trainer.config import Config, support
 from trainer.data.loader import BatchLoader
-from trainer.distributed.phase import Phase
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Job, Machine
 from trainer.errors import MeshloomError
@@ -40,31 +39,23 @@ from trainer.run.callbacks import (
     write_model_files,
 )
 from trainer.run.devices import peak_of
-from trainer.run.ending import Ending, watched
 from trainer.run.loop import LoopPlan
 from trainer.run.loop import train as loop
 from trainer.run.metrics import Meter
-from trainer.run.notes import notes_of
 from trainer.run.prepare import Prepared, prepare
-from trainer.run.process import join, quiet_libraries
 from trainer.run.profile import StepProfiler
 from trainer.run.resume import Request, Start
-from trainer.run.signals import NoSignals, StopSignals, preempted
 from trainer.run.subject import Given
 from trainer.run.timeline import Timeline
-from trainer.run.world import World, leave_with_launcher, world_of
 from trainer.state import RunState
-from trainer.trackers import Evaluation, Record, Signs, Tracker, open_trackers, say
-
-
-class Output(Protocol):
-    terminal: TextIO
-    console: Console
-    signs: Signs
-
-    def say(self, line: str) -> None: ...
-
-    def log_to(self, path: Path) -> None: ...
+from trainer.supervise.ending import Ending, watched
+from trainer.supervise.notes import notes_of
+from trainer.supervise.output import Output
+from trainer.supervise.phase import Phase
+from trainer.supervise.process import join, quiet_libraries
+from trainer.supervise.signals import NoSignals, StopSignals, preempted
+from trainer.supervise.world import World, leave_with_launcher, world_of
+from trainer.trackers import Evaluation, Record, Tracker, open_trackers, say
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 from trainer.config import Config
 from trainer.errors import ConfigError, MeshloomError, Preempted, Problem, Stalled
-from trainer.run.signals import NoSignals, StopSignals, borrowed, preempted
-from trainer.run.world import environment_of, free_port, leave_with_launcher, world_of
 from trainer.storage import Unfailing
+from trainer.supervise.signals import NoSignals, StopSignals, borrowed, preempted
+from trainer.supervise.world import environment_of, free_port, leave_with_launcher, world_of
 
 if TYPE_CHECKING:
     from trainer.engines import Machine
@@ -139,9 +139,9 @@ def train_given(config: Config, given: Given, request: Request, quiet: bool) -> 
     """Run one rank's share of a run. Collective."""
     from rich.console import Console
 
-    from trainer.run.process import join, quiet_libraries
     from trainer.run.run import execute
-    from trainer.trackers import Signs
+    from trainer.supervise.process import join, quiet_libraries
+    from trainer.supervise.signs import Signs
 
     world = world_of(os.environ)
     assert world is not None
@@ -176,7 +176,7 @@ def watched_in_script(config: Config, machine: Machine) -> Iterator[Machine]:
 
     A process alone waits for nobody and has its user before it, so it is not watched.
     """
-    from trainer.run.ending import watched
+    from trainer.supervise.ending import watched
 
     def stalled(lines: Sequence[str]) -> None:
         machine.signs.close()

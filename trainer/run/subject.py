@@ -36,7 +36,7 @@ from trainer.models.spec import ModelSpec, flops_per_token
 from trainer.models.tuned import tuned
 from trainer.run import images
 from trainer.run.evaluate import beginning, continuation
-from trainer.run.process import cache_folder
+from trainer.supervise.process import cache_folder
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.image_classification import ImageClassification
 from trainer.tasks.supervised import Loss, Supervised

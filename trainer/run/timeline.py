@@ -7,8 +7,8 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 
-from trainer.distributed.phase import Phase
 from trainer.errors import DiskError
+from trainer.supervise.phase import Phase
 from trainer.trackers import JsonLines
 
 NAME, PROFILE, TRACE = "timeline.jsonl", "profile", "trace-rank-0.json.gz"

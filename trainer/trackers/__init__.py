@@ -10,10 +10,9 @@ from rich.console import Console as Terminal
 from trainer.trackers.console import Console, progress_line, say
 from trainer.trackers.jsonl import JsonLines, SampleLog
 from trainer.trackers.services import TRACKERS, require
-from trainer.trackers.signs import Signs
 from trainer.trackers.tracker import Evaluation, Record, Tracker
 
-__all__ = ["TRACKERS", "Console", "Evaluation", "JsonLines", "Record", "SampleLog", "Signs"]
+__all__ = ["TRACKERS", "Console", "Evaluation", "JsonLines", "Record", "SampleLog"]
 __all__ += ["Tracker", "open_trackers", "progress_line", "require", "say"]
 
 

@@ -27,8 +27,8 @@ from trainer.optim.lr_schedules import schedule_of
 from trainer.parallel.checks import check_blocks
 from trainer.run import images
 from trainer.run.compose import Composed, compose
-from trainer.run.process import cache_folder
 from trainer.run.subject import amended
+from trainer.supervise.process import cache_folder
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.image_classification import ImageClassification
 from trainer.tasks.task import Batch, Task

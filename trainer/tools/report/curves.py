@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
-from trainer.distributed.phase import Phase
 from trainer.run.timeline import ALONE, PROFILE, TRACE
+from trainer.supervise.phase import Phase
 from trainer.tools.report.run_record import MOST, Row, RunRecord, finite, number
 from trainer.tools.report.style import (
     BLUE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from trainer.run import status
+from trainer.supervise import status
 from trainer.tools.report.run_record import Row, RunRecord
 from trainer.tools.report.style import BLUE, MUTED, OCHRE, RED, SKY, TEAL, Section, figure, legend_above
 

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from trainer import checkpoint
 from trainer.errors import ConfigError, Problem
-from trainer.run import status, timeline
+from trainer.run import timeline
 from trainer.storage import check_regular, parse_json, read_file
+from trainer.supervise import status
 
 PLAN = "plan.json"
 LONGEST, MOST = 1 << 20, 8192

@@ -18,8 +18,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.distributed.phase import Phase
-from trainer.distributed.stall import Beat, behind, described, diagnosis, is_gone, place, straggler, table, who
+from trainer.supervise.phase import Phase
+from trainer.supervise.stall import Beat, behind, described, diagnosis, is_gone, place, straggler, table, who
 
 FIRST_STEP = 5.0
 """The factor by which the first step may take longer: kernels are compiled and buffers made."""

@@ -13,7 +13,7 @@ from typing import TextIO, cast
 from rich.console import Console
 
 from trainer.storage import Unfailing, disk_errors, opened_at_once
-from trainer.trackers import Signs
+from trainer.supervise.signs import Signs
 
 
 class Output:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.distributed.phase import Phase
+from trainer.supervise.phase import Phase
 
 MOST_LINES = 6
 BUSY, IDLE = 0.8, 0.5

@@ -19,10 +19,10 @@ from types import FrameType
 from typing import NoReturn
 
 from trainer.errors import MeshloomError, Preempted, Stalled
-from trainer.run import status
-from trainer.run.notes import FOLDER, LEAVE_SECONDS, LastWords, Notes
-from trainer.run.signals import StopSignals
-from trainer.run.world import environment_of, free_port
+from trainer.supervise import status
+from trainer.supervise.notes import FOLDER, LEAVE_SECONDS, LastWords, Notes
+from trainer.supervise.signals import StopSignals
+from trainer.supervise.world import environment_of, free_port
 
 GRACE_SECONDS = 2.0
 """Seconds in which the others may end by themselves after one process has failed."""

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.distributed.stall import is_gone
 from trainer.storage import parse_json, read_file
+from trainer.supervise.stall import is_gone
 
 NAME, END = "status.json", "end.json"
 _NUMBER, _MOST = (int, float), 10**12

@@ -16,12 +16,12 @@ from typing import Any, TextIO
 
 from trainer.config import Config
 from trainer.distributed.ranks import Ranks
-from trainer.distributed.stall import who
-from trainer.distributed.watch import Watch
 from trainer.errors import MeshloomError, Stalled, printable
-from trainer.run import status
-from trainer.run.notes import LEAVE_SECONDS, Notes
-from trainer.run.world import World
+from trainer.supervise import status
+from trainer.supervise.notes import LEAVE_SECONDS, Notes
+from trainer.supervise.stall import who
+from trainer.supervise.watch import Watch
+from trainer.supervise.world import World
 
 OTHERS_SECONDS = 4.0
 """Seconds for which a rank that lost its connection waits for the rank that knows why."""

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,31 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import Config
-from trainer.data.cache import private_folder
-from trainer.distributed import meeting
 from trainer.distributed.ranks import Ranks
-from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem
-from trainer.run.notes import notes_of
-from trainer.run.world import World, launchers_above
+from trainer.storage import private_folder
+from trainer.supervise import meeting
+from trainer.supervise.notes import notes_of
+from trainer.supervise.signs import Signs
+from trainer.supervise.watch import NoWatch, Watch
+from trainer.supervise.world import World, launchers_above
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """The timeout of collectives, longer than any step or save; a lost rank is detected then at the latest."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device and the ranks that this process runs on."""
+
+    device: torch.device
+    ranks: Ranks
+    local_world_size: int | None = None
+    """The number of processes on this machine; None in a run of one process."""
+    watch: Watch | NoWatch = field(default_factory=NoWatch)
+    """The watchdog, to which this process reports its phases."""
+    signs: Signs = field(default_factory=Signs)
+    """Shows the user what this process does before the first step."""
 
 
 def join(config: Config, world: World, say: Callable[[str], None] = lambda line: None) -> Machine:

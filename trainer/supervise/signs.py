@@ -9,7 +9,7 @@ from rich.console import Console as Terminal
 from rich.live import Live
 from rich.text import Text
 
-from trainer.distributed.phase import Phase
+from trainer.supervise.phase import Phase
 
 _MOMENT, _BETWEEN = 2.0, 10.0
 """Seconds after which a phase has a line without a terminal, and seconds between such lines."""
