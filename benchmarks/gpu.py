@@ -28,8 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.command.processes import gpu_count
-from trainer.supervise.world import environment_of, free_port, world_of
+from trainer.supervise.world import environment_of, free_port, gpu_count, world_of
 
 LLAMA = {"model_type": "llama", "rope_theta": 500000.0, "max_position_embeddings": 8192}
 SHAPES: dict[str, dict[str, Any]] = {

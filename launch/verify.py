@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from trainer.command.processes import run_command
+from trainer.command import run_command
 from trainer.command.verify import main
 
 if __name__ == "__main__":

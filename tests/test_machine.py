@@ -10,16 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.command import processes
-from trainer.command.processes import drop_accelerate, gpu_count
 from trainer.config import RuntimeFacts, load, resolve
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.layout import layout_of
 from trainer.run import run
 from trainer.run.metrics import Meter
-from trainer.supervise import process
-from trainer.supervise.world import World
+from trainer.supervise import process, world
+from trainer.supervise.world import World, drop_accelerate, gpu_count
 
 
 @pytest.fixture
@@ -97,7 +95,7 @@ def test_machines_with_unequally_many_processes(joined):
 def test_gpus_that_are_visible(monkeypatch, tmp_path, visible, count):
     for number in range(8):
         (tmp_path / f"nvidia{number}").touch()
-    monkeypatch.setattr(processes, "Path", lambda path: tmp_path)
+    monkeypatch.setattr(world, "Path", lambda path: tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpu_count() == count
 

@@ -19,7 +19,7 @@ from trainer.storage import Unfailing
 LOST = "note: the output can't be written (No space left on device): the run goes on without"
 SAYS = """
 import sys
-from trainer.command.processes import run_command
+from trainer.command import run_command
 run_command(lambda given, name: print("word " * {count}) or {code}, [], "x")
 """
 

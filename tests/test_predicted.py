@@ -75,9 +75,7 @@ def test_the_command_and_the_python_api_hand_the_check_over(tmp_path, monkeypatc
     for name, value in environment_of(0, 1, 29500).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("trainer.run.run.run", lambda config, request, *rest: requests.append(request) or 0)
-    monkeypatch.setattr(
-        "trainer.run.script.train_given", lambda config, given, request, quiet: requests.append(request)
-    )
+    monkeypatch.setattr("trainer.run.run.train_given", lambda config, given, request, quiet: requests.append(request))
     path = str(write_job(tmp_path))
     assert train.command(train.options_of(["--config", path], "train"), None) == 0
     trainer.train(path)

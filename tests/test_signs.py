@@ -30,9 +30,9 @@ from trainer.engines.deepspeed.engine import KIND
 from trainer.engines.deepspeed.operators import OF_OPTIMIZERS, announce, check_compiler
 from trainer.errors import ConfigError
 from trainer.run.run import _stragglers_unseen
-from trainer.supervise import signs
+from trainer.supervise import output
+from trainer.supervise.output import Signs
 from trainer.supervise.process import place_for_operators
-from trainer.supervise.signs import Signs
 from trainer.trackers import Console
 
 
@@ -45,7 +45,7 @@ def until(told: io.StringIO, lines: int) -> list[str]:
 
 def test_in_a_pipe_what_takes_a_while_has_a_line_and_then_another() -> None:
     told = io.StringIO()
-    with patch.multiple(signs, _MOMENT=0.2, _BETWEEN=0.2):
+    with patch.multiple(output, _MOMENT=0.2, _BETWEEN=0.2):
         shown = Signs(Terminal(file=told))
         shown.at("a moment")
         shown.at("long")
@@ -62,7 +62,7 @@ def test_in_a_pipe_what_takes_a_while_has_a_line_and_then_another() -> None:
 
 def test_a_quiet_rank_says_nothing() -> None:
     told = io.StringIO()
-    with patch.multiple(signs, _MOMENT=0.05, _BETWEEN=0.05):
+    with patch.multiple(output, _MOMENT=0.05, _BETWEEN=0.05):
         shown = Signs(Terminal(file=told, quiet=True))
         shown.at("long")
         time.sleep(0.3)

@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console as Terminal
 
 from trainer.errors import ConfigError, DiskError
+from trainer.supervise.output import Signs
 from trainer.supervise.phase import Phase
 from trainer.trackers import (
     Console,
@@ -25,7 +26,6 @@ from trainer.trackers import (
     JsonLines,
     Record,
     SampleLog,
-    Signs,
     open_trackers,
     progress_line,
     services,
@@ -132,8 +132,8 @@ def test_on_a_terminal_each_record_stays_whole_above_one_live_line() -> None:
 
 
 def test_in_a_pipe_slow_steps_print_nothing_once_the_first_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.supervise.signs._MOMENT", 0.05)
-    monkeypatch.setattr("trainer.supervise.signs._BETWEEN", 0.05)
+    monkeypatch.setattr("trainer.supervise.output._MOMENT", 0.05)
+    monkeypatch.setattr("trainer.supervise.output._BETWEEN", 0.05)
     text = StringIO()
     signs = Signs(Terminal(file=text))
     signs.at("making the first step")

@@ -58,13 +58,14 @@ def train(
     and the run's folder, on every rank. Raises the errors that the command prints (`trainer.errors`).
     """
     from trainer.config import load
-    from trainer.run.script import in_processes, train_given
+    from trainer.supervise.forked import in_processes
 
     compiled = load(config, overrides)
     going_on = (None if resume is None else str(resume), fresh, resume_anyway, resume_weights_only)
 
     def trained() -> Result:
         from trainer.run.resume import Request
+        from trainer.run.run import train_given
         from trainer.run.subject import Given
         from trainer.tools.planner.memory_check import check_memory
 
@@ -92,8 +93,9 @@ def verify(
     """
     from trainer.certify.images import certify_images
     from trainer.certify.module import certify_given, met, small_of
-    from trainer.run.script import in_processes, watched_in_script
     from trainer.run.subject import Given
+    from trainer.supervise.ending import watched_in_script
+    from trainer.supervise.forked import in_processes
 
     small = small_of(config, overrides, processes)
     certify = certify_images if small.config.trainer.task == "image_classification" else certify_given

@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import NoReturn
 
-from trainer.command.processes import run_command
+from trainer.command import run_command
 
 EPILOG = """
   meshloom plan          what a run will take: memory, traffic, time; without a GPU

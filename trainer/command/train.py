@@ -9,10 +9,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from trainer.command.processes import drop_accelerate, gpu_count
 from trainer.supervise.launcher import start
 from trainer.supervise.notes import notes_of
-from trainer.supervise.world import World, environment_of, free_port, missing_hostfile, world_of
+from trainer.supervise.world import (
+    World,
+    drop_accelerate,
+    environment_of,
+    free_port,
+    gpu_count,
+    missing_hostfile,
+    world_of,
+)
 
 EPILOG = """
 any key of the config can be overridden:

@@ -11,9 +11,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from trainer.command.processes import drop_accelerate, gpu_count, run_command
+from trainer.command import run_command
 from trainer.supervise.launcher import start
-from trainer.supervise.world import environment_of, world_of
+from trainer.supervise.world import drop_accelerate, environment_of, gpu_count, world_of
 
 DESCRIPTION = """
 Runs a few steps of a small copy of the config's model under the config's own layout, on CPU processes, and each of them

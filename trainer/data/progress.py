@@ -11,7 +11,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from trainer.errors import printable
-from trainer.supervise.signs import Signs
+from trainer.supervise.output import Signs
 
 _MOMENT, _BETWEEN = 2.0, 30.0
 """Seconds before anything is shown, and between lines without a terminal."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import torch
 import torch.distributed as dist
@@ -48,12 +49,13 @@ from trainer.run.resume import Request, Start
 from trainer.run.subject import Given
 from trainer.run.timeline import Timeline
 from trainer.state import RunState
-from trainer.supervise.ending import Ending, watched
+from trainer.storage import Unfailing
+from trainer.supervise.ending import Ending, watched, watched_in_script
 from trainer.supervise.notes import notes_of
-from trainer.supervise.output import Output
+from trainer.supervise.output import Output, Signs
 from trainer.supervise.phase import Phase
 from trainer.supervise.process import join, quiet_libraries
-from trainer.supervise.signals import NoSignals, StopSignals, preempted
+from trainer.supervise.signals import NoSignals, StopSignals, preempted, stop_signals
 from trainer.supervise.world import World, leave_with_launcher, world_of
 from trainer.trackers import Evaluation, Record, Tracker, open_trackers, say
 
@@ -121,6 +123,19 @@ def run(config: Config, request: Request, world: World, output: Output, signals:
             error = preempted(0)
         signals.release()
         return ending.after(error)
+
+
+def train_given(config: Config, given: Given, request: Request, quiet: bool) -> Any:
+    """Run one rank's share of a run. Collective."""
+    world = world_of(os.environ)
+    assert world is not None
+    terminal = cast(TextIO, Unfailing(sys.stdout))
+    console = Console(file=terminal, highlight=False, quiet=quiet or world.rank != 0)
+    signs = Signs(console)
+    machine = replace(join(config, world), signs=signs)
+    quiet_libraries()
+    with closing(signs), stop_signals() as signals, watched_in_script(config, machine) as machine:
+        return execute(config, request, machine, console, signals, given=given)
 
 
 def execute(

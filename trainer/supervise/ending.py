@@ -6,11 +6,13 @@ import faulthandler
 import os
 import re
 import socket
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +21,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.errors import MeshloomError, Stalled, printable
 from trainer.supervise import status
 from trainer.supervise.notes import LEAVE_SECONDS, Notes
+from trainer.supervise.process import Machine
 from trainer.supervise.stall import who
 from trainer.supervise.watch import Watch
 from trainer.supervise.world import World
@@ -162,3 +165,21 @@ def watched(config: Config, ranks: Ranks, stalled: Callable[[list[str]], None]) 
     store = _get_default_store() if dist.is_initialized() and ranks.world_size > 1 else None
     processes = ranks.gather((socket.gethostname(), os.getpid()))
     return Watch(ranks.rank, processes, store, config.trainer.patience, stalled, Stalled.exit_code)
+
+
+@contextmanager
+def watched_in_script(config: Config, machine: Machine) -> Iterator[Machine]:
+    """Yield `machine` with a watchdog, which reports a hang on standard error and ends the process. Collective.
+
+    A process alone waits for nobody and has its user before it, so it is not watched.
+    """
+
+    def stalled(lines: Sequence[str]) -> None:
+        machine.signs.close()
+        print("\n".join([f"{Stalled.kind}: {lines[0]}", *lines[1:]]), file=sys.stderr, flush=True)
+
+    if machine.ranks.world_size == 1:
+        yield machine
+        return
+    with closing(watched(config, machine.ranks, stalled)) as watch:
+        yield replace(machine, watch=watch)

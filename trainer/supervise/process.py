@@ -23,7 +23,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.storage import private_folder
 from trainer.supervise import meeting
 from trainer.supervise.notes import notes_of
-from trainer.supervise.signs import Signs
+from trainer.supervise.output import Signs
 from trainer.supervise.watch import NoWatch, Watch
 from trainer.supervise.world import World, launchers_above
 

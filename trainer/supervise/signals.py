@@ -7,10 +7,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import FrameType
 
-from trainer.errors import Preempted, Problem
+from trainer.errors import MeshloomError, Preempted, Problem
 
 PATIENCE_SECONDS = 3.0
 """Seconds in which the main thread must notice a signal: one that waits for another rank does not."""
@@ -116,6 +116,22 @@ def borrowed() -> Iterator[bool]:
     finally:
         for number, receive in before.items():
             signal.signal(number, signal.SIG_DFL if receive is None else receive)
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopSignals | NoSignals]:
+    """Let signals ask the run to stop while it lasts, as under the command."""
+    with borrowed() as hears:
+        if not hears:
+            yield NoSignals()
+            return
+        with closing(StopSignals()) as signals:
+            try:
+                yield signals
+            except Exception as error:
+                if isinstance(error, MeshloomError) or not signals.explain_failure(others=True):
+                    raise
+                raise preempted(0) from error
 
 
 def preempted(saved_step: int) -> Preempted:

@@ -1,4 +1,4 @@
-"""The place of this process among the run's processes, from the environment, and the launcher above it.
+"""The place of this process among the run's processes, from the environment; the launcher above it; its GPUs.
 
 Does not import torch. Only Linux shows other processes.
 """
@@ -13,13 +13,18 @@ import threading
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 LAUNCHERS = ("torchrun", "deepspeed", "accelerate", "torch.distributed.run", "torch.distributed.launch")
 LOOK_SECONDS = 1.0
 MOST = 4
 """The most levels of a launcher's processes: script, launcher, runner, shell."""
+
+ACCELERATE = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "FP8_")
+"""The beginnings of the names of variables by which `accelerate launch` tells its library how to train."""
+IDLE = ("", "no", "none", "false", "0", "1", "default")
+"""Values of such variables that ask for nothing."""
 
 
 @dataclass(frozen=True)
@@ -178,3 +183,29 @@ def missing_hostfile(pid: int) -> str | None:
         if named and any("deepspeed" in argument for argument in arguments):
             return None if Path(named[0]).is_file() else named[0]
     return None
+
+
+def gpu_count() -> int:
+    """Count the NVIDIA GPUs that processes may use, without importing torch (seconds)."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return present if visible is None else min(present, _named(visible))
+
+
+def _named(visible: str) -> int:
+    """Count the GPUs that CUDA sees: numbers or UUIDs up to the first other name; of slices (MIG) a single one."""
+    names = list(takewhile(re.compile(r"\d+|GPU-[\w-]+|MIG-.+").fullmatch, map(str.strip, visible.split(","))))
+    return min(len(names), 1) if any(name.startswith("MIG-") for name in names) else len(names)
+
+
+def drop_accelerate(environment: MutableMapping[str, str]) -> str | None:
+    """Remove the training settings of `accelerate launch`, which Accelerate would follow; the JSON has them here.
+
+    Returns a line for the user if one of them asked for something, else None.
+    """
+    found = {name: environment.pop(name) for name in sorted(environment) if name.startswith(ACCELERATE)}
+    wanted = [f"{name}={value}" for name, value in found.items() if value.lower() not in IDLE]
+    if not wanted:
+        return None
+    more = f" and {len(wanted) - 4} more" if len(wanted) > 4 else ""
+    return f"left aside, the JSON says what is trained: {', '.join(wanted[:4])}{more} (from accelerate's launcher)"

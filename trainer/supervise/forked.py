@@ -1,28 +1,18 @@
-"""A run from the user's own script, in the processes of a launcher, or in processes started here."""
+"""Work of the user's own script in each rank: in the processes of a launcher, or in processes forked here."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
+from typing import Any, TypeVar
 
-from trainer.config import Config
 from trainer.errors import ConfigError, MeshloomError, Preempted, Problem, Stalled
-from trainer.storage import Unfailing
-from trainer.supervise.signals import NoSignals, StopSignals, borrowed, preempted
+from trainer.supervise.signals import StopSignals, borrowed, preempted
 from trainer.supervise.world import environment_of, free_port, leave_with_launcher, world_of
-
-if TYPE_CHECKING:
-    from trainer.engines import Machine
-    from trainer.run.resume import Request
-    from trainer.run.subject import Given
 
 T = TypeVar("T")
 
@@ -133,57 +123,3 @@ def _refuse_cuda() -> None:
     if torch.cuda.is_initialized():
         seen = "CUDA is in use in this process, which can't be forked then"
         raise ConfigError(Problem("processes", seen, "a call before CUDA is used, or a launcher such as torchrun"))
-
-
-def train_given(config: Config, given: Given, request: Request, quiet: bool) -> Any:
-    """Run one rank's share of a run. Collective."""
-    from rich.console import Console
-
-    from trainer.run.run import execute
-    from trainer.supervise.process import join, quiet_libraries
-    from trainer.supervise.signs import Signs
-
-    world = world_of(os.environ)
-    assert world is not None
-    terminal = cast(TextIO, Unfailing(sys.stdout))
-    console = Console(file=terminal, highlight=False, quiet=quiet or world.rank != 0)
-    signs = Signs(console)
-    machine = replace(join(config, world), signs=signs)
-    quiet_libraries()
-    with closing(signs), _stop_signals() as signals, watched_in_script(config, machine) as machine:
-        return execute(config, request, machine, console, signals, given=given)
-
-
-@contextmanager
-def _stop_signals() -> Iterator[StopSignals | NoSignals]:
-    """Let signals ask the run to stop while it lasts, as under the command."""
-    with borrowed() as hears:
-        if not hears:
-            yield NoSignals()
-            return
-        with closing(StopSignals()) as signals:
-            try:
-                yield signals
-            except Exception as error:
-                if isinstance(error, MeshloomError) or not signals.explain_failure(others=True):
-                    raise
-                raise preempted(0) from error
-
-
-@contextmanager
-def watched_in_script(config: Config, machine: Machine) -> Iterator[Machine]:
-    """Yield `machine` with a watchdog, which reports a hang on standard error and ends the process. Collective.
-
-    A process alone waits for nobody and has its user before it, so it is not watched.
-    """
-    from trainer.supervise.ending import watched
-
-    def stalled(lines: Sequence[str]) -> None:
-        machine.signs.close()
-        print("\n".join([f"{Stalled.kind}: {lines[0]}", *lines[1:]]), file=sys.stderr, flush=True)
-
-    if machine.ranks.world_size == 1:
-        yield machine
-        return
-    with closing(watched(config, machine.ranks, stalled)) as watch:
-        yield replace(machine, watch=watch)
