@@ -40,9 +40,9 @@ from trainer.layout import Layout
 from trainer.models.materialise import materialise
 from trainer.models.spec import flops_per_token
 from trainer.run.devices import Device
-from trainer.tools.planner.candidates import Estimates, Sizes, candidates
+from trainer.tools.planner.candidates import Estimates, ModelSizes, candidates
 from trainer.tools.planner.cluster import Cluster
-from trainer.tools.planner.from_config import Source, planned, source_of
+from trainer.tools.planner.from_config import ModelOnCluster, model_on, planned
 from trainer.tools.planner.search import changed_to
 
 RESULTS = ROOT / "benchmarks" / "results" / "plan.md"
@@ -90,22 +90,22 @@ def device_numbers() -> dict[str, float]:
     torch.set_num_threads(1)
     alone = Cluster(1, 1, Device("this", 1e15, 1e12, 1e10, 1e10))
     dist.barrier()
-    rate = _rate(source_of(load({**CONFIG, "train_batch_size": 2}), alone))
+    rate = _rate(model_on(load({**CONFIG, "train_batch_size": 2}), alone))
     copy = _usual(torch.ones(SIZES[-1]).clone)
     slope, latency = np.polyfit(*zip(*_messages(dist.get_world_size()), strict=True), 1)
     return {"rate": rate, "bandwidth": 2 * 4 * SIZES[-1] / copy, "link": 1 / slope, "latency": latency}
 
 
-def _rate(source: Source) -> float:
+def _rate(source: ModelOnCluster) -> float:
     """FLOP/s of two blocks, forward and backward: by how much longer three take than one."""
-    seconds, flops, units = [], [], source.subject.sample.units
+    seconds, flops, units = [], [], source.workload.sample.units
     for blocks in (1, 3):
         spec = source.of_blocks(blocks)
-        task, batch = source.task(spec), source.subject.batch(source.subject.layout.micro_batch)
+        task, batch = source.task(spec), source.workload.batch(source.workload.layout.micro_batch)
         model = task.prepare(spec.build())
         materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
         seconds.append(_usual(partial(_pass, task, model, batch)))
-        flops.append(flops_per_token(spec, units) * units * source.subject.layout.micro_batch)
+        flops.append(flops_per_token(spec, units) * units * source.workload.layout.micro_batch)
     return (flops[1] - flops[0]) / (seconds[1] - seconds[0])
 
 
@@ -145,19 +145,19 @@ def step_seconds(config: Config, cluster: Cluster) -> list[float]:
     from trainer.engines import Job, Machine
 
     torch.set_num_threads(1)
-    source = source_of(config, cluster)
-    subject, spec = source.subject, source.of_blocks(LAYERS)
+    source = model_on(config, cluster)
+    workload, spec = source.workload, source.of_blocks(LAYERS)
     machine = Machine(torch.device("cpu"), Ranks(dist.get_rank(), cluster.world_size), cluster.world_size)
-    layout = subject.layout
-    engine = subject.engine.build(
-        Job(layout, spec, source.task(spec), subject.deepspeed, 0, machine, subject.undecayed)
+    layout = workload.layout
+    engine = workload.engine.build(
+        Job(layout, spec, source.task(spec), workload.deepspeed, 0, machine, workload.undecayed)
     )
     found = []
     for step in range(STEPS + 1):
-        batches = [subject.batch(layout.micro_batch) for _ in range(layout.accumulation)]
+        batches = [workload.batch(layout.micro_batch) for _ in range(layout.accumulation)]
         dist.barrier()
         began = time.perf_counter()
-        engine.step(step, batches, subject.schedule(step))
+        engine.step(step, batches, workload.schedule(step))
         dist.barrier()
         found.append(time.perf_counter() - began)
     engine.close()
@@ -167,7 +167,7 @@ def step_seconds(config: Config, cluster: Cluster) -> list[float]:
 def chosen(config: Config, cluster: Cluster, count: int) -> Iterator[tuple[Layout, Config]]:
     """Layouts that the engine runs, evenly from the fastest to the slowest by the closed form."""
     base = planned(config, cluster)
-    old, estimates = base.subject.layout, Estimates(Sizes.of(base), cluster)
+    old, estimates = base.workload.layout, Estimates(ModelSizes.of(base), cluster)
     known: list[tuple[float, Layout, Config]] = []
     for layout in candidates(old, cluster, LAYERS):
         if layout.offloads or layout.zero_stage == 1 or layout.pipeline > 4 or layout.recompute.mode == "selective":

@@ -33,9 +33,9 @@ def subject_of(case: Case, layout: Any, spec: Any, task: Any, batch: Callable[[i
     from trainer.engines import ENGINES
     from trainer.optim.decay import spared
     from trainer.optim.lr_schedules import Update
-    from trainer.tools.planner.simulate import Sample, Subject
+    from trainer.tools.planner.simulate import SampleCost, Workload
 
-    return Subject(
+    return Workload(
         layout=layout,
         engine_name=case.engine,
         engine=ENGINES[case.engine],
@@ -44,7 +44,7 @@ def subject_of(case: Case, layout: Any, spec: Any, task: Any, batch: Callable[[i
         deepspeed=case.deepspeed(),
         undecayed=spared(case.weight_decay_excludes, spec),
         schedule=lambda step: Update(1e-2),
-        sample=Sample("sample", 1, "", 0.0, 0, 0),
+        sample=SampleCost("sample", 1, "", 0.0, 0, 0),
         batch=batch,
     )
 

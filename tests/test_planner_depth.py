@@ -14,7 +14,7 @@ from trainer.models.tiny import LARGEST
 from trainer.run.devices import DEVICES
 from trainer.tools.planner import plan as planner
 from trainer.tools.planner.cluster import Cluster
-from trainer.tools.planner.from_config import planned, source_of
+from trainer.tools.planner.from_config import model_on, planned
 from trainer.tools.planner.ledger import Ledger
 
 MODEL = dict(model_type="llama", hidden_size=64, intermediate_size=160, num_attention_heads=4, vocab_size=256)
@@ -53,7 +53,7 @@ def test_a_line_through_two_depths(tmp_path, monkeypatch, name):
     drawn = planned(load(path), cluster)
     monkeypatch.setattr(planner, "depths_of", lambda *_: None)
     whole = planned(load(path), cluster)
-    assert len(drawn.subject.spec.blocks) == 12
+    assert len(drawn.workload.spec.blocks) == 12
     for line, exact in zip(drawn.roles, whole.roles, strict=True):
         assert line.peak.size == pytest.approx(exact.peak.size, rel=0.03)
         assert [(s.name, s.axes, s.count, s.size) for s in line.sent] == [
@@ -80,8 +80,8 @@ def test_what_a_plan_tries_with_values_is_tiny(monkeypatch):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "trainer": {"steps": 100, "data": {"sequence_length": 64}, "model": {"config": large}},
     }
-    source = source_of(load(config), Cluster(1, 4, DEVICES["h100-80gb"]))
-    cut.check_cut(source.reduced(2, 2).spec, 2)
+    source = model_on(load(config), Cluster(1, 4, DEVICES["h100-80gb"]))
+    cut.check_cut(source.with_blocks(2, 2).spec, 2)
     assert values and max(values) <= LARGEST
 
 

@@ -20,7 +20,7 @@ from trainer.errors import DataError
 from trainer.run.devices import DEVICES
 from trainer.tools.planner import pretend
 from trainer.tools.planner.cluster import Cluster
-from trainer.tools.planner.from_config import source_of
+from trainer.tools.planner.from_config import model_on
 
 CLASSES, SIZE = 10, 32
 MESH = Case(engine="mesh", clip=1.0, micro_batch=2)
@@ -173,7 +173,7 @@ def test_nothing_is_downloaded_or_read(tmp_path, monkeypatch, trainer, said):
     trainer = json.loads(text.replace("FOLDER", str(tmp_path / "final")))
     config = load(config_of(tmp_path, f"{__name__}:convolutions", **trainer), ["train_batch_size=16"])
     try:
-        assert said in source_of(config, Cluster(1, 2, DEVICES["h100-80gb"])).subject.sample.kind
+        assert said in model_on(config, Cluster(1, 2, DEVICES["h100-80gb"])).workload.sample.kind
     except DataError as error:
         assert said in str(error)
 
@@ -193,7 +193,7 @@ def test_flops_are_those_that_torchvision_publishes(tmp_path, name, products):
     But none to the images.
     """
     config = load(config_of(tmp_path, name, images={"size": 224, "classes": 1000}))
-    sample = source_of(config, Cluster(1, 1, DEVICES["h100-80gb"])).subject.sample
+    sample = model_on(config, Cluster(1, 1, DEVICES["h100-80gb"])).workload.sample
     assert 0.96 < sample.flops / (6 * products) < 1.0
 
 

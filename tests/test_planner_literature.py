@@ -65,7 +65,7 @@ def test_zero(plan, stage, published):
     parameters, ranks = 328_256, 64
     zero = {"stage": stage, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
     found = plan(LLAMA | SMALL, 8, 8, zero=zero, engine="deepspeed", activation_checkpointing="full")
-    assert sum(p.numel() for p in found.subject.spec.build().parameters()) == pytest.approx(parameters, rel=0.001)
+    assert sum(p.numel() for p in found.workload.spec.build().parameters()) == pytest.approx(parameters, rel=0.001)
     kinds = of(found, "step 2").by_kind
     state = kinds["weights"] + kinds["optimizer"]
     gradients = 2 * parameters / (ranks if stage > 1 else 1)

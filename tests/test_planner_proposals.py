@@ -19,7 +19,7 @@ from trainer.run.devices import DEVICES
 from trainer.tools.planner.candidates import (
     MOST_CHANGES,
     Estimates,
-    Sizes,
+    ModelSizes,
     candidates,
     differences,
     least_bytes,
@@ -64,7 +64,7 @@ def close(needed):
 
     where = cluster(0.9 * needed)
     before = plan(RAW, where)
-    return where, before, proposals(load(RAW), where, before, most=2)
+    return where, before, proposals(load(RAW), where, before, most=2, seconds=600.0)  # few cores, many tests
 
 
 def test_what_misses_by_a_little_needs_one_change(close):
@@ -74,7 +74,7 @@ def test_what_misses_by_a_little_needs_one_change(close):
     keys = [rank(p.plan, p.changes) for p in found]
     assert keys == sorted(keys)
     for proposal in found:
-        assert proposal.plan.subject.layout.train_batch == before.subject.layout.train_batch
+        assert proposal.plan.workload.layout.train_batch == before.workload.layout.train_batch
         assert "less activations per GPU" in proposal.reason
 
 
@@ -88,7 +88,7 @@ def test_what_is_written_loads_and_plans_the_same(close, tmp_path):
     written = json.loads(target.read_text())
     assert written["gradient_clipping"] == 0.5 and written["trainer"]["seed"] == 7
     again = plan(written, where)
-    assert again.subject.layout == found[0].plan.subject.layout
+    assert again.workload.layout == found[0].plan.workload.layout
     assert again.needed == found[0].plan.needed
 
     with pytest.raises(ConfigError, match="is there already"):
@@ -158,7 +158,7 @@ def test_after_its_time_nothing_else_is_tried(monkeypatch):
 
 def test_where_few_changes_do_not_fit_more_are_tried():
     """Of 405 B on 1,024 GPUs, 16 stages of 8 tensor ranks: five changes from one stage that has all state on each."""
-    sizes = Sizes(405e9, 405e9, 126, True, 8192 * 16384, 2, 8, 2.4e15 * 512)
+    sizes = ModelSizes(405e9, 405e9, 126, True, 8192 * 16384, 2, 8, 2.4e15 * 512)
     where = Cluster(128, 8, DEVICES["h100-80gb"])
     base = Layout(
         **{"world_size": 1024, "pipeline": 1, "replicate": 1024, "shard": 1, "tensor": 1, "zero_stage": 0},
@@ -205,7 +205,7 @@ def test_nothing_is_left_out_that_fits(case):
     stages = range(0, case.world_size, case.world_size // case.pipeline)
     peaks = [max(peak.size for peak in plan.peaks.values()) for plan in planned(case, *stages)]
     spec, sample = found.spec, found.sample
-    sizes = Sizes(
+    sizes = ModelSizes(
         parameters=spec.parameters,
         learned=spec.parameters,
         blocks=len(spec.blocks),

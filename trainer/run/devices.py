@@ -18,7 +18,7 @@ class Device:
     memory: float
     """Device memory as CUDA reports it, which is less than the advertised size."""
     peak: float
-    """Dense 16-bit FLOP/s; float32 is counted as half of it on tensor cores (TF32)."""
+    """Dense 16-bit FLOP/s."""
     bandwidth: float
     """Bandwidth of the device's memory."""
     link: float
@@ -27,10 +27,6 @@ class Device:
     """Bandwidth to other nodes, one way, for each device: 400 Gb/s unless another is given."""
     latency: float = 20e-6
     """Seconds that a message takes besides its bytes, about NCCL's; data sheets don't give it."""
-
-    def rate(self, precision: str) -> float:
-        """Return the FLOP/s to count with for a precision."""
-        return self.peak / 2 if precision == "float32" else self.peak
 
 
 DEVICES = {

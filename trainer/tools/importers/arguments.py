@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
-from trainer.tools.importers.draft import Asked, Draft, Group, Roles, data, tables
+from trainer.tools.importers.draft import Draft, Entry, Group, Roles, data, tables
 from trainer.tools.importers.shared_keys import GROUPS
 
 TABLE = tables("arguments")[0]
@@ -21,23 +21,23 @@ def defaults(given: Json) -> Json:
 
 def _rows(draft: Draft, roles: Roles) -> None:
     """Convert the data keys of transformers' scripts (`block_size`) and of TRL (`max_length`, `packing`)."""
-    trains, predicts = (bool((asked := roles.get(role)) and asked.value) for role in ("trains", "predicts"))
+    trains, predicts = (bool((entry := roles.get(role)) and entry.value) for role in ("trains", "predicts"))
     if predicts and not trains:
         raise ConfigError(Problem("do_predict", "saw true without do_train: a prediction", "a training"))
     draft.skip(roles.get("trains"), roles.get("predicts"))
     for role in ("hub", "file"):
-        if (asked := roles.get(role)) and (role == "hub" or "hub" not in roles):
-            draft.put(asked, "trainer.data.path", asked.value)
+        if (entry := roles.get(role)) and (role == "hub" or "hub" not in roles):
+            draft.put(entry, "trainer.data.path", entry.value)
     for role in ("window", "longest"):
-        if asked := roles.get(role):
-            draft.put(asked, "trainer.data.sequence_length", asked.value)
-    if (asked := roles.get("packing") or roles.get("longest")) and "window" not in roles:
-        packs = "packing" in roles and bool(asked.value)
-        draft.put(asked, "trainer.data.documents", "pack" if packs else "pad")
-    if asked := roles.get("answers"):
-        draft.put(asked, "trainer.data.loss_on", "assistant" if asked.value else "all")
-    if asked := roles.get("text"):
-        draft.put(asked, "trainer.data.text_column", asked.value)
+        if entry := roles.get(role):
+            draft.put(entry, "trainer.data.sequence_length", entry.value)
+    if (entry := roles.get("packing") or roles.get("longest")) and "window" not in roles:
+        packs = "packing" in roles and bool(entry.value)
+        draft.put(entry, "trainer.data.documents", "pack" if packs else "pad")
+    if entry := roles.get("answers"):
+        draft.put(entry, "trainer.data.loss_on", "assistant" if entry.value else "all")
+    if entry := roles.get("text"):
+        draft.put(entry, "trainer.data.text_column", entry.value)
     if {"hub", "file"} & roles.keys():
         _held_out(draft, roles)
 
@@ -46,7 +46,7 @@ def _held_out(draft: Draft, roles: Roles) -> None:
     """Convert the evaluation rows; it is unknown here if a hub data set has a part for evaluation."""
     if draft.has("trainer.data.evaluation_path"):
         return
-    held = roles.get("held") or Asked("validation_split_percentage", 5 if "file" in roles else 0)
+    held = roles.get("held") or Entry("validation_split_percentage", 5 if "file" in roles else 0)
     draft.put(held, "trainer.data.evaluation_fraction", held.value / 100)
     test = roles.get("test")
     if "hub" in roles and draft.has("trainer.evaluation.every"):

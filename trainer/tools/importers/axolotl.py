@@ -8,7 +8,7 @@ from trainer.config.grammar import show
 from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
 from trainer.tools.importers import arguments, shared_keys
-from trainer.tools.importers.draft import Asked, Draft, Group, Roles, data, fill, tables
+from trainer.tools.importers.draft import Draft, Entry, Group, Roles, data, fill, tables
 from trainer.tools.importers.sources import put_sources
 
 _SHARED = data("axolotl")["shared"]
@@ -65,7 +65,7 @@ def _samples(draft: Draft, roles: Roles) -> None:
     longest, packing, excess = roles["longest"], roles.get("packing"), roles["excess"]
     draft.put(longest, "trainer.data.sequence_length", longest.value)
     packs = bool(packing and packing.value)
-    kinds = [str(part.get("type", "")) for part in _parts(Asked("datasets", draft.given.get("datasets")))]
+    kinds = [str(part.get("type", "")) for part in _parts(Entry("datasets", draft.given.get("datasets")))]
     if (kinds and all(kind.startswith("completion") for kind in kinds)) or draft.given.get("pretraining_dataset"):
         draft.put(packing or longest, "trainer.data.documents", "concatenate")  # long texts are cut, and none is lost
         draft.put(packing or longest, "trainer.data.isolate", True)
@@ -95,15 +95,15 @@ def _template(draft: Draft, roles: Roles) -> None:
 
 def _data(draft: Draft, roles: Roles) -> None:
     for role in ("train", "stream", "test"):
-        if (asked := roles.get(role)) is None or not asked.value:
+        if (entry := roles.get(role)) is None or not entry.value:
             continue
-        given = _parts(asked)
+        given = _parts(entry)
         parts = []
         for at, own in enumerate(given):
-            part = Draft(own, draft.folder, _PLACES[role], f"{asked.key}[{at}].")
+            part = Draft(own, draft.folder, _PLACES[role], f"{entry.key}[{at}].")
             fill(part, _SOURCE, {"type": ""}, {"source": _rows})
             parts.append(draft.take(part))
-        put_sources(draft, asked, parts, [str(part.get("path")) for part in given], test=role == "test")
+        put_sources(draft, entry, parts, [str(part.get("path")) for part in given], test=role == "test")
     held = roles["held"]
     if held.value > 1:
         draft.lose(held, "a share is held out, not a number of rows")
@@ -113,12 +113,12 @@ def _data(draft: Draft, roles: Roles) -> None:
         draft.skip(held)
 
 
-def _parts(asked: Asked) -> list[Json]:
+def _parts(entry: Entry) -> list[Json]:
     """Return the data sets of a list; a path alone is one, too."""
-    listed = asked.value if isinstance(asked.value, list) else [asked.value] if asked.value else []
+    listed = entry.value if isinstance(entry.value, list) else [entry.value] if entry.value else []
     parts = [{"path": part} if isinstance(part, str) else part for part in listed]
     if not all(isinstance(part, dict) and {"path", "data_files"} & part.keys() for part in parts):
-        raise ConfigError(Problem(asked.key, f"saw {show(asked.value)}", "a list of sections with a path"))
+        raise ConfigError(Problem(entry.key, f"saw {show(entry.value)}", "a list of sections with a path"))
     return parts
 
 
@@ -136,7 +136,7 @@ def _rows(part: Draft, roles: Roles) -> None:
     _records(part, roles, roles["type"])
 
 
-def _records(part: Draft, roles: Roles, kind: Asked) -> None:
+def _records(part: Draft, roles: Roles, kind: Entry) -> None:
     """Convert Axolotl's `type` into the kind of rows."""
     name, _, field = (kind.value if isinstance(kind.value, str) else "own").partition(":")
     messages = roles.get("messages")
@@ -148,7 +148,7 @@ def _records(part: Draft, roles: Roles, kind: Asked) -> None:
         part.put(kind, "records", "alpaca")
     elif name in ("completion", "pretrain"):
         part.put(kind, "records", "text")
-        column = roles.get("field") or (Asked(kind.key, field) if field else None)
+        column = roles.get("field") or (Entry(kind.key, field) if field else None)
         if column:
             part.put(column, "text_column", column.value)
     elif kind.value:

@@ -20,26 +20,26 @@ from trainer.config.read import Json, leaves
 from trainer.errors import ConfigError, Problem, listed
 
 
-class Row(NamedTuple):
-    """The handling of a key: a section of the table, and its entry there."""
+class KeyRule(NamedTuple):
+    """The handling of a key: a section of the table, and what stands there."""
 
     section: str
     says: Any = None
 
 
-class Asked(NamedTuple):
-    """A foreign key, and its value."""
+class Entry(NamedTuple):
+    """A key of the foreign config, and its value."""
 
     key: str
     value: Any
 
 
-Table = Mapping[str, Row]
-Roles = Mapping[str, Asked]
+Table = Mapping[str, KeyRule]
+Roles = Mapping[str, Entry]
 """The keys of a group that were given, or have a default, by their role."""
 
 
-def tables(name: str) -> tuple[dict[str, Row], dict[str, Row]]:
+def tables(name: str) -> tuple[dict[str, KeyRule], dict[str, KeyRule]]:
     """Read the rows of `name`.yml by key: of a config, and of a section in it."""
     found = data(name)
     return dict(_rows(found)), dict(_rows(found["inner"]))
@@ -51,13 +51,14 @@ def data(name: str) -> Json:
     return found
 
 
-def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, Row]]:
+def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, KeyRule]]:
+    ways = found.get("ways", {})
     for section in ("listed", "unlike"):
-        yield from ((key, Row(section, found.get("ways", {}).get(key, ""))) for key in found.get(section, "").split())
+        yield from ((key, KeyRule(section, ways.get(key, ""))) for key in found[section].split())
     for section in ("alike", "carried"):
-        yield from ((key, Row(section, says)) for key, says in found.get(section, {}).items())
+        yield from ((key, KeyRule(section, says)) for key, says in found.get(section, {}).items())
     for kind, keys in found.get("another", {}).items():
-        yield from ((key, Row("another", kind)) for key in keys.split())
+        yield from ((key, KeyRule("another", kind)) for key in keys.split())
 
 
 @dataclass
@@ -80,34 +81,34 @@ class Draft:
     listed: list[str] = field(default_factory=list)
     """Keys that ask for nothing, or change nothing of what is trained beside the others."""
 
-    def put(self, asked: Asked, path: str, value: Any, why: str = "") -> None:
+    def put(self, entry: Entry, path: str, value: Any, why: str = "") -> None:
         """Set `path` for a foreign key, unless the DeepSpeed file has another value, and report it."""
         section, held = path.partition(".")[0], dict(leaves(self.base)).get(path)
         own = section in ("optimizer", "scheduler") and section in self.base and held is None
         if own or held not in (None, AUTO):
-            if self.explicit(asked) and not own and held != value:
-                self.lose(asked, f"the DeepSpeed file says {path} {show(held)}")
-            elif self.explicit(asked):
-                self._say(self.carried, asked, f"the DeepSpeed file says {section if own else path}")
+            if self.explicit(entry) and not own and held != value:
+                self.lose(entry, f"the DeepSpeed file says {path} {show(held)}")
+            elif self.explicit(entry):
+                self._say(self.carried, entry, f"the DeepSpeed file says {section if own else path}")
             return
         *sections, name = path.split(".")
         inner = self.made
         for part in sections:
             inner = inner.setdefault(part, {})
         inner[name] = value
-        self._say(self.carried, asked, f"{self.place}{path} {show(value)}{why and f' ({why})'}")
+        self._say(self.carried, entry, f"{self.place}{path} {show(value)}{why and f' ({why})'}")
 
-    def keep(self, asked: Asked, why: str) -> None:
+    def keep(self, entry: Entry, why: str) -> None:
         """Report where a foreign key is in ours."""
-        self._say(self.carried, asked, why)
+        self._say(self.carried, entry, why)
 
-    def lose(self, asked: Asked, why: str = "it does nothing beside the other keys") -> None:
+    def lose(self, entry: Entry, why: str = "it does nothing beside the other keys") -> None:
         """Report that a foreign key changes what is trained, and is not carried over."""
-        self._say(self.lost, asked, why)
+        self._say(self.lost, entry, why)
 
-    def skip(self, *given: Asked | None) -> None:
+    def skip(self, *given: Entry | None) -> None:
         """Report keys that change nothing of what is trained, or nothing beside the others."""
-        found = (asked.key for asked in given if asked and self.explicit(asked))
+        found = (entry.key for entry in given if entry and self.explicit(entry))
         self.listed += [key for key in found if key not in self.listed]
 
     def has(self, path: str) -> bool:
@@ -122,14 +123,14 @@ class Draft:
         self.listed += other.listed
         return other.made
 
-    def explicit(self, asked: Asked) -> bool:
+    def explicit(self, entry: Entry) -> bool:
         """Return True if the user wrote the key; else it is a default of the foreign trainer."""
-        key = asked.key.removeprefix(self.prefix)
+        key = entry.key.removeprefix(self.prefix)
         return key in self.given or key.partition(".")[0] in self.given
 
-    def _say(self, lines: dict[str, list[str]], asked: Asked, text: str) -> None:
-        key = f"{asked.key} {show(asked.value)}"
-        lines.setdefault(key if self.explicit(asked) else f"{key} (their default)", []).append(text)
+    def _say(self, lines: dict[str, list[str]], entry: Entry, text: str) -> None:
+        key = f"{entry.key} {show(entry.value)}"
+        lines.setdefault(key if self.explicit(entry) else f"{key} (their default)", []).append(text)
 
 
 Group = Callable[[Draft, Roles], None]
@@ -140,32 +141,32 @@ def fill(draft: Draft, table: Table, defaults: Json, groups: Mapping[str, Group]
 
     Raises ConfigError for keys of another kind of training.
     """
-    together: dict[str, dict[str, Asked]] = {group: {} for group in groups}
+    together: dict[str, dict[str, Entry]] = {group: {} for group in groups}
     given = {key: value for key, value in draft.given.items() if value is not None}
     draft.listed += [draft.prefix + key for key in draft.given.keys() - given.keys()]
-    others: dict[str, list[Asked]] = {}
+    others: dict[str, list[Entry]] = {}
     for key, value in _apart(defaults | given, table):
-        asked, row = Asked(draft.prefix + key, number(value)), table.get(key)
+        entry, row = Entry(draft.prefix + key, number(value)), table.get(key)
         if row is None:
-            draft.lose(asked, f"not known{_near(key, table)}")
+            draft.lose(entry, f"not known{_near(key, table)}")
         elif row.section == "another" and asks(value):
-            others.setdefault(row.says, []).append(asked)
+            others.setdefault(row.says, []).append(entry)
         elif row.section == "carried" and row.says.startswith("@"):
             group, role = row.says[1:].split()
-            _join(draft, together[group], role, asked)
+            _join(draft, together[group], role, entry)
         elif row.section == "carried":
-            draft.put(asked, row.says, asked.value)
+            draft.put(entry, row.says, entry.value)
         elif row.section == "unlike" and asks(value):
-            draft.lose(asked, row.says)
+            draft.lose(entry, row.says)
         elif row.section == "alike" and not _alike(value, row.says):
-            draft.lose(asked, f"alike is only {' or '.join(map(show, row.says)) or 'null'}")
+            draft.lose(entry, f"alike is only {' or '.join(map(show, row.says)) or 'null'}")
         else:
-            draft.skip(asked)
+            draft.skip(entry)
     if others:
         raise ConfigError(*(_other(kind, found) for kind, found in others.items()))
     for name, group in groups.items():
         group(draft, together[name])
-    _lose_rest(draft, [asked for roles in together.values() for asked in roles.values()])
+    _lose_rest(draft, [entry for roles in together.values() for entry in roles.values()])
 
 
 def _apart(given: Json, table: Table) -> Iterator[tuple[str, Any]]:
@@ -177,8 +178,8 @@ def _apart(given: Json, table: Table) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _other(kind: str, found: list[Asked]) -> Problem:
-    keys = listed([f"{asked.key} {show(asked.value)}" for asked in found])
+def _other(kind: str, found: list[Entry]) -> Problem:
+    keys = listed([f"{entry.key} {show(entry.value)}" for entry in found])
     return Problem(found[0].key, f"saw {keys}: {kind}", "training on the next token of text: no other is imported")
 
 
@@ -193,35 +194,35 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 """The kind of value that a role requires, because functions of groups compute with it."""
 
 
-def _join(draft: Draft, roles: dict[str, Asked], role: str, asked: Asked) -> None:
+def _join(draft: Draft, roles: dict[str, Entry], role: str, entry: Entry) -> None:
     """Assign a key to a role: the first of several that asks for something, a written one before a default.
 
     Raises ConfigError for a value that is not of the role's kind.
     """
     fits, noun = _KINDS.get(role, (lambda value: True, ""))
-    if not fits(asked.value):
-        raise ConfigError(Problem(asked.key, f"saw {show(asked.value)}", noun))
+    if not fits(entry.value):
+        raise ConfigError(Problem(entry.key, f"saw {show(entry.value)}", noun))
     other = roles.get(role)
     if other is None or not draft.explicit(other) or not asks(other.value):
-        roles[role] = asked
+        roles[role] = entry
         if other is not None:
             draft.skip(other)
-    elif asks(asked.value) and asked.value != other.value and role not in _ALSO:
-        draft.lose(asked, f"{other.key} says {show(other.value)}")
+    elif asks(entry.value) and entry.value != other.value and role not in _ALSO:
+        draft.lose(entry, f"{other.key} says {show(other.value)}")
     else:
-        draft.skip(asked)
+        draft.skip(entry)
 
 
 _ALSO = ("wandb", "mlflow")
 """Roles of which several keys form one meaning."""
 
 
-def _lose_rest(draft: Draft, grouped: Iterable[Asked]) -> None:
+def _lose_rest(draft: Draft, grouped: Iterable[Entry]) -> None:
     """Report keys of groups as lost if nothing was reported of them, unless they ask for nothing."""
     said = {line.partition(" ")[0] for lines in (draft.carried, draft.lost) for line in lines} | {*draft.listed}
-    for asked in grouped:
-        if asked.key not in said and draft.explicit(asked):
-            (draft.lose if asks(asked.value) else draft.skip)(asked)
+    for entry in grouped:
+        if entry.key not in said and draft.explicit(entry):
+            (draft.lose if asks(entry.value) else draft.skip)(entry)
 
 
 def asks(value: Any) -> bool:

@@ -9,11 +9,11 @@ from trainer.config.grammar import show
 from trainer.config.read import Json, read
 from trainer.errors import ConfigError, Problem
 from trainer.tools.importers import arguments, shared_keys
-from trainer.tools.importers.draft import Asked, Draft, Group, Roles, data, fill, names, number, tables
+from trainer.tools.importers.draft import Draft, Entry, Group, Roles, data, fill, names, number, tables
 from trainer.tools.importers.reading import beside
 from trainer.tools.importers.sources import put_sources
 
-_OWN, _ENTRY = tables("llamafactory")
+_OWN, _DATA_SET = tables("llamafactory")
 TABLE = {
     key: row
     for key, row in arguments.TABLE.items()
@@ -35,14 +35,14 @@ def defaults(given: Json) -> Json:
 
 def _stage(draft: Draft, roles: Roles) -> None:
     """Raise ConfigError for anything but training on text."""
-    asked, trains = roles["kind"], roles.get("trains")
-    if asked.value not in ("sft", "pt"):
-        raise ConfigError(Problem(asked.key, f"saw {show(asked.value)}", "sft or pt: no other is offered"))
+    entry, trains = roles["kind"], roles.get("trains")
+    if entry.value not in ("sft", "pt"):
+        raise ConfigError(Problem(entry.key, f"saw {show(entry.value)}", "sft or pt: no other is offered"))
     if trains is None or not trains.value:
         seen = f"saw {show(trains and trains.value)}: LLaMA-Factory predicts, chats or exports with it"
         raise ConfigError(Problem("do_train", seen, "true: a training"))
     draft.skip(trains)
-    draft.skip(asked)
+    draft.skip(entry)
 
 
 def _samples(draft: Draft, roles: Roles) -> None:
@@ -61,8 +61,8 @@ def _samples(draft: Draft, roles: Roles) -> None:
     if not stream:
         draft.put(roles["longest"], "trainer.data.too_long", "error", "theirs cuts question and answer in proportion")
     for role, learned in (("last", "last_assistant"), ("all", "all")):
-        if (asked := roles.get(role)) and asked.value:
-            draft.put(asked, "trainer.data.loss_on", learned)
+        if (entry := roles.get(role)) and entry.value:
+            draft.put(entry, "trainer.data.loss_on", learned)
     if (template := roles.get("template")) and draft.given.get("stage") == "pt":
         draft.skip(template)
     elif template:
@@ -76,15 +76,15 @@ def _data(draft: Draft, roles: Roles) -> None:
     info_path = beside(draft.folder, f"{folder}/dataset_info.json")
     info = read(info_path) if info_path else {}
     draft.skip(roles["folder"])
-    for role, asked in roles.items():
-        if role not in ("train", "test") or not asked.value:
+    for role, entry in roles.items():
+        if role not in ("train", "test") or not entry.value:
             continue
         found = str(info_path.parent if info_path else folder)
-        parts = [_entry(draft, asked, name, info, found) for name in names(asked.value)]
+        parts = [_data_set(draft, entry, name, info, found) for name in names(entry.value)]
         if role == "train" and (most := roles.get("most")) and most.value:
             draft.keep(most, "trainer.data: max_rows")
             parts = [part | {"max_rows": int(most.value)} for part in parts]
-        put_sources(draft, asked, parts, names(asked.value), test=role == "test")
+        put_sources(draft, entry, parts, names(entry.value), test=role == "test")
     held = roles["held"]
     if held.value > 1:
         draft.lose(held, "a share is held out, not a number of rows")
@@ -94,16 +94,16 @@ def _data(draft: Draft, roles: Roles) -> None:
         draft.skip(held)
 
 
-def _entry(draft: Draft, asked: Asked, name: str, info: dict[str, Any], folder: str) -> Json:
+def _data_set(draft: Draft, entry: Entry, name: str, info: dict[str, Any], folder: str) -> Json:
     """Convert a data set by its name in `dataset_info.json`."""
-    entry = info.get(name)
-    if not isinstance(entry, dict):
-        draft.lose(asked, f"{folder}/dataset_info.json has no {show(name)}")
+    known = info.get(name)
+    if not isinstance(known, dict):
+        draft.lose(entry, f"{folder}/dataset_info.json has no {show(name)}")
         return {"path": str(Path(folder) / name)}
-    part = Draft(entry, draft.folder, "trainer.data: ", f"{name}.")
-    if "file_name" in entry and "hf_hub_url" not in entry:
-        part.given = entry | {"file_name": str(Path(folder) / str(entry["file_name"]))}
-    fill(part, _ENTRY, {"formatting": "alpaca"}, {"source": _source})
+    part = Draft(known, draft.folder, "trainer.data: ", f"{name}.")
+    if "file_name" in known and "hf_hub_url" not in known:
+        part.given = known | {"file_name": str(Path(folder) / str(known["file_name"]))}
+    fill(part, _DATA_SET, {"formatting": "alpaca"}, {"source": _source})
     return draft.take(part)
 
 
@@ -118,10 +118,10 @@ def _source(part: Draft, roles: Roles) -> None:
     elif kind.value == "alpaca":
         part.put(kind, "records", "instruction")
         for key, usual in (("prompt", "instruction"), ("response", "output")):
-            if (asked := columns.get(key)) and asked.value != usual:
-                part.lose(asked, f"it is called {usual} here")
-            elif asked:
-                part.skip(asked)
+            if (entry := columns.get(key)) and entry.value != usual:
+                part.lose(entry, f"it is called {usual} here")
+            elif entry:
+                part.skip(entry)
     else:
         part.put(kind, "records", "chat")
         usual = "messages" if kind.value == "openai" else "conversations"

@@ -14,7 +14,7 @@ from trainer.config.keys import OPTIMIZERS
 from trainer.config.read import Json, read
 from trainer.config.validate import evaluated_at
 from trainer.errors import ConfigError, Problem, first_line
-from trainer.tools.importers.draft import Asked, Draft, Group, Roles, asks, data, fill, names, number, tables
+from trainer.tools.importers.draft import Draft, Entry, Group, Roles, asks, data, fill, names, number, tables
 from trainer.tools.importers.reading import beside, checked
 
 _OPTIMIZERS, _SCHEDULERS, _ATTENTION, _STAGES = data("arguments")["values"].values()
@@ -51,11 +51,11 @@ def length(draft: Draft, roles: Roles) -> None:
 
 
 def optimizer(draft: Draft, roles: Roles) -> None:
-    asked = roles["name"]
-    kind, *why = _OPTIMIZERS.get(str(asked.value), ("AdamW", "not offered"))
-    draft.put(asked, "optimizer.type", kind)
+    entry = roles["name"]
+    kind, *why = _OPTIMIZERS.get(str(entry.value), ("AdamW", "not offered"))
+    draft.put(entry, "optimizer.type", kind)
     if why and "optimizer" not in draft.base:
-        draft.lose(asked, *why)
+        draft.lose(entry, *why)
     for role, name in (("lr", "lr"), ("decay", "weight_decay"), ("eps", "eps")):
         if role in roles and name in OPTIMIZERS[kind]:
             draft.put(roles[role], f"optimizer.params.{name}", roles[role].value)
@@ -73,47 +73,47 @@ def optimizer(draft: Draft, roles: Roles) -> None:
 
 
 def clipping(draft: Draft, roles: Roles) -> None:
-    if (asked := roles.get("norm")) is None:
+    if (entry := roles.get("norm")) is None:
         return
     if not draft.base or "gradient_clipping" in draft.base:
-        draft.put(asked, "gradient_clipping", asked.value)
-    elif draft.explicit(asked):
-        draft.put(asked, "gradient_clipping", asked.value)
-        if asked.value != 1:
+        draft.put(entry, "gradient_clipping", entry.value)
+    elif draft.explicit(entry):
+        draft.put(entry, "gradient_clipping", entry.value)
+        if entry.value != 1:
             draft.lose(
-                asked, "the DeepSpeed file has no gradient_clipping, and DeepSpeed clips at 1 then: say it there"
+                entry, "the DeepSpeed file has no gradient_clipping, and DeepSpeed clips at 1 then: say it there"
             )
 
 
 def scheduler(draft: Draft, roles: Roles) -> None:
-    asked, warmup = roles["type"], _warmup(draft, roles)
+    entry, warmup = roles["type"], _warmup(draft, roles)
     if "scheduler" in draft.base:
-        if draft.explicit(asked):
-            draft.keep(asked, "the DeepSpeed file has a scheduler of its own")
+        if draft.explicit(entry):
+            draft.keep(entry, "the DeepSpeed file has a scheduler of its own")
         if warmup and (held := draft.base["scheduler"].get("params", {}).get("warmup_num_steps")) is not None:
             _put_warmup(draft, *warmup, decides=held == AUTO)
         return
-    if asked.value == "constant":
-        draft.keep(asked, "no scheduler: the rate is constant")
+    if entry.value == "constant":
+        draft.keep(entry, "no scheduler: the rate is constant")
         draft.skip(roles.get("steps"), roles.get("share"))
         return
-    kind = _SCHEDULERS.get(str(asked.value), "constant_with_warmup")
-    draft.put(asked, "scheduler.type", kind)
-    if str(asked.value) not in _SCHEDULERS:
-        draft.lose(asked, "not offered")
-    _put_warmup(draft, *(warmup or (asked, 0)))
+    kind = _SCHEDULERS.get(str(entry.value), "constant_with_warmup")
+    draft.put(entry, "scheduler.type", kind)
+    if str(entry.value) not in _SCHEDULERS:
+        draft.lose(entry, "not offered")
+    _put_warmup(draft, *(warmup or (entry, 0)))
     if kind != "constant_with_warmup":
-        draft.put(asked, "scheduler.params.total_num_steps", AUTO)
+        draft.put(entry, "scheduler.params.total_num_steps", AUTO)
     if kind == "cosine":
         least = _least(draft, roles)
-        draft.put(roles.get("least", roles.get("options", asked)), "scheduler.params.cos_min_ratio", least)
+        draft.put(roles.get("least", roles.get("options", entry)), "scheduler.params.cos_min_ratio", least)
 
 
-def _put_warmup(draft: Draft, asked: Asked, steps: int | str, decides: bool = True) -> None:
+def _put_warmup(draft: Draft, entry: Entry, steps: int | str, decides: bool = True) -> None:
     """Set the warm-up steps; "auto" with the requested share of all steps, until the data gives their number."""
-    draft.put(asked, "scheduler.params.warmup_num_steps", steps)
+    draft.put(entry, "scheduler.params.warmup_num_steps", steps)
     if steps == AUTO and decides:
-        draft.put(asked, "trainer.warmup_ratio", asked.value)
+        draft.put(entry, "trainer.warmup_ratio", entry.value)
 
 
 def _least(draft: Draft, roles: Roles) -> float:
@@ -129,7 +129,7 @@ def _least(draft: Draft, roles: Roles) -> float:
     return float(least) / float(rate) if "min_lr" in options else float(least)
 
 
-def _warmup(draft: Draft, roles: Roles) -> tuple[Asked, int | str] | None:
+def _warmup(draft: Draft, roles: Roles) -> tuple[Entry, int | str] | None:
     """Return the key that asks for a warm-up, and its steps; "auto" if that needs the number of all steps."""
     steps, share = roles.get("steps"), roles.get("share")
     if steps is None or (not steps.value and share is not None and draft.explicit(share)):
@@ -144,22 +144,22 @@ def _warmup(draft: Draft, roles: Roles) -> tuple[Asked, int | str] | None:
     return steps, _steps_of(draft, steps) or AUTO
 
 
-def _steps_of(draft: Draft, asked: Asked) -> int | None:
+def _steps_of(draft: Draft, entry: Entry) -> int | None:
     """Return a share of all steps as a number of steps; None if their number is unknown."""
     total = draft.made.get("trainer", {}).get("steps")
-    return None if total is None else max(1, math.ceil(asked.value * total))
+    return None if total is None else max(1, math.ceil(entry.value * total))
 
 
 def evaluation(draft: Draft, roles: Roles) -> None:
     _interval(draft, roles, "trainer.evaluation.every", draft.lose)
-    if (asked := roles.get("patience")) and asked.value and draft.has("trainer.evaluation.every"):
-        draft.put(asked, "trainer.evaluation.patience", int(asked.value))
+    if (entry := roles.get("patience")) and entry.value and draft.has("trainer.evaluation.every"):
+        draft.put(entry, "trainer.evaluation.patience", int(entry.value))
         if not draft.has("trainer.evaluation.samples"):
-            draft.put(asked, "trainer.evaluation.samples", 10**9, "all that are held out")
+            draft.put(entry, "trainer.evaluation.samples", 10**9, "all that are held out")
 
 
 def saving(draft: Draft, roles: Roles) -> None:
-    _interval(draft, roles, "trainer.checkpoint.every", lambda asked, _: draft.skip(asked))
+    _interval(draft, roles, "trainer.checkpoint.every", lambda entry, _: draft.skip(entry))
     if (limit := roles.get("limit")) and limit.value:
         draft.put(limit, "trainer.checkpoint.keep_last", max(1, int(limit.value)))
     if (best := roles.get("best")) is None or not best.value:
@@ -171,7 +171,7 @@ def saving(draft: Draft, roles: Roles) -> None:
     draft.lose(best, "final/ is the last step's; trainer.checkpoint.keep_best keeps the best checkpoint beside it")
 
 
-def _interval(draft: Draft, roles: Roles, path: str, drop: Callable[[Asked, str], None]) -> None:
+def _interval(draft: Draft, roles: Roles, path: str, drop: Callable[[Entry, str], None]) -> None:
     """Set an interval in steps, or as a share of all; `drop` reports one that can't be expressed so."""
     strategy, steps, often = roles.get("strategy"), roles.get("steps"), roles.get("per_epoch")
     kind = str(strategy.value) if strategy else "steps"
@@ -193,14 +193,14 @@ def _interval(draft: Draft, roles: Roles, path: str, drop: Callable[[Asked, str]
         draft.skip(steps)
 
 
-def _each_epoch(draft: Draft, asked: Asked, path: str, drop: Callable[[Asked, str], None]) -> None:
+def _each_epoch(draft: Draft, entry: Entry, path: str, drop: Callable[[Entry, str], None]) -> None:
     """Set an interval of so many per epoch as a share of all steps, unless steps are given: epochs are unknown then."""
     epochs = draft.made.get("trainer", {}).get("epochs")
-    shown = asked._replace(value=draft.given.get(asked.key, asked.value))
+    shown = entry._replace(value=draft.given.get(entry.key, entry.value))
     if not epochs or isinstance(epochs, str):
         drop(shown, f"of epochs beside a number of steps: --dry-run says how many there are; set {path}")
-    elif asked.value * epochs > 1:
-        draft.put(shown, path, 1 / (asked.value * epochs))
+    elif entry.value * epochs > 1:
+        draft.put(shown, path, 1 / (entry.value * epochs))
     else:
         draft.skip(shown)
 
@@ -212,36 +212,36 @@ def precision(draft: Draft, roles: Roles) -> None:
     elif weights and str(weights.value) in ("bfloat16", "torch.bfloat16"):
         pure = weights
     masters = draft.base or draft.has("trainer.adapter.type") or draft.has("trainer.engine")  # FSDP's are in float32
-    for asked in (pure if pure and pure.value else None, bf16 if bf16 and bf16.value == "full" else None):
-        if asked and not masters:
-            draft.lose(asked, "the weights that are updated are in float32 here, those of theirs in bfloat16")
+    for entry in (pure if pure and pure.value else None, bf16 if bf16 and bf16.value == "full" else None):
+        if entry and not masters:
+            draft.lose(entry, "the weights that are updated are in float32 here, those of theirs in bfloat16")
     if fp16 and fp16.value and not (bf16 and bf16.value and draft.explicit(bf16)):
         draft.put(fp16, "fp16.enabled", True)
     else:
-        for asked in (bf16, pure):
-            if asked and asked.value:
-                draft.put(asked, "bf16.enabled", AUTO if asked.value == AUTO else True)
-    for asked, name in ((bf16, "bf16"), (fp16, "fp16")):
-        if asked and not asked.value and draft.base.get(name, {}).get("enabled") == AUTO:
-            draft.put(asked, f"{name}.enabled", False)
+        for entry in (bf16, pure):
+            if entry and entry.value:
+                draft.put(entry, "bf16.enabled", AUTO if entry.value == AUTO else True)
+    for entry, name in ((bf16, "bf16"), (fp16, "fp16")):
+        if entry and not entry.value and draft.base.get(name, {}).get("enabled") == AUTO:
+            draft.put(entry, f"{name}.enabled", False)
 
 
 def sharding(draft: Draft, roles: Roles) -> None:
-    if (asked := roles.get("deepspeed")) and asked.value:
+    if (entry := roles.get("deepspeed")) and entry.value:
         stage = draft.base.get("zero_optimization", {}).get("stage", 0)
-        draft.keep(asked, f'the base of this config, ZeRO stage {stage}; "auto" stays where theirs says nothing')
+        draft.keep(entry, f'the base of this config, ZeRO stage {stage}; "auto" stays where theirs says nothing')
         return
     fsdp, options = roles.get("fsdp"), roles.get("options")
     given = section_of(*options, draft.folder) if options else {}
-    asked = fsdp if fsdp and fsdp.value else options
-    if asked is None or not (asked.value or given):
+    entry = fsdp if fsdp and fsdp.value else options
+    if entry is None or not (entry.value or given):
         return
-    words = names(asked.value) if isinstance(asked.value, list | str) else []
+    words = names(entry.value) if isinstance(entry.value, list | str) else []
     stage = next((_STAGES[word] for word in words if word in _STAGES), 3)
-    draft.put(asked, "zero_optimization.stage", stage)
-    draft.put(asked, "trainer.engine", "accelerate", "FSDP2 by Accelerate; machines are replicas of one another")
+    draft.put(entry, "zero_optimization.stage", stage)
+    draft.put(entry, "trainer.engine", "accelerate", "FSDP2 by Accelerate; machines are replicas of one another")
     if "offload" in words:
-        _offload(draft, asked)
+        _offload(draft, entry)
     if options and given:
         draft.skip(options)
     inner = {key.removeprefix("fsdp_"): value for key, value in given.items()}
@@ -251,19 +251,19 @@ def sharding(draft: Draft, roles: Roles) -> None:
 
 
 def _fsdp(draft: Draft, roles: Roles) -> None:
-    if (asked := roles.get("strategy")) and str(asked.value).lower() in _STAGES:
-        draft.put(asked, "zero_optimization.stage", _STAGES[str(asked.value).lower()])
-    if (asked := roles.get("reshard")) is not None and isinstance(asked.value, bool):
-        draft.put(asked, "zero_optimization.stage", 3 if asked.value else 2)
-    if (asked := roles.get("offload")) and asked.value:
-        _offload(draft, asked)
-    if (asked := roles.get("recompute")) and asked.value:
-        draft.put(asked, "trainer.activation_checkpointing", "full")
+    if (entry := roles.get("strategy")) and str(entry.value).lower() in _STAGES:
+        draft.put(entry, "zero_optimization.stage", _STAGES[str(entry.value).lower()])
+    if (entry := roles.get("reshard")) is not None and isinstance(entry.value, bool):
+        draft.put(entry, "zero_optimization.stage", 3 if entry.value else 2)
+    if (entry := roles.get("offload")) and entry.value:
+        _offload(draft, entry)
+    if (entry := roles.get("recompute")) and entry.value:
+        draft.put(entry, "trainer.activation_checkpointing", "full")
 
 
-def _offload(draft: Draft, asked: Asked) -> None:
+def _offload(draft: Draft, entry: Entry) -> None:
     for name in ("offload_param", "offload_optimizer"):
-        draft.put(asked, f"zero_optimization.{name}.device", "cpu")
+        draft.put(entry, f"zero_optimization.{name}.device", "cpu")
 
 
 def recomputation(draft: Draft, roles: Roles) -> None:
@@ -276,19 +276,19 @@ def recomputation(draft: Draft, roles: Roles) -> None:
 
 
 def attention(draft: Draft, roles: Roles) -> None:
-    for role, asked in roles.items():
-        found = _ATTENTION.get(str(asked.value) if role == "name" else role)
-        if asked.value == AUTO:
-            draft.skip(asked)
-        elif found and asked.value:
-            draft.put(asked, "trainer.model.attention", *found)
+    for role, entry in roles.items():
+        found = _ATTENTION.get(str(entry.value) if role == "name" else role)
+        if entry.value == AUTO:
+            draft.skip(entry)
+        elif found and entry.value:
+            draft.put(entry, "trainer.model.attention", *found)
 
 
 def adapter(draft: Draft, roles: Roles) -> None:
     """Convert LoRA, if requested. Raises ConfigError for another method: without it, all would be trained."""
     if (kind := roles.get("kind")) is None:
         return
-    rest = {role: asked for role, asked in roles.items() if role != "kind"}
+    rest = {role: entry for role, entry in roles.items() if role != "kind"}
     if not asks(kind.value) or kind.value in (0, "full"):
         draft.skip(*roles.values())
         return
@@ -303,13 +303,13 @@ def adapter(draft: Draft, roles: Roles) -> None:
         draft.skip(dropout)
     if (folder := rest.get("path")) and folder.value:
         draft.put(folder, "trainer.adapter.path", folder.value)
-        draft.skip(*(asked for role, asked in rest.items() if role not in ("path", "dropout")))
+        draft.skip(*(entry for role, entry in rest.items() if role not in ("path", "dropout")))
         return
     for role in ("r", "alpha", "bias", "rslora", "dora"):
         if role in rest and rest[role].value not in (None, False, ""):
             draft.put(rest[role], f"trainer.adapter.{role}", rest[role].value)
     _modules(draft, rest)
-    known = {_AS.get(role, role) for role, asked in rest.items() if asks(asked.value)}
+    known = {_AS.get(role, role) for role, entry in rest.items() if asks(entry.value)}
     if silent := [role for role in ("r", "alpha", "dropout", "targets") if role not in known]:
         draft.lose(kind, f"nothing says LoRA's {', '.join(silent)}")
 
@@ -322,41 +322,41 @@ def _modules(draft: Draft, roles: Roles) -> None:
     """Set the adapted modules: names, or a text that PEFT takes as a regular expression."""
     if (save := roles.get("save")) and asks(save.value):
         draft.put(save, "trainer.adapter.modules_to_save", names(save.value))
-    asked, linear = roles.get("targets") or roles.get("names"), roles.get("linear")
-    found = names(asked.value) if asked and asks(asked.value) else []
+    entry, linear = roles.get("targets") or roles.get("names"), roles.get("linear")
+    found = names(entry.value) if entry and asks(entry.value) else []
     if linear and linear.value:
         draft.put(linear, "trainer.adapter.targets", "all-linear")
-        if asked and all(name.endswith("_proj") for name in found):
-            draft.skip(asked)  # Axolotl joins both, and all-linear contains these
-    elif asked and found == (["all-linear"] if "targets" in roles else ["all"]):
-        draft.put(asked, "trainer.adapter.targets", "all-linear")
-    elif asked and found and all(map(_NAME.fullmatch, found)):
-        draft.put(asked, "trainer.adapter.targets", found)
-    elif asked and "targets" in roles and isinstance(asked.value, str):
-        draft.put(asked, "trainer.adapter.targets", asked.value)
-    elif asked and found:
-        draft.lose(asked, "in a list PEFT takes names as they are, and no layer is called so")
+        if entry and all(name.endswith("_proj") for name in found):
+            draft.skip(entry)  # Axolotl joins both, and all-linear contains these
+    elif entry and found == (["all-linear"] if "targets" in roles else ["all"]):
+        draft.put(entry, "trainer.adapter.targets", "all-linear")
+    elif entry and found and all(map(_NAME.fullmatch, found)):
+        draft.put(entry, "trainer.adapter.targets", found)
+    elif entry and "targets" in roles and isinstance(entry.value, str):
+        draft.put(entry, "trainer.adapter.targets", entry.value)
+    elif entry and found:
+        draft.lose(entry, "in a list PEFT takes names as they are, and no layer is called so")
 
 
 def trackers(draft: Draft, roles: Roles) -> None:
     wanted: list[str] = []
-    for role, asked in roles.items():
-        if not asks(asked.value) or asked.value == ["none"] or (role in _TRACKERS and asked.value == "disabled"):
+    for role, entry in roles.items():
+        if not asks(entry.value) or entry.value == ["none"] or (role in _TRACKERS and entry.value == "disabled"):
             continue
-        for name in [role] if role in _TRACKERS else names(asked.value):
+        for name in [role] if role in _TRACKERS else names(entry.value):
             if name not in _TRACKERS:
-                draft.skip(asked)
+                draft.skip(entry)
                 continue
             wanted += [name] if name not in wanted else []
-            draft.put(asked, "trainer.log.trackers", wanted)
+            draft.put(entry, "trainer.log.trackers", wanted)
 
 
 def run_folder(draft: Draft, roles: Roles) -> None:
-    if asked := roles.get("folder"):
-        path = PurePath(str(asked.value))
-        draft.put(asked, "trainer.run.folder", str(path.parent))
+    if entry := roles.get("folder"):
+        path = PurePath(str(entry.value))
+        draft.put(entry, "trainer.run.folder", str(path.parent))
         if path.name:
-            draft.put(asked, "trainer.run.name", path.name)
+            draft.put(entry, "trainer.run.name", path.name)
 
 
 GROUPS: dict[str, Group] = {

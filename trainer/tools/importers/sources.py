@@ -7,26 +7,26 @@ from typing import Any
 
 from trainer.config.grammar import show
 from trainer.config.read import Json
-from trainer.tools.importers.draft import Asked, Draft
+from trainer.tools.importers.draft import Draft, Entry
 
 
-def put_sources(draft: Draft, asked: Asked, parts: Sequence[Json], labels: Sequence[str], test: bool = False) -> None:
+def put_sources(draft: Draft, entry: Entry, parts: Sequence[Json], labels: Sequence[str], test: bool = False) -> None:
     """Set one data set as `trainer.data`, several as its sources; of evaluation sets, the paths only."""
     if test:
         whole = {label: part["path"] for label, part in zip(_unlike(labels), parts, strict=True)}
         value = whole if len(whole) > 1 else next(iter(whole.values()))
-        draft.put(asked, "trainer.data.evaluation_path", value, "its rows are read as those that are trained on")
+        draft.put(entry, "trainer.data.evaluation_path", value, "its rows are read as those that are trained on")
         data = draft.made["trainer"]["data"]
         for label, part in zip(labels, parts, strict=True):
             odd = {key: value for key, value in part.items() if key != "path" and _read(data, key, part) != value}
             if odd:
-                draft.lose(asked, f"{label} has {show(odd)}, which the rows that are trained on have not")
+                draft.lose(entry, f"{label} has {show(odd)}, which the rows that are trained on have not")
     elif len(parts) == 1:
         draft.made.setdefault("trainer", {}).setdefault("data", {}).update(parts[0])
-        draft.keep(asked, "trainer.data")
+        draft.keep(entry, "trainer.data")
     else:
         named = zip(_unlike(labels), parts, strict=True)
-        draft.put(asked, "trainer.data.sources", [{"label": label, **part} for label, part in named])
+        draft.put(entry, "trainer.data.sources", [{"label": label, **part} for label, part in named])
 
 
 def _read(data: Json, key: str, part: Json) -> Any:

@@ -16,24 +16,24 @@ from trainer.config.read import Json
 from trainer.config.sections import TrainerSection
 from trainer.errors import ConfigError, Problem
 from trainer.tools.importers import arguments, axolotl, llamafactory
-from trainer.tools.importers.draft import Draft, Group, Row, fill
+from trainer.tools.importers.draft import Draft, Group, KeyRule, fill
 from trainer.tools.importers.shared_keys import section_of
 
 __all__ = ["SYSTEMS", "Draft", "translate"]
 
 
-class System(NamedTuple):
+class OtherTrainer(NamedTuple):
     """Another trainer: its keys, its defaults, and its groups of keys that belong together."""
 
-    table: Mapping[str, Row]
+    table: Mapping[str, KeyRule]
     defaults: Callable[[Json], Json]
     groups: Mapping[str, Group]
 
 
 SYSTEMS = {
-    "axolotl": System(axolotl.TABLE, axolotl.defaults, axolotl.GROUPS),
-    "llamafactory": System(llamafactory.TABLE, llamafactory.defaults, llamafactory.GROUPS),
-    "trainer": System(arguments.TABLE, arguments.defaults, arguments.SCRIPTS),
+    "axolotl": OtherTrainer(axolotl.TABLE, axolotl.defaults, axolotl.GROUPS),
+    "llamafactory": OtherTrainer(llamafactory.TABLE, llamafactory.defaults, llamafactory.GROUPS),
+    "trainer": OtherTrainer(arguments.TABLE, arguments.defaults, arguments.SCRIPTS),
 }
 
 

@@ -28,7 +28,7 @@ BATCH, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """The inputs of the closed forms that do not depend on the layout."""
 
     parameters: int
@@ -39,16 +39,16 @@ class Sizes:
     hidden: int
     """The number of values in one sample's hidden state."""
     kept: int
-    """The same as `Sample.kept`."""
+    """The same as `SampleCost.kept`."""
     moments: int
     """Bytes of optimizer state per trained parameter, at the least."""
     flops: float
     """FLOPs of a step: forward and backward of all samples."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Sizes:
-        spec = plan.subject.spec
-        optimizer = plan.subject.deepspeed.get("optimizer", {})
+    def of(cls, plan: Plan) -> ModelSizes:
+        spec = plan.workload.spec
+        optimizer = plan.workload.deepspeed.get("optimizer", {})
         sure = str(optimizer.get("type", "")).lower() in ADAM and "bf16" not in str(optimizer.get("params", {}))
         learned = spec.parameters - sum(spec.frozen.values())
         return cls(
@@ -56,8 +56,8 @@ class Sizes:
             learned,
             max(1, len(spec.blocks)),
             spec.language.vocabulary > 0,
-            plan.subject.sample.hidden,
-            plan.subject.sample.kept,
+            plan.workload.sample.hidden,
+            plan.workload.sample.kept,
             8 if sure else 0,
             plan.step_flops,
         )
@@ -112,7 +112,7 @@ def _shards(layout: Layout, ranks: int, stage: int, inside: int) -> set[int]:
     }
 
 
-def least_bytes(layout: Layout, sizes: Sizes) -> float:
+def least_bytes(layout: Layout, sizes: ModelSizes) -> float:
     """Return a lower bound on the bytes of the fullest device; a layout whose bound exceeds its memory can't fit.
 
     State by ZeRO stage (arXiv 1910.02054, section 3); of activations only each block's input, or
@@ -131,7 +131,7 @@ def least_bytes(layout: Layout, sizes: Sizes) -> float:
     return state + _least_activations(layout, sizes, value)
 
 
-def _least_activations(layout: Layout, sizes: Sizes, value: int) -> float:
+def _least_activations(layout: Layout, sizes: ModelSizes, value: int) -> float:
     every = layout.recompute.every if layout.recompute.mode == "every" else 1
     inputs = sizes.kept if layout.recompute.mode == "none" and sizes.learned == sizes.parameters else 1 / every
     held = sizes.blocks // layout.stages // max(1, every) * every
@@ -146,7 +146,7 @@ def _per_rank(layout: Layout) -> int:
 class Estimates:
     """Closed-form estimates of memory and time, corrected by each layout that has been simulated."""
 
-    sizes: Sizes
+    sizes: ModelSizes
     cluster: Cluster
     factors: dict[str, float] = field(default_factory=dict)
     """The ratio of simulated to estimated activations, by mode of recomputation."""

@@ -157,7 +157,9 @@ def time_of(
     and to others, of the rank that takes longest to send it. `state`: bytes of weights, gradients
     and optimizer state on a device; `on_host`: bytes of it that are offloaded.
     """
-    compute = flops * (1 + recomputed(layout)) / layout.world_size / device.rate(layout.precision)
+    # float32 is counted as half the 16-bit rate: TF32, on tensor cores
+    rate = device.peak / 2 if layout.precision == "float32" else device.peak
+    compute = flops * (1 + recomputed(layout)) / layout.world_size / rate
     rounds = layout.accumulation * layout.stages_per_rank
     bubble = compute * (layout.pipeline - 1) / rounds if layout.pipeline > 1 else 0.0
     wires = inside.seconds(device.link, device.latency), between.seconds(device.network, device.latency)

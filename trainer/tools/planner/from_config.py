@@ -33,21 +33,21 @@ from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.image_classification import ImageClassification
 from trainer.tasks.task import Batch, Task
 from trainer.tools.planner.cluster import Cluster
-from trainer.tools.planner.plan import Plan, plan_of, reduced
-from trainer.tools.planner.simulate import Sample, Subject
+from trainer.tools.planner.plan import Plan, plan_of, with_blocks
+from trainer.tools.planner.simulate import SampleCost, Workload
 
 STEPS = 1000
 """The steps of the learning-rate schedule if the config leaves them to the data."""
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelOnCluster:
     """A config's model on a cluster, whole and with fewer blocks."""
 
     config: Config
     """The resolved config."""
-    subject: Subject
-    """The subject with all blocks."""
+    workload: Workload
+    """The workload with all blocks."""
     task: Callable[[ModelSpec], Task]
     """Builds the task of the model, or of it with fewer blocks."""
 
@@ -57,7 +57,7 @@ class Source:
 
         Trials use the whole model's tiny copy: a few blocks of a large model are still large.
         """
-        whole = self.subject.spec
+        whole = self.workload.spec
         shallow = whole.shallow
         assert shallow is not None
 
@@ -68,18 +68,19 @@ class Source:
 
         return of_blocks
 
-    def reduced(self, blocks: int | None, accumulation: int) -> Subject:
-        """Return the subject with so many blocks per stage, or all, and so many micro-batches."""
-        spec = self.subject.spec
+    def with_blocks(self, blocks: int | None, accumulation: int) -> Workload:
+        """Return the workload with so many blocks per stage, or all, and so many micro-batches."""
+        spec = self.workload.spec
         if blocks is not None and spec.shallow is not None:
-            spec = _of_shapes(self.of_blocks(blocks * self.subject.layout.stages))
+            spec = _of_shapes(self.of_blocks(blocks * self.workload.layout.stages))
         undecayed = spared(self.config.trainer.weight_decay_excludes, spec)
-        return replace(reduced(self.subject, spec, blocks, accumulation), task=self.task(spec), undecayed=undecayed)
+        fewer = with_blocks(self.workload, spec, blocks, accumulation)
+        return replace(fewer, task=self.task(spec), undecayed=undecayed)
 
 
 def planned(config: Config, cluster: Cluster) -> Plan:
     """Plan a config on a cluster. Raises ConfigError if it does not fit the cluster, or can't be simulated."""
-    return plan_of(source_of(config, cluster).reduced, cluster)
+    return plan_of(model_on(config, cluster).with_blocks, cluster)
 
 
 def on_cluster(config: Config, cluster: Cluster) -> Composed:
@@ -87,7 +88,7 @@ def on_cluster(config: Config, cluster: Cluster) -> Composed:
     return compose(config, RuntimeFacts(cluster.world_size, None, None, True, "cuda", cluster.devices))
 
 
-def source_of(config: Config, cluster: Cluster) -> Source:
+def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     """Build the source of a config on a cluster, reading only the model's description.
 
     Raises ConfigError if the layout does not fit the cluster or the model, DataError if images do not.
@@ -101,7 +102,7 @@ def source_of(config: Config, cluster: Cluster) -> Source:
     spec = _of_shapes(trained.spec)
     config = composed.knowing(hidden_size=spec.language.hidden_size, total_steps=section.steps or STEPS).config
     scheduler = None if config.scheduler is None else vars(config.scheduler)
-    full = Subject(
+    full = Workload(
         layout=layout,
         engine_name=name,
         engine=engine,
@@ -113,10 +114,10 @@ def source_of(config: Config, cluster: Cluster) -> Source:
         sample=trained.sample,
         batch=trained.batch,
     )
-    return Source(config, full, trained.task)
+    return ModelOnCluster(config, full, trained.task)
 
 
-class Trained(NamedTuple):
+class TaskModel(NamedTuple):
     """The description by a task of the model that a config names."""
 
     spec: ModelSpec
@@ -124,10 +125,10 @@ class Trained(NamedTuple):
     """Builds the task of the model, or of it with fewer blocks."""
     batch: Callable[[int], Batch]
     """Makes a micro-batch of so many samples."""
-    sample: Sample
+    sample: SampleCost
 
 
-def _language(section: TrainerSection, layout: Layout) -> Trained:
+def _language(section: TrainerSection, layout: Layout) -> TaskModel:
     architecture = huggingface.read_config(section.model)
     spec = amended(huggingface.spec_of(architecture, section.model, weights=False), section, ALONE)
     length = section.data.sequence_length
@@ -139,11 +140,11 @@ def _language(section: TrainerSection, layout: Layout) -> Trained:
     flops, kind = flops_per_token(spec, length) * length, f"samples of {length:,} tokens"
     regular = section.label_smoothing, section.neftune_alpha
     # a transformer's block surely keeps the inputs of its attention and of its other half
-    sample = Sample("token", length, kind, flops, length * (spec.language.hidden_size or 0), 2)
-    return Trained(spec, lambda spec: CausalLM.of(spec, 0).regularised(spec, *regular), batch, sample)
+    sample = SampleCost("token", length, kind, flops, length * (spec.language.hidden_size or 0), 2)
+    return TaskModel(spec, lambda spec: CausalLM.of(spec, 0).regularised(spec, *regular), batch, sample)
 
 
-def _classifier(section: TrainerSection, layout: Layout) -> Trained:
+def _classifier(section: TrainerSection, layout: Layout) -> TaskModel:
     named, given = images.named_in(section), images.expected(section, cache_folder())
     # no weights are read or downloaded
     arguments = {key: value for key, value in named.arguments.items() if key not in ("weights", "weights_backbone")}
@@ -167,7 +168,7 @@ def _classifier(section: TrainerSection, layout: Layout) -> Trained:
     with suppress(KeyError):  # a block that takes no tensor
         hidden = min([hidden, *(math.prod(task.hidden_shape(batch(1), block)) for block in range(len(spec.blocks)))])
     kind = f"images of {' x '.join(map(str, shape))}, {classes:,} classes"
-    return Trained(spec, lambda spec: task, batch, Sample("image", 1, kind, flops, hidden, 0))
+    return TaskModel(spec, lambda spec: task, batch, SampleCost("image", 1, kind, flops, hidden, 0))
 
 
 def batches_of(images: Images) -> Callable[[int], Batch]:

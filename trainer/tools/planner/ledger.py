@@ -1,6 +1,6 @@
 """A record of the memory that a run takes, on real or fake tensors: an entry for each storage, made or freed.
 
-Storages count, not tensors: views are free, and a storage with several names counts once. Sizes are as
+Storages count, not tensors: views are free, and a storage with several names counts once. ModelSizes are as
 requested; `rounded` is what an allocator makes of them. Memory that a kernel takes inside itself is not seen.
 """
 

@@ -19,7 +19,7 @@ from trainer.parallel.partition import block_ranges
 from trainer.tools.planner.cluster import RESERVED, Cluster, Time, Traffic, time_of
 from trainer.tools.planner.ledger import Peak
 from trainer.tools.planner.messages import Message
-from trainer.tools.planner.simulate import Subject, Trace, simulate_all
+from trainer.tools.planner.simulate import Trace, Workload, simulate_all
 
 STEADY = "step 2"
 """The phase that stands for all later steps."""
@@ -72,14 +72,14 @@ class Role:
 class Plan:
     """The simulated memory, traffic and time of a run."""
 
-    subject: Subject
+    workload: Workload
     cluster: Cluster
     roles: tuple[Role, ...]
     loaded: float
     """The most bytes on the host that each process takes while it loads the model: those of the largest unit."""
 
     @property
-    def copied(self) -> float:
+    def background_copy(self) -> float:
         """Bytes on the host of a process that a background save copies."""
         return max(role.copied for role in self.roles)
 
@@ -101,7 +101,7 @@ class Plan:
     @property
     def on_host(self) -> float:
         """Bytes that each process has offloaded to the host at the fullest moment."""
-        return sum(self.fullest.peak.by_kind.get(kind, 0) for kind in offloaded(self.subject))
+        return sum(self.fullest.peak.by_kind.get(kind, 0) for kind in offloaded(self.workload))
 
     @property
     def fits(self) -> bool:
@@ -110,7 +110,7 @@ class Plan:
     @property
     def step_flops(self) -> float:
         """FLOPs of a step on all ranks, without recomputation."""
-        return self.subject.sample.flops * self.subject.layout.train_batch
+        return self.workload.sample.flops * self.workload.layout.train_batch
 
     def traffic(self, inside: bool) -> Traffic:
         """Return the traffic of a step, inside nodes or between them, of the rank that takes longest to send it."""
@@ -120,32 +120,32 @@ class Plan:
 
     def on_device(self, kinds: Iterable[str]) -> float:
         """Return the bytes of these kinds that are on the device at the fullest moment."""
-        away = offloaded(self.subject)
+        away = offloaded(self.workload)
         return sum(self.fullest.peak.by_kind.get(kind, 0) for kind in kinds if kind not in away)
 
     @cached_property
     def time(self) -> Time:
         state = self.on_device(("weights", "gradients", "optimizer"))
-        layout, device, wires = self.subject.layout, self.cluster.device, map(self.traffic, (True, False))
+        layout, device, wires = self.workload.layout, self.cluster.device, map(self.traffic, (True, False))
         return time_of(layout, device, self.step_flops, *wires, state=state, on_host=self.on_host)
 
 
-def offloaded(subject: Subject) -> tuple[str, ...]:
+def offloaded(workload: Workload) -> tuple[str, ...]:
     """Return the kinds of memory on the host: FSDP2 offloads all of a shard, DeepSpeed as the layout says."""
-    layout = subject.layout
+    layout = workload.layout
     if not layout.offloads:
         return ()
-    if subject.engine_name != "deepspeed" or layout.offload_param != "none":
+    if workload.engine_name != "deepspeed" or layout.offload_param != "none":
         return ("weights", "gradients", "optimizer")
     if layout.zero_stage == 3:
         return ("gradients", "optimizer")
     return ("optimizer",)
 
 
-def plan_of(make: Callable[[int | None, int], Subject], cluster: Cluster) -> Plan:
+def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Plan:
     """Simulate a run and build its plan.
 
-    `make(blocks, accumulation)` returns a subject to simulate: with `blocks` in each stage, or all if None, and
+    `make(blocks, accumulation)` returns a workload to simulate: with `blocks` in each stage, or all if None, and
     with that many micro-batches. Raises ConfigError for a model or layout that does not run on fake tensors.
     """
     full = make(None, 0)
@@ -154,11 +154,11 @@ def plan_of(make: Callable[[int | None, int], Subject], cluster: Cluster) -> Pla
     held = blocks_held(full, model)
     depths = depths_of(full, model, held)
     grid: list[Point] = [(depth, micro) for micro in micro_batches_of(layout) for depth in (depths or (None,))]
-    subjects = {point: make(*point) for point in grid}
+    workloads = {point: make(*point) for point in grid}
     stand = representatives(layout)
     jobs = [(rank, point) for _, rank in stand for point in grid]
     found = dict(
-        zip(jobs, simulate_all([(subjects[point], rank) for rank, point in jobs], cluster.devices), strict=True)
+        zip(jobs, simulate_all([(workloads[point], rank) for rank, point in jobs], cluster.devices), strict=True)
     )
     roles = []
     for name, rank in stand:
@@ -182,29 +182,29 @@ def representatives(layout: Layout) -> list[tuple[str, int]]:
     return [(places[place], layout.rank_at(pipeline=place)) for place in sorted(places)]
 
 
-def blocks_held(subject: Subject, model: nn.Module) -> list[int]:
+def blocks_held(workload: Workload, model: nn.Module) -> list[int]:
     """Count the blocks of each pipeline rank."""
-    layout, spec = subject.layout, subject.spec
+    layout, spec = workload.layout, workload.spec
     ranges = block_ranges(model, spec, layout.partition, layout.stages) if spec.blocks else [range(0)]
     return [sum(len(ranges[stage]) for stage in layout.stages_of(place)) for place in range(layout.pipeline)]
 
 
-def loaded_at_once(subject: Subject, model: nn.Module) -> float:
+def loaded_at_once(workload: Workload, model: nn.Module) -> float:
     """Return the bytes of the largest unit in float32; of the whole model under AutoTP, which splits a loaded one."""
-    if subject.engine_name == "deepspeed" and subject.layout.tensor > 1:
-        return 4.0 * subject.spec.parameters
+    if workload.engine_name == "deepspeed" and workload.layout.tensor > 1:
+        return 4.0 * workload.spec.parameters
     return 4.0 * max(
         sum(parameter.numel() for _, module in unit for parameter in module.parameters(recurse=False))
-        for unit in units(model, subject.spec.blocks)
+        for unit in units(model, workload.spec.blocks)
     )
 
 
-def depths_of(subject: Subject, model: nn.Module, held: Sequence[int]) -> list[int] | None:
+def depths_of(workload: Workload, model: nn.Module, held: Sequence[int]) -> list[int] | None:
     """Choose two numbers of blocks per stage to extrapolate from; None if all blocks are simulated.
 
     All are simulated if they differ from one another, or if they are no more than the blocks of both depths.
     """
-    spec, layout = subject.spec, subject.layout
+    spec, layout = workload.spec, workload.layout
     step = layout.recompute.every
     # whole groups of blocks recomputed together; more of them where FSDP2 prefetches
     few, more = (2 * step, step) if layout.pipeline > 1 else (_whole(4, step), _whole(2, step))
@@ -303,13 +303,13 @@ def _straight(values: Mapping[int | None, float] | Mapping[int, float], goal: fl
     return first + (second - first) * (goal - low) / (high - low)
 
 
-def reduced(subject: Subject, spec: ModelSpec, blocks: int | None, accumulation: int) -> Subject:
-    """Return the subject with another number of blocks per stage and of micro-batches, otherwise the same."""
-    layout = subject.layout
+def with_blocks(workload: Workload, spec: ModelSpec, blocks: int | None, accumulation: int) -> Workload:
+    """Return the workload with another number of blocks per stage and of micro-batches, otherwise the same."""
+    layout = workload.layout
     few = accumulation or layout.accumulation
     samples = layout.micro_batch * few * layout.data_ranks
     changed = replace(
         layout, accumulation=few, train_batch=samples, partition="uniform" if blocks is not None else layout.partition
     )
     batches = {"train_batch_size": samples, "gradient_accumulation_steps": few}
-    return replace(subject, layout=changed, spec=spec, deepspeed={**subject.deepspeed, **batches})
+    return replace(workload, layout=changed, spec=spec, deepspeed={**workload.deepspeed, **batches})

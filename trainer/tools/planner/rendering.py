@@ -18,11 +18,11 @@ LEAST_SHOWN = 1e-3
 
 def lines(plan: Plan) -> Iterator[str]:
     """Yield the report on a plan: model, layout, memory, largest consumers, traffic and time."""
-    layout, cluster = plan.subject.layout, plan.cluster
+    layout, cluster = plan.workload.layout, plan.cluster
     where = f"{cluster.nodes} x {cluster.devices} {cluster.device.name}"
-    spec = plan.subject.spec
-    yield f"model   {spec.name}: {in_words(spec.parameters)} parameters, on {plan.subject.sample.kind}"
-    yield f"layout  {layout.describe()} (engine {plan.subject.engine_name}) on {where}"
+    spec = plan.workload.spec
+    yield f"model   {spec.name}: {in_words(spec.parameters)} parameters, on {plan.workload.sample.kind}"
+    yield f"layout  {layout.describe()} (engine {plan.workload.engine_name}) on {where}"
     yield f"memory  {verdict(plan)}"
     for role in plan.roles:
         yield f"  {role.name + ':':<16}{gib(role.peak.size)}, fullest in {role.peak.phase}"
@@ -49,7 +49,7 @@ def verdict(plan: Plan) -> str:
 
 
 def _kinds(plan: Plan) -> Iterator[str]:
-    peak, host = plan.fullest.peak, offloaded(plan.subject)
+    peak, host = plan.fullest.peak, offloaded(plan.workload)
     for kind, size in sorted(peak.by_kind.items(), key=lambda item: -item[1]):
         if size >= peak.size * LEAST_SHOWN:
             yield f"  {gib(size):>12}  {kind}{' (on the host)' if kind in host else ''}"
@@ -59,8 +59,9 @@ def _kinds(plan: Plan) -> Iterator[str]:
 
 def _host(plan: Plan) -> str:
     """Return the line on the memory that each process takes on its node's host."""
-    told = f"{gib(plan.loaded)} a process while the model is loaded, {gib(plan.copied)} for a save in the background"
-    return told + (f", {gib(plan.on_host)} offloaded" if plan.on_host else "")
+    copied = f"{gib(plan.background_copy)} for a save in the background"
+    on_host = f", {gib(plan.on_host)} offloaded" if plan.on_host else ""
+    return f"{gib(plan.loaded)} a process while the model is loaded, {copied}{on_host}"
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
@@ -82,8 +83,8 @@ def said(sent: Sent) -> str:
 
 
 def _time(plan: Plan) -> str:
-    time, sample = plan.time, plan.subject.sample
-    rate = plan.subject.layout.train_batch * sample.units / time.least
+    time, sample = plan.time, plan.workload.sample
+    rate = plan.workload.layout.train_batch * sample.units / time.least
     parts = {
         "compute": time.compute,
         "bubble": time.bubble,
@@ -103,13 +104,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON values, in bytes and seconds."""
     peak = plan.fullest.peak
     return {
-        "layout": plan.subject.layout.describe(),
-        "engine": plan.subject.engine_name,
+        "layout": plan.workload.layout.describe(),
+        "engine": plan.workload.engine_name,
         "fits": plan.fits,
         "needed": round(plan.needed),
         "room": round(plan.room),
         "memory": {"peak_bytes": peak.size, "by_kind": peak.by_kind},
-        "host": {"loaded": plan.loaded, "copied": plan.copied, "offloaded": plan.on_host},
+        "host": {"loaded": plan.loaded, "copied": plan.background_copy, "offloaded": plan.on_host},
         "roles": [_role(role) for role in plan.roles],
         "time": {**vars(plan.time), "least": plan.time.least, "most": plan.time.most},
     }
@@ -183,9 +184,9 @@ def reason(old: Plan, new: Plan) -> str:
     costs: list[str] = []
     for said, less in _effects(old, new):
         (gains if less else costs).append(said)
-    changed = words(old.subject.layout, new.subject.layout)
-    if old.subject.engine_name != new.subject.engine_name:
-        changed += f" (engine {new.subject.engine_name})"
+    changed = words(old.workload.layout, new.workload.layout)
+    if old.workload.engine_name != new.workload.engine_name:
+        changed += f" (engine {new.workload.engine_name})"
     text = _listed(gains) or "no gain"
     return f"{changed}: {text}" + (f", for {_listed(costs)}" if costs else "")
 
@@ -201,7 +202,7 @@ def _effects(old: Plan, new: Plan) -> Iterator[tuple[str, bool]]:
         before, after = old.traffic(inside).size, new.traffic(inside).size
         if abs(after - before) >= 1e8 and abs(after - before) >= 0.01 * max(before, after):
             yield f"{abs(after - before) / 1e9:,.1f} GB {_less(after - before)} {name}", after < before
-    again = recomputed(new.subject.layout) - recomputed(old.subject.layout)
+    again = recomputed(new.workload.layout) - recomputed(old.workload.layout)
     if again:
         yield f"{abs(again):.0%} {_less(again)} to compute", again < 0
     before, after = old.time.middle, new.time.middle
@@ -220,7 +221,7 @@ def shortfall(old: Plan, best: Plan, tried: int, nodes: int | None) -> str:
     named = f" ({min(larger, key=lambda found: found.memory).name})" if larger else ""
     mends = [f"{nodes} nodes of {best.cluster.devices}"] if nodes else []
     mends.append(f"devices of {math.ceil((best.needed + RESERVED) / GIB)} GiB{named}")
-    best_words = words(old.subject.layout, best.subject.layout) if best is not old else "as it is"
+    best_words = words(old.workload.layout, best.workload.layout) if best is not old else "as it is"
     where = f"{best.cluster.nodes} x {best.cluster.devices} {device.name}"
     return (
         f"of {tried} layouts that were tried none fits {where}; {best_words} misses by {gib(missing)} of "

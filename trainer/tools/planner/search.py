@@ -16,7 +16,7 @@ from trainer.config.read import override, read
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.storage import disk_errors, replace_file
-from trainer.tools.planner.candidates import Estimates, Sizes, candidates, changes_to, differences, promising, rank
+from trainer.tools.planner.candidates import Estimates, ModelSizes, candidates, changes_to, differences, promising, rank
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.from_config import on_cluster, planned
 from trainer.tools.planner.plan import Plan
@@ -80,7 +80,7 @@ def proposals(config: Config, cluster: Cluster, plan: Plan, most: int = 5, secon
 
 def _tried(config: Config, cluster: Cluster, plan: Plan, most: int, until: float) -> Iterator[Proposal]:
     """Yield candidates as they are simulated: each time, the one that looks best by all that is known then."""
-    old, sizes = plan.subject.layout, Sizes.of(plan)
+    old, sizes = plan.workload.layout, ModelSizes.of(plan)
     estimates = Estimates(sizes, cluster)
     estimates.learn(old, plan.needed)
     pool, larger = promising(candidates(old, cluster, sizes.blocks, sizes.splits), old, plan.room, estimates)
@@ -126,29 +126,22 @@ def _is_other(layout: Layout, fitting: Layout, old: Layout, estimates: Estimates
 def changed_to(config: Config, cluster: Cluster, old: Layout, new: Layout) -> tuple[dict[str, Any], Config]:
     """Return the changes that make a config's layout `new`, and the changed config. Raises ConfigError if none do."""
     changes = changes_to(config.raw, old, new)
-    mesh = {"trainer.mesh.shard": new.shard}
+    mesh: dict[str, Any] = {"trainer.mesh.shard": new.shard}
     if config.trainer.mesh.replicate is not None:
         mesh["trainer.mesh.replicate"] = new.replicate
-    for more in ({}, mesh, {"trainer.engine": "auto"}, {**mesh, "trainer.engine": "auto"}):
+    auto = {"trainer.engine": "auto"}
+    for more in ({}, mesh, auto, mesh | auto):
         try:
-            changed = with_changes(config, {**changes, **more})
-            if _layout(changed, cluster) == new:
-                return {**changes, **more}, changed
+            changed = replace(load(config.raw, overrides_of(changes | more)), path=config.path)
+            composed = on_cluster(changed, cluster)
+            composed.engine()  # an error where none can run it
+            if composed.layout == new:
+                return changes | more, changed
         except ConfigError as error:
             problem = error
             continue
         problem = ConfigError(Problem("proposals", new.describe(), "a layout that the config has keys for"))
     raise problem
-
-
-def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
-    return replace(load(config.raw, overrides_of(changes)), path=config.path)
-
-
-def _layout(config: Config, cluster: Cluster) -> Layout:
-    composed = on_cluster(config, cluster)
-    composed.engine()  # an error where none can run it
-    return composed.layout
 
 
 def nodes_enough(
@@ -158,9 +151,9 @@ def nodes_enough(
 
     Nothing begins after `until`, a time of `time.monotonic`.
     """
-    old, sizes = plan.subject.layout, Sizes.of(plan)
+    old, sizes = plan.workload.layout, ModelSizes.of(plan)
     estimates = Estimates(sizes, cluster)
-    for layout, needed in ((old, plan.needed), *((p.plan.subject.layout, p.plan.needed) for p in found)):
+    for layout, needed in ((old, plan.needed), *((p.plan.workload.layout, p.plan.needed) for p in found)):
         estimates.learn(layout, needed)
     times = 2
     while times <= MOST_NODES and time.monotonic() < until:

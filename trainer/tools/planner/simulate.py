@@ -34,7 +34,7 @@ STEPS = 2
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleCost:
     """The properties of a sample that the closed forms use."""
 
     unit: str
@@ -52,8 +52,8 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The input of a plan: everything an engine is built from, except a machine."""
+class Workload:
+    """The training that is planned: everything an engine is built from, except a machine."""
 
     layout: Layout
     engine_name: str
@@ -63,7 +63,7 @@ class Subject:
     deepspeed: Mapping[str, Any]
     undecayed: Mapping[str, int]
     schedule: LRSchedule
-    sample: Sample
+    sample: SampleCost
     batch: Callable[[int], Batch]
     """Makes a micro-batch of that many samples, of the length trained with; its values mean nothing."""
 
@@ -92,13 +92,13 @@ class Trace:
         return max((p for p in self.peaks if phase in (None, p.phase)), key=lambda p: p.size)
 
 
-def simulate_all(jobs: Sequence[tuple[Subject, int]], local_world_size: int) -> list[Trace]:
+def simulate_all(jobs: Sequence[tuple[Workload, int]], local_world_size: int) -> list[Trace]:
     """Simulate each rank, as many at a time as there are cores.
 
     Each runs in a process of its own: libraries cache what they learn about groups and meshes.
     Raises ConfigError with the reason if the engine's own code fails on fake tensors.
     """
-    if any(subject.engine_name == "deepspeed" for subject, _ in jobs):
+    if any(workload.engine_name == "deepspeed" for workload, _ in jobs):
         import deepspeed  # noqa: F401 - seconds, once and not in each process
     running: dict[Connection, tuple[int, Any]] = {}
     found: dict[int, Trace] = {}
@@ -111,10 +111,10 @@ def simulate_all(jobs: Sequence[tuple[Subject, int]], local_world_size: int) -> 
 
     # the longest first, so that no core waits long at the end
     for index in sorted(range(len(jobs)), key=lambda index: -_work(jobs[index][0])):
-        subject, rank = jobs[index]
+        workload, rank = jobs[index]
         ours, theirs = multiprocessing.Pipe(duplex=False)
         process = multiprocessing.get_context("fork").Process(
-            target=_simulate, args=(theirs, subject, rank, local_world_size), daemon=True
+            target=_simulate, args=(theirs, workload, rank, local_world_size), daemon=True
         )
         process.start()
         theirs.close()
@@ -126,9 +126,9 @@ def simulate_all(jobs: Sequence[tuple[Subject, int]], local_world_size: int) -> 
     return [found[index] for index in range(len(jobs))]
 
 
-def _work(subject: Subject) -> int:
+def _work(workload: Workload) -> int:
     """Estimate the amount of work in a simulation, for comparison."""
-    return len(subject.spec.blocks) * subject.layout.accumulation
+    return len(workload.spec.blocks) * workload.layout.accumulation
 
 
 def _answer(rank: int, process: Any, pipe: Connection) -> Trace:
@@ -143,17 +143,17 @@ def _answer(rank: int, process: Any, pipe: Connection) -> Trace:
     return trace  # type: ignore[no-any-return]
 
 
-def _simulate(pipe: Connection, subject: Subject, rank: int, local_world_size: int) -> None:
+def _simulate(pipe: Connection, workload: Workload, rank: int, local_world_size: int) -> None:
     """Run the simulation in the rank's process; send (trace, None) or (None, the error)."""
     torch.set_num_threads(1)  # the forked process has no such threads
     gc.freeze()  # nothing from before the fork is finalised here
-    layout, messages = subject.layout, Messages(rank)
+    layout, messages = workload.layout, Messages(rank)
     try:
-        deepspeed = partial(subject.received, rank) if subject.engine_name == "deepspeed" else None
+        deepspeed = partial(workload.received, rank) if workload.engine_name == "deepspeed" else None
         with pretending(rank, layout.world_size, local_world_size, deepspeed=deepspeed) as ranks:
             machine = Machine(torch.device("cpu"), ranks, local_world_size)
             with messages:
-                ledger, copied = recorded(subject, machine, lambda phase: setattr(messages, "phase", phase))
+                ledger, copied = recorded(workload, machine, lambda phase: setattr(messages, "phase", phase))
         pipe.send((Trace(rank, tuple(ledger.peaks()), tuple(messages.found), copied), None))
     except Exception as error:  # whatever an engine's or a model's own code raises
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -163,13 +163,15 @@ def _simulate(pipe: Connection, subject: Subject, rank: int, local_world_size: i
         os._exit(0)  # nothing of the parent process is finalised here
 
 
-def recorded(subject: Subject, machine: Machine, at: Callable[[str], None] = lambda phase: None) -> tuple[Ledger, int]:
+def recorded(
+    workload: Workload, machine: Machine, at: Callable[[str], None] = lambda phase: None
+) -> tuple[Ledger, int]:
     """Record an engine, real or simulated, that is built, takes `STEPS` steps, evaluates and is saved.
 
     Returns the ledger, and the bytes that a background save copies.
     """
-    layout = subject.layout
-    ledger = Ledger(vocabulary=subject.spec.language.vocabulary // (layout.tensor if layout.tensor > 1 else 1))
+    layout = workload.layout
+    ledger = Ledger(vocabulary=workload.spec.language.vocabulary // (layout.tensor if layout.tensor > 1 else 1))
 
     def begin(phase: str) -> None:
         gc.collect()
@@ -178,21 +180,21 @@ def recorded(subject: Subject, machine: Machine, at: Callable[[str], None] = lam
 
     with ledger.open():
         begin(BUILD)
-        job = Job(layout, subject.spec, subject.task, subject.deepspeed, 0, machine, subject.undecayed)
-        engine = subject.engine.build(job)
+        job = Job(layout, workload.spec, workload.task, workload.deepspeed, 0, machine, workload.undecayed)
+        engine = workload.engine.build(job)
         modules = engine.modules
         _weights(ledger, modules)
         with ledger.watching(modules), _optimizers(ledger, modules):
             for step in range(STEPS):
                 begin(f"step {step + 1}")
-                batches = [subject.batch(layout.micro_batch) for _ in range(layout.accumulation)]
+                batches = [workload.batch(layout.micro_batch) for _ in range(layout.accumulation)]
                 for batch in batches:
                     for tensor in batch.values():
                         ledger.of(tensor, "data", "the batch")
-                engine.step(step, batches, subject.schedule(step))
+                engine.step(step, batches, workload.schedule(step))
             del batches, batch, tensor
             begin("evaluation")
-            engine.evaluate([subject.batch(layout.micro_batch)])
+            engine.evaluate([workload.batch(layout.micro_batch)])
         begin(SAVE)
         copied = sum(_saved(entry) for entry in engine.state_tensors())
         begin("end")

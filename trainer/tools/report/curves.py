@@ -14,6 +14,7 @@ from trainer.tools.report.run_record import MOST, Row, RunRecord, finite, number
 from trainer.tools.report.style import (
     BLUE,
     COLOURS,
+    FEW,
     GREY,
     MUTED,
     OCHRE,
@@ -21,10 +22,9 @@ from trainer.tools.report.style import (
     SKY,
     TEAL,
     VIOLET,
-    Section,
+    Chapter,
     figure,
     legend_above,
-    marker,
     over_steps,
     shown,
 )
@@ -40,10 +40,10 @@ UNEVEN = 50.0
 """The ratio of the largest to the smallest value above which an axis is logarithmic."""
 
 
-def losses(record: RunRecord) -> Section:
+def losses(record: RunRecord) -> Chapter:
     key, title = "loss", "Loss"
     if not record.steps and not record.evaluations:
-        return Section(key, title, NEVER)
+        return Chapter(key, title, NEVER)
     shares = [share for share in ACCURACIES.items() if finite(record.evaluations, share[0])]
     made, (axes, *below) = figure(3.2 + 2 * bool(shares), 1 + bool(shares))
     again = [row for stretch in record.replaced for row in (*stretch, {"step": stretch[-1]["step"]})]  # with gaps
@@ -67,13 +67,13 @@ def losses(record: RunRecord) -> Section:
         text += f" {'At least ' * many}{len(odd)} logged losses are not finite, the first at step {odd[0]:,}."
     if not record.evaluations:
         text += " There was no evaluation."
-    return Section(key, title, text + _again(record), made)
+    return Chapter(key, title, text + _again(record), made)
 
 
-def rates(record: RunRecord) -> Section:
+def rates(record: RunRecord) -> Chapter:
     key, title = "learning-rate", "Learning rate and gradient norm"
     if not record.steps:
-        return Section(key, title, NEVER)
+        return Chapter(key, title, NEVER)
     made, (above, below) = figure(4.2, 2, sharex=True)
     _line(above, record.steps, "learning_rate", TEAL, "learning rate")
     _line(below, record.steps, "gradient_norm", VIOLET, "gradient norm, before clipping")
@@ -90,15 +90,15 @@ def rates(record: RunRecord) -> Section:
     skipped = max((number(row, "skipped") for row in record.steps if "skipped" in row), default=math.nan)
     text = "The learning rate of each logged step, and the norm of the whole model's gradient before it is clipped."
     text += f" {skipped:,.0f} steps were skipped for a gradient that was not finite." if skipped > 0 else ""
-    return Section(key, title, text + ("" if norms else " No finite norm was logged."), made)
+    return Chapter(key, title, text + ("" if norms else " No finite norm was logged."), made)
 
 
-def throughput(record: RunRecord) -> Section:
+def throughput(record: RunRecord) -> Chapter:
     images = record.section.get("task") == "image_classification"
     unit = "images" if images else "tokens"
     key, title = "throughput", f"{unit.capitalize()} per second"
     if not record.steps:
-        return Section(key, title, NEVER)
+        return Chapter(key, title, NEVER)
     made, (axes,) = figure(2.6)
     _line(axes, record.steps, "tokens_per_second", BLUE, f"target {unit} per second, all ranks together")
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
@@ -109,16 +109,16 @@ def throughput(record: RunRecord) -> Section:
     text = "The mean rate between a log line and the one before, evaluations and saves included."
     if used := sorted(finite(record.steps, "mfu")):
         text += f" In the median {used[len(used) // 2]:.0%} of the device's peak FLOP/s were used (MFU)."
-    return Section(key, title, text, made)
+    return Chapter(key, title, text, made)
 
 
-def times(record: RunRecord) -> Section:
+def times(record: RunRecord) -> Chapter:
     key, title = "time", "Where the time of a step goes"
     intervals = _intervals(record)
     if not intervals:
         waits = finite(record.steps, "data_wait")
         known = f" Waiting for data took {sum(waits) / len(waits):.1%} of it." if waits else ""
-        return Section(key, title, f"The run recorded no phases (timeline.jsonl).{known}")
+        return Chapter(key, title, f"The run recorded no phases (timeline.jsonl).{known}")
     made, (above, below) = figure(4.2, 2, height_ratios=(0.6, 2.4))
     _split_bar(above, _whole(record))
     names = [name for name in PHASES if name is not Phase.PROFILING and any(name in phases for _, phases in intervals)]
@@ -136,14 +136,14 @@ def times(record: RunRecord) -> Section:
         text += f" {PROFILE}/{TRACE} has the steps that were profiled, for Perfetto."
     else:
         text += " What a step is made of within is recorded with trainer.profile."
-    return Section(key, title, text, made)
+    return Chapter(key, title, text, made)
 
 
-def memory(record: RunRecord) -> Section:
+def memory(record: RunRecord) -> Chapter:
     key, title, predicted = "memory", "Memory", record.predicted
     measured = finite(record.steps, "memory_gib")
     if not measured and predicted is None:
-        return Section(key, title, "The run has logged no memory, and its folder has no plan.json with a prediction.")
+        return Chapter(key, title, "The run has logged no memory, and its folder has no plan.json with a prediction.")
     text = "The largest memory on the first rank since the run was last started, as it was logged."
     if predicted is None:
         made, (axes,) = figure(2.8)
@@ -161,7 +161,7 @@ def memory(record: RunRecord) -> Section:
     over_steps(axes, _last(record))
     axes.set_ylim(0, 1.15 * max(measured + ([predicted[0] / 2**30] if predicted else [])))
     legend_above(axes)
-    return Section(key, title, text, made)
+    return Chapter(key, title, text, made)
 
 
 def _split_bar(axes: Axes, parts: Mapping[str, float]) -> None:
@@ -228,7 +228,7 @@ def _line(axes: Axes, rows: Sequence[Row], key: str, colour: str, label: str, ma
     """Draw a curve over the steps, broken where a value is not finite."""
     points = [(row["step"], number(row, key)) for row in rows]
     if any(math.isfinite(value) for _, value in points):
-        style = "o" if marked else marker(len(points))
+        style = "o" if marked or len(points) <= FEW else ""
         axes.plot([step for step, _ in points], [v for _, v in points], color=colour, label=label, marker=style)
 
 

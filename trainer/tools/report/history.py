@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from trainer.supervise import status
 from trainer.tools.report.run_record import Row, RunRecord
-from trainer.tools.report.style import BLUE, MUTED, OCHRE, RED, SKY, TEAL, Section, figure, legend_above
+from trainer.tools.report.style import BLUE, MUTED, OCHRE, RED, SKY, TEAL, Chapter, figure, legend_above
 
 FINISHED, RUNNING, STOPPED, KILLED = "finished", "at work", "stopped, all saved", "ended without a word"
 UNITS = ((86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
@@ -52,13 +52,13 @@ def _how(row: Row, record: RunRecord, before: str) -> str:
     return FINISHED if isinstance(wanted, int) and row["step"] >= wanted else STOPPED
 
 
-def history(record: RunRecord) -> Section:
+def history(record: RunRecord) -> Chapter:
     key, title = "history", "Checkpoints and interruptions"
     made = sessions(record)
     if not made:
         there = ", ".join(f"step {step:,}" for step, _ in record.checkpoints)
         known = f" Checkpoints that are there: {there}." if there else " There is no checkpoint."
-        return Section(key, title, f"The run recorded no starts and saves (timeline.jsonl).{known}")
+        return Chapter(key, title, f"The run recorded no starts and saves (timeline.jsonl).{known}")
     zero, end = made[0].begun, max(one.ended for one in made)
     unit, name = next((pair for pair in UNITS if end - zero >= 2 * pair[0]), UNITS[-1])
     drawn, (axes,) = figure(2.7)
@@ -95,4 +95,4 @@ def history(record: RunRecord) -> Section:
     for index, one in enumerate(made, 1):
         begun = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one.begun))
         table.append([str(index), begun, f"{one.first:,}", f"{one.last:,}", one.how])
-    return Section(key, title, text, drawn, table)
+    return Chapter(key, title, text, drawn, table)

@@ -12,12 +12,12 @@ from trainer.errors import printable
 from trainer.storage import disk_errors, replace_file
 from trainer.tools.report import curves, history
 from trainer.tools.report.run_record import RunRecord
-from trainer.tools.report.style import DPI, Section, drawing, png
+from trainer.tools.report.style import DPI, Chapter, drawing, png
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
-def sections(record: RunRecord) -> list[Section]:
+def sections(record: RunRecord) -> list[Chapter]:
     """Return all sections of the report, in reading order."""
     parts = (curves.losses, curves.rates, curves.throughput, curves.times, curves.memory, history.history)
     with drawing():
@@ -41,14 +41,14 @@ def write(record: RunRecord, path: Path) -> list[Path]:
     return [path, *written]
 
 
-def html(record: RunRecord, parts: list[Section], pictures: dict[str, bytes]) -> str:
+def html(record: RunRecord, parts: list[Chapter], pictures: dict[str, bytes]) -> str:
     """Return the page, with its pictures inside."""
     page = Environment(autoescape=True, trim_blocks=True, finalize=lambda value: printable(str(value)))
     shown = {part.key: _picture(part, pictures[part.key]) for part in parts if part.key in pictures}
     return page.from_string(TEMPLATE.read_text()).render(record=record, parts=parts, pictures=shown)
 
 
-def _picture(part: Section, picture: bytes) -> dict[str, Any]:
+def _picture(part: Chapter, picture: bytes) -> dict[str, Any]:
     assert part.figure is not None
     width, height = (round(size * DPI) for size in part.figure.get_size_inches())
     return {"width": width, "height": height, "source": b64encode(picture).decode()}

@@ -33,7 +33,7 @@ STYLE: Any = {
 
 
 @dataclass(frozen=True)
-class Section:
+class Chapter:
     """One part of the page; without a figure, `text` says why there is none."""
 
     key: str
@@ -77,10 +77,6 @@ def over_steps(axes: Axes, last: float, label: bool = True) -> None:
     axes.margins(y=0.12)
     if label:
         axes.set_xlabel("step")
-
-
-def marker(points: int) -> str:
-    return "o" if points <= FEW else ""
 
 
 def shown(text: str, most: int = 48) -> str:
