@@ -124,6 +124,6 @@ def _proposal(number: int, proposal: Proposal) -> Iterator[str]:
 
     plan = proposal.plan
     fits = "fits" if plan.fits else "does not fit"
-    told = f"{fits}, {gib(plan.needed)}, {in_seconds(plan.time.least)} a step at least"
-    yield f"propose {number}. {told}: {proposal.reason}"
+    verdict = f"{fits}, {gib(plan.needed)}, {in_seconds(plan.time.least)} a step at least"
+    yield f"propose {number}. {verdict}: {proposal.reason}"
     yield from (f"          + {path}: {json.dumps(value)}" for path, value in proposal.changes.items())

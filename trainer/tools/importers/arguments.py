@@ -36,8 +36,6 @@ def _rows(draft: Draft, roles: Roles) -> None:
         draft.put(entry, "trainer.data.documents", "pack" if packs else "pad")
     if entry := roles.get("answers"):
         draft.put(entry, "trainer.data.loss_on", "assistant" if entry.value else "all")
-    if entry := roles.get("text"):
-        draft.put(entry, "trainer.data.text_column", entry.value)
     if {"hub", "file"} & roles.keys():
         _held_out(draft, roles)
 

@@ -9,7 +9,7 @@ from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
 from trainer.tools.importers import arguments, shared_keys
 from trainer.tools.importers.draft import Draft, Entry, Group, Roles, data, fill, tables
-from trainer.tools.importers.sources import put_sources
+from trainer.tools.importers.sources import put_share, put_sources
 
 _SHARED = data("axolotl")["shared"]
 _OWN, _SOURCE = tables("axolotl")
@@ -104,13 +104,7 @@ def _data(draft: Draft, roles: Roles) -> None:
             fill(part, _SOURCE, {"type": ""}, {"source": _rows})
             parts.append(draft.take(part))
         put_sources(draft, entry, parts, [str(part.get("path")) for part in given], test=role == "test")
-    held = roles["held"]
-    if held.value > 1:
-        draft.lose(held, "a share is held out, not a number of rows")
-    elif not draft.has("trainer.data.evaluation_path"):
-        draft.put(held, "trainer.data.evaluation_fraction", held.value)
-    elif not held.value:
-        draft.skip(held)
+    put_share(draft, roles["held"])
 
 
 def _parts(entry: Entry) -> list[Json]:

@@ -219,9 +219,9 @@ _ALSO = ("wandb", "mlflow")
 
 def _lose_rest(draft: Draft, grouped: Iterable[Entry]) -> None:
     """Report keys of groups as lost if nothing was reported of them, unless they ask for nothing."""
-    said = {line.partition(" ")[0] for lines in (draft.carried, draft.lost) for line in lines} | {*draft.listed}
+    reported = {line.partition(" ")[0] for lines in (draft.carried, draft.lost) for line in lines} | {*draft.listed}
     for entry in grouped:
-        if entry.key not in said and draft.explicit(entry):
+        if entry.key not in reported and draft.explicit(entry):
             (draft.lose if asks(entry.value) else draft.skip)(entry)
 
 

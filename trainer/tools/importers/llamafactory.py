@@ -11,7 +11,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.tools.importers import arguments, shared_keys
 from trainer.tools.importers.draft import Draft, Entry, Group, Roles, data, fill, names, number, tables
 from trainer.tools.importers.reading import beside
-from trainer.tools.importers.sources import put_sources
+from trainer.tools.importers.sources import put_share, put_sources
 
 _OWN, _DATA_SET = tables("llamafactory")
 TABLE = {
@@ -85,13 +85,7 @@ def _data(draft: Draft, roles: Roles) -> None:
             draft.keep(most, "trainer.data: max_rows")
             parts = [part | {"max_rows": int(most.value)} for part in parts]
         put_sources(draft, entry, parts, names(entry.value), test=role == "test")
-    held = roles["held"]
-    if held.value > 1:
-        draft.lose(held, "a share is held out, not a number of rows")
-    elif "test" not in roles:
-        draft.put(held, "trainer.data.evaluation_fraction", held.value)
-    elif not held.value:
-        draft.skip(held)
+    put_share(draft, roles["held"])
 
 
 def _data_set(draft: Draft, entry: Entry, name: str, info: dict[str, Any], folder: str) -> Json:

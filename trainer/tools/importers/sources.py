@@ -29,6 +29,16 @@ def put_sources(draft: Draft, entry: Entry, parts: Sequence[Json], labels: Seque
         draft.put(entry, "trainer.data.sources", [{"label": label, **part} for label, part in named])
 
 
+def put_share(draft: Draft, held: Entry) -> None:
+    """Set the share of the rows that is held out, unless there are data sets to evaluate on."""
+    if held.value > 1:
+        draft.lose(held, "a share is held out, not a number of rows")
+    elif not draft.has("trainer.data.evaluation_path"):
+        draft.put(held, "trainer.data.evaluation_fraction", held.value)
+    elif not held.value:
+        draft.skip(held)
+
+
 def _read(data: Json, key: str, part: Json) -> Any:
     """Return the value with which evaluation rows are read; for several sources, the rows themselves decide."""
     if "sources" in data and key in ("records", "chat_column"):

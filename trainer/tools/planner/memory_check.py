@@ -143,17 +143,17 @@ def _answer(command: list[str]) -> dict[str, Any]:
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True, text=True)  # type: ignore[call-overload]
     try:
-        said, complaint = process.communicate(timeout=SECONDS)
+        output, errors = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         raise ValueError(f"it takes more than {SECONDS:.0f} seconds; `meshloom plan` has no limit") from None
     finally:
         with suppress(ProcessLookupError):  # its forks end with it
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if process.returncode and not said:  # a plan that does not fit ends with 1, too
-        last = complaint.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+    if process.returncode and not output:  # a plan that does not fit ends with 1, too
+        last = errors.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
         raise ValueError(last[0][:300])
-    return json.loads(said)  # type: ignore[no-any-return]
+    return json.loads(output)  # type: ignore[no-any-return]
 
 
 def alone(environment: Mapping[str, str]) -> dict[str, str]:

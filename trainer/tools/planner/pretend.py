@@ -100,7 +100,7 @@ def pretending(
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()}))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        stack.callback(_forget)
+        stack.callback(dist.destroy_process_group)
         stack.enter_context(mock.patch.dict(sys.modules, {MUON: SimpleNamespace(MuonWithAuxAdam=type("Muon", (), {}))}))
         for owner, name, value in _replacements(deepspeed):
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -226,7 +226,3 @@ def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], 
 
 def _all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
     found[:] = [value] * len(found)
-
-
-def _forget() -> None:
-    dist.destroy_process_group()

@@ -71,10 +71,10 @@ def _traffic(plan: Plan) -> Iterator[str]:
         yield "  nothing"
     for sent in sorted(role.sent, key=lambda sent: -sent.size):
         if sent.size >= total * LEAST_SHOWN:
-            yield f"  {decimal(sent.size):>12}  {said(sent)}"
+            yield f"  {decimal(sent.size):>12}  {message_line(sent)}"
 
 
-def said(sent: Sent) -> str:
+def message_line(sent: Sent) -> str:
     """Describe messages in a line: 33 x all-reduce along replicate, 8 ranks, between nodes."""
     along = " x ".join(sent.axes)
     return f"{sent.count:,.0f} x {sent.name} along {along}, {sent.ranks} ranks, " + (
@@ -93,10 +93,10 @@ def _time(plan: Plan) -> str:
         "update": time.update,
         "host": time.host,
     }
-    told = ", ".join(f"{name} {in_seconds(part)}" for name, part in parts.items() if part > 0)
+    listed = ", ".join(f"{name} {in_seconds(part)}" for name, part in parts.items() if part > 0)
     return (
         f"an estimate from data sheets, and no faster: {in_seconds(time.least)} a step if all messages are hidden, "
-        f"{in_seconds(time.most)} if none is ({told}); at most {rate:,.0f} {sample.unit}s/s"
+        f"{in_seconds(time.most)} if none is ({listed}); at most {rate:,.0f} {sample.unit}s/s"
     )
 
 
@@ -148,7 +148,7 @@ RECOMPUTES = {"none": "recompute nothing", "full": "recompute all blocks", "sele
 
 def words(old: Layout, new: Layout) -> str:
     """List the changes between two layouts as part of a sentence."""
-    said = {
+    texts = {
         "pipeline": f"{new.pipeline} pipeline stages instead of {old.pipeline}",
         "tensor": f"tensor parallel over {new.tensor} instead of {old.tensor}",
         "shard": f"shard over {new.shard} instead of {old.shard}",
@@ -158,7 +158,7 @@ def words(old: Layout, new: Layout) -> str:
         "offload": f"{_on_host(new)} on the host",
     }
     changed = differences(old, new)
-    return _listed([text for name, text in said.items() if name in changed]) or "another engine"
+    return _listed([text for name, text in texts.items() if name in changed]) or "another engine"
 
 
 def _on_host(layout: Layout) -> str:
@@ -182,8 +182,8 @@ def reason(old: Plan, new: Plan) -> str:
     """Return one sentence on the gains and the costs of a change."""
     gains: list[str] = []
     costs: list[str] = []
-    for said, less in _effects(old, new):
-        (gains if less else costs).append(said)
+    for text, less in _effects(old, new):
+        (gains if less else costs).append(text)
     changed = words(old.workload.layout, new.workload.layout)
     if old.workload.engine_name != new.workload.engine_name:
         changed += f" (engine {new.workload.engine_name})"

@@ -73,8 +73,8 @@ def proposals(config: Config, cluster: Cluster, plan: Plan, most: int = 5, secon
     if not fitting:
         best = min([Proposal({}, plan, ""), *found[:1]], key=lambda p: p.plan.needed)
         nodes = nodes_enough(config, cluster, plan, found, until)
-        told = replace(best, reason=shortfall(plan, best.plan, len(found), nodes))
-        found = [told, *(proposal for proposal in found if proposal is not best)]
+        nearest = replace(best, reason=shortfall(plan, best.plan, len(found), nodes))
+        found = [nearest, *(proposal for proposal in found if proposal is not best)]
     return found[:most]
 
 

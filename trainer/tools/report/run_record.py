@@ -76,7 +76,7 @@ def read(folder: Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         steps=_rows(steps.lines),
-        logged=steps.seen,
+        logged=steps.count,
         replaced=[rows for stretch in steps.replaced if (rows := _rows(stretch))],
         evaluations=_rows(evaluations.lines),
         timeline=_events(_lines(folder / timeline.NAME, _row, notes)),
@@ -177,7 +177,7 @@ class _Series:
 
     lines: list[_Line] = field(default_factory=list)
     replaced: list[list[_Line]] = field(default_factory=list)
-    seen: int = 0
+    count: int = 0
 
     def add(self, line: _Line) -> None:
         stretch = []
@@ -185,7 +185,7 @@ class _Series:
             stretch.append(self.lines.pop())
         self.replaced += [stretch[::-1]] if stretch else []
         self.lines.append(line)
-        self.seen += 1
+        self.count += 1
         if len(self.lines) > MOST:
             eights = [sorted(self.lines[at : at + 8], key=itemgetter(1)) for at in range(0, MOST, 8)]
             self.lines = [line for eight in eights for line in sorted((eight[0], eight[-1]))] + self.lines[MOST:]
