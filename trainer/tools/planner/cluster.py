@@ -18,7 +18,6 @@ RESERVED = 2 * GIB
 """Bytes left free: the CUDA context, libraries' workspaces and NCCL's buffers take 1 to 2 GiB."""
 
 NUMBERS = ("memory", "peak", "bandwidth", "link", "network", "latency")
-NEEDED = NUMBERS[:4]
 UNITS = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "": 0}
 """The power of 1000 of each prefix, or of 1024 if an `i` follows: 80GB, 74.5GiB."""
 LARGE = re.compile(r"(\d+(?:\.\d*)?) ?([kmgtp]?)(i?)([a-z/]*)", re.IGNORECASE)
@@ -60,7 +59,7 @@ def device_of(text: str) -> Device:
             examples = "memory=80GB, network=50GB/s or latency=20us"
             raise ConfigError(Problem("--device", part, f"one of {', '.join(NUMBERS)} with a number: {examples}"))
         found[key] = number
-    missing = [name for name in NEEDED if name not in found]
+    missing = [name for name in NUMBERS[:4] if name not in found]
     if missing:
         seen = f"{text}, which is not in the table" if not found else f"{text}, without {', '.join(missing)}"
         mend = "Give its numbers: --device memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s"

@@ -96,7 +96,8 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     composed = on_cluster(config, cluster)
     section, layout = composed.config.trainer, composed.layout
     name, engine = composed.engine()
-    trained = (_classifier if section.task == "image_classification" else _language)(section, layout)
+    model_of = {"causal_lm": _language, "image_classification": _classifier}[section.task]
+    trained = model_of(section, layout)
     check_blocks(trained.spec, layout)
     engine.check(trained.spec, layout)
     spec = _of_shapes(trained.spec)
