@@ -35,8 +35,7 @@ BESIDE = {
 
 
 MemoryCheck = Callable[[Prepared, Machine, Path, Console], Callable[[], Sequence[str]]]
-"""Raises ConfigError, before the engine is built, if a run does not fit its devices; what it
-returns compares at the end. Collective."""
+"""Raises ConfigError if a run does not fit; what it returns compares at the end. Collective."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +133,8 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     mend = "Undo the change, start a run of its own with --fresh, or go on in spite of it with --resume-anyway"
     data = _differences(saved.get("data", description["data"]), description["data"])
     if data:
-        raise DataError(
-            Problem(f"data or tokenizer: {source}", listed(data), "what the checkpoint was made with", mend)
-        )
+        expected = "what the checkpoint was made with"
+        raise DataError(Problem(f"data or tokenizer: {source}", listed(data), expected, mend))
     before, now = saved.get("model") or description["model"], description["model"]
     if "base" in before and "base" in now and before["base"] != now["base"]:
         seen, expected = f"fingerprint {now['base'][:12]}...", f"the base of the adapter, {before['base'][:12]}..."
@@ -147,7 +145,9 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     if code := _recoded(saved.get("code") or {}, description.get("code") or {}):
         raise ConfigError(Problem(f"code: {source}", listed(code), "that of the checkpoint", mend))
     steering = _differences(_steering(saved), _steering(description)) if "config" in saved else []
-    steering += _differences(saved.get("versions") or {}, description.get("versions") or saved.get("versions") or {})
+    known = saved.get("versions") or {}  # DeepSpeed's alone, of an imported one
+    versions = description.get("versions") or known
+    steering += _differences(known, {name: versions.get(name) for name in known})
     return [f"changed since the checkpoint: {line}" for line in steering]
 
 
