@@ -251,6 +251,16 @@ def test_preparing_tells_that_it_goes_on():
     assert told[0] == 0.0 and told[-1] > 86_400  # another process may take its time
 
 
+def test_its_readers_hear_of_it_from_its_first_beat() -> None:
+    """Not only once the run's folder is known: until then a launcher could not say where a rank was."""
+    heard: queue.Queue[Any] = queue.Queue()
+    watch = Watch(0, [("here", 1)], None, 100.0, print, heard.put)
+    watch.plan(5)
+    first = heard.get(timeout=20)
+    watch.close()
+    assert (first["place"], first["steps"]) == ("preparing", 5)
+
+
 def test_each_phase_is_one_that_the_watchdog_and_its_readers_know() -> None:
     """A word that a table lacked was a KeyError in the watchdog's thread, which then watched no more."""
     for phase in Phase:
@@ -263,7 +273,7 @@ def test_each_phase_is_one_that_the_watchdog_and_its_readers_know() -> None:
 
 def test_what_may_take_long_is_not_still():
     ended: list[list[str]] = []
-    watch = Watch(0, [("here", 1)], None, 0.2, ended.append, 77)
+    watch = Watch(0, [("here", 1)], None, 0.2, ended.append)
     watch.at(Phase.TRAINING, 3)
     watch.moves(100.0)
     seen = watch.status()
@@ -303,7 +313,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
 
 
 def watch(ended: queue.Queue[str], rank: int, store: Any, *processes: tuple[str, int], patience: float = 0.1) -> Watch:
-    return Watch(rank, processes, store, patience, lambda lines: ended.put("\n".join(lines)), 77)
+    return Watch(rank, processes, store, patience, lambda lines: ended.put("\n".join(lines)))
 
 
 @pytest.fixture

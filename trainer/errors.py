@@ -5,6 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 MOST_SHOWN = 20
 """The most problems that an error spells out; it counts the others."""
@@ -77,7 +78,7 @@ class MeshloomError(Exception):
         return "\n".join([f"{head}:", *lines, *rest])
 
 
-def shared(error: MeshloomError) -> MeshloomError:
+def shared(error: MeshloomError) -> Any:
     """Mark `error` as one that every rank raises, and return it."""
     error.shared = True
     return error

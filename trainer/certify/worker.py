@@ -15,9 +15,9 @@ from trainer.certify.certificate import certify, table, write
 from trainer.certify.images import certify_images
 from trainer.certify.module import met
 from trainer.certify.small import Small
-from trainer.errors import ConfigError, MeshloomError, Problem
+from trainer.errors import ConfigError, MeshloomError, Problem, shared
 from trainer.run.subject import Given
-from trainer.supervise.ending import Ending, watched
+from trainer.supervise.ending import Ending
 from trainer.supervise.notes import notes_of
 from trainer.supervise.output import Output
 from trainer.supervise.phase import Phase
@@ -33,7 +33,7 @@ def verify(small: Small, world: World, device: str, certificate_path: Path, outp
     try:
         signs.at(f"waiting for {world.world_size} ranks" if world.world_size > 1 else "making ready")
         machine = met(small, device, output.say)
-        watch = ending.watch = watched(small.config, machine.ranks, ending.stalled)
+        watch = ending.start_watch(small.config, machine.ranks)
         machine = replace(machine, watch=watch)
         signs.at("some steps of a small copy under the layout, and in one process")
         if device == "cuda":
@@ -55,5 +55,5 @@ def verify(small: Small, world: World, device: str, certificate_path: Path, outp
     except BaseException as error:
         traceback.print_exc(file=sys.stderr)
         if isinstance(error, MeshloomError) and dist.is_initialized():
-            error.shared = True  # all find the same, and the first reports for them
+            shared(error)  # all find the same, and the first reports for them
         return ending.after(error)

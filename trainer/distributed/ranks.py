@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from trainer.errors import MeshloomError
+from trainer.errors import MeshloomError, shared
 
 T = TypeVar("T")
 LONGEST_PAUSE = 1.0
@@ -130,8 +130,7 @@ class Ranks:
         for peer, (failed, result) in enumerate(outcomes):
             if failed:
                 if isinstance(result, MeshloomError):
-                    result.shared = True
-                    raise result
+                    raise shared(result)
                 if peer == self.rank:
                     raise result
                 raise RuntimeError(f"rank {peer} failed: {result!r}")

@@ -50,7 +50,7 @@ from trainer.run.subject import Given
 from trainer.run.timeline import Timeline
 from trainer.state import RunState
 from trainer.storage import Unfailing
-from trainer.supervise.ending import Ending, watched, watched_in_script
+from trainer.supervise.ending import Ending, watched_in_script
 from trainer.supervise.notes import notes_of
 from trainer.supervise.output import Output, Signs
 from trainer.supervise.phase import Phase
@@ -97,20 +97,15 @@ def run(config: Config, request: Request, world: World, output: Output, signals:
     console, signs = output.console, output.signs
     notes = notes_of(os.environ)
     ending = Ending(world, output.terminal, notes, signs.close)
-    signals.unnoticed = ending.after
+    signals.when_unnoticed(ending.after)
     if world_of(os.environ) is not None:
         leave_with_launcher(own=notes is not None)
     try:
         signs.at(f"waiting for {world.world_size} ranks" if world.world_size > 1 else "making ready")
         machine = join(config, world, output.say)
-        watch = ending.watch = watched(config, machine.ranks, ending.stalled)
+        watch = ending.start_watch(config, machine.ranks, lambda line: say(console, line))
         quiet_libraries()
-
-        def log_to(folder: Path) -> None:
-            output.log_to(ending.begin_in(folder))
-            watch.slow = lambda line: say(console, line)
-            watch.told = ending.beat
-
+        log_to = lambda folder: output.log_to(ending.begin_in(folder))  # noqa: E731
         execute(config, request, replace(machine, watch=watch, signs=signs), console, signals, log_to)
         if machine.ranks.world_size > 1:
             watch.at(Phase.LEAVING)
@@ -195,7 +190,7 @@ def _train(
         say(console, f"resume  {line}")
     ranks.on_keepers(lambda: checkpoint.ensure_writable(folder / "checkpoints", saved_bytes(prepared)))
     ranks.on_keepers(lambda: describe.write(folder, prepared, machine, request.overrides))
-    machine.watch.steps = prepared.steps
+    machine.watch.plan(prepared.steps)
     compared = request.memory_check(prepared, machine, folder, console)
     machine.watch.at(Phase.BUILDING)
     machine.signs.at("building the engine, and the model's values")

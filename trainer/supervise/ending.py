@@ -47,6 +47,11 @@ class Ending:
         self.log: Path | None = None
         """The run's folder and this rank's log, once they are known."""
 
+    def start_watch(self, config: Config, ranks: Ranks, *slow: Callable[[str], None]) -> Watch:
+        """Start the watchdog that reports and ends through this, and calls `slow`. Collective."""
+        self.watch = watched(config, ranks, self.stalled, self.beat, *slow)
+        return self.watch
+
     def begin_in(self, folder: Path) -> Path:
         """Set the run's folder; return the path of this rank's log."""
         self.folder, self.log = folder, status.log_of(folder, self._world.rank)
@@ -54,12 +59,12 @@ class Ending:
             self._notes.write_folder(folder)
         return self.log
 
-    def beat(self, seen: Mapping[str, Any]) -> None:
+    def beat(self, progress: Mapping[str, Any]) -> None:
         """Write this rank's status where others look for it. Raises OSError."""
         if self.folder is not None and self._world.rank == 0:
-            status.write(self.folder, seen)
+            status.write(self.folder, progress)
         if self._notes is not None:
-            self._notes.write_place(self._world.rank, str(seen["place"]))
+            self._notes.write_place(self._world.rank, str(progress["place"]))
 
     def after(self, error: BaseException) -> int:
         """Report an error, or leave that to another rank; return the exit code."""
@@ -69,9 +74,9 @@ class Ending:
         where = f"; the whole trace is in {self.log}" if self.log else "\n" + "".join(traceback.format_exception(error))
         at = f", {self.watch.place}" if self.watch else ""
         place = f"rank {self._world.rank} on {socket.gethostname()}{at}"
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
         code, follows = MeshloomError.exit_code, bool(FOLLOWS.search(str(error)))
-        self.tell(f"internal error ({place}): {said}{where}", code, follows=follows)
+        self.tell(f"internal error ({place}): {message}{where}", code, follows=follows)
         return self.end(code)
 
     def end(self, code: int) -> int:
@@ -81,9 +86,8 @@ class Ending:
             if code == 0 and self._notes is not None:
                 self._notes.leave(self._world.rank, self.watch.place)
             # for other launchers, which would wait forever; Meshloom's has ended it before
-            late = threading.Timer(1.5 * LEAVE_SECONDS, _end_at_last, (code or Stalled.exit_code,))
-            late.daemon = True
-            late.start()
+            late = code or Stalled.exit_code
+            threading.Thread(target=_end_at_last, args=(late,), daemon=True).start()
             self.watch.close()
             with suppress(OSError):
                 self.beat({**self.watch.status(), "ended": code})
@@ -143,6 +147,7 @@ class Ending:
 
 
 def _end_at_last(code: int) -> None:
+    time.sleep(1.5 * LEAVE_SECONDS)
     faulthandler.dump_traceback(all_threads=True)  # into the log
     os._exit(code)
 
@@ -157,14 +162,14 @@ def write_flight_record(path: Path) -> None:
             path.write_bytes(_distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]
 
 
-def watched(config: Config, ranks: Ranks, stalled: Callable[[list[str]], None]) -> Watch:
-    """Start a watchdog of this process and, on its first rank, the run; `stalled` gets a diagnosis. Collective."""
+def watched(config: Config, ranks: Ranks, *reports: Callable[..., None]) -> Watch:
+    """Start the watchdog of this process; `reports` are what `Watch` calls. Collective."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
     store = _get_default_store() if dist.is_initialized() and ranks.world_size > 1 else None
     processes = ranks.gather((socket.gethostname(), os.getpid()))
-    return Watch(ranks.rank, processes, store, config.trainer.patience, stalled, Stalled.exit_code)
+    return Watch(ranks.rank, processes, store, config.trainer.patience, *reports)
 
 
 @contextmanager

@@ -37,8 +37,8 @@ def _in_processes(work: Callable[[], T], processes: int | None) -> T:
     launched = world_of(os.environ)
     if launched is not None:
         if processes not in (None, launched.world_size):
-            seen = f"{processes} in a world of {launched.world_size} that a launcher started"
-            raise ConfigError(Problem("processes", seen, "None under a launcher"))
+            actual = f"{processes} in a world of {launched.world_size} that a launcher started"
+            raise ConfigError(Problem("processes", actual, "None under a launcher"))
         return work()
     count, port = processes or 1, free_port()
     return _forked(work, [environment_of(rank, count, port) for rank in range(count)])
@@ -95,8 +95,8 @@ def _silent_end(rank: int, child: Any) -> Exception:
     if -(child.exitcode or 0) in StopSignals.NUMBERS or child.exitcode == Preempted.exit_code:
         return preempted(0)
     if child.exitcode == Stalled.exit_code:
-        seen, mend = "they stood still", "What they waited for stands above (trainer.patience: how long a run may)"
-        return Stalled(Problem("processes", seen, "ranks that go on", mend))
+        actual, hint = "they stood still", "What they waited for stands above (trainer.patience: how long a run may)"
+        return Stalled(Problem("processes", actual, "ranks that go on", hint))
     return RuntimeError(f"rank {rank} ended without a word, with {child.exitcode}")
 
 
@@ -121,5 +121,5 @@ def _refuse_cuda() -> None:
     import torch
 
     if torch.cuda.is_initialized():
-        seen = "CUDA is in use in this process, which can't be forked then"
-        raise ConfigError(Problem("processes", seen, "a call before CUDA is used, or a launcher such as torchrun"))
+        actual = "CUDA is in use in this process, which can't be forked then"
+        raise ConfigError(Problem("processes", actual, "a call before CUDA is used, or a launcher such as torchrun"))

@@ -159,8 +159,8 @@ class _Launcher:
 
     def _too_young(self, code: int) -> bool:
         """Return True if a rank was asked to stop before it handled signals."""
-        asked = self._received[0] if len(self._received) == 1 else 0
-        return asked in StopSignals.NUMBERS and code in (-asked, 128 + asked)
+        requested = self._received[0] if len(self._received) == 1 else 0
+        return requested in StopSignals.NUMBERS and code in (-requested, 128 + requested)
 
     def _await(self) -> None:
         begun = time.monotonic()
@@ -176,8 +176,8 @@ class _Launcher:
         if failed is not None and failed.words is not None:
             return failed.words.text
         if code == Preempted.exit_code:
-            said = (failure.words.text for failure in self._failures() if failure.words and failure.code == code)
-            return next(said, "preempted: a signal asked the run to stop while it started")
+            reasons = (failure.words.text for failure in self._failures() if failure.words and failure.code == code)
+            return next(reasons, "preempted: a signal asked the run to stop while it started")
         if failed is None:
             return ""
         if code < 0:

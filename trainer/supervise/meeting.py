@@ -41,9 +41,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
             return bound
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                seen = f"another program listens on {host}:{port}"
-                mend = "Give the launcher another port (--master-port, MASTER_PORT)"
-                raise ConfigError(Problem("rendezvous", seen, "a free port", mend)) from error
+                actual = f"another program listens on {host}:{port}"
+                hint = "Give the launcher another port (--master-port, MASTER_PORT)"
+                raise ConfigError(Problem("rendezvous", actual, "a free port", hint)) from error
     bound.close()
     raise ConfigError(Problem("rendezvous", f"{host}:{port} can't be listened on", "an address of this machine"))
 
@@ -66,21 +66,21 @@ def reach(host: str, port: int, rank: int, timeout: datetime.timedelta, say: Cal
     Raises ConfigError after a minute if a machine can't be reached; one that refuses may not have
     started its process yet, and gets as long as the other ranks.
     """
-    begun = told = time.monotonic()
+    begun = reported = time.monotonic()
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
             return dist.TCPStore(host, port, None, is_master=False, wait_for_workers=False, timeout=timeout)
         except (OSError, dist.DistError) as error:
-            seen, refused = str(error), isinstance(error, ConnectionRefusedError)
+            actual, refused = str(error), isinstance(error, ConnectionRefusedError)
         now = time.monotonic()
         here = f"rank {rank} on {socket.gethostname()} can't reach rank 0 at {host}:{port}"
         if now - begun > (MEET_SECONDS if refused else REACH_SECONDS):
-            mend = "Look at that machine's log, its name (MASTER_ADDR) and the firewall between them"
-            raise ConfigError(Problem("rendezvous", f"{here}: {seen}", f"an answer within {now - begun:.0f} s", mend))
-        if now - told > REACH_SECONDS:
-            told = now
-            say(f"{here} for {now - begun:.0f} s: {seen}")
+            hint = "Look at that machine's log, its name (MASTER_ADDR) and the firewall between them"
+            raise ConfigError(Problem("rendezvous", f"{here}: {actual}", f"an answer within {now - begun:.0f} s", hint))
+        if now - reported > REACH_SECONDS:
+            reported = now
+            say(f"{here} for {now - begun:.0f} s: {actual}")
         time.sleep(0.2)
 
 

@@ -83,8 +83,8 @@ def join(config: Config, world: World, say: Callable[[str], None] = lambda line:
     except dist.DistBackendError as error:
         if "Duplicate GPU" not in str(error):
             raise
-        seen, mend = "several processes on one GPU", "Start fewer, or give each its own (CUDA_VISIBLE_DEVICES)"
-        raise ConfigError(Problem("processes on this machine", seen, "at most one process per GPU", mend)) from error
+        actual, hint = "several processes on one GPU", "Start fewer, or give each its own (CUDA_VISIBLE_DEVICES)"
+        raise ConfigError(Problem("processes on this machine", actual, "at most one process per GPU", hint)) from error
     ranks.on_first(lambda: _check_even(sizes))
     return Machine(device, ranks, world.local_world_size)
 
@@ -95,8 +95,8 @@ def _store(world: World, say: Callable[[str], None]) -> Any:
         return dist.HashStore()
     host, port, notes = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", ""), notes_of(os.environ)
     if not host or not port.isdecimal():
-        seen = f"RANK={world.rank} with MASTER_ADDR={host!r} and MASTER_PORT={port!r}"
-        raise ConfigError(Problem("environment", seen, "a host and a port, as a launcher sets them"))
+        actual = f"RANK={world.rank} with MASTER_ADDR={host!r} and MASTER_PORT={port!r}"
+        raise ConfigError(Problem("environment", actual, "a host and a port, as a launcher sets them"))
     if world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = meeting.serve(host, 0 if notes else int(port), TIMEOUT)
         if notes:
@@ -133,8 +133,8 @@ def _check_even(sizes: Sequence[int]) -> None:
     """Raise ConfigError unless all machines run equally many processes: each would build another mesh."""
     if len(set(sizes)) > 1:
         found = ", ".join(f"{size} on that of rank {sizes.index(size)}" for size in dict.fromkeys(sizes))
-        mend = "Start as many on each (--nproc-per-node, slots of the hostfile)"
-        raise ConfigError(Problem("processes on a machine", found, "equally many on all", mend))
+        hint = "Start as many on each (--nproc-per-node, slots of the hostfile)"
+        raise ConfigError(Problem("processes on a machine", found, "equally many on all", hint))
 
 
 def cache_folder() -> Path:

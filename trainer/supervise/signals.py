@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from types import FrameType
 
-from trainer.errors import MeshloomError, Preempted, Problem
+from trainer.errors import MeshloomError, Preempted, Problem, shared
 
 PATIENCE_SECONDS = 3.0
 """Seconds in which the main thread must notice a signal: one that waits for another rank does not."""
@@ -25,14 +25,13 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = False
-        self.unnoticed: Callable[[Preempted], object] = lambda error: None
-        """Called before the process ends because the main thread did not notice: it waits for another rank."""
+        self._unnoticed: Callable[[Preempted], object] = lambda error: None
         self._saving = self._failed = False
         self._at = 0.0
-        told, self._tell = os.pipe()
+        wakes, self._tell = os.pipe()
         os.set_blocking(self._tell, False)
         self._woken = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(told,), name="signals", daemon=True).start()
+        threading.Thread(target=self._watch, args=(wakes,), name="signals", daemon=True).start()
         self.deliver_to(self._receive)
 
     @classmethod
@@ -41,6 +40,10 @@ class StopSignals:
         for number in cls.NUMBERS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, receive)
+
+    def when_unnoticed(self, report: Callable[[Preempted], object]) -> None:
+        """Call `report` before the end of a process whose main thread waits for another rank."""
+        self._unnoticed = report
 
     def hand_over(self) -> None:
         """Let other code handle signals in this process, and decide when it ends."""
@@ -83,16 +86,16 @@ class StopSignals:
         if not self._saving and not self._failed:
             raise preempted(0)
 
-    def _watch(self, told: int) -> None:
+    def _watch(self, wakes: int) -> None:
         # written by the interpreter, whatever the main thread waits for; also for signals of libraries
-        while (written := os.read(told, 1)) and written[0] not in self.NUMBERS:
+        while (written := os.read(wakes, 1)) and written[0] not in self.NUMBERS:
             pass
         if not written:
-            os.close(told)
+            os.close(wakes)
             return
         time.sleep(PATIENCE_SECONDS)
         if not self._saving:
-            self.unnoticed(preempted(0))
+            self._unnoticed(preempted(0))
             os._exit(Preempted.exit_code)
 
 
@@ -136,8 +139,6 @@ def stop_signals() -> Iterator[StopSignals | NoSignals]:
 
 def preempted(saved_step: int) -> Preempted:
     """Build the error of a run that was asked to stop; step 0: before its first step."""
-    seen = "a signal asked the run to stop, and all is saved" if saved_step else "a signal asked the run to stop"
+    actual = "a signal asked the run to stop" + ", and all is saved" * bool(saved_step)
     place = f"step {saved_step}" if saved_step else "before the first step"
-    error = Preempted(Problem(place, seen, "to go on", "Run the same command again"))
-    error.shared = True  # rank 0 reports it
-    return error
+    return shared(Preempted(Problem(place, actual, "to go on", "Run the same command again")))  # rank 0 reports it

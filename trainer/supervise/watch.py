@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainer.errors import Stalled
 from trainer.supervise.phase import Phase
 from trainer.supervise.stall import Beat, behind, described, diagnosis, is_gone, place, straggler, table, who
 
@@ -42,9 +43,10 @@ FRAMES = 8
 class Watch:
     """Sends beats from a thread of its own, over its own connection to the store: no step waits for it.
 
-    `processes`: host and process of each rank, exchanged at the rendezvous, which name a rank that
-    is silent later. `stalled` is called once with the diagnosis, in the one process that reports
-    for all, before each process exits with `code`.
+    `processes`: host and process of each rank, exchanged at the rendezvous, which name one that is
+    silent later. `stalled` is called once with the diagnosis, in the one process that reports for all,
+    before each process ends; `progress` at each beat with the status for outside readers, on rank 0
+    of all ranks; `slow` on rank 0, once for each rank that the others wait for.
     """
 
     def __init__(
@@ -54,9 +56,11 @@ class Watch:
         store: Any,
         patience: float | None,
         stalled: Callable[[list[str]], None],
-        code: int,
+        progress: Callable[[Mapping[str, Any]], None] = lambda status: None,
+        slow: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._rank, self._given, self._stalled, self._code = rank, patience, stalled, code
+        self._rank, self._given = rank, patience
+        self._stalled, self._report_slow, self._progress = stalled, slow, progress
         self._world_size = len(processes)
         self._phase, self._step, self._moved = Phase.PREPARING, 0, time.monotonic()
         self._first: int | None = None
@@ -69,20 +73,15 @@ class Watch:
             if other != rank
         }
         """Each other rank's last beat, and when it was read; before its first beat, the time of the rendezvous."""
-        self._asked = False
+        self._complete = False
         """True once all beats were read."""
         self._answered = time.monotonic()
         self._closed = threading.Event()
         self._unanswered = False
-        self.steps: int | None = None
-        """The number of steps of the whole run."""
-        self.slow: Callable[[str], None] = lambda line: None
-        """Called on rank 0, once for each rank that the others wait for."""
+        self._planned: int | None = None
         self._main = threading.main_thread().ident
         self._samples: deque[bool] = deque(maxlen=SAMPLES)
         self._slow: set[int] = set()
-        self.told: Callable[[Mapping[str, Any]], None] = lambda status: None
-        """Called at each beat with the status for outside readers: on rank 0 of all ranks, elsewhere of this one."""
         self._store = store.clone() if self._world_size > 1 else None
         if self._store is not None:
             self._store.set_timeout(datetime.timedelta(seconds=SILENT_SECONDS))
@@ -102,6 +101,10 @@ class Watch:
                 self._steps.append(now - self._begun)
             self._begun = now
         self._phase, self._step, self._moved = phase, self._step if step is None else step, now
+
+    def plan(self, steps: int) -> None:
+        """Note the number of steps of the whole run."""
+        self._planned = steps
 
     def moves(self, seconds: float = 0.0) -> None:
         """Note progress within the phase; it may rightly show none for the next `seconds`."""
@@ -157,12 +160,9 @@ class Watch:
         usual = max(LEAST_SECONDS, STEPS * statistics.median(self._steps)) if self._steps else LEAST_SECONDS
         return self._given or usual
 
-    def _stands_long(self) -> bool:
-        return time.monotonic() - self._moved > self._patience() / 2
-
     def _mine(self) -> Beat:
         still = max(0.0, time.monotonic() - self._moved)
-        stack = self._stack() if self._stands_long() else ()
+        stack = self._stack() if still > self._patience() / 2 else ()
         busy = sum(self._samples) / SAMPLES if len(self._samples) == SAMPLES else None
         me = self._rank, socket.gethostname(), os.getpid()
         return Beat(*me, self._phase, self._step, still, self._number, busy, stack)
@@ -177,7 +177,7 @@ class Watch:
     def _stack(self) -> tuple[str, ...]:
         frame = sys._current_frames().get(self._main or 0)
         frames = traceback.extract_stack(frame)[-FRAMES:]
-        return tuple(f"{_short(line.filename)}:{line.lineno} {line.name}" for line in frames)
+        return tuple(f"{'/'.join(Path(f.filename).parts[-3:])}:{f.lineno} {f.name}" for f in frames)
 
     def _say(self) -> None:
         self._number += 1
@@ -199,13 +199,13 @@ class Watch:
             if self._rank == 0:
                 self._tell_slow()
             with suppress(OSError):  # the run itself reports a full disk
-                self.told(self.status())
+                self._progress(self.status())
 
     def _tell_slow(self) -> None:
-        found = straggler(self._seen())
+        found = straggler(self._beats())
         if found is not None and found.rank not in self._slow:
             self._slow.add(found.rank)
-            self.slow(f"note: the others wait for {who([found])} most of the time: it is slower than they are")
+            self._report_slow(f"note: the others wait for {who([found])} most of the time: it is slower than they are")
 
     def _read(self) -> None:
         """Read the beats of all ranks, the last known of silent ones. Raises the store's errors."""
@@ -217,14 +217,14 @@ class Watch:
             keys = [key for key in keys if self._store.check([key])]
         now = time.monotonic()
         for value in self._store.multi_get(keys):
-            said = json.loads(value)
-            beat = Beat(**{**said, "phase": Phase(said["phase"]), "stack": tuple(said["stack"])})
+            row = json.loads(value)
+            beat = Beat(**{**row, "phase": Phase(row["phase"]), "stack": tuple(row["stack"])})
             known = self._others.get(beat.rank)
             if known is None or known[0].number != beat.number:
                 self._others[beat.rank] = beat, now
-        self._asked = True
+        self._complete = True
 
-    def _seen(self) -> list[Beat]:
+    def _beats(self) -> list[Beat]:
         """Return each rank's last beat, with its seconds without progress up to now."""
         now = time.monotonic()
         known = {rank: replace(beat, still=beat.still + now - heard) for rank, (beat, heard) in self._others.items()}
@@ -251,15 +251,15 @@ class Watch:
 
     def status(self) -> dict[str, Any]:
         """Return the status for outside readers, of all ranks as far as this one knows."""
-        seen = self._seen()
+        beats = self._beats()
         return {
             **{name: value for name, value in asdict(self._mine()).items() if name not in ("stack", "number", "rank")},
             "place": self.place,
-            "steps": self.steps,
+            "steps": self._planned,
             "ranks": self._world_size,
             "limit": self._limit(self._phase, self._step),
             "waits_for": [
-                {"rank": b.rank, "host": b.host, "place": b.place, "still": b.still} for b in behind(seen)[:5]
+                {"rank": b.rank, "host": b.host, "place": b.place, "still": b.still} for b in behind(beats)[:5]
             ],
         }
 
@@ -273,28 +273,28 @@ class Watch:
             if self._store is not None and now - self._answered > least:
                 self._unanswered = True
                 self._end(self._no_answer())
-            seen = self._seen()
-            lost = self._lost(seen)  # then nobody has to wait for as long as its phase may take
-            limits = [patience if lost else self._limit(beat.phase, beat.step) for beat in seen]
-            if self._knows(seen) and all(beat.still > limit for beat, limit in zip(seen, limits, strict=True)):
-                self._verdict(seen)
+            beats = self._beats()
+            lost = self._lost(beats)  # then nobody has to wait for as long as its phase may take
+            limits = [patience if lost else self._limit(beat.phase, beat.step) for beat in beats]
+            if self._knows(beats) and all(beat.still > limit for beat, limit in zip(beats, limits, strict=True)):
+                self._verdict(beats)
 
-    def _knows(self, seen: Sequence[Beat]) -> bool:
+    def _knows(self, beats: Sequence[Beat]) -> bool:
         """Return True if the store has answered lately, and each rank that is not silent has reported its stack."""
-        answers = self._store is None or (self._asked and time.monotonic() - self._answered < DOUBTFUL_SECONDS)
-        return answers and all(self._silent(beat) or (beat.stack and not self._doubtful(beat)) for beat in seen)
+        answers = self._store is None or (self._complete and time.monotonic() - self._answered < DOUBTFUL_SECONDS)
+        return answers and all(self._silent(beat) or (beat.stack and not self._doubtful(beat)) for beat in beats)
 
     def _no_answer(self) -> list[str]:
         """Describe a store that is gone or hangs: it is in rank 0's process, or in the launcher's beside it."""
-        first = next(beat for beat in self._seen() if beat.rank == 0)
+        first = next(beat for beat in self._beats() if beat.rank == 0)
         held = f"in {first.place}, {who([first])} {described(first)}"
         return [f"the run stands still: {held}", *table([self._mine()], self._silent)]
 
-    def _verdict(self, seen: list[Beat]) -> None:
-        speaker = min(beat.rank for beat in seen if not self._silent(beat))
+    def _verdict(self, beats: list[Beat]) -> None:
+        speaker = min(beat.rank for beat in beats if not self._silent(beat))
         if speaker != self._rank and _in_time(self._await_verdict):
-            os._exit(self._code)
-        self._end(diagnosis(seen, self._silent))
+            os._exit(Stalled.exit_code)
+        self._end(diagnosis(beats, self._silent))
 
     def _await_verdict(self) -> None:
         assert self._store is not None
@@ -308,16 +308,17 @@ class Watch:
                 self._store.set(f"{KEY}/verdict", "told")
 
         _in_time(tell)
-        os._exit(self._code)
+        os._exit(Stalled.exit_code)
 
 
 class NoWatch:
     """A watchdog that does nothing: for a process alone in the user's script, or a certificate."""
 
     place = "running"
-    steps: int | None = None
 
     def at(self, phase: Phase, step: int | None = None) -> None: ...
+
+    def plan(self, steps: int) -> None: ...
 
     def moves(self, seconds: float = 0.0) -> None: ...
 
@@ -330,7 +331,3 @@ def _in_time(work: Callable[[], None]) -> bool:
     thread.start()
     thread.join(ANSWER_SECONDS)
     return not thread.is_alive()
-
-
-def _short(path: str) -> str:
-    return "/".join(Path(path).parts[-3:])
