@@ -354,7 +354,7 @@ def test_neither_tokenizers_nor_records_are_sent_between_ranks(tmp_path, monkeyp
     from trainer.config import load
     from trainer.data.progress import QUIET
     from trainer.distributed.ranks import Ranks
-    from trainer.run import prepare
+    from trainer.run import subject
 
     agree = Ranks._agree
     sent: list[bytes] = []
@@ -366,11 +366,11 @@ def test_neither_tokenizers_nor_records_are_sent_between_ranks(tmp_path, monkeyp
 
     monkeypatch.setattr(Ranks, "_agree", noted)
     config = load(write_job(tmp_path))
-    tokenizer = prepare._tokenizer(config, Ranks(), QUIET)
+    tokenizer = subject._tokenizer(config, Ranks(), QUIET)
     assert len(tokenizer) and len(sent) == 1 and len(sent[0]) < 100
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     named = load(write_job(tmp_path), [f"trainer.data.tokenizer={tmp_path / 'tokenizer'}"])
-    assert len(prepare._tokenizer(named, Ranks(), QUIET)) == len(tokenizer)
+    assert len(subject._tokenizer(named, Ranks(), QUIET)) == len(tokenizer)
     assert len(sent) == 2 and len(sent[1]) < 100
     section = {**CONFIG["trainer"], "engine": "mesh", "run": {"folder": str(tmp_path / "runs")}, "steps": 2}
     rows = [(torch.full((4,), i / 8), torch.tensor(i % 2)) for i in range(8)]

@@ -181,7 +181,7 @@ def test_nothing_is_downloaded_or_read(tmp_path, monkeypatch, trainer, said):
 def test_less_is_proposed_where_it_does_not_fit(tmp_path):
     path = config_of(tmp_path, f"{__name__}:convolutions", data={"path": "cifar10"}, images={"size": 256})
     device = "memory=2.2GB,peak=1TFLOPS,bandwidth=1TB/s,link=1GB/s"
-    result = plan(path, "--device", device, "train_micro_batch_size_per_gpu=8")
+    result = plan(path, "--propose", "--device", device, "train_micro_batch_size_per_gpu=8")
     assert result.code == 1 and "propose 1. fits" in result.output, result.output
     assert "+ train_micro_batch_size_per_gpu: " in result.output, result.output
 

@@ -107,12 +107,12 @@ class Reference:
         self._has_own_loss, self._adds_to_loss = self._try_forward()
         self.model.train()
         self._block_seed = 0
-        self._listener, self._outputs = Listener([self.model]), Outputs()
         for index, name in enumerate(spec.blocks):
             self.model.get_submodule(name).register_forward_pre_hook(self._seeding(index))
         if (alpha := small.config.trainer.neftune_alpha) and not small.config.trainer.data.packs:
             table: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
             table.register_forward_hook(self._adding_noise(alpha))
+        self._listener, self._outputs = Listener([self.model]), Outputs()  # which hears noise, too
         self._optimizer = optimizer_of(self.model, small, own.groups)
         self._scheduler = scheduler_of(self._optimizer, small.config)
 
