@@ -35,13 +35,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from trainer.data.loader import BatchLoader
+from trainer.data.loader import BatchLoader, StepBatches
 from trainer.distributed.ranks import Ranks
-from trainer.engines import ENGINES, Job, Machine
+from trainer.engines import ENGINES, Job, Machine, Metrics
 from trainer.layout import Layout, Recompute
 from trainer.models import huggingface
 from trainer.models.materialise import materialise
-from trainer.optim.lr_schedules import schedule_of
+from trainer.optim.lr_schedules import Update, schedule_of
 from trainer.run.loop import Hooks, LoopPlan, train
 from trainer.run.metrics import Meter
 from trainer.state import RunState
@@ -186,15 +186,17 @@ class Bench:
             device=device,
         )
         meter = Meter(steps, device, self.world_size, 1.0, None, loader, RunState())
-        hooks = Hooks(
-            log=lambda state, metrics, update: lines.record(meter.record(state, metrics, update, 0)),
-            evaluate=lambda state: False,
-            save=lambda state: None,
-            seen=lambda batches, metrics: turn(),
-        )
+
+        class Timed(Hooks):
+            def log(self, state: RunState, metrics: Metrics, update: Update) -> None:
+                lines.record(meter.record(state, metrics, update, 0))
+
+            def on_step(self, batches: StepBatches, metrics: Metrics) -> None:
+                turn()
+
         turn()
         schedule = schedule_of(self.json["optimizer"], self.scheduler)
-        train(engine, loader, schedule, LoopPlan(steps, layout.train_batch, 10, None, None), hooks, RunState())
+        train(engine, loader, schedule, LoopPlan(steps, layout.train_batch, 10, None, None), Timed(), RunState())
 
     def bare_deepspeed(self, turn: Callable[[], None]) -> None:
         import deepspeed

@@ -50,7 +50,7 @@ sys.meta_path.insert(0, Finder())""",
     "data preparation": "import trainer.data.prepare as m; slow(m, 'prepare')",
     "building the model": "import trainer.parallel.apply as m; slow(m, 'materialise')",
     "first step": "import trainer.engines.torch.engine as m; slow(m.TorchEngine, 'step', lambda _, s, *a: s == 0)",
-    "evaluation": "import trainer.run.callbacks as m; slow(m, 'held_out_loss')",
+    "evaluation": "import trainer.run.hooks as m; slow(m, 'held_out_loss')",
     "saving": "import trainer.checkpoint.faults as m; slow(m, 'at', lambda phase: phase in ('flush', 'rename'))",
 }
 PHASES["saving beside the training"] = PHASES["saving"]

@@ -10,7 +10,7 @@ import torch
 from trainer.engines.engine import Metrics
 from trainer.engines.owners import least_loaded
 from trainer.optim.lr_schedules import Update
-from trainer.run.callbacks import Patience
+from trainer.run.hooks import Patience
 from trainer.run.loop import Hooks, LoopPlan, due, train
 from trainer.state import RunState
 
@@ -34,17 +34,26 @@ def run(
     **plan: int | None,
 ) -> tuple[RunState, list[tuple[Any, ...]]]:
     calls: list[tuple[Any, ...]] = []
-    hooks = Hooks(
-        log=lambda state, metrics, update: calls.append(("log", state.step, state.tokens, float(metrics.loss()))),
-        evaluate=lambda state: calls.append(("evaluate", state.step)) or evaluate(state),
-        save=lambda state: calls.append(("save", state.step, state.samples)),
-        stop=stop,
-    )
+
+    class Calls(Hooks):
+        def log(self, state: RunState, metrics: Metrics, update: Update) -> None:
+            calls.append(("log", state.step, state.tokens, float(metrics.loss())))
+
+        def evaluate(self, state: RunState) -> bool:
+            calls.append(("evaluate", state.step))
+            return evaluate(state)
+
+        def save(self, state: RunState) -> None:
+            calls.append(("save", state.step, state.samples))
+
+        def stop(self) -> Any:
+            return stop()
+
     loader: Any = [SimpleNamespace(step=step, micro_batches=[], ids=[]) for step in range(first, last)]
     every: dict[str, Any] = {"log_every": 2, "save_every": None, "evaluate_every": None} | plan
     engine: Any = FakeEngine()
     state = train(
-        engine, loader, lambda step: Update(step / 100), LoopPlan(last, 8, **every), hooks, RunState(first, first * 8)
+        engine, loader, lambda step: Update(step / 100), LoopPlan(last, 8, **every), Calls(), RunState(first, first * 8)
     )
     assert engine.rates == [step / 100 for step in range(first, min(last, state.step))]
     return state, calls

@@ -42,7 +42,7 @@ def test_what_would_steer_a_terminal_is_shown():
 def test_what_a_run_says_is_shown():
     from rich.console import Console
 
-    from trainer.run.callbacks import say
+    from trainer.trackers import say
 
     output = io.StringIO()
     say(Console(file=output, highlight=False), f"sample  {STRANGE}")

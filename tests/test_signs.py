@@ -27,7 +27,7 @@ from trainer.data.progress import Progress
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine
 from trainer.engines.deepspeed.engine import KIND
-from trainer.engines.deepspeed.operators import OF_OPTIMIZERS, announce, check_compiler
+from trainer.engines.deepspeed.machine import OF_OPTIMIZERS, announce, check_compiler
 from trainer.errors import ConfigError
 from trainer.run.run import _stragglers_unseen
 from trainer.supervise import output
@@ -288,7 +288,7 @@ def test_a_compiler_that_is_not_there_is_named_before_it_is_needed(tmp_path: Pat
 
 
 def test_a_wide_line_is_broken_between_words_on_a_terminal():
-    from trainer.run.callbacks import say
+    from trainer.trackers import say
 
     line = "data    3 documents, 4,811 tokens; /a/path/that/is/long\nsample  one\n        two"
     shown = {}

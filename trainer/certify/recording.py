@@ -168,8 +168,7 @@ def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: P
     """Train by the loop of a real run, from the checkpoint `source` on if there is one."""
     layout, machine, ranks = job.layout, job.machine, job.machine.ranks
     state, done = RunState(), 0 if source is None else small.total
-    at = lambda phase, step: machine.watch.at(phase, done + step)  # noqa: E731 - what comes later has a higher step
-    at(Phase.BUILDING, 2 if done else 0)
+    machine.watch.at(Phase.BUILDING, done + (2 if done else 0))
     # with other initial values, so that its whole state comes from the checkpoint
     engine = kind.build(job if source is None else replace(job, values_seed=job.seed + 1))
     if source is not None:
@@ -180,20 +179,24 @@ def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: P
     recording = recorder.recording
     recording.position = replace(state, engine=engine.scalars())
 
-    def evaluate(state: RunState) -> bool:
-        rank = layout.data_rank(ranks.rank)
-        evaluated = (engine, sources.held_out, job.task, layout, small.held_out, rank, machine.device)
-        recording.held_out[state.step] = held_out_loss(*evaluated)
-        return False
+    class Records(Hooks):
+        def log(self, state: RunState, metrics: Metrics, update: Update) -> None:
+            recording.tokens.append(state.tokens)
 
-    def save(state: RunState) -> None:
-        if source is None and state.step == small.middle:
-            recording.position = replace(state, engine=engine.scalars())
-            files = lambda target: None  # noqa: E731
-            entries = stored(job.spec, engine.state_tensors())
-            recording.checkpoint = checkpoint.save(
-                folder / "checkpoints", recording.position, entries, {}, files, ranks, stem=job.spec.stem
+        def evaluate(self, state: RunState) -> bool:
+            recording.held_out[state.step] = held_out_loss(
+                engine, sources.held_out, job.task, layout, small.held_out, job.data_rank, machine.device
             )
+            return False
+
+        def save(self, state: RunState) -> None:
+            if source is None and state.step == small.middle:
+                recording.position = replace(state, engine=engine.scalars())
+                saved = folder / "checkpoints", recording.position, stored(job.spec, engine.state_tensors())
+                recording.checkpoint = checkpoint.save(*saved, {}, lambda _: None, ranks, stem=job.spec.stem)
+
+        def at(self, phase: Phase, step: int) -> None:
+            machine.watch.at(phase, done + step)  # what comes later has a higher step
 
     loader = BatchLoader(
         sources.training,
@@ -209,9 +212,8 @@ def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: P
         device=machine.device,
     )
     plan = LoopPlan(small.total, layout.train_batch, 1, small.middle, small.middle)
-    hooks = Hooks(lambda state, *_: recording.tokens.append(state.tokens), evaluate, save, at=at)
     with loader:
-        train(recorder, loader, _schedule(small), plan, hooks, state)
+        train(recorder, loader, _schedule(small), plan, Records(), state)
     if source is None and layout.precision != "float32" and job.spec.trial is None:
         name = engine_of(small, machine.device.type)
         recording.rounded = measured(engine, job, small, name, len(recording.losses))

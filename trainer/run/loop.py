@@ -23,20 +23,28 @@ class LoopPlan:
     evaluate_every: int | None
 
 
-@dataclass(frozen=True)
 class Hooks:
-    """The functions that the loop calls. All are collective: every rank calls them at the same steps."""
+    """The methods that the loop calls. All are collective: all ranks call them at the same steps."""
 
-    log: Callable[[RunState, Metrics, Update], None]
-    evaluate: Callable[[RunState], bool]
-    """Returns True if the run should save and end early, as further training gains nothing."""
-    save: Callable[[RunState], None]
-    seen: Callable[[StepBatches, Metrics], None] = lambda batches, metrics: None
-    """Called at each step, without waiting for the device."""
-    stop: Callable[[], Callable[[], bool]] = lambda: lambda: False
-    """Begins, before each step, to ask if the run must save and stop; the result is called after the step."""
-    at: Callable[[Phase, int], None] = lambda phase, step: None
-    """Called when a phase of a step, from 1, begins, so that watchers see where a rank is."""
+    def log(self, state: RunState, metrics: Metrics, update: Update) -> None:
+        """Report a step; the host may wait for the device here."""
+
+    def evaluate(self, state: RunState) -> bool:
+        """Return True if the run should save and end early, as further training gains nothing."""
+        return False
+
+    def save(self, state: RunState) -> None:
+        """Save a checkpoint."""
+
+    def on_step(self, batches: StepBatches, metrics: Metrics) -> None:
+        """Note a step, each time, without waiting for the device."""
+
+    def stop(self) -> Callable[[], bool]:
+        """Begin to ask, before a step, if the run must save and stop; the result is called after it."""
+        return lambda: False
+
+    def at(self, phase: Phase, step: int) -> None:
+        """Note that a phase of a step, from 1, begins, so that watchers see where a rank is."""
 
 
 def train(
@@ -47,14 +55,14 @@ def train(
     hooks.at(Phase.WAITING, state.step + 1)
     for batches in loader:
         hooks.at(Phase.TRAINING, batches.step + 1)
-        asked = hooks.stop()
+        stop = hooks.stop()
         update = schedule(batches.step)
         metrics = engine.step(batches.step, batches.micro_batches, update)
-        hooks.seen(batches, metrics)
+        hooks.on_step(batches, metrics)
         tokens = metrics.targets if tokens is None else tokens + metrics.targets
         done = batches.step + 1
         logs, saves = due(done, plan.steps, plan.log_every), due(done, plan.steps, plan.save_every)
-        evaluates, stops = due(done, plan.steps, plan.evaluate_every), asked()
+        evaluates, stops = due(done, plan.steps, plan.evaluate_every), stop()
         if logs or saves or evaluates or stops:
             state = RunState(done, state.samples + (done - state.step) * plan.train_batch, state.tokens + int(tokens))
             tokens = None

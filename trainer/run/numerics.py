@@ -27,7 +27,7 @@ class Skipped:
         self._row = 0
         self._recent: list[tuple[StepBatches, Metrics]] = []
 
-    def seen(self, batches: StepBatches, metrics: Metrics) -> None:
+    def note(self, batches: StepBatches, metrics: Metrics) -> None:
         """Note a step; `lines` checks it later, so that nothing waits here."""
         if self._watching:
             self._recent.append((StepBatches(batches.step, batches.ids, []), metrics))
@@ -54,6 +54,6 @@ class Skipped:
         return found
 
     def _too_many(self, step: int, names: str) -> MeshloomError:
-        place, seen = f"steps {step - IN_A_ROW + 1} to {step}", f"no finite gradient {IN_A_ROW} times in a row"
-        mend = f"Lower the learning rate, or look at the last samples ({names}); the last checkpoint is good"
-        return shared(NumericsError(Problem(place, seen, "a finite gradient", mend)))
+        place, actual = f"steps {step - IN_A_ROW + 1} to {step}", f"no finite gradient {IN_A_ROW} times in a row"
+        hint = f"Lower the learning rate, or look at the last samples ({names}); the last checkpoint is good"
+        return shared(NumericsError(Problem(place, actual, "a finite gradient", hint)))

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -27,19 +26,8 @@ from trainer.layout import Layout
 from trainer.models.spec import stored
 from trainer.optim.lr_schedules import schedule_of
 from trainer.run import describe, resume
-from trainer.run.callbacks import (
-    MERGED,
-    SLOW_DISK,
-    Patience,
-    Saver,
-    export_merged,
-    finish,
-    hooks_of,
-    saved_bytes,
-    stored_dtype,
-    write_model_files,
-)
 from trainer.run.devices import peak_of
+from trainer.run.hooks import SLOW_DISK, RunHooks, Saver, export, finish, saved_bytes
 from trainer.run.loop import LoopPlan
 from trainer.run.loop import train as loop
 from trainer.run.metrics import Meter
@@ -181,7 +169,7 @@ def _train(
     trackers: list[Tracker],
 ) -> None:
     """Train and export the model. `trackers` are used on every rank; those of the config on rank 0."""
-    config, spec, ranks = prepared.config, prepared.subject.spec, machine.ranks
+    config, ranks = prepared.config, machine.ranks
     section, folder, source = config.trainer, start.folder, start.source
     changed = []
     if source is not None and not request.resume_anyway:
@@ -205,45 +193,37 @@ def _train(
         flops = prepared.subject.flops(section)
         sharers = prepared.layout.world_size // prepared.layout.data_ranks
         meter = Meter(prepared.steps, machine.device, sharers, flops, peak_of(machine.device), loader, position)
-        plan = LoopPlan(
-            prepared.steps,
-            prepared.layout.train_batch,
-            section.log.every,
-            section.checkpoint.every,
-            section.evaluation.every,
-        )
-        schedule = schedule_of(vars(config.optimizer), _mapping(config.scheduler))
         saver: Saver = lambda entries, write: write(entries, ranks)  # noqa: E731
         if section.checkpoint.asynchronous:
             saver = stack.enter_context(checkpoint.Background(ranks.on_host())).save
-        patience = Patience(section.evaluation.patience)
         watchers = _watchers(stack, prepared, machine, folder, position, source)
-        hooks = hooks_of(
-            prepared, machine, folder, engine, meter, trackers, console, saver, signals, patience, watchers
-        )
+        hooks = RunHooks(prepared, machine, folder, engine, meter, trackers, console, saver, signals, watchers)
         signals.saving()
         machine.signs.at("making the first step")
+        schedule = schedule_of(vars(config.optimizer), _mapping(config.scheduler))
         with _reports(config, ranks, console):
-            position = loop(engine, loader, schedule, plan, hooks, position)
+            position = loop(engine, loader, schedule, _plan(prepared), hooks, position)
     machine.signs.hide()
     machine.watch.at(Phase.FINISHING)
     machine.watch.moves(saved_bytes(prepared) / SLOW_DISK)
-    if patience.line is not None:
-        say(console, f"note: {patience.line}")
+    if hooks.patience.line is not None:
+        say(console, f"note: {hooks.patience.line}")
     elif position.step < prepared.steps:
         ranks.barrier()  # a launcher ends the others soon after the first has left
         raise preempted(position.step)
-    files = partial(write_model_files, prepared)
-    weights, dtype = stored(spec, engine.state_tensors()), stored_dtype(prepared)
-    checkpoint.export(folder / "final", weights, files, ranks, dtype, spec.stem, spec.one_file)
-    if spec.merged is not None:
-        export_merged(prepared, spec.merged(folder / "final"), folder / MERGED, ranks)
+    export(prepared, engine, folder, ranks)
     for line in compared():
         say(console, line)
     with _reports(config, ranks, console):
         engine.close()
     if ranks.first:
         finish(prepared, folder, console)
+
+
+def _plan(prepared: Prepared) -> LoopPlan:
+    section = prepared.config.trainer
+    every = section.log.every, section.checkpoint.every, section.evaluation.every
+    return LoopPlan(prepared.steps, prepared.layout.train_batch, *every)
 
 
 def _built(

@@ -11,10 +11,17 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.distributed.seeding import step_seed
-from trainer.engines.deepspeed import pipeline, tensor
-from trainer.engines.deepspeed.config import DTYPES, STAGE_0_NOTE, check_precision, has_plain_optimizer, runtime_config
+from trainer.engines.deepspeed import patches, pipeline, tensor
 from trainer.engines.deepspeed.forward_backward import AccumulatedStep, Step, StepRunner
-from trainer.engines.deepspeed.operators import announce, check_compiler
+from trainer.engines.deepspeed.machine import (
+    DTYPES,
+    STAGE_0_NOTE,
+    announce,
+    check_compiler,
+    check_precision,
+    has_plain_optimizer,
+    runtime_config,
+)
 from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import EngineKind, Job, Metrics, Observer, recipe_of, set_update
 from trainer.engines.normalise import counted_here, evaluated, gradient_scale
@@ -64,11 +71,9 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 def build(job: Job) -> DeepSpeedEngine:
     """Give the model, or this rank's stage of it, its values and pass it to DeepSpeed."""
     import deepspeed
-    from deepspeed.utils import groups, logger
+    from deepspeed.utils import logger
 
-    # those of an earlier engine in this process, which DeepSpeed would take for this one's
-    groups.mpu = groups._TENSOR_MODEL_PARALLEL_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    torch.nn.functional.linear = torch._C._nn.linear  # ZeRO-3 leaves a linear function of its own there
+    patches.forget_earlier_engines()
     logger.setLevel("WARNING")
     recipe = recipe_of(KIND, job)
     announce(job.layout, job.machine, recipe.library)
@@ -76,9 +81,8 @@ def build(job: Job) -> DeepSpeedEngine:
     job.machine.signs.at("building the engine, and the model's values")
     config = runtime_config(job, recipe)
     runner: StepRunner = pipeline.build(job, config) if job.layout.pipeline > 1 else _whole(job, config)
-    _link_group_by_group(runner.engine.optimizer)
-    if hasattr(runner.engine.optimizer, "check_grad_overflow"):
-        runner.engine.optimizer.check_grad_overflow = True  # in float32 too, a step that is not finite is skipped
+    patches.link_group_by_group(runner.engine.optimizer)
+    patches.skip_steps_that_are_not_finite(runner.engine.optimizer)
     return DeepSpeedEngine(runner, job, recipe.notes)
 
 
@@ -116,25 +120,6 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     return AccumulatedStep(engine, job, dropout, mesh, split)
 
 
-def _link_group_by_group(optimizer: Any) -> None:
-    """Link parameters to their optimizer state group by group: DeepSpeed does it once, after the first group's step."""
-    from deepspeed.utils import lazy_init_hp_params_optimizer_state
-
-    names = ("bit16_groups", "single_partition_of_fp32_groups"), ("bf16_groups", "fp32_groups_flat_partition")
-    found = [attributes for attributes in names if all(hasattr(optimizer, name) for name in attributes)]
-    linked: set[int] = set()
-
-    def link() -> None:
-        state = optimizer.optimizer.state
-        for index, (group, flat) in enumerate(zip(*(getattr(optimizer, name) for name in found[0]), strict=True)):
-            if index not in linked and state.get(flat):
-                lazy_init_hp_params_optimizer_state(group, flat, state)
-                linked.add(index)
-
-    if found:
-        optimizer._lazy_init_hp_params_optimizer_state = link
-
-
 def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError if this machine lacks float16 arithmetic, or a compiler that is needed."""
     check_precision(layout)
@@ -167,8 +152,8 @@ class DeepSpeedEngine:
             learned = [p for p in runner.module.parameters() if p.requires_grad]
             counted = [p for p in learned if _counts(p, runner)]
             self._own_norm = GradientNorm(learned, counted, runner.mesh, job.machine.device)
-            optimizer, update = runner.engine.optimizer, runner.engine.optimizer.step
-            optimizer.step = lambda: step_if_finite(optimizer, self._norm, update)
+            optimizer = runner.engine.optimizer
+            patches.replace_step(optimizer, lambda update: step_if_finite(optimizer, self._norm, update))
         self._clip = float(job.deepspeed["gradient_clipping"])
         plain = job.layout.zero_stage > 0 or self._own_norm is not None
         self.notes = (*runner.notes, *notes, *(() if plain else (STAGE_0_NOTE.format(job.layout.precision),)))

@@ -7,15 +7,15 @@ import io
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from itertools import repeat
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.engines.deepspeed.config import DTYPES
+from trainer.engines.deepspeed import patches
 from trainer.engines.deepspeed.forward_backward import Step
+from trainer.engines.deepspeed.machine import DTYPES
 from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import Job
 from trainer.errors import ConfigError, Problem
@@ -81,17 +81,11 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
 
     held = {name: p for name, p in stage.named_parameters() if name in tied and p.requires_grad}
     copies = [held[name] for name in on_both(pair, held)]
-    for parameter in copies:
-        parameter.ds_pipe_replicated = rank > 0  # type: ignore[attr-defined]
     without = {key: value for key, value in config.items() if key != "pipeline"}  # stages are cut, and recompute
     decay = config["optimizer"]["params"]["weight_decay"]
     learned = groups_of(stage.named_parameters(), job.undecayed, decay, job.spec.tuned)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=learned, config=without)
-    # instead of its TiedLayerSpec, a layer of its own: the parameters whose `grad` is summed, and their group
-    kept_apart = getattr(engine.optimizer, "use_grad_accum_attribute", False)  # where DeepSpeed itself would miss them
-    module.get_tied_weights_and_groups = lambda: [
-        (SimpleNamespace(grad=vars(p)["grad_accum"]) if kept_apart else p, pair) for p in copies
-    ]
+    patches.tie_stages(module, engine.optimizer, copies, pair, is_copy=rank > 0)
     return PipelinedStep(engine, layer, job, mesh, blank[0], note, equalise)
 
 

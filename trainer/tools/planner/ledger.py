@@ -1,6 +1,6 @@
 """A record of the memory that a run takes, on real or fake tensors: an entry for each storage, made or freed.
 
-Storages count, not tensors: views are free, and a storage with several names counts once. ModelSizes are as
+Storages count, not tensors: views are free, and a storage with several names counts once. Sizes are as
 requested; `rounded` is what an allocator makes of them. Memory that a kernel takes inside itself is not seen.
 """
 
@@ -13,17 +13,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.tasks.task import bare_name
+from trainer.tools.planner.pretend import resizes_reported
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "temporaries", "data")
 """The purposes of memory. `communication`: what collectives send from and receive into, gathered weights too."""
@@ -143,24 +142,7 @@ class Ledger(TorchDispatchMode):
     @contextmanager
     def open(self) -> Iterator[Ledger]:
         """Enter the mode, and record storages that are freed and resized without the dispatcher."""
-        plain = torch.UntypedStorage.resize_
-
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            found = plain(storage, size)
-            self._resized(storage)
-            return found
-
-        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def paused(*arguments: Any, **options: Any) -> Any:
-            with _disable_current_modes():  # DTensor makes fake tensors of its own, of the whole shape
-                return propagate(*arguments, **options)
-
-        with (
-            mock.patch.object(torch.UntypedStorage, "resize_", resize),
-            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused),
-            self,
-        ):
+        with resizes_reported(self._resized), self:
             yield self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

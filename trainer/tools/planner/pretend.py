@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -226,3 +227,29 @@ def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], 
 
 def _all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
     found[:] = [value] * len(found)
+
+
+@contextmanager
+def resizes_reported(report: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Report resized storages (FSDP frees and gathers units so), which no dispatch mode sees.
+
+    DTensor's sharding propagation, which makes fake tensors of the whole shape, is hidden from it.
+    Can go when a dispatch mode sees the one and not the other.
+    """
+    plain = torch.UntypedStorage.resize_
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        resized = plain(storage, size)
+        report(storage)
+        return resized
+
+    def paused(*arguments: Any, **options: Any) -> Any:
+        with _disable_current_modes():
+            return propagate(*arguments, **options)
+
+    with (
+        mock.patch.object(torch.UntypedStorage, "resize_", resize),
+        mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused),
+    ):
+        yield

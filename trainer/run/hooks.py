@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from trainer import checkpoint
 from trainer.data.loader import StepBatches
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Machine, Metrics
-from trainer.models.spec import ModelSpec, given_tensors, stored
+from trainer.models.spec import given_tensors, stored
 from trainer.optim.lr_schedules import Update
 from trainer.run import describe
 from trainer.run.evaluate import held_out_loss, together
@@ -40,93 +40,97 @@ Saver = Callable[[Sequence[StateTensor], Callable[[Sequence[StateTensor], Ranks]
 """Saves state tensors by the given function, called with the ranks to agree with: at once, or in the background."""
 
 
-def hooks_of(
-    prepared: Prepared,
-    machine: Machine,
-    folder: Path,
-    engine: Engine,
-    meter: Meter,
-    trackers: Sequence[Tracker],
-    console: Console,
-    saver: Saver,
-    signals: StopSignals | NoSignals,
-    patience: Patience,
-    watchers: Sequence[Callable[[Phase, int], None]] = (),
-) -> Hooks:
-    """Build the loop's hooks for every rank; only rank 0 has trackers. `watchers` are called as `Hooks.at` is."""
-    section, ranks, layout = prepared.config.trainer, machine.ranks, prepared.layout
-    directory = folder / "checkpoints"
-    samples = SampleLog(folder / "logs", ranks.rank) if section.log.sample_ids else None
+@dataclass
+class RunHooks(Hooks):
+    """The hooks of a run, on every rank; only rank 0 has trackers."""
 
-    skipped = Skipped(ranks, watching=layout.precision != "float16")
-    held_out: dict[int, float] = {}
-    waiting = SlowData(prepared)
-    since = {"step": meter.state.step, "samples": meter.state.samples}
+    prepared: Prepared
+    machine: Machine
+    folder: Path
+    engine: Engine
+    meter: Meter
+    trackers: Sequence[Tracker]
+    console: Console
+    saver: Saver
+    signals: StopSignals | NoSignals
+    watchers: Sequence[Callable[[Phase, int], None]] = ()
+    """Called as `at` is."""
 
-    def log(state: RunState, metrics: Metrics, update: Update) -> None:
-        for line in skipped.lines():
-            say(console, line)
-        by_source = prepared.subject.losses_by_source(metrics, machine.device)
-        record = meter.record(replace(state, engine=engine.scalars()), metrics, update, skipped.total)
-        record = replace(record, by_source=by_source)
-        for tracker in trackers:
+    def __post_init__(self) -> None:
+        prepared, ranks, state = self.prepared, self.machine.ranks, self.meter.state
+        section = prepared.config.trainer
+        self.patience = Patience(section.evaluation.patience)
+        self._samples = SampleLog(self.folder / "logs", ranks.rank) if section.log.sample_ids else None
+        self._skipped = Skipped(ranks, watching=prepared.layout.precision != "float16")
+        self._slow_data = SlowData(prepared)
+        self._sign_of_life = SignOfLife(self.console, prepared.steps)
+        self._on_host = ranks.on_host()
+        self._held_out: dict[int, float] = {}
+        self._since = {"step": state.step, "samples": state.samples}
+
+    def log(self, state: RunState, metrics: Metrics, update: Update) -> None:
+        for line in self._skipped.lines():
+            say(self.console, line)
+        by_source = self.prepared.subject.losses_by_source(metrics, self.machine.device)
+        state = replace(state, engine=self.engine.scalars())
+        record = replace(self.meter.record(state, metrics, update, self._skipped.total), by_source=by_source)
+        for tracker in self.trackers:
             tracker.record(record)
-        for line in waiting.lines(record):
-            say(console, line)
+        for line in self._slow_data.lines(record):
+            say(self.console, line)
 
-    def evaluate(state: RunState) -> bool:
-        limit, data_rank = section.evaluation.samples, layout.data_rank(ranks.rank)
-        subject = prepared.subject
-        given = (subject.task, layout, limit, data_rank, machine.device, prepared.workers, machine.watch.moves)
-        by_source = {name: held_out_loss(engine, source, *given) for name, source in subject.data.evaluations.items()}
+    def evaluate(self, state: RunState) -> bool:
+        subject, layout, machine = self.prepared.subject, self.prepared.layout, self.machine
+        limit = self.prepared.config.trainer.evaluation.samples
+        data_rank, workers = layout.data_rank(machine.ranks.rank), self.prepared.workers
+        given = (subject.task, layout, limit, data_rank, machine.device, workers, machine.watch.moves)
+        by_source = {
+            name: held_out_loss(self.engine, source, *given) for name, source in subject.data.evaluations.items()
+        }
         if not by_source:
             return False
         found = together(list(by_source.values()))
         if math.isfinite(found.loss):
-            held_out[state.step] = found.loss
+            self._held_out[state.step] = found.loss
         losses = {name: one.loss for name, one in by_source.items() if name}
-        more = prepared.subject.measures(found.loss)
-        for tracker in trackers:
-            tracker.evaluation(
-                Evaluation(state.step, found.loss, found.targets, **found.measures, **more, by_source=losses)
-            )
-        return patience.ends(state.step, found.loss)
+        measures = found.measures | subject.measures(found.loss)
+        for tracker in self.trackers:
+            tracker.evaluation(Evaluation(state.step, found.loss, found.targets, **measures, by_source=losses))
+        return self.patience.ends(state.step, found.loss)
 
-    def save(state: RunState) -> None:
-        machine.watch.moves(saved_bytes(prepared) / SLOW_DISK)
-        position = replace(state, engine=engine.scalars())
+    def save(self, state: RunState) -> None:
+        prepared, spec = self.prepared, self.prepared.subject.spec
+        directory, kept = self.folder / "checkpoints", prepared.config.trainer.checkpoint
+        self.machine.watch.moves(saved_bytes(prepared) / SLOW_DISK)
+        position = replace(state, engine=self.engine.scalars())
         description = {
             **describe.run_description(prepared),
-            "evaluation_loss": held_out.get(state.step),
-            "since": since,
+            "evaluation_loss": self._held_out.get(state.step),
+            "since": self._since,
         }
 
         def write(entries: Sequence[StateTensor], agreeing: Ranks) -> None:
             files, dtype = partial(write_model_files, prepared), stored_dtype(prepared)
-            checkpoint.save(
-                directory, position, entries, description, files, agreeing, dtype, prepared.subject.spec.stem
-            )
-            keep = section.checkpoint
-            agreeing.on_keepers(lambda: checkpoint.prune(directory, keep.keep_last, keep.keep_best))
+            checkpoint.save(directory, position, entries, description, files, agreeing, dtype, spec.stem)
+            agreeing.on_keepers(lambda: checkpoint.prune(directory, kept.keep_last, kept.keep_best))
 
-        saver(stored(prepared.subject.spec, engine.state_tensors()), write)
+        self.saver(stored(spec, self.engine.state_tensors()), write)
 
-    def seen(batches: StepBatches, metrics: Metrics) -> None:
-        skipped.seen(batches, metrics)
-        if samples is not None:
-            samples.write(batches.step, [int(i) for part in batches.ids for i in part])
+    def on_step(self, batches: StepBatches, metrics: Metrics) -> None:
+        self._skipped.note(batches, metrics)
+        if self._samples is not None:
+            self._samples.write(batches.step, [int(i) for part in batches.ids for i in part])
 
-    on_host = ranks.on_host()
-    spoken = SignOfLife(console, prepared.steps)
+    def stop(self) -> Callable[[], bool]:
+        return self._on_host.any_soon(self.signals.received)
 
-    def at(phase: Phase, step: int) -> None:
-        machine.watch.at(phase, step)
-        machine.signs.at_step(min(step, prepared.steps), prepared.steps, phase)
-        spoken.at(phase, step)
-        for told in watchers:
-            told(phase, step)
-
-    return Hooks(log, evaluate, save, seen, lambda: on_host.any_soon(signals.received), at)
+    def at(self, phase: Phase, step: int) -> None:
+        steps = self.prepared.steps
+        self.machine.watch.at(phase, step)
+        self.machine.signs.at_step(min(step, steps), steps, phase)
+        self._sign_of_life.at(phase, step)
+        for watcher in self.watchers:
+            watcher(phase, step)
 
 
 class Patience:
@@ -183,12 +187,12 @@ class SlowData:
 
     def __init__(self, prepared: Prepared) -> None:
         self._advice = prepared.subject.loading_advice(prepared.workers)
-        self._logged, self._told = 0, False
+        self._logged, self._noted = 0, False
 
     def lines(self, record: Record) -> Iterator[str]:
         self._logged += 1
-        if record.data_wait > SLOW and self._logged > 1 and not self._told:  # the first steps wait for the start
-            self._told = True
+        if record.data_wait > SLOW and self._logged > 1 and not self._noted:  # the first steps wait for the start
+            self._noted = True
             yield (
                 f"note: {record.data_wait:.0%} of the time goes by waiting for data: the loader is slower than the "
                 f"device{self._advice}"
@@ -205,10 +209,15 @@ def write_model_files(prepared: Prepared, target: Path) -> None:
     prepared.subject.save(target)
 
 
-def export_merged(prepared: Prepared, merged: ModelSpec, folder: Path, ranks: Ranks) -> None:
-    """Write the base with the adapter merged into it as a Hugging Face model folder. Collective."""
-    files = partial(write_model_files, replace(prepared, subject=replace(prepared.subject, spec=merged)))
-    checkpoint.export(folder, given_tensors(merged, ranks), files, ranks, stored_dtype(prepared))
+def export(prepared: Prepared, engine: Engine, folder: Path, ranks: Ranks) -> None:
+    """Write the model to `final/`; with its adapter merged, to `final-merged/`. Collective."""
+    spec, dtype = prepared.subject.spec, stored_dtype(prepared)
+    weights, files = stored(spec, engine.state_tensors()), partial(write_model_files, prepared)
+    checkpoint.export(folder / "final", weights, files, ranks, dtype, spec.stem, spec.one_file)
+    if spec.merged is not None:
+        merged = spec.merged(folder / "final")
+        files = partial(write_model_files, replace(prepared, subject=replace(prepared.subject, spec=merged)))
+        checkpoint.export(folder / MERGED, given_tensors(merged, ranks), files, ranks, dtype)
 
 
 def finish(prepared: Prepared, folder: Path, console: Console) -> None:

@@ -1,0 +1,99 @@
+"""Libraries show the symptoms for which they are patched: a test that fails here tells which patch can go."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.engines.deepspeed import patches
+
+
+def stepped(stage: int, gradient: float, patch: Callable[[Any], object], bf16: bool = False) -> tuple[bool, bool]:
+    """A step of plain DeepSpeed with this gradient: are weights finite, and has the second group state?"""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model = model.to(torch.bfloat16) if bf16 else model
+    first, second = model.parameters()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        **({"bf16": {"enabled": True, "check_grad_overflow": False}} if bf16 else {}),
+    }
+    groups = [{"params": [first]}, {"params": [second]}]
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=groups, dist_init_required=False)
+    patch(engine.optimizer)
+    try:
+        engine.backward(engine(torch.ones(1, 4, dtype=next(model.parameters()).dtype)).sum() * gradient)
+        engine.step()
+        try:
+            linked = safe_get_full_optimizer_state(second, "exp_avg") is not None
+        except (TypeError, ValueError):  # it has no state
+            linked = False
+        return all(bool(p.isfinite().all()) for p in model.parameters()), linked
+    finally:
+        engine.destroy()
+
+
+def left_by_an_engine() -> tuple[bool, bool]:
+    """What an engine under ZeRO-3 that is destroyed leaves: PyTorch's own linear function, and no groups?"""
+    import deepspeed
+    from deepspeed.utils import groups
+
+    try:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+            "zero_optimization": {"stage": 3},
+        }
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = nn.Linear(4, 4)
+        engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+        engine.destroy()
+        left = torch.nn.functional.linear is torch._C._nn.linear
+    finally:
+        patches.forget_earlier_engines()
+    return left, torch.nn.functional.linear is torch._C._nn.linear and groups.mpu is None
+
+
+def replaced(optimizer: Any) -> None:
+    patches.replace_step(optimizer, lambda update: None)
+
+
+def nothing(optimizer: Any) -> None: ...
+
+
+def test_deepspeed_leaves_its_linear_function(pools: Any) -> None:
+    assert pools[1].run(left_by_an_engine) == [(False, True)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "bf16", "patch"),
+    [(0, False, replaced), (2, True, patches.skip_steps_that_are_not_finite)],
+    ids=["stage 0", "stage 2, unchecked"],
+)
+def test_deepspeed_takes_a_step_that_is_not_finite(pools: Any, stage: int, bf16: bool, patch: Any) -> None:
+    for used, finite in ((nothing, False), (patch, True)):
+        assert pools[1].run(stepped, stage=stage, gradient=math.inf, patch=used, bf16=bf16)[0][0] == finite
+
+
+def test_deepspeed_links_state_after_the_first_group_alone(pools: Any) -> None:
+    for used, linked in ((nothing, False), (patches.link_group_by_group, True)):
+        assert pools[1].run(stepped, stage=1, gradient=1.0, patch=used)[0][1] == linked
+
+
+def test_deepspeed_ties_only_layers_that_it_builds() -> None:
+    from deepspeed.pipe import PipelineModule
+
+    built = SimpleNamespace(tied_comms={})
+    assert PipelineModule.get_tied_weights_and_groups(built) == []
+    assert "grad_accum" not in inspect.getsource(PipelineModule.allreduce_tied_weight_gradients)

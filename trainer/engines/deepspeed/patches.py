@@ -1,0 +1,81 @@
+"""Patches of DeepSpeed 0.18 and 0.19: each says the symptom without it, and when it can go.
+
+`tests/test_patches.py` fails once one of them is no longer needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def forget_earlier_engines() -> None:
+    """Reset what earlier engines of this process left in globals.
+
+    Symptom: a second engine takes the first one's groups for its own, and ZeRO-3's linear function stays in
+    PyTorch. Can go when `DeepSpeedEngine.destroy` undoes both.
+    """
+    from deepspeed.utils import groups
+
+    groups.mpu = groups._TENSOR_MODEL_PARALLEL_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    torch.nn.functional.linear = torch._C._nn.linear
+
+
+def skip_steps_that_are_not_finite(optimizer: Any) -> None:
+    """Skip a step whose gradient is not finite whatever `bf16.check_grad_overflow` says.
+
+    Symptom: with that key false ZeRO writes NaN into the weights. Can go when the key does.
+    """
+    if hasattr(optimizer, "check_grad_overflow"):
+        optimizer.check_grad_overflow = True
+
+
+def link_group_by_group(optimizer: Any) -> None:
+    """Link parameters to their optimizer state group by group.
+
+    Symptom: ZeRO links all groups after the first one's step; those after it have no state then, and can't
+    be saved. Can go when `_optimizer_step` links the group that it has stepped.
+    """
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    names = ("bit16_groups", "single_partition_of_fp32_groups"), ("bf16_groups", "fp32_groups_flat_partition")
+    found = [attributes for attributes in names if all(hasattr(optimizer, name) for name in attributes)]
+    linked: set[int] = set()
+
+    def link() -> None:
+        state = optimizer.optimizer.state
+        for index, (group, flat) in enumerate(zip(*(getattr(optimizer, name) for name in found[0]), strict=True)):
+            if index not in linked and state.get(flat):
+                lazy_init_hp_params_optimizer_state(group, flat, state)
+                linked.add(index)
+
+    if found:
+        optimizer._lazy_init_hp_params_optimizer_state = link
+
+
+def replace_step(optimizer: Any, step: Callable[[Callable[[], object]], object]) -> None:
+    """Let `step` decide if an optimizer that ZeRO does not wrap takes its step, which it is given.
+
+    Symptom: stage 0 takes steps that are not finite. Can go when it looks, too.
+    """
+    update = optimizer.step
+    optimizer.step = lambda: step(update)
+
+
+def tie_stages(module: Any, optimizer: Any, copies: Sequence[nn.Parameter], group: Any, *, is_copy: bool) -> None:
+    """Sum the gradients of parameters that two pipeline stages hold, without a `TiedLayerSpec`.
+
+    `copies` are this stage's, and `group` the two stages' ranks; `is_copy` is True on the later one, which
+    norms do not count. Symptom: PipelineModule ties layers that it builds itself, not parameters of a stage,
+    and with `grad_accum` it sums an empty `grad`. Can go when it takes parameters.
+    """
+    for parameter in copies:
+        parameter.ds_pipe_replicated = is_copy  # type: ignore[attr-defined]
+    kept_apart = getattr(optimizer, "use_grad_accum_attribute", False)
+    module.get_tied_weights_and_groups = lambda: [
+        (SimpleNamespace(grad=vars(p)["grad_accum"]) if kept_apart else p, group) for p in copies
+    ]
