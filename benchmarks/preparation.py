@@ -32,7 +32,7 @@ import datasets
 import numpy as np
 
 from trainer.config import DataSection
-from trainer.data.prepare import prepare
+from trainer.data.preparation import prepare
 from trainer.data.sealed import flaw, seal
 from trainer.data.source import Cut, CutDocuments, Origin, PartWriter, PreparedSource
 from trainer.data.tokenizer import embedded_tokenizer

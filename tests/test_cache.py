@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 
 from tests.test_data_samples import options, tokenizer, write_rows
-from trainer.data import digest, prepare
+from trainer.data import digest, preparation
 from trainer.data.cache import cached_folder
 from trainer.data.encode import Tokenising
-from trainer.data.prepare import open_data
+from trainer.data.preparation import open_data
 from trainer.data.progress import Progress
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError
@@ -35,7 +35,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def prepared(path: Path, cache: Path, told: io.StringIO | None = None) -> Path:
     progress = Progress(Console(file=told or io.StringIO(), width=200))
-    return prepare.prepare(options(path, evaluation_fraction=0.1, workers=1), tokenizer(), cache, progress)
+    return preparation.prepare(options(path, evaluation_fraction=0.1, workers=1), tokenizer(), cache, progress)
 
 
 # Damage
@@ -158,7 +158,7 @@ class _Second(Ranks):
 
 def test_a_machine_of_its_own_compares_its_own_copy(tmp_path: Path) -> None:
     path, cache = write_rows(tmp_path / "data.jsonl", *TEXTS), tmp_path / "cache"
-    folder = prepare.prepare(options(path), tokenizer(), cache)
+    folder = preparation.prepare(options(path), tokenizer(), cache)
     whole = contents(folder)
     flip(folder / "train" / "tokens.bin")
     open_data(options(path), tokenizer(), cache, _Second(folder))

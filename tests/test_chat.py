@@ -18,7 +18,7 @@ import pytest
 from trainer.config import DataSection
 from trainer.data.chat import PLAIN, Template
 from trainer.data.formats import locate
-from trainer.data.prepare import open_data
+from trainer.data.preparation import open_data
 from trainer.data.records import Chat, Found, read_documents
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, DataError

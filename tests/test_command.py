@@ -439,11 +439,11 @@ def test_missing_optimizer_state_is_an_error_unless_only_weights_are_wanted(tmp_
 def test_a_running_run_is_refused(tmp_path):
     job = cut_off(tmp_path)
     from trainer.run.resume import hold
-    from trainer.supervise import status
+    from trainer.supervise import status_files
 
     held = hold(tmp_path / "runs" / "job")
     assert held is not None
-    status.write(tmp_path / "runs" / "job", {"host": socket.gethostname(), "process": os.getpid()})
+    status_files.write(tmp_path / "runs" / "job", {"host": socket.gethostname(), "process": os.getpid()})
     refused = train("--config", job)
     os.close(held)
     assert refused.code == 64, refused.output

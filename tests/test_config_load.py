@@ -24,7 +24,7 @@ from trainer.config.read import leaves, override
 from trainer.config.sections import known_keys
 from trainer.errors import ConfigError
 from trainer.layout import layout_of
-from trainer.optim.support import ROWS, No
+from trainer.optim.recipes import ROWS, No
 
 HERE = Path(__file__).parent
 SHIPPED = sorted((HERE.parent / "ds_configs").glob("*.json"))

@@ -271,7 +271,7 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_a_corrupt_row_is_an_error_or_skipped_and_counted(tmp_path: Path, kind: str) -> None:
     from trainer.config import DataSection
-    from trainer.data.prepare import open_data
+    from trainer.data.preparation import open_data
     from trainer.data.tokenizer import embedded_tokenizer
     from trainer.distributed.ranks import Ranks
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from trainer.config import DataSection
 from trainer.data.encode import held_out
 from trainer.data.mixture import Mixture
-from trainer.data.prepare import Data, open_data, prepare
+from trainer.data.preparation import Data, open_data, prepare
 from trainer.data.preview import preview
 from trainer.data.source import Arrangement, Encoded, PreparedSource, Summary, write_part
 from trainer.distributed.ranks import Ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import ROOT, run
-from trainer.supervise import status
+from trainer.supervise import status_files
 
 RANK = """
 import os, sys, time
@@ -82,7 +82,7 @@ def test_the_cause_is_named_whatever_ends_first(
     result = run(sys.executable, "-c", f"{launch}sys.exit(start(2, ['-c', {rank!r}]))", timeout=60)
     assert result.code == code, result.output
     assert re.match(last, result.output.splitlines()[-1]), result.output
-    left = status.read_end(tmp_path)
+    left = status_files.read_end(tmp_path)
     assert left is not None and left["code"] == code and re.match(last, left["text"]), left
 
 

@@ -16,7 +16,7 @@ from tests.training import GPT2, LLAMA, Case, assert_same, resume_by_engine, tra
 from trainer.config import load
 from trainer.config.keys import OPTIMIZERS
 from trainer.errors import ConfigError
-from trainer.optim.support import LACKS, ROWS, No, in_deepspeed, in_torch
+from trainer.optim.recipes import LACKS, ROWS, No, in_deepspeed, in_torch
 
 COLUMNS = ("torch", "deepspeed", "offloaded")
 CHOICES = {"adam_w_mode", "torch_adam"}

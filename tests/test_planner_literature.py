@@ -9,9 +9,9 @@ import pytest
 from trainer.config import load
 from trainer.run.devices import DEVICES, GIB
 from trainer.tools.planner.cluster import Cluster
+from trainer.tools.planner.estimate import Plan
 from trainer.tools.planner.from_config import planned
 from trainer.tools.planner.ledger import Peak
-from trainer.tools.planner.plan import Plan
 
 LLAMA = dict(model_type="llama", tie_word_embeddings=False)
 SMALL = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=512)

@@ -27,7 +27,7 @@ from trainer.tools.planner.candidates import (
     rank,
 )
 from trainer.tools.planner.cluster import RESERVED, Cluster
-from trainer.tools.planner.plan import Plan
+from trainer.tools.planner.estimate import Plan
 
 MODEL = {**LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "attention_dropout": 0.0}
 RAW = {

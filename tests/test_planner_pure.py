@@ -15,8 +15,8 @@ from trainer.errors import ConfigError
 from trainer.layout import AXES
 from trainer.run.devices import DEVICES, device_named
 from trainer.tools.planner.cluster import NUMBERS, described, device_of
+from trainer.tools.planner.estimate import _plane, _straight
 from trainer.tools.planner.messages import Message
-from trainer.tools.planner.plan import _plane, _straight
 
 SIZES = st.tuples(*[st.integers(1, 4)] * 4)
 PLAIN = layout_of(LAYOUTS["ddp"])

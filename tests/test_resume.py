@@ -18,7 +18,7 @@ from trainer.config import Config, load
 from trainer.errors import ConfigError, DataError, DiskError
 from trainer.run import resume
 from trainer.run.resume import Request, choose, hold, refuse_changed
-from trainer.supervise import status
+from trainer.supervise import status_files
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_run_at_work_is_refused_with_who_is(config, monkeypatch):
     assert choose(config, Request(), ALONE).folder == first
     with pytest.raises(ConfigError, match="held by another process; expected a run that nobody is at work on"):
         choose(config, Request(), ALONE)
-    status.write(first, {"host": socket.gethostname(), "process": os.getpid()})
+    status_files.write(first, {"host": socket.gethostname(), "process": os.getpid()})
     with pytest.raises(ConfigError, match=f"being trained by process {os.getpid()} on {socket.gethostname()}, last"):
         choose(config, Request(), ALONE)
     assert choose(config, Request(fresh=True), ALONE).folder == first.with_name("job-2")
@@ -143,10 +143,10 @@ def test_without_locks_a_heartbeat_tells(config, monkeypatch):
 
     monkeypatch.setattr(resume.fcntl, "flock", refused)
     folder = begun(config, 10)
-    status.write(folder, {"host": "elsewhere", "process": 1})
+    status_files.write(folder, {"host": "elsewhere", "process": 1})
     with pytest.raises(ConfigError, match="being trained by process 1 on elsewhere, last seen 0 s ago"):
         choose(config, Request(), ALONE)
-    monkeypatch.setattr(status, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(status_files, "FRESH_SECONDS", 0.0)
     assert choose(config, Request(), ALONE).folder == folder
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainer.command.status import main
-from trainer.supervise import status
+from trainer.supervise import status_files
 from trainer.supervise.ending import Ending
 from trainer.supervise.stall import Beat
 from trainer.supervise.world import World
@@ -25,7 +25,7 @@ RUNS: dict[str, Any] = {
 
 
 def shown(folder: Path, capsys: pytest.CaptureFixture[str], **found: Any) -> tuple[int, list[str]]:
-    status.write(folder, RUNS | found)
+    status_files.write(folder, RUNS | found)
     return main([str(folder)], "meshloom status"), capsys.readouterr().out.splitlines()
 
 
@@ -61,19 +61,19 @@ def test_one_that_does_not(tmp_path, capsys, found, code, first):
 
 
 def test_the_end_is_that_of_the_cause_and_not_of_the_first_rank(tmp_path, capsys):
-    assert status.end(tmp_path, 137, "rank 3 was ended by SIGKILL\nby the kernel")
-    assert not status.end(tmp_path, 70, "rank 0 lost its connection")
+    assert status_files.end(tmp_path, 137, "rank 3 was ended by SIGKILL\nby the kernel")
+    assert not status_files.end(tmp_path, 70, "rank 0 lost its connection")
     code, lines = shown(tmp_path, capsys, ended=70)
     assert (code, lines[1]) == (1, "exit    137")
     assert lines[-2:] == ["because rank 3 was ended by SIGKILL", "        by the kernel"]
     assert not any("because" in line for line in shown(tmp_path, capsys)[1])  # one that lives has another end
     assert shown(tmp_path, capsys, host="elsewhere")[1][1] == "exit    137"
-    status.begin(tmp_path)
+    status_files.begin(tmp_path)
     assert shown(tmp_path, capsys, ended=75)[1][1] == "exit    75"
 
 
 def test_a_first_rank_without_a_word_has_the_launchers(tmp_path, capsys):
-    status.end(tmp_path, 137, "rank 0 was ended by SIGKILL")
+    status_files.end(tmp_path, 137, "rank 0 was ended by SIGKILL")
     code, lines = shown(tmp_path, capsys, process=2**22 + 1)
     assert (code, lines[0], lines[-1]) == (1, "ended: step 120 of 500, training", "because rank 0 was ended by SIGKILL")
 
@@ -103,7 +103,7 @@ def test_one_rank_tells_the_end_though_the_store_ended_with_rank_0(tmp_path):
 
 def test_one_of_another_machine_is_known_by_its_age(tmp_path, capsys):
     assert shown(tmp_path, capsys, host="elsewhere")[0] == 0
-    path = tmp_path / status.NAME
+    path = tmp_path / status_files.NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | {"time": 0.0}))
     assert main([str(tmp_path)], "meshloom status") == 1
 
@@ -111,7 +111,7 @@ def test_one_of_another_machine_is_known_by_its_age(tmp_path, capsys):
 @pytest.mark.parametrize("content", [None, "", "[]", "{"])
 def test_what_is_no_run(tmp_path, capsys, content):
     if content is not None:
-        (tmp_path / status.NAME).write_text(content)
+        (tmp_path / status_files.NAME).write_text(content)
     assert main([str(tmp_path)], "meshloom status") == 64
     assert "no status.json in it; expected the folder of a run that has begun" in capsys.readouterr().err
 
@@ -120,7 +120,7 @@ def test_control_characters_are_shown_and_not_sent(tmp_path, capsys):
     waited = [{"rank": 3, "host": "n\x1b[2J", "place": "x\x9b", "still": 2}]
     code, lines = shown(tmp_path, capsys, place="step 120, tr\x1b]0;x\x07", waits_for=waited)
     assert code == 0 and all(line.isprintable() for line in lines) and r"\x1b[2J" in lines[3], lines
-    status.end(tmp_path, 70, "rank 0\x1b[31m failed")
+    status_files.end(tmp_path, 70, "rank 0\x1b[31m failed")
     assert shown(tmp_path, capsys, ended=70)[1][-1] == r"because rank 0\x1b[31m failed"
 
 
@@ -130,23 +130,23 @@ def test_control_characters_are_shown_and_not_sent(tmp_path, capsys):
     {"ended": "x"}, {"place": 5}, {"time": True},
 ], ids=str)  # fmt: skip
 def test_a_status_that_is_damaged_is_a_line(tmp_path, capsys, found):
-    status.write(tmp_path, RUNS)
-    path = tmp_path / status.NAME
+    status_files.write(tmp_path, RUNS)
+    path = tmp_path / status_files.NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | found))
     assert main([str(tmp_path)], "meshloom status") == 64
     assert "status.json is there, and damaged" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [status.NAME, status.END])
+@pytest.mark.parametrize("name", [status_files.NAME, status_files.END])
 @pytest.mark.parametrize("kind", ["folder", "pipe", "binary", "numbers", "deep", "large"])
 def test_what_stands_in_the_place_of_a_file_is_a_line(tmp_path, capsys, name, kind):
-    status.write(tmp_path, RUNS | {"process": 2**22 + 1})
+    status_files.write(tmp_path, RUNS | {"process": 2**22 + 1})
     path = tmp_path / name
     path.unlink(missing_ok=True)
     contents = {"binary": b"\xff\x00", "numbers": b"9" * 5000, "deep": b"[" * 10**5, "large": b" " * (1 << 26) + b"{}"}
     {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}.get(kind, lambda: path.write_bytes(contents[kind]))()
     code, told = main([str(tmp_path)], "meshloom status"), capsys.readouterr()
-    damaged = name == status.NAME
+    damaged = name == status_files.NAME
     assert code == (64 if damaged else 1)
     wanted = "status.json is there, and damaged" if damaged else "because end.json can't be read"
     assert wanted in told.out + told.err

@@ -14,7 +14,7 @@ from trainer.config.keys import SCHEDULERS
 from trainer.errors import ConfigError, Problem
 from trainer.layout import PIPELINE_SCHEDULES, Layout
 from trainer.models.shrink import HIDDEN
-from trainer.optim.support import No, in_torch
+from trainer.optim.recipes import No, in_torch
 from trainer.run.compose import Composed, compose
 
 MICRO_BATCH, ACCUMULATION, DATA_RANKS = 2, 3, 3

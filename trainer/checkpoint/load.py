@@ -10,8 +10,8 @@ from typing import Any
 from safetensors import safe_open
 
 from trainer.checkpoint.manifest import ALL, MEND_OPTIMIZER, WEIGHTS_ALONE, check_sizes, read_description, read_manifest
-from trainer.checkpoint.plan import MODEL, OPTIMIZER, optimizer_name
 from trainer.checkpoint.safetensors_stream import read_types
+from trainer.checkpoint.slots import MODEL, OPTIMIZER, optimizer_name
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, DiskError, Problem, listed
 from trainer.state import MASTER, STEP, WEIGHT, RunState, StateTensor

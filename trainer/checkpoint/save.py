@@ -16,8 +16,8 @@ from trainer.checkpoint import faults
 from trainer.checkpoint.directory import DELETING, point_at, set_aside, step_name, sweep
 from trainer.checkpoint.folders import PARTIAL, spread
 from trainer.checkpoint.manifest import DESCRIPTION, hash_file, write_manifest
-from trainer.checkpoint.plan import MODEL, SavePlan, Slot, indexes, plan, stateless
 from trainer.checkpoint.safetensors_stream import FileRecord, TensorWriter, read_types
+from trainer.checkpoint.slots import MODEL, SavePlan, Slot, indexes, plan, stateless
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, Problem
 from trainer.state import WEIGHT, RunState, StateTensor

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="its folder, runs/NAME")
     folder = parser.parse_intermixed_args(arguments).run
     from trainer.errors import ConfigError, Problem, printable
-    from trainer.supervise import status
+    from trainer.supervise import status_files as status
 
     found = status.read(folder)
     if found is None or not status.can_be_shown(found):
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str], name: str) -> int:
 
 
 def lines(folder: Path, found: Mapping[str, Any], lives: bool) -> Iterator[str]:
-    from trainer.supervise.status import whose
+    from trainer.supervise.status_files import whose
 
     of = f" of {found['steps']}" if found.get("steps") else ""
     state = {None: "" if lives else "no sign of life: ", 0: "finished: "}.get(found.get("ended"), "ended: ")

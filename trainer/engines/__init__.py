@@ -8,7 +8,7 @@ from trainer.engines.engine import Engine, EngineKind, Job, Machine, Metrics
 from trainer.engines.torch import accelerate, mesh
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
-from trainer.optim.support import No
+from trainer.optim.recipes import No
 
 ENGINES: dict[str, EngineKind] = {"deepspeed": deepspeed.KIND, "accelerate": accelerate.KIND, "mesh": mesh.KIND}
 

@@ -14,7 +14,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.optim.lr_schedules import Update
-from trainer.optim.support import No, Recipe
+from trainer.optim.recipes import No, Recipe
 from trainer.state import StateTensor
 from trainer.supervise.process import Machine
 from trainer.tasks.task import Batch, Task

@@ -9,7 +9,7 @@ from torch import nn
 
 from trainer.models.spec import Tuning
 from trainer.optim.decay import groups_of
-from trainer.optim.support import Recipe
+from trainer.optim.recipes import Recipe
 
 
 def optimizer_of(

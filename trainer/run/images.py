@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from trainer.config import TrainerSection
+from trainer.data.image_samples import open_images
 from trainer.data.image_sets import SHAPES
-from trainer.data.images import open_images
 from trainer.distributed.ranks import ALONE
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.layout import Layout

@@ -23,7 +23,7 @@ from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python
 from trainer.run.prepare import Prepared
 from trainer.run.shared import check_shared, kept
 from trainer.storage import parse_json, read_file, tail
-from trainer.supervise import status
+from trainer.supervise import status_files as status
 
 FINAL, LOCK, ENVIRONMENT = "final", ".lock", "environment.json"
 HELD_SECONDS = 10.0

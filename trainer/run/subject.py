@@ -19,8 +19,8 @@ from trainer.config import Config
 from trainer.config.sections import TrainerSection
 from trainer.data.chat import Template
 from trainer.data.dataset import pairs_of
-from trainer.data.images import open_images
-from trainer.data.prepare import open_data
+from trainer.data.image_samples import open_images
+from trainer.data.preparation import open_data
 from trainer.data.preview import preview
 from trainer.data.progress import Progress
 from trainer.data.tokenizer import embedded_tokenizer, load_tokenizer

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from trainer.config import Config
 from trainer.distributed.ranks import Ranks
 from trainer.errors import MeshloomError, Stalled, printable
-from trainer.supervise import status
+from trainer.supervise import status_files
 from trainer.supervise.notes import LEAVE_SECONDS, Notes
 from trainer.supervise.process import Machine
 from trainer.supervise.stall import who
@@ -54,7 +54,7 @@ class Ending:
 
     def begin_in(self, folder: Path) -> Path:
         """Set the run's folder; return the path of this rank's log."""
-        self.folder, self.log = folder, status.log_of(folder, self._world.rank)
+        self.folder, self.log = folder, status_files.log_of(folder, self._world.rank)
         if self._notes is not None and self._world.rank == 0:
             self._notes.write_folder(folder)
         return self.log
@@ -62,7 +62,7 @@ class Ending:
     def beat(self, progress: Mapping[str, Any]) -> None:
         """Write this rank's status where others look for it. Raises OSError."""
         if self.folder is not None and self._world.rank == 0:
-            status.write(self.folder, progress)
+            status_files.write(self.folder, progress)
         if self._notes is not None:
             self._notes.write_place(self._world.rank, str(progress["place"]))
 
@@ -119,7 +119,7 @@ class Ending:
     def _leave_word(self, text: str, code: int) -> bool:
         """Record the end; return False if another rank has: the store that would tell may be gone."""
         with suppress(OSError):  # a full disk may be the reason
-            return self.folder is None or status.end(self.folder, code, text)
+            return self.folder is None or status_files.end(self.folder, code, text)
         return True
 
     def _tell_who_is_gone(self, watch: Watch, text: str, code: int) -> None:

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 from trainer.errors import MeshloomError, Preempted, Stalled
-from trainer.supervise import status
+from trainer.supervise import status_files
 from trainer.supervise.notes import FOLDER, LEAVE_SECONDS, LastWords, Notes
 from trainer.supervise.signals import StopSignals
 from trainer.supervise.world import environment_of, free_port
@@ -109,7 +109,7 @@ class _Launcher:
             self._say(text)
         if code and (folder := self._notes.folder()) is not None:
             with suppress(OSError):  # a full disk may be the reason
-                status.end(folder, code, text or f"exit code {code}")
+                status_files.end(folder, code, text or f"exit code {code}")
         return code
 
     def _begun(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | _Forked:
@@ -192,10 +192,10 @@ class _Launcher:
     def _why(self, rank: int, number: int) -> str:
         if number == signal.SIGKILL:
             return " (a person did it, or the kernel where memory ran out)"
-        folder = self._notes.folder()
-        if number not in CRASHES or folder is None:
-            return ""
-        return f": a crash or an abort in native code; where it stood is at the end of {status.log_of(folder, rank)}"
+        if number in CRASHES and (folder := self._notes.folder()) is not None:
+            log = status_files.log_of(folder, rank)
+            return f": a crash or an abort in native code; where it stood is at the end of {log}"
+        return ""
 
     def _who(self, rank: int) -> str:
         place = self._notes.place(rank) or "while it started"

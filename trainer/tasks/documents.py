@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 
-class Documents(NamedTuple):
+class PackedDocuments(NamedTuple):
     """The place of each token in the documents of its row; the padding at a row's end counts as one more document."""
 
     numbers: torch.Tensor
@@ -20,7 +20,7 @@ class Documents(NamedTuple):
     """The starts of documents, over all rows laid end to end, and the end, int32; an empty one starts where it ends."""
 
 
-def documents_of(lengths: torch.Tensor, sequence: int) -> Documents:
+def documents_of(lengths: torch.Tensor, sequence: int) -> PackedDocuments:
     """Locate the documents in rows of `sequence` tokens; `lengths` [batch, most] has zeros for missing documents."""
     lengths = torch.cat([lengths, sequence - lengths.sum(1, keepdim=True)], 1)
     ends = lengths.cumsum(1)
@@ -28,4 +28,4 @@ def documents_of(lengths: torch.Tensor, sequence: int) -> Documents:
     numbers = torch.searchsorted(ends, places, right=True)
     positions = places - (ends - lengths).gather(1, numbers)
     borders = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0)).to(torch.int32)
-    return Documents(numbers, positions, lengths.gather(1, numbers), borders)
+    return PackedDocuments(numbers, positions, lengths.gather(1, numbers), borders)

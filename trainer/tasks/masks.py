@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainer.errors import ConfigError, Problem
-from trainer.tasks.documents import Documents
+from trainer.tasks.documents import PackedDocuments
 
 
 class Masks:
@@ -25,7 +25,7 @@ class Masks:
         self._made: dict[Any, tuple[dict[str, Any], torch.Tensor, int]] = {}
 
     @contextmanager
-    def of(self, documents: Documents | None) -> Iterator[None]:
+    def of(self, documents: PackedDocuments | None) -> Iterator[None]:
         """Wrap forward passes in which a token sees only its own document; without `documents`, a row is one.
 
         Flash attention uses no mask: it gets the borders, and a model that does not pass them on to it is refused.
@@ -51,7 +51,7 @@ class Masks:
                 place[name] = value
 
     def _once(
-        self, make: Callable[..., torch.Tensor | None], documents: Documents | None
+        self, make: Callable[..., torch.Tensor | None], documents: PackedDocuments | None
     ) -> Callable[..., torch.Tensor | None]:
         def made(*, mask_function: Any, config: Any = None, **wanted: Any) -> torch.Tensor | None:
             if documents:
@@ -72,7 +72,7 @@ class Masks:
         return made
 
 
-def _apart(mask_function: Any, documents: Documents) -> Any:
+def _apart(mask_function: Any, documents: PackedDocuments) -> Any:
     """Restrict a mask function to each document, as if it were alone."""
     from transformers.masking_utils import packed_sequence_compatibility_function
 

@@ -33,7 +33,7 @@ from trainer.models.spec import ModelSpec
 from trainer.optim.decay import groups_of
 from trainer.optim.lr_schedules import Update
 from trainer.optim.optimizer import step_if_finite
-from trainer.optim.support import Recipe, in_deepspeed
+from trainer.optim.recipes import Recipe, in_deepspeed
 from trainer.parallel.apply import wrap_blocks
 from trainer.parallel.batch_norm import RunningStatistics
 from trainer.parallel.gradients import GradientNorm

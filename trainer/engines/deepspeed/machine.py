@@ -12,7 +12,7 @@ import torch
 from trainer.engines.engine import Job, Machine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
-from trainer.optim.support import Recipe
+from trainer.optim.recipes import Recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -14,7 +14,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.optim.optimizer import optimizer_of
-from trainer.optim.support import in_torch
+from trainer.optim.recipes import in_torch
 from trainer.parallel import shard
 from trainer.parallel.apply import give_values, wrap_blocks
 from trainer.parallel.forward_backward import GradientAccumulation

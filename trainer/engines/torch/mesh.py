@@ -13,7 +13,7 @@ from trainer.layout import Layout
 from trainer.models.cut import check_cut
 from trainer.models.spec import ModelSpec
 from trainer.optim.optimizer import optimizer_of
-from trainer.optim.support import in_torch
+from trainer.optim.recipes import in_torch
 from trainer.parallel import shard, tensor
 from trainer.parallel.apply import shard_and_materialise, stages_of_rank, wrap_blocks
 from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulation

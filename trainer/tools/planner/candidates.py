@@ -15,7 +15,7 @@ from trainer.config.read import Json
 from trainer.errors import ConfigError
 from trainer.layout import Layout, Recompute
 from trainer.tools.planner.cluster import Cluster, Traffic, time_of
-from trainer.tools.planner.plan import Plan
+from trainer.tools.planner.estimate import Plan
 
 BLOCK_BYTES = 34
 """Bytes of a block's activations per hidden value and token, without the attention matrix (arXiv 2205.05198, eq. 1)."""

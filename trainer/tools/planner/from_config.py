@@ -33,7 +33,7 @@ from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.image_classification import ImageClassification
 from trainer.tasks.task import Batch, Task
 from trainer.tools.planner.cluster import Cluster
-from trainer.tools.planner.plan import Plan, plan_of, with_blocks
+from trainer.tools.planner.estimate import Plan, plan_of, with_blocks
 from trainer.tools.planner.simulate import SampleCost, Workload
 
 STEPS = 1000

@@ -10,7 +10,7 @@ from trainer.layout import Layout
 from trainer.run.devices import DEVICES, GIB
 from trainer.tools.planner.candidates import differences
 from trainer.tools.planner.cluster import RESERVED, gib, recomputed
-from trainer.tools.planner.plan import Plan, Role, Sent, offloaded
+from trainer.tools.planner.estimate import Plan, Role, Sent, offloaded
 
 LEAST_SHOWN = 1e-3
 """The share of the whole below which kinds of memory and messages are not shown."""

@@ -18,8 +18,8 @@ from trainer.layout import Layout
 from trainer.storage import disk_errors, replace_file
 from trainer.tools.planner.candidates import Estimates, ModelSizes, candidates, changes_to, differences, promising, rank
 from trainer.tools.planner.cluster import Cluster
+from trainer.tools.planner.estimate import Plan
 from trainer.tools.planner.from_config import on_cluster, planned
-from trainer.tools.planner.plan import Plan
 from trainer.tools.planner.rendering import reason, shortfall
 
 SIMULATED = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from trainer.supervise import status
+from trainer.supervise import status_files
 from trainer.tools.report.run_record import Row, RunRecord
 from trainer.tools.report.style import BLUE, MUTED, OCHRE, RED, SKY, TEAL, Chapter, figure, legend_above
 
@@ -37,7 +37,7 @@ def sessions(record: RunRecord) -> list[Session]:
             found[-1] = replace(
                 found[-1], ended=at, last=max(step, found[-1].last), how=_how(row, record, found[-1].how)
             )
-    if found and found[-1].how == KILLED and status.lives(record.status):
+    if found and found[-1].how == KILLED and status_files.lives(record.status):
         found[-1] = replace(found[-1], ended=time.time(), how=RUNNING)
     return found
 

@@ -15,7 +15,7 @@ from trainer import checkpoint
 from trainer.errors import ConfigError, Problem
 from trainer.run import timeline
 from trainer.storage import check_regular, parse_json, read_file
-from trainer.supervise import status
+from trainer.supervise import status_files
 
 PLAN = "plan.json"
 LONGEST, MOST = 1 << 20, 8192
@@ -64,7 +64,7 @@ class RunRecord:
 
 def read(folder: Path) -> RunRecord:
     """Read a run's folder. Raises ConfigError for any other folder."""
-    if not any((folder / name).is_file() for name in ("environment.json", "metrics.jsonl", status.NAME)):
+    if not any((folder / name).is_file() for name in ("environment.json", "metrics.jsonl", status_files.NAME)):
         raise ConfigError(_no_run(folder))
     notes: list[str] = []
     steps, evaluations = (of := {"loss": _Series(), "evaluation_loss": _Series()}).values()
@@ -82,7 +82,7 @@ def read(folder: Path) -> RunRecord:
         timeline=_events(_lines(folder / timeline.NAME, _row, notes)),
         config=_json(folder / "config.json", notes) or {},
         device=str((environment or {}).get("device", "")),
-        status=status.read(folder),
+        status=status_files.read(folder),
         checkpoints=_checkpoints(folder),
         predicted=_predicted(plan, notes),
         notes=notes,

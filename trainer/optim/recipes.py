@@ -40,7 +40,7 @@ class Lack:
 
 
 @dataclass(frozen=True)
-class Row:
+class Classes:
     """The classes that the engines use for one optimizer, or the reasons why there is none."""
 
     torch: str
@@ -60,20 +60,20 @@ _LAMB = (
     "Lamb takes its trust ratio from each whole tensor, of which a rank has but a part under ZeRO; without ZeRO "
     "DeepSpeed's kernel is for GPUs, and not proven here"
 )
-_LION = "PyTorch has no Lion; the deepspeed engine runs DeepSpeed's on GPUs, and on a CPU with offload_optimizer"
-_OWN = "torch.optim.{}"
+_LION = No("PyTorch has no Lion; the deepspeed engine runs DeepSpeed's on GPUs, and on a CPU with offload_optimizer")
+_CPU_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
 _PASSED = ("SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
 """Optimizers of PyTorch that DeepSpeed passes through."""
 
-ROWS: dict[str, Row] = {
-    "AdamW": Row(_OWN.format("AdamW"), _OWN.format("AdamW"), "deepspeed.ops.adam.DeepSpeedCPUAdam"),
-    "Adam": Row(_OWN.format("Adam"), _OWN.format("Adam"), "deepspeed.ops.adam.DeepSpeedCPUAdam"),
-    "Adagrad": Row(_OWN.format("Adagrad"), _OWN.format("Adagrad"), "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad"),
-    **{name: Row(*[_OWN.format(name)] * 3) for name in _PASSED},
-    "Lion": Row(No(_LION), "deepspeed.ops.lion.FusedLion", "deepspeed.ops.lion.DeepSpeedCPULion"),
-    "Lamb": Row(*[No(_LAMB)] * 3),
-    "Muon": Row(No(_PER_MATRIX), No(_CLIPS_MUON), No(_CLIPS_MUON)),
-    **{name: Row(*[No(_MUP)] * 3) for name in ("MuAdam", "MuAdamW", "MuSGD")},
+ROWS: dict[str, Classes] = {
+    "AdamW": Classes("torch.optim.AdamW", "torch.optim.AdamW", _CPU_ADAM),
+    "Adam": Classes("torch.optim.Adam", "torch.optim.Adam", _CPU_ADAM),
+    "Adagrad": Classes("torch.optim.Adagrad", "torch.optim.Adagrad", "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad"),
+    **{name: Classes(*[f"torch.optim.{name}"] * 3) for name in _PASSED},
+    "Lion": Classes(_LION, "deepspeed.ops.lion.FusedLion", "deepspeed.ops.lion.DeepSpeedCPULion"),
+    "Lamb": Classes(*[No(_LAMB)] * 3),
+    "Muon": Classes(No(_PER_MATRIX), No(_CLIPS_MUON), No(_CLIPS_MUON)),
+    **{name: Classes(*[No(_MUP)] * 3) for name in ("MuAdam", "MuAdamW", "MuSGD")},
 }
 
 _OTHER = "; the mesh engine has PyTorch's own"
@@ -90,7 +90,7 @@ LACKS: dict[str, dict[str, Lack]] = {
     "torch.optim.AdamW": _TORCH_ADAM,
     "torch.optim.Adam": _TORCH_ADAM,
     "deepspeed.ops.adam.FusedAdam": {"amsgrad": _AMSGRAD, "foreach": _KERNEL, "fp32_optimizer_states": _FLOAT32},
-    "deepspeed.ops.adam.DeepSpeedCPUAdam": {"amsgrad": _AMSGRAD, "foreach": _KERNEL},
+    _CPU_ADAM: {"amsgrad": _AMSGRAD, "foreach": _KERNEL},
     "torch.optim.SGD": {"fused": Lack("shards have no fused SGD, and the update is the same", False, refused=False)},
     "torch.optim.Adagrad": {"fp32_optimizer_states": _FLOAT32},
     "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad": {
