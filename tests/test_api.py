@@ -177,12 +177,11 @@ def loss(output, target):
 
 
 def spec_and_task(build, loss=loss, blocks=None):
-    from dataclasses import replace
 
     spec = spec_of(build, blocks, seed=3)
     task = Supervised(loss, spec.build, spec.blocks)
     rows = [(torch.randn(6), torch.tensor(i % 2)) for i in range(4)]
-    return replace(spec, trial=task.trial(rows)), task
+    return spec.tried_on(task.trial(rows)), task
 
 
 def small():

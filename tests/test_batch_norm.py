@@ -69,7 +69,7 @@ def spec_and_task() -> tuple[Any, Any]:
 
     spec = spec_of(network, None, 5)
     task = Supervised(loss_of, spec.build, spec.blocks)
-    return replace(spec, trial=task.trial(samples(0)[:4])), task
+    return spec.tried_on(task.trial(samples(0)[:4])), task
 
 
 Outcome = tuple[list[float], list[dict[str, torch.Tensor]], dict[str, torch.Tensor], float]
@@ -194,7 +194,7 @@ def checked_in(build: Any, **sizes: Any) -> tuple[str, ...]:
 
     spec = spec_of(build, None, 5)
     task = Supervised(loss_of, spec.build, spec.blocks)
-    spec = replace(spec, trial=task.trial(samples(0)[:4]))
+    spec = spec.tried_on(task.trial(samples(0)[:4]))
     layout = layout_of(replace(MESH, zero_stage=0, micro_batch=sizes.pop("micro_batch", 2)))
     return checked(spec, task, replace(layout, **sizes), Ranks(0, 1))[1]
 

@@ -22,6 +22,7 @@ from tests.training import LLAMA, spec_of, task_of
 from trainer.errors import ConfigError
 from trainer.models.checks import check_model
 from trainer.models.module import check_module
+from trainer.models.spec import TinyCopies
 from trainer.parallel.checks import check_layout
 from trainer.run.subject import _say_rotary
 
@@ -245,7 +246,7 @@ def test_weights_that_are_divided_in_evaluation_are_found_in_the_tiny_copy():
             model.base_model.config.rescale_every = small.config["rescale_every"]
             return model
 
-        small = plain.shrunk()
+        small = plain.tiny.shrunk()
         assert len(small.blocks) < 6
         return replace(small, build=build)
 
@@ -256,7 +257,7 @@ def test_weights_that_are_divided_in_evaluation_are_found_in_the_tiny_copy():
 
 def test_rotary_embeddings_that_keep_the_longest_row_are_refused():
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    spec = replace(spec_of({**LLAMA, "max_position_embeddings": 12, "rope_parameters": rope}), shrunk=None)
+    spec = replace(spec_of({**LLAMA, "max_position_embeddings": 12, "rope_parameters": rope}), tiny=TinyCopies())
     with pytest.raises(ConfigError, match=r"after other passes, by .*leaves something behind: .*model.rotary_emb."):
         check_model(spec, task_of(spec))
 

@@ -48,7 +48,7 @@ STOPPED = {name: CASES[name] for name in ("deepspeed-zero2", "deepspeed-zero3", 
 
 
 def held_in(case: Case) -> set[str]:
-    return set(frozen(spec_of(case.model), case.freeze).frozen)
+    return set(frozen(spec_of(case.model), case.freeze).training.frozen)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -159,11 +159,11 @@ def test_each_block_of_a_tiny_copy_stands_for_one_of_the_model():
     assert stand_ins("AAAA", 2) == [0, 0]
     last = [f"model.layers.{i}.*" for i in range(11)]
     spec = frozen(spec_of(LLAMA | {"num_hidden_layers": 12}), ["model.embed_tokens.*", *last])
-    assert {name.split(".")[2] for name in spec.shrunk(3).frozen if "layers" in name} == {"0", "1"}
+    assert {name.split(".")[2] for name in spec.tiny.shrunk(3).training.frozen if "layers" in name} == {"0", "1"}
 
 
 def test_any_name_of_a_tied_parameter_will_do():
-    assert set(frozen(spec_of(LLAMA), ["lm_head.weight"]).frozen) == {"model.embed_tokens.weight"}
+    assert set(frozen(spec_of(LLAMA), ["lm_head.weight"]).training.frozen) == {"model.embed_tokens.weight"}
     spec = frozen(spec_of(TIED), ["*norm*"])
     assert "trainer.freeze" in spec.notes[-1] and "7 of 29 parameters" in spec.notes[-1]
 
@@ -194,5 +194,5 @@ def test_a_model_whose_blocks_are_frozen_is_cheaper():
 
     spec = spec_of(LLAMA_4)
     cheaper = frozen(spec, ["model.layers.*"])
-    blocks = sum(cheaper.frozen.values())
+    blocks = sum(cheaper.training.frozen.values())
     assert flops_per_token(spec, 8) - flops_per_token(cheaper, 8) == 2 * blocks

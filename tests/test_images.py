@@ -228,7 +228,7 @@ def test_pretrained_weights_are_torchvisions_but_for_the_head(tmp_path: Path, mo
         spec = classifiers.spec_of(found, None, seed=3)
         model = spec.build()
         materialise(model, spec, seed=3, device=torch.device("cpu"), dtype=torch.float32)
-        own = {spec.published[name]: value for name, value in model.state_dict().items()}
+        own = {spec.files.published[name]: value for name, value in model.state_dict().items()}
         assert all(torch.equal(own[name], value) for name, value in state.items() if not name.startswith("fc."))
         assert own["fc.weight"].shape == (3, 512) and own["fc.weight"].abs().sum() > 0
         assert spec.notes == ("weights ResNet18_Weights.IMAGENET1K_V1; fc.weight, fc.bias of other classes begin anew",)
@@ -305,7 +305,7 @@ class Encoder(nn.Module):
 def test_blocks_of_an_own_callables_model_are_found() -> None:
     own = classifiers.spec_of(Classifier("tests.test_images:wrapped", {"num_classes": 2}), None, seed=3)
     named = classifiers.spec_of(Classifier("resnet18", {"num_classes": 2}), None, seed=3)
-    assert own.blocks == named.blocks and len(own.blocks) == 10 and own.published == named.published
+    assert own.blocks == named.blocks and len(own.blocks) == 10 and own.files.published == named.files.published
     layers = tuple(f"encoder.layer.{index}" for index in range(3))
     assert classifiers.spec_of(Classifier("tests.test_images:Encoder"), None, seed=3).blocks == layers
     assert module.spec_of(Encoder, None, seed=3).blocks == layers

@@ -22,6 +22,7 @@ from trainer.config.sections import AdapterSection
 from trainer.errors import ConfigError
 from trainer.models.lora import _MadeUp, adapted
 from trainer.models.materialise import materialise
+from trainer.models.spec import ModelFiles
 
 LORA = {"r": 4, "alpha": 16, "dropout": 0.2}
 DRY = {"r": 4, "alpha": 16}
@@ -339,7 +340,7 @@ def test_a_text_as_targets_means_the_modules_that_it_means_to_peft(pattern):
 def test_an_adapter_is_no_base(tmp_path):
     from trainer.models.huggingface import read_config
 
-    spec_in(Case(adapter=DRY)).save_config(tmp_path, None)
+    spec_in(Case(adapter=DRY)).files.save_config(tmp_path, None)
     options = SimpleNamespace(name_or_path=str(tmp_path), revision=None, trust_remote_code=False)
     with pytest.raises(ConfigError, match="an adapter, which is no model by itself"):
         read_config(options)
@@ -357,11 +358,11 @@ def test_all_linear_says_which_matrices_it_leaves_out():
 
 
 def test_the_adapters_config_names_its_base_and_the_revision(tmp_path):
-    spec = replace(spec_of(LLAMA), name="some/base", revision="v2")
-    adapted(spec, AdapterSection()).save_config(tmp_path, None)
+    spec = replace(spec_of(LLAMA), name="some/base", files=ModelFiles(revision="v2"))
+    adapted(spec, AdapterSection()).files.save_config(tmp_path, None)
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (saved["base_model_name_or_path"], saved["revision"]) == ("some/base", "v2")
-    adapted(replace(spec, name=str(tmp_path)), AdapterSection()).save_config(tmp_path, None)
+    adapted(replace(spec, name=str(tmp_path)), AdapterSection()).files.save_config(tmp_path, None)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["revision"] is None  # of a folder
 
 
@@ -390,11 +391,11 @@ def test_a_run_may_start_from_an_adapter(tmp_path):
     model = spec.build()
     materialise(model, spec, seed=3, device=torch.device("cpu"), dtype=torch.float32)
     named = dict(model.named_parameters())
-    assert set(spec.published.values()) == set(theirs)
-    assert all(torch.equal(named[ours], theirs[name]) for ours, name in spec.published.items())
+    assert set(spec.files.published.values()) == set(theirs)
+    assert all(torch.equal(named[ours], theirs[name]) for ours, name in spec.files.published.items())
     layer = model.get_submodule("model.layers.0.self_attn.q_proj")
     assert (layer.scaling["default"], layer.lora_dropout["default"].p) == (5 / 3**0.5, 0.1)
-    spec.save_config(tmp_path / "two", None)
+    spec.files.save_config(tmp_path / "two", None)
     before, after = (json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("one", "two"))
     assert all(before[key] == after[key] for key in ("r", "lora_alpha", "use_rslora", "modules_to_save", "use_dora"))
     assert "starts as that of" in spec.notes[-1]
@@ -455,10 +456,11 @@ def test_values_are_pefts_and_the_names_those_of_its_files():
     first = named["model.layers.0.self_attn.q_proj.lora_A.default.weight"]
     assert first.abs().max() <= 1 / 32**0.5 and first.std() > 0.05  # uniform, by the inputs alone
     assert not any(value.any() for name, value in named.items() if "lora_B" in name)
-    assert {name for name, p in named.items() if p.requires_grad} == set(spec.published)
-    assert spec.published["model.layers.1.mlp.up_proj.lora_B.default.weight"] == (
+    assert {name for name, p in named.items() if p.requires_grad} == set(spec.files.published)
+    assert spec.files.published["model.layers.1.mlp.up_proj.lora_B.default.weight"] == (
         "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
     )
     again = spec.build()
     materialise(again, spec, seed=3, device=torch.device("cpu"), dtype=torch.float32)
-    assert torch.equal(dict(again.named_parameters())[next(iter(spec.published))], named[next(iter(spec.published))])
+    first = next(iter(spec.files.published))
+    assert torch.equal(dict(again.named_parameters())[first], named[first])

@@ -29,6 +29,7 @@ from trainer.models import huggingface
 from trainer.models.checks import Draws, Findings, applied, check_model
 from trainer.models.cut import check_cut
 from trainer.models.materialise import materialise
+from trainer.models.spec import TinyCopies
 from trainer.parallel.checks import check_layout, checked
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.cross_entropy import logits_cross_entropy
@@ -190,7 +191,7 @@ def test_a_folder_with_vision_is_trained_as_text_and_says_what_stays(tmp_path):
     vision |= {"image_size": 8, "patch_size": 4}
     config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
     folder = saved(AutoModelForImageTextToText.from_config(config), tmp_path)
-    spec = replace(spec_of({}, folder), shrunk=None)  # it is as small as one
+    spec = replace(spec_of({}, folder), tiny=TinyCopies())  # it is as small as one
 
     def read() -> dict[str, torch.Tensor]:
         model = spec.build()
@@ -252,7 +253,7 @@ def test_layerdrop_runs_on_one_process_alone():
 
 
 def test_layerdrop_is_seen_where_no_blocks_are_known():
-    spec = replace(spec_of(OPT | {"layerdrop": 0.01}), blocks=(), shrunk=None)
+    spec = replace(spec_of(OPT | {"layerdrop": 0.01}), blocks=(), tiny=TinyCopies())
     assert check_model(spec, task_of(spec)).draws.skips
 
 
@@ -276,7 +277,7 @@ def with_noise(noise: Any) -> Any:
             )
         return model
 
-    return replace(spec, build=build, shrunk=None)
+    return replace(spec, build=build, tiny=TinyCopies())
 
 
 @pytest.mark.parametrize(
@@ -309,7 +310,7 @@ def with_mlp_of(hook: Any) -> Any:
         model.model.layers[1].mlp.register_forward_hook(hook())
         return model
 
-    return replace(plain, build=build, shrunk=None)
+    return replace(plain, build=build, tiny=TinyCopies())
 
 
 def test_a_model_whose_logits_padding_moves_is_told():
@@ -369,7 +370,7 @@ def test_what_a_models_own_code_raises_is_told(fails, what):
         model.register_forward_pre_hook(planted, with_kwargs=True)
         return model
 
-    spec = replace(plain, build=build, shrunk=None)
+    spec = replace(plain, build=build, tiny=TinyCopies())
     with pytest.raises(ConfigError, match=rf"^trainer.model: llama: .*does not show {what}: IndexError: planted;"):
         check_model(spec, CausalLM(fused_head=False))
 
@@ -435,7 +436,7 @@ def test_blocks_that_do_not_run_once_each_are_no_blocks():
         model.model.layers[1].register_forward_hook(lambda module, args, output: model.model.layers[2](output))
         return model
 
-    twice = replace(spec, build=build, shrunk=None)
+    twice = replace(spec, build=build, tiny=TinyCopies())
     assert applied(twice, replace(Findings(), blocks=False)).blocks == ()
 
 
@@ -446,7 +447,7 @@ def test_what_can_not_be_tried_runs_on_one_process_alone():
         return model
 
     plain = spec_of(LLAMA)
-    spec = replace(plain, build=build, shrunk=None)
+    spec = replace(plain, build=build, tiny=TinyCopies())
     findings = check_model(spec, task_of(spec))
     assert findings.notes == (
         "it is not proven that llama is causal, nor that its loss is ours: ZeroDivisionError: division by zero",
@@ -477,7 +478,7 @@ def test_what_some_rows_leave_without_a_gradient_is_found(hook):
         mlp.register_forward_hook(hook)
         return model
 
-    spec = replace(plain, build=build, shrunk=None)
+    spec = replace(plain, build=build, tiny=TinyCopies())
     findings = check_model(spec, task_of(spec))
     assert (findings.unused, findings.sparse) == ((), ("model.layers.*.mlp.extra.weight",))
     with pytest.raises(ConfigError, match=r"engine deepspeed: llama: some tokens leave parameters without a gradient"):

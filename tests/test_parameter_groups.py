@@ -96,17 +96,17 @@ def groups_of(*groups: dict) -> list[ParameterGroup]:
 def test_the_first_group_that_matches_counts_and_a_tied_parameter_has_any_of_its_names():
     groups = groups_of({"names": "lm_head.weight", "lr_multiplier": 2}, {"names": "*", "weight_decay": 0.5})
     spec = tuned(spec_of(LLAMA), groups)
-    assert spec.tuned["model.embed_tokens.weight"] == (2, None)
-    assert {own for name, own in spec.tuned.items() if "embed" not in name} == {(1, 0.5)}
+    assert spec.training.tuned["model.embed_tokens.weight"] == (2, None)
+    assert {own for name, own in spec.training.tuned.items() if "embed" not in name} == {(1, 0.5)}
     assert "1 parameters (0.0 M values) with 2 x the learning rate" in spec.notes[-2]
-    own = {name for name, tuning in spec.tuned.items() if tuning.weight_decay}
+    own = {name for name, tuning in spec.training.tuned.items() if tuning.weight_decay}
     assert set(spared("norms_and_biases", spec)) == own
 
 
 def test_each_block_of_a_tiny_copy_has_what_one_of_the_model_has():
     groups = groups_of({"names": "model.layers.[0-7].mlp.*", "lr_multiplier": 0.5})
     spec = tuned(spec_of(LLAMA_4 | {"num_hidden_layers": 12}), groups)
-    assert {name.split(".")[2] for name in spec.shrunk(3).tuned} == {"0", "1"}
+    assert {name.split(".")[2] for name in spec.tiny.shrunk(3).training.tuned} == {"0", "1"}
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def classified(case: Case, name: str, arguments: dict[str, Any], together: bool)
     spec = replace(spec_of(TrainerSection(), images, Classifier(name, arguments)), weights=NoWeights())
     spec.constructed("")  # what the constructor gives stays on the host, and is made here before anybody counts
     task = ImageClassification(CLASSES, spec.build, spec.blocks)
-    spec = replace(spec, trial=task.trial([(torch.zeros(3, SIZE, SIZE), 0)] * 2))
+    spec = spec.tried_on(task.trial([(torch.zeros(3, SIZE, SIZE), 0)] * 2))
     layout = replace(layout_of(case), sync_batch_norm=together)
     return subject_of(case, layout, spec, task, batches_of(images))
 

@@ -74,8 +74,13 @@ def with_sparse(spec: Any) -> Any:
         )
         return model
 
-    shrunk = spec.shrunk and (lambda: with_sparse(spec.shrunk()))
-    return replace(spec, build=made, shrunk=shrunk, sparse=(pattern_of(SOMETIMES),))
+    shrunk = spec.tiny.shrunk and (lambda: with_sparse(spec.tiny.shrunk()))
+    return replace(
+        spec,
+        build=made,
+        tiny=replace(spec.tiny, shrunk=shrunk),
+        training=replace(spec.training, sparse=(pattern_of(SOMETIMES),)),
+    )
 
 
 def next_used() -> bool:

@@ -12,7 +12,7 @@ from tests.training import spec_of
 
 
 def tiny(layers: int = 3, split: int = 1, **config: Any) -> Any:
-    spec = spec_of(config).shrunk(layers, split)
+    spec = spec_of(config).tiny.shrunk(layers, split)
     assert spec.parameters < 2_000_000
     return spec
 
@@ -67,7 +67,7 @@ SIZES = {
 
 @pytest.mark.parametrize("config", SIZES.values(), ids=SIZES)
 def test_sizes_that_depend_on_one_another_still_fit(config):
-    assert tiny(**config).lacks == ()
+    assert tiny(**config).tiny.lacks == ()
 
 
 KINDS = {
@@ -98,11 +98,11 @@ def words(spec: Any) -> list[str]:
 @pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
 def test_each_kind_of_block_and_each_transition_is_in_the_copy(config):
     spec = spec_of(config)
-    small = spec.shrunk()
+    small = spec.tiny.shrunk()
     assert len(small.blocks) < len(spec.blocks)
     assert len(set(words(spec))) > 1
     assert set(pairwise(words(small))) == set(pairwise(words(spec)))
-    assert small.lacks == ()
+    assert small.tiny.lacks == ()
 
 
 def test_what_is_a_multiple_of_the_tensor_ranks_stays_one_and_what_is_none_stays_none():

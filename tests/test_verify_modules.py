@@ -136,6 +136,6 @@ def test_a_copy_that_lacks_what_its_loss_needs_is_not_the_last_that_is_tried():
     wanted = {"model_type": "qwen3_next", **sizes, **heads, "linear_value_head_dim": 16, **experts}
     options = ModelSection(config=wanted)
     spec = huggingface.spec_of(huggingface.read_config(options), options)
-    assert spec.shrunk is not None
-    assert "gate" in {name.split(".")[-2] for name, _ in spec.shrunk().build().named_parameters()}
+    assert spec.tiny.shrunk is not None
+    assert "gate" in {name.split(".")[-2] for name, _ in spec.tiny.shrunk().build().named_parameters()}
     assert check_model(spec, CausalLM.of(spec)).unproven == ""

@@ -34,7 +34,7 @@ from trainer.engines import Machine
 from trainer.models import huggingface
 from trainer.models.checks import Alone
 from trainer.models.shrink import SIZES, Sizes
-from trainer.models.spec import ModelSpec, Weights
+from trainer.models.spec import ModelSpec, TinyCopies, Weights
 from trainer.parallel.checks import checked
 from trainer.run.describe import versions
 from trainer.run.subject import amended
@@ -69,12 +69,12 @@ def certify(small: Small, machine: Machine) -> Certificate:
         architecture, section = without_dropout(architecture, section)
         small = replace(small, changes=(*small.changes, CHANGE))
     plain = huggingface.spec_of(architecture, options.model_copy(update={"name_or_path": None}))
-    assert plain.shrunk is not None
+    assert plain.tiny.shrunk is not None
     # a block more than stages: they need not be equal
     positions = getattr(architecture.get_text_config(), "max_position_embeddings", None)
     small = samples.with_row(small, plain.language.vocabulary, positions, packed)
     sizes = Sizes(plain.language.vocabulary, max(SIZES.positions, small.row))
-    copy = plain.shrunk(max(2, small.layout.stages + 1), small.layout.tensor, sizes)
+    copy = plain.tiny.shrunk(max(2, small.layout.stages + 1), small.layout.tensor, sizes)
     with shared_folder(ranks) as folder:
         made_up = options.name_or_path or section.adapter or small.layout.precision != "float32"
         base = folder / "base" if made_up else None
@@ -99,12 +99,11 @@ def _certified(
 ) -> Certificate:
     """Certify a model by its tiny copy; `copied` has both, without the config's changes."""
     (plain, copy), ranks, packed = copied, machine.ranks, section.data.packs
-    whole = amended(replace(plain, shrunk=lambda *_: copy), section, ranks)
-    assert whole.shrunk is not None
-    spec = whole.shrunk(len(copy.blocks), small.layout.tensor)
-    small = replace(
-        small, changes=(*small.changes, *(f"the tiny copy lacks {what}: it proves less" for what in spec.lacks))
-    )
+    whole = amended(replace(plain, tiny=TinyCopies(shrunk=lambda *_: copy)), section, ranks)
+    assert whole.tiny.shrunk is not None
+    spec = whole.tiny.shrunk(len(copy.blocks), small.layout.tensor)
+    lacking = (f"the tiny copy lacks {what}: it proves less" for what in spec.tiny.lacks)
+    small = replace(small, changes=(*small.changes, *lacking))
     task = CausalLM.of(spec)
     spec, _ = checked(spec, task, small.layout, ranks, packed)
     if packed:

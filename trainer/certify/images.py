@@ -46,7 +46,7 @@ def certify_images(small: Small, given: Given, machine: Machine) -> Certificate:
         make = partial(constructed, given.model, section.seed)
     spec = amended(spec, section, ranks, copied=True)
     samples = made_up(images, wanted)
-    subject = Subject(replace(spec, trial=task.trial(samples[:4])), task, Pairs(samples, None, ""))
+    subject = Subject(spec.tried_on(task.trial(samples[:4])), task, Pairs(samples, None, ""))
     return certify_subject(replace(small, changes=(*small.changes, *notes)), subject, make, class_loss, machine)
 
 

@@ -37,7 +37,8 @@ def check_nothing_drawn(spec: ModelSpec, ranks: Ranks) -> None:
 
     def draws() -> bool:
         with own_randomness():
-            return observe_draws(tiny(spec)[1], spec.shrunk() if spec.shrunk else spec).any
+            shrunk = spec.tiny.shrunk() if spec.tiny.shrunk else spec
+            return observe_draws(tiny(spec)[1], shrunk).any
 
     if ranks.on_first(draws):
         seen = "the model draws random numbers in training; documents one by one would draw others than packed ones"

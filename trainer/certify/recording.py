@@ -166,7 +166,7 @@ def record(
 
 def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: Path, source: Path | None) -> Recording:
     """Train by the loop of a real run, from the checkpoint `source` on if there is one."""
-    layout, machine, ranks = job.layout, job.machine, job.machine.ranks
+    layout, spec, machine, ranks = job.layout, job.spec, job.machine, job.machine.ranks
     state, done = RunState(), 0 if source is None else small.total
     machine.watch.at(Phase.BUILDING, done + (2 if done else 0))
     # with other initial values, so that its whole state comes from the checkpoint
@@ -192,8 +192,8 @@ def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: P
         def save(self, state: RunState) -> None:
             if source is None and state.step == small.middle:
                 recording.position = replace(state, engine=engine.scalars())
-                saved = folder / "checkpoints", recording.position, stored(job.spec, engine.state_tensors())
-                recording.checkpoint = checkpoint.save(*saved, {}, lambda _: None, ranks, stem=job.spec.stem)
+                saved = folder / "checkpoints", recording.position, stored(spec, engine.state_tensors())
+                recording.checkpoint = checkpoint.save(*saved, {}, lambda _: None, ranks, stem=spec.files.stem)
 
         def at(self, phase: Phase, step: int) -> None:
             machine.watch.at(phase, done + step)  # what comes later has a higher step
@@ -214,7 +214,7 @@ def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: P
     plan = LoopPlan(small.total, layout.train_batch, 1, small.middle, small.middle)
     with loader:
         train(recorder, loader, _schedule(small), plan, Records(), state)
-    if source is None and layout.precision != "float32" and job.spec.trial is None:
+    if source is None and layout.precision != "float32" and job.spec.tiny.input is None:
         name = engine_of(small, machine.device.type)
         recording.rounded = measured(engine, job, small, name, len(recording.losses))
     engine.close()

@@ -47,7 +47,7 @@ class Job:
     @property
     def sparse(self) -> bool:
         """True if a data rank may lack a gradient that another has."""
-        return bool(self.spec.sparse) and self.layout.data_ranks > 1
+        return bool(self.spec.training.sparse) and self.layout.data_ranks > 1
 
     @property
     def data_rank(self) -> int:
@@ -140,7 +140,7 @@ class EngineKind:
 def recipe_of(kind: EngineKind, job: Job) -> Recipe:
     """Return the recipe by which a job's optimizer is built. Raises ConfigError if the engine can't build it."""
     decays = job.deepspeed["optimizer"]["params"].get("weight_decay", 0) > 0
-    grouped = bool(job.spec.tuned) or (decays and bool(job.undecayed))
+    grouped = bool(job.spec.training.tuned) or (decays and bool(job.undecayed))
     recipe = kind.optimizer(job.deepspeed, job.layout, job.machine.device.type, grouped)
     if isinstance(recipe, No):
         raise ConfigError(Problem("optimizer.type", job.deepspeed["optimizer"]["type"], "one that it builds", recipe))

@@ -133,7 +133,7 @@ def applied(spec: ModelSpec, findings: Findings) -> ModelSpec:
         spec,
         build=build if findings.unused else spec.build,
         blocks=spec.blocks if findings.blocks else (),
-        sparse=findings.sparse,
+        training=replace(spec.training, sparse=findings.sparse),
     )
 
 
@@ -142,7 +142,7 @@ def tiny(spec: ModelSpec) -> tuple[ModelSpec, nn.Module]:
 
     No weight is left at zero: an initial value of zero would hide what it multiplies.
     """
-    small = spec.shrunk() if spec.shrunk else spec
+    small = spec.tiny.shrunk() if spec.tiny.shrunk else spec
     return small, drawn(small)
 
 
@@ -330,7 +330,7 @@ def say_unused(spec: ModelSpec, patterns: Sequence[str]) -> Iterator[str]:
     if names:
         values = f"{len(names)} parameters ({sum(sizes[name] for name in names) / 1e6:,.1f} M values)"
         where = in_short(names, sizes.keys() - names)
-        source = " from text" if spec.trial is None else ""
+        source = " from text" if spec.tiny.input is None else ""
         yield f"{values} get no gradient{source}; they stay as they are: {where}"
 
 
@@ -374,8 +374,8 @@ def _watched(model: nn.Module, spec: ModelSpec, held: float | None) -> tuple[tor
     for name in spec.blocks:
         block = model.get_submodule(name)
         hooks += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
-    ids = None if spec.trial else _row(spec)[None]
-    run = spec.trial.output if spec.trial else lambda model: model(input_ids=ids, use_cache=False).logits
+    ids = None if spec.tiny.input else _row(spec)[None]
+    run = spec.tiny.input.output if spec.tiny.input else lambda model: model(input_ids=ids, use_cache=False).logits
     seed_generators(1)
     try:
         with torch.no_grad(), DrawWatch(lambda: place, {"between": held} if held is not None else {}) as watch:

@@ -1,7 +1,7 @@
 """Image classifiers: torchvision's by name, as a chain of segments; or a callable of the user's own.
 
 A chain has a classifier's very modules in an `nn.Sequential`, so that any run of segments is a pipeline stage, and any
-segment a unit of FSDP. Its files have torchvision's own names (`ModelSpec.published`).
+segment a unit of FSDP. Its files have torchvision's own names (`ModelFiles.published`).
 """
 
 from __future__ import annotations
@@ -219,7 +219,8 @@ def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
         head = [name for name, shape in config["shapes"].items() if shapes.get(name) != shape]
         weights = _Pretrained(classifier, names, head, spec.weights)
         notes = (*notes, f"weights {entry}" + (f"; {', '.join(head)} of other classes begin anew" if head else ""))
-    return replace(spec, name=classifier.name, published=names, weights=weights, config=config, notes=notes)
+    files = replace(spec.files, published=names)
+    return replace(spec, name=classifier.name, files=files, weights=weights, config=config, notes=notes)
 
 
 def published_names(model: nn.Module, chain: nn.Module | None) -> dict[str, str]:

@@ -144,7 +144,7 @@ def check_cut(spec: ModelSpec, stages: int) -> StageBoundary:
         seen = f"{len(spec.blocks)} blocks for {stages} pipeline stages"
         raise ConfigError(Problem(f"pipeline.stages: {spec.name}", seen, "at least one block for each stage"))
     try:
-        small = spec.shrunk() if spec.shrunk else spec
+        small = spec.tiny.shrunk() if spec.tiny.shrunk else spec
         boundary, wrong = _try(small)
     except _CannotCut as reason:
         wrong = str(reason)
@@ -158,7 +158,7 @@ def check_cut(spec: ModelSpec, stages: int) -> StageBoundary:
 
 def _try(spec: ModelSpec) -> tuple[StageBoundary, str]:
     """Compare stages of one block each with the whole model, forward and backward; return what differs, if anything."""
-    whole, trial = _real(spec), spec.trial or of_tokens(spec)
+    whole, trial = _real(spec), spec.tiny.input or of_tokens(spec)
     boundary, expected = _survey(whole, spec, trial)
     found: dict[str, torch.Tensor] = {}
     stages: list[nn.Module] = []

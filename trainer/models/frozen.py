@@ -33,10 +33,8 @@ def frozen(spec: ModelSpec, patterns: Sequence[str], *, copied: bool = False) ->
         raise ConfigError(*wrong)
     names = {aliases.get(name, name) for matched in found.values() for name in matched}
     held = replace(_holding(spec, names), notes=(*spec.notes, *([_said(model, names, patterns)] if names else [])))
-    if spec.shrunk is None:
-        return held
     lacking = "some of the ways in which blocks are frozen"
-    return replace(held, shrunk=copies(spec.shrunk, dict.fromkeys(names, True), spec.blocks, _holding, lacking))
+    return tiny_with(held, dict.fromkeys(names, True), _holding, lacking)
 
 
 def _holding(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
@@ -54,24 +52,29 @@ def _holding(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
                 parameter.requires_grad_(False)
         return model
 
-    return replace(spec, build=build, frozen={**spec.frozen, **{name: sizes[name] for name in names}})
+    held = {**spec.training.frozen, **{name: sizes[name] for name in names}}
+    return replace(spec, build=build, training=replace(spec.training, frozen=held))
 
 
-def copies(
-    shrunk: Callable[..., ModelSpec],
+def tiny_with(
+    spec: ModelSpec,
     found: Mapping[str, Value],
-    blocks: Sequence[str],
     change: Callable[[ModelSpec, dict[str, Value]], ModelSpec],
     lacking: str,
-) -> Callable[..., ModelSpec]:
-    """Make tiny copies that get the same `change` as the model: `found`, of its parameters, by their names."""
+) -> ModelSpec:
+    """Return the spec with tiny copies that get the same `change`: `found`, of its parameters, by their names."""
+    shrunk, blocks = spec.tiny.shrunk, spec.blocks
+    if shrunk is None:
+        return spec
 
     def copy(layers: int = 3, split: int = 1) -> ModelSpec:
         small = shrunk(layers, split)
         wanted, whole = carried(found, blocks, small.blocks, small.build())
-        return replace(change(small, wanted), lacks=(*small.lacks, *([] if whole else [lacking])))
+        lacks = (*small.tiny.lacks, *([] if whole else [lacking]))
+        changed = change(small, wanted)
+        return replace(changed, tiny=replace(changed.tiny, lacks=lacks))
 
-    return copy
+    return replace(spec, tiny=replace(spec.tiny, shrunk=copy))
 
 
 def carried(

@@ -26,7 +26,7 @@ from trainer.models.experts import idle_parameters
 from trainer.models.kernels import check_kernels
 from trainer.models.names import aliases_of, in_short, pattern_of
 from trainer.models.shrink import KEPT, SIZES, Sizes, shrink
-from trainer.models.spec import LanguageModel, ModelSpec, NoWeights, Weights
+from trainer.models.spec import LanguageModel, ModelFiles, ModelSpec, NoWeights, TinyCopies, Weights
 from trainer.models.tiny import tiny
 from trainer.models.weights import SafetensorsFolder, names_in, open_weights
 from trainer.storage import parse_json, read_file
@@ -102,7 +102,12 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
         few = _builder(shrink(config, KEPT, range(layers), len(spec.blocks)), options)
         return describe(few(), name, few, NoWeights())
 
-    return replace(spec, shallow=shallow, notes=tuple(notes), revision=options.revision)
+    return replace(
+        spec,
+        tiny=replace(spec.tiny, shallow=shallow),
+        files=replace(spec.files, revision=options.revision),
+        notes=tuple(notes),
+    )
 
 
 def _shrunk(config: PreTrainedConfig, options: Any, name: str, layers: int, split: int, sizes: Sizes) -> ModelSpec:
@@ -119,7 +124,7 @@ def _shrunk(config: PreTrainedConfig, options: Any, name: str, layers: int, spli
     except Exception as error:  # whatever the family's own code raises
         seen = f"no tiny copy of it runs: {type(error).__name__}: {first_line(error)}"
         raise ConfigError(Problem(f"trainer.model: {name}", seen, "an architecture that can be tried out")) from error
-    return replace(small, lacks=lacks)
+    return replace(small, tiny=replace(small.tiny, lacks=lacks))
 
 
 def _builder(config: PreTrainedConfig, options: Any, on_cpu: bool = False) -> Callable[[], nn.Module]:
@@ -186,10 +191,12 @@ def describe(
         tied=aliases_of(model),
         weights=weights,
         constructed=partial(small_tensor, build),
-        shrunk=shrunk,
+        tiny=TinyCopies(shrunk=shrunk),
         config=_architecture(model),
-        opens="AutoModelForCausalLM.from_pretrained",
-        save_config=lambda folder, dtype: _save_config(model, folder, dtype),
+        files=ModelFiles(
+            opens="AutoModelForCausalLM.from_pretrained",
+            save_config=lambda folder, dtype: _save_config(model, folder, dtype),
+        ),
     )
     return spec if blocks or shrunk else replace(spec, blocks=blocks_by_run(spec))
 

@@ -146,8 +146,8 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
 
     @cache
     def shrunk(layers: int = 3, split: int = 1) -> ModelSpec:
-        assert spec.shrunk is not None
-        small = spec.shrunk(layers, split)
+        assert spec.tiny.shrunk is not None
+        small = spec.tiny.shrunk(layers, split)
         if isinstance(small.weights, NoWeights):
             small = replace(small, weights=_MadeUp(small))
         names = [name for name, _ in small.build().named_modules() if pattern_of(name) in patterns]
@@ -155,18 +155,19 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
 
     named = {base_name(name) for name, _ in model.named_parameters()}
     described = _described(spec, options, targets)
-    config = {**described.config, "base": "" if spec.shrunk is None else fingerprint(spec.weights, sorted(named))}
+    base = fingerprint(spec.weights, sorted(named)) if spec.tiny.shrunk else ""
     if options.path is not None:
         described = _started(described, Path(options.path))
-    return replace(described, config=config, shrunk=shrunk if spec.shrunk else None)
+    copies = replace(spec.tiny, shrunk=shrunk if spec.tiny.shrunk else None)
+    return replace(described, config={**described.config, "base": base}, tiny=copies)
 
 
 def _started(spec: ModelSpec, folder: Path) -> ModelSpec:
     """Return the spec with the values of the adapter in `folder`. Raises ConfigError if its modules differ."""
     sizes = {name: tuple(p.shape) for name, p in spec.build().named_parameters(remove_duplicate=False)}
     assert isinstance(spec.weights, _BaseWeights)
-    spec.weights.published = spec.published
-    spec.weights.started = Started(folder, {theirs: sizes[ours] for ours, theirs in spec.published.items()})
+    spec.weights.published = spec.files.published
+    spec.weights.started = Started(folder, {theirs: sizes[ours] for ours, theirs in spec.files.published.items()})
     return replace(spec, notes=(*spec.notes, f"the adapter starts as that of {folder} (trainer.adapter.path)"))
 
 
@@ -205,16 +206,22 @@ def _described(spec: ModelSpec, options: Any, targets: Sequence[str]) -> ModelSp
         tied=aliases_of(model),
         weights=_BaseWeights(spec.weights, lasting=options.merge),
         constructed=lambda name: spec.constructed(base_name(name)),
-        frozen=held,
-        fresh=frozenset(name for name in named if is_adapters(name)),
-        unsaved=frozenset({*named, *dict(model.named_buffers())} - published.keys()),
-        published=published,
-        merged=merged if options.merge else None,
-        stem=STEM,
+        training=replace(
+            spec.training,
+            frozen=held,
+            fresh=frozenset(name for name in named if is_adapters(name)),
+            unsaved=frozenset({*named, *dict(model.named_buffers())} - published.keys()),
+        ),
+        files=replace(
+            spec.files,
+            published=published,
+            merged=merged if options.merge else None,
+            stem=STEM,
+            opens="peft.AutoPeftModelForCausalLM.from_pretrained",
+            save_config=lambda folder, dtype: _save_config(config, folder),
+        ),
         notes=(*spec.notes, f"{added}, the other {sum(held.values()) / 1e6:,.1f} M of {spec.name} stay as they are"),
         config={**spec.config, "adapter": _settings(options, config)},
-        opens="peft.AutoPeftModelForCausalLM.from_pretrained",
-        save_config=lambda folder, dtype: _save_config(config, folder),
     )
 
 
@@ -344,7 +351,7 @@ def _peft_config(spec: ModelSpec, options: Any, targets: Sequence[str]) -> Any:
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(folder.resolve()) if folder.is_dir() else spec.name,
-        revision=None if folder.is_dir() else spec.revision,
+        revision=None if folder.is_dir() else spec.files.revision,
     )
 
 

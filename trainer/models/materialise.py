@@ -40,7 +40,7 @@ def materialise(
     made: dict[nn.Parameter, nn.Parameter] = {}  # meta -> real: a tied parameter is made once
     missing: list[Problem] = []
     named = root.named_parameters(remove_duplicate=False) if base_dtype else ()
-    base = {parameter for name, parameter in named if name in spec.unsaved}
+    base = {parameter for name, parameter in named if name in spec.training.unsaved}
     for unit in units(root, spec.blocks):
         whole: dict[nn.Parameter, nn.Parameter] = {}  # parameters of this unit, meta -> value
         for name, module in unit:
@@ -86,7 +86,7 @@ def _allocate(
 
 def _filled(name: str, meta: nn.Parameter, spec: ModelSpec, missing: list[Problem]) -> nn.Parameter:
     value = spec.weights.read(name)
-    if value is None and not isinstance(spec.weights, NoWeights) and name not in spec.fresh:
+    if value is None and not isinstance(spec.weights, NoWeights) and name not in spec.training.fresh:
         missing.append(Problem(f"{spec.name}: {name}", "absent from the weights", "every parameter of the model"))
     elif value is not None and value.shape != meta.shape:
         missing.append(Problem(f"{spec.name}: {name}", f"shape {tuple(value.shape)}", f"{tuple(meta.shape)}"))

@@ -22,7 +22,7 @@ from trainer.models.forward_state import Run, check_forward_state
 from trainer.models.materialise import materialise
 from trainer.models.names import aliases_of, pattern_of
 from trainer.models.python_state import snapshot
-from trainer.models.spec import ModelSpec, NoWeights
+from trainer.models.spec import ModelFiles, ModelSpec, NoWeights
 
 LARGEST_BUILT = 1_000_000_000
 """The most parameters of a module that each process builds on the host, to take its constructor's values."""
@@ -93,7 +93,7 @@ def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> Mo
         notes=() if built else (note,),
         constructed=lambda name: small_tensor(on_meta, name),
         config=config_of(model),
-        save_config=lambda folder, dtype: _save_config(model, folder),
+        files=ModelFiles(save_config=lambda folder, dtype: _save_config(model, folder)),
     )
 
 
@@ -190,11 +190,11 @@ def check_module(spec: ModelSpec, task: OwnTask) -> Findings:
     gradient, where is it random?
     Raises ConfigError for a loss that is not finite, or whose number of targets depends on the
     module's output, and for random numbers that no other layout could replay."""
-    assert spec.trial is not None
+    assert spec.tiny.input is not None
     if spec.parameters > LARGEST_BUILT:
         return Findings(notes=(f"{spec.name} is too large to be tried before it is trained",))
     with own_randomness(), Alone():
-        whole, *single = spec.trial.batches
+        whole, *single = spec.tiny.input.batches
         model = _made(spec)
         model.train()
         try:
@@ -259,13 +259,13 @@ def _with_gradient(model: nn.Module, task: OwnTask, batch: dict[str, torch.Tenso
 
 
 def _runs_once_in_order(model: nn.Module, spec: ModelSpec) -> bool:
-    assert spec.trial is not None
+    assert spec.tiny.input is not None
     ran: list[str] = []
     hooks = [
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: ran.append(name)) for name in spec.blocks
     ]
     with torch.no_grad():
-        spec.trial.output(model)
+        spec.tiny.input.output(model)
     for hook in hooks:
         hook.remove()
     return bool(spec.blocks) and tuple(ran) == spec.blocks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -87,6 +87,57 @@ class LanguageModel:
 
 
 @dataclass(frozen=True)
+class Training:
+    """The parameters of a model that are not trained or saved as all others are."""
+
+    frozen: Mapping[str, int] = field(default_factory=dict)
+    """The sizes of the parameters that the config freezes, by name."""
+    tuned: Mapping[str, Tuning] = field(default_factory=dict)
+    """Parameters with a learning rate or a weight decay of their own, by name."""
+    sparse: tuple[str, ...] = ()
+    """Patterns (numbers replaced by `*`) of the names of parameters that only some rows give a gradient."""
+    fresh: frozenset[str] = frozenset()
+    """Parameters that pretrained weights need not have: they get initial values."""
+    unsaved: frozenset[str] = frozenset()
+    """Frozen tensors that no checkpoint holds: those of an adapter's base."""
+
+
+@dataclass(frozen=True)
+class TinyCopies:
+    """Smaller models of the same architecture, and the input on which they are tried."""
+
+    input: Trial | None = None
+    """The input on which a module that is no language model is tried; language models are tried on tokens."""
+    shrunk: Callable[..., ModelSpec] | None = None
+    """`shrunk(layers=3, split=1)` makes a tiny copy of the architecture with at least so many blocks, to try things on.
+
+    Numbers that are multiples of `split` stay multiples of it; language models also take `sizes`.
+    Raises ConfigError if no copy runs."""
+    shallow: Callable[[int], ModelSpec] | None = None
+    """`shallow(n)` is the same model with its first n blocks alone, without weights."""
+    lacks: tuple[str, ...] = ()
+    """Features of the model that this tiny copy lacks, so that a trial on the copy proves less."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The folder of a trained model: its names, and how it is written and opened."""
+
+    stem: str = "model"
+    """The beginning of the names of its weight files."""
+    published: Mapping[str, str] = field(default_factory=dict)
+    """Our tensor names -> those in files, where they differ."""
+    opens: str = "safetensors"
+    """The function or format by which a trained model's folder is opened."""
+    save_config: Callable[[Any, torch.dtype | None], None] = lambda folder, dtype: None
+    """Writes config.json, with the dtype if one is given, and generation_config.json into a folder."""
+    merged: Callable[[Path], ModelSpec] | None = None
+    """Returns, if an adapter is to be merged, the spec of the base with a folder's adapter merged into it."""
+    revision: str | None = None
+    """The revision asked for of a model on the hub."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model as embed -> blocks -> head, before any of it is allocated."""
 
@@ -102,56 +153,30 @@ class ModelSpec:
     language: LanguageModel = field(default_factory=LanguageModel)
     tied: dict[str, str] = field(default_factory=dict)
     """Parameter name -> the name of the parameter that it is tied to."""
-    trial: Trial | None = None
-    """The input on which a module that is no language model is tried; language models are tried on tokens."""
-    sparse: tuple[str, ...] = ()
-    """Patterns (numbers replaced by `*`) of the names of parameters that only some rows give a gradient."""
     weights: Weights = field(default_factory=NoWeights)
-    frozen: Mapping[str, int] = field(default_factory=dict)
-    """The sizes of the parameters that the config freezes, by name."""
-    tuned: Mapping[str, Tuning] = field(default_factory=dict)
-    """Parameters with a learning rate or a weight decay of their own, by name."""
-    fresh: frozenset[str] = frozenset()
-    """Parameters that pretrained weights need not have: they get initial values."""
-    unsaved: frozenset[str] = frozenset()
-    """Frozen tensors that no checkpoint holds: those of an adapter's base."""
-    notes: tuple[str, ...] = ()
-    """Notes on parts of the folder or the config that are not trained, a line each."""
     constructed: Callable[[str], torch.Tensor | None] = lambda name: None
     """Returns the constructor's value of a small parameter or buffer that `initialise` does not fill, or None."""
-    shrunk: Callable[..., ModelSpec] | None = None
-    """`shrunk(layers=3, split=1)` makes a tiny copy of the architecture with at least so many blocks, to try things on.
-
-    Numbers that are multiples of `split` stay multiples of it; language models also take `sizes`.
-    Raises ConfigError if no copy runs."""
-    shallow: Callable[[int], ModelSpec] | None = None
-    """`shallow(n)` is the same model with its first n blocks alone, without weights."""
-    lacks: tuple[str, ...] = ()
-    """Features of the model that this tiny copy lacks, so that a trial on the copy proves less."""
+    training: Training = field(default_factory=Training)
+    tiny: TinyCopies = field(default_factory=TinyCopies)
+    files: ModelFiles = field(default_factory=ModelFiles)
+    notes: tuple[str, ...] = ()
+    """Notes on parts of the folder or the config that are not trained, a line each."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The architecture as numbers and words, for comparison."""
-    published: Mapping[str, str] = field(default_factory=dict)
-    """Our tensor names -> those in files, where they differ."""
-    merged: Callable[[Path], ModelSpec] | None = None
-    """Returns, if an adapter is to be merged, the spec of the base with a folder's adapter merged into it."""
-    revision: str | None = None
-    """The revision asked for of a model on the hub."""
-    stem: str = "model"
-    """The beginning of the names of its weight files."""
-    opens: str = "safetensors"
-    """The function or format by which a trained model's folder is opened."""
-    save_config: Callable[[Any, torch.dtype | None], None] = lambda folder, dtype: None
-    """Writes config.json, with the dtype if one is given, and generation_config.json into a folder."""
+
+    def tried_on(self, trial: Trial) -> ModelSpec:
+        """Return the spec with the input on which it is tried."""
+        return replace(self, tiny=replace(self.tiny, input=trial))
 
     @property
     def one_file(self) -> bool:
         """True if a trained model is saved as a single file, whichever ranks held its shards: a small own module."""
-        return self.opens == "safetensors" and self.parameters <= ONE_FILE
+        return self.files.opens == "safetensors" and self.parameters <= ONE_FILE
 
 
 def stored(spec: ModelSpec, entries: Sequence[StateTensor]) -> list[StateTensor]:
     """Select an engine's state tensors that files hold, under their names in the files."""
-    return renamed([entry for entry in entries if entry.name not in spec.unsaved], spec.published)
+    return renamed([entry for entry in entries if entry.name not in spec.training.unsaved], spec.files.published)
 
 
 def given_tensors(spec: ModelSpec, ranks: Ranks) -> list[StateTensor]:
@@ -212,5 +237,5 @@ def flops_per_token(spec: ModelSpec, sequence: int) -> float:
     head size. Source: PaLM, arXiv 2204.02311, appendix B, halved for the causal mask.
     """
     matrix = spec.parameters - spec.language.embedding_parameters - spec.language.idle_parameters
-    learned = min(matrix, spec.parameters - sum(spec.frozen.values()))
+    learned = min(matrix, spec.parameters - sum(spec.training.frozen.values()))
     return 4.0 * matrix + 2.0 * learned + 6.0 * spec.language.layers * spec.language.attention_width * sequence

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from trainer.config.sections import ParameterGroup
 from trainer.errors import ConfigError, Problem, listed
-from trainer.models.frozen import copies, unmatched
+from trainer.models.frozen import tiny_with, unmatched
 from trainer.models.names import aliases_of
 from trainer.models.spec import ModelSpec, Tuning
 
@@ -41,11 +41,12 @@ def tuned(spec: ModelSpec, groups: Sequence[ParameterGroup], *, copied: bool = F
             notes.append(_said(group, len(names), sum(sizes[name] for name in names), index))
     if wrong and not copied:
         raise ConfigError(*wrong)
-    whole = replace(spec, tuned=found, notes=(*spec.notes, *notes))
-    if spec.shrunk is None:
-        return whole
-    lacking, change = "some of trainer.parameter_groups", lambda small, wanted: replace(small, tuned=wanted)
-    return replace(whole, shrunk=copies(spec.shrunk, found, spec.blocks, change, lacking))
+    whole = _tuning(replace(spec, notes=(*spec.notes, *notes)), found)
+    return tiny_with(whole, found, _tuning, "some of trainer.parameter_groups")
+
+
+def _tuning(spec: ModelSpec, found: Mapping[str, Tuning]) -> ModelSpec:
+    return replace(spec, training=replace(spec.training, tuned=found))
 
 
 def _said(group: ParameterGroup, count: int, values: int, index: int) -> str:

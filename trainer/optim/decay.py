@@ -30,7 +30,7 @@ def spared(excludes: str, spec: ModelSpec) -> dict[str, int]:
     those excluded by `trainer.weight_decay_excludes`, and those with a decay of their own."""
     model = spec.build()
     found = {} if excludes == "nothing" else norms_and_biases(model)
-    own = {name for name, tuning in spec.tuned.items() if tuning.weight_decay is not None}
+    own = {name for name, tuning in spec.training.tuned.items() if tuning.weight_decay is not None}
     return found | {name: parameter.numel() for name, parameter in model.named_parameters() if name in own}
 
 

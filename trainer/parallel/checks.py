@@ -32,7 +32,7 @@ def checked(
     """
 
     def tried() -> Findings:
-        findings = check_model(spec, task) if spec.trial is None else check_module(spec, task)  # type: ignore[arg-type]
+        findings = check_model(spec, task) if spec.tiny.input is None else check_module(spec, task)  # type: ignore[arg-type]
         if packed:
             check_isolation(spec, task)
         check_layout(applied(spec, findings), task, layout, findings, packed)
@@ -105,9 +105,9 @@ def _say_statistics(layout: Layout, findings: Findings) -> tuple[str, ...]:
 def _check_single(spec: ModelSpec, task: Task, name: str) -> None:
     """Raise ConfigError for batch norm on one sample, unless that has several positions for its statistics."""
     small, model = tiny(spec)
-    assert small.trial is not None
+    assert small.tiny.input is not None
     try:
-        task.loss_sum(model.train(), small.trial.batches[1])
+        task.loss_sum(model.train(), small.tiny.input.batches[1])
     except ValueError as error:
         seen = f"a micro-batch of 1 sample, of which batch norm ({name}, ...) can take no statistics: {error}"
         raise _refused(spec, "train_micro_batch_size_per_gpu", seen, "at least 2 samples") from error
@@ -126,7 +126,7 @@ def _try(key: str, spec: ModelSpec, check: Callable[[], None]) -> None:
 def _check_stages(spec: ModelSpec) -> None:
     """Check that one-block stages in training, each block seeded by its place, compute what the whole model does."""
     small, whole = tiny(spec)
-    boundary, trial = check_cut(small, 1), small.trial or of_tokens(small)
+    boundary, trial = check_cut(small, 1), small.tiny.input or of_tokens(small)
     dropout = Dropout(whole, small)
     dropout.start(1, 0)
     hidden = torch.empty(0)
@@ -155,7 +155,7 @@ def _check_recompute(spec: ModelSpec, task: Task, layout: Layout, packed: bool) 
         dropout = Dropout(model, small)
         dropout.start(1, 0)
         language = packed_batch if packed else lambda spec, task: next(batches(spec, task))
-        task.loss_sum(model, small.trial.batches[0] if small.trial else language(small, task)).backward()
+        task.loss_sum(model, small.tiny.input.batches[0] if small.tiny.input else language(small, task)).backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     largest = max(float(g.abs().max()) for g in found[0].values())
     for name in dict.fromkeys([*found[0], *found[1]]):

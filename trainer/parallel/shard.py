@@ -59,7 +59,7 @@ def check_shardable(spec: ModelSpec, layout: Layout) -> None:
         mend = 'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed".'
         seen = f"FSDP2 shards block by block, and {alias} is one with {name}"
         raise ConfigError(Problem(f"zero_optimization.stage: {spec.name}", seen, "blocks that share nothing", mend))
-    if layout.zero_stage > 0 and spec.trial and _uses_weights_outside(spec, spec.trial):
+    if layout.zero_stage > 0 and spec.tiny.input and _uses_weights_outside(spec, spec.tiny.input):
         mend = 'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed".'
         seen = "FSDP2 shards block by block, and a block's weight is used outside it"
         raise ConfigError(Problem(f"zero_optimization.stage: {spec.name}", seen, "blocks that share nothing", mend))

@@ -74,7 +74,7 @@ def _update_line(prepared: Prepared) -> str:
 
 
 def resolved(prepared: Prepared) -> dict[str, Any]:
-    """Return the whole config with nothing left to resolve, as a config that starts the same run."""
+    """Return the whole config with nothing left to resolve, a config that starts the same run."""
     return {**prepared.config.settings, "trainer": prepared.config.trainer.model_dump()}
 
 

@@ -111,7 +111,7 @@ class RunHooks(Hooks):
 
         def write(entries: Sequence[StateTensor], agreeing: Ranks) -> None:
             files, dtype = partial(write_model_files, prepared), stored_dtype(prepared)
-            checkpoint.save(directory, position, entries, description, files, agreeing, dtype, spec.stem)
+            checkpoint.save(directory, position, entries, description, files, agreeing, dtype, spec.files.stem)
             agreeing.on_keepers(lambda: checkpoint.prune(directory, kept.keep_last, kept.keep_best))
 
         self.saver(stored(spec, self.engine.state_tensors()), write)
@@ -163,7 +163,7 @@ class Patience:
 def saved_bytes(prepared: Prepared) -> int:
     """Return the bytes of a checkpoint: weights, and float32 masters and two moments of trained parameters."""
     spec = prepared.subject.spec
-    weights = prepared.learned if spec.unsaved else spec.parameters
+    weights = prepared.learned if spec.training.unsaved else spec.parameters
     return 4 * weights + 12 * prepared.learned
 
 
@@ -205,17 +205,17 @@ def stored_dtype(prepared: Prepared) -> torch.dtype | None:
 
 
 def write_model_files(prepared: Prepared, target: Path) -> None:
-    prepared.subject.spec.save_config(target, stored_dtype(prepared))
+    prepared.subject.spec.files.save_config(target, stored_dtype(prepared))
     prepared.subject.save(target)
 
 
 def export(prepared: Prepared, engine: Engine, folder: Path, ranks: Ranks) -> None:
     """Write the model to `final/`; with its adapter merged, to `final-merged/`. Collective."""
-    spec, dtype = prepared.subject.spec, stored_dtype(prepared)
+    spec, dtype, final = prepared.subject.spec, stored_dtype(prepared), folder / "final"
     weights, files = stored(spec, engine.state_tensors()), partial(write_model_files, prepared)
-    checkpoint.export(folder / "final", weights, files, ranks, dtype, spec.stem, spec.one_file)
-    if spec.merged is not None:
-        merged = spec.merged(folder / "final")
+    checkpoint.export(final, weights, files, ranks, dtype, spec.files.stem, spec.one_file)
+    if spec.files.merged is not None:
+        merged = spec.files.merged(final)
         files = partial(write_model_files, replace(prepared, subject=replace(prepared.subject, spec=merged)))
         checkpoint.export(folder / MERGED, given_tensors(merged, ranks), files, ranks, dtype)
 
@@ -224,6 +224,6 @@ def finish(prepared: Prepared, folder: Path, console: Console) -> None:
     subject = prepared.subject
     if (text := subject.example(folder / "final", prepared.config.trainer)) is not None:
         say(console, describe.framed_sample(text))
-    say(console, f"done: {folder / 'final'} opens with {subject.spec.opens}")
-    if subject.spec.merged is not None:
+    say(console, f"done: {folder / 'final'} opens with {subject.spec.files.opens}")
+    if subject.spec.files.merged is not None:
         say(console, f"merged: {folder / MERGED} opens with AutoModelForCausalLM.from_pretrained")

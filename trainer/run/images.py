@@ -85,12 +85,12 @@ def spec_of(
             note = f"{section.model.weights} was trained on images of another mean and deviation: {trained_on}"
             mend = 'trainer.images.normalize="imagenet"'
             spec = replace(spec, notes=(*spec.notes, f"{note} ({mend})"))
-    content = classifiers.describe(classifier, images)
 
     def save(folder: Any, dtype: torch.dtype | None) -> None:
-        (Path(folder) / classifiers.DESCRIPTION).write_text(content)
+        (Path(folder) / classifiers.DESCRIPTION).write_text(classifiers.describe(classifier, images))
 
-    return replace(spec, save_config=save, opens="trainer.open_classifier")
+    files = replace(spec.files, save_config=save, opens="trainer.open_classifier")
+    return replace(spec, files=files)
 
 
 def check(

@@ -246,7 +246,7 @@ def own_module(config: Config, given: Given, ranks: Ranks) -> Subject:
     task = Supervised(given.loss, spec.build, spec.blocks)
     first = [data.train[i] for i in range(min(4, len(data.train)))]
     ranks.on_first(Alone()(lambda: task.collate(first) and None))  # an error in them is reported once
-    return Subject(replace(amended(spec, section, ranks), trial=task.trial(first)), task, data)
+    return Subject(amended(spec, section, ranks).tried_on(task.trial(first)), task, data)
 
 
 def image_classifier(config: Config, given: Given, layout: Layout, ranks: Ranks) -> ImageSubject:
@@ -269,7 +269,7 @@ def image_classifier(config: Config, given: Given, layout: Layout, ranks: Ranks)
     task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)
     first = [data.train[i] for i in range(min(4, len(data.train)))]
     ranks.on_first(lambda: images.check(spec, task, data.images, data.path, layout, first))
-    return ImageSubject(replace(spec, trial=task.trial(first)), task, data)
+    return ImageSubject(spec.tried_on(task.trial(first)), task, data)
 
 
 def language_model(config: Config, ranks: Ranks, progress: Progress) -> Subject:

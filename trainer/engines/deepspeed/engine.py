@@ -57,9 +57,9 @@ def refusal(layout: Layout) -> str | None:
 
 def check(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError if a model can't be cut or split so, or DeepSpeed would put zeros for missing gradients."""
-    if spec.sparse:
+    if spec.training.sparse:
         # it takes a missing gradient for zeros, which decays the weight and, under ZeRO-2 and 3, may hang
-        seen = f"some tokens leave parameters without a gradient ({spec.sparse[0]}, ...)"
+        seen = f"some tokens leave parameters without a gradient ({spec.training.sparse[0]}, ...)"
         expected = "a gradient of each: DeepSpeed takes a missing one for zeros, and decays the weight"
         raise ConfigError(Problem(f"engine deepspeed: {spec.name}", seen, expected, 'Set trainer.engine to "mesh"'))
     if layout.tensor > 1:
@@ -112,7 +112,7 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
         materialise(model, job.spec, seed=job.seed_of_values, device=storage, dtype=dtype, **after)
     module = ModelWithLoss(model, job.task)
     decay = config["optimizer"]["params"]["weight_decay"]
-    learned = groups_of(module.named_parameters(), job.undecayed, decay, job.spec.tuned)
+    learned = groups_of(module.named_parameters(), job.undecayed, decay, job.spec.training.tuned)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=learned, config=config, mpu=mpu)
     if layout.tensor > 1:
         engine.first_dataloader_check.remove()  # can't compare batches that are dictionaries

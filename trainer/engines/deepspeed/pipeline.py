@@ -83,7 +83,7 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
     copies = [held[name] for name in on_both(pair, held)]
     without = {key: value for key, value in config.items() if key != "pipeline"}  # stages are cut, and recompute
     decay = config["optimizer"]["params"]["weight_decay"]
-    learned = groups_of(stage.named_parameters(), job.undecayed, decay, job.spec.tuned)
+    learned = groups_of(stage.named_parameters(), job.undecayed, decay, job.spec.training.tuned)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=learned, config=without)
     patches.tie_stages(module, engine.optimizer, copies, pair, is_copy=rank > 0)
     return PipelinedStep(engine, layer, job, mesh, blank[0], note, equalise)

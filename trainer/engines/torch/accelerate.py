@@ -42,17 +42,17 @@ def build(job: Job) -> TorchEngine:
     """Have Accelerate wrap the model: with its values for replicas, on the meta device for shards."""
     from accelerate.utils import fsdp2_prepare_model
 
-    layout, device = job.layout, job.machine.device
-    model, dropout = wrap_blocks(job.spec, job.task, layout)
+    layout, spec, device = job.layout, job.spec, job.machine.device
+    model, dropout = wrap_blocks(spec, job.task, layout)
     recipe = recipe_of(KIND, job)
     module: nn.Module = ModelWithLoss(model, job.task)
     accelerator = _accelerator(job)
     if layout.zero_stage > 0:
         # what `prepare` calls; with an optimizer, that identifies parameters by address, which they lack on meta
         module = fsdp2_prepare_model(accelerator, module)
-        shard.check_units(module, job.spec)
-    give_values(model, job.spec, layout, job.seed_of_values, device)
-    optimizer = optimizer_of(recipe, module.named_parameters(), job.undecayed, job.spec.tuned)
+        shard.check_units(module, spec)
+    give_values(model, spec, layout, job.seed_of_values, device)
+    optimizer = optimizer_of(recipe, module.named_parameters(), job.undecayed, spec.training.tuned)
     if layout.zero_stage == 0:
         module = accelerator.prepare(module)
     mesh, notes = parallel_mesh_of(layout, device), (*notes_of(layout), *recipe.notes)

@@ -88,7 +88,7 @@ def build(job: Job) -> TorchEngine:
         forward_backward = GradientAccumulation(_replicated(module, device) if by_ddp else module, dropout)
     recipe = recipe_of(KIND, job)
     named = [found for module in forward_backward.modules for found in module.named_parameters()]
-    optimizer = optimizer_of(recipe, named, job.undecayed, job.spec.tuned)
+    optimizer = optimizer_of(recipe, named, job.undecayed, job.spec.training.tuned)
     used = Used(forward_backward.modules, mesh) if job.sparse else None
     return TorchEngine(forward_backward, optimizer, job, mesh, (*notes, *recipe.notes), used)
 

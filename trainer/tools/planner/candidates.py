@@ -50,7 +50,7 @@ class ModelSizes:
         spec = plan.workload.spec
         optimizer = plan.workload.deepspeed.get("optimizer", {})
         sure = str(optimizer.get("type", "")).lower() in ADAM and "bf16" not in str(optimizer.get("params", {}))
-        learned = spec.parameters - sum(spec.frozen.values())
+        learned = spec.parameters - sum(spec.training.frozen.values())
         return cls(
             spec.parameters,
             learned,

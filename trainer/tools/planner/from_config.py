@@ -58,20 +58,20 @@ class ModelOnCluster:
         Trials use the whole model's tiny copy: a few blocks of a large model are still large.
         """
         whole = self.workload.spec
-        shallow = whole.shallow
+        shallow = whole.tiny.shallow
         assert shallow is not None
 
         @cache
         def of_blocks(count: int) -> ModelSpec:
             few = amended(shallow(count), self.config.trainer, ALONE, copied=True)
-            return replace(few, weights=NoWeights(), shrunk=whole.shrunk)
+            return replace(few, weights=NoWeights(), tiny=whole.tiny)
 
         return of_blocks
 
     def with_blocks(self, blocks: int | None, accumulation: int) -> Workload:
         """Return the workload with so many blocks per stage, or all, and so many micro-batches."""
         spec = self.workload.spec
-        if blocks is not None and spec.shallow is not None:
+        if blocks is not None and spec.tiny.shallow is not None:
             spec = _of_shapes(self.of_blocks(blocks * self.workload.layout.stages))
         undecayed = spared(self.config.trainer.weight_decay_excludes, spec)
         fewer = with_blocks(self.workload, spec, blocks, accumulation)
@@ -155,7 +155,7 @@ def _classifier(section: TrainerSection, layout: Layout) -> TaskModel:
     plain = ImageClassification(classes, spec.build, spec.blocks)
     first = [(torch.zeros(shape), 0)] * 2
     images.check(spec, plain, given, str(section.data.path or section.task), layout, first)
-    spec = replace(amended(spec, section, ALONE), trial=plain.trial(first))
+    spec = amended(spec, section, ALONE).tried_on(plain.trial(first))
 
     task, batch = plain.regularised(spec, section.label_smoothing, section.neftune_alpha), batches_of(given)
     two = {name: part.to("meta") for name, part in batch(2).items()}  # batch norm has no statistics of one
@@ -183,7 +183,7 @@ def batches_of(images: Images) -> Callable[[int], Batch]:
 
 
 def _of_shapes(spec: ModelSpec) -> ModelSpec:
-    """Return the spec with shapes alone, reading no weights, which need not exist. Trials still have values."""
+    """Return the spec with shapes alone, without reading weights. Trials still have values."""
 
     most = SMALL if isinstance(spec.weights, NoWeights) else math.inf  # larger ones need their constructor
 
@@ -196,5 +196,5 @@ def _of_shapes(spec: ModelSpec) -> ModelSpec:
     def constructed(name: str) -> torch.Tensor | None:
         return torch.empty(shape) if (shape := shapes().get(name)) is not None else None
 
-    tried = spec.shrunk or (lambda *_, **__: spec)
-    return replace(spec, weights=NoWeights(), constructed=constructed, shrunk=tried)
+    tried = spec.tiny.shrunk or (lambda *_, **__: spec)
+    return replace(spec, weights=NoWeights(), constructed=constructed, tiny=replace(spec.tiny, shrunk=tried))
