@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.config import support
 from trainer.config.axes import MeshSizes, mesh_sizes
 from trainer.config.compiled import Choice, Config, load
-from trainer.config.read import leaves
+from trainer.config.read import leaves, shipped
 from trainer.config.resolve import RuntimeFacts, origin_table, resolve
 from trainer.config.sections import (
     AugmentSection,
@@ -20,7 +20,6 @@ from trainer.config.sections import (
     RunSection,
     TrainerSection,
 )
-from trainer.config.shipped import shipped
 
 __all__ = ["AugmentSection", "CheckpointSection", "Choice", "Config", "DataSection", "EvaluationSection"]
 __all__ += ["RuntimeFacts", "GenerateSection", "ImagesSection", "LogSection", "MeshSection", "MeshSizes"]

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.check import check
-from trainer.config.diagnose import other_config
-from trainer.config.exclusive import give_way
 from trainer.config.keys import KEYS
 from trainer.config.legacy_keys import upgrade
-from trainer.config.read import Json, leaves, override, read, unfit
-from trainer.config.rules import conflicts, notes_of, warm_up
+from trainer.config.read import Json, leaves, other_config, override, read, shipped, unfit
+from trainer.config.rules import conflicts, give_way, notes_of, warm_up
 from trainer.config.sections import TrainerSection, known_keys
-from trainer.config.shipped import shipped
 from trainer.config.validate import validate
 from trainer.errors import ConfigError
 

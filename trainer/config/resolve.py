@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 from trainer.config.axes import mesh_sizes, nearest, ranks_inside
 from trainer.config.compiled import FILE, OVERRIDE, Config
-from trainer.config.exclusive import ACCUMULATION, BATCH, MICRO, WARMUP
 from trainer.config.grammar import AUTO, show
 from trainer.config.keys import DIFFERS, LOW_PRECISION
 from trainer.config.read import Json, leaves
-from trainer.config.rules import conflicts
+from trainer.config.rules import ACCUMULATION, BATCH, MICRO, WARMUP, conflicts
 from trainer.errors import ConfigError, Problem
 
 MICRO_BATCH = 8
