@@ -35,8 +35,8 @@ def upgrade(checked: Checked, trainer: TrainerSection) -> Upgraded:
     upgraded.notes += unswitched(upgraded.settings)
     if upgraded.settings.get("comms_logger", {}).get("enabled") is not True:
         upgraded.settings.pop("comms_logger", None)  # if it is present, DeepSpeed logs, and waits for each operation
-    asked = any(place.startswith(RECOMPUTES) for place in checked.idle)
-    _recompute(upgraded, "the activation_checkpointing section", asked)
+    idle = any(place.startswith(RECOMPUTES) for place in checked.idle)
+    _recompute(upgraded, "the activation_checkpointing section", idle)
     # DeepSpeed recomputes groups of so many layers as one; here each block is one, for the same gradient
     interval = upgraded.settings.get("pipeline", {}).pop("activation_checkpoint_interval", 0)
     _recompute(upgraded, "pipeline.activation_checkpoint_interval", interval > 0)
@@ -93,8 +93,8 @@ def _mics(upgraded: Upgraded) -> None:
     upgraded.origins["trainer.mesh.shard"] = f"auto: from {place}"
 
 
-def _recompute(upgraded: Upgraded, place: str, asked: bool) -> None:
-    if asked and "activation_checkpointing" not in upgraded.trainer.model_fields_set:
+def _recompute(upgraded: Upgraded, place: str, idle: bool) -> None:
+    if idle and "activation_checkpointing" not in upgraded.trainer.model_fields_set:
         upgraded.trainer = upgraded.trainer.model_copy(update={"activation_checkpointing": "full"})
         upgraded.origins["trainer.activation_checkpointing"] = f"auto: from {place}"
 

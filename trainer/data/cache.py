@@ -21,22 +21,23 @@ from trainer.data.sealed import flaw, seal
 from trainer.errors import DiskError, Problem
 from trainer.storage import private_folder, rename_folder
 
+Write = Callable[[Path], object]
 _OLD_SECONDS = 7 * 86_400
 """The age in seconds at which an unfinished folder is taken to be abandoned."""
 
 
-def cached_folder(cache: Path, name: str, write: Callable[[Path], object], told: Progress = QUIET) -> Path:
+def cached_folder(cache: Path, name: str, write: Write, progress: Progress = QUIET) -> Path:
     """Return the folder `cache / name`; if there is none, `write(folder)` fills one that is then renamed to it.
 
-    One process writes at a time; the others wait, `told` says so, and one of them begins anew if the writer
-    dies, which leaves no folder of that name. If this user can't write there, the folder is in a cache of the
-    user's own, with a note. Raises DiskError if neither place can be used; errors of `write` are not caught.
+    One process writes; the others wait (`progress` says so), and one begins anew if the writer dies,
+    which leaves no such folder. If this user can't write there, it is in a cache of the user's own,
+    with a note. Raises DiskError if neither place can be used; errors of `write` are not caught.
     """
-    return _somewhere(cache, lambda place: _one_at_a_time(place, name, write, told), told)
+    return _somewhere(cache, lambda place: _one_at_a_time(place, name, write, progress), progress)
 
 
-def _one_at_a_time(cache: Path, name: str, write: Callable[[Path], object], told: Progress) -> Path:
-    if _is_whole(cache / name, told):
+def _one_at_a_time(cache: Path, name: str, write: Write, progress: Progress) -> Path:
+    if _is_whole(cache / name, progress):
         return cache / name
     begun = cache / f".partial-{name}"
     begun.mkdir(parents=True, exist_ok=True)
@@ -45,23 +46,23 @@ def _one_at_a_time(cache: Path, name: str, write: Callable[[Path], object], told
         with suppress(Timeout):
             lock.acquire(blocking=False)
         if not lock.is_locked:
-            told.waits()
+            progress.waits()
             lock.acquire()
     except OSError:  # no locks on this file system, or another process has just ended: each for itself
         with tempfile.TemporaryDirectory(dir=cache, prefix=".partial-") as own:
-            _write(Path(own), cache / name, write, told)
+            _write(Path(own), cache / name, write, progress)
         return cache / name
     try:
-        _write(begun, cache / name, write, told)
+        _write(begun, cache / name, write, progress)
     finally:
         _discard(begun)  # while it is locked: the next process makes another
         lock.release()
     return cache / name
 
 
-def _write(begun: Path, final: Path, write: Callable[[Path], object], told: Progress) -> None:
+def _write(begun: Path, final: Path, write: Write, progress: Progress) -> None:
     """Write the folder anew below `begun`, over the rest of a killed process, unless another process has written it."""
-    if _is_whole(final, told):
+    if _is_whole(final, progress):
         return
     if os.path.lexists(final):
         _discard(final)
@@ -69,22 +70,22 @@ def _write(begun: Path, final: Path, write: Callable[[Path], object], told: Prog
     _delete(folder)
     folder.mkdir()
     write(folder)
-    _publish(folder, final, told)
+    _publish(folder, final, progress)
 
 
 # Existing folders
 
 
-def _is_whole(final: Path, told: Progress) -> bool:
+def _is_whole(final: Path, progress: Progress) -> bool:
     if not os.path.lexists(final):
         return False
-    if seen := flaw(final, told.checks):
-        told.note(f"cache: {final} is damaged: {seen}; it is made again")
+    if seen := flaw(final, progress.checks):
+        progress.note(f"cache: {final} is damaged: {seen}; it is made again")
     return not seen
 
 
-def _publish(folder: Path, final: Path, told: Progress) -> None:
-    seal(folder, told.checks)
+def _publish(folder: Path, final: Path, progress: Progress) -> None:
+    seal(folder, progress.checks)
     try:
         rename_folder(folder, final)
     except OSError:
@@ -120,7 +121,7 @@ def _sweep(cache: Path) -> None:
 # The place of the cache
 
 
-def _somewhere(cache: Path, work: Callable[[Path], Path], told: Progress) -> Path:
+def _somewhere(cache: Path, work: Callable[[Path], Path], progress: Progress) -> Path:
     """Run `work` in `cache` or, if this user can't write there, in a folder of the user's own."""
     with _disk(cache):
         try:
@@ -130,7 +131,7 @@ def _somewhere(cache: Path, work: Callable[[Path], Path], told: Progress) -> Pat
                 raise  # the disk is full, or fails
             private = private_folder()
             seen = f"{cache} can't be used ({error.strerror})"
-    told.note(f"cache: {seen}: prepared data goes to {private}; XDG_CACHE_HOME names another place")
+    progress.note(f"cache: {seen}: prepared data goes to {private}; XDG_CACHE_HOME names another place")
     with _disk(private):
         return work(private)
 

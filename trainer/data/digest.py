@@ -19,16 +19,16 @@ _RACY_SECONDS = 5
 """The age in seconds below which a file may still change without a new size or time."""
 
 
-def digests(files: Sequence[Path], cache: Path, told: Callable[[int], object] = lambda files: None) -> list[str]:
+def digests(files: Sequence[Path], cache: Path, progress: Callable[[int], object] = lambda _: None) -> list[str]:
     """Return the SHA-256 of each file; that of a large, unchanged file is taken from the cache.
 
-    `told` is called with the number of files done. Raises DataError for a file that can't be read.
+    `progress` is called with the number of files done. Raises DataError for an unreadable file.
     """
     with ThreadPoolExecutor(8) as pool:  # disks and hashing can do several at once
         found = []
         for digest in pool.map(lambda file: _digest(file, cache), files):
             found.append(digest)
-            told(len(found))
+            progress(len(found))
         return found
 
 

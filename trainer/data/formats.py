@@ -27,7 +27,7 @@ _GLOB = frozenset("*?[")
 _OFTEN = 1024
 """The number of rows between reports of progress."""
 
-Told = Callable[[float], None]
+Report = Callable[[float], None]
 """Called now and then with the share of a file, or of all files, that has been read."""
 
 
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 class Format(NamedTuple):
     suffixes: tuple[str, ...]
-    read: Callable[[Path, Sequence[str], Told], Iterator[Row]]
+    read: Callable[[Path, Sequence[str], Report], Iterator[Row]]
     """Yields the rows of a file with at least the wanted columns that it has."""
 
 
@@ -84,27 +84,27 @@ def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
     return Location(formats[files[0]], files)
 
 
-def rows_of(location: Location, options: Any, columns: Sequence[str], told: Told = lambda share: None) -> Iterator[Row]:
+def rows_of(where: Location, options: Any, columns: Sequence[str], progress: Report = lambda _: None) -> Iterator[Row]:
     """Yield the rows in order, with at least those of the wanted columns that they have.
 
     Raises DataError at the first row that can't be read.
     """
-    if location.hub:
-        yield from _hub(location.hub, options, columns, told)
-    sizes = [file.stat().st_size if file.exists() else 0 for file in location.files]
+    if where.hub:
+        yield from _hub(where.hub, options, columns, progress)
+    sizes = [file.stat().st_size if file.exists() else 0 for file in where.files]
     whole, before = max(sum(sizes), 1), 0
-    for file, size in zip(location.files, sizes, strict=True):
-        part = partial(_told_of_all, told, before / whole, size / whole)
+    for file, size in zip(where.files, sizes, strict=True):
+        part = partial(_share_of_all, progress, before / whole, size / whole)
         before += size
         try:
-            yield from FORMATS[location.format].read(file, columns, part)
+            yield from FORMATS[where.format].read(file, columns, part)
         except (OSError, EOFError) as error:
             seen = getattr(error, "strerror", None) or str(error)
             raise DataError(Problem(str(file), seen, "a file that can be read")) from error
 
 
-def _told_of_all(told: Told, before: float, part: float, share: float) -> None:
-    told(before + share * part)
+def _share_of_all(progress: Report, before: float, part: float, share: float) -> None:
+    progress(before + share * part)
 
 
 # Finding files
@@ -182,20 +182,20 @@ def _plain(name: str) -> str:
 # Reading formats
 
 
-def _lines(file: Path, told: Told) -> Iterator[tuple[int, str]]:
+def _lines(file: Path, progress: Report) -> Iterator[tuple[int, str]]:
     """Yield numbered lines with their ends, of a file that may be compressed. Raises DataError if it is not UTF-8."""
-    for number, line in _decoded(file, told):
+    for number, line in _decoded(file, progress):
         if isinstance(line, DataError):
             raise line
         yield number, line
 
 
-def _decoded(file: Path, told: Told) -> Iterator[tuple[int, str | DataError]]:
+def _decoded(file: Path, progress: Report) -> Iterator[tuple[int, str | DataError]]:
     with open(file, "rb") as raw, _opened(file, raw) as stream:
         offset, size = 0, max(os.fstat(raw.fileno()).st_size, 1)
         for number, line in enumerate(stream, 1):
             if number % _OFTEN == 0:
-                told(raw.tell() / size)
+                progress(raw.tell() / size)
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -216,12 +216,12 @@ def _opened(file: Path, raw: BinaryIO) -> Any:
     return raw
 
 
-def _jsonl(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
-    for number, line in _decoded(file, told):
+def _jsonl(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row]:
+    for number, line in _decoded(file, progress):
         if isinstance(line, DataError):
             yield Row(f"{file}:{number}", {}, line)
         elif number == 1 and line.lstrip().startswith("["):  # one array instead of lines
-            items = _json(file, "".join(line for _, line in _lines(file, told)), 1)
+            items = _json(file, "".join(line for _, line in _lines(file, progress)), 1)
             yield from (_object(f"{file}: item {index}", item) for index, item in enumerate(items))
             return
         elif line.strip():
@@ -249,9 +249,9 @@ def _object(place: str, value: Any) -> Row:
     return Row(place, value)
 
 
-def _csv(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
+def _csv(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # documents are often longer than the default of 128 KiB
-    reader = csv.DictReader((line for _, line in _lines(file, told)), strict=True)
+    reader = csv.DictReader((line for _, line in _lines(file, progress)), strict=True)
     try:
         for row in reader:
             place = f"{file}:{reader.line_num}"
@@ -267,11 +267,11 @@ def _csv(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
         ) from error
 
 
-def _text_file(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
-    yield Row(str(file), {"text": "".join(line for _, line in _lines(file, told))})
+def _text_file(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row]:
+    yield Row(str(file), {"text": "".join(line for _, line in _lines(file, progress))})
 
 
-def _parquet(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
+def _parquet(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     def batches() -> Iterator[Any]:
@@ -280,13 +280,13 @@ def _parquet(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
         # without any wanted column, read one row with all: the error then names them
         wanted = [name for name in columns if name in names] or names
         for number, batch in enumerate(table.iter_batches(_OFTEN, columns=wanted)):
-            told(number * _OFTEN / table.metadata.num_rows)
+            progress(number * _OFTEN / table.metadata.num_rows)
             yield batch
 
     return _table(file, batches, "a parquet file")
 
 
-def _arrow(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
+def _arrow(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row]:
     import pyarrow as pa
 
     def batches() -> Iterator[Any]:
@@ -294,12 +294,12 @@ def _arrow(file: Path, columns: Sequence[str], told: Told) -> Iterator[Row]:
         if mapped.read(6) == b"ARROW1":
             whole = pa.ipc.open_file(mapped)
             for index in range(whole.num_record_batches):
-                told(index / whole.num_record_batches)
+                progress(index / whole.num_record_batches)
                 yield whole.get_batch(index)
             return
         mapped.seek(0)
         for batch in pa.ipc.open_stream(mapped):
-            told(mapped.tell() / mapped.size())
+            progress(mapped.tell() / mapped.size())
             yield batch
 
     return _table(file, batches, "an Arrow file")
@@ -316,7 +316,7 @@ def _table(file: Path, batches: Callable[[], Iterator[Any]], expected: str) -> I
         raise DataError(Problem(str(file), f"not {expected}: {short(str(error))}", expected)) from error
 
 
-def _hub(name: str, options: Any, columns: Sequence[str], told: Told) -> Iterator[Row]:
+def _hub(name: str, options: Any, columns: Sequence[str], progress: Report) -> Iterator[Row]:
     from datasets import load_dataset
 
     try:
@@ -328,7 +328,7 @@ def _hub(name: str, options: Any, columns: Sequence[str], told: Told) -> Iterato
     wanted = [column for column in columns if column in rows.column_names] or rows.column_names
     for number, row in enumerate(rows.select_columns(wanted)):
         if number % _OFTEN == 0:
-            told(number / len(rows))
+            progress(number / len(rows))
         yield Row(f"{name}: row {number}", row)
 
 

@@ -46,7 +46,7 @@ class BatchLoader:
     """The steps `start_step` .. `end_step - 1` of one data rank, prepared ahead by a background thread.
 
     `position`: the number of samples seen before `start_step`. Use it as a context manager: leaving
-    it ends the thread. Errors in the thread are raised where the steps are taken.
+    it ends the thread. Errors in the thread are raised where the steps are read.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class BatchLoader:
         self.waited_seconds = 0.0
         """Seconds that the consumer spent waiting for data."""
         self.positions = 0
-        """Tokens in the steps taken so far on this data rank, with padding and with tokens that are no targets."""
+        """Tokens in the steps read so far on this data rank, with padding and with tokens that are no targets."""
         self._device = device
         self._closing = threading.Event()
         self._ready: queue.Queue[StepBatches | BaseException | None] = queue.Queue(_AHEAD - 1)
@@ -85,19 +85,18 @@ class BatchLoader:
             ]
 
         steps = range(start_step, end_step)
-        asked: deque[Part] = deque()
-        """Parts that were requested but not taken yet: workers run ahead."""
+        sent: deque[Part] = deque()  # requested but not read yet: workers run ahead
 
         def parts() -> Iterator[Part]:
             for step in steps:
                 for part in parts_of(step):
-                    asked.append(part)
+                    sent.append(part)
                     yield part
 
         # not in the thread: workers are forked while no other thread runs
         made = collated(source, collate, parts(), workers, lambda sample: sample)
         self._workers = made if isinstance(made, _Made) else None
-        arguments = (steps, accumulation, asked, made)
+        arguments = (steps, accumulation, sent, made)
         self._thread = threading.Thread(target=self._produce, args=arguments, name="loader", daemon=True)
         self._thread.start()
 
@@ -122,7 +121,7 @@ class BatchLoader:
             yield StepBatches(item.step, item.ids, [_on_device(batch, self._device) for batch in item.micro_batches])
 
     def close(self) -> None:
-        """End the thread and the workers; steps that were prepared and not taken are dropped."""
+        """End the thread and the workers; steps that were prepared and not read are dropped."""
         self._closing.set()
         while self._thread.is_alive():
             with contextlib.suppress(queue.Empty):  # makes room for a thread that waits to put
@@ -131,7 +130,7 @@ class BatchLoader:
         if self._workers is not None:
             self._workers.close()
 
-    def _produce(self, steps: range, accumulation: int, asked: deque[Part], made: Iterator[Batch]) -> None:
+    def _produce(self, steps: range, accumulation: int, sent: deque[Part], made: Iterator[Batch]) -> None:
         last: BaseException | None = None
         try:
             if self._device.type == "cuda":
@@ -140,7 +139,7 @@ class BatchLoader:
                 if self._closing.is_set():
                     break
                 batches = [_pinned(next(made), self._device) for _ in range(accumulation)]
-                ids = [np.array([number for number, _ in asked.popleft()]) for _ in batches]
+                ids = [np.array([number for number, _ in sent.popleft()]) for _ in batches]
                 self._ready.put(StepBatches(step, ids, batches))
         except BaseException as error:  # passed to the consumer, who raises it
             last = error

@@ -14,21 +14,21 @@ SEAL = "seal.json"
 _CHUNK, _READ = 1 << 26, 1 << 20
 """Bytes that one thread hashes as one chunk, and bytes that it reads at once."""
 _THREADS = 8
-Told = Callable[[int, int], object]
+Report = Callable[[int, int], object]
 """Called with the number of bytes read, and of all bytes."""
 
 
-def seal(folder: Path, told: Told = lambda done, all: None) -> None:
+def seal(folder: Path, progress: Report = lambda done, all: None) -> None:
     """Flush all of `folder` to the disk, and write its sizes and hashes into it. Raises OSError."""
     files = _files(folder)
     for path in (*files.values(), *(path for path in folder.rglob("*") if path.is_dir())):
         flush(path)
-    content = json.dumps({"sizes": _sizes(files), "sha256": _hashes(files, told)}, indent=1)
+    content = json.dumps({"sizes": _sizes(files), "sha256": _hashes(files, progress)}, indent=1)
     write_file(folder / SEAL, f"{content}\n{checked(content)}\n".encode())
     flush(folder)
 
 
-def flaw(folder: Path, told: Told = lambda done, all: None) -> str:
+def flaw(folder: Path, progress: Report = lambda done, all: None) -> str:
     """Describe the first difference from the sealed state, for the user; empty if there is none. Reads every byte.
 
     Raises PermissionError if this user may not read the folder.
@@ -42,7 +42,7 @@ def flaw(folder: Path, told: Told = lambda done, all: None) -> str:
         known, files = json.loads(content), _files(folder)
         if differing := known["sizes"].items() ^ _sizes(files).items():
             return f"{min(differing)[0]} is not of the size that it had"
-        hashes = _hashes(files, told)
+        hashes = _hashes(files, progress)
         differing = [name for name, found in hashes.items() if found != known["sha256"][name]]
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -68,7 +68,7 @@ def _sizes(files: Mapping[str, Path]) -> dict[str, int]:
     return {name: path.stat().st_size for name, path in files.items()}
 
 
-def _hashes(files: Mapping[str, Path], told: Told) -> dict[str, list[str]]:
+def _hashes(files: Mapping[str, Path], progress: Report) -> dict[str, list[str]]:
     """Return the SHA-256 of each chunk of each file."""
     sizes = _sizes(files)
     chunks = [(name, at) for name, size in sizes.items() for at in range(0, size, _CHUNK)]
@@ -80,7 +80,7 @@ def _hashes(files: Mapping[str, Path], told: Told) -> dict[str, list[str]]:
         ):
             found[name].append(digest)
             done += min(_CHUNK, sizes[name] - at)
-            told(done, all)
+            progress(done, all)
     return found
 
 
