@@ -21,7 +21,7 @@ from rich.console import Console
 
 from tests.pool import Pools
 from tests.test_data_samples import options, tokenizer, write_rows
-from trainer.data import digest, prepare, workers
+from trainer.data import digest, preparation, workers
 from trainer.data.cache import cached_folder
 from trainer.data.progress import Progress
 from trainer.data.source import PartWriter, PreparedSource
@@ -48,7 +48,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def prepared(path: Path, cache: Path, **changes: Any) -> Path:
-    return prepare.prepare(options(path, evaluation_fraction=0.1, **changes), tokenizer(), cache)
+    return preparation.prepare(options(path, evaluation_fraction=0.1, **changes), tokenizer(), cache)
 
 
 # Processes
@@ -156,7 +156,7 @@ def test_what_a_killed_process_has_begun_is_begun_anew(tmp_path: Path, count: in
 
 def test_one_that_ends_just_before_the_end_leaves_nothing(tmp_path: Path) -> None:
     path, cache = write_rows(tmp_path / "data.jsonl", *TEXTS), tmp_path / "cache"
-    with patch.object(prepare, "_check_samples", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with patch.object(preparation, "_check_samples", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         prepared(path, cache)
     assert list(cache.iterdir()) == []
     assert contents(prepared(path, cache)) == contents(prepared(path, tmp_path / "undisturbed"))
@@ -231,13 +231,13 @@ def test_a_large_file_is_read_again_only_when_it_looks_changed(tmp_path: Path) -
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "data.jsonl", *TEXTS)
-    real = prepare._write
+    real = preparation._write
 
     def write(*arguments: Any) -> None:
         real(*arguments)
         os.utime(path, (1, 1))
 
-    with patch.object(prepare, "_write", write), pytest.raises(DataError, match="changed while it was read"):
+    with patch.object(preparation, "_write", write), pytest.raises(DataError, match="changed while it was read"):
         prepared(path, tmp_path / "cache")
 
 
@@ -248,11 +248,11 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> Non
 def test_progress_is_shown_when_it_takes_longer_than_a_moment(tmp_path: Path, terminal: bool) -> None:
     path, told = write_rows(tmp_path / "data.jsonl", *TEXTS), io.StringIO()
     shown = Progress(Console(file=told, force_terminal=terminal, width=200))
-    prepare.prepare(options(path), tokenizer(), tmp_path / "quick", shown)
+    preparation.prepare(options(path), tokenizer(), tmp_path / "quick", shown)
     assert told.getvalue() == ""
     at_once = {name: patch(f"trainer.data.{name}", 0) for name in ("progress._MOMENT", "progress._BETWEEN")}
     with at_once["progress._MOMENT"], at_once["progress._BETWEEN"], patch("trainer.data.formats._OFTEN", 10):
-        prepare.prepare(options(path), tokenizer(), tmp_path / "slow", shown)
+        preparation.prepare(options(path), tokenizer(), tmp_path / "slow", shown)
     if terminal:  # drawn four times a second, and wiped at the end
         assert f"prepare {path} " in told.getvalue() and told.getvalue().endswith("\x1b[1A\x1b[2K")
         return
