@@ -165,7 +165,7 @@ def steps(*norms: float) -> list[tuple[Any, Metrics]]:
 def told(watching: bool, *norms: float) -> tuple[list[str], int]:
     skipped = Skipped(Ranks(), watching)
     for batches, metrics in steps(*norms):
-        skipped.seen(batches, metrics)
+        skipped.note(batches, metrics)
     return skipped.lines(), skipped.total
 
 
@@ -200,9 +200,9 @@ def test_a_row_is_counted_over_log_lines():
     skipped = Skipped(Ranks(), watching=True)
     bad = steps(*[float("nan")] * 3)
     for batches, metrics in bad[:2]:
-        skipped.seen(batches, metrics)
+        skipped.note(batches, metrics)
         assert len(skipped.lines()) == 1
-    skipped.seen(*bad[2])
+    skipped.note(*bad[2])
     with pytest.raises(NumericsError):
         skipped.lines()
 
