@@ -384,8 +384,15 @@ def dropout_while_evaluating(engine: str) -> Any:
 
     from trainer.parallel.forward_backward import GradientAccumulation
 
+    evaluating = torch.nn.Module.eval
+
+    def eval_but_dropout(module):
+        for inner in evaluating(module).modules():
+            inner.training = isinstance(inner, torch.nn.Dropout)
+        return module
+
     def training(real, self, batches):
-        with mock.patch.object(torch.nn.Module, "eval", lambda module: module.train()):
+        with mock.patch.object(torch.nn.Module, "eval", eval_but_dropout):
             return real(self, batches)
 
     return around(GradientAccumulation, "evaluate", training)
