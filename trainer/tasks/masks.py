@@ -74,9 +74,13 @@ class Masks:
 
 def _apart(mask_function: Any, documents: PackedDocuments) -> Any:
     """Restrict a mask function to each document, as if it were alone."""
-    from transformers.masking_utils import packed_sequence_compatibility_function
+    numbers, positions = documents.numbers, documents.positions
 
-    return packed_sequence_compatibility_function(mask_function, documents.positions, documents.numbers)
+    def apart(row: Any, head: Any, query: Any, key: Any) -> Any:
+        alone = mask_function(row, head, positions[row, query], positions[row, key])
+        return alone & (numbers[row, query] == numbers[row, key])
+
+    return apart
 
 
 def _refuse(*_: Any) -> bool:
