@@ -74,13 +74,8 @@ class Masks:
 
 def _apart(mask_function: Any, documents: PackedDocuments) -> Any:
     """Restrict a mask function to each document, as if it were alone."""
-    numbers, positions = documents.numbers, documents.positions
-
-    def apart(row: Any, head: Any, query: Any, key: Any) -> Any:
-        alone = mask_function(row, head, positions[row, query], positions[row, key])
-        return alone & (numbers[row, query] == numbers[row, key])
-
-    return apart
+    at, of = documents.positions, documents.numbers
+    return lambda row, head, q, k: mask_function(row, head, at[row, q], at[row, k]) & (of[row, q] == of[row, k])
 
 
 def _refuse(*_: Any) -> bool:
