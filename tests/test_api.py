@@ -16,8 +16,9 @@ from torch.nn.functional import cross_entropy
 import trainer
 from tests.commands import BIN, ROOT, run
 from trainer.errors import ConfigError, DataError
-from trainer.models.module import check_module, spec_of
+from trainer.models.module import spec_of
 from trainer.tasks.supervised import Supervised
+from trainer.trial.own_module import check_module
 
 README = (ROOT / "README.md").read_text()
 EXAMPLE = next(code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "trainer.train" in code)

@@ -20,11 +20,11 @@ from tests.test_api import spec_and_task
 from tests.test_model_checks import layout
 from tests.training import LLAMA, spec_of, task_of
 from trainer.errors import ConfigError
-from trainer.models.checks import check_model
-from trainer.models.module import check_module
 from trainer.models.spec import TinyCopies
 from trainer.parallel.checks import check_layout
 from trainer.run.subject import _say_rotary
+from trainer.trial.language import check_model
+from trainer.trial.own_module import check_module
 
 RWKV = {"model_type": "rwkv", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 9, "intermediate_size": 48}
 CALLS = 0

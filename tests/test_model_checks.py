@@ -26,13 +26,15 @@ from trainer.engines.deepspeed import engine as deepspeed
 from trainer.errors import ConfigError
 from trainer.layout import Layout, Recompute
 from trainer.models import huggingface
-from trainer.models.checks import Draws, Findings, applied, check_model
 from trainer.models.cut import check_cut
 from trainer.models.materialise import materialise
 from trainer.models.spec import TinyCopies
 from trainer.parallel.checks import check_layout, checked
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.cross_entropy import logits_cross_entropy
+from trainer.trial.draws import Draws
+from trainer.trial.findings import Findings, applied
+from trainer.trial.language import check_model
 
 MOE = {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 MIXTRAL = {**SMALL, "model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True}

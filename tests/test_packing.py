@@ -29,10 +29,10 @@ from trainer.data.packing import pack
 from trainer.data.source import Encoded, PreparedSource, write_part
 from trainer.errors import ConfigError
 from trainer.layout import Recompute
-from trainer.models.isolation import check_isolation
 from trainer.parallel import activation_checkpointing as recompute
 from trainer.tasks.documents import documents_of
 from trainer.tasks.task import IGNORED
+from trainer.trial.isolation import check_isolation
 
 # Packing
 

@@ -125,8 +125,8 @@ def test_a_copy_that_lacks_what_its_loss_needs_is_not_the_last_that_is_tried():
     """The first layers of this one have no router, and the model's own code fails on an empty list of their logits."""
     from trainer.config.sections import ModelSection
     from trainer.models import huggingface
-    from trainer.models.checks import check_model
     from trainer.tasks.causal_lm import CausalLM
+    from trainer.trial.language import check_model
 
     sizes = {"hidden_size": 64, "vocab_size": 200, "intermediate_size": 64, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

@@ -32,7 +32,6 @@ from trainer.config import TrainerSection
 from trainer.data.source import PreparedSource
 from trainer.engines import Machine
 from trainer.models import huggingface
-from trainer.models.checks import Alone
 from trainer.models.shrink import SIZES, Sizes
 from trainer.models.spec import ModelSpec, TinyCopies, Weights
 from trainer.parallel.checks import checked
@@ -40,6 +39,7 @@ from trainer.run.describe import versions
 from trainer.run.subject import amended
 from trainer.supervise.phase import Phase
 from trainer.tasks.causal_lm import CausalLM
+from trainer.trial.setup import Alone
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,14 @@ from trainer.certify.small import CLIPPED_STEPS, Small, clipping, shrink
 from trainer.data.dataset import Subset
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, Problem
-from trainer.models.checks import Alone, observe_draws, tiny
 from trainer.models.spec import ModelSpec
 from trainer.parallel.checks import checked
 from trainer.run.subject import Given, Subject, own_module
 from trainer.supervise.process import join
 from trainer.supervise.world import world_of
 from trainer.tasks.image_classification import TOP
+from trainer.trial.draws import observe_draws
+from trainer.trial.setup import Alone, tiny
 
 LARGEST = 50_000_000
 """The most parameters of a module that is certified: there is no smaller copy of it."""
@@ -77,9 +78,8 @@ def certify_subject(
     ranks = machine.ranks
     if subject.spec.parameters > LARGEST:
         seen = f"{subject.spec.parameters / 1e6:,.0f} M parameters"
-        raise ConfigError(
-            Problem("model", seen, f"at most {LARGEST / 1e6:,.0f} M", "Verify a smaller one of its kind.")
-        )
+        most = f"at most {LARGEST / 1e6:,.0f} M"
+        raise ConfigError(Problem("model", seen, most, "Verify a smaller one of its kind."))
     spec, _ = checked(subject.spec, subject.task, small.layout, ranks)
     if small.layout.sync_batch_norm and observe_draws(tiny(spec)[1], spec).any:
         seen = "with a module that draws random numbers: each data rank draws its own, one process can't"

@@ -15,8 +15,9 @@ from trainer.config import TrainerSection
 from trainer.data.source import Encoded
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, Problem
-from trainer.models.checks import observe_draws, own_randomness, tiny
 from trainer.models.spec import ModelSpec
+from trainer.trial.draws import observe_draws
+from trainer.trial.setup import own_randomness, tiny
 
 CHANGE = "packed samples, whose documents one process runs one by one; no dropout or noise: it would draw otherwise"
 
@@ -37,8 +38,8 @@ def check_nothing_drawn(spec: ModelSpec, ranks: Ranks) -> None:
 
     def draws() -> bool:
         with own_randomness():
-            shrunk = spec.tiny.shrunk() if spec.tiny.shrunk else spec
-            return observe_draws(tiny(spec)[1], shrunk).any
+            small, model = tiny(spec)
+            return observe_draws(model, small).any
 
     if ranks.on_first(draws):
         seen = "the model draws random numbers in training; documents one by one would draw others than packed ones"

@@ -16,11 +16,11 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.config import TrainerSection
 from trainer.distributed.seeding import seeded_init
-from trainer.models.checks import drawn
 from trainer.models.frozen import carried
 from trainer.models.materialise import materialise
 from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
+from trainer.trial.setup import drawn
 
 
 class Learner(NamedTuple):

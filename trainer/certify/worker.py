@@ -33,8 +33,7 @@ def verify(small: Small, world: World, device: str, certificate_path: Path, outp
     try:
         signs.at(f"waiting for {world.world_size} ranks" if world.world_size > 1 else "making ready")
         machine = met(small, device, output.say)
-        watch = ending.start_watch(small.config, machine.ranks)
-        machine = replace(machine, watch=watch)
+        machine = replace(machine, watch=ending.start_watch(small.config, machine.ranks))
         signs.at("some steps of a small copy under the layout, and in one process")
         if device == "cuda":
             # a resumed run is compared bit for bit; some kernels sum in any order unless set otherwise
@@ -49,7 +48,7 @@ def verify(small: Small, world: World, device: str, certificate_path: Path, outp
             signs.close()
             write(certificate, certificate_path)
             print(f"{table(certificate)}\nwritten to {certificate_path}", file=output.terminal, flush=True)
-        watch.at(Phase.LEAVING)
+        machine.watch.at(Phase.LEAVING)
         machine.ranks.barrier()
         return ending.end(PASSED if certificate.passed else FAILED)
     except BaseException as error:

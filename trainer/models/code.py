@@ -29,20 +29,20 @@ def code_of(model: nn.Module, /, **given: Any) -> dict[str, str]:
     Functions in `given` are included, and so are plain values from closures, defaults and globals. If anything
     is given, the model is the user's own: classes and plain attributes of all submodules are included, too.
     """
-    found, seen = dict[str, str](), set[int]()
+    found, visited = dict[str, str](), set[int]()
     for name, thing in given.items():
-        _note(name, thing, found, seen)
+        _note(name, thing, found, visited)
     values: dict[str, list[str]] = {}
     for place, module in model.named_modules():
-        _note(type(module).__qualname__, type(module), found, seen)
+        _note(type(module).__qualname__, type(module), found, visited)
         pattern = pattern_of(place) or "model"
         values.setdefault(f"{pattern}'s class", []).append(type(module).__qualname__)
         for key, value in vars(module).items():
             if callable(value) and not isinstance(value, nn.Module):  # a forward of this instance, an activation
-                _note(f"{pattern}.{key}", value, found, seen)
+                _note(f"{pattern}.{key}", value, found, visited)
             elif key.endswith("_hooks") and not isinstance(value, set):
                 for hook in value.values():
-                    _note(f"{pattern}.{key}", hook, found, seen)
+                    _note(f"{pattern}.{key}", hook, found, visited)
             elif not key.startswith("_") and key != "training" and (text := _text(value)) is not None:
                 values.setdefault(f"{pattern}.{key}", []).append(text)
     if given:
@@ -51,24 +51,24 @@ def code_of(model: nn.Module, /, **given: Any) -> dict[str, str]:
     return found
 
 
-def _note(name: str, thing: Any, found: dict[str, str], seen: set[int]) -> None:
+def _note(name: str, thing: Any, found: dict[str, str], visited: set[int]) -> None:
     """Add the user's own code, with what it takes from elsewhere."""
     if isinstance(thing, partial):
         _add(found, f"{name}'s arguments", _text((thing.args, thing.keywords)))
-        _note(name, thing.func, found, seen)
+        _note(name, thing.func, found, visited)
     elif isinstance(thing, MethodType):
-        _note(name, thing.__func__, found, seen)
+        _note(name, thing.__func__, found, visited)
     elif isinstance(thing, (FunctionType, type)):
-        _note_code(thing.__qualname__ if thing.__name__ != "<lambda>" else name, thing, found, seen)
+        _note_code(thing.__qualname__ if thing.__name__ != "<lambda>" else name, thing, found, visited)
     elif callable(thing) and not is_library(type(thing)):
         _add(found, f"{name}'s values", _text(vars(thing)) if hasattr(thing, "__dict__") else None)
-        _note(type(thing).__qualname__, type(thing), found, seen)
+        _note(type(thing).__qualname__, type(thing), found, visited)
 
 
-def _note_code(name: str, thing: Any, found: dict[str, str], seen: set[int]) -> None:
-    if is_library(thing) or id(thing) in seen:
+def _note_code(name: str, thing: Any, found: dict[str, str], visited: set[int]) -> None:
+    if is_library(thing) or id(thing) in visited:
         return
-    seen.add(id(thing))
+    visited.add(id(thing))
     _add(found, name, _source(thing), 0)
     root = thing.__module__.partition(".")[0]
     for package in packages_distributions().get(root, []) if _is_installed(thing) else []:  # not followed further
@@ -77,13 +77,13 @@ def _note_code(name: str, thing: Any, found: dict[str, str], seen: set[int]) -> 
     for member in members:
         function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
         if isinstance(function, type):
-            _note_code(function.__qualname__, function, found, seen)
+            _note_code(function.__qualname__, function, found, visited)
         elif isinstance(function, FunctionType):
             for key, value in captured(function):
                 if not isinstance(value, (FunctionType, type)):
                     _add(found, f"{name}: {key}", _text(value))
                 elif not _is_installed(value):
-                    _note(f"{name}: {key}", value, found, seen)
+                    _note(f"{name}: {key}", value, found, visited)
 
 
 def _is_installed(thing: Any) -> bool:

@@ -64,29 +64,29 @@ def snapshot(model: nn.Module, *beside: tuple[str, Any]) -> dict[str, Any]:
 
     Functions of the user's classes are included with what they capture, and so are the objects `beside` the model.
     """
-    seen: dict[int, Any] = {id(module): module for module in model.modules()}
+    visited: dict[int, Any] = {id(module): module for module in model.modules()}
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         tensors = {**module._parameters, **module._buffers}
         state = {**tensors, **{key: v for key, v in vars(module).items() if key not in _OF_MODULES}}
         for key, value in state.items():
-            found |= dict(leaves(f"{name}.{key}".lstrip("."), value, seen))
+            found |= dict(leaves(f"{name}.{key}".lstrip("."), value, visited))
     classes = (kind for kind in dict.fromkeys(map(type, model.modules())) if not is_library(kind))
     for place, thing in (*((kind.__qualname__, dict(vars(kind))) for kind in classes), *beside):
-        found |= dict(leaves(place, thing, seen))
+        found |= dict(leaves(place, thing, visited))
     return found
 
 
-def leaves(place: str, value: Any, seen: dict[int, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the comparable values in a value, each object once; `seen` keeps the objects by id, alive."""
+def leaves(place: str, value: Any, visited: dict[int, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the comparable values in a value, each object once; `visited` keeps the objects by id, alive."""
     if (text := plain(value)) is not None:
         yield place, text
-    elif id(value) not in seen and depth < DEEPEST:
-        seen[id(value)] = value
+    elif id(value) not in visited and depth < DEEPEST:
+        visited[id(value)] = value
         if isinstance(value, (list, tuple, dict, set, deque)):
             yield f"{place} (its length)", str(len(value))
         for name, part in parts_of(value):
-            yield from leaves(f"{place}{name}", part, seen, depth + 1)
+            yield from leaves(f"{place}{name}", part, visited, depth + 1)
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:

@@ -10,19 +10,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
-from trainer.models.checks import Findings, Task, applied, batches, check_model, tiny
 from trainer.models.cut import check_cut, cut, of_tokens
-from trainer.models.isolation import check_isolation, packed_batch
-from trainer.models.module import check_module, running_norms
+from trainer.models.module import running_norms
 from trainer.models.spec import ModelSpec
 from trainer.parallel import activation_checkpointing
 from trainer.parallel.dropout import Dropout
+from trainer.trial.findings import Findings, applied
+from trainer.trial.isolation import check_isolation, packed_batch
+from trainer.trial.language import check_model
+from trainer.trial.own_module import check_module
+from trainer.trial.setup import TrialTask, batches, differing_gradient, tiny
 
 TOLERANCE = 1e-5
 
 
 def checked(
-    spec: ModelSpec, task: Task, layout: Layout, ranks: Ranks, packed: bool = False
+    spec: ModelSpec, task: TrialTask, layout: Layout, ranks: Ranks, packed: bool = False
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     """Try a tiny copy; return the spec with the findings applied, and notes for the user.
 
@@ -42,7 +45,7 @@ def checked(
     return applied(spec, findings), (*spec.notes, *findings.notes, *_say_statistics(layout, findings))
 
 
-def check_layout(spec: ModelSpec, task: Task, layout: Layout, findings: Findings, packed: bool = False) -> None:
+def check_layout(spec: ModelSpec, task: TrialTask, layout: Layout, findings: Findings, packed: bool = False) -> None:
     """Raise ConfigError, with the reason, for a layout that can't train the model as one process does."""
     if findings.unproven and layout.world_size > 1:
         seen = (
@@ -102,7 +105,7 @@ def _say_statistics(layout: Layout, findings: Findings) -> tuple[str, ...]:
     return (f"{own}, a micro-batch of one data rank (trainer.sync_batch_norm takes those of all data ranks together)",)
 
 
-def _check_single(spec: ModelSpec, task: Task, name: str) -> None:
+def _check_single(spec: ModelSpec, task: TrialTask, name: str) -> None:
     """Raise ConfigError for batch norm on one sample, unless that has several positions for its statistics."""
     small, model = tiny(spec)
     assert small.tiny.input is not None
@@ -139,14 +142,14 @@ def _check_stages(spec: ModelSpec) -> None:
             stage_input.hidden = hidden
             dropout.start(1, 0)
             hidden = trial.hidden(stage) if index + 1 < len(small.blocks) else trial.output(stage)
-    if not (error := _relative_error(hidden, expected)) <= TOLERANCE:
+    if not (error := float((hidden - expected).abs().max() / expected.abs().max())) <= TOLERANCE:
         seen = f"stages that start from their own seeds give other logits than the whole model, by {error:.1e}"
         raise _refused(spec, "pipeline.stages", seen, "1 stage, or a model config without what is random in it")
 
 
-def _check_recompute(spec: ModelSpec, task: Task, layout: Layout, packed: bool) -> None:
+def _check_recompute(spec: ModelSpec, task: TrialTask, layout: Layout, packed: bool) -> None:
     """Check that the gradients of a model with recomputed blocks are those of one that keeps all activations."""
-    found = []
+    models = []
     for again in (False, True):
         small, model = tiny(spec)
         model = task.prepare(model).train()
@@ -156,18 +159,11 @@ def _check_recompute(spec: ModelSpec, task: Task, layout: Layout, packed: bool) 
         dropout.start(1, 0)
         language = packed_batch if packed else lambda spec, task: next(batches(spec, task))
         task.loss_sum(model, small.tiny.input.batches[0] if small.tiny.input else language(small, task)).backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    largest = max(float(g.abs().max()) for g in found[0].values())
-    for name in dict.fromkeys([*found[0], *found[1]]):
-        kept, again_ = (grads.get(name, torch.zeros(())) for grads in found)
-        if not (error := float((kept - again_).abs().max()) / largest) <= TOLERANCE:
-            seen = f"the gradient of {name} is another when its block is computed again, by {error:.1e}"
-            raise _refused(spec, "trainer.activation_checkpointing", seen, '"none"')
+        models.append(model)
+    if found := differing_gradient(models[1], models[0], TOLERANCE):
+        seen = f"the gradient of {found[0]} is another when its block is computed again, by {found[1]:.1e}"
+        raise _refused(spec, "trainer.activation_checkpointing", seen, '"none"')
 
 
-def _relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours - theirs).abs().max() / theirs.abs().max())
-
-
-def _refused(spec: ModelSpec, key: str, seen: str, expected: str) -> ConfigError:
-    return ConfigError(Problem(f"{key}: {spec.name}", seen, expected))
+def _refused(spec: ModelSpec, key: str, actual: str, expected: str) -> ConfigError:
+    return ConfigError(Problem(f"{key}: {spec.name}", actual, expected))

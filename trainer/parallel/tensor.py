@@ -17,10 +17,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
-from trainer.models.checks import DrawWatch, tiny
 from trainer.models.names import layer_of, pattern_of
 from trainer.models.spec import WHOLE, ModelSpec
 from trainer.parallel.mesh import ParallelMesh
+from trainer.trial.draws import DrawWatch
+from trainer.trial.setup import tiny
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,

@@ -29,7 +29,6 @@ from trainer.engines import Machine, Metrics
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.layout import Layout
 from trainer.models import huggingface, module
-from trainer.models.checks import Alone
 from trainer.models.frozen import frozen
 from trainer.models.lora import adapted
 from trainer.models.spec import ModelSpec, flops_per_token
@@ -41,6 +40,7 @@ from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.image_classification import ImageClassification
 from trainer.tasks.supervised import Loss, Supervised
 from trainer.tasks.task import Task
+from trainer.trial.setup import Alone
 
 MOST_WORKERS = 8
 

@@ -14,7 +14,7 @@ from torch import nn
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.tasks.by_source import LossBySource
-from trainer.tasks.cross_entropy import LossHead, Told, logits_cross_entropy, right
+from trainer.tasks.cross_entropy import LossHead, LossObserver, logits_cross_entropy, right
 from trainer.tasks.documents import documents_of
 from trainer.tasks.masks import Masks
 from trainer.tasks.noise import EmbeddingNoise, has_table
@@ -77,7 +77,7 @@ class CausalLM:
         if self._fused_head:
             head = model.get_output_embeddings()  # type: ignore[operator]
             head.__class__ = LossHead  # the same module, name and hooks; only its forward differs
-            head.smoothing, head.told = self._smoothing, self._told
+            head.smoothing, head.observe = self._smoothing, self._observe
         if self._noise is not None:
             self._noise.join(model)
         if self._own_loss:
@@ -158,29 +158,29 @@ class CausalLM:
         if self._fused_head:
             hidden = self.hidden(model, batch)
             return model.get_output_embeddings()(hidden, batch["targets"])  # type: ignore[operator,no-any-return]
-        more = (self._smoothing, self._told) if model.training else ()
+        more = (self._smoothing, self._observe) if model.training else ()
         return logits_cross_entropy(self.logits(model, batch), batch["targets"], *more)
 
     @property
-    def _told(self) -> Told | None:
+    def _observe(self) -> LossObserver | None:
         """The callback for each token's loss: a function, as copies of a model share it."""
         found = self.by_source
         return None if found is None else lambda rows, losses: found.add(rows, losses)
 
     def _run(self, model: nn.Module, forward: Callable[..., Any], batch: Batch, **labels: torch.Tensor) -> Any:
         """Call the model's forward, whole or below the head, such that packed documents do not see one another."""
-        ids, lengths, told = batch["input_ids"], batch.get("documents"), dict[str, Any](labels)
+        ids, lengths, arguments = batch["input_ids"], batch.get("documents"), dict[str, Any](labels)
         documents = None if lengths is None else documents_of(lengths, ids.shape[1])
         if documents:
-            told["position_ids"] = documents.positions
+            arguments["position_ids"] = documents.positions
         if documents and "flash" in model.config._attn_implementation:  # type: ignore[operator,union-attr]
             # no document is longer than the row: finding the longest would wait for the device
-            told |= {"cu_seq_lens_q": documents.borders, "cu_seq_lens_k": documents.borders}
-            told |= {"max_length_q": ids.shape[1], "max_length_k": ids.shape[1]}
+            arguments |= {"cu_seq_lens_q": documents.borders, "cu_seq_lens_k": documents.borders}
+            arguments |= {"max_length_q": ids.shape[1], "max_length_k": ids.shape[1]}
         if self._noise is not None:
             self._noise.tell(documents.lengths if documents else batch["lengths"])
         with self._masks.of(documents):
-            return forward(input_ids=ids, use_cache=False, **told)
+            return forward(input_ids=ids, use_cache=False, **arguments)
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss and the number of targets with the highest logit. The model is in evaluation mode."""
@@ -197,6 +197,6 @@ class CausalLM:
         """Replace the model's own mean over `labels`, which are shifted already; a fused head has summed the loss."""
         if not self._fused_head:
             self.right = right(logits, labels)
-        more = (self._smoothing, self._told) if self._trains else ()
+        more = (self._smoothing, self._observe) if self._trains else ()
         total = logits if self._fused_head else logits_cross_entropy(logits, labels, *more)
         return total / (labels != IGNORED).sum().clamp_min(1)

@@ -17,10 +17,10 @@ from torch import nn
 
 from trainer.tasks.task import IGNORED
 
-Told = Callable[[slice, torch.Tensor], None]
+LossObserver = Callable[[slice, torch.Tensor], None]
 """Called with a range of tokens and their losses."""
 CHUNK_BYTES = 64 << 20
-"""Bytes of one chunk of float32 logits, at the least: large enough for full speed, small beside any model."""
+"""The least bytes of a chunk of float32 logits: enough for full speed, small beside any model."""
 
 
 def linear_cross_entropy(
@@ -29,16 +29,16 @@ def linear_cross_entropy(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     smoothing: float = 0.0,
-    told: Told | None = None,
+    observe: LossObserver | None = None,
 ) -> torch.Tensor:
     """Return the sum over the tokens of -log softmax(hidden @ weight.T + bias)[target], in nats, float32 or wider.
 
     hidden [..., h], weight [v, h], bias [v], targets [...]. `smoothing` is the share of each target
     that is spread evenly over all v, as by PyTorch's `label_smoothing` (arXiv 1512.00567, section
-    7). `told` is called with each token's loss."""
+    7). `observe` is called with each token's loss."""
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     grads = torch.is_grad_enabled()
-    return _LinearCrossEntropy.apply(flat, weight, bias, flat_targets, grads, smoothing, told)  # type: ignore[no-any-return]
+    return _LinearCrossEntropy.apply(flat, weight, bias, flat_targets, grads, smoothing, observe)  # type: ignore[no-any-return]
 
 
 def linear_measured(
@@ -62,11 +62,11 @@ def right(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def logits_cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, smoothing: float = 0.0, told: Told | None = None
+    logits: torch.Tensor, targets: torch.Tensor, smoothing: float = 0.0, observe: LossObserver | None = None
 ) -> torch.Tensor:
     """Return the same sum from logits [..., v] that a model has computed; only a chunk at a time becomes float32."""
     flat, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    return _LogitsCrossEntropy.apply(flat, flat_targets, torch.is_grad_enabled(), smoothing, told)  # type: ignore[no-any-return]
+    return _LogitsCrossEntropy.apply(flat, flat_targets, torch.is_grad_enabled(), smoothing, observe)  # type: ignore[no-any-return]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -79,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         with_gradients: bool,
         smoothing: float,
-        told: Told | None,
+        observe: LossObserver | None,
     ) -> torch.Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
@@ -95,8 +95,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = hidden[rows]
             losses, grad = _chunk_loss(F.linear(part, weight, bias).to(wide), targets[rows], smoothing)
             total += losses.sum()
-            if told is not None:
-                told(rows, losses)
+            if observe is not None:
+                observe(rows, losses)
             low = grad.to(hidden.dtype)
             if hidden_grad is not None:
                 torch.mm(low, weight, out=hidden_grad[rows])
@@ -123,7 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _LogitsCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, with_gradients: bool, smoothing: float, told: Told | None
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, with_gradients: bool, smoothing: float, observe: Any
     ) -> torch.Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=logits.device)
@@ -131,8 +131,8 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         for rows in _chunks(logits.shape[0], logits.shape[1], wide):
             losses, grad = _chunk_loss(logits[rows].to(wide, copy=True), targets[rows], smoothing)
             total += losses.sum()
-            if told is not None:
-                told(rows, losses)
+            if observe is not None:
+                observe(rows, losses)
             if gradient is not None:
                 gradient[rows] = grad
         ctx.save_for_backward(gradient)
@@ -183,7 +183,7 @@ class LossHead(nn.Linear):
     """Targets for a caller that passes none: a model's own forward."""
     smoothing: float = 0.0
     """The share of label smoothing, in training."""
-    told: Told | None = None
+    observe: LossObserver | None = None
     """Called with the loss of each token, in training."""
     right: torch.Tensor | None = None
     """The number of the last targets with the highest logit, in an evaluation."""
@@ -193,7 +193,7 @@ class LossHead(nn.Linear):
         if targets is None:
             return super().forward(hidden)
         if self.training or torch.is_grad_enabled():
-            more = (self.smoothing, self.told) if self.training else ()
+            more = (self.smoothing, self.observe) if self.training else ()
             return linear_cross_entropy(hidden, self.weight, self.bias, targets, *more)
         loss, self.right = linear_measured(hidden, self.weight, self.bias, targets)
         return loss

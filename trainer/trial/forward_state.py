@@ -110,6 +110,6 @@ def _shown(places: Sequence[str], before: dict[str, Any], after: dict[str, Any])
     return listed([key if key in tensors else f"{key} ({' -> '.join(values[key]):.80})" for key in places], most=3)
 
 
-def _refused(name: str, seen: str) -> ConfigError:
+def _refused(name: str, actual: str) -> ConfigError:
     expected = "a forward pass that depends on its rows, weights and torch's random numbers alone"
-    return ConfigError(Problem(f"trainer.model: {name}", seen, expected))
+    return ConfigError(Problem(f"trainer.model: {name}", actual, expected))

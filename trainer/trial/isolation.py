@@ -1,9 +1,8 @@
-"""A check, on a tiny copy of the same architecture, that packed documents do not see one another."""
+"""A check, on a tiny copy of a model, that packed documents do not see one another."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,18 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.errors import ConfigError, Problem, named_line
-from trainer.models.checks import IGNORED, LENGTH, TOLERANCE, observe_draws, own_randomness, tiny
 from trainer.models.spec import ModelSpec
+from trainer.trial.draws import observe_draws
+from trainer.trial.setup import IGNORED, LENGTH, TOLERANCE, TrialTask, differing_gradient, own_randomness, tiny
 
 ROWS = ((9, LENGTH), (1, 5, 13, 2))
 """The lengths of the documents in each row; the rows differ in length, so that one is padded."""
 
 
-class Task(Protocol):
-    def prepare(self, model: nn.Module) -> nn.Module: ...
-    def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]: ...
+class TokenTask(TrialTask, Protocol):
     def logits(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor: ...
-    def loss_sum(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor: ...
 
 
 def check_isolation(spec: ModelSpec, task: Any) -> None:
@@ -61,13 +58,13 @@ def packed_batch(spec: ModelSpec, task: Any) -> dict[str, torch.Tensor]:
 
 
 def _documents(spec: ModelSpec) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """Draw inputs and targets of each document of each row; a document's last token has no target."""
+    """Draw inputs and targets of each document of each row; its last token has no target."""
     rng = np.random.default_rng(3)
     rows = [[rng.integers(1, spec.language.vocabulary, length) for length in row] for row in ROWS]
     return [[(ids, np.append(ids[1:], IGNORED)) for ids in row] for row in rows]
 
 
-def _compare_logits(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: Task) -> str:
+def _compare_logits(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: TokenTask) -> str:
     """Return the worst difference of logits between packed documents and each alone, or an empty string."""
     with torch.no_grad():
         together = task.logits(packed, packed_batch(spec, task)).float()
@@ -85,22 +82,17 @@ def _compare_logits(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: 
     return f"{where} in a row has other logits than alone, by {worst:.1e}; their spread is {spread:.1e}"
 
 
-def _compare_gradients(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: Task) -> str:
+def _compare_gradients(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: TokenTask) -> str:
     """Return the first difference of gradients between packed documents and each alone, or an empty string."""
     task.loss_sum(packed, packed_batch(spec, task)).backward()
     for ids, targets in (document for row in _documents(spec) for document in row):
         logits = alone(input_ids=torch.tensor(ids)[None], use_cache=False).logits[0].float()
         F.cross_entropy(logits, torch.tensor(targets), reduction="sum", ignore_index=IGNORED).backward()
-    mine = {name: p.grad for name, p in packed.named_parameters() if p.grad is not None}
-    theirs = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
-    largest = max(float(gradient.abs().max()) for gradient in theirs.values() if gradient.numel())
-    for name in dict.fromkeys([*theirs, *mine]):
-        a, b = (found.get(name, torch.zeros(())) for found in (mine, theirs))
-        error, scale = float((a - b).abs().max()), max(float(b.abs().max()), 1e-3 * largest)
-        if not error <= 10 * TOLERANCE * scale:
-            return f"the gradient of {name} from packed documents is off by {error / scale:.1%} of its largest entry"
-    return ""
+    found = differing_gradient(packed, alone)
+    if not found:
+        return ""
+    return f"the gradient of {found[0]} from packed documents is off by {found[1]:.1%} of its largest entry"
 
 
-def _refused(spec: ModelSpec, seen: str, expected: str) -> ConfigError:
-    return ConfigError(Problem(f"trainer.data.documents: {spec.name}", seen, expected, 'Set it to "pad".'))
+def _refused(spec: ModelSpec, actual: str, expected: str) -> ConfigError:
+    return ConfigError(Problem(f"trainer.data.documents: {spec.name}", actual, expected, 'Set it to "pad".'))

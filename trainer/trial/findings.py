@@ -1,0 +1,59 @@
+"""Findings of the trials of a model, and the spec that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from trainer.models.names import in_short, pattern_of
+from trainer.models.spec import ModelSpec
+from trainer.trial.draws import Draws
+
+
+@dataclass(frozen=True)
+class Findings:
+    unused: tuple[str, ...] = ()
+    """Patterns of the names of parameters that get no gradient, numbers replaced by `*`."""
+    sparse: tuple[str, ...] = ()
+    """Patterns of the names of parameters that only some rows leave without a gradient."""
+    draws: Draws = Draws()
+    blocks: bool = True
+    """True if the spec's blocks run once each, in their order."""
+    moves_buffers: str = ""
+    """The name of a buffer, no running statistic, that a training forward pass changes; else empty."""
+    normalises: str = ""
+    """The name of a module that keeps running statistics of its input (batch norm); else empty."""
+    unproven: str = ""
+    """Why nothing could be tried; every other field is then a guess."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user, a line each."""
+
+
+def applied(spec: ModelSpec, findings: Findings) -> ModelSpec:
+    """Return the spec with gradient-less parameters frozen, and without blocks that do not run once, in order."""
+
+    def build() -> nn.Module:
+        model = spec.build()
+        for name, parameter in model.named_parameters():
+            if pattern_of(name) in findings.unused:
+                parameter.requires_grad_(False)
+        return model
+
+    return replace(
+        spec,
+        build=build if findings.unused else spec.build,
+        blocks=spec.blocks if findings.blocks else (),
+        training=replace(spec.training, sparse=findings.sparse),
+    )
+
+
+def say_unused(spec: ModelSpec, patterns: Sequence[str]) -> Iterator[str]:
+    sizes = {name: parameter.numel() for name, parameter in spec.build().named_parameters()}
+    names = [name for name in sizes if pattern_of(name) in patterns]
+    if names:
+        values = f"{len(names)} parameters ({sum(sizes[name] for name in names) / 1e6:,.1f} M values)"
+        where = in_short(names, sizes.keys() - names)
+        source = " from text" if spec.tiny.input is None else ""
+        yield f"{values} get no gradient{source}; they stay as they are: {where}"

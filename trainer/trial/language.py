@@ -1,0 +1,234 @@
+"""Checks, on a tiny copy of a language model, that it is what it is taken for (contract 10)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from trainer.distributed.seeding import seed_generators
+from trainer.errors import ConfigError, MeshloomError, Problem, named_line
+from trainer.models.blocks import blocks_of
+from trainer.models.names import pattern_of
+from trainer.models.spec import ModelSpec
+from trainer.trial.draws import observe_draws
+from trainer.trial.findings import Findings, say_unused
+from trainer.trial.forward_state import check_forward_state
+from trainer.trial.setup import (
+    IGNORED,
+    LENGTH,
+    SINGLE,
+    TOLERANCE,
+    WIDER,
+    TrialTask,
+    batches,
+    differing_gradient,
+    drawn,
+    own_randomness,
+    row_of,
+    spread,
+    tiny,
+)
+
+
+def check_model(spec: ModelSpec, task: TrialTask) -> Findings:
+    """Try a tiny copy: is it causal, is the task's loss its own, which parameters get no gradient, where is it random?
+
+    Takes about a second, and leaves the random generators as they were.
+    Raises ConfigError, with the numbers, for a model that can't be trained on next tokens as it is.
+    """
+    with own_randomness():
+        try:
+            small, model = tiny(spec)
+            with torch.no_grad():
+                logits = model.eval()(input_ids=row_of(small)[None], use_cache=False).logits
+            reason = "" if float(logits.std(1).max()) > 0 else "its logits are not finite, or all the same"
+        except Exception as error:  # whatever a model's own code raises about sizes it does not expect
+            reason = named_line(error)
+        if reason:
+            note = f"it is not proven that {spec.name} is causal, nor that its loss is ours: {reason}"
+            return Findings(unproven=reason, notes=(note,))
+        with _trying(spec, "whether it is causal"):
+            check_causal(model, small)
+            notes = tuple(_say_padding(model, small))
+        with _trying(spec, "where it draws random numbers"):
+            draws = observe_draws(model, small)
+        with _trying(spec, "whether it computes the same again"):
+            moves = check_again(small)
+        with _trying(spec, "whether it is causal in training"):
+            if not draws.any:  # else the draws change the rows
+                check_causal(model.train(), small)
+        with _trying(spec, "whether its loss is ours"):
+            notes += check_loss(model, small, task)
+        with _trying(spec, "which parameters have no gradient"):
+            patterns, sometimes = unused(model, small, task)
+        with _trying(spec, "what its blocks are"):
+            found = bool(small.blocks) and blocks_of(model.eval(), row_of(small)[None]) == small.blocks
+    said = (*notes, *say_unused(spec, patterns))
+    return Findings(patterns, sometimes, draws, found, moves, notes=said)
+
+
+@contextmanager
+def _trying(spec: ModelSpec, what: str) -> Iterator[None]:
+    """Raise an error of the model's own code as a ConfigError that says what was not shown."""
+    try:
+        yield
+    except MeshloomError:
+        raise
+    except Exception as error:  # whatever a model's own code raises
+        seen = f"a tiny copy of it does not show {what}: {named_line(error, 300)}"
+        expected = "a model that computes logits and its loss from tokens alone"
+        raise ConfigError(Problem(f"trainer.model: {spec.name}", seen, expected)) from error
+
+
+# Causal
+
+
+def check_causal(model: nn.Module, spec: ModelSpec) -> None:
+    """Raise ConfigError if a later token, or padding in its place, changes an earlier logit."""
+    row = row_of(spec)
+    changed = row.repeat(2 * LENGTH, 1)
+    for position in range(LENGTH):
+        changed[position, position] = 1 + row[position] % (spec.language.vocabulary - 1)
+        changed[LENGTH + position, position:] = 0  # as collation pads
+    with torch.no_grad():
+        logits = model(input_ids=torch.cat([row[None], changed]), use_cache=False).logits.float()
+    moved = (logits[1:] - logits[0]).abs().amax(-1)  # [2 x changed position, position]
+    moved *= (torch.arange(LENGTH)[None] < torch.arange(LENGTH)[:, None]).repeat(2, 1)
+    spread = float(logits[0].std(0).max())  # of one token's logit over the positions
+    if not (worst := float(moved.max())) <= TOLERANCE * spread:
+        later, earlier = divmod(int(moved.nan_to_num(torch.inf).argmax()), LENGTH)
+        seen = (
+            f"token {later % LENGTH} moves the logits of token {earlier} by {worst:.1e}; their spread is {spread:.1e}"
+        )
+        expected, mend = "a causal model", 'Set "is_decoder": true where the family has it, or take a decoder.'
+        raise ConfigError(Problem(f"trainer.model: {spec.name}", f"not causal: {seen}", expected, mend))
+
+
+def _say_padding(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
+    """Yield a line if padding changes the logits: if the beginning of a row alone has other logits than within the row.
+
+    Models that select by rank do this: how a tie is broken depends on the width. Repeated tokens make ties.
+    """
+    row = row_of(spec)[: WIDER // 2].repeat(2)[None]
+    moved: dict[int, float] = {}
+    with torch.no_grad():
+        logits = model(input_ids=row, use_cache=False).logits.float()
+        for length in range(LENGTH - 4, WIDER, 4):
+            alone = model(input_ids=row[:, :length], use_cache=False).logits.float()
+            moved[length] = float((alone - logits[:, :length]).abs().max())
+    worst, spread = max(moved, key=lambda length: moved[length]), float(logits[0].std(0).max())
+    if not moved[worst] <= TOLERANCE * spread:
+        yield (
+            f"padding moves its logits: on a tiny copy, those of {worst} tokens in a row of {WIDER} by "
+            f"{moved[worst]:.1e}; their spread is {spread:.1e}. Its loss depends on which samples share a micro-batch"
+        )
+
+
+def check_again(spec: ModelSpec) -> str:
+    """Return the name of a persistent buffer that a forward pass in training changes, or an empty string.
+
+    Raises ConfigError if a pass leaves anything else behind. Rows have several lengths, which shows
+    a module that keeps the longest it has seen.
+    """
+    row = row_of(spec)
+    rows = (torch.stack([row[4:], row[:-4]]), row[None])
+
+    def run(model: nn.Module, which: int) -> torch.Tensor:
+        return model(input_ids=rows[which], use_cache=False).logits  # type: ignore[no-any-return]
+
+    return next(iter(check_forward_state(spec.name, lambda: drawn(spec), run)), "")
+
+
+# The loss
+
+
+def check_loss(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[str, ...]:
+    """Raise ConfigError unless the task's loss and gradients are those of the model's own `forward(labels=...)`.
+
+    Both run in training with the same random numbers; the model's mean loss is multiplied by its targets.
+    """
+    ours = task.prepare(copy.deepcopy(model)).train()
+    own = copy.deepcopy(model).train()
+    shifts = _shifts_labels(own, spec)
+    for batch in batches(spec, task):
+        ids, targets = batch["input_ids"], batch["targets"]
+        counted = int((targets != IGNORED).sum())
+        shifted = torch.cat([torch.full_like(targets[:, :1], IGNORED), targets[:, :-1]], 1)
+        labels = shifted if shifts else targets
+        seed_generators(1)
+        mine = task.loss_sum(ours, batch)
+        mine.backward()
+        if not counted:  # the model's own mean of nothing is NaN
+            wrong = [p for p in ours.parameters() if p.grad is not None and bool((p.grad != 0).any())]
+            if wrong or bool(mine != 0):
+                raise _other(spec, f"{float(mine.detach()):g} without a target", "0, and no gradient")
+            continue
+        seed_generators(1)
+        loss = own(input_ids=ids, labels=labels, use_cache=False).loss
+        if loss is None:
+            return (f"{spec.name} has no loss of its own that ours could be compared with",)
+        theirs = loss * counted
+        theirs.backward()
+        if not abs(float(mine.detach() - theirs.detach())) <= TOLERANCE * abs(float(theirs.detach())):
+            raise _other(spec, f"loss {float(mine.detach()) / counted:.6g}", f"its own, {float(loss.detach()):.6g}")
+        if found := differing_gradient(ours, own):
+            seen = f"the gradient of {found[0]} is off by {found[1]:.1%} of its largest entry"
+            raise _other(spec, seen, "that of its own loss")
+        ours.zero_grad()
+        own.zero_grad()
+    return ()
+
+
+def _shifts_labels(model: nn.Module, spec: ModelSpec) -> bool:
+    """Return True if the model's own loss shifts labels and so ignores the first one (BART's does not)."""
+    ids = row_of(spec)[None]
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=torch.where(torch.arange(LENGTH) > 0, IGNORED, ids), use_cache=False).loss
+    return loss is None or not bool(loss.isfinite())
+
+
+def _other(spec: ModelSpec, actual: str, expected: str) -> ConfigError:
+    mend = "It adds what this trainer does not know (a router's loss, a scale); it is not trained without it."
+    return ConfigError(Problem(f"trainer.model: {spec.name}", f"on a tiny copy of it: {actual}", expected, mend))
+
+
+# Parameters without a gradient
+
+
+def unused(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return patterns of the names of parameters that no row gives a gradient, and of those that some rows do not.
+
+    Tried with single tokens and with short and long rows; a parameter without a gradient then is
+    tried with many more tokens and other weights, since a token may be routed to it.
+    """
+    ours = task.prepare(copy.deepcopy(model)).train()
+    names = [name for name, p in ours.named_parameters() if p.requires_grad]
+    ids = [[1 + token % (spec.language.vocabulary - 1)] for token in range(SINGLE)]
+    rows = [task.collate([{"input_ids": row, "targets": row}]) for row in ids]
+    with_gradient: set[str] = set()
+    sometimes: dict[str, None] = {}
+    for batch in (*rows, *batches(spec, task)):
+        if bool((batch["targets"] != IGNORED).any()):
+            found = _with_gradient(ours, batch, task)
+            sometimes |= dict.fromkeys(pattern_of(name) for name in names if name not in found)
+            with_gradient |= {pattern_of(name) for name in found}
+    seeds = iter(range(4))
+    while (never := [name for name in sometimes if name not in with_gradient]) and (
+        seed := next(seeds, None)
+    ) is not None:
+        spread(ours, seed)
+        tokens = torch.randint(1, spec.language.vocabulary, (16, LENGTH), generator=torch.Generator().manual_seed(seed))
+        found = _with_gradient(ours, {"input_ids": tokens, "targets": tokens}, task)
+        with_gradient |= {pattern_of(name) for name in found}
+    return tuple(never), tuple(name for name in sometimes if name in with_gradient)
+
+
+def _with_gradient(model: nn.Module, batch: dict[str, torch.Tensor], task: TrialTask) -> set[str]:
+    model.zero_grad()
+    seed_generators(1)
+    task.loss_sum(model, batch).backward()
+    return {name for name, p in model.named_parameters() if p.grad is not None}

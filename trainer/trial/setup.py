@@ -1,0 +1,115 @@
+"""The tiny copy of a model, rows of tokens for it, and the comparison of gradients, for all trials."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ContextDecorator, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.errors import ConfigError, Problem
+from trainer.models.materialise import materialise
+from trainer.models.spec import ModelSpec
+
+IGNORED = -100
+LENGTH = 20
+"""The number of tokens in a row: more than two attention windows of the tiny copy."""
+WIDER = LENGTH + 8
+"""The number of tokens in a padded row."""
+SINGLE = 4
+"""The number of rows of one token, tried for parameters that they leave without a gradient."""
+TOLERANCE = 1e-4
+"""The relative error allowed of logits, losses and gradients in float32: rounding is smaller, a mistake is larger."""
+
+
+class TrialTask(Protocol):
+    def prepare(self, model: nn.Module) -> nn.Module: ...
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]: ...
+    def loss_sum(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor: ...
+
+
+def tiny(spec: ModelSpec) -> tuple[ModelSpec, nn.Module]:
+    """Return a tiny copy and its spec, on the CPU in float32; the same values at each call.
+
+    No weight is left at zero: an initial value of zero would hide what it multiplies.
+    """
+    small = spec.tiny.shrunk() if spec.tiny.shrunk else spec
+    return small, drawn(small)
+
+
+def drawn(small: ModelSpec) -> nn.Module:
+    """Build the tiny model anew, so that nothing is left over from an earlier pass."""
+    model = small.build()
+    materialise(model, small, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    spread(model, seed=0)
+    return model
+
+
+def spread(model: nn.Module, seed: int) -> None:
+    """Draw the weights anew, such that activations keep their scale; what they were read from stays as it is."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        scaled = noise / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else parameter.data + 0.1 * noise
+        parameter.data = scaled.to(parameter.dtype)
+
+
+def row_of(spec: ModelSpec) -> torch.Tensor:
+    """Draw the ids of one row, [LENGTH], none of them 0, which is the padding."""
+    return 1 + torch.randint(spec.language.vocabulary - 1, (LENGTH,), generator=torch.Generator().manual_seed(2))
+
+
+def batches(spec: ModelSpec, task: TrialTask) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield ragged rows, one of them without a target; then one row alone; then a micro-batch without a target."""
+    ids = np.asarray(row_of(spec))
+    for lengths, silent in (((LENGTH, 3, 11, 7), {2}), ((LENGTH,), set[int]()), ((5, 9), {0, 1})):
+        targets = [np.full(n, IGNORED) if row in silent else np.roll(ids, -1)[:n] for row, n in enumerate(lengths)]
+        targets = [np.append(t[:-1], IGNORED) for t in targets]  # labels are as long as the ids: no place for the last
+        batch = task.collate([{"input_ids": ids[: len(t)], "targets": t} for t in targets])
+        yield {**batch, "input_ids": batch["input_ids"] % spec.language.vocabulary}  # the task's padding may be larger
+
+
+def differing_gradient(ours: nn.Module, theirs: nn.Module, most: float = 10 * TOLERANCE) -> tuple[str, float] | None:
+    """Return the first parameter whose gradients differ, and by what share of its largest entry.
+
+    Returns None if no share is above `most`. A parameter's largest entry counts as at least a
+    thousandth of the model's.
+    """
+    mine, other = (
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None} for model in (ours, theirs)
+    )
+    largest = max((float(gradient.abs().max()) for gradient in other.values() if gradient.numel()), default=0.0)
+    for name in dict.fromkeys([*other, *mine]):
+        a, b = (found.get(name, torch.zeros(())) for found in (mine, other))
+        error, scale = float((a - b).abs().max()), max(float(b.abs().max()), 1e-3 * largest)
+        if not error <= most * scale:
+            return name, error / max(scale, 1e-30)
+    return None
+
+
+@contextmanager
+def own_randomness() -> Iterator[None]:
+    """Restore the random generators of Python, NumPy and torch at the end."""
+    outside = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(outside[0])
+        np.random.set_state(outside[1])
+
+
+class Alone(ContextDecorator, TorchDispatchMode):
+    """A dispatch mode that refuses collective operations where one rank runs alone: no other would join."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            seen = f"a collective operation ({func}) in a forward pass or a loss"
+            mend = "The sum of the loss and the number of targets are added up over the ranks for it."
+            raise ConfigError(Problem("model, loss", seen, "what each rank computes by itself", mend))
+        return func(*args, **(kwargs or {}))
