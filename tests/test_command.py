@@ -144,6 +144,11 @@ MISTAKES: dict[str, tuple[Any, int, str]] = {
         64,
         "trainer.data.sequence_length: 16; expected at most the model's 8 positions",
     ),
+    "a long sequence for a model that counts from behind its padding": (
+        ['trainer.model.config={"model_type": "camembert", "is_decoder": true, "max_position_embeddings": 16}'],
+        64,
+        "trainer.data.sequence_length: 16; expected at most the model's 14 positions",
+    ),
     "a run folder that can't be made": (folder_is_a_file, 74, "runs"),
     "a batch that does not fit": (["train_batch_size=7"], 64, "train_batch_size"),
     "a mesh that does not fit": (

@@ -18,6 +18,8 @@ SAMPLE = {
     "opt": "pipeline",  # learned positions
     "phi3": "tensor",  # merged projections
     "deepseek_v4": "pipeline",  # several hidden states
+    "roc_bert": "pipeline",  # its last stage has the tied table of embeddings that others lack
+    "camembert": "ZeRO-3",  # numbers its positions from behind the padding's
 }
 
 

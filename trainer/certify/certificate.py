@@ -71,8 +71,7 @@ def certify(small: Small, machine: Machine) -> Certificate:
     plain = huggingface.spec_of(architecture, options.model_copy(update={"name_or_path": None}))
     assert plain.tiny.shrunk is not None
     # a block more than stages: they need not be equal
-    positions = getattr(architecture.get_text_config(), "max_position_embeddings", None)
-    small = samples.with_row(small, plain.language.vocabulary, positions, packed)
+    small = samples.with_row(small, plain.language.vocabulary, plain.language.positions, packed)
     sizes = Sizes(plain.language.vocabulary, max(SIZES.positions, small.row))
     copy = plain.tiny.shrunk(max(2, small.layout.stages + 1), small.layout.tensor, sizes)
     with shared_folder(ranks) as folder:

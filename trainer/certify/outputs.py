@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.models.cut import is_whole
+
 Outputs = dict[tuple[int, int, str], torch.Tensor]
 """By data rank, micro-batch and module, in order of execution: sums, and sums of squares, [2, features]."""
 LEAST = 1e-2
@@ -22,7 +24,7 @@ class Listener:
         self._parts: list[tuple[tuple[int, int], Any]] = []
         self._calls, self._found = Counter[str](), Outputs()
         for name, module in (pair for model in models for pair in model.named_modules()):
-            if name and any(True for _ in module.parameters()):  # others may stand for another stage's blocks
+            if name and is_whole(module) and any(True for _ in module.parameters()):
                 module.register_forward_hook(self._hook(name))
 
     def begin(self, parts: dict[tuple[int, int], Any]) -> None:

@@ -97,6 +97,11 @@ class _Received(_Passed):
         return super().forward(self._stage_input.hidden)
 
 
+def is_whole(module: nn.Module) -> bool:
+    """Return False if another stage has a part of the module."""
+    return not any(isinstance(part, _Passed | _Blank | _UntilBlocks) for part in module.modules())
+
+
 def cut(model: nn.Module, spec: ModelSpec, boundary: StageBoundary, blocks: range) -> StageInput:
     """Reduce `model`, in place, to the stage of these `blocks`; the first keeps the tables, the last norm and head.
 

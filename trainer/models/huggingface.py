@@ -179,6 +179,7 @@ def describe(
             idle_parameters=idle_parameters(model, text),
             # target ids must be in the table, too
             vocabulary=min((len(module.weight) for module in (table, head) if module is not None), default=0),
+            positions=_positions(model, text),
             hidden_size=hidden,
             layers=getattr(text, "num_hidden_layers", 0),
             attention_width=width,
@@ -241,6 +242,14 @@ def _blocks(model: Any) -> tuple[str, ...]:
     ]
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     return tuple(f"{outermost[0]}.{i}" for i in range(layers)) if len(outermost) == 1 else ()
+
+
+def _positions(model: nn.Module, text: Any) -> int | None:
+    """Return the most tokens of a row; RoBERTa's kin number them from behind the padding's."""
+    tables = (m for name, m in model.named_modules() if "position" in name and isinstance(m, nn.Embedding))
+    before = max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
+    stated = getattr(text, "max_position_embeddings", None)
+    return stated and stated - before
 
 
 def _tensor_plan(model: PreTrainedModel, blocks: tuple[str, ...]) -> dict[str, str]:

@@ -72,6 +72,8 @@ class LanguageModel:
     idle_parameters: int = 0
     """The number of parameters of experts that a token is not routed to (0 for a dense model)."""
     vocabulary: int = 0
+    positions: int | None = None
+    """The most tokens of a row; None where the config sets no limit."""
     hidden_size: int | None = None
     layers: int = 0
     attention_width: int = 0

@@ -282,7 +282,7 @@ def language_model(config: Config, ranks: Ranks, progress: Progress) -> Subject:
         tokenizer.chat_template = template.text or tokenizer.chat_template
     spec = amended(huggingface.spec_of(architecture, section.model), section, ranks)
     _check_vocabulary(data.largest_token_id, spec)
-    _check_length(section.data.sequence_length, architecture)
+    _check_length(section.data.sequence_length, spec.language.positions)
     spec = replace(spec, notes=(*spec.notes, *_say_rotary(section.data.sequence_length, architecture)))
     task = CausalLM.of(spec, tokenizer.pad_token_id or 0)
     return LanguageSubject(spec, task, data, tokenizer, section.data.packs)
@@ -310,8 +310,7 @@ def _check_vocabulary(largest: int, spec: ModelSpec) -> None:
         )
 
 
-def _check_length(sequence: int, architecture: Any) -> None:
-    longest = getattr(architecture.get_text_config(), "max_position_embeddings", None)
+def _check_length(sequence: int, longest: int | None) -> None:
     if longest is not None and sequence > longest:
         raise ConfigError(
             Problem("trainer.data.sequence_length", str(sequence), f"at most the model's {longest} positions")
