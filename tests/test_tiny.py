@@ -123,3 +123,17 @@ def test_what_the_copy_lacks_is_said():
     assert list(full.lacks(structure_of(spec.build(), spec.blocks[3:6]))) == [
         "the step from model.layers.5 to model.layers.6"
     ]
+
+
+@pytest.mark.parametrize(("family", "whole"), [("glm4_moe", False), ("qwen3", True)])
+def test_a_vocabulary_that_makes_the_copy_slow_is_cut_and_no_other(family, whole):
+    from trainer.certify import samples, small
+
+    spec = spec_of({"model_type": family})
+    config = {"train_batch_size": 6, "trainer": {"model": {"config": {"model_type": family}}}}
+    run, copy = samples.with_copy(small.shrink(config, [], 3), spec, packed=False)
+    ids = copy.language.vocabulary
+    assert (ids == spec.language.vocabulary) is whole
+    assert f"ids up to {ids - 1:,}" in run.changes[-1]
+    assert (f"(the model has {spec.language.vocabulary:,}" in run.changes[-1]) is not whole
+    assert copy.parameters <= samples.PARAMETERS

@@ -32,8 +32,7 @@ from trainer.config import TrainerSection
 from trainer.data.source import PreparedSource
 from trainer.engines import Machine
 from trainer.models import huggingface
-from trainer.models.shrink import SIZES, Sizes
-from trainer.models.spec import ModelSpec, TinyCopies, Weights
+from trainer.models.spec import ModelSpec, TinyCopies
 from trainer.parallel.checks import checked
 from trainer.run.describe import versions
 from trainer.run.subject import amended
@@ -69,23 +68,15 @@ def certify(small: Small, machine: Machine) -> Certificate:
         architecture, section = without_dropout(architecture, section)
         small = replace(small, changes=(*small.changes, CHANGE))
     plain = huggingface.spec_of(architecture, options.model_copy(update={"name_or_path": None}))
-    assert plain.tiny.shrunk is not None
-    # a block more than stages: they need not be equal
-    small = samples.with_row(small, plain.language.vocabulary, plain.language.positions, packed)
-    sizes = Sizes(plain.language.vocabulary, max(SIZES.positions, small.row))
-    copy = plain.tiny.shrunk(max(2, small.layout.stages + 1), small.layout.tensor, sizes)
+    small, copy = samples.with_copy(small, plain, packed)
     with shared_folder(ranks) as folder:
         made_up = options.name_or_path or section.adapter or small.layout.precision != "float32"
         base = folder / "base" if made_up else None
         if base is not None:
             ranks.on_first(lambda: write_base(copy, base))
-            copy = replace(copy, weights=_weights_of(copy, options, base))
+            run = options.model_copy(update={"name_or_path": str(base)})  # opened as a run does
+            copy = replace(copy, weights=huggingface.weights_of(copy.build(), run)[0])
         return _certified(small, section, (plain, copy), base, machine, folder)
-
-
-def _weights_of(copy: ModelSpec, options: Any, base: Path) -> Weights:
-    """Open the weights as a run does."""
-    return huggingface.weights_of(copy.build(), options.model_copy(update={"name_or_path": str(base)}))[0]
 
 
 def _certified(

@@ -72,12 +72,11 @@ class PackedReference(Reference):
 def best_fit(documents: list[Encoded], longest: int) -> list[list[Encoded]]:
     """Pack by definition: the longest first, each where the least room is left; samples by first documents."""
     lengths = [min(len(document.tokens) - 1, longest) for document in documents]
-    packs: list[list[int]] = []
+    packs: list[list[int]] = [[] for _ in documents]
+
+    def room(pack: list[int]) -> int:
+        return longest - sum(lengths[number] for number in pack)
+
     for number in sorted(range(len(documents)), key=lambda number: -lengths[number]):
-        rooms = [(longest - sum(lengths[other] for other in pack), index) for index, pack in enumerate(packs)]
-        fitting = [(room, index) for room, index in rooms if room >= lengths[number]]
-        if fitting:
-            packs[min(fitting)[1]].append(number)
-        else:
-            packs.append([number])
-    return [[documents[number] for number in pack] for pack in sorted(sorted(pack) for pack in packs)]
+        min((pack for pack in packs if room(pack) >= lengths[number]), key=room).append(number)
+    return [[documents[number] for number in pack] for pack in sorted(sorted(pack) for pack in packs if pack)]

@@ -10,9 +10,11 @@ import numpy as np
 
 from trainer.certify.small import LONGEST, Small
 from trainer.data.source import Encoded, write_part
+from trainer.models.shrink import SIZES, Sizes
+from trainer.models.spec import ModelSpec
 
-LONGEST_ROW, LOGITS = 4096, 1 << 25
-"""The most tokens of a sample, and the most entries of its logits: what a CPU computes in seconds."""
+LONGEST_ROW, LOGITS, PARAMETERS = 4096, 1 << 25, 24_000_000
+"""The most tokens of a sample, entries of its logits, and parameters: seconds of a CPU."""
 FEW = 97
 """The number of tokens among which half are drawn: a frequent token gets gradients from many places."""
 
@@ -25,14 +27,25 @@ class Documents(NamedTuple):
     """One more document than is evaluated."""
 
 
-def with_row(small: Small, vocabulary: int, positions: int | None, packed: bool) -> Small:
-    """Make one sample as long as the run's, or as long as can be computed."""
+def with_copy(small: Small, plain: ModelSpec, packed: bool) -> tuple[Small, ModelSpec]:
+    """Make the model's tiny copy, and a sample as long as the run's, if it can be computed."""
+    assert plain.tiny.shrunk is not None
+    # a block more than stages: they need not be equal
+    layers, split = max(2, small.layout.stages + 1), small.layout.tensor
+    known, few = plain.language.vocabulary, SIZES.vocabulary
+    least, twice = (plain.tiny.shrunk(layers, split, Sizes(ids)).parameters for ids in (few, 2 * few))
+    vocabulary = min(known, few + max(0, PARAMETERS - least) * few // max(1, twice - least))
     wanted: int = small.config.trainer.data.sequence_length
-    row = LONGEST if packed else min(wanted, positions or wanted, LONGEST_ROW, LOGITS // max(vocabulary, 1))
-    row = max(LONGEST, row)
-    rows = f"a row of {row:,} tokens, the others of at most {LONGEST}; ids up to {vocabulary - 1:,}"
-    less = f" (rows of the run have {wanted:,}: it proves less of them)" if row < wanted else ""
-    return replace(small, row=row, changes=(*small.changes, rows + less))
+    most = min(plain.language.positions or wanted, LONGEST_ROW, LOGITS // vocabulary)
+    row = max(LONGEST, min(wanted, LONGEST if packed else most))
+    changes = f"a row of {row:,} tokens, the others of at most {LONGEST}"
+    changes += f"; ids up to {vocabulary - 1:,}"
+    if vocabulary < known:
+        changes += f" (the model has {known:,}: it proves less of them)"
+    if row < wanted:
+        changes += f" (rows of the run have {wanted:,}: it proves less of them)"
+    copy = plain.tiny.shrunk(layers, split, Sizes(vocabulary, max(SIZES.positions, row)))
+    return replace(small, row=row, changes=(*small.changes, changes)), copy
 
 
 def documents_of(small: Small, vocabulary: int, packed: bool = False) -> Documents:

@@ -134,14 +134,10 @@ def _precision(section: str, enabled: bool | str, precision: str, changes: list[
 
 def _short(scheduler: Choice, steps: int) -> list[str]:
     """Return overrides that fit a schedule into so many steps, with all its phases."""
-    lengths = {key: length for key, length in SHORT.items() if scheduler.params.get(key)}
-    if "warmup_num_steps" in (known := SCHEDULERS[scheduler.type]):
-        lengths["warmup_num_steps"] = SHORT["warmup_num_steps"]
-        lengths |= {"total_num_steps": steps} if "total_num_steps" in known else {}
-    if scheduler.type == "OneCycle":
-        lengths["cycle_first_step_size"] = SHORT["cycle_first_step_size"]
-    if scheduler.type == "LRRangeTest":
-        lengths["lr_range_test_step_size"] = SHORT["lr_range_test_step_size"]
+    known = SCHEDULERS[scheduler.type]
+    long = {"warmup_num_steps", "cycle_first_step_size", "lr_range_test_step_size"} & {*known}
+    lengths = {key: steps for key, steps in SHORT.items() if key in long or scheduler.params.get(key)}
+    lengths |= {"total_num_steps": steps} if "total_num_steps" in known else {}
     return [f"scheduler.params.{key}={length}" for key, length in lengths.items()]
 
 
