@@ -29,22 +29,22 @@ class Documents(NamedTuple):
 
 def with_copy(small: Small, plain: ModelSpec, packed: bool) -> tuple[Small, ModelSpec]:
     """Make the model's tiny copy, and a sample as long as the run's, if it can be computed."""
+    layers, split = max(2, small.layout.stages + 1), small.layout.tensor  # a block more than stages: they may differ
     assert plain.tiny.shrunk is not None
-    # a block more than stages: they need not be equal
-    layers, split = max(2, small.layout.stages + 1), small.layout.tensor
     known, few = plain.language.vocabulary, SIZES.vocabulary
     least, twice = (plain.tiny.shrunk(layers, split, Sizes(ids)).parameters for ids in (few, 2 * few))
     vocabulary = min(known, few + max(0, PARAMETERS - least) * few // max(1, twice - least))
     wanted: int = small.config.trainer.data.sequence_length
     most = min(plain.language.positions or wanted, LONGEST_ROW, LOGITS // vocabulary)
     row = max(LONGEST, min(wanted, LONGEST if packed else most))
-    changes = f"a row of {row:,} tokens, the others of at most {LONGEST}"
-    changes += f"; ids up to {vocabulary - 1:,}"
+    rows = f"a row of {row:,} tokens, the others of at most {LONGEST}"
+    changes = f"{rows}; ids up to {vocabulary - 1:,}"
     if vocabulary < known:
         changes += f" (the model has {known:,}: it proves less of them)"
     if row < wanted:
         changes += f" (rows of the run have {wanted:,}: it proves less of them)"
-    copy = plain.tiny.shrunk(layers, split, Sizes(vocabulary, max(SIZES.positions, row)))
+    sizes = Sizes(vocabulary, max(SIZES.positions, row + 1))  # one more: RoBERTa's kin count from 1
+    copy = plain.tiny.shrunk(layers, split, sizes)
     return replace(small, row=row, changes=(*small.changes, changes)), copy
 
 
