@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trainer.config.validate import validate
-from trainer.data.image_samples import ImageData, open_images
+from trainer.data.images.image_samples import ImageData, open_images
 from trainer.data.loader import BatchLoader
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Job, Machine

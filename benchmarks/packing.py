@@ -26,7 +26,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from trainer.data.loader import BatchLoader
-from trainer.data.source import Encoded, PreparedSource, write_part
+from trainer.data.text.token_files import Encoded, PreparedSource, write_part
 from trainer.distributed.ranks import ALONE
 from trainer.engines import Job, Machine
 from trainer.engines.torch import mesh

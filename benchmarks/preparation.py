@@ -32,10 +32,10 @@ import datasets
 import numpy as np
 
 from trainer.config import DataSection
-from trainer.data.preparation import prepare
 from trainer.data.sealed import flaw, seal
-from trainer.data.source import Cut, CutDocuments, Origin, PartWriter, PreparedSource
-from trainer.data.tokenizer import embedded_tokenizer
+from trainer.data.text.preparation import prepare
+from trainer.data.text.token_files import Cut, CutDocuments, Origin, PartWriter, PreparedSource
+from trainer.data.text.tokenizer import embedded_tokenizer
 
 LENGTH = 1024
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +15,17 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 
+from tests import warm
+from tests.commands import run, warm_server, write_job
 from tests.test_data_samples import options, tokenizer, write_rows
-from trainer.data import digest, preparation
-from trainer.data.cache import cached_folder
-from trainer.data.encode import Tokenising
-from trainer.data.preparation import open_data
+from trainer.data import digest, sealed
+from trainer.data.cache import Check, cached_folder
 from trainer.data.progress import Progress
+from trainer.data.text import preparation
+from trainer.data.text.encode import Tokenising
+from trainer.data.text.preparation import open_data
 from trainer.distributed.ranks import Ranks
-from trainer.errors import DiskError
+from trainer.errors import DataError, DiskError
 from trainer.storage import private_folder
 
 FORK = multiprocessing.get_context("fork")
@@ -30,7 +34,8 @@ TEXTS = [" ".join("abcdefgh"[(row * at) % 8] for at in range(1 + row % 7)) for r
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: content for name, content in found.items() if name != "seal.json"}  # it has times
 
 
 def prepared(path: Path, cache: Path, told: io.StringIO | None = None) -> Path:
@@ -137,6 +142,76 @@ def test_old_leftovers_go_and_new_ones_stay(tmp_path: Path) -> None:
     os.utime(tmp_path / ".partial-old", (1, 1))
     cached_folder(tmp_path, "name", lambda folder: None)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".partial-new", "name"]
+
+
+# What a start does not read
+
+
+SMALL_CHUNKS: dict[str, Any] = {"_CHUNK": 64, "LOOKED_AT": 2}
+
+
+def flip_quietly(path: Path, at: int) -> None:
+    """Flip a bit as a failing disk does, which leaves the file's time as it is."""
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+    os.utime(path, ns=times)
+
+
+@pytest.mark.parametrize(("chunk", "at_once"), [(0, True), (3, False), (9, False), (5, True)])
+def test_what_a_start_does_not_read_is_compared_beside_the_first_steps(
+    tmp_path: Path, chunk: int, at_once: bool
+) -> None:
+    notes = io.StringIO()
+
+    def folder_of(text: str = "a" * 640) -> Path:
+        progress = Progress(Console(file=notes, width=200))
+        return cached_folder(tmp_path, "name", lambda folder: (folder / "file").write_text(text), progress)
+
+    with patch.multiple("trainer.data.sealed", **SMALL_CHUNKS):
+        flip_quietly(folder_of() / "file", 64 * chunk + 1)
+        folder = folder_of()
+        assert ("is damaged: the bytes of file" in notes.getvalue()) is at_once
+        check = Check([folder])
+        if at_once:
+            check.wait(lambda: None)
+            return
+        with pytest.raises(DataError, match=f"{folder}: damaged: the bytes of file are not those that were written"):
+            check.wait(lambda: None)
+        assert check.failed and not folder.exists()
+        Check([folder_of()]).wait(lambda: None)
+
+
+def test_files_with_other_times_are_read_whole_at_the_start(tmp_path: Path) -> None:
+    with patch.multiple("trainer.data.sealed", **SMALL_CHUNKS):
+        folder = cached_folder(tmp_path, "name", lambda folder: (folder / "file").write_text("a" * 640))
+        assert sealed.flaw(folder) == ""
+        flip_quietly(folder / "file", 200)
+        assert sealed.flaw(folder) == ""
+        os.utime(folder / "file", (1, 1))
+        assert "the bytes of file" in sealed.flaw(folder)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_flaw_ends_a_run_before_a_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
+    from tests.test_interrupted import command
+
+    def trained(steps: int) -> Any:
+        job = write_job(tmp_path, steps=steps, engine="mesh", evaluation={}, checkpoint={"asynchronous": asynchronous})
+        code = f"import trainer.data.sealed as m; vars(m).update({SMALL_CHUNKS})"
+        started = command(tmp_path, job, code)
+        return run(*started, XDG_CACHE_HOME=str(tmp_path / "cache"), **{warm.SOCKET: warm_server()})
+
+    assert trained(1).code == 0
+    shutil.rmtree(tmp_path / "runs")
+    [tokens] = (tmp_path / "cache").rglob("train/tokens.bin")
+    flip_quietly(tokens, tokens.stat().st_size // 4)
+    result = trained(100_000)
+    assert result.code == 65, result.output
+    assert "damaged: the bytes of train/tokens.bin are not those that were written" in result.output
+    assert list((tmp_path / "runs").rglob("step-*")) == []
+    assert trained(1).code == 0
 
 
 class _Second(Ranks):

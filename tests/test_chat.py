@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainer.config import DataSection
-from trainer.data.chat import PLAIN, Template
 from trainer.data.formats import locate
-from trainer.data.preparation import open_data
-from trainer.data.records import Chat, Found, read_documents
+from trainer.data.text.chat import PLAIN, Template
+from trainer.data.text.preparation import open_data
+from trainer.data.text.records import Chat, Found, read_documents
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.task import IGNORED
@@ -379,7 +379,7 @@ def test_a_template_takes_no_more_than_it_may(tokenizer: Any, tmp_path: Path, na
     path.write_text(HOSTILE[name])
     limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with patch.multiple("trainer.data.chat", MEMORY=1 << 27, SECONDS=0.5):
+    with patch.multiple("trainer.data.text.chat", MEMORY=1 << 27, SECONDS=0.5):
         template = Template.of(tokenizer, str(path))
         with pytest.raises(DataError) as caught:
             list(template.encode([Chat(messages(), place="a:1")]))
@@ -392,6 +392,6 @@ def test_a_template_takes_no_more_than_it_may(tokenizer: Any, tmp_path: Path, na
 
 def test_a_long_chat_is_no_hostile_one(tokenizer: Any) -> None:
     turns = [("user", "What? " * 100), ("assistant", "That. " * 100)] * 50
-    with patch.multiple("trainer.data.chat", MEMORY=1 << 25):
+    with patch.multiple("trainer.data.text.chat", MEMORY=1 << 25):
         [found] = Template(tokenizer, CHATML, "").encode([Chat(messages(turns), place="a:1")])
     assert len(found.tokens) > 60_000

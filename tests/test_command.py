@@ -113,7 +113,7 @@ def text_file(name: str, content: bytes) -> Any:
 
 
 def folder_without_weights(folder: Path) -> list[str]:
-    from trainer.data.tokenizer import embedded_tokenizer
+    from trainer.data.text.tokenizer import embedded_tokenizer
 
     embedded_tokenizer(folder / "cache").save_pretrained(folder / "model")
     (folder / "model" / "config.json").write_text('{"model_type": "llama"}')

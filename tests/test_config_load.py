@@ -357,46 +357,12 @@ NO_CONFIG = [
         ":3: optimizer.params.betas[1]: saw -Infinity; expected a finite number",
     ),
     (f'{{"a": {"9" * 5000}}}', ":1: a: saw a number of 5,000 digits; expected a finite number"),
-    ("", ": an empty file; expected a DeepSpeed JSON config. The least of configs is {}."),
-    (" \n", ": an empty file; expected a DeepSpeed JSON config. The least of configs is {}."),
-    ("{'a': 1}", ':1:2: a single quote; expected JSON. JSON text stands in double quotes: "stage".'),
-    ('{"a": “x”}', ':1:7: a typographic quote; expected JSON. JSON text stands in straight double quotes: "stage".'),
-    *(
-        (f'{{"a": {word}}}', ":1:7: a word of Python's; expected JSON. JSON writes true, false and null.")
-        for word in ("True", "False", "None")
-    ),
-    *(
-        (text, f'{at}: a comment; expected JSON. JSON has none: remove it, or keep it as a key that starts with "_".')
-        for text, at in (("// x\n{}", ":1:1"), ('{"a": 1 /* x */}', ":1:9"), ('{"a": 1,\n # x\n "b": 2}', ":2:2"))
-    ),
-    ('{"a": 1,\n}', ":2:1: a comma before the closing bracket; expected JSON. Remove the comma."),
-    ('{"a": [1,]}', ":1:10: a comma before the closing bracket; expected JSON. Remove the comma."),
-    ('{"a": 1,, "b": 2}', ":1:9: two commas; expected JSON. Remove one of them."),
-    ('{"a": .5}', ":1:7: a number as JSON does not write it; expected JSON. Write 0.5, 8 or 1e-4."),
-    ("{a: 1}", ':1:2: a key without quotes; expected JSON. JSON keys stand in double quotes: "stage".'),
-    ('{"a": 1', ":1:8: the end of the file; expected JSON. A bracket or a quote is not closed."),
-    ('{"a": "x', ':1:7: text that is not closed; expected JSON. Close it with ".'),
-    (
-        '{"a": "x\ty"}',
-        ":1:9: a line break or a tab inside text; expected JSON. Write \\n or \\t, or close the quote before.",
-    ),
-    ('{"a": "C:\\dir"}', ":1:10: a backslash that JSON does not know; expected JSON. Write two: \\\\."),
-    ('{"a": 1}\n{"a": 2}', ":2:1: a second JSON value: JSON lines; expected JSON. Keep one object {...}."),
-    ('{"a": 1} x', ":1:10: more text after the config; expected JSON. Keep one object {...}."),
-    ('{\n "a" 1}', ":2:6: Expecting ':' delimiter; expected JSON"),
-    ("zero_optimization:\n  stage: 3\n", ": YAML; expected a DeepSpeed JSON config. Write it as JSON."),
-    ("# mine\nstage = 3\n", ": TOML, INI or Python; expected a DeepSpeed JSON config. Write it as JSON."),
-    (
-        "<!DOCTYPE html>",
-        ": a web page or XML; expected a DeepSpeed JSON config. Download the file itself, not the page about it.",
-    ),
     *(
         (
             text,
-            ": an Accelerate config; expected a DeepSpeed JSON config. "
-            "Its deepspeed_config_file names the DeepSpeed JSON: give that.",
+            ": an Accelerate config; expected a DeepSpeed JSON config. Give its deepspeed_config_file.",
         )
-        for text in ("compute_environment: LOCAL_MACHINE\n", '{"distributed_type": "DEEPSPEED"}')
+        for text in ('{"compute_environment": "LOCAL_MACHINE"}', '{"distributed_type": "DEEPSPEED"}')
     ),
     (
         '{"model_type": "llama", "hidden_size": 8}',
@@ -404,8 +370,7 @@ NO_CONFIG = [
     ),
     (
         '{"output_dir": "x", "learning_rate": 1e-4}',
-        ": arguments of Hugging Face's Trainer; expected a DeepSpeed JSON config. "
-        'Their "deepspeed" names the DeepSpeed JSON: give that.',
+        ': arguments of Hugging Face\'s Trainer; expected a DeepSpeed JSON config. Give their "deepspeed".',
     ),
     *(
         (text, ": sections nested more than 40 deep; expected the few levels of a DeepSpeed JSON config")
@@ -424,6 +389,45 @@ def test_json_that_is_no_config(tmp_path: Path, content: str, text: str) -> None
     assert errors(tmp_path, content) == [f"c.json{text}"]
 
 
+NO_JSON = {
+    "": ":1:1: Expecting value at the end",
+    " \n": ":2:1: Expecting value at the end",
+    "{'a': 1}": ":1:2: ",
+    '{"a": True}': ':1:7: Expecting value at "True}"',
+    '{"a": 1,, "b": 2}': ":1:9: ",
+    '{"a": 1': ":1:8: Expecting ',' delimiter at the end",
+    '{"a": "x': ":1:7: ",
+    '{"a": "x\ty"}': ":1:9: ",
+    '{"a": "C:\\dir"}': ":1:10: ",
+    '{"a": 1}\n{"a": 2}': ":2:1: Extra data at ",
+    '{\n "a" 1}': ":2:6: Expecting ':' delimiter at \"1}\"",
+    "zero_optimization:\n  stage: 3\n": ':1:1: Expecting value at "zero_optimization:\\n "',
+    "<!DOCTYPE html>": ":1:1: ",
+    '{"a": 1 /* x\n */ "b": 2}': ":2:5: ",
+}
+
+
+@pytest.mark.parametrize("content", NO_JSON)
+def test_text_that_is_no_json_is_one_sentence_with_its_place(tmp_path: Path, content: str) -> None:
+    [line] = errors(tmp_path, content)
+    assert line.startswith(f"c.json{NO_JSON[content]}") and line.endswith("; expected JSON")
+
+
+def test_comments_and_a_byte_order_mark_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
+    from deepspeed.runtime.config import hjson
+
+    text = """// of the whole
+    {"train_batch_size": 8, # of all ranks
+     /* not "trainer": {"steps": 9}, */
+     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "_": "http://x/*y*/#z"
+    }"""
+    path = tmp_path / "c.json"
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    found = load(path)
+    assert found.raw == hjson.loads(text)
+    assert found.settings["train_batch_size"] == 8
+
+
 def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "zero2.json").write_bytes(b"{\xff}")
     (tmp_path / "link").symlink_to("gone")
@@ -438,17 +442,17 @@ def test_bad_files(tmp_path: Path) -> None:
             load(tmp_path / name)
         said[name] = str(caught.value).replace(str(tmp_path), "F")
     there = f"In F: zero2.json. Shipped: {', '.join(path.stem for path in SHIPPED)}"
+    assert said.pop("32").startswith('F/32:1:1: Expecting value at "\\u0000')
     assert said == {
         "zero9.json": "F/zero9.json: no such file; expected a DeepSpeed JSON config. " + there,
-        ".": "F: a folder; expected a DeepSpeed JSON config. In F: zero2.json",
+        ".": "F: no regular file; expected a DeepSpeed JSON config",
         "zero2.json": "F/zero2.json: byte 1 is not UTF-8; expected a UTF-8 text file",
         "link": "F/link: a link to gone, which is not there; expected a DeepSpeed JSON config. " + there,
-        "pipe": "F/pipe: a pipe or a device; expected a DeepSpeed JSON config. Write it to a file first.",
-        "large": "F/large: more than 1 MB; expected a DeepSpeed JSON config. Data and weights have files of their own.",
-        "16": "F/16: text in UTF-16; expected a UTF-8 text file. Save it as UTF-8.",
-        "32": "F/32: text in UTF-32-BE; expected a UTF-8 text file. Save it as UTF-8.",
-        "zip": "F/zip: no text; expected a UTF-8 text file. Save it as UTF-8.",
-        "/dev/zero": "/dev/zero: a pipe or a device; expected a DeepSpeed JSON config. Write it to a file first.",
+        "pipe": "F/pipe: no regular file; expected a DeepSpeed JSON config",
+        "large": "F/large: more than 1.0 MiB; expected a DeepSpeed JSON config",
+        "16": "F/16: byte 0 is not UTF-8; expected a UTF-8 text file",
+        "zip": 'F/zip:1:1: Expecting value at "\\u0000\\u0001\\u0002\\u0003"; expected JSON',
+        "/dev/zero": "/dev/zero: no regular file; expected a DeepSpeed JSON config",
     }
 
 

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import pytest
 from filelock import FileLock
 
-from trainer.data import corpus
 from trainer.data.cache import cached_folder
-from trainer.data.tokenizer import embedded_tokenizer, end_of_text, load_tokenizer, tokenizer_key
+from trainer.data.text import corpus
+from trainer.data.text.tokenizer import embedded_tokenizer, end_of_text, load_tokenizer, tokenizer_key
 from trainer.errors import DataError, DiskError
 
 

@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainer.config.sections import DataSection
-from trainer.data.chat import Template
-from trainer.data.encode import Chunk, Tokenising
 from trainer.data.formats import Location, locate
-from trainer.data.records import Chat, Text, read_documents
-from trainer.data.source import Cut, Encoded
+from trainer.data.text.chat import Template
+from trainer.data.text.encode import Chunk, Tokenising
+from trainer.data.text.records import Chat, Text, read_documents
+from trainer.data.text.token_files import Cut, Encoded
 from trainer.errors import DataError, Problem
 
 COLUMNS = {"text_column": "text", "prompt_column": None, "completion_column": None, "name": None, "split": "train"}
@@ -271,8 +271,8 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_a_corrupt_row_is_an_error_or_skipped_and_counted(tmp_path: Path, kind: str) -> None:
     from trainer.config import DataSection
-    from trainer.data.preparation import open_data
-    from trainer.data.tokenizer import embedded_tokenizer
+    from trainer.data.text.preparation import open_data
+    from trainer.data.text.tokenizer import embedded_tokenizer
     from trainer.distributed.ranks import Ranks
 
     line, message = BAD[kind]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from trainer.data.loader import Batch, BatchLoader, evaluation_batches
 from trainer.data.order import sample_ids
-from trainer.data.source import Sample
+from trainer.data.text.token_files import Sample
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.task import IGNORED
 

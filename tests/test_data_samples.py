@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import DataSection
-from trainer.data.encode import held_out
 from trainer.data.mixture import Mixture
-from trainer.data.preparation import Data, open_data, prepare
-from trainer.data.preview import preview
-from trainer.data.source import Arrangement, Encoded, PreparedSource, Summary, write_part
+from trainer.data.order import held_out
+from trainer.data.text.preparation import Data, open_data, prepare
+from trainer.data.text.preview import preview
+from trainer.data.text.token_files import Arrangement, Encoded, PreparedSource, Summary, write_part
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem
 from trainer.tasks.task import IGNORED
@@ -114,7 +114,7 @@ def test_padded_documents_are_samples(parts: list[Encoded], length: int) -> None
 @settings(max_examples=50, deadline=None)
 @given(documents, st.integers(2, 7), st.sampled_from(["concatenate", "pad", "pack"]))
 def test_the_summary_counts_what_the_samples_hold(parts: list[Encoded], length: int, arrangement: Any) -> None:
-    with patch("trainer.data.source._CHUNK", 5):  # many chunks in few tokens
+    with patch("trainer.data.text.token_files._CHUNK", 5):  # many chunks in few tokens
         summary, found = written(parts, length, arrangement)
     counts = Counter(target for _, targets in found for target in targets if target != IGNORED)
     total = sum(counts.values())

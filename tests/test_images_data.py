@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.picture_files import pixels, write_cifar, write_folder, write_idx, write_parquet
 from trainer.config.validate import validate
-from trainer.data.image_samples import ImageData, open_images
+from trainer.data.images.image_samples import ImageData, open_images
 from trainer.data.loader import BatchLoader, evaluation_batches
 from trainer.distributed.ranks import ALONE
 from trainer.errors import DataError

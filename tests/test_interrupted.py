@@ -47,7 +47,7 @@ class Finder:
             (folder / f"reached-{rank}").touch()
             time.sleep(2)
 sys.meta_path.insert(0, Finder())""",
-    "data preparation": "import trainer.data.preparation as m; slow(m, 'prepare')",
+    "data preparation": "import trainer.data.text.preparation as m; slow(m, 'prepare')",
     "building the model": "import trainer.parallel.apply as m; slow(m, 'materialise')",
     "first step": "import trainer.engines.torch.engine as m; slow(m.TorchEngine, 'step', lambda _, s, *a: s == 0)",
     "evaluation": "import trainer.run.hooks as m; slow(m, 'held_out_loss')",

@@ -76,7 +76,7 @@ def write_base(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """A base with its tokenizer, as `save_pretrained` writes it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from trainer.data.tokenizer import embedded_tokenizer
+    from trainer.data.text.tokenizer import embedded_tokenizer
     from trainer.supervise.process import cache_folder
 
     torch.manual_seed(seed)

@@ -150,11 +150,12 @@ def test_machines_of_other_sizes_are_no_error_before_all_are_asked(tmp_path):
 
 
 def test_a_slow_float32_is_said():
-    layout = SimpleNamespace(precision="float32")
-    gpu = torch.device("cuda", 0)
-    assert "bf16.enabled=true" in next(run._slow_float32(layout, gpu))  # type: ignore[arg-type]
-    assert list(run._slow_float32(layout, torch.device("cpu"))) == []  # type: ignore[arg-type]
-    assert list(run._slow_float32(SimpleNamespace(precision="bfloat16"), gpu)) == []  # type: ignore[arg-type]
+    def notes(precision: str, device: str) -> list[str]:
+        prepared: Any = SimpleNamespace(layout=SimpleNamespace(precision=precision))
+        return list(run._gpu_notes(prepared, run.Machine(torch.device(device), run.Ranks())))
+
+    assert "bf16.enabled=true" in notes("float32", "cuda")[0]
+    assert notes("float32", "cpu") == notes("bfloat16", "cuda") == []
 
 
 def test_mfu_counts_all_positions_on_the_devices_that_share_them():

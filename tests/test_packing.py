@@ -25,8 +25,8 @@ from tests.test_verify import config
 from tests.training import GPT2, LLAMA, TRAIN_BATCH, VOCABULARY, Case, Outcome, assert_same, spec_of, task_of
 from trainer.certify.small import shrink
 from trainer.config.validate import validate
-from trainer.data.packing import pack
-from trainer.data.source import Encoded, PreparedSource, write_part
+from trainer.data.text.packing import pack
+from trainer.data.text.token_files import Encoded, PreparedSource, write_part
 from trainer.errors import ConfigError
 from trainer.layout import Recompute
 from trainer.parallel import activation_checkpointing as recompute

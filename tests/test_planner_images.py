@@ -158,7 +158,7 @@ def test_the_command_plans_what_torchvision_has(tmp_path, changes):
 )
 def test_nothing_is_downloaded_or_read(tmp_path, monkeypatch, trainer, said):
     """Nor are weights needed beside what describes a trained classifier."""
-    from trainer.data import image_sets
+    from trainer.data.images import image_sets
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a download")

@@ -20,11 +20,13 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tests.pool import Pools
+from tests.test_cache import contents
 from tests.test_data_samples import options, tokenizer, write_rows
-from trainer.data import digest, preparation, workers
+from trainer.data import digest, workers
 from trainer.data.cache import cached_folder
 from trainer.data.progress import Progress
-from trainer.data.source import PartWriter, PreparedSource
+from trainer.data.text import preparation
+from trainer.data.text.token_files import PartWriter, PreparedSource
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem
 
@@ -35,16 +37,12 @@ CHATS = [[("user", text), ("assistant", "a b")] for text in TEXTS]
 
 @pytest.fixture(autouse=True)
 def small_chunks() -> Any:
-    with patch("trainer.data.encode._DOCUMENTS", 4):
+    with patch("trainer.data.text.encode._DOCUMENTS", 4):
         yield
 
 
 def chat(*turns: tuple[str, str]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def prepared(path: Path, cache: Path, **changes: Any) -> Path:

@@ -47,9 +47,9 @@ def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
 
 
 def room_of(path: str) -> str:
-    """The folder or file in `trainer/`; each of its tools is a room."""
+    """The folder or file in `trainer/`; each of its tools and each kind of data is a room."""
     parts = Path(path).with_suffix("").parts
-    if parts[:2] == ("trainer", "tools"):
+    if parts[:2] == ("trainer", "tools") or (parts[:2] == ("trainer", "data") and len(parts) > 3):
         return "/".join(parts[1:3])
     return parts[1] if parts[0] == "trainer" else parts[0]
 

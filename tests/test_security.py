@@ -21,7 +21,7 @@ from trainer.checkpoint import save
 from trainer.checkpoint.safetensors_stream import read_header
 from trainer.command import checkpoint as command
 from trainer.config import load
-from trainer.data.preview import _line
+from trainer.data.text.preview import _line
 from trainer.errors import ConfigError, Problem, printable
 from trainer.models.huggingface import read_config
 from trainer.models.weights import open_weights

@@ -63,7 +63,7 @@ m.CausalLM.collate = collate
 STOP = "os.kill(os.getpid(), 19)"
 BARRIER = "import torch; torch.distributed.barrier(self.job.machine.ranks.on_host().group)"
 RANK_1 = r"rank 1 on HOST \(process \d+\) "
-IN_PREPARING = "import trainer.data.preparation as m; m.prepare = lambda *given: os.kill(os.getpid(), 19)"
+IN_PREPARING = "import trainer.data.text.preparation as m; m.prepare = lambda *given: os.kill(os.getpid(), 19)"
 STANDS = {
     "a rank that stops over what the others wait for": (
         IN_PREPARING,

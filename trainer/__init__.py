@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from trainer.certify.certificate import Certificate
-    from trainer.data.transforms import OpenedClassifier
+    from trainer.data.images.transforms import OpenedClassifier
     from trainer.run.run import Result
 
 __all__ = ["__version__", "open_classifier", "train", "verify"]
@@ -125,6 +125,6 @@ def open_classifier(folder: str | Path) -> OpenedClassifier:
     Its `model` is the plain module (torchvision's own, where it is one), in evaluation mode; `transform` turns Pillow's
     image into its input; `classes` are the names of its scores. Raises ConfigError for any other folder.
     """
-    from trainer.data.transforms import opened
+    from trainer.data.images.transforms import opened
 
     return opened(Path(folder))

@@ -29,7 +29,7 @@ from trainer.certify.reference import Expected, Reference
 from trainer.certify.samples import Documents
 from trainer.certify.small import CLIPPED_STEPS, UNKNOWN_STEPS, Small, clipping
 from trainer.config import TrainerSection
-from trainer.data.source import PreparedSource
+from trainer.data.text.token_files import PreparedSource
 from trainer.engines import Machine
 from trainer.models import huggingface
 from trainer.models.spec import ModelSpec, TinyCopies

@@ -12,7 +12,7 @@ from trainer.certify.reference import Judged, MicroBatch, Reference
 from trainer.certify.samples import Documents
 from trainer.certify.small import Small
 from trainer.config import TrainerSection
-from trainer.data.source import Encoded
+from trainer.data.text.token_files import Encoded
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec

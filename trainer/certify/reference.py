@@ -29,7 +29,7 @@ from trainer.certify.rounding import STEPS, rows_of
 from trainer.certify.samples import Documents
 from trainer.certify.small import LONGEST, PROBE_RATE, Small
 from trainer.config import Config
-from trainer.data.source import Encoded
+from trainer.data.text.token_files import Encoded
 from trainer.models.spec import ModelSpec
 from trainer.state import MASTER, WEIGHT
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.certify.small import LONGEST, Small
-from trainer.data.source import Encoded, write_part
+from trainer.data.text.token_files import Encoded, write_part
 from trainer.models.shrink import SIZES, Sizes
 from trainer.models.spec import ModelSpec
 
@@ -29,7 +29,7 @@ class Documents(NamedTuple):
 
 def with_copy(small: Small, plain: ModelSpec, packed: bool) -> tuple[Small, ModelSpec]:
     """Make the model's tiny copy, and a sample as long as the run's, if it can be computed."""
-    layers, split = max(2, small.layout.stages + 1), small.layout.tensor  # a block more than stages: they may differ
+    layers, split = max(2, small.layout.stages + 1), small.layout.tensor  # a block more than stages
     assert plain.tiny.shrunk is not None
     known, few = plain.language.vocabulary, SIZES.vocabulary
     least, twice = (plain.tiny.shrunk(layers, split, Sizes(ids)).parameters for ids in (few, 2 * few))

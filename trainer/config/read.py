@@ -1,4 +1,4 @@
-"""Reads a JSON config file, or says what else it is, and applies `key.path=value` overrides."""
+"""Reads a JSON config file, and applies `key.path=value` overrides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
@@ -17,6 +16,7 @@ from typing import Any
 
 from trainer.config.grammar import show
 from trainer.errors import MOST_SHOWN, ConfigError, Problem
+from trainer.storage import read_file
 
 Json = dict[str, Any]
 
@@ -34,12 +34,18 @@ SHOWN = 200
 
 
 def read(path: Path) -> Json:
-    """Read the object in a JSON file. Raises ConfigError if it is no regular file, no UTF-8, no JSON or too large."""
-    text = _decode(path, _bytes(path))
+    """Read the object in a JSON file, which may have comments, as DeepSpeed's may.
+
+    Raises ConfigError if it is no regular file, no UTF-8, no JSON or too large.
+    """
     try:
+        text = _COMMENT.sub(_blank, _bytes(path).decode("utf-8-sig"))
         raw = _parse(text)
+    except UnicodeDecodeError as error:
+        raise ConfigError(Problem(str(path), f"byte {error.start} is not UTF-8", "a UTF-8 text file")) from None
     except json.JSONDecodeError as error:
-        raise no_json(path, text, error) from None
+        seen = f"{error.msg} at {show(text[error.pos : error.pos + 20]) if text[error.pos :].strip() else 'the end'}"
+        raise ConfigError(Problem(f"{path}:{error.lineno}:{error.colno}", seen, "JSON")) from None
     except RecursionError:
         raise ConfigError(_too_deep(str(path))) from None
     if twice := [_double(f"{path}:{line}", key) for key, line in _twice(text)]:
@@ -51,40 +57,25 @@ def read(path: Path) -> Json:
     return raw
 
 
+_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/|#[^\n]*', re.DOTALL)
+"""Text, which is kept, or a comment."""
+
+
+def _blank(found: re.Match[str]) -> str:
+    """Return spaces and line breaks in place of a comment, so that errors name the right place."""
+    return found[0] if found[0].startswith('"') else re.sub(r"[^\n]", " ", found[0])
+
+
 def _bytes(path: Path) -> bytes:
     place, wanted = str(path), "a DeepSpeed JSON config"
     try:
-        if path.is_dir():
-            raise ConfigError(Problem(place, "a folder", wanted, _nearby(path / "x")))
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never end, and each process reads the config
-            raise ConfigError(Problem(place, "a pipe or a device", wanted, "Write it to a file first."))
-        with path.open("rb") as file:
-            found = file.read(LARGEST + 1)
+        return read_file(path, LARGEST)
     except FileNotFoundError:
         seen = f"a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "no such file"
         mend = [_nearby(path), f"Shipped: {', '.join(shipped_names())}"]
         raise ConfigError(Problem(place, seen, wanted, ". ".join(filter(None, mend)))) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            Problem(place, getattr(error, "strerror", "") or str(error), "a file that can be read")
-        ) from None
-    if len(found) > LARGEST:
-        raise ConfigError(
-            Problem(place, f"more than {LARGEST >> 20} MB", wanted, "Data and weights have files of their own.")
-        )
-    return found
-
-
-def _decode(path: Path, found: bytes) -> str:
-    encoding = json.detect_encoding(found)
-    try:
-        text = found.decode("utf-8-sig" if encoding.startswith("utf-8") else encoding)
-    except UnicodeDecodeError as error:
-        raise ConfigError(Problem(str(path), f"byte {error.start} is not UTF-8", "a UTF-8 text file")) from None
-    if not encoding.startswith("utf-8") and text.strip():
-        seen = f"text in {encoding.upper()}" if text.lstrip("\ufeff\n\r\t ").startswith("{") else "no text"
-        raise ConfigError(Problem(str(path), seen, "a UTF-8 text file", "Save it as UTF-8."))
-    return text
+        raise ConfigError(Problem(place, getattr(error, "strerror", "") or str(error), wanted)) from None
 
 
 @dataclass(frozen=True)
@@ -225,75 +216,12 @@ def _nearby(path: Path) -> str:
     return f"In {path.parent}: {', '.join(names)}" if names else ""
 
 
-ACCELERATE = ("an Accelerate config", "Its deepspeed_config_file names the DeepSpeed JSON: give that.")
-
-# pattern where reading failed -> what was seen, and the mend
-_FLAWS = [
-    (r"'", "a single quote", 'JSON text stands in double quotes: "stage".'),
-    (r"[“”„‟«»‘’]", "a typographic quote", 'JSON text stands in straight double quotes: "stage".'),
-    (r"(True|False|None)\b", "a word of Python's", "JSON writes true, false and null."),
-    (r"//|/\*|#", "a comment", 'JSON has none: remove it, or keep it as a key that starts with "_".'),
-    (r"[}\]]", "a comma before the closing bracket", "Remove the comma."),
-    (r",", "two commas", "Remove one of them."),
-    (r"\.\d|0\d|\+|0x", "a number as JSON does not write it", "Write 0.5, 8 or 1e-4."),
-    (r"[A-Za-z_]\w*\s*:", "a key without quotes", 'JSON keys stand in double quotes: "stage".'),
-    (r"\Z", "the end of the file", "A bracket or a quote is not closed."),
-]
-_MESSAGES = {
-    "Invalid control character": ("a line break or a tab inside text", "Write \\n or \\t, or close the quote before."),
-    "Invalid \\": ("a backslash that JSON does not know", "Write two: \\\\."),
-    "Unterminated": ("text that is not closed", 'Close it with ".'),
-}
-
-
-def no_json(path: Path, text: str, error: json.JSONDecodeError) -> ConfigError:
-    """Build the error for a text that `json` can't read."""
-    whole = _kind_of_text(text)
-    if whole:
-        return ConfigError(Problem(str(path), whole[0], "a DeepSpeed JSON config", whole[1]))
-    seen, mend = _flaw(text, error)
-    return ConfigError(Problem(f"{path}:{error.lineno}:{error.colno}", seen, "JSON", mend))
-
-
-def _kind_of_text(text: str) -> tuple[str, str] | None:
-    if not text.strip():
-        return "an empty file", "The least of configs is {}."
-    start = text.lstrip()[:20_000]
-    if re.search(r"^(compute_environment|distributed_type|deepspeed_config)\s*:", start, re.MULTILINE):
-        return ACCELERATE
-    if start[0] == "<":
-        return "a web page or XML", "Download the file itself, not the page about it."
-    if start[0] not in "{['\"" and re.match(r"(---|#.*\n|\s)*[\w.-]+\s*:(\s|$)", start):
-        return "YAML", "Write it as JSON."
-    if start[0] not in "{['\"" and re.match(r"(#.*\n|\s)*(\[[\w.]+\]|[\w.]+\s*=)", start):
-        return "TOML, INI or Python", "Write it as JSON."
-    return None
-
-
-def _flaw(text: str, error: json.JSONDecodeError) -> tuple[str, str]:
-    for start, found in _MESSAGES.items():
-        if error.msg.startswith(start):
-            return found
-    rest = text[error.pos : error.pos + 1000].lstrip()
-    if error.msg == "Extra data":
-        lines = rest[:1] in ("{", "[")
-        return ("a second JSON value: JSON lines" if lines else "more text after the config"), "Keep one object {...}."
-    before = text[max(0, error.pos - 1000) : error.pos].rstrip()[-1:]
-    for pattern, seen, mend in _FLAWS:
-        if re.match(pattern, rest) and (rest[:1] not in ("}", "]", ",") or before == ","):
-            return seen, mend
-    return error.msg, ""
-
-
 # keys that identify a file -> its kind, and the mend
 _KINDS = {
     ("model_type", "architectures"): ("a model's config", "Name it in trainer.model.config."),
     ("tokenizer_class", "added_tokens_decoder"): ("a tokenizer's config", "trainer.data.tokenizer names its folder."),
-    ("compute_environment", "distributed_type"): ACCELERATE,
-    ("per_device_train_batch_size", "output_dir"): (
-        "arguments of Hugging Face's Trainer",
-        'Their "deepspeed" names the DeepSpeed JSON: give that.',
-    ),
+    ("compute_environment", "distributed_type"): ("an Accelerate config", "Give its deepspeed_config_file."),
+    ("per_device_train_batch_size", "output_dir"): ("arguments of Hugging Face's Trainer", 'Give their "deepspeed".'),
 }
 
 

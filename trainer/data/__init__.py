@@ -1,1 +1,1 @@
-"""Documents, tokens, samples, and the order in which they are trained on."""
+"""Samples, and the order in which they are trained on."""

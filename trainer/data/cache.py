@@ -1,16 +1,19 @@
 """Folders that are written once, appear whole or not at all, and are only read afterwards.
 
-At each use, a folder is compared with the hashes that were written with it; a damaged one is made again.
+At each use, a folder is compared with the sizes, times and some of the hashes that were written with it, and
+a damaged one is made again; the other hashes are compared beside the first steps.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from trainer.data.progress import QUIET, Progress
 from trainer.data.sealed import flaw, seal
-from trainer.errors import DiskError, Problem
+from trainer.errors import DataError, DiskError, Problem
 from trainer.storage import private_folder, rename_folder
 
 Write = Callable[[Path], object]
@@ -117,6 +120,48 @@ def _sweep(cache: Path) -> None:
         for path in (*cache.glob(".gone-*"), *partial):
             _delete(path)
 
+
+class Check:
+    """The comparison of all bytes of prepared folders, in a thread of low priority beside the first steps.
+
+    A damaged folder is taken away, so that the next start makes it again.
+    """
+
+    def __init__(self, folders: Sequence[Path] = ()) -> None:
+        self._problem: Problem | None = None
+        self._thread = threading.Thread(target=self._compare, args=(folders,), name="prepared data", daemon=True)
+        if folders:
+            self._thread.start()
+
+    def _compare(self, folders: Sequence[Path]) -> None:
+        if sys.platform == "linux":  # there, a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        for folder in folders:
+            try:
+                seen = flaw(folder, rest=True)
+            except OSError as error:
+                seen = str(error)
+            if seen:
+                mend = "Remove it if it is still there; the same command then prepares it again"
+                self._problem = Problem(str(folder), f"damaged: {seen}", "prepared data as it was written", mend)
+                with suppress(OSError):
+                    _discard(folder)
+                return
+
+    @property
+    def failed(self) -> bool:
+        return self._problem is not None
+
+    def wait(self, moves: Callable[[], None]) -> None:
+        """Wait for the end, calling `moves` each second. Raises DataError for a damaged folder."""
+        while self._thread.is_alive():
+            moves()
+            self._thread.join(1.0)
+        if self._problem is not None:
+            raise DataError(self._problem)
+
+
+NOTHING = Check()
 
 # The place of the cache
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.data.encode import held_out
+from trainer.data.order import held_out
 from trainer.data.source import Source, sample_of
 from trainer.errors import DataError, Problem
 

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from trainer.data import corpus
 from trainer.errors import DataError, Problem, named_line
 from trainer.storage import parse_json, read_file
 
@@ -57,10 +56,6 @@ class Location:
         if self.hub or not self.files:
             return self.hub or "the embedded corpus"
         return str(self.files[0]) + (f" and {len(self.files) - 1} more files" if len(self.files) > 1 else "")
-
-    def name(self) -> str:
-        """Name documents that are not in files."""
-        return self.hub or corpus.name()
 
 
 def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:

@@ -6,6 +6,7 @@ one number, the samples seen. World size, micro-batch size and layout only decid
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -31,6 +32,14 @@ def micro_batches(
     `ids` is [accumulation * data_ranks * micro_batch]; raises ValueError for any other length.
     """
     return list(ids.reshape(accumulation, data_ranks, micro_batch)[:, data_rank])
+
+
+def held_out(index: int, fraction: float) -> bool:
+    """Return True if document `index` is held out: evenly spaced, `fraction` of all, the second document always.
+
+    Even of two documents one is held out, and no seed affects the choice.
+    """
+    return math.floor((index - 1) * fraction) > math.floor((index - 2) * fraction)
 
 
 @lru_cache(maxsize=2)  # a step can contain the end of an epoch

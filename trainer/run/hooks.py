@@ -111,6 +111,7 @@ class RunHooks(Hooks):
 
         def write(entries: Sequence[StateTensor], agreeing: Ranks) -> None:
             files, dtype = partial(write_model_files, prepared), stored_dtype(prepared)
+            agreeing.await_each(lambda: prepared.subject.check.wait(self.machine.watch.moves))
             checkpoint.save(directory, position, entries, description, files, agreeing, dtype, spec.files.stem)
             agreeing.on_keepers(lambda: checkpoint.prune(directory, kept.keep_last, kept.keep_best))
 
@@ -122,7 +123,7 @@ class RunHooks(Hooks):
             self._samples.write(batches.step, [int(i) for part in batches.ids for i in part])
 
     def stop(self) -> Callable[[], bool]:
-        return self._on_host.any_soon(self.signals.received)
+        return self._on_host.any_soon(self.signals.received or self.prepared.subject.check.failed)
 
     def at(self, phase: Phase, step: int) -> None:
         steps = self.prepared.steps

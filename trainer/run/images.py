@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from trainer.config import TrainerSection
-from trainer.data.image_samples import open_images
-from trainer.data.image_sets import SHAPES
+from trainer.data.images.image_samples import open_images
+from trainer.data.images.image_sets import SHAPES
 from trainer.distributed.ranks import ALONE
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.layout import Layout

@@ -22,7 +22,6 @@ from trainer.data.loader import BatchLoader
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Job, Machine
 from trainer.errors import MeshloomError
-from trainer.layout import Layout
 from trainer.models.spec import stored
 from trainer.optim.lr_schedules import schedule_of
 from trainer.run import describe, resume
@@ -147,8 +146,7 @@ def execute(
         for line in describe.preview_lines(prepared, request.preview):
             console.print(Text(line, "green" if line.startswith("  + ") else ""), soft_wrap=True)
         return None
-    on_gpu = (*_slow_float32(prepared.layout, machine.device), *_stragglers_unseen(machine))
-    for line in (*describe.plan_lines(prepared, request.dry_run), *on_gpu):
+    for line in (*describe.plan_lines(prepared, request.dry_run), *_gpu_notes(prepared, machine)):
         say(console, line)
     if start is None:
         return None
@@ -200,7 +198,7 @@ def _train(
         hooks = RunHooks(prepared, machine, folder, engine, meter, trackers, console, saver, signals, watchers)
         signals.saving()
         machine.signs.at("making the first step")
-        schedule = schedule_of(vars(config.optimizer), _mapping(config.scheduler))
+        schedule = schedule_of(vars(config.optimizer), vars(config.scheduler) if config.scheduler else None)
         with _reports(config, ranks, console):
             position = loop(engine, loader, schedule, _plan(prepared), hooks, position)
     machine.signs.hide()
@@ -284,23 +282,17 @@ def _loader(prepared: Prepared, machine: Machine, position: RunState) -> BatchLo
     )
 
 
-def _slow_float32(layout: Layout, device: torch.device) -> Iterator[str]:
-    """Yield a note if matrix products could be many times as fast."""
-    if layout.precision == "float32" and device.type == "cuda" and torch.get_float32_matmul_precision() == "highest":
+def _gpu_notes(prepared: Prepared, machine: Machine) -> Iterator[str]:
+    """Yield notes: matrix products could be many times as fast; a slow rank is not detected."""
+    if machine.device.type != "cuda":
+        return
+    if prepared.layout.precision == "float32" and torch.get_float32_matmul_precision() == "highest":
         yield (
             "note    float32 on a GPU, without TF32: matrix products take several times as long as they could. Set "
             "bf16.enabled=true, or TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in the environment for TF32's 10-bit mantissas"
         )
-
-
-def _stragglers_unseen(machine: Machine) -> Iterator[str]:
-    """Yield a note where a slow rank is not detected."""
-    if machine.device.type == "cuda" and machine.ranks.world_size > 1:
+    if machine.ranks.world_size > 1:
         yield (
             "note    a rank that is slower than the others is not told here: it is found by whose host waits in "
             "collectives, and NCCL's wait on the device"
         )
-
-
-def _mapping(choice: Any) -> dict[str, Any] | None:
-    return None if choice is None else vars(choice)

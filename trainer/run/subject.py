@@ -17,13 +17,14 @@ from torch import nn
 
 from trainer.config import Config
 from trainer.config.sections import TrainerSection
-from trainer.data.chat import Template
+from trainer.data.cache import NOTHING, Check
 from trainer.data.dataset import pairs_of
-from trainer.data.image_samples import open_images
-from trainer.data.preparation import open_data
-from trainer.data.preview import preview
+from trainer.data.images.image_samples import open_images
 from trainer.data.progress import Progress
-from trainer.data.tokenizer import embedded_tokenizer, load_tokenizer
+from trainer.data.text.chat import Template
+from trainer.data.text.preparation import open_data
+from trainer.data.text.preview import preview
+from trainer.data.text.tokenizer import embedded_tokenizer, load_tokenizer
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine, Metrics
 from trainer.errors import ConfigError, DataError, Problem
@@ -67,6 +68,8 @@ class Subject:
     tokenizer: Any = None
     packed: bool = False
     """True if a sample may hold several documents that are not to see one another."""
+    check: Check = NOTHING
+    """The comparison of prepared data with what was written."""
     unit: ClassVar[str] = "tok"
     """The short name of what rates count."""
 
@@ -285,7 +288,7 @@ def language_model(config: Config, ranks: Ranks, progress: Progress) -> Subject:
     _check_length(section.data.sequence_length, spec.language.positions)
     spec = replace(spec, notes=(*spec.notes, *_say_rotary(section.data.sequence_length, architecture)))
     task = CausalLM.of(spec, tokenizer.pad_token_id or 0)
-    return LanguageSubject(spec, task, data, tokenizer, section.data.packs)
+    return LanguageSubject(spec, task, data, tokenizer, section.data.packs, data.check)
 
 
 def _tokenizer(config: Config, ranks: Ranks, progress: Progress) -> Any:

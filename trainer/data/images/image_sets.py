@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
 from trainer.config import DataSection, ImagesSection
 from trainer.data.formats import locate
@@ -105,8 +105,7 @@ def _alone(root: Path) -> Any:
     """Look and download in one process at a time; a download without progress fails."""
     root.mkdir(parents=True, exist_ok=True)
     before = socket.getdefaulttimeout()
-    with (root / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with FileLock(root / ".lock"):
         socket.setdefaulttimeout(PATIENCE)
         try:
             yield
@@ -129,7 +128,7 @@ def _sources(kind: Any) -> str:
 def _folder(folder: Path) -> Labelled:
     """Open a folder with a folder for each class, sorted, so that classes have the same numbers everywhere."""
     from PIL import Image
-    from torchvision.datasets.folder import IMG_EXTENSIONS
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
     inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     parts = [path.name for path in inside if path.name.lower() in ("train", "val", "valid", "validation", "test")]
@@ -142,18 +141,15 @@ def _folder(folder: Path) -> Labelled:
         mend = f"Set trainer.data.path={folder / parts[0]}"
         mend += f" and trainer.data.evaluation_path={folder / parts[1]}" if len(parts) > 1 else ""
         raise DataError(Problem(str(folder), f"the parts of a data set: {', '.join(parts)}", expected, mend))
-    files: list[Path] = []
-    labels: list[int] = []
-    for label, own_folder in enumerate(inside):
-        own = sorted(path for path in own_folder.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
-        if not own:
-            endings = ", ".join(IMG_EXTENSIONS)
-            raise DataError(Problem(str(own_folder), "a class without images", f"files ending in {endings}"))
-        files += own
-        labels += [label] * len(own)
-    load = lambda index: (Image.open(files[index]), labels[index])  # noqa: E731
     classes = tuple(path.name for path in inside)
-    return Labelled(classes, labels, len(files), load, lambda index: str(files[index]))
+    numbers = {name: label for label, name in enumerate(classes)}
+    files = make_dataset(folder, numbers, IMG_EXTENSIONS, allow_empty=True)
+    labels = [label for _, label in files]
+    if empty := set(numbers.values()).difference(labels):
+        endings = ", ".join(IMG_EXTENSIONS)
+        raise DataError(Problem(str(inside[min(empty)]), "a class without images", f"files ending in {endings}"))
+    load = lambda index: (Image.open(files[index][0]), labels[index])  # noqa: E731
+    return Labelled(classes, labels, len(files), load, lambda index: files[index][0])
 
 
 def _saved(folder: Path, data: DataSection, images: ImagesSection) -> Labelled:

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.bounded import bounded
 from trainer.data.formats import short
-from trainer.data.records import Chat
-from trainer.data.source import Encoded
-from trainer.data.tokenizer import tokens_of
+from trainer.data.text.bounded import bounded
+from trainer.data.text.records import Chat
+from trainer.data.text.token_files import Encoded
+from trainer.data.text.tokenizer import tokens_of
 from trainer.errors import ConfigError, DataError, Problem, first_line
 
 PLAIN = (

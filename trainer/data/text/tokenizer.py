@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.data import corpus
 from trainer.data.cache import cached_folder
 from trainer.data.progress import QUIET, Progress
+from trainer.data.text import corpus
 from trainer.errors import DataError, Problem, first_line
 
 END_OF_TEXT = "<|endoftext|>"

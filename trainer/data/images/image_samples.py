@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from trainer.config import AugmentSection, DataSection, ImagesSection
-from trainer.data import transforms
-from trainer.data.encode import held_out
-from trainer.data.image_sets import KNOWN, Labelled, check_labels, handed_in, has_own_evaluation, open_set
+from trainer.data.images import transforms
+from trainer.data.images.image_sets import KNOWN, Labelled, check_labels, handed_in, has_own_evaluation, open_set
+from trainer.data.order import held_out
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem, named_line
 from trainer.models.classifiers import Images

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 import socket
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import astuple, dataclass, fields
 from functools import partial
@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config import DataSection
-from trainer.data.cache import cached_folder
-from trainer.data.chat import Template
+from trainer.data.cache import Check, cached_folder
 from trainer.data.digest import digests, stamps
-from trainer.data.encode import Tokenised, Tokenising, chunks
 from trainer.data.formats import Location, locate
 from trainer.data.mixture import Mixture, by_epochs, by_weights
 from trainer.data.progress import QUIET, Progress
-from trainer.data.records import Document, Found, read_documents
 from trainer.data.sealed import SEAL
-from trainer.data.source import Cut, Origin, PartWriter, PreparedSource, Source, Summary
-from trainer.data.tokenizer import end_of_text, tokenizer_key
+from trainer.data.source import Source
+from trainer.data.text import corpus
+from trainer.data.text.chat import Template
+from trainer.data.text.encode import Tokenised, Tokenising, chunks
+from trainer.data.text.records import Document, Found, read_documents
+from trainer.data.text.token_files import Cut, Origin, PartWriter, PreparedSource, Summary
+from trainer.data.text.tokenizer import end_of_text, tokenizer_key
 from trainer.data.workers import in_order
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem
@@ -64,6 +66,8 @@ class Data:
     """The parts of `train`; a single one is all of it."""
     fingerprint: str
     """A digest of the training samples: the same wherever, and from whatever file name, the same data was prepared."""
+    check: Check
+    """The comparison of what this process has looked at with what was written."""
 
     @property
     def summary(self) -> Summary:
@@ -108,8 +112,14 @@ def open_data(
     Raises the same DataError (the input) or DiskError (the cache) on every rank.
     """
 
+    folders: list[Path] = []
+
+    def prepared(part: DataSection) -> Path:
+        folders.append(prepare(part, tokenizer, cache_folder, progress if ranks.first else QUIET))
+        return folders[-1]
+
     def opened(part: DataSection) -> tuple[PreparedSource, PreparedSource | None]:
-        return _opened(part, tokenizer, cache_folder, ranks, progress)
+        return _opened(part, prepared, ranks)
 
     evaluations: dict[str, PreparedSource] = {}
     if (paths := options.evaluation_path) is not None:
@@ -119,7 +129,9 @@ def open_data(
     if not options.sources:
         train, own = opened(options)
         found = {"": own} if own is not None else {}
-        return Data(train, evaluations or found, (Share("", train, len(train)),), train.summary.fingerprint)
+        return Data(
+            train, evaluations or found, (Share("", train, len(train)),), train.summary.fingerprint, Check(folders)
+        )
     labels = [source.label or str(source.path) for source in options.sources]
     settings = [source.model_dump(exclude={"label", "weight", "epochs"}) for source in options.sources]
     parts = [opened(options.model_copy(update=own)) for own in settings]
@@ -130,14 +142,14 @@ def open_data(
     found = {label: own for label, (_, own) in zip(labels, parts, strict=True) if own is not None}
     digest = hashlib.sha256(json.dumps([[s.source.summary.fingerprint, s.samples] for s in shares]).encode())
     mixture = Mixture([share.source for share in shares], counts, seed)
-    return Data(mixture, evaluations or found, shares, digest.hexdigest())
+    return Data(mixture, evaluations or found, shares, digest.hexdigest(), Check(folders))
 
 
 def _opened(
-    options: DataSection, tokenizer: Any, cache_folder: Path, ranks: Ranks, progress: Progress
+    options: DataSection, prepared: Callable[[DataSection], Path], ranks: Ranks
 ) -> tuple[PreparedSource, PreparedSource | None]:
     """Open the training part of one source, and its held-out part. Collective."""
-    folder, checked_by_first = ranks.await_first(lambda: _stamped(prepare(options, tokenizer, cache_folder, progress)))
+    folder, checked_by_first = ranks.await_first(lambda: _stamped(prepared(options)))
     hosts = ranks.gather(socket.gethostname())
     speaks = hosts.index(hosts[ranks.rank])  # one rank of each machine
 
@@ -146,7 +158,7 @@ def _opened(
             if _stamped(folder)[1] == checked_by_first:
                 return folder
         # a machine that does not share rank 0's cache prepares its own, with the same samples
-        return prepare(options, tokenizer, cache_folder) if speaks == ranks.rank else None
+        return prepared(options) if speaks == ranks.rank else None
 
     own = ranks.await_each(found)[speaks]
     assert own is not None
@@ -183,7 +195,9 @@ def prepare(options: DataSection, tokenizer: Any, cache_folder: Path, progress: 
     before = stamps(location.files)
     progress.begin(str(location))
     looked = partial(_looked_at, progress, len(location.files))
-    content = [location.format, *digests(location.files, cache_folder, looked)] if location.files else [location.name()]
+    content = [location.format, *digests(location.files, cache_folder, looked)]
+    if not location.files:
+        content = [location.hub or corpus.name()]
     key = json.dumps([_VERSION, tokenizer_key(tokenizer), content, shape, read])
     name = "data-" + hashlib.sha256(key.encode()).hexdigest()[:32]
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from trainer.data.chat import Template
-from trainer.data.records import Chat, Document, Text
-from trainer.data.source import Cut, CutDocuments, Encoded
-from trainer.data.tokenizer import end_of_text, tokens_of
+from trainer.data.order import held_out
+from trainer.data.text.chat import Template
+from trainer.data.text.records import Chat, Document, Text
+from trainer.data.text.token_files import Cut, CutDocuments, Encoded
+from trainer.data.text.tokenizer import end_of_text, tokens_of
 from trainer.errors import DataError
 
 _DOCUMENTS, _CHARACTERS = 1024, 1 << 18
@@ -88,14 +88,6 @@ class Tokenising:
         except DataError as earlier:
             error = earlier
         return Tokenised(len(chunk.documents), train, held, error)
-
-
-def held_out(index: int, fraction: float) -> bool:
-    """Return True if document `index` is held out: evenly spaced, `fraction` of all, the second document always.
-
-    Even of two documents one is held out, and no seed affects the choice.
-    """
-    return math.floor((index - 1) * fraction) > math.floor((index - 2) * fraction)
 
 
 def encode(documents: Sequence[Document], template: Template, skips: bool = False) -> Iterator[Encoded | DataError]:

@@ -10,8 +10,8 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-from trainer.data import corpus
 from trainer.data.formats import Location, Row, rows_of, short
+from trainer.data.text import corpus
 from trainer.errors import DataError, Problem
 from trainer.storage import parse_json
 

@@ -1,0 +1,1 @@
+"""Documents as tokens: read, rendered, tokenised, packed, and kept on disk."""
