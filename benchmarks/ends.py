@@ -32,8 +32,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.soak import KINDS, LAUNCHERS, Soak, steps
-from tests.commands import write_job
-from tests.marked import ended, sweep
+from tests.support.commands import write_job
+from tests.support.marked import ended, sweep
 from trainer.supervise.phase import Phase
 from trainer.supervise.watch import Watch
 

@@ -22,10 +22,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.layouts import DATA, LAYOUTS, PRECISIONS, SPLIT_4, STAGES, STAGES_4, by_engine
-from tests.planned import measured, planned
-from tests.pool import Pools
-from tests.training import LLAMA, Case
+from tests.support.layouts import DATA, LAYOUTS, PRECISIONS, SPLIT_4, STAGES, STAGES_4, by_engine
+from tests.support.planned import measured, planned
+from tests.support.pool import Pools
+from tests.support.training import LLAMA, Case
 
 RESULTS = ROOT / "benchmarks" / "results" / "plan.md"
 LORA = {"r": 4, "alpha": 16, "dropout": 0.1}

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.pool import Pools
+from tests.support.pool import Pools
 from trainer.config import Config, load
 from trainer.errors import ConfigError
 from trainer.layout import Layout

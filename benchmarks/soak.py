@@ -11,7 +11,7 @@ each of which draws its own. Nothing is done by hand. One line a fault, then a t
 
 Each fault is a line of results/soak.jsonl, and depends on its number and the seed alone: the same command goes on
 behind the last one, and the table is of all. What is struck starts as a user's run does; what goes on after it, where
-nothing strikes, in processes that have imported PyTorch already (tests/warm.py).
+nothing strikes, in processes that have imported PyTorch already (tests/support/warm.py).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.commands import TRAIN
-from tests.commands import start as started
-from tests.marked import MARK, processes, ranks, sweep
+from tests.support.commands import TRAIN
+from tests.support.commands import start as started
+from tests.support.marked import MARK, processes, ranks, sweep
 from trainer.supervise.world import free_port
 
 LOG = ROOT / "benchmarks" / "results" / "soak.jsonl"

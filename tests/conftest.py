@@ -6,8 +6,8 @@ from zlib import crc32
 import pytest
 from hypothesis import settings
 
-from tests.pool import Pools
-from tests.sample import PARTS, RARELY, SAMPLE
+from tests.support.pool import Pools
+from tests.support.sample import PARTS, RARELY, SAMPLE
 
 # a commit is judged by the same examples everywhere; `--hypothesis-profile search` draws new ones
 settings.register_profile("same", deadline=None, derandomize=True)
@@ -16,7 +16,7 @@ settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--more", action="store_true", help="also what a first run leaves out (tests/sample.py)")
+    parser.addoption("--more", action="store_true", help="also what a first run leaves out (tests/support/sample.py)")
     parser.addoption("--whole", action="store_true", help="every case there is: hours")
     parser.addoption(
         "--part",
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if not any(word in item.name for item in items if item.path.name == file)
         ]
         if stale:
-            raise pytest.UsageError(f"tests/sample.py names tests that are not there: {stale}")
+            raise pytest.UsageError(f"tests/support/sample.py names tests that are not there: {stale}")
     for item in items:
         words = SAMPLE.get(item.path.name)
         if words is not None and not any(word in item.name for word in words) and not item.get_closest_marker("whole"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import part_of
-from tests.sample import PARTS
+from tests.support.sample import PARTS
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = """

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, SCRIPTS, run, write_job
+from tests.support.commands import ROOT, SCRIPTS, run, write_job
 
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3?|deepspeed|torchrun|accelerate|meshloom) +[^\s=|&>,.]")
 TRAIN = "launch/train.py --config"
@@ -64,6 +64,7 @@ FULL = "trainer.activation_checkpointing=full"
 LAYOUTS = "torchrun --nproc-per-node 2 benchmarks/layouts.py"
 STEPS = "benchmarks/step_time.py --smoke"
 PREPARATION = "python benchmarks/preparation.py"
+FOREIGN = "tests/importers/import_config"
 CHECKPOINT = "meshloom checkpoint"
 OWN = "trainer.model.name_or_path={run}/final trainer.model.config=null trainer.data.path={text}"
 SHORT = "trainer.data.sequence_length=16 trainer.run.folder={out} trainer.epochs=0.1"
@@ -98,10 +99,10 @@ SMALL: dict[str, tuple[str, ...]] = {
     f"{TRAIN} my.json trainer.checkpoint.every=200": (f"{HOSTS} --max-restarts 3 {TRAIN} {{job}}",),
     "meshloom status runs/NAME": ("meshloom status {run}",),
     "meshloom import --from axolotl full.yml --output full.json": (
-        "meshloom import --from axolotl tests/import_config/axolotl_full.yml --partial --output {out}/full.json",
+        f"meshloom import --from axolotl {FOREIGN}/axolotl_full.yml --partial --output {{out}}/full.json",
     ),
     "meshloom import --from llamafactory llama3_full_sft.yaml --output full.json": (
-        "meshloom import --from llamafactory tests/import_config/llamafactory_pretrain.yaml --output {out}/full.json",
+        f"meshloom import --from llamafactory {FOREIGN}/llamafactory_pretrain.yaml --output {{out}}/full.json",
     ),
     "meshloom import --output clm.json -- --model_name_or_path gpt2 --dataset_name wikitext --learning_rate 1e-5": (
         "meshloom import --output {out}/clm.json -- --model_name_or_path gpt2 --dataset_name wikitext "
@@ -204,7 +205,7 @@ SAME: dict[str, str] = {
     f"{LAYOUTS} pipeline --rounds 10": f"{LAYOUTS} pipeline",
     f"{PREPARATION} speed --megabytes 8": f"{PREPARATION} speed",
     f"{PREPARATION} memory --documents 10000000": f"{PREPARATION} memory",
-    f"{PREPARATION} check --megabytes 2000": f"{PREPARATION} check",
+    f"{PREPARATION} check --megabytes 8000": f"{PREPARATION} check",
 }
 """Command -> the one of `SMALL` that it is with other sizes."""
 
@@ -220,7 +221,7 @@ ELSEWHERE: dict[str, str] = {
     f"{CHECKPOINT} import old/checkpoint-500 imported --model my-llama": (
         "test_from_deepspeed.py::test_a_run_goes_on_from_it"
     ),
-    "python -m tests.families.sweep": "families/test_families.py::test_a_sampled_row_is_so",
+    "python -m tests.conformance.families.sweep": "families/test_families.py::test_a_sampled_row_is_so",
     "python benchmarks/gpu.py": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
     "python benchmarks/gpu.py --device cpu --tiny": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
 }
@@ -230,7 +231,7 @@ NOT_HERE: dict[str, str] = {
     "python -m pytest": "it is what runs this",
     "python -m pytest -m gpu": "it needs GPUs; without, all of it is skipped",
     "python SCRIPT": "it stands for any script",
-    "torchrun --max-restarts 1": "part of a sentence on a test, tests/test_launchers.py",
+    "torchrun --max-restarts 1": "part of a sentence on a test, tests/supervise/test_launchers.py",
 }
 """Command -> why it can't be run here."""
 
@@ -260,7 +261,8 @@ def test_a_new_command_is_found_wherever_it_stands(tmp_path: Path):
 @pytest.mark.parametrize("test", sorted(set(ELSEWHERE.values())))
 def test_the_tests_that_run_the_others_are_there(test: str):
     name, _, function = test.partition("::")
-    assert f"def {function}(" in (ROOT / "tests" / name).read_text()
+    [path] = (ROOT / "tests").rglob(name)
+    assert f"def {function}(" in path.read_text()
 
 
 @pytest.fixture(scope="module")

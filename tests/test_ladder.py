@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, run
+from tests.support.commands import ROOT, run
 
 LADDER = ROOT / "examples" / "ladder"
 SCRIPTS = sorted(path for path in LADDER.glob("*.py") if path.name[0].isdigit())

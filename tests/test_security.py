@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files
-from tests.training import LLAMA
+from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files
+from tests.support.training import LLAMA
 from trainer.checkpoint import save
 from trainer.checkpoint.safetensors_stream import read_header
 from trainer.command import checkpoint as command

@@ -207,6 +207,20 @@ def test_the_files_that_the_readme_names_are_there():
         assert (ROOT / name).exists(), name
 
 
+def test_the_files_that_contributing_names_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for name in re.findall(r"`((?:trainer|tests|launch|docs)/[\w/.]*)`", text) + re.findall(r"\]\(([\w/.]+)", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_tests_have_the_rooms_of_the_product():
+    rooms = {
+        path.name for folder in ("trainer", "trainer/tools") for path in (ROOT / folder).iterdir() if path.is_dir()
+    }
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert folders - {"conformance"} <= rooms
+
+
 def test_every_config_that_ships_is_in_the_readme():
     for path in (ROOT / "ds_configs").glob("*.json"):
         assert f"`{path.stem}`" in readme(), path

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, Result, losses, run, write_job
+from tests.support.commands import ROOT, Result, losses, run, write_job
 
 
 @pytest.fixture(scope="module")

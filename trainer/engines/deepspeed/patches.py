@@ -1,6 +1,6 @@
 """Patches of DeepSpeed 0.18 and 0.19: each says the symptom without it, and when it can go.
 
-`tests/test_patches.py` fails once one of them is no longer needed.
+`tests/engines/test_patches.py` fails once one of them is no longer needed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,141 @@
+"""The certificate of own modules: what is right passes, what can't be is refused in a sentence, and nothing hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support.pool import machine_here
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+        self.leave = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+class HeldByItsAuthor(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter.bias.requires_grad_(False)
+        self.blocks[1].requires_grad_(False)
+
+
+class IndexParameter(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.tensor([3, 1, 0, 2]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[:, self.order])
+
+
+class SparseTable(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 4, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.table((x[:, 0] > 0).long()))
+
+
+class WeightUsedTwice(Small):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.linear(x.repeat(1, 2), self.blocks[0][0].weight)[:, :4])  # type: ignore[index]
+
+
+def classes(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return F.cross_entropy(output, target, reduction="sum"), len(target)
+
+
+def pairs(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Contrastive: each sample against the others of its micro-batch."""
+    like = F.normalize(output, dim=-1) @ F.normalize(output, dim=-1).T
+    return F.cross_entropy(3 * like, torch.arange(len(target)), reduction="sum"), len(target)
+
+
+def reduced(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    total, count = classes(output, target)
+    torch.distributed.all_reduce(total.detach())
+    return total, count
+
+
+def certified(model: str, loss: str, engine: str, stage: int) -> str:
+    """The last line of the table, or the error. Runs on each rank of a pool."""
+    from trainer.certify.certificate import table
+    from trainer.certify.module import certify_given, small_of
+    from trainer.errors import ConfigError
+    from trainer.run.subject import Given
+
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(4, generator=generator), index % 3) for index in range(64)]
+    config: dict[str, Any] = {
+        "train_batch_size": 8,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+        "trainer": {"engine": engine},
+    }
+    given = Given(globals()[model], data, globals()[loss], blocks="blocks.*")
+    try:
+        return table(certify_given(small_of(config, [], 2), given, machine_here())).splitlines()[-1]
+    except ConfigError as error:
+        return str(error)
+
+
+PASS = "PASS: trains as one process does"
+CASES = {
+    ("HeldByItsAuthor", "classes", "mesh", 2): PASS,
+    ("HeldByItsAuthor", "classes", "deepspeed", 2): PASS,
+    ("Small", "pairs", "mesh", 0): PASS,
+    ("Small", "reduced", "mesh", 0): "a collective operation (c10d.allreduce_.default) in a forward pass or a loss",
+    ("IndexParameter", "classes", "mesh", 0): "order is a parameter of torch.int64; expected floating point",
+    ("SparseTable", "classes", "mesh", 0): "table.weight has a sparse gradient; expected dense ones",
+    (
+        "WeightUsedTwice",
+        "classes",
+        "mesh",
+        3,
+    ): "a block's weight is used outside it; expected",
+    ("WeightUsedTwice", "classes", "deepspeed", 3): PASS,
+    ("Small", "classes", "accelerate", 3): PASS,
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_it_passes_or_is_refused_with_the_reason(pools, case):
+    model, loss, engine, stage = case
+    for said in pools[2].run(certified, timeout=100, model=model, loss=loss, engine=engine, stage=stage):
+        assert CASES[case] in said
+
+
+def test_a_copy_that_lacks_what_its_loss_needs_is_not_the_last_that_is_tried():
+    """The first layers of this one have no router, and the model's own code fails on an empty list of their logits."""
+    from trainer.config.sections import ModelSection
+    from trainer.models import huggingface
+    from trainer.tasks.causal_lm import CausalLM
+    from trainer.trial.language import check_model
+
+    sizes = {"hidden_size": 64, "vocab_size": 200, "intermediate_size": 64, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    heads |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 2}
+    experts |= {"shared_expert_intermediate_size": 32, "output_router_logits": True, "mlp_only_layers": [1]}
+    wanted = {"model_type": "qwen3_next", **sizes, **heads, "linear_value_head_dim": 16, **experts}
+    options = ModelSection(config=wanted)
+    spec = huggingface.spec_of(huggingface.read_config(options), options)
+    assert spec.tiny.shrunk is not None
+    assert "gate" in {name.split(".")[-2] for name, _ in spec.tiny.shrunk().build().named_parameters()}
+    assert check_model(spec, CausalLM.of(spec)).unproven == ""

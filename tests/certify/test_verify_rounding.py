@@ -1,0 +1,134 @@
+"""The certificate in 16 bits: what rounding hides in a step shows over many rows, and in what adds up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.certify.test_verify import around, config
+from tests.support.commands import ROOT
+from tests.support.pool import machine_here
+
+
+def scaled_by_a_hundredth() -> Any:
+    from trainer.tasks.task import ModelWithLoss
+
+    real = ModelWithLoss.forward
+
+    class More(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 1.01
+
+    return mock.patch.object(ModelWithLoss, "forward", lambda self, batch: More.apply(real(self, batch)))
+
+
+def scale_in_16_bits() -> Any:
+    """As the loss once had it: off by up to 0.4 %, by as much in all gradients of a step."""
+    from trainer.tasks import cross_entropy
+
+    return mock.patch.object(cross_entropy, "_times", lambda saved, scale: saved * scale.to(saved.dtype))
+
+
+def reduced_in_16_bits() -> Any:
+    from trainer.parallel import shard
+
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    return mock.patch.object(shard, "policy_of", lambda layout: policy)
+
+
+def added_up_in_16_bits() -> Any:
+    from trainer.parallel.forward_backward import GradientAccumulation
+
+    def rounding(real, self, seed, batches, scale):
+        hooks = [
+            p.register_post_accumulate_grad_hook(lambda p: p.grad.copy_(p.grad.bfloat16()))
+            for module in self.modules
+            for p in module.parameters()
+        ]
+        found = real(self, seed, batches, scale)
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    return around(GradientAccumulation, "train", rounding)
+
+
+def certified(path: str, world_size: int, overrides: list[str], fault: str | None) -> tuple[bool, str]:
+    """Runs on each rank of a pool."""
+    from trainer.certify.certificate import certify, table
+    from trainer.certify.small import shrink
+
+    small = shrink(path, overrides, world_size, "config")
+    with globals()[fault]() if fault else contextlib.nullcontext():
+        certificate = certify(small, machine_here())
+    return certificate.passed, table(certificate)
+
+
+FAULTS: dict[Callable[[], Any], tuple[int, str]] = {
+    scaled_by_a_hundredth: (2, "projection"),
+    scale_in_16_bits: (2, "projection"),
+    reduced_in_16_bits: (2, "sum"),
+    added_up_in_16_bits: (3, "sum"),
+}
+BF16 = ["bf16.enabled=true"]
+
+
+LIKE_ANOTHER = (scale_in_16_bits, added_up_in_16_bits)
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=pytest.mark.more if f in LIKE_ANOTHER else (), id=f.__name__) for f in FAULTS]
+)
+def test_a_fault_that_rounding_would_hide_is_caught(pools, tmp_path, fault):
+    stage, check = FAULTS[fault]
+    model = {"config": {"model_type": "qwen3", "num_hidden_layers": 4, "tie_word_embeddings": True}}
+    path = config(tmp_path, "mesh", stage, model=model)
+    for passed, table in pools[2].run(certified, path=path, world_size=2, overrides=BF16, fault=fault.__name__):
+        assert not passed
+        assert " FAIL " in next(line for line in table.splitlines() if line.startswith(f"{check} ")), table
+
+
+ADDED_UP = ["data_types.grad_accum_dtype=fp32", "communication_data_type=fp32"]
+SHIPPED = {"zero2": 2, "fsdp": 2, "pipeline_zero3": 2, "tensor_zero2": 2, "zero3": 2, "hsdp": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        pytest.param("zero2", ADDED_UP, id="zero2, in float32"),
+        *(pytest.param(name, [], marks=pytest.mark.more, id=name) for name in SHIPPED),
+    ],
+)
+def test_what_ships_raises_no_alarm(pools, name, overrides):
+    """DeepSpeed adds gradients up in bfloat16 unless both keys say float32, and is then held to it."""
+    path, size = str(ROOT / "ds_configs" / f"{name}.json"), SHIPPED[name]
+    run = {"path": path, "world_size": size, "overrides": [*BF16, *overrides], "fault": None}
+    for passed, table in pools[size].run(certified, **run):
+        assert passed, table
+        tolerance = next(line for line in table.splitlines() if line.startswith("sum ")).split()[2]
+        assert (tolerance == "1e-05") == (bool(overrides) or name not in ("zero2", "zero3")), table
+
+
+def test_what_a_loss_is_multiplied_by_is_not_rounded_to_16_bits():
+    """1 / 896 is off by 2e-3 in bfloat16, and with it every gradient of the step."""
+    from trainer.tasks.cross_entropy import linear_cross_entropy
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 32), torch.randn(48, 32)
+    targets, found = torch.randint(48, (64,)), []
+    for dtype in (torch.float32, torch.bfloat16):
+        leaf = hidden.to(dtype, copy=True).requires_grad_()
+        (linear_cross_entropy(leaf, weight.to(dtype), None, targets) / 896).backward()
+        found.append(leaf.grad.double().flatten())
+    exact, low = found
+    assert abs(float(low @ exact / (exact @ exact)) - 1) < 5e-4

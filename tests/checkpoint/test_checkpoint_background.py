@@ -1,0 +1,150 @@
+"""Saving beside the training: what is saved is the state at the call, one save at a time, and failures are told."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, Live, live, model_files, same
+from tests.support.pool import Pools
+from trainer.checkpoint import Background, load, newest, save
+from trainer.distributed.ranks import Ranks
+from trainer.errors import DiskError, NumericsError
+from trainer.state import StateTensor
+
+
+def write_to(folder: Path, step: int):
+    def write(entries: Sequence[StateTensor], ranks: Ranks) -> None:
+        save(folder, replace(STATE, step=step), entries, DESCRIPTION, model_files, ranks)
+
+    return write
+
+
+def overwrite(state: Live) -> None:
+    """What the next step does."""
+    for tensor in state.tensors.values():
+        tensor.fill_(3)
+
+
+def holds(path: Path, wanted: Live, step: int, ranks: Ranks = ALONE) -> bool:
+    back = live(ranks).blank()
+    return load(path, back.state_tensors(), ranks).step == step and same(back, wanted)
+
+
+@pytest.fixture
+def gate():
+    """Each save waits before its first tensor until the gate is set; counts how many wait."""
+    opened = threading.Event()
+    opened.waiting = 0  # type: ignore[attr-defined]
+
+    def at(phase: str) -> None:
+        if phase == "before":
+            opened.waiting += 1  # type: ignore[attr-defined]
+            assert opened.wait(20)
+
+    with patch("trainer.checkpoint.faults.at", at):
+        yield opened
+        opened.set()
+
+
+def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, gate: threading.Event) -> None:
+    state = live()
+    with Background(ALONE) as background:
+        background.save(state.state_tensors(), write_to(tmp_path, 10))
+        overwrite(state)
+        assert newest(tmp_path) == (None, []), "it was waited for"
+        gate.set()
+    assert holds(tmp_path / "step-000010", live(), 10)
+
+
+def test_two_saves_never_overlap(tmp_path: Path, gate) -> None:
+    state = live()
+    with Background(ALONE) as background:
+        background.save(state.state_tensors(), write_to(tmp_path, 10))
+        overwrite(state)
+        second = threading.Thread(target=background.save, args=(state.state_tensors(), write_to(tmp_path, 20)))
+        second.start()
+        second.join(0.3)
+        assert second.is_alive() and gate.waiting == 1
+        gate.set()
+        second.join()
+    assert holds(tmp_path / "step-000010", live(), 10)
+    overwritten = live()
+    overwrite(overwritten)
+    assert holds(tmp_path / "step-000020", overwritten, 20)
+
+
+def test_a_run_that_fails_meanwhile_still_publishes(tmp_path: Path, gate: threading.Event) -> None:
+    with pytest.raises(ZeroDivisionError), Background(ALONE) as background:
+        background.save(live().state_tensors(), write_to(tmp_path, 10))
+        gate.set()
+        raise ZeroDivisionError
+    assert holds(tmp_path / "step-000010", live(), 10)
+
+
+def test_a_failure_is_raised_by_the_next_save_and_once(tmp_path: Path) -> None:
+    state = live()
+    with Background(ALONE) as background:
+        state.tensors["a.weight", "weight"][0, 0] = torch.nan
+        background.save(state.state_tensors(), write_to(tmp_path, 10))
+        with pytest.raises(NumericsError):
+            background.save(state.state_tensors(), write_to(tmp_path, 20))
+        background.save(live().state_tensors(), write_to(tmp_path, 30))
+    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-000030"]
+    with pytest.raises(NumericsError), Background(ALONE) as background:
+        background.save(state.state_tensors(), write_to(tmp_path, 40))
+
+
+def _save_twice(folder: Path, broken_rank: int | None) -> tuple[str, int, bool]:
+    """What the first save raised, the bytes of this rank's copy, and whether the second save is right."""
+    ranks, raised = Ranks(torch.distributed.get_rank(), 2), ""
+
+    def at(phase: str) -> None:
+        if phase == "flush" and ranks.rank == broken_rank:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Background(ranks.on_host()) as background:
+        state = live(ranks)
+        with patch("trainer.checkpoint.faults.at", at):
+            background.save(state.state_tensors(), write_to(folder, 10))
+            ranks.barrier()  # the run's own collectives go on meanwhile
+            overwrite(state)
+            try:
+                background.wait()
+            except DiskError as error:
+                raised = str(error)
+        background.save(live(ranks, seed=1).state_tensors(), write_to(folder, 20))
+    size = sum(tensor.nbytes for tensor in background._copies.values())
+    return raised, size, holds(folder / "step-000020", live(seed=1), 20, ranks)
+
+
+@pytest.mark.parametrize("broken_rank", [None, 0, 1])
+def test_on_two_ranks(tmp_path: Path, pools: Pools, broken_rank: int | None) -> None:
+    (one, mine, right), (other, others, also) = pools[2].run(
+        _save_twice, timeout=120, folder=tmp_path, broken_rank=broken_rank
+    )
+    assert right and also
+    assert one == other
+    assert ("No space left on device" in one) == (broken_rank is not None)
+    assert mine > 0 and others > 0
+    assert mine + others == sum(tensor.nbytes for tensor in live().tensors.values())
+    assert (tmp_path / "step-000010").exists() == (broken_rank is None)
+
+
+def _ask(values: list[list[bool]]) -> list[bool]:
+    ranks = Ranks(torch.distributed.get_rank(), 2).on_host()
+    return [ranks.any_soon(row[ranks.rank])() for row in values]
+
+
+def test_any_soon(pools: Pools) -> None:
+    values = [[False, False], [False, True], [True, False], [False, False], [True, True]]
+    assert pools[2].run(_ask, values=values) == [[False, True, True, False, True]] * 2
+    assert [ALONE.on_host().any_soon(value)() for value in (False, True)] == [False, True]

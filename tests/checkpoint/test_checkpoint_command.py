@@ -1,0 +1,94 @@
+"""`meshloom checkpoint`: what a person asks of a folder of checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoint_pieces import ALONE, STATE, live, model_files
+from tests.support.commands import Result, run
+from trainer.checkpoint import export, save
+
+LAYOUT = {"pipeline": 2, "replicate": 1, "shard": 4, "tensor": 1, "zero_stage": 3}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """The folder of a run with two checkpoints."""
+    description = {"seed": 7, "engine": "mesh", "layout": LAYOUT, "versions": {"torch": "2"}}
+    for step in (10, 20):
+        save(
+            tmp_path / "checkpoints", replace(STATE, step=step), live().state_tensors(), description, model_files, ALONE
+        )
+    return tmp_path
+
+
+def ask(command: str, path: Path) -> Result:
+    return run("meshloom", "checkpoint", command, path)
+
+
+def test_list(directory):
+    for path in (directory, directory / "checkpoints"):
+        result = ask("list", path)
+        assert result.code == 0, result.output
+        first, second = result.output.splitlines()
+        assert first.startswith("step-000010  ") and second.startswith("step-000020  ")
+        assert first.endswith("  3,200 samples  mesh: pipeline 2 x shard 4, ZeRO-3")
+
+
+def test_what_is_left_over_is_listed(directory):
+    for name in ("step-000015.damaged", "step-000021.partial"):
+        (directory / "checkpoints" / name).mkdir()
+    lines = ask("list", directory).output.splitlines()
+    assert lines[2:] == ["step-000015.damaged  left over", "step-000021.partial  left over"]
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "show"])
+def test_torch_is_not_waited_for(directory, command):
+    arguments = ["meshloom", "checkpoint", command, str(directory)]
+    code = (
+        f"import runpy, sys; sys.argv = {arguments!r}; sys.exit = print; "
+        "runpy.run_module('trainer.command', run_name='__main__')"
+    )
+    result = run(sys.executable, "-c", f"{code}; assert not {{'torch', 'numpy', 'transformers'}} & set(sys.modules)")
+    assert result.code == 0, result.output
+
+
+def test_verify_names_the_one_that_is_damaged(directory):
+    assert ask("verify", directory).output == "step-000010  good\nstep-000020  good\n"
+    path = next((directory / "checkpoints" / "step-000010" / "optimizer").glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 4
+    path.write_bytes(content)
+    result = ask("verify", directory)
+    assert result.code == 74
+    assert f"step-000010  {path}: SHA-256 " in result.output and "step-000020  good" in result.output
+    path.write_bytes(b"")
+    result = ask("list", directory)
+    assert result.code == 74
+    assert f"step-000010  damaged: {path}: 0 bytes; expected " in result.output
+
+
+def test_show(directory):
+    result = ask("show", directory / "checkpoints" / "step-000020")
+    assert result.code == 0, result.output
+    assert '"step": 20' in result.output and '"torch": "2"' in result.output
+    assert "  model/model.safetensors: a.weight  float32 4 x 3  48 bytes" in result.output.splitlines()
+    assert "  optimizer/optimizer.safetensors: a.weight.exp_avg  float32 4 x 3  48 bytes" in result.output.splitlines()
+
+
+def test_a_model_alone(directory):
+    export(directory / "final", live().state_tensors(), model_files, ALONE)
+    assert ask("verify", directory / "final").output == "final  good\n"
+    result = ask("show", directory / "final")
+    assert result.code == 0
+    assert "  model.safetensors: a.weight  float32 4 x 3  48 bytes" in result.output.splitlines()
+
+
+def test_nothing_there(tmp_path):
+    result = ask("list", tmp_path)
+    assert result.code == 64
+    assert f"{tmp_path}: no checkpoint; expected a run's folder" in result.output

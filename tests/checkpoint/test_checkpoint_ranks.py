@@ -1,0 +1,175 @@
+"""Checkpoints of two processes: files per owner, one error for all, and nobody left waiting."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, files, live, model_files, same
+from tests.support.pool import Pools
+from trainer.checkpoint import export, load, manifest, newest, save, verify
+from trainer.checkpoint.safetensors_stream import TensorWriter
+from trainer.distributed.ranks import Ranks
+from trainer.errors import MeshloomError
+
+
+def _save_and_load(folder: Path) -> tuple[bool, bool]:
+    ranks = Ranks(torch.distributed.get_rank(), 2)
+    state, back = live(ranks), live(ranks).blank()
+    path = save(folder / "checkpoints", STATE, state.state_tensors(), DESCRIPTION, model_files, ranks)
+    export(folder / "final", state.state_tensors(), model_files, ranks)
+    return load(path, back.state_tensors(), ranks) == STATE, same(state, back)
+
+
+def _fail(folder: Path, phase: str) -> str:
+    """Save on two ranks, of which one meets an error in `phase`; returns what this rank raised."""
+    ranks = Ranks(torch.distributed.get_rank(), 2)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    rank, target, name = {
+        "tensors of rank 1": (1, TensorWriter, "write"),
+        "end of rank 1": (1, TensorWriter, "finish"),
+        "manifest": (0, os, "fsync"),
+        "rename": (0, os, "rename"),
+    }[phase]
+    if phase == "manifest":
+        real, calls = os.fsync, iter(range(99))  # rank 0 flushes its two files first
+        broken = patch.object(os, "fsync", lambda handle: real(handle) if next(calls) < 2 else _raise(full))
+    else:
+        broken = patch.object(target, name, lambda *_: _raise(full))
+    state = live(ranks, seed=1)
+    try:
+        if ranks.rank == rank:
+            with broken:
+                save(folder, STATE, state.state_tensors(), DESCRIPTION, model_files, ranks)
+        else:
+            save(folder, STATE, state.state_tensors(), DESCRIPTION, model_files, ranks)
+    except MeshloomError as error:
+        ranks.barrier()
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _save_poisoned(folder: Path, value: float) -> tuple[int, str]:
+    ranks = Ranks(torch.distributed.get_rank(), 2)
+    state = live(ranks, seed=1)
+    state.tensors["b.weight", "exp_avg"][3] = value  # rank 0's
+    state.tensors["b.weight", "exp_avg_sq"][0] = value  # rank 1's
+    try:
+        save(folder, STATE, state.state_tensors(), DESCRIPTION, model_files, ranks)
+    except MeshloomError as error:
+        ranks.barrier()
+        return error.exit_code, str(error)
+    return 0, ""
+
+
+def test_two_ranks_write_their_own_files_and_one_process_reads_them(tmp_path: Path, pools: Pools) -> None:
+    assert pools[2].run(_save_and_load, timeout=120, folder=tmp_path) == [(True, True)] * 2
+    path = tmp_path / "checkpoints/step-000100"
+    assert files(path) == [
+        "manifest.json",
+        "model/config.json",
+        "model/model-00001-of-00002.safetensors",
+        "model/model-00002-of-00002.safetensors",
+        "model/model.safetensors.index.json",
+        "optimizer/optimizer-00001-of-00002.safetensors",
+        "optimizer/optimizer-00002-of-00002.safetensors",
+        "optimizer/optimizer.safetensors.index.json",
+        "trainer.json",
+    ]
+    assert verify(path) == verify(tmp_path / "final") == []
+    back = live().blank()
+    assert load(path, back.state_tensors(), ALONE) == STATE
+    assert same(back, live())
+
+
+def test_the_index_is_that_of_transformers(tmp_path: Path, pools: Pools) -> None:
+    from transformers.utils.hub import get_checkpoint_shard_files
+
+    pools[2].run(_save_and_load, timeout=120, folder=tmp_path)
+    index = tmp_path / "final/model.safetensors.index.json"
+    found, metadata = get_checkpoint_shard_files(tmp_path / "final", index)
+    assert [Path(name).name for name in found] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    assert sorted(metadata["all_checkpoint_keys"]) == ["a.weight", "b.weight", "c.buffer", "empty", "scale"]
+    assert metadata["total_size"] == 4 * (12 + 5 + 1) + 16
+
+
+@pytest.mark.parametrize("phase", ["tensors of rank 1", "end of rank 1", "manifest", "rename"])
+def test_an_error_of_one_rank_is_raised_on_both(tmp_path: Path, pools: Pools, phase: str) -> None:
+    older = save(tmp_path, STATE.__class__(50, samples=50), live().state_tensors(), DESCRIPTION, model_files, ALONE)
+    one, other = pools[2].run(_fail, timeout=120, folder=tmp_path, phase=phase)
+    assert one == other
+    assert one.startswith(f"DiskError: {tmp_path / 'step-000100.partial'}: No space left on device, ")
+    assert newest(tmp_path) == (older, [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000050"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_is_never_published(tmp_path: Path, pools: Pools, value: float) -> None:
+    older = save(tmp_path, STATE.__class__(50, samples=50), live().state_tensors(), DESCRIPTION, model_files, ALONE)
+    one, other = pools[2].run(_save_poisoned, timeout=120, folder=tmp_path, value=value)
+    assert (
+        one
+        == other
+        == (
+            76,
+            "b.weight.exp_avg: a value that is not finite; expected finite numbers in a checkpoint. "
+            "The one before is good: go on from it with a lower learning rate, or other data",
+        )
+    )
+    assert newest(tmp_path) == (older, [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000050"]
+
+
+def _verify(folder: Path) -> tuple[list[str], list[str]]:
+    """The files that this rank hashed, and what was found."""
+    ranks, hashed = Ranks(torch.distributed.get_rank(), 2), []
+    real = manifest.hash_file
+    with patch.object(manifest, "hash_file", lambda path: hashed.append(path.name) or real(path)):
+        problems = [problem.seen for problem in verify(folder / "step-000100", ranks)]
+    return hashed, problems
+
+
+def _blind(folder: Path) -> str:
+    """What is raised where rank 1 does not see the folder of rank 0."""
+    ranks = Ranks(torch.distributed.get_rank(), 2)
+    try:
+        with patch.object(Path, "is_dir", lambda path: ranks.first):
+            newest(folder, ranks)
+    except MeshloomError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_each_rank_verifies_a_share_and_all_know_the_result(tmp_path: Path, pools: Pools) -> None:
+    pools[2].run(_save_and_load, timeout=120, folder=tmp_path)
+    path = tmp_path / "checkpoints/step-000100"
+    names = sorted(name.rpartition("/")[2] for name in files(path) if name != "manifest.json")
+    for name in ("optimizer/optimizer-00002-of-00002.safetensors", "model/model-00001-of-00002.safetensors"):
+        content = bytearray((path / name).read_bytes())
+        content[-1] ^= 1
+        (path / name).write_bytes(content)
+    (one, seen), (other, same_seen) = pools[2].run(_verify, timeout=120, folder=path.parent)
+    assert sorted(one + other) == names and len(one) == len(other)
+    assert seen == same_seen and [text[:8] for text in seen] == ["SHA-256 "] * 2
+
+
+def test_a_folder_that_not_all_ranks_see_is_no_damage(tmp_path: Path, pools: Pools) -> None:
+    path = save(tmp_path, STATE, live().state_tensors(), DESCRIPTION, model_files, ALONE)
+    for raised in pools[2].run(_blind, timeout=120, folder=tmp_path):
+        assert raised == (
+            f"{path}: not there for rank 1; expected a folder that all machines share. "
+            "Put trainer.run.folder on a shared file system"
+        )
+    assert newest(tmp_path) == (path, [])

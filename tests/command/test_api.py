@@ -1,0 +1,379 @@
+"""`trainer.train` and `trainer.verify`: own modules, data and losses, under every engine, from an own script."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import trainer
+from tests.support.commands import BIN, ROOT, run
+from trainer.errors import ConfigError, DataError
+from trainer.models.module import spec_of
+from trainer.tasks.supervised import Supervised
+from trainer.trial.own_module import check_module
+
+README = (ROOT / "README.md").read_text()
+EXAMPLE = next(code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "trainer.train" in code)
+CONFIG = {
+    "train_batch_size": 8,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "trainer": {"steps": 4, "device": "cpu", "log": {"every": 1}},
+}
+
+
+def script(folder: Path, code: str, *command: str, **environment: str) -> Any:
+    path = folder / "own.py"
+    path.write_text(code)
+    return run(*(command or (sys.executable,)), path, PYTHONPATH=str(ROOT), **environment)
+
+
+def test_the_example_is_short():
+    assert len(EXAMPLE.splitlines()) <= 25
+
+
+@pytest.mark.parametrize(
+    ("config", "processes"),
+    [("zero3", 2), ("pipeline_zero2", 2), pytest.param("hsdp", 4, marks=pytest.mark.whole)],
+)
+def test_the_example_learns_and_is_certified(tmp_path, config, processes):
+    code = EXAMPLE.replace('"zero3"', f'"{config}"').replace("processes=2", f"processes={processes}")
+    code = code.replace("overrides=[", f'overrides=["trainer.run.folder={tmp_path}/runs", ')
+    result = script(tmp_path, code)
+    assert result.code == 0, result.output
+    assert "\nTrue\n" in result.output
+    losses = [float(x) for x in re.findall(r"\d\.\d+", re.findall(r"^\[(.*)\]$", result.output, re.MULTILINE)[-1])]
+    assert losses[-1] < losses[0]
+    final = tmp_path / "runs" / config / "final"
+    names = {name for path in final.glob("*.safetensors") for name in load_file(path)}
+    assert {"0.weight", "0.bias"} <= names and (final / "module.json").exists()
+
+
+OWN = f"""
+import torch, trainer
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+class Data:
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        row = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        return {{"x": row, "scale": torch.tensor(2.0)}}, (row.sum() > 0).long()
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(16), nn.Linear(16, 16)
+    def forward(self, hidden):
+        return hidden + self.inner(self.norm(hidden)).tanh()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Linear(6, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(16, 2)
+        nn.init.zeros_(self.head.weight)
+        nn.init.constant_(self.head.bias, 0.25)
+    def forward(self, x, scale):
+        hidden = self.table(x * scale[:, None])
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+def loss(output, target):
+    return cross_entropy(output, target, reduction="sum"), target.numel()
+
+CONFIG = {CONFIG!r}
+own = dict(model=Net, data=Data(), loss=loss, blocks="layers.*")
+"""
+
+
+def test_under_a_launcher_in_a_notebook_and_again(tmp_path):
+    """The same losses in one process and in those of a launcher; a run that is begun again goes on."""
+    runs = f"trainer.run.folder={tmp_path}/runs"
+    alone = f"""
+for steps in (2, 4):
+    result = trainer.train(CONFIG, overrides=["{runs}", "trainer.run.name=one", "trainer.checkpoint.every=2",
+        f"trainer.steps={{steps}}", "zero_optimization.stage=2"], **own)
+print("LOSSES", [round(loss, 4) for loss in result.losses], result.folder.name)
+"""
+    several = f"""
+result = trainer.train(CONFIG, overrides=["{runs}", "trainer.run.name=two", "zero_optimization.stage=2",
+    "trainer.engine=mesh"], **own)
+print("LOSSES", [round(loss, 4) for loss in result.losses], result.folder.name, flush=True)
+"""
+    one = script(tmp_path, OWN + alone)
+    assert one.code == 0, one.output
+    two = script(tmp_path, OWN + several, str(BIN / "torchrun"), "--nproc-per-node", "2")
+    assert two.code == 0, two.output
+    found = re.findall(r"^LOSSES \[(.*)\] (\S+)$", one.output + two.output, re.MULTILINE)
+    assert [name for _, name in found] == ["one-2", "two", "two"]
+    assert found[0][0] == found[1][0] == found[2][0]
+
+
+def test_a_run_of_several_ranks_that_stands_still_is_an_error(tmp_path):
+    section = {**CONFIG["trainer"], "patience": 3, "run": {"folder": str(tmp_path / "runs"), "name": "own"}}
+    code = f"""
+import os, time, torch, trainer
+from torch import nn
+from trainer.errors import Stalled
+
+class Data:
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if os.environ["RANK"] == "1" and os.path.exists({str(tmp_path / "runs" / "own" / "config.json")!r}):
+            time.sleep(1000)
+        return torch.full((4,), index / 64), torch.tensor(index % 2)
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target, reduction="sum"), len(target)
+
+config = {CONFIG | {"trainer": section}!r}
+try:
+    trainer.train(config, model=lambda: nn.Sequential(nn.Linear(4, 2)), data=Data(), loss=loss, processes=2)
+except Stalled as error:
+    print("caught", error)
+"""
+    found = script(tmp_path, code)
+    assert found.code == 0, found.output
+    assert "stalled: the run stands still for " in found.output and "rank 1 on " in found.output
+    assert "caught processes: they stood still; expected ranks that go on" in found.output
+
+
+def test_errors_are_those_of_the_command(tmp_path):
+    code = """
+from trainer.errors import ConfigError
+try:
+    trainer.train(CONFIG, overrides=["zero_optimisation.stage=3"], processes=2, **own)
+except ConfigError as error:
+    print("CAUGHT", error.render())
+try:
+    trainer.train(CONFIG, overrides=["pipeline.stages=2", "gradient_accumulation_steps=2"], processes=2,
+        **(own | {"blocks": "layer.*"}))
+except ConfigError as error:
+    print("CAUGHT", error.render())
+"""
+    result = script(tmp_path, OWN + code)
+    assert result.code == 0, result.output
+    caught = result.output.split("CAUGHT ")[1:]
+    assert "Did you mean" in caught[0] and "zero_optimization" in caught[0]
+    assert "blocks: no module of Net is named layer.*" in caught[1]
+
+
+# What is handed in
+
+
+def loss(output, target):
+    return cross_entropy(output, target, reduction="sum"), target.numel()
+
+
+def spec_and_task(build, loss=loss, blocks=None):
+
+    spec = spec_of(build, blocks, seed=3)
+    task = Supervised(loss, spec.build, spec.blocks)
+    rows = [(torch.randn(6), torch.tensor(i % 2)) for i in range(4)]
+    return spec.tried_on(task.trial(rows)), task
+
+
+def small():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def test_values_are_those_of_the_constructor_in_every_process():
+    def build():
+        model = small()
+        nn.init.constant_(model[2].bias, 0.5)
+        model.register_buffer("table", torch.arange(3.0))
+        return model
+
+    spec, _ = spec_and_task(build)
+    assert spec.blocks == ("0", "1", "2")
+    weights = {name: spec.weights.read(name) for name in ("0.weight", "2.bias", "table")}
+    assert torch.equal(weights["2.bias"], torch.full((2,), 0.5)) and torch.equal(weights["table"], torch.arange(3.0))
+    assert torch.equal(weights["0.weight"], spec_of(build, None, seed=3).weights.read("0.weight"))
+    assert not torch.equal(weights["0.weight"], spec_of(build, None, seed=4).weights.read("0.weight"))
+    spec.weights.release()
+    assert not any(isinstance(value, dict) for value in vars(spec.weights).values())
+    assert torch.equal(weights["0.weight"], spec.weights.read("0.weight"))
+
+
+def test_what_is_found_of_a_module():
+    class Extra(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.never = small(), nn.Linear(2, 2)
+
+        def forward(self, rows):
+            return self.body(rows)
+
+    findings = check_module(*spec_and_task(Extra, blocks="body.*"))
+    assert findings.unused == ("never.weight", "never.bias") and findings.blocks
+    assert not check_module(*spec_and_task(Extra, blocks="never")).blocks
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"build": lambda: "text"}, "model: str; expected a callable that builds an nn.Module"),
+        ({"build": lambda: nn.Linear(6, 2, device="cpu")}, "Leave `device=` out"),
+        ({"loss": lambda output, target: output.sum()}, "sum over the targets as a scalar tensor, number of targets"),
+        ({"loss": lambda o, t: (loss(o, t)[0] / 0, 1)}, "inf on the first samples; expected a finite number"),
+        ({"loss": lambda o, t: (loss(o, t)[0], int((o != 0).sum()))}, "a count that depends on the target alone"),
+        ({"blocks": "layers.*"}, "no module of Sequential is named layers.*"),
+    ],
+    ids=["no module", "on a device", "no count", "not finite", "count of the output", "no blocks"],
+)
+def test_what_can_not_be_trained_says_why(change, message):
+    given = {"build": small, "loss": loss, "blocks": None, **change}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_module(*spec_and_task(**given))
+
+
+class Scaled(nn.Parameter):
+    """A kind of parameter of its own."""
+
+
+def parameter(value: torch.Tensor, **attributes: Any) -> nn.Parameter:
+    found = nn.Parameter(value, requires_grad=value.is_floating_point() or value.is_complex())
+    vars(found).update(attributes)
+    return found
+
+
+def hooked(register: str) -> nn.Parameter:
+    found = nn.Parameter(torch.zeros(2))
+    getattr(found, register)(lambda *_: None)
+    return found
+
+
+LOST = {
+    "complex": (
+        lambda: parameter(torch.zeros(2, dtype=torch.complex64)),
+        "is a parameter of torch.complex64; expected",
+    ),
+    "bfloat16": (lambda: parameter(torch.zeros(2, dtype=torch.bfloat16)), "is a parameter of torch.bfloat16; expected"),
+    "float64": (lambda: parameter(torch.zeros(2, dtype=torch.float64)), "is a parameter of torch.float64; expected"),
+    "integers": (lambda: parameter(torch.zeros(2, dtype=torch.int8)), "is a parameter of torch.int8; expected"),
+    "a hook": (lambda: hooked("register_hook"), "has a hook of its own"),
+    "a hook after": (lambda: hooked("register_post_accumulate_grad_hook"), "has a hook of its own"),
+    "an attribute": (lambda: parameter(torch.zeros(2), scale=2.0), "has an attribute scale"),
+    "a subclass": (lambda: Scaled(torch.zeros(2)), "is a tests.command.test_api.Scaled; expected an nn.Parameter"),
+    "no size yet": (
+        nn.UninitializedParameter,
+        "is a torch.nn.parameter.UninitializedParameter; expected an nn.Parameter of known size",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_of_a_parameter_would_be_lost_is_refused_with_its_name(name):
+    make, message = LOST[name]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = small()
+            self.body.own = make()
+
+    with pytest.raises(ConfigError, match=re.escape(f"model: body.own {message}")):
+        spec_of(Net, None, seed=3)
+
+
+def test_what_transformers_marks_its_parameters_with_is_allowed():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for family in ("llama", "mamba", "bamba"):
+        config = AutoConfig.for_model(family, num_hidden_layers=2)
+        assert spec_of(lambda config=config: AutoModelForCausalLM.from_config(config), None, seed=3).parameters
+
+
+def test_samples_that_are_no_pairs():
+    spec = spec_of(small, None, seed=3)
+    task = Supervised(loss, spec.build)
+    with pytest.raises(DataError, match=r"pairs \(input, target\) that stack to a batch"):
+        task.collate([(torch.zeros(6), 0), (torch.zeros(7), 1)])
+
+
+def test_a_hidden_state_that_is_no_tensor_is_refused_by_a_pipeline_alone():
+    from trainer.models.cut import check_cut
+
+    class Block(nn.Linear):
+        def forward(self, pair):
+            return super().forward(pair[0]), pair[1]
+
+    class Pairs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(Block(6, 6), Block(6, 6))
+
+        def forward(self, rows):
+            return self.layers((rows, rows))[0]
+
+    spec, task = spec_and_task(Pairs, blocks="layers.*")
+    assert check_module(spec, task).blocks
+    with pytest.raises(ConfigError, match="what it gives is a .*, and a stage sends one tensor"):
+        check_cut(spec, 2)
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, rows):
+        if self.training:
+            self.seen += rows.sum().detach()
+        return rows
+
+
+def test_a_buffer_that_training_changes_is_one_processs():
+    from tests.trial.test_model_checks import layout
+    from trainer.parallel.checks import check_layout
+
+    spec, task = spec_and_task(lambda: nn.Sequential(nn.Linear(6, 8), Counter(), nn.Linear(8, 2)))
+    findings = check_module(spec, task)
+    check_layout(spec, task, layout(), findings)
+    with pytest.raises(ConfigError, match="training changes its buffer 1.seen"):
+        check_layout(spec, task, layout(replicate=2, world_size=2, train_batch=4), findings)
+
+
+def test_neither_tokenizers_nor_records_are_sent_between_ranks(tmp_path, monkeypatch):
+    """Each rank loads the one, and keeps what it saw of the other."""
+    import pickle
+
+    from tests.support.commands import write_job
+    from trainer.config import load
+    from trainer.data.progress import QUIET
+    from trainer.distributed.ranks import Ranks
+    from trainer.run import subject
+
+    agree = Ranks._agree
+    sent: list[bytes] = []
+
+    def noted(self: Ranks, outcome: tuple[bool, Any]) -> list[Any]:
+        sent.append(pickle.dumps(outcome))
+        assert b"trainer.trackers" not in sent[-1]
+        return agree(self, outcome)
+
+    monkeypatch.setattr(Ranks, "_agree", noted)
+    config = load(write_job(tmp_path))
+    tokenizer = subject._tokenizer(config, Ranks(), QUIET)
+    assert len(tokenizer) and len(sent) == 1 and len(sent[0]) < 100
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    named = load(write_job(tmp_path), [f"trainer.data.tokenizer={tmp_path / 'tokenizer'}"])
+    assert len(subject._tokenizer(named, Ranks(), QUIET)) == len(tokenizer)
+    assert len(sent) == 2 and len(sent[1]) < 100
+    section = {**CONFIG["trainer"], "engine": "mesh", "run": {"folder": str(tmp_path / "runs")}, "steps": 2}
+    rows = [(torch.full((4,), i / 8), torch.tensor(i % 2)) for i in range(8)]
+    loss = lambda output, target: (cross_entropy(output, target, reduction="sum"), len(target))  # noqa: E731
+    own = {"model": lambda: nn.Sequential(nn.Linear(4, 2)), "data": rows, "loss": loss}
+    assert len(trainer.train(CONFIG | {"trainer": section}, **own, quiet=True).records) == 2

@@ -1,0 +1,172 @@
+"""Every causal decoder family of transformers, made small and certified.
+
+    python -m tests.conformance.families.sweep [FAMILY...]
+
+Writes table.json beside this file and docs/families.md, of all families or with the rows of those that are named.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.support.commands import ROOT
+from tests.support.pool import Pool, machine_here
+
+TABLE = Path(__file__).with_name("table.json")
+PAGE = ROOT / "docs" / "families.md"
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ZeRO-3": {"zero_optimization": {"stage": 3}},
+    "pipeline": {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2},
+    "tensor": {"tensor_parallel": {"autotp_size": 2}},
+}
+
+# what the default config of a family's class lacks, so that it can be built and run
+NEEDED: dict[str, dict[str, Any]] = {
+    "big_bird": {"is_decoder": True, "attention_type": "original_full"},
+    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+    "xmod": {"default_language": "en_XX", "is_decoder": True},
+    **{
+        family: {"is_decoder": True}
+        for family in ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie")
+        + ("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta")
+        + ("xlm-roberta-xl", "reformer")
+    },
+}
+
+LEFT_OUT: dict[str, str] = {}
+"""Tried, and not in the table until it is mended."""
+
+
+def families() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def config_of(family: str, layout: str) -> dict[str, Any]:
+    """The default config of the family's class, under a layout on two ranks."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+        "trainer": {
+            "engine": "mesh",
+            "steps": 8,
+            "model": {"config": {"model_type": family, **NEEDED.get(family, {})}},
+        },
+        **LAYOUTS[layout],
+    }
+
+
+def certified(path: str) -> str:
+    """Runs on each rank: the verdict."""
+    import transformers
+
+    from trainer.certify.certificate import certify, table
+    from trainer.certify.small import shrink
+    from trainer.errors import MeshloomError
+
+    transformers.logging.set_verbosity_error()
+    try:
+        certificate = certify(shrink(path, [], 2), machine_here())
+    except MeshloomError as error:
+        return f"refused: {error}"
+    return "pass" if certificate.passed else f"FAIL: {table(certificate).splitlines()[-1]}"
+
+
+def verdict(pool: Pool, family: str, layout: str) -> str:
+    """`pass`; `refused:` and why; `FAIL:` and where it came apart; `CRASH:` and the last line."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config_of(family, layout)))
+        try:
+            first, second = pool.run(certified, path=str(path), timeout=150)
+        except AssertionError as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            # the rank that failed says why; the other only that it waited
+            causes = [line for line in lines if "Error" in line] or lines
+            return f"CRASH: {causes[0]}"[:300]
+    return next((one for one in (first, second) if one != "pass"), "pass").replace(folder, "")
+
+
+def main(names: list[str]) -> int:
+    known: dict[str, dict[str, str]] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    pool = Pool(2)
+    for family in names or families():
+        start = time.monotonic()
+        known[family] = {layout: verdict(pool, family, layout) for layout in LAYOUTS}
+        print(f"{family:<26} {time.monotonic() - start:5.1f} s  {known[family]}", flush=True)
+        TABLE.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    pool.close()
+    PAGE.write_text(page(known))
+    return 0
+
+
+def page(table: dict[str, dict[str, str]]) -> str:
+    counts = {layout: sum(row[layout] == "pass" for row in table.values()) for layout in LAYOUTS}
+    reasons: dict[str, int] = {}
+
+    def cell(text: str) -> str:
+        if text == "pass":
+            return "pass"
+        kind, _, why = text.partition(": ")
+        why = " ".join(why.split())
+        return f"{kind} [{reasons.setdefault(shortened(why), len(reasons) + 1)}]"
+
+    rows = [
+        f"| {family} | {' | '.join(cell(row[layout]) for layout in LAYOUTS)} |" for family, row in sorted(table.items())
+    ]
+    summary = ", ".join(f"{layout} {count}" for layout, count in counts.items())
+    return "\n".join(
+        [
+            "# Families",
+            "",
+            "Families that transformers lists as causal language models, made small",
+            "from the default config of each class, and certified (`launch/verify.py`) on two processes",
+            "under ZeRO-3, two stages of a pipeline, and two tensor ranks, by the engine `mesh`.",
+            "A family is refused for the reason at the bottom, before anything is trained.",
+            "Made by `python -m tests.conformance.families.sweep`;",
+            "`pytest --whole tests/conformance/families` compares.",
+            "",
+            f"Of the {len(table)} families of transformers 5.23 pass: {summary}.",
+            *(f"Tried and not in the table: {family} ({why})." for family, why in LEFT_OUT.items()),
+            "",
+            f"| family | {' | '.join(LAYOUTS)} |",
+            f"| --- |{' --- |' * len(LAYOUTS)}",
+            *rows,
+            "",
+            *(f"{number}. {reason}" for reason, number in reasons.items()),
+            "",
+        ]
+    )
+
+
+def shortened(reason: str) -> str:
+    """A reason without what is the family's own: its name in front, and numbers of layers."""
+    import re
+    import textwrap
+
+    own = r"\b(trainer\.model|pipeline\.stages|tensor_parallel\.autotp_size): [\w-]+:? ?"
+    return textwrap.shorten(re.sub(own, "", reason), 400, placeholder=" ...")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

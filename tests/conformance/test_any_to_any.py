@@ -1,0 +1,176 @@
+"""A checkpoint of any layout goes on in any other, on another number of ranks, as if that one had run all along.
+
+python -m tests.conformance.test_any_to_any      # writes the table of docs/checkpoint.md anew
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pool import Pools
+from tests.support.training import LLAMA, TRAIN_BATCH, Case, build, data_rank_of, shares, task_of
+
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "checkpoint.md"
+
+# nothing drops: what is dropped depends on the micro-batches, and those on the layout
+MODEL = LLAMA | {"num_hidden_layers": 4, "attention_dropout": 0.0}
+ONE, TWO, FOUR = (Case("mesh", world_size=size, micro_batch=1, model=MODEL) for size in (1, 2, 4))
+
+LAYOUTS = {
+    "one process": replace(ONE, zero_stage=0),
+    "`deepspeed` ZeRO-0 on 2": replace(TWO, engine="deepspeed", zero_stage=0),
+    "`deepspeed` ZeRO-1 on 4": replace(FOUR, engine="deepspeed", zero_stage=1),
+    "`deepspeed` ZeRO-2 on 1": replace(ONE, engine="deepspeed", zero_stage=2),
+    "`deepspeed` ZeRO-3 on 2": replace(TWO, engine="deepspeed", zero_stage=3),
+    "`deepspeed` ZeRO-3, all on the host, on 2": replace(
+        TWO, engine="deepspeed", zero_stage=3, offload_optimizer="cpu", offload_param="cpu"
+    ),
+    "`deepspeed` 2-way tensor x ZeRO-2 on 4": replace(FOUR, engine="deepspeed", tensor=2),
+    "`deepspeed` 2 stages x ZeRO-1 on 4": replace(FOUR, engine="deepspeed", pipeline=2, zero_stage=1),
+    "`accelerate` DDP on 4": replace(FOUR, engine="accelerate", zero_stage=0),
+    "`accelerate` FSDP on 2": replace(TWO, engine="accelerate", zero_stage=3),
+    "`mesh` ZeRO-2 on 2": TWO,
+    "`mesh` HSDP on 4": replace(FOUR, replicate=2, zero_stage=3),
+    "`mesh` 4 stages": replace(FOUR, pipeline=4, zero_stage=0),
+    "`mesh` 2 folded stages x ZeRO-2 on 4": replace(FOUR, pipeline=2, schedule="ZBVZeroBubble"),
+    "`mesh` 2-way tensor x ZeRO-2 on 4": replace(FOUR, tensor=2),
+    "`mesh` 2 stages x 2-way tensor x ZeRO-3 on 8": replace(FOUR, world_size=8, pipeline=2, tensor=2, zero_stage=3),
+    "`mesh` 2 stages x HSDP on 8": replace(FOUR, world_size=8, pipeline=2, replicate=2, zero_stage=3),
+}
+Losses = tuple[float, float]
+
+
+def save(case: Case, folder: Path) -> Losses:
+    """Two steps and a checkpoint; the losses of the two that follow. Runs on each rank.
+
+    Saves a second time, beside those two steps: both checkpoints are to be the same, byte for byte.
+    """
+    from trainer import checkpoint
+    from trainer.checkpoint.manifest import read_manifest
+    from trainer.state import RunState
+
+    engine, ranks = started(case)
+    advance(engine, case, 0)
+    state = RunState(step=2, samples=2 * TRAIN_BATCH, engine=engine.scalars())
+    path = checkpoint.save(folder, state, engine.state_tensors(), {}, lambda target: None, ranks)
+
+    def write(entries: Any, apart: Any) -> None:
+        checkpoint.save(folder / "beside", state, entries, {}, lambda target: None, apart)
+
+    with checkpoint.Background(ranks.on_host()) as background:
+        background.save(engine.state_tensors(), write)
+        losses = advance(engine, case, 2)
+    assert read_manifest(folder / "beside" / path.name) == read_manifest(path)
+    engine.close()
+    return losses
+
+
+def resume(case: Case, folders: dict[str, Path]) -> dict[str, Losses]:
+    """The losses of the same two steps from each checkpoint. Runs on each rank."""
+    from trainer import checkpoint
+
+    engine, ranks = started(case, seed=77)
+    found = {}
+    for name, folder in folders.items():
+        path, _ = checkpoint.newest(folder)
+        assert path is not None
+        engine.restore(checkpoint.read_description(path)["position"]["engine"])
+        assert checkpoint.load(path, engine.state_tensors(), ranks).samples == 2 * TRAIN_BATCH
+        found[name] = advance(engine, case, 2)
+    engine.close()
+    return found
+
+
+def started(case: Case, seed: int = 5) -> Any:
+    import torch.distributed as dist
+
+    from trainer.distributed.ranks import Ranks
+
+    rank = dist.get_rank()
+    return build(case, rank, values_seed=seed), Ranks(rank, case.world_size)
+
+
+def advance(engine: Any, case: Case, first: int) -> Losses:
+    from trainer.optim.lr_schedules import Update
+
+    task, rank = task_of(engine.job.spec), engine.job.machine.ranks.rank
+    losses = []
+    for step in (first, first + 1):
+        batches = [task.collate(share) for share in shares(case, step, data_rank_of(case, rank))]
+        losses.append(float(engine.step(step, batches, Update(1e-2)).loss()))
+    return losses[0], losses[1]
+
+
+def all_to_all(pools: Pools, folder: Path, pairs: set[tuple[str, str]]) -> dict[str, dict[str, float]]:
+    """Largest relative difference of a loss to the run that had the later layout all along, [from][to]."""
+    folders = {name: folder / str(index) for index, name in enumerate(LAYOUTS)}
+    used = {name for pair in pairs for name in pair}
+    # one pool is alive at a time
+    by_size = sorted(((n, case) for n, case in LAYOUTS.items() if n in used), key=lambda item: item[1].world_size)
+    whole = {name: pools[case.world_size].run(save, case=case, folder=folders[name])[0] for name, case in by_size}
+    table: dict[str, dict[str, float]] = {name: {} for name in LAYOUTS}
+    for after, case in by_size:
+        wanted = {before: folders[before] for before in LAYOUTS if (before, after) in pairs}
+        for losses in pools[case.world_size].run(resume, case=case, folders=wanted):
+            for before, found in losses.items():
+                error = max(abs(a - b) / abs(b) for a, b in zip(found, whole[after], strict=True))
+                table[before][after] = max(error, table[before].get(after, 0.0))
+    return table
+
+
+def markdown(table: dict[str, dict[str, float]]) -> str:
+    letters = {name: chr(ord("A") + index) for index, name in enumerate(LAYOUTS)}
+    lines = ["| from \\ to | " + " | ".join(letters.values()) + " |", "| --- |" + " --- |" * len(letters)]
+    for before, row in table.items():
+        lines.append(f"| {letters[before]}: {before} | " + " | ".join(f"{row[after]:.0e}" for after in LAYOUTS) + " |")
+    return "\n".join(lines)
+
+
+def ring(names: list[str], step: int) -> set[tuple[str, str]]:
+    """Each layout once as the one before, and once as the one after."""
+    return {(name, names[(index + step) % len(names)]) for index, name in enumerate(names)}
+
+
+ALL = set(product(LAYOUTS, LAYOUTS))
+FEW = ["one process", "`deepspeed` ZeRO-3 on 2", "`accelerate` FSDP on 2", "`mesh` 2 folded stages x ZeRO-2 on 4"]
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        pytest.param(ring(FEW, 1), id="a few once"),
+        pytest.param(ring(list(LAYOUTS), 7), id="each once"),  # of another engine and size nearly always
+        pytest.param(ALL, id="all", marks=pytest.mark.whole),
+    ],
+)
+def test_any_layout_goes_on_in_any_other(pools, tmp_path, pairs):
+    table = all_to_all(pools, tmp_path, pairs)
+    found = {(before, after): error for before, row in table.items() for after, error in row.items()}
+    assert found.keys() == pairs
+    assert {pair: error for pair, error in found.items() if not error <= 1e-5} == {}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_table_in_the_docs_has_every_layout(name):
+    rows = re.findall(rf"^\| [A-Z]: {re.escape(name)} \|(.*)\|$", DOCS.read_text(), re.MULTILINE)
+    assert len(rows) == 1
+    assert all(float(cell) <= 1e-5 for cell in rows[0].split("|")) and len(rows[0].split("|")) == len(LAYOUTS)
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    running = Pools()
+    with tempfile.TemporaryDirectory() as temporary:
+        found = all_to_all(running, Path(temporary), ALL)
+    text = DOCS.read_text()
+    start = text.index("| from \\ to |")
+    end = text.find("\n\n", start)
+    DOCS.write_text(text[:start] + markdown(found) + text[end:])
+    running.close()

@@ -1,0 +1,102 @@
+"""The conformance cases on GPUs, through NCCL, on 1 to N ranks: `pytest -m gpu`, where there are any.
+
+Nothing drops in them: a GPU draws other numbers than the processor on which the reference is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.pool import Pools
+from tests.support.training import (
+    GPT2,
+    LLAMA,
+    Case,
+    assert_near,
+    assert_same,
+    resume_by_engine,
+    train_by_engine,
+    train_plainly,
+)
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.gpu
+
+STILL = LLAMA | {"attention_dropout": 0.0, "num_hidden_layers": 4, "intermediate_size": 64}
+STILL_GPT2 = GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_layer": 4}
+ONE = Case(world_size=1, micro_batch=2, model=STILL)
+TWO = replace(ONE, world_size=2)
+FOUR = replace(ONE, world_size=4, micro_batch=1)
+EIGHT = replace(FOUR, world_size=8)
+ALL = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+
+CASES: dict[str, Case] = {
+    "one, deepspeed": replace(ONE, zero_stage=0),
+    "one, deepspeed, ZeRO-3": replace(ONE, zero_stage=3),
+    "one, mesh": replace(ONE, engine="mesh", zero_stage=0),
+    "one, mesh, ZeRO-3, recompute": replace(ONE, engine="mesh", zero_stage=3, recompute="full"),
+    "one, mesh, offload": replace(ONE, engine="mesh", zero_stage=3, **ALL),
+    "one, mesh, GPT-2, selective": replace(ONE, engine="mesh", zero_stage=2, model=STILL_GPT2, recompute="selective"),
+    **{
+        f"two, {engine}, ZeRO-{stage}": replace(TWO, engine=engine, zero_stage=stage)
+        for engine in ("deepspeed", "accelerate", "mesh")
+        for stage in (0, 2, 3)
+    },
+    "two, mesh, offload": replace(TWO, engine="mesh", zero_stage=3, **ALL),
+    "two, accelerate, offload": replace(TWO, engine="accelerate", zero_stage=3, **ALL),
+    "two, deepspeed, offload": replace(TWO, zero_stage=2, offload_optimizer="cpu"),
+    "two, mesh, pipeline": replace(TWO, engine="mesh", pipeline=2, zero_stage=0),
+    "two, deepspeed, pipeline": replace(TWO, pipeline=2, zero_stage=0),
+    "two, mesh, tensor": replace(TWO, engine="mesh", tensor=2, zero_stage=2),
+    "four, mesh, HSDP": replace(FOUR, engine="mesh", replicate=2, zero_stage=3),
+    "four, accelerate, HSDP": replace(FOUR, engine="accelerate", replicate=2, zero_stage=3),
+    "four, mesh, pipeline x ZeRO-3": replace(FOUR, engine="mesh", pipeline=2, zero_stage=3),
+    "four, mesh, ZBVZeroBubble": replace(FOUR, engine="mesh", pipeline=2, zero_stage=2, schedule="ZBVZeroBubble"),
+    "four, mesh, tensor x ZeRO-3": replace(FOUR, engine="mesh", tensor=2, zero_stage=3),
+    "eight, mesh, all axes": replace(EIGHT, engine="mesh", pipeline=2, tensor=2, zero_stage=2),
+    "eight, mesh, pipeline x HSDP": replace(EIGHT, engine="mesh", pipeline=2, replicate=2, zero_stage=3),
+}
+
+
+@pytest.fixture(scope="module")
+def gpu_pools() -> Iterator[Pools]:
+    found = Pools("nccl")
+    yield found
+    found.close()
+
+
+def fits(case: Case) -> None:
+    if case.world_size > GPUS:
+        pytest.skip(f"needs {case.world_size} GPUs, and there are {GPUS}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_as_one_process_does(gpu_pools: Any, name: str) -> None:
+    case = CASES[name]
+    fits(case)
+    reference = train_plainly(case)
+    for outcome in gpu_pools[case.world_size].run(train_by_engine, case=case):
+        assert_same(outcome, reference, 2e-5)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "mesh"])
+def test_bfloat16_stays_near_float32(gpu_pools: Any, engine: str) -> None:
+    case = replace(ONE if GPUS < 2 else TWO, engine=engine, zero_stage=2, precision="bfloat16")
+    fits(case)
+    reference = train_plainly(case)
+    for outcome in gpu_pools[case.world_size].run(train_by_engine, case=case):
+        assert_near(outcome, reference)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "accelerate", "mesh"])
+def test_a_resumed_run_goes_on(gpu_pools: Any, tmp_path: Any, engine: str) -> None:
+    case = replace(TWO, engine=engine, zero_stage=3)
+    case = replace(case, world_size=1) if GPUS == 1 and engine != "accelerate" else case
+    fits(case)
+    for losses, _ in gpu_pools[case.world_size].run(resume_by_engine, before=case, after=case, folder=tmp_path):
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # reductions on a GPU may sum in another order

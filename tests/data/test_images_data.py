@@ -1,0 +1,283 @@
+"""Labelled images: every format that is read, augmentations that follow from seed, epoch and sample, and bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.support.picture_files import pixels, write_cifar, write_folder, write_idx, write_parquet
+from trainer.config.validate import validate
+from trainer.data.images.image_samples import ImageData, open_images
+from trainer.data.loader import BatchLoader, evaluation_batches
+from trainer.distributed.ranks import ALONE
+from trainer.errors import DataError
+from trainer.tasks.image_classification import ImageClassification
+from trainer.tasks.supervised import Blank
+from trainer.tasks.task import IGNORED
+
+
+def opened(folder: Path, path: Any, own: Any = None, data: Any = None, **images: Any) -> ImageData:
+    given = {"task": "image_classification", "data": {"path": path, **(data or {})}, "images": images}
+    section, problems = validate(given)
+    assert problems == []
+    return open_images(section.data, section.images, 3, folder, ALONE, own)
+
+
+def refusal(*arguments: Any, **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        opened(*arguments, **options)
+    return str(caught.value)
+
+
+# What is read
+
+
+@pytest.mark.parametrize(("name", "kind"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
+def test_idx_files(tmp_path, name, kind):
+    write_idx(tmp_path, kind)
+    found = opened(tmp_path, name, root=str(tmp_path))
+    image, label = found.train[3]
+    raw, _ = pixels(40, 28, 28)
+    mean, std = found.images.mean[0], found.images.std[0]
+    assert (len(found.train), len(found.evaluation), label, found.images.mode) == (40, 40, 3, "L")
+    expected = (torch.from_numpy(raw[3]) / 255 - mean) / std
+    torch.testing.assert_close(image, expected[None])
+    assert abs(mean - raw.mean() / 255) < 1e-4 and abs(std - (raw / 255).std()) < 1e-4
+
+
+@pytest.mark.parametrize(("name", "kind"), [("cifar10", "CIFAR10"), ("cifar100", "CIFAR100")])
+def test_cifar_files(tmp_path, name, kind):
+    from torchvision import datasets
+
+    sums = write_cifar(tmp_path, getattr(datasets, kind))
+    with mock.patch.multiple(getattr(datasets, kind), **sums):
+        found = opened(tmp_path, name, root=str(tmp_path), normalize="none")
+    raw, labels = pixels(20, 32, 32, 3, classes=int(name.removeprefix("cifar")))
+    image, label = found.train[4]
+    assert len(found.images.classes) == int(name.removeprefix("cifar")) and label == labels[4]
+    torch.testing.assert_close(image, torch.from_numpy(raw[4]).permute(2, 0, 1) / 255)
+
+
+def test_a_folder_of_classes_and_one_to_evaluate_on(tmp_path):
+    train, held = write_folder(tmp_path / "a", 12), write_folder(tmp_path / "b", 6)
+    found = opened(tmp_path, str(train), data={"evaluation_path": str(held)}, normalize="imagenet")
+    assert found.images.classes == ("ant", "bee", "cat") and found.images.size == (10, 8)
+    assert (len(found.train), len(found.evaluation)) == (12, 6)
+    assert [found.train[i][1] for i in range(12)] == [0] * 4 + [1] * 4 + [2] * 4
+    assert "12 colour images of 10 x 8, 3 classes, 6 held out" in found.describe()
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2, 1], ["x", "y", "x", "z"]], ids=["numbers", "names"])
+def test_a_table_with_an_image_column(tmp_path, labels, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    found = opened(tmp_path, str(write_parquet(tmp_path / "rows.parquet", labels)), data={"evaluation_fraction": 0})
+    assert len(found.images.classes) == 3 and found.evaluation is None
+    assert [found.train[i][1] for i in range(4)] == ([0, 1, 2, 1] if labels[0] == 0 else [0, 1, 0, 2])
+
+
+def test_the_digits_are_there_offline(tmp_path):
+    pytest.importorskip("sklearn")
+    found = opened(tmp_path, "digits", data={"evaluation_fraction": 0.2})
+    assert len(found.train) + len(found.evaluation) == 1797 and found.images.size == (8, 8)
+
+
+def test_an_own_data_set(tmp_path):
+    own = [(torch.full((3, 4, 4), index / 10), index % 2) for index in range(10)]
+    found = opened(tmp_path, None, own=(own, own[:4]), classes=2, normalize="none")
+    assert len(found.evaluation) == 4
+    torch.testing.assert_close(found.train[5][0], torch.full((3, 4, 4), 0.5))
+
+
+def test_sizes_are_brought_to_one(tmp_path):
+    write_folder(tmp_path, 6, size=(10, 8))
+    Image.fromarray(np.zeros((20, 40, 3), np.uint8)).save(tmp_path / "ant" / "wide.png")
+    found = opened(tmp_path, str(tmp_path), size=[6, 5])
+    assert {tuple(found.train[i][0].shape) for i in range(len(found.train))} == {(3, 6, 5)}
+
+
+# Augmentations
+
+VARIED = {"crop_padding": 2, "flip": 0.5, "rotate": 20, "trivial": True, "colour": 0.3, "erase": 0.5}
+
+
+def test_what_is_random_follows_from_seed_epoch_and_sample(tmp_path):
+    found = opened(tmp_path, str(write_folder(tmp_path / "a")), augment=VARIED)
+    state = torch.get_rng_state()
+    first = found.train.in_epoch(3, 0)[0]
+    torch.rand(7)  # nothing that others draw matters
+    assert torch.equal(first, found.train.in_epoch(3, 0)[0])
+    assert not torch.equal(first, found.train.in_epoch(3, 1)[0])
+    plain = found.train[3][0]
+    assert torch.equal(plain, found.train[3][0]) and not torch.equal(plain, first)
+    torch.set_rng_state(state)
+    found.train.in_epoch(5, 2)
+    assert torch.equal(torch.get_rng_state(), state)  # nor is anything of theirs used up
+    other = opened(tmp_path, str(tmp_path / "a"), augment={"crop_scale": [0.3, 1]}, size=6)
+    assert other.train.in_epoch(0, 0)[0].shape == (3, 6, 6)
+
+
+def steps(found: ImageData, ranks: int, workers: int) -> list[torch.Tensor]:
+    """The global batches of three steps, put together from those of all ranks."""
+    task = ImageClassification(3, lambda: torch.nn.Flatten(), ())
+    shares = []
+    for rank in range(ranks):
+        with BatchLoader(
+            found.train,
+            task.collate,
+            seed=3,
+            micro_batch=8 // ranks,
+            accumulation=1,
+            data_ranks=ranks,
+            data_rank=rank,
+            position=0,
+            start_step=0,
+            end_step=3,
+            device=torch.device("cpu"),
+            workers=workers,
+        ) as loader:
+            shares.append([batch.micro_batches[0]["input"] for batch in loader])
+    return [torch.cat(parts) for parts in zip(*shares, strict=True)]
+
+
+def test_the_same_batches_with_any_number_of_ranks_and_workers(tmp_path):
+    """Twelve images and steps of eight: the second lies across the end of an epoch."""
+    found = opened(tmp_path, str(write_folder(tmp_path)), augment=VARIED, data={"evaluation_fraction": 0})
+    expected = steps(found, 1, 0)
+    for ranks, workers in ((2, 0), (1, 2), (2, 1)):
+        for ours, theirs in zip(steps(found, ranks, workers), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_evaluation_is_the_same_with_workers_and_counts_each_image_once(tmp_path):
+    found = opened(tmp_path, str(write_folder(tmp_path)), augment=VARIED, data={"evaluation_fraction": 0})
+    task = ImageClassification(3, lambda: torch.nn.Flatten(), ())
+
+    def batches(workers: int) -> list[dict[str, torch.Tensor]]:
+        options = {"limit": 11, "micro_batch": 4, "data_ranks": 1, "data_rank": 0, "device": torch.device("cpu")}
+        return list(evaluation_batches(found.train, task.collate, task.blank, workers=workers, **options))
+
+    for ours, theirs in zip(batches(2), batches(0), strict=True):
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert sum(int(batch["count"]) for batch in batches(0)) == 11
+
+
+# Accuracy
+
+
+def test_accuracy_counts_what_is_right():
+    task = ImageClassification(7, lambda: torch.nn.Flatten(), ())
+    logits = torch.eye(7)[torch.tensor([0, 1, 2, 3, 4])]
+    logits[3] = torch.tensor([7.0, 6, 5, 4, 3, 2, 1])  # the fourth highest
+    logits[4] = torch.tensor([7.0, 6, 5, 4, 1, 2, 3])  # the last
+    batch = task.collate([(row, label) for row, label in zip(logits, [0, 1, 5, 3, 4], strict=True)])
+    loss, first, five = task.measured(torch.nn.Flatten(), batch).tolist()
+    assert (first, five) == (2.0, 3.0)
+    assert loss == pytest.approx(float(task.loss_sum(torch.nn.Flatten(), batch)))
+    constant = task.collate([(torch.zeros(7), 0)] * 3)
+    assert task.measured(torch.nn.Flatten(), constant)[1] == 0  # a tie is not right
+    skipped = task.collate([(torch.zeros(7), IGNORED), (torch.eye(7)[1], 1)])
+    assert int(skipped["count"]) == 1 and task.measured(torch.nn.Flatten(), skipped)[1] == 1
+    assert int(task.collate([Blank((torch.zeros(7), 1))])["count"]) == 0
+
+
+# Bad input
+
+
+def test_files_that_are_not_there_and_do_not_come(tmp_path):
+    from torchvision import datasets
+
+    with mock.patch.object(datasets.FashionMNIST, "download", side_effect=URLError("no route")):
+        message = refusal(tmp_path, "fashion_mnist", root=str(tmp_path / "here"))
+    assert "FashionMNIST/raw/ with train-images-idx3-ubyte.gz" in message and "no route" in message
+    assert str(tmp_path / "here") in message and "trainer.images.root" in message
+    with mock.patch.object(datasets.CIFAR10, "download", side_effect=URLError("no route")):
+        message = refusal(tmp_path, "cifar10", root=str(tmp_path / "here"))
+    assert "cifar-10-python.tar.gz, or cifar-10-batches-py/ with data_batch_1" in message
+
+
+def test_folders_that_have_no_classes(tmp_path):
+    (tmp_path / "loose").mkdir()
+    Image.new("RGB", (4, 4)).save(tmp_path / "loose" / "a.png")
+    assert "a folder without classes: no folders in it, 1 images" in refusal(tmp_path, str(tmp_path / "loose"))
+    write_folder(tmp_path / "parts" / "train"), write_folder(tmp_path / "parts" / "val")
+    message = refusal(tmp_path, str(tmp_path / "parts"))
+    assert f"trainer.data.path={tmp_path}/parts/train and trainer.data.evaluation_path={tmp_path}/parts/val" in message
+    write_folder(tmp_path / "gap")
+    (tmp_path / "gap" / "dog").mkdir()
+    assert "gap/dog: a class without images" in refusal(tmp_path, str(tmp_path / "gap"))
+
+
+def test_a_corrupt_image_is_named_or_skipped(tmp_path, capfd):
+    write_folder(tmp_path)
+    broken = tmp_path / "bee" / "004.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    assert f"{broken}: can't be read" in refusal(tmp_path, str(tmp_path))
+    found = opened(tmp_path, str(tmp_path), corrupt="skip", data={"evaluation_fraction": 0})
+    index = found.train.labelled.name
+    place = next(i for i in range(12) if index(i) == str(broken))
+    image, label = found.train[place]
+    assert label == IGNORED and float(image.abs().max()) == 0 and str(broken) in capfd.readouterr().err
+
+
+def test_a_workers_error_is_its_own(tmp_path):
+    write_folder(tmp_path, 99)
+    found = opened(tmp_path, str(tmp_path), data={"evaluation_fraction": 0})
+    for path in (tmp_path / "bee").glob("*.png"):
+        path.write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"bee/\d+.png: can't be read"):
+        steps(found, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (lambda f: Image.new("RGB", (9, 9)).save(f / "ant" / "x.png"), {}, "9 x 9, where others are 10 x 8"),
+        (lambda f: Image.new("I;16", (8, 10)).save(f / "ant" / "x.png"), {}, "values of more than 8 bits"),
+        (lambda f: None, {"mean": [0.5], "std": [0.5]}, "1 and 1 numbers; expected 3: one for each channel"),
+    ],
+    ids=["size", "16 bits", "channels"],
+)
+def test_images_that_do_not_fit(tmp_path, change, options, message):
+    write_folder(tmp_path)
+    change(tmp_path)
+    assert message in refusal(tmp_path, str(tmp_path), **options)
+
+
+def test_labels_that_are_no_classes(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = str(write_parquet(tmp_path / "rows.parquet", [0, -1, 2, 1]))
+    assert "row 1 has label -1; expected labels from 0 to 2" in refusal(tmp_path, rows)
+    assert 'no column "kind"' in refusal(tmp_path, rows, label_column="kind")
+    own = [(torch.zeros(3, 4, 4), 5)]
+    found = opened(tmp_path, None, own=(own * 8, None), classes=2, normalize="none")
+    with pytest.raises(DataError, match="label 5; expected a number from 0 to 1"):
+        found.train[0]
+    train, held = write_folder(tmp_path / "a"), write_folder(tmp_path / "b")
+    (held / "cat").rename(held / "cow")
+    message = refusal(tmp_path, str(train), data={"evaluation_path": str(held)})
+    assert "3 classes: ant, bee, cow; expected those of the training data" in message
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"task": "causal_lm", "images": {"size": 8}}, 'trainer.images: saw keys; expected the task "image_class'),
+        ({"data": {"text_column": "x"}}, 'trainer.data.text_column: saw "x"; expected the task "causal_lm"'),
+        ({"images": {"mean": [0.5]}}, "trainer.images: saw mean [0.5], std null; expected both or none"),
+        ({"images": {"augment": {"crop_padding": 2, "crop_scale": [0.1, 1]}}}, "expected at most one of the two"),
+        ({"images": {"augment": {"crop_scale": [0.5, 0.1]}}}, "expected two numbers above 0 and at most 1"),
+        ({"images": {"size": [8, 8, 8]}}, "trainer.images.size: saw [8, 8, 8]; expected a height and a width"),
+        ({"images": {"augment": {"flipp": 0.5}}}, 'Did you mean "flip"?'),
+        ({"data": {"format": "csv"}}, 'expected "auto", "parquet" or "hub" of images'),
+    ],
+)
+def test_keys_that_do_not_fit(section, message):
+    _, problems = validate({"task": "image_classification"} | section)
+    assert message in "\n".join(map(str, problems))

@@ -1,0 +1,194 @@
+"""An edit of the code that is trained is an error when a run goes on, and a comment is none."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import linecache
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command.test_api import script
+from tests.support.checkpoint_pieces import ALONE, STATE, live, model_files
+from tests.support.training import LLAMA, spec_of
+from trainer.checkpoint import save
+from trainer.errors import ConfigError
+from trainer.models.code import code_of
+from trainer.run.resume import refuse_changed
+
+OWN = '''
+import functools
+import torch
+from torch import nn
+from torch.nn import functional as F
+import beside
+
+SCALE = 2.0
+
+def helper(hidden):
+    return hidden * SCALE
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(context, hidden):
+        return hidden ** 2
+
+class Base(nn.Module):
+    def mixed(self, hidden):
+        return hidden + 1
+
+class Net(Base):
+    """Described."""
+    def __init__(self, width=8, rate=0.1):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Dropout(rate))
+        self.scale = 0.5
+        self.act = lambda hidden: hidden.tanh()
+        self.power = functools.partial(torch.pow, exponent=2)
+    def forward(self, rows):  # a comment
+        hidden = self.mixed(self.body(rows))
+        return beside.last(self.act(helper(hidden)) + Square.apply(hidden))
+
+def loss_of(weight, power=1):
+    def loss(output, target):
+        return (output - target).abs().pow(power).sum() * weight, len(target)
+    return loss
+
+loss = loss_of(3.0)
+other = [lambda: Net(), lambda: Net(rate=0.2)]
+build = other[0]
+'''
+BESIDE = "def last(hidden):\n    return hidden\n"
+EDITS = {
+    "a comment": ("# a comment", "# another", ""),
+    "white space": ("hidden = self", "hidden   =   self", ""),
+    "a docstring": ("Described.", "Described otherwise.", ""),
+    "another lambda of the line": ("rate=0.2", "rate=0.3", ""),
+    "a forward": ("self.act(helper(hidden))", "self.act(helper(hidden + 1))", "Net was edited"),
+    "what it inherits": ("hidden + 1", "hidden + 2", "Base was edited"),
+    "a function that it calls": ("hidden * SCALE", "hidden / SCALE", "helper was edited"),
+    "a global": ("SCALE = 2.0", "SCALE = 2.5", "SCALE 2.0 -> 2.5"),
+    "a gradient of its own": ("hidden ** 2", "hidden ** 3", "Square was edited"),
+    "an activation": ("hidden.tanh()", "hidden.sin()", "model.act was edited"),
+    "a class of torch": ("nn.ReLU", "nn.GELU", "body.*'s class Linear ReLU Dropout -> Linear GELU Dropout"),
+    "an argument of a module": ("rate=0.1", "rate=0.15", "body.*.p 0.1 -> 0.15"),
+    "an attribute": ("self.scale = 0.5", "self.scale = 0.6", "model.scale 0.5 -> 0.6"),
+    "an argument that is bound": ("exponent=2", "exponent=3", "model.power's arguments"),
+    "a closure": ("loss_of(3.0)", "loss_of(4.0)", "weight 3.0 -> 4.0"),
+    "a default": ("power=1", "power=2", "power 1 -> 2"),
+    "a loss": (".abs()", ".square()", "loss was edited"),
+    "another file": ("return hidden\n", "return -hidden\n", "last was edited"),
+    "how it is built": ("[lambda: Net(), ", "[lambda: Net(8), ", "model was edited"),
+}
+
+
+def loaded(folder: Path, name: str, text: str) -> Any:
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    linecache.checkcache()
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    exec(compile(text, path, "exec"), vars(module))  # not from a cache that goes by the second
+    return module
+
+
+def code(folder: Path, change: tuple[str, str] = ("", "")) -> dict[str, str]:
+    loaded(folder, "beside", BESIDE.replace(*change))
+    own = loaded(folder, "own_code", OWN.replace(*change))
+    return code_of(own.build(), loss=own.loss, model=own.build)
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_is_an_error_that_names_it(tmp_path, name):
+    old, new, message = EDITS[name]
+    assert old in OWN + BESIDE
+    try:
+        before, now = code(tmp_path), code(tmp_path, (old, new))
+    finally:
+        del sys.modules["beside"], sys.modules["own_code"]
+    path = save(tmp_path, STATE, live().state_tensors(), {"code": before}, model_files, ALONE)
+    description = {"data": {}, "model": {}, "code": now}
+    if message:
+        with pytest.raises(ConfigError) as caught:
+            refuse_changed(path, description)
+        assert message in str(caught.value) and "--resume-anyway" in str(caught.value)
+    else:
+        assert refuse_changed(path, description) == []
+
+
+def test_a_checkpoint_of_old_says_nothing_of_code(tmp_path):
+    path = save(tmp_path, STATE, live().state_tensors(), {}, model_files, ALONE)
+    assert refuse_changed(path, {"data": {}, "model": {}, "code": {"Net": "sha256 1"}}) == []
+
+
+def test_what_has_no_source_is_told_by_what_it_does():
+    def typed(text: str) -> Any:
+        space: dict[str, Any] = {"__name__": "__main__"}
+        exec(f"from torch import nn\nclass Typed(nn.Linear):\n    def forward(self, x):\n        return {text}", space)
+        return code_of(space["Typed"](2, 2), model=space["Typed"])["Typed"]
+
+    assert typed("x + 1") == typed("x + 1") != typed("x + 2")
+
+
+def test_of_a_model_of_an_installed_package_its_version_is_known(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    (folder / "some_model").mkdir(parents=True)
+    (folder / "some_model" / "__init__.py").write_text("from torch import nn\nclass Net(nn.Linear): pass\n")
+    about = folder / "some_models-1.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: some-models\nVersion: 1.2\n")
+    (about / "top_level.txt").write_text("some_model\n")
+    monkeypatch.syspath_prepend(folder)
+    some_model = importlib.import_module("some_model")
+
+    assert code_of(some_model.Net(2, 2))["package some-models"] == "1.2"
+
+
+def test_another_version_of_a_library_is_said(tmp_path):
+    path = save(tmp_path, STATE, live().state_tensors(), {"versions": {"transformers": "5.1"}}, model_files, ALONE)
+    (line,) = refuse_changed(path, {"data": {}, "model": {}, "versions": {"transformers": "5.2"}})
+    assert line == 'changed since the checkpoint: transformers "5.1" -> "5.2"'
+
+
+def test_of_a_library_nothing_is_noted():
+    assert code_of(spec_of(LLAMA).build()) == {}
+
+
+@pytest.mark.more
+def test_a_run_from_python_goes_on_in_spite_of_it_if_that_is_asked_for(tmp_path):
+    text = f"""
+import torch, trainer
+from torch import nn
+from trainer.errors import ConfigError
+
+class Net(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.inner, self.scale = nn.Linear(6, 2), scale
+    def forward(self, rows):
+        return self.inner(rows) * self.scale
+
+data = [(torch.ones(6) * i, torch.ones(2)) for i in range(64)]
+loss = lambda output, target: ((output - target).square().sum(), len(target))
+config = {{"train_batch_size": 8, "optimizer": {{"type": "SGD", "params": {{"lr": 1e-3}}}}, "trainer":
+    {{"steps": 4, "device": "cpu", "checkpoint": {{"every": 2}}, "run": {{"folder": {str(tmp_path)!r}, "name": "a"}}}}}}
+given = dict(data=data, loss=loss, quiet=True)
+first = trainer.train(config, model=lambda: Net(1.0), **given)
+again = dict(resume=first.folder / "checkpoints" / "step-000002", **given)
+try:
+    trainer.train(config, model=lambda: Net(9.0), **again)
+except ConfigError as error:
+    print("CAUGHT", error)
+trainer.train(config, model=lambda: Net(9.0), resume_anyway=True, **again)
+trainer.train(config, model=lambda: Net(1.0), **again)
+print("WENT ON")
+"""
+    result = script(tmp_path, text)
+    assert result.code == 0, result.output
+    caught = result.output.split("CAUGHT ")[1]
+    assert "model.scale 1.0 -> 9.0" in caught and "resume_anyway=True" in caught and "WENT ON" in caught

@@ -1,0 +1,197 @@
+"""Hugging Face models as specs: blocks, heads, ties, initial values and pretrained ones."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.training import GPT2, LLAMA, VOCABULARY, spec_of
+from trainer.errors import ConfigError
+from trainer.models import huggingface
+from trainer.models.materialise import materialise
+from trainer.models.spec import flops_per_token, units
+from trainer.models.weights import open_weights
+
+SMALL: dict[str, Any] = {key: value for key, value in LLAMA.items() if key not in ("model_type", "tie_word_embeddings")}
+
+# family -> (what its config needs beside the small one, whether nothing but the head makes the logits)
+FAMILIES = {
+    "llama": ({}, True),
+    "mistral": ({}, True),
+    "qwen2": ({}, True),
+    "qwen3": ({"head_dim": 8}, True),
+    "olmo2": ({}, True),
+    "phi3": ({"pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 0}, True),
+    "gemma2": ({"head_dim": 8}, False),  # soft caps
+    "cohere": ({}, False),  # a logit scale
+    "granite": ({}, False),  # divides the logits
+    "gpt_neox": ({}, True),
+    "gpt2": ({key: value for key, value in GPT2.items() if key not in ("model_type", "vocab_size")}, True),
+    "qwen3_moe": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}, True),
+}
+
+
+def family(name: str) -> dict[str, Any]:
+    extra, _ = FAMILIES[name]
+    return {"model_type": name, **({"vocab_size": VOCABULARY} if name == "gpt2" else SMALL), **extra}
+
+
+def real(spec: Any, seed: int = 0) -> Any:
+    model = spec.build()
+    materialise(model, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_cut_built_and_saved(name, tmp_path):
+    spec = spec_of(family(name))
+    assert len(spec.blocks) == 3
+    assert spec.language.plain_head is FAMILIES[name][1]
+    model = real(spec)
+    assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert not any(torch.isnan(value).any() for value in model.state_dict().values())
+    # built from nothing, it computes what transformers computes with the same values
+    model.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, theirs(ids).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gpt_neox"])
+def test_initial_values_have_the_spread_that_transformers_gives(name):
+    spec = spec_of(family(name))
+    ours = dict(real(spec).named_parameters())
+    torch.manual_seed(0)
+    theirs = dict(AutoModelForCausalLM.from_config(huggingface.read_config(options(family(name)))).named_parameters())
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert float(ours[key].mean()) == pytest.approx(float(value.mean()), abs=0.01), key
+        assert float(ours[key].std(correction=0)) == pytest.approx(float(value.std(correction=0)), rel=0.2), key
+
+
+def test_initial_values_depend_on_seed_and_name_alone():
+    first, second, other = (real(spec_of(LLAMA), seed).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+    q = [first[f"model.layers.{i}.self_attn.q_proj.weight"] for i in range(2)]
+    assert not torch.equal(*q)
+
+
+def test_building_leaves_the_random_state_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    real(spec_of(LLAMA))
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_pretrained_values_are_read_by_name(tmp_path):
+    original = real(spec_of(LLAMA), seed=4)
+    original.save_pretrained(tmp_path)
+    loaded = real(spec_of(LLAMA, str(tmp_path)), seed=9)
+    for key, value in original.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value), key
+
+
+def test_weights_under_old_names_are_converted_by_transformers(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    original = real(spec_of(GPT2), seed=4)
+    original.save_pretrained(tmp_path)
+    values = load_file(tmp_path / "model.safetensors")
+    # as the first GPT-2 on the hub: saved from the base model, without its prefix
+    old = {key.removeprefix("transformer."): value for key, value in values.items()}
+    save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = real(spec_of(GPT2, str(tmp_path)), seed=9)
+    for key, value in original.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value), key
+
+
+def test_units_hold_one_block_at_most():
+    model = spec_of(LLAMA).build()
+    blocks = spec_of(LLAMA).blocks
+    seen = [name for unit in units(model, blocks) for name, _ in unit]
+    assert sorted(seen) == sorted(name for name, _ in model.named_modules())
+    assert max(sum(name in blocks for name, _ in unit) for unit in units(model, blocks)) == 1
+
+
+def test_no_more_than_a_unit_is_whole_at_once():
+    spec = spec_of({**LLAMA, "num_hidden_layers": 8})
+    model = spec.build()
+    alive: list[int] = []
+
+    def take_away(module, parameters):
+        alive.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
+        for parameter in parameters:
+            parameter.data = torch.empty(0)
+
+    materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32, after_unit=take_away)
+    block = sum(p.numel() for p in spec.build().get_submodule("model.layers.0").parameters())
+    embedding = VOCABULARY * 32
+    assert max(alive) <= max(block, embedding)
+
+
+def test_flops_follow_the_formula():
+    spec = spec_of({**LLAMA, "tie_word_embeddings": False})
+    matrices = spec.parameters - VOCABULARY * 32
+    assert flops_per_token(spec, 128) == 6 * matrices + 6 * 3 * 32 * 128
+    assert spec_of(LLAMA).language.embedding_parameters == 0  # a tied table is the head, and multiplied
+
+
+def options(config: Any = None, path: str | None = None) -> SimpleNamespace:
+    return SimpleNamespace(name_or_path=path, config=config, revision=None, trust_remote_code=False, attention=None)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"hidden_size": 8}, 'trainer.model.config: no model_type; expected an architecture, such as "model_type"'),
+        ({"model_type": "lama"}, "expected a config that transformers accepts"),
+        ("/nowhere/config.json", "trainer.model.config: /nowhere/config.json: "),
+    ],
+)
+def test_a_config_that_names_no_model(config, text):
+    with pytest.raises(ConfigError) as caught:
+        huggingface.read_config(options(config))
+    assert text in str(caught.value)
+
+
+def test_a_model_without_a_language_head():
+    with pytest.raises(ConfigError, match="expected an architecture with a causal language model head"):
+        huggingface.spec_of(huggingface.read_config(options({"model_type": "vit"})), options({}))
+
+
+def test_a_folder_that_is_not_a_model(tmp_path):
+    with pytest.raises(ConfigError, match="no such folder; expected a folder that save_pretrained wrote, or a hub id"):
+        huggingface.read_config(options(path="/nowhere/at/all"))
+    with pytest.raises(ConfigError, match=r"no config.json in it; expected a folder that save_pretrained wrote"):
+        huggingface.read_config(options(path=str(tmp_path)))
+    huggingface.read_config(options(LLAMA)).save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"no weights; expected model.safetensors.*trainer.model.config to train from"
+    ):
+        spec_of(LLAMA, str(tmp_path))
+
+
+def test_weights_of_another_shape(tmp_path):
+    real(spec_of(LLAMA)).save_pretrained(tmp_path)
+    config = huggingface.read_config(options({**LLAMA, "intermediate_size": 64}))
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        real(spec_of(LLAMA, str(tmp_path)))
+    assert "model.layers.0.mlp.gate_proj.weight: shape (48, 32); expected (64, 32)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/model.safetensors", "pytorch_model.bin", "a\\b.safetensors"]
+)
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ConfigError, match="names of safetensors files in this folder"):
+        open_weights(tmp_path, {"a"}, dict)

@@ -1,0 +1,158 @@
+"""Blocks to stages, and stages to ranks."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.models.test_models import family
+from tests.run.test_layout import layout
+from tests.support.training import LLAMA, spec_of
+from trainer.distributed.ranks import Ranks
+from trainer.engines.owners import owners
+from trainer.errors import ConfigError
+from trainer.layout import PIPELINE_SCHEDULES
+from trainer.models.cut import check_cut, cut
+from trainer.parallel.partition import block_ranges, divide
+
+costs = st.lists(st.integers(1, 9), min_size=1, max_size=8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(costs, st.integers(0, 20), st.integers(0, 20), st.integers(1, 8))
+def test_the_dearest_stage_is_as_cheap_as_any_division_makes_it(
+    costs: list[float], first: int, last: int, stages: int
+) -> None:
+    if stages > len(costs):
+        with pytest.raises(ValueError, match=f"{len(costs)} blocks for {stages} stages"):
+            divide(costs, first, last, stages)
+        return
+    found = divide(costs, first, last, stages)
+    assert [index for part in found for index in part] == list(range(len(costs)))
+    assert all(len(part) > 0 for part in found) and len(found) == stages
+
+    def dearest(cuts: tuple[int, ...]) -> float:
+        bounds = [0, *cuts, len(costs)]
+        sums = [sum(costs[start:stop]) for start, stop in pairwise(bounds)]
+        sums[0] += first
+        sums[-1] += last
+        return max(sums)
+
+    best = min(dearest(cuts) for cuts in combinations(range(1, len(costs)), stages - 1))
+    assert dearest(tuple(part.start for part in found[1:])) == best
+
+
+def test_a_dear_head_leaves_the_last_stage_fewer_blocks():
+    spec = spec_of(LLAMA | {"num_hidden_layers": 6, "vocab_size": 400})
+    block = sum(p.numel() for p in spec.build().get_submodule(spec.blocks[0]).parameters())
+    assert spec.language.head_parameters > block
+    model = spec.build()
+    assert [len(blocks) for blocks in block_ranges(model, spec, "uniform", 2)] == [3, 3]
+    assert [len(blocks) for blocks in block_ranges(model, spec, "best", 2)] == [4, 2]
+    assert [len(blocks) for blocks in block_ranges(model, spec, "parameters", 2)] == [3, 3]  # the tied table is on both
+
+
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
+def test_every_stage_is_on_one_rank(schedule):
+    from dataclasses import replace
+
+    for ranks in (2, 3, 4):
+        found = replace(layout(ranks, 1, 1, 1, 1, 2 * ranks), schedule=PIPELINE_SCHEDULES[schedule])
+        placed = [found.stages_of(rank) for rank in range(ranks)]
+        assert sorted(index for indices in placed for index in indices) == list(range(found.stages))
+        if PIPELINE_SCHEDULES[schedule].folded:
+            assert placed[0] == [0, found.stages - 1]
+
+
+FAMILIES = {
+    **{name: {} for name in ("llama", "mistral", "qwen2", "olmo2", "gpt_neox", "gpt2", "granite", "cohere", "olmo")},
+    **{name: {"head_dim": 8} for name in ("qwen3", "gemma", "gemma2", "gemma3_text")},
+    "phi3": {"pad_token_id": 0},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    "bloom": {"n_head": 4},
+    "falcon": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "deepseek_v3": {"num_key_value_heads": 4},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_family_computes_the_same_logits_in_stages(name, tied):
+    known = family(name) if name == "gpt2" else family("llama") | {"model_type": name}
+    spec = spec_of(known | FAMILIES[name] | {"tie_word_embeddings": tied})
+    boundary = check_cut(spec, 3)
+    assert boundary.before and boundary.after
+    # each parameter is on one stage, but for a tied table, which is on the first and the last
+    held = []
+    for index in range(3):
+        model = spec.build()
+        cut(model, spec, boundary, range(index, index + 1))
+        held.append({name for name, _ in model.named_parameters()})
+    assert set().union(*held) == {name for name, _ in spec.build().named_parameters()}
+    assert not held[0] & held[1] and not held[1] & held[2]
+    assert held[0] & held[2] == set(spec.tied.values())
+
+
+def test_too_few_blocks():
+    with pytest.raises(ConfigError, match="pipeline.stages: llama: 3 blocks for 4 pipeline stages; expected at least"):
+        check_cut(spec_of(LLAMA), 4)
+
+
+def test_a_model_that_computes_beside_its_blocks_is_refused(monkeypatch):
+    """The proof is of the numbers: a stage that scales what it was sent shows."""
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    real = LlamaModel.forward
+
+    def scaled(self, *args, **kwargs):
+        output = real(self, *args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state * 1.5
+        return output
+
+    monkeypatch.setattr(LlamaModel, "forward", scaled)
+    with pytest.raises(ConfigError) as caught:
+        check_cut(spec_of(LLAMA), 2)
+    assert str(caught.value) == (
+        "pipeline.stages: llama: cut into stages: other logits than the whole model: a block reads more than the block "
+        "before it gives; expected the same logits and gradients. Set pipeline.stages to 1."
+    )
+
+
+def test_a_shared_module_is_refused(monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
+
+    real_layer, real_init = LlamaDecoderLayer.forward, LlamaModel.__init__
+
+    def init(self, config):
+        real_init(self, config)
+        for layer in self.layers:
+            object.__setattr__(layer, "shared", self.norm)
+
+    monkeypatch.setattr(LlamaModel, "__init__", init)
+    monkeypatch.setattr(
+        LlamaDecoderLayer,
+        "forward",
+        lambda self, hidden, *args, **kwargs: real_layer(self, self.shared(hidden), *args, **kwargs),
+    )
+    with pytest.raises(ConfigError, match="cut into stages: model.norm runs after and before and between"):
+        check_cut(spec_of(LLAMA), 2)
+
+
+def test_ranks_write_about_as_much_each():
+    """A parameter's size is that of all that is kept of it: a count of its steps has none."""
+    shapes = {"table": (4096, 32), **{f"layers.{i}.weight": (32, 32) for i in range(8)}, "head": (4096, 32)}
+    kinds = {
+        (name, key, () if key == "step" else shape, torch.float32): 0
+        for name, shape in shapes.items()
+        for key in ("weight", "exp_avg", "step")
+    }
+    mesh: Any = SimpleNamespace(layout=SimpleNamespace(pipeline=1))
+    found = owners(kinds, Ranks(0, 2), mesh)
+    assert found["table"] != found["head"]

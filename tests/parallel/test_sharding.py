@@ -1,0 +1,128 @@
+"""Parameters are sharded where they are said to be, block by block, and replicas agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.layouts import HSDP
+from tests.support.training import LLAMA, VOCABULARY, Case, spec_of
+
+MESH = Case(engine="mesh")
+
+
+def sharded_share(case: Case) -> tuple[float, int]:
+    """Local share of all parameters, and how many FSDP units hold some. Runs on each rank."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    from tests.support.training import build
+
+    engine = build(case, dist.get_rank())
+    parameters = list(engine.modules[0].parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in parameters)
+    kept = sum(parameter.to_local().numel() for parameter in parameters)
+    return kept / sum(p.numel() for p in parameters), sum(
+        isinstance(m, FSDPModule) for m in engine.modules[0].modules()
+    )
+
+
+def test_parameters_are_really_sharded(pools):
+    hsdp = replace(HSDP, zero_stage=3)
+    for case in (replace(MESH, zero_stage=3), replace(hsdp, engine="mesh"), replace(hsdp, engine="accelerate")):
+        for kept, count in pools[case.world_size].run(sharded_share, case=case):
+            assert kept == pytest.approx(0.5, abs=0.02)
+            assert count == 4  # three blocks and the root
+
+
+def trained_on_lengths(case: Case, lengths: list[tuple[int, ...]]) -> list[float]:
+    """The loss of each step, with an evaluation after it; `lengths` has a row's on each data rank. On each rank."""
+    import numpy as np
+    import torch.distributed as dist
+
+    from tests.support.training import build, collated, data_rank_of, spec_in, task_of
+    from trainer.optim.lr_schedules import Update
+
+    engine, task = build(case, dist.get_rank()), task_of(spec_in(case), case)
+    losses = []
+    for step, of_ranks in enumerate(lengths):
+        ids = np.arange(of_ranks[data_rank_of(case, dist.get_rank())]) % VOCABULARY
+        row: dict[str, Any] = {"input_ids": ids.astype(np.int32), "targets": ids.astype(np.int64)}
+        batches = [collated(task, [row] * case.micro_batch) for _ in range(case.accumulation)]
+        losses.append(float(engine.step(step, batches, Update(1e-2)).loss()))
+        engine.evaluate(batches)
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_a_length_that_is_new_to_one_data_rank_after_an_evaluation_does_not_stop_a_pipeline(pools, schedule, stage):
+    layers = LLAMA | {"num_hidden_layers": 4}
+    case = replace(MESH, world_size=4, pipeline=2, zero_stage=stage, schedule=schedule, model=layers)
+    found = pools[4].run(trained_on_lengths, timeout=60, case=case, lengths=[(6, 6), (7, 6), (7, 9), (6, 6)])
+    assert found == [found[0]] * 4
+
+
+def with_another_start(case: Case) -> str:
+    """An engine whose rank 3 has drawn other initial values. Runs on each rank."""
+    import torch.distributed as dist
+
+    from tests.support.training import build
+    from trainer.errors import NumericsError
+
+    try:
+        build(case, dist.get_rank(), values_seed=5 + (dist.get_rank() == 3))
+    except NumericsError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("engine", ["mesh", "accelerate"])
+def test_replicas_that_disagree_are_found(pools, engine):
+    found = pools[4].run(with_another_start, case=replace(HSDP, zero_stage=3, engine=engine))
+    # rank 3 shares its replica's other half with rank 2, which is not at fault
+    assert found == ["replicas: other initial values on rank 3 than on rank 1; expected the same on all replicas"] * 4
+
+
+def test_one_flat_unit_is_an_error(monkeypatch):
+    from tests.support.training import spec_of
+    from trainer.errors import NumericsError
+    from trainer.parallel.shard import check_units
+
+    spec = spec_of(LLAMA)
+    with pytest.raises(
+        NumericsError, match="FSDP: 3 of 3 blocks are no unit of their own .* expected one unit per block"
+    ):
+        check_units(spec.build(), spec)
+
+
+def test_blocks_that_share_parameters_are_no_units():
+    """Zamba's hybrid blocks are one block, used again: FSDP2 ends with an error of its own at the first step."""
+    from tests.trial.test_model_checks import layout
+    from trainer.errors import ConfigError
+    from trainer.parallel.shard import check_shardable
+
+    spec = spec_of({"model_type": "zamba2"}).tiny.shrunk()
+    sharded = layout(world_size=2, shard=2, accumulation=1, zero_stage=3)
+    with pytest.raises(ConfigError, match="FSDP2 shards block by block, and model.layers.* is one with model.layers"):
+        check_shardable(spec, sharded)
+
+
+def test_a_class_of_blocks_that_stands_elsewhere_too_is_refused_where_units_go_by_class():
+    """Accelerate made a unit of the nested layer, and the first step ended with mixed tensors and DTensors."""
+    from torch import nn
+
+    from tests.trial.test_model_checks import layout
+    from trainer.engines import ENGINES
+    from trainer.errors import ConfigError
+    from trainer.models.module import spec_of as spec_of_module
+
+    spec = spec_of_module(lambda: nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 8)), None, 0)
+    sharded = layout(world_size=2, shard=2, accumulation=1, zero_stage=3)
+    with pytest.raises(ConfigError, match=r"is of a block's class, and no block.*Set trainer.engine to"):
+        ENGINES["accelerate"].check(spec, sharded)
+    ENGINES["mesh"].check(spec, sharded)

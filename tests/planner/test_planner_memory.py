@@ -1,0 +1,45 @@
+"""What is planned for a rank is what it takes: real ranks and pretended ones, tensor by tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.layouts import LAYOUTS
+from tests.support.planned import assert_as_planned
+
+CASES = [
+    ("mesh", "lora, zero3"),  # before DeepSpeed's ZeRO-3, which leaves another F.linear in the pool's processes
+    ("mesh", "one rank"),
+    ("mesh", "ddp"),
+    ("accelerate", "ddp"),
+    ("mesh", "zero2"),
+    ("accelerate", "zero3"),
+    ("mesh", "zero3, all on the host"),
+    ("mesh", "zero3, gpt2, full"),
+    ("deepspeed", "ddp"),
+    ("deepspeed", "zero1"),
+    ("deepspeed", "zero2"),
+    ("deepspeed", "zero2, optimizer on the host"),
+    ("deepspeed", "zero3"),
+    ("mesh", "pipeline, ZBVZeroBubble"),
+    ("mesh", "pipeline, selective"),
+    ("mesh", "tensor"),
+    ("deepspeed", "tensor"),
+    ("mesh", "hsdp, zero3"),
+    ("accelerate", "hsdp, zero2"),
+    ("mesh", "pipeline x zero2, DualPipeV"),
+    ("mesh", "pipeline x zero3, Interleaved1F1B"),
+    ("deepspeed", "pipeline x zero1"),
+    ("mesh", "tensor x zero3"),
+    ("deepspeed", "tensor x zero2"),
+    ("mesh", "pipeline x tensor"),
+    ("mesh", "pipeline x tensor x zero3"),
+]
+KNOWN = LAYOUTS | {"lora, zero3": replace(LAYOUTS["zero3"], adapter={"r": 4, "alpha": 16, "dropout": 0.1})}
+
+
+@pytest.mark.parametrize(("engine", "name"), CASES, ids=[f"{engine}-{name}" for engine, name in CASES])
+def test_a_rank_takes_what_was_planned(pools, engine, name):
+    assert_as_planned(pools, replace(KNOWN[name], engine=engine))

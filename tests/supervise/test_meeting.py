@@ -1,0 +1,106 @@
+"""How the ranks meet: who is missing is said, what is taken or out of reach is an error, nothing else listens."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import run, write_job
+from trainer.errors import ConfigError
+from trainer.supervise import meeting
+from trainer.supervise.notes import Notes, notes_of
+
+TIMEOUT = datetime.timedelta(seconds=20)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"another program listens on 127.0.0.1:{port}; expected a free"):
+            meeting.serve("127.0.0.1", port, TIMEOUT)
+
+
+def test_it_listens_where_it_must_and_nowhere_else() -> None:
+    store = meeting.serve("127.0.0.1", 0, TIMEOUT)
+    listening = [
+        line.split()[1]
+        for line in Path("/proc/net/tcp").read_text().splitlines() + Path("/proc/net/tcp6").read_text().splitlines()
+        if line.split()[3] == "0A" and line.split()[1].endswith(f":{store.port:04X}")
+    ]
+    assert listening == [f"0100007F:{store.port:04X}"]
+
+
+def test_a_machine_that_nobody_answers_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "REACH_SECONDS", 0.5)
+    with pytest.raises(ConfigError, match=r"rank 3 on \S+ can't reach rank 0 at no-such-host.invalid:29500"):
+        meeting.reach("no-such-host.invalid", 29500, 3, TIMEOUT, print)
+
+
+def test_one_that_has_not_started_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "REACH_SECONDS", 0.1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    begun = threading.Timer(1.0, lambda: stores.append(meeting.serve("127.0.0.1", port, TIMEOUT)))
+    stores: list[object] = []
+    said: list[str] = []
+    begun.start()
+    assert meeting.reach("127.0.0.1", port, 1, TIMEOUT, said.append).port == port
+    assert said and "rank 1 on" in said[0] and "can't reach rank 0 at 127.0.0.1" in said[0]
+
+
+def test_who_is_missing_is_said_and_then_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "MEET_SECONDS", 1.5)
+    monkeypatch.setattr(meeting, "TELL_SECONDS", 0.5)
+    store, said = meeting.serve("127.0.0.1", 0, TIMEOUT), []
+    store.set("meshloom/host/1", "there")
+    with pytest.raises(ConfigError, match="2 of 4 ranks did not come: rank 2; rank 3"):
+        meeting.await_all(store, 0, 4, said.append)
+    assert said and said[0].startswith("waiting for rank 2; rank 3 of 4 for ")
+    store.set("meshloom/host/2", "there")
+    store.set("meshloom/host/3", "elsewhere")
+    said.clear()
+    meeting.await_all(store, 0, 4, said.append)
+    assert said == []
+
+
+def test_notes_between_a_launcher_and_its_ranks(tmp_path: Path) -> None:
+    notes = Notes(tmp_path)
+    assert notes_of({}) is None
+    assert notes.await_port(0.0) is None and notes.end(0) is None and notes.place(0) is None
+    notes.write_port(1234)
+    notes.write_place(1, "step 3, training")
+    notes.write_end(1, "first", 70, follows=True)
+    notes.write_end(1, "second", 74)
+    assert notes.await_port(0.0) == 1234
+    assert notes.place(1) == "step 3, training"
+    assert (end := notes.end(1)) and (end.text, end.code, end.follows) == ("first", 70, True)
+    (tmp_path / "end-0").write_text("{")
+    assert notes.end(0) is None
+
+
+@pytest.mark.more
+def test_verify_names_the_rank_that_is_missing(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    script = (
+        "import sys; from trainer.supervise import meeting; meeting.TELL_SECONDS, meeting.MEET_SECONDS = 0.3, 1.0; "
+        "from trainer.command.verify import main; sys.exit(main(sys.argv[1:], 'verify'))"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    certificate = ("--output", tmp_path / "certificate.json")
+    found = run(sys.executable, "-c", script, "--config", job, *certificate, **alone, MASTER_PORT=str(port))
+    assert found.code == 64
+    assert "waiting for rank 1 of 2 for" in found.output
+    assert found.output.splitlines()[-1].startswith(
+        "  rendezvous: 1 of 2 ranks did not come: rank 1; expected all within"
+    )

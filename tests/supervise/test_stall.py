@@ -1,0 +1,436 @@
+"""Runs that stand still, each for a reason of its own: the run ends, and says which rank holds it and by what."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run.test_interrupted import command, environment, nothing_left
+from tests.support import warm
+from tests.support.commands import ROOT, run, warm_server, write_job
+from trainer.data.progress import Progress
+from trainer.supervise import watch as watching
+from trainer.supervise.meeting import reach, serve
+from trainer.supervise.phase import Phase
+from trainer.supervise.stall import Beat, behind, diagnosis, elsewhere, straggler
+from trainer.supervise.watch import Watch
+
+AT_STEP_3 = """
+import trainer.engines.torch.engine as m
+real = m.TorchEngine.step
+def step(self, number, *rest):
+    if number == 2 and rank == {rank}:
+        {what}
+    return real(self, number, *rest)
+m.TorchEngine.step = step
+"""
+SLOW = """
+import trainer.supervise.watch as w, trainer.engines.torch.engine as m
+w.SAMPLES, w.BEAT_SECONDS = 10, 0.2  # many in the six seconds for which it sleeps, however fast the rest is
+real = m.TorchEngine.step
+def step(*given):
+    if rank == 1:
+        time.sleep(1.0)
+    return real(*given)
+m.TorchEngine.step = step
+"""
+IN_DATA = """
+import threading, trainer.tasks.causal_lm as m
+real, calls = m.CausalLM.collate, []
+def collate(self, *rest):
+    calls.append(1)
+    if len(calls) > 8 and rank == 1:
+        threading.Event().wait()
+    return real(self, *rest)
+m.CausalLM.collate = collate
+"""
+STOP = "os.kill(os.getpid(), 19)"
+BARRIER = "import torch; torch.distributed.barrier(self.job.machine.ranks.on_host().group)"
+RANK_1 = r"rank 1 on HOST \(process \d+\) "
+IN_PREPARING = "import trainer.data.text.preparation as m; m.prepare = lambda *given: os.kill(os.getpid(), 19)"
+STANDS = {
+    "a rank that stops over what the others wait for": (
+        IN_PREPARING,
+        r"in preparing, rank 0 on HOST \(process \d+\) is stopped \(SIGSTOP\)",
+    ),
+    "a stopped rank": (AT_STEP_3.format(rank=1, what=STOP), RANK_1 + r"is stopped \(SIGSTOP\)"),
+    "a stopped first rank": (  # before any beat
+        "import trainer.supervise.watch as w; w.BEAT_SECONDS = 4.0" + AT_STEP_3.format(rank=0, what=STOP),
+        r"rank 0 on HOST \(process \d+\) is stopped \(SIGSTOP\)",
+    ),
+    "an endless read": (IN_DATA, RANK_1 + r"is behind, at step \d, waiting for data"),
+    "another collective": (
+        AT_STEP_3.format(rank=1, what=BARRIER),
+        RANK_1 + r"waits elsewhere than the others, at ",
+    ),
+    "an endless loop": (AT_STEP_3.format(rank=1, what="while True: pass"), RANK_1 + "waits elsewhere"),
+}
+
+
+def job(folder: Path, **trainer: Any) -> Path:
+    return write_job(folder, steps=6, engine="mesh", evaluation={}, **{"patience": 3} | trainer)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize("reason", STANDS)
+def test_what_holds_a_run_is_named(tmp_path: Path, cache: Path, reason: str) -> None:
+    code, expected = STANDS[reason]
+    result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
+    assert result.code == 77, result.output
+    assert re.search(expected.replace("HOST", re.escape(socket.gethostname())), result.output), result.output
+    assert "stalled: the run stands still" in result.output
+    assert len(result.lines) <= 20 + 5, result.output
+    assert nothing_left(tmp_path)
+
+
+def test_what_holds_a_certificate_is_named(tmp_path: Path, cache: Path) -> None:
+    code, expected = STANDS["another collective"]
+    code = f"import trainer.supervise.watch as w; w.LEAST_SECONDS = 3.0\n{code}"
+    verify = command(tmp_path, job(tmp_path), code, str(ROOT / "launch" / "verify.py"))
+    result = run(*verify, timeout=120, **environment(cache))
+    assert result.code == 77, result.output
+    assert re.search(expected.replace("HOST", re.escape(socket.gethostname())), result.output), result.output
+    assert nothing_left(tmp_path)
+
+
+def test_a_full_pipe_ends_it_too(tmp_path: Path, cache: Path) -> None:
+    """Whoever reads the output has stopped to read: no rank can print any more."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writing, b"." * 4096)
+    words = command(tmp_path, job(tmp_path, patience=2))
+    inherited = {**os.environ, "OMP_NUM_THREADS": "1", **environment(cache)}
+    process = subprocess.Popen(words, stdout=writing, stderr=writing, cwd=ROOT, env=inherited)
+    assert process.wait(timeout=200) == 77
+    assert nothing_left(tmp_path)
+    logs = (tmp_path / "runs" / "job" / "logs" / "rank-0.log").read_text()
+    assert "in print" in logs or "_write" in logs, logs
+    os.close(reading)
+    os.close(writing)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_rank_is_named_last(tmp_path: Path, cache: Path, rank: int) -> None:
+    code = AT_STEP_3.format(rank=rank, what="time.sleep(1.5); os.kill(os.getpid(), 9)")
+    result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
+    assert result.code == 128 + 9, result.output
+    where = rf"rank {rank} on {re.escape(socket.gethostname())} \(process \d+, step 3, training\)"
+    assert re.match(rf"{where} was ended by SIGKILL", result.output.splitlines()[-1]), result.output
+    assert "Traceback" not in result.output and "internal error" not in result.output
+    assert nothing_left(tmp_path)
+
+
+def test_a_crash_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
+    code = AT_STEP_3.format(rank=1, what="time.sleep(1.5); import ctypes; ctypes.string_at(0)")
+    result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
+    assert result.code == 128 + signal.SIGSEGV, result.output
+    last = result.output.splitlines()[-1]
+    said = re.search(
+        r"was ended by SIGSEGV: a crash or an abort in native code; where it stood is at the end of (\S+)$", last
+    )
+    assert said and "Traceback" not in result.output, result.output
+    log = Path(said[1]).read_text()
+    assert re.search(r"Fatal Python error: Segmentation fault.*script\.py.* in step", log, re.DOTALL), log
+    assert nothing_left(tmp_path)
+
+
+def test_a_rank_that_leaves_with_0_before_the_run_is_over_is_named(tmp_path: Path, cache: Path) -> None:
+    code = AT_STEP_3.format(rank=1, what="time.sleep(1.5); os._exit(0)")
+    result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
+    assert result.code == 70, result.output
+    where = rf"rank 1 on {re.escape(HERE)} \(process \d+, step 3, training\)"
+    assert re.match(where + " left with exit code 0 before the run was over", result.lines[-1]), result.output
+    assert "internal error" not in result.output and nothing_left(tmp_path)
+
+
+STUCK = """
+import trainer.supervise.ending as m  # as where the folder's file system hangs
+real = m.Ending.beat
+m.Ending.beat = lambda self, seen: time.sleep(600) if "ended" in seen and rank in {ranks} else real(self, seen)
+"""
+
+
+@pytest.mark.parametrize("ranks", ["(1,)", "(0, 1)"])
+def test_a_rank_that_does_not_end_after_the_run_is_named_and_killed(tmp_path: Path, cache: Path, ranks: str) -> None:
+    words = command(tmp_path, job(tmp_path), STUCK.format(ranks=ranks))
+    words[2] = f"import trainer.supervise.launcher as l; l.LEAVE_SECONDS = 3.0; {words[2]}"
+    result = run(*words, timeout=120, **environment(cache))
+    assert result.code == 77, result.output
+    where = rf"stalled: rank [01] on {re.escape(HERE)} \(process \d+, step \d, leaving\) had not ended 3 s after"
+    assert re.match(where, result.lines[-1]), result.output
+    assert (tmp_path / "runs" / "job" / "final" / "config.json").exists() and nothing_left(tmp_path)
+
+
+def test_one_without_a_launcher_ends_by_itself_and_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
+    words = command(tmp_path, job(tmp_path), STUCK.format(ranks="(0,)") + "m.LEAVE_SECONDS = 2.0")
+    script, found = str(tmp_path / "script.py"), str(tmp_path / "job.json")
+    result = run(words[0], script, "--config", found, timeout=120, RANK="0", **environment(cache))
+    assert result.code == 77 and "done: " in result.output, result.output
+    assert re.search(r"in end\n", (tmp_path / "runs" / "job" / "logs" / "rank-0.log").read_text())
+
+
+def test_a_slow_rank_is_named_while_the_run_goes_on(tmp_path: Path, cache: Path) -> None:
+    found = job(tmp_path, patience=None)
+    result = run(*command(tmp_path, found, SLOW), "--fresh", timeout=120, **environment(cache))
+    assert result.code == 0, result.output
+    named = rf"^note: the others wait for rank 1 on {re.escape(socket.gethostname())} \(process \d+\) most of the time"
+    assert len(re.findall(named, result.output, re.MULTILINE)) == 1, result.output
+
+
+# What is said, from what the ranks say
+
+
+def beats(*places: tuple[Phase, int], stacks: dict[int, tuple[str, ...]] | None = None) -> list[Beat]:
+    stacks = stacks or {}
+    return [
+        Beat(rank, "other", 100 + rank, phase, step, 130.0, stack=stacks.get(rank, ("a.py:1 f",)))
+        for rank, (phase, step) in enumerate(places)
+    ]
+
+
+def test_the_one_that_is_behind():
+    found = beats((Phase.TRAINING, 7), (Phase.TRAINING, 7), (Phase.WAITING, 7), (Phase.TRAINING, 7))
+    assert [beat.rank for beat in behind(found)] == [2]
+    lines = diagnosis(found, lambda beat: False)
+    assert lines[0].endswith("rank 2 on other (process 102) is behind, at step 7, waiting for data")
+    assert "  ranks 0, 1, 3: step 7, training, for 130 s" in lines
+    assert lines[-1] == "    a.py:1 f"
+
+
+def test_nobody_is_behind():
+    found = beats((Phase.SAVING, 7), (Phase.SAVING, 7), (Phase.SAVING, 7), stacks={1: ("a.py:1 f", "b.py:2 g")})
+    assert behind(found) == []
+    assert [beat.rank for beat in elsewhere(found)] == [1]
+    assert (
+        "rank 1 on other (process 101) waits elsewhere than the others, at b.py:2 g"
+        in diagnosis(found, lambda _: False)[0]
+    )
+    assert (
+        "all ranks stand at the same place, step 7, saving" in diagnosis(beats((Phase.SAVING, 7)), lambda _: False)[0]
+    )
+
+
+def test_who_is_slow():
+    def busy(*shares: float | None) -> list[Beat]:
+        return [
+            replace(beat, busy=share) for beat, share in zip(beats(*[(Phase.TRAINING, 3)] * 4), shares, strict=True)
+        ]
+
+    assert (found := straggler(busy(0.3, 0.4, 0.95, 0.2))) and found.rank == 2
+    assert straggler(busy(0.9, 0.9, 0.95, 0.9)) is None
+    assert straggler(busy(0.3, 0.4, None, 0.2)) is None
+    assert straggler(busy(0.3, 0.4, 0.7, 0.2)) is None
+
+
+def test_preparing_tells_that_it_goes_on():
+    told: list[float] = []
+    progress = Progress(None, told.append)
+    progress.begin("x")
+    progress.at(0.5, 10, 100)
+    progress.waits()
+    assert told[0] == 0.0 and told[-1] > 86_400  # another process may take its time
+
+
+def test_its_readers_hear_of_it_from_its_first_beat() -> None:
+    """Not only once the run's folder is known: until then a launcher could not say where a rank was."""
+    heard: queue.Queue[Any] = queue.Queue()
+    watch = Watch(0, [("here", 1)], None, 100.0, print, heard.put)
+    watch.plan(5)
+    first = heard.get(timeout=20)
+    watch.close()
+    assert (first["place"], first["steps"]) == ("preparing", 5)
+
+
+def test_each_phase_is_one_that_the_watchdog_and_its_readers_know() -> None:
+    """A word that a table lacked was a KeyError in the watchdog's thread, which then watched no more."""
+    for phase in Phase:
+        found = beats((phase, 1), (Phase.LEAVING, 1))
+        assert phase.patience >= 1.0
+        assert [beat.rank for beat in behind(found)] == ([0] if phase is not Phase.LEAVING else [])
+        sent = json.loads(json.dumps(asdict(found[0])))
+        assert sent["phase"] == phase.value and Phase(sent["phase"]) is phase
+
+
+def test_what_may_take_long_is_not_still():
+    ended: list[list[str]] = []
+    watch = Watch(0, [("here", 1)], None, 0.2, ended.append)
+    watch.at(Phase.TRAINING, 3)
+    watch.moves(100.0)
+    seen = watch.status()
+    watch.close()
+    found = seen["still"], seen["limit"], seen["place"], seen["waits_for"]
+    assert found == (0.0, 0.2, "step 3, training", [])
+    assert ended == []
+
+
+# Who says nothing from the start
+
+
+SERVES = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from datetime import timedelta
+from trainer.supervise.meeting import serve
+store = serve("127.0.0.1", 0, timedelta(seconds=20))
+print(os.getpid(), store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
+    """What a watcher says, and then the code with which it ends its process: here its thread stays there."""
+    said: queue.Queue[str] = queue.Queue()
+
+    def leave(code: int) -> None:
+        said.put(str(code))
+        threading.Event().wait()
+
+    for name, seconds in {"BEAT_SECONDS": 0.5, "DOUBTFUL_SECONDS": 1.0, "SILENT_SECONDS": 2.0}.items():
+        monkeypatch.setattr(watching, name, seconds)
+    monkeypatch.setattr(watching.os, "_exit", leave)
+    return said
+
+
+def watch(ended: queue.Queue[str], rank: int, store: Any, *processes: tuple[str, int], patience: float = 0.1) -> Watch:
+    return Watch(rank, processes, store, patience, lambda lines: ended.put("\n".join(lines)))
+
+
+@pytest.fixture
+def first_rank() -> Iterator[tuple[int, Any]]:
+    """The process of one that has met the others and serves the store, and never beats; and the store."""
+    words = [str(warm.PYTHON), "-c", SERVES.format(root=str(ROOT))]
+    inherited = {**os.environ, warm.SOCKET: warm_server()}
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=inherited, cwd=ROOT)
+    assert process.stdout is not None
+    number, port = map(int, process.stdout.readline().split())
+    yield number, reach("127.0.0.1", port, 1, datetime.timedelta(seconds=20), print)
+    with suppress(ProcessLookupError):
+        os.kill(number, signal.SIGKILL)
+    process.wait()
+
+
+HERE = socket.gethostname()
+
+
+def test_a_first_rank_that_stops_before_it_was_heard(ended: queue.Queue[str], first_rank: tuple[int, Any]) -> None:
+    process, store = first_rank
+    watcher = watch(ended, 1, store, (HERE, process), (HERE, os.getpid()))
+    os.kill(process, signal.SIGSTOP)
+    watcher.at(Phase.TRAINING, 3)
+    said, code = ended.get(timeout=30), ended.get(timeout=30)
+    watcher.close()
+    assert f"rank 0 on {HERE} (process {process}) is stopped (SIGSTOP)" in said and code == "77", said
+
+
+def test_another_rank_that_stops_before_it_was_heard(ended: queue.Queue[str]) -> None:
+    stopped = subprocess.Popen(["sleep", "600"])
+    stopped.send_signal(signal.SIGSTOP)
+    store = serve("127.0.0.1", 0, datetime.timedelta(seconds=20))
+    watcher = watch(ended, 0, store, (HERE, os.getpid()), (HERE, stopped.pid))
+    said, code = ended.get(timeout=30), ended.get(timeout=30)
+    watcher.close()
+    stopped.kill()
+    stopped.wait()
+    assert f"rank 1 on {HERE} (process {stopped.pid}) is stopped (SIGSTOP)" in said and code == "77", said
+
+
+def test_a_beat_from_before_it_stood_does_not_make_a_verdict(ended: queue.Queue[str]) -> None:
+    """It tells no place yet, and all would seem to stand where those stand that do."""
+    other = subprocess.Popen(["sleep", "600"])
+    store = serve("127.0.0.1", 0, datetime.timedelta(seconds=20))
+    watcher = watch(ended, 0, store, (HERE, os.getpid()), (HERE, other.pid))
+    watcher.at(Phase.TRAINING, 3)
+    for number in range(1, 25):
+        assert number > 10 or ended.empty(), ended.get()
+        stack = ("elsewhere.py:1 f",) if number > 10 else ()
+        beat = Beat(1, HERE, other.pid, Phase.TRAINING, 3, 100.0, number, stack=stack)
+        store.set(f"{watching.KEY}/1", json.dumps(asdict(beat)))
+        time.sleep(0.3)
+    said, code = ended.get(timeout=30), ended.get(timeout=30)
+    watcher.close()
+    other.kill()
+    other.wait()
+    assert f"rank 1 on {HERE} (process {other.pid}) waits elsewhere" in said and code == "77", said
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["all wait for it", "the others go on"])
+def test_who_falls_silent_has_no_more_time_than_a_step(ended: queue.Queue[str], moves: bool) -> None:
+    """Whatever it did when it was heard last: a phase that may take fifteen times as long, this one and the others."""
+    other = subprocess.Popen(["sleep", "600"])
+    store = serve("127.0.0.1", 0, datetime.timedelta(seconds=20))
+    watcher = watch(ended, 0, store, (HERE, os.getpid()), (HERE, other.pid), patience=3.0)
+    watcher.at(Phase.FINISHING, 6)
+    for number in range(1, 4):
+        beat = Beat(1, HERE, other.pid, Phase.FINISHING, 6, 0.0, number)
+        store.set(f"{watching.KEY}/1", json.dumps(asdict(beat)))
+        time.sleep(0.5)
+    other.send_signal(signal.SIGSTOP)
+    if moves:
+        watcher.moves(600.0)
+        time.sleep(8)
+        said = None if ended.empty() else ended.get()
+    else:
+        said = ended.get(timeout=20)
+    watcher.close()
+    other.kill()
+    other.wait()
+    named = f"in step 6, finishing, rank 1 on {HERE} (process {other.pid}) is stopped (SIGSTOP)"
+    assert said is None if moves else (said and named in said), said
+
+
+def test_a_first_rank_that_falls_silent_is_seen_where_others_serve_the_store(
+    ended: queue.Queue[str], first_rank: tuple[int, Any]
+) -> None:
+    process, store = first_rank
+    watcher = watch(ended, 1, store, (HERE, process), (HERE, os.getpid()), patience=2.0)
+    watcher.at(Phase.FINISHING, 6)
+    said = ended.get(timeout=22)
+    watcher.close()
+    assert f"in preparing, rank 0 on {HERE} (process {process}) gives no sign of life" in said
+
+
+def test_who_is_gone_before_it_was_heard(ended: queue.Queue[str], first_rank: tuple[int, Any]) -> None:
+    process, store = first_rank
+    others = ((HERE, os.getpid()), (HERE, os.getppid()), ("elsewhere", 1))
+    watcher = watch(ended, 1, store, (HERE, process), *others)
+    watcher.moves(600.0)
+    assert watcher.gone() == []
+    os.kill(process, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and [beat.rank for beat in watcher.gone()] != [0]:
+        time.sleep(0.1)
+    time.sleep(2 * watching.SILENT_SECONDS)  # a rank elsewhere can't be heard without the store
+    found = [(beat.rank, beat.process) for beat in watcher.gone()]
+    watcher.close()
+    assert found == [(0, process)]
+
+
+def test_many_ranks_make_few_lines():
+    found = beats(*[(Phase.TRAINING, 3)] * 999, (Phase.EVALUATING, 2))
+    lines = diagnosis(found, lambda beat: beat.rank in (5, 17))
+    assert lines[0].endswith(
+        "rank 5 on other (process 105) and 1 more gives no sign of life: its machine, its network or its process is "
+        "gone or stopped"
+    )
+    assert len(lines) <= 20 and all(len(line) < 200 for line in lines)

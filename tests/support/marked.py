@@ -1,0 +1,44 @@
+"""The processes of one run, found by a variable of their environment, whoever they hang on."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+from tests.support.commands import TRAIN
+
+MARK = "MESHLOOM_TESTS_RUN"
+
+
+def processes(mark: str) -> list[psutil.Process]:
+    """Those that live, of the run whose MARK is `mark`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def ranks(mark: str) -> list[psutil.Process]:
+    """By rank."""
+    found = [one for one in processes(mark) if "RANK" in one.environ() and TRAIN in one.cmdline()]
+    return sorted(found, key=lambda one: int(one.environ()["RANK"]))
+
+
+def ended(mark: str, seconds: float) -> bool:
+    """Whether every process of the run is gone so soon."""
+    deadline = time.monotonic() + seconds
+    while processes(mark):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def sweep(mark: str) -> None:
+    for one in processes(mark):
+        one.kill()
