@@ -123,7 +123,7 @@ def test_the_words_are_those_of_the_field():
 
 
 def test_what_is_reduced_over_is_named_and_never_divided_out():
-    """Which ranks see equal targets is known to `parallel/mesh.py` alone."""
+    """Which ranks see equal targets is known to `parallel/parallel_mesh.py` alone."""
     for path, tree in sources("trainer/engines", "trainer/parallel"):
         for node in ast.walk(tree):
             if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div | ast.FloorDiv):

@@ -91,8 +91,8 @@ def verify(
     The arguments are those of `train`; a few steps are made on the first samples, on the CPU, in float32. Returns the
     certificate, with `passed` and a finding for each check. Raises ConfigError for a layout that can't run the module.
     """
-    from trainer.certify.images import certify_images
-    from trainer.certify.module import certify_given, met, small_of
+    from trainer.certify.image_certificate import certify_images
+    from trainer.certify.module_certificate import certify_given, met, small_of
     from trainer.run.subject import Given
     from trainer.supervise.ending import watched_in_script
     from trainer.supervise.forked import in_processes

@@ -67,7 +67,7 @@ def certified(path: str, world_size: int, overrides: Sequence[str], fault: str =
     """Runs on each rank: whether it passed, the first check that failed, and the table."""
 
     from trainer.certify.certificate import table
-    from trainer.certify.images import certify_images
+    from trainer.certify.image_certificate import certify_images
     from trainer.run.subject import Given
 
     small = shrink(path, list(overrides), world_size)

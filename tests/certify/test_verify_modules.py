@@ -75,7 +75,7 @@ def reduced(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, i
 def certified(model: str, loss: str, engine: str, stage: int) -> str:
     """The last line of the table, or the error. Runs on each rank of a pool."""
     from trainer.certify.certificate import table
-    from trainer.certify.module import certify_given, small_of
+    from trainer.certify.module_certificate import certify_given, small_of
     from trainer.errors import ConfigError
     from trainer.run.subject import Given
 

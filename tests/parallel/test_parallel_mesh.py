@@ -19,7 +19,7 @@ def members(sizes: dict[str, int]) -> dict[str, list[int]]:
     """The ranks of this one's group in each reduction. Runs on each rank."""
     import torch.distributed as dist
 
-    from trainer.parallel.mesh import parallel_mesh_of
+    from trainer.parallel.parallel_mesh import parallel_mesh_of
 
     mesh = parallel_mesh_of(layout(**sizes), CPU)
     found = {}
@@ -62,7 +62,7 @@ def with_a_context_axis(entry: bool) -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from trainer.engines.normalise import counted_here, evaluated, gradient_scale
-    from trainer.parallel import mesh as module
+    from trainer.parallel import parallel_mesh as module
 
     reductions = {**module.REDUCTIONS, **({"loss": (*module.REDUCTIONS["loss"], "context")} if entry else {})}
     with mock.patch.object(module, "REDUCTIONS", reductions):

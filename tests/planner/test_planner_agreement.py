@@ -89,7 +89,7 @@ def faulty(rank: int) -> bool:
 
 
 def skips_one(monkeypatch):
-    from trainer.parallel.mesh import ParallelMesh
+    from trainer.parallel.parallel_mesh import ParallelMesh
 
     plain = ParallelMesh.sum
     monkeypatch.setattr(
@@ -110,7 +110,7 @@ def issues_one_more(monkeypatch):
 
 
 def swaps_two(monkeypatch):
-    from trainer.parallel.mesh import ParallelMesh
+    from trainer.parallel.parallel_mesh import ParallelMesh
 
     def total(self: Any, tensor: torch.Tensor, what: str) -> torch.Tensor:
         if faulty(3):  # the count of the targets after the norm
@@ -124,7 +124,7 @@ def swaps_two(monkeypatch):
 
 
 def sums_in_another_dtype(monkeypatch):
-    from trainer.parallel.mesh import ParallelMesh
+    from trainer.parallel.parallel_mesh import ParallelMesh
 
     plain = ParallelMesh.sum
     monkeypatch.setattr(
@@ -177,7 +177,7 @@ def reduces_after_the_norm(monkeypatch):
     monkeypatch.setattr(GradientNorm, "clip", clip)
 
 
-SUM, EVALUATE = "trainer/parallel/mesh.py", "trainer/parallel/pipeline.py"
+SUM, EVALUATE = "trainer/parallel/parallel_mesh.py", "trainer/parallel/pipeline.py"
 FAULTS = {
     skips_one: (1, "step 1", SUM, "leaves out all-reduce of 4 bytes of float32", "as ranks 0, 2, 3 do"),
     issues_one_more: (1, "step 1", SUM, "one more all-reduce of 4 bytes of float32", "as ranks 0, 2, 3 do"),
@@ -185,7 +185,7 @@ FAULTS = {
         3,
         "step 1",
         SUM,
-        "float32 (trainer/parallel/mesh.py:54 sum) before all-reduce of 8 bytes of int64",
+        "float32 (trainer/parallel/parallel_mesh.py:54 sum) before all-reduce of 8 bytes of int64",
         "",
     ),
     sums_in_another_dtype: (2, "step 1", SUM, "4 bytes of int32", "4 bytes of float32"),

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import trainer.engines.deepspeed.pipeline  # noqa: F401  (so that all engines can be patched)
 from tests.support.training import Case, build
-from trainer.parallel.mesh import parallel_mesh_of
+from trainer.parallel.parallel_mesh import parallel_mesh_of
 
 
 class _Idle:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from trainer.certify.certificate import certify, table, write
-from trainer.certify.images import certify_images
-from trainer.certify.module import met
+from trainer.certify.image_certificate import certify_images
+from trainer.certify.module_certificate import met
 from trainer.certify.small import Small
 from trainer.errors import ConfigError, MeshloomError, Problem, shared
 from trainer.run.subject import Given

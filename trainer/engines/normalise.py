@@ -11,7 +11,7 @@ from itertools import islice
 
 import torch
 
-from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.tasks.task import Batch, Task
 
 AT_ONCE = 16

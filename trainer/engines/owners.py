@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer.distributed.ranks import Ranks
 from trainer.engines.engine import Observer
-from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.state import WEIGHT, StateTensor
 
 T = TypeVar("T")

@@ -31,7 +31,7 @@ from trainer.models.materialise import materialise
 from trainer.models.spec import ModelSpec
 from trainer.parallel import activation_checkpointing, partition, shard, tensor
 from trainer.parallel.dropout import Dropout
-from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.pipeline import Stage
 from trainer.tasks.task import ModelWithLoss, Task
 

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from trainer.errors import NumericsError, Problem
 from trainer.models.module import running_norms
-from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parallel_mesh import ParallelMesh
 
 
 class RunningStatistics:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.distributed.dtensor import local
 from trainer.models.spec import ModelSpec
-from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.tensor import SUMMED
 
 BUCKET_BYTES = 64 << 20

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from trainer.models.cut import StageInput
 from trainer.parallel.dropout import Dropout
-from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.tasks.task import Batch, ModelWithLoss, Task
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from trainer.distributed.dtensor import local
 from trainer.distributed.ranks import Ranks
 from trainer.errors import NumericsError, Problem
-from trainer.parallel.mesh import REDUCTIONS, ParallelMesh, ranks_along
+from trainer.parallel.parallel_mesh import REDUCTIONS, ParallelMesh, ranks_along
 
 
 def check_replicas(modules: Sequence[nn.Module], mesh: ParallelMesh, ranks: Ranks) -> None:

@@ -14,7 +14,7 @@ from trainer.errors import ConfigError, NumericsError, Problem
 from trainer.layout import Layout
 from trainer.models.materialise import materialise
 from trainer.models.spec import ModelSpec, Trial
-from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parallel_mesh import ParallelMesh
 
 
 def policy_of(layout: Layout) -> MixedPrecisionPolicy:

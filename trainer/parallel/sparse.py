@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.parallel.mesh import REDUCTIONS, ParallelMesh, ranks_along
+from trainer.parallel.parallel_mesh import REDUCTIONS, ParallelMesh, ranks_along
 
 
 class Used:

@@ -19,7 +19,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.names import layer_of, pattern_of
 from trainer.models.spec import WHOLE, ModelSpec
-from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.trial.draws import DrawWatch
 from trainer.trial.setup import tiny
 

@@ -37,7 +37,7 @@ from trainer.optim.recipes import Recipe, in_deepspeed
 from trainer.parallel.apply import wrap_blocks
 from trainer.parallel.batch_norm import RunningStatistics
 from trainer.parallel.gradients import GradientNorm
-from trainer.parallel.mesh import parallel_mesh_of
+from trainer.parallel.parallel_mesh import parallel_mesh_of
 from trainer.state import StateTensor
 from trainer.tasks.task import Batch, ModelWithLoss
 

@@ -14,7 +14,7 @@ from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import Job
 from trainer.models.spec import ModelSpec
 from trainer.parallel.dropout import Dropout
-from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.tasks.task import Batch
 
 

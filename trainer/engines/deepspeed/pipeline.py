@@ -25,7 +25,7 @@ from trainer.models.spec import ModelSpec
 from trainer.optim.decay import groups_of
 from trainer.parallel.apply import stages_of_rank
 from trainer.parallel.gradients import ends, on_both
-from trainer.parallel.mesh import ParallelMesh, parallel_mesh_of
+from trainer.parallel.parallel_mesh import ParallelMesh, parallel_mesh_of
 from trainer.parallel.pipeline import PipelineRun, Stage
 from trainer.tasks.task import Batch
 

@@ -26,7 +26,7 @@ from trainer.engines.owners import Kind, persistent_buffers, report, state_tenso
 from trainer.errors import ConfigError, Problem
 from trainer.models.materialise import materialise
 from trainer.models.spec import ModelSpec
-from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.state import MASTER, STEP, WEIGHT, StateTensor
 from trainer.tasks.task import bare_name
 

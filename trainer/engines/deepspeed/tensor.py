@@ -14,7 +14,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import WHOLE, ModelSpec
 from trainer.parallel import tensor
-from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parallel_mesh import ParallelMesh
 
 NOTE = "AutoTP divides a model that is there: each rank holds all of it in host memory at the start"
 _KINDS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from trainer.optim.optimizer import step_if_finite
 from trainer.parallel.batch_norm import RunningStatistics
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.gradients import GradientNorm, GradientSync
-from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.sparse import Used
 from trainer.state import StateTensor
 from trainer.tasks.task import Batch

@@ -15,7 +15,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.engines.engine import Observer
 from trainer.engines.optimizer_state import OptimizerState, elsewhere
 from trainer.engines.owners import Kind, persistent_buffers, report, state_tensors_of
-from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.state import STEP, WEIGHT, LocalRead, StateTensor
 from trainer.tasks.task import bare_name
 

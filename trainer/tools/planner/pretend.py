@@ -28,7 +28,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.engines import owners
 from trainer.models.cut import StageBoundary, StageInput, cut, kept_for_the_head
 from trainer.models.spec import ModelSpec
-from trainer.parallel import gradients, mesh
+from trainer.parallel import gradients
 from trainer.tools.planner.messages import place
 from trainer.tools.planner.replicas_by_buckets import BucketedReplica
 
@@ -141,7 +141,7 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     for name in ("__init__", "__getitem__", "_flatten", "__hash__", "__eq__"):
         yield DeviceMesh, name, real(getattr(DeviceMesh, name))
     yield DeviceMesh, "mesh", property(real(vars(DeviceMesh)["mesh"].fget))
-    for function in (init_device_mesh, mesh.ranks_along, gradients.ends):
+    for function in (init_device_mesh, parallel_mesh.ranks_along, gradients.ends):
         yield from _everywhere(function, real(function))
     if deepspeed is not None:
         yield from _in_deepspeed(deepspeed)

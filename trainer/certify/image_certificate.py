@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from trainer.certify.certificate import Certificate
-from trainer.certify.module import certify_subject
+from trainer.certify.module_certificate import certify_subject
 from trainer.certify.parameters import constructed, initial
 from trainer.certify.small import Small
 from trainer.data.dataset import Pairs
