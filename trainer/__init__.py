@@ -92,12 +92,12 @@ def verify(
     certificate, with `passed` and a finding for each check. Raises ConfigError for a layout that can't run the module.
     """
     from trainer.certify.image_certificate import certify_images
-    from trainer.certify.module_certificate import certify_given, met, small_of
+    from trainer.certify.module_certificate import certify_given, met, tiny_run_of
     from trainer.run.subject import Given
     from trainer.supervise.ending import watched_in_script
     from trainer.supervise.forked import in_processes
 
-    small = small_of(config, overrides, processes)
+    small = tiny_run_of(config, overrides, processes)
     certify = certify_images if small.config.trainer.task == "image_classification" else certify_given
     given = Given(model, data, loss, blocks=blocks)
 

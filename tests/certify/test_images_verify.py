@@ -13,7 +13,7 @@ import pytest
 
 from tests.certify import test_verify as faults
 from tests.support.pool import machine_here
-from trainer.certify.small import shrink
+from trainer.certify.tiny_run import tiny_run
 from trainer.errors import ConfigError
 
 PIPELINE = ["pipeline.stages=2", "trainer.engine=mesh"]
@@ -70,7 +70,7 @@ def certified(path: str, world_size: int, overrides: Sequence[str], fault: str =
     from trainer.certify.image_certificate import certify_images
     from trainer.run.subject import Given
 
-    small = shrink(path, list(overrides), world_size)
+    small = tiny_run(path, list(overrides), world_size)
     with contextlib.ExitStack() as stack:
         if fault:
             planted = globals().get(fault) or getattr(faults, fault)
@@ -104,4 +104,4 @@ def test_tensor_parallel_is_refused(pools, tmp_path):
     with pytest.raises(AssertionError, match="tensor_parallel.autotp_size"):
         pools[2].run(certified, path=config(tmp_path, "vit_b_16"), world_size=2, overrides=overrides)
     with pytest.raises(ConfigError, match="trainer.images: saw keys"):
-        shrink(config(tmp_path, "vit_b_16"), ["trainer.task=causal_lm", "trainer.images.size=8"], 2)
+        tiny_run(config(tmp_path, "vit_b_16"), ["trainer.task=causal_lm", "trainer.images.size=8"], 2)

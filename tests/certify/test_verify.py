@@ -16,7 +16,7 @@ import pytest
 from tests.support.commands import ROOT, run
 from tests.support.pool import machine_here
 from tests.support.training import GPT2
-from trainer.certify.small import shrink, smallest_world
+from trainer.certify.tiny_run import smallest_world, tiny_run
 from trainer.errors import ConfigError
 from trainer.supervise.world import environment_of, free_port
 
@@ -739,7 +739,7 @@ def certified(
     from trainer.certify import certificate as module
     from trainer.certify.certificate import certify, table
 
-    small = shrink(path, list(overrides), world_size, precision)
+    small = tiny_run(path, list(overrides), world_size, precision)
     with contextlib.ExitStack() as stack:
         if fault:
             # the checks at start refuse some of these faults; here it is seen that the certificate does, too
@@ -889,7 +889,7 @@ def test_the_seeds_of_the_one_process_are_all_different():
 )
 def test_every_config_that_ships_passes(pools, name, overrides):
     path = str(ROOT / "ds_configs" / f"{name}.json")
-    size = shrink(path, overrides, None).layout.world_size
+    size = tiny_run(path, overrides, None).layout.world_size
     for passed, _, table in pools[size].run(certified, path=path, world_size=size, overrides=overrides):
         assert passed, table
 
@@ -928,9 +928,9 @@ def test_a_failure_ends_with_76(tmp_path):
 
 def test_norms_on_both_sides_of_the_limit_are_named_by_their_steps(tmp_path):
     """Once "of the first 3 steps 0 are over it" was read as none of three."""
-    from trainer.certify.small import clipping
+    from trainer.certify.tiny_run import clipping
 
-    small = shrink(config(tmp_path, "mesh", 0), [], 2)
+    small = tiny_run(config(tmp_path, "mesh", 0), [], 2)
     assert clipping(small, [3.0, 1.0, 1.2]).changes[-1].endswith(": over it in step 0, under it in step 1 and 2")
     assert clipping(small, [1.0, 1.0, 1.0]).changes[-1].endswith("it proves less")
 
@@ -962,13 +962,13 @@ def test_the_engine_that_is_verified_is_that_of_the_run(tmp_path, precision, eng
 
     path = Path(config(tmp_path, "auto", 0, stages=2))
     path.write_text(json.dumps(json.loads(path.read_text()) | precision))
-    small = shrink(str(path), [], 2)
+    small = tiny_run(str(path), [], 2)
     assert (small.layout.precision, engine_of(small, "cpu")) == ("float32", engine)
 
 
 def test_a_mesh_that_needs_more_processes_than_there_are_names_the_way_out(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        shrink(config(tmp_path, "auto", 3, mesh={"replicate": 4, "shard": 8}), [], None)
+        tiny_run(config(tmp_path, "auto", 3, mesh={"replicate": 4, "shard": 8}), [], None)
     assert str(caught.value) == (
         "--world-size: no number of processes up to 8 fits its mesh; expected one that does. "
         "Override trainer.mesh with smaller sizes"

@@ -75,7 +75,7 @@ def reduced(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, i
 def certified(model: str, loss: str, engine: str, stage: int) -> str:
     """The last line of the table, or the error. Runs on each rank of a pool."""
     from trainer.certify.certificate import table
-    from trainer.certify.module_certificate import certify_given, small_of
+    from trainer.certify.module_certificate import certify_given, tiny_run_of
     from trainer.errors import ConfigError
     from trainer.run.subject import Given
 
@@ -90,7 +90,7 @@ def certified(model: str, loss: str, engine: str, stage: int) -> str:
     }
     given = Given(globals()[model], data, globals()[loss], blocks="blocks.*")
     try:
-        return table(certify_given(small_of(config, [], 2), given, machine_here())).splitlines()[-1]
+        return table(certify_given(tiny_run_of(config, [], 2), given, machine_here())).splitlines()[-1]
     except ConfigError as error:
         return str(error)
 
@@ -136,6 +136,6 @@ def test_a_copy_that_lacks_what_its_loss_needs_is_not_the_last_that_is_tried():
     wanted = {"model_type": "qwen3_next", **sizes, **heads, "linear_value_head_dim": 16, **experts}
     options = ModelSection(config=wanted)
     spec = huggingface.spec_of(huggingface.read_config(options), options)
-    assert spec.tiny.shrunk is not None
-    assert "gate" in {name.split(".")[-2] for name, _ in spec.tiny.shrunk().build().named_parameters()}
+    assert spec.tiny.copy is not None
+    assert "gate" in {name.split(".")[-2] for name, _ in spec.tiny.copy().build().named_parameters()}
     assert check_model(spec, CausalLM.of(spec)).unproven == ""

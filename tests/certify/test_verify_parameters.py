@@ -116,13 +116,13 @@ def two_norms_swapped() -> Any:
 def certified(path: str, fault: str | None) -> tuple[bool, str]:
     """Runs on each rank of a pool: the checks at start refuse some of these faults, and are left out."""
     from trainer.certify import certificate as module
-    from trainer.certify.small import shrink
+    from trainer.certify.tiny_run import tiny_run
 
     with contextlib.ExitStack() as stack:
         if fault:
             stack.enter_context(mock.patch.object(module, "checked", lambda spec, *_: (spec, ())))
             stack.enter_context(globals()[fault]())
-        certificate = module.certify(shrink(path, [], 2), machine_here())
+        certificate = module.certify(tiny_run(path, [], 2), machine_here())
     return certificate.passed, module.table(certificate)
 
 

@@ -66,9 +66,9 @@ def added_up_in_16_bits() -> Any:
 def certified(path: str, world_size: int, overrides: list[str], fault: str | None) -> tuple[bool, str]:
     """Runs on each rank of a pool."""
     from trainer.certify.certificate import certify, table
-    from trainer.certify.small import shrink
+    from trainer.certify.tiny_run import tiny_run
 
-    small = shrink(path, overrides, world_size, "config")
+    small = tiny_run(path, overrides, world_size, "config")
     with globals()[fault]() if fault else contextlib.nullcontext():
         certificate = certify(small, machine_here())
     return certificate.passed, table(certificate)

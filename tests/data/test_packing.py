@@ -23,7 +23,7 @@ from tests.support.commands import ROOT, write_job
 from tests.support.layouts import DATA, GPT2_4, HSDP, LLAMA_4, SPLIT, STAGES
 from tests.support.pool import machine_here
 from tests.support.training import GPT2, LLAMA, TRAIN_BATCH, VOCABULARY, Case, Outcome, assert_same, spec_of, task_of
-from trainer.certify.small import shrink
+from trainer.certify.tiny_run import tiny_run
 from trainer.config.validate import validate
 from trainer.data.text.packing import pack
 from trainer.data.text.token_files import Encoded, PreparedSource, write_part
@@ -399,7 +399,7 @@ def certified(path: str, world_size: int, leak: str | None = None, overrides: tu
             # it is refused at start; here it is seen that the certificate finds it, too
             stack.enter_context(mock.patch.object(module, "checked", lambda spec, *_: (spec, ())))
             stack.enter_context(LEAKS[leak]())
-        certificate = module.certify(shrink(path, list(overrides), world_size), machine_here())
+        certificate = module.certify(tiny_run(path, list(overrides), world_size), machine_here())
     return certificate.first_failure.check if certificate.first_failure else "", module.table(certificate)
 
 
@@ -414,7 +414,7 @@ def test_a_planted_leak_is_caught_and_named(pools, tmp_path, leak):
 @pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp", "hsdp", "pipeline_zero2", "tensor_zero2"])
 def test_it_passes_with_packing(pools, name):
     path, overrides = str(ROOT / "ds_configs" / f"{name}.json"), ("trainer.data.documents=pack",)
-    size = shrink(path, list(overrides), None).layout.world_size
+    size = tiny_run(path, list(overrides), None).layout.world_size
     for first, table in pools[size].run(certified, path=path, world_size=size, overrides=overrides):
         assert not first, table
         assert "packed samples, whose documents one process runs one by one; no dropout" in table

@@ -119,10 +119,10 @@ def certified(path: str, world_size: int, planted: bool = False) -> tuple[bool, 
     import contextlib
 
     from trainer.certify.certificate import certify, table
-    from trainer.certify.small import shrink
+    from trainer.certify.tiny_run import tiny_run
 
     with decayed_all_the_same("mesh") if planted else contextlib.nullcontext():
-        certificate = certify(shrink(path, [], world_size), machine_here())
+        certificate = certify(tiny_run(path, [], world_size), machine_here())
     return certificate.passed, table(certificate)
 
 
@@ -159,7 +159,7 @@ def test_each_block_of_a_tiny_copy_stands_for_one_of_the_model():
     assert stand_ins("AAAA", 2) == [0, 0]
     last = [f"model.layers.{i}.*" for i in range(11)]
     spec = frozen(spec_of(LLAMA | {"num_hidden_layers": 12}), ["model.embed_tokens.*", *last])
-    assert {name.split(".")[2] for name in spec.tiny.shrunk(3).training.frozen if "layers" in name} == {"0", "1"}
+    assert {name.split(".")[2] for name in spec.tiny.copy(3).training.frozen if "layers" in name} == {"0", "1"}
 
 
 def test_any_name_of_a_tied_parameter_will_do():

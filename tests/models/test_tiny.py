@@ -12,7 +12,7 @@ from tests.support.training import spec_of
 
 
 def tiny(layers: int = 3, split: int = 1, **config: Any) -> Any:
-    spec = spec_of(config).tiny.shrunk(layers, split)
+    spec = spec_of(config).tiny.copy(layers, split)
     assert spec.parameters < 2_000_000
     return spec
 
@@ -98,7 +98,7 @@ def words(spec: Any) -> list[str]:
 @pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
 def test_each_kind_of_block_and_each_transition_is_in_the_copy(config):
     spec = spec_of(config)
-    small = spec.tiny.shrunk()
+    small = spec.tiny.copy()
     assert len(small.blocks) < len(spec.blocks)
     assert len(set(words(spec))) > 1
     assert set(pairwise(words(small))) == set(pairwise(words(spec)))
@@ -127,11 +127,11 @@ def test_what_the_copy_lacks_is_said():
 
 @pytest.mark.parametrize(("family", "whole"), [("glm4_moe", False), ("qwen3", True)])
 def test_a_vocabulary_that_makes_the_copy_slow_is_cut_and_no_other(family, whole):
-    from trainer.certify import samples, small
+    from trainer.certify import samples, tiny_run
 
     spec = spec_of({"model_type": family})
     config = {"train_batch_size": 6, "trainer": {"model": {"config": {"model_type": family}}}}
-    run, copy = samples.with_copy(small.shrink(config, [], 3), spec, packed=False)
+    run, copy = samples.with_copy(tiny_run.tiny_run(config, [], 3), spec, packed=False)
     ids = copy.language.vocabulary
     assert (ids == spec.language.vocabulary) is whole
     assert f"ids up to {ids - 1:,}" in run.changes[-1]

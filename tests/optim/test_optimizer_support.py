@@ -239,7 +239,7 @@ def test_a_run_and_a_certificate_end_with_the_reasons_before_any_work(tmp_path):
     from tests.support.commands import train, write_job
     from tests.support.training import spec_of
     from trainer.certify.recording import record
-    from trainer.certify.small import shrink
+    from trainer.certify.tiny_run import tiny_run
     from trainer.distributed.ranks import Ranks
     from trainer.engines import Machine
 
@@ -249,8 +249,8 @@ def test_a_run_and_a_certificate_end_with_the_reasons_before_any_work(tmp_path):
     assert "engine mesh: the optimizer Lion, ZeRO-2, on cpu; expected" in result.output
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/checkpoints/*"))
     with pytest.raises(ConfigError, match="optimizer: Lion; expected one with a reference in PyTorch"):
-        shrink(str(job), ["optimizer.type=lion"], 1)
-    small = shrink(str(job), ["optimizer.type=sgd", "trainer.engine=deepspeed"], 1)
+        tiny_run(str(job), ["optimizer.type=lion"], 1)
+    small = tiny_run(str(job), ["optimizer.type=sgd", "trainer.engine=deepspeed"], 1)
     with pytest.raises(ConfigError, match="zero_allow_untested_optimizer"):
         machine = Machine(torch.device("cpu"), Ranks(0, 1))
         record(small, spec_of(LLAMA), None, None, machine, tmp_path)

@@ -69,7 +69,7 @@ def certified(path: str, world_size: int, planted: bool = False) -> tuple[bool, 
     import contextlib
 
     from trainer.certify.certificate import certify, table
-    from trainer.certify.small import shrink
+    from trainer.certify.tiny_run import tiny_run
 
     def one_rate(groups, update):
         for group in groups:
@@ -77,7 +77,7 @@ def certified(path: str, world_size: int, planted: bool = False) -> tuple[bool, 
 
     fault = mock.patch("trainer.engines.torch.engine.set_update", one_rate)
     with fault if planted else contextlib.nullcontext():
-        certificate = certify(shrink(path, [], world_size), machine_here())
+        certificate = certify(tiny_run(path, [], world_size), machine_here())
     return certificate.passed, table(certificate)
 
 
@@ -115,7 +115,7 @@ def test_the_first_group_that_matches_counts_and_a_tied_parameter_has_any_of_its
 def test_each_block_of_a_tiny_copy_has_what_one_of_the_model_has():
     groups = groups_of({"names": "model.layers.[0-7].mlp.*", "lr_multiplier": 0.5})
     spec = tuned(spec_of(LLAMA_4 | {"num_hidden_layers": 12}), groups)
-    assert {name.split(".")[2] for name in spec.tiny.shrunk(3).training.tuned} == {"0", "1"}
+    assert {name.split(".")[2] for name in spec.tiny.copy(3).training.tuned} == {"0", "1"}
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_blocks_that_share_parameters_are_no_units():
     from trainer.errors import ConfigError
     from trainer.parallel.shard import check_shardable
 
-    spec = spec_of({"model_type": "zamba2"}).tiny.shrunk()
+    spec = spec_of({"model_type": "zamba2"}).tiny.copy()
     sharded = layout(world_size=2, shard=2, accumulation=1, zero_stage=3)
     with pytest.raises(ConfigError, match="FSDP2 shards block by block, and model.layers.* is one with model.layers"):
         check_shardable(spec, sharded)

@@ -74,11 +74,11 @@ def with_sparse(spec: Any) -> Any:
         )
         return model
 
-    shrunk = spec.tiny.shrunk and (lambda: with_sparse(spec.tiny.shrunk()))
+    tiny_copy = spec.tiny.copy and (lambda: with_sparse(spec.tiny.copy()))
     return replace(
         spec,
         build=made,
-        tiny=replace(spec.tiny, shrunk=shrunk),
+        tiny=replace(spec.tiny, copy=tiny_copy),
         training=replace(spec.training, sparse=(pattern_of(SOMETIMES),)),
     )
 

@@ -68,14 +68,14 @@ def certified(
     import contextlib
 
     from trainer.certify.certificate import certify, table
-    from trainer.certify.small import shrink
+    from trainer.certify.tiny_run import tiny_run
     from trainer.tasks.noise import EmbeddingNoise
 
     def padded(self, lengths):
         self._lengths = lengths.max().expand_as(lengths)
 
     with mock.patch.object(EmbeddingNoise, "tell", padded) if planted else contextlib.nullcontext():
-        certificate = certify(shrink(path, overrides, world_size, precision), machine_here())
+        certificate = certify(tiny_run(path, overrides, world_size, precision), machine_here())
     return certificate.passed, table(certificate)
 
 

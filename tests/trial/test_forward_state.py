@@ -246,7 +246,7 @@ def test_weights_that_are_divided_in_evaluation_are_found_in_the_tiny_copy():
             model.base_model.config.rescale_every = small.config["rescale_every"]
             return model
 
-        small = plain.tiny.shrunk()
+        small = plain.tiny.copy()
         assert len(small.blocks) < 6
         return replace(small, build=build)
 

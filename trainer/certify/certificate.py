@@ -27,7 +27,7 @@ from trainer.certify.parameters import initial, learner, opened, write_base
 from trainer.certify.recording import Recording, Sources, engine_of, record, shared_folder
 from trainer.certify.reference import Expected, Reference
 from trainer.certify.samples import Documents
-from trainer.certify.small import CLIPPED_STEPS, UNKNOWN_STEPS, Small, clipping
+from trainer.certify.tiny_run import CLIPPED_STEPS, UNKNOWN_STEPS, Tiny, clipping
 from trainer.config import TrainerSection
 from trainer.data.text.token_files import PreparedSource
 from trainer.engines import Machine
@@ -56,7 +56,7 @@ class Certificate:
         return self.first_failure is None
 
 
-def certify(small: Small, machine: Machine) -> Certificate:
+def certify(small: Tiny, machine: Machine) -> Certificate:
     """Certify the config's language model, on a tiny copy and made-up documents.
 
     Collective; raises ConfigError if no engine can run the layout.
@@ -80,7 +80,7 @@ def certify(small: Small, machine: Machine) -> Certificate:
 
 
 def _certified(
-    small: Small,
+    small: Tiny,
     section: TrainerSection,
     copied: tuple[ModelSpec, ModelSpec],
     base: Path | None,
@@ -89,9 +89,9 @@ def _certified(
 ) -> Certificate:
     """Certify a model by its tiny copy; `copied` has both, without the config's changes."""
     (plain, copy), ranks, packed = copied, machine.ranks, section.data.packs
-    whole = amended(replace(plain, tiny=TinyCopies(shrunk=lambda *_: copy)), section, ranks)
-    assert whole.tiny.shrunk is not None
-    spec = whole.tiny.shrunk(len(copy.blocks), small.layout.tensor)
+    whole = amended(replace(plain, tiny=TinyCopies(copy=lambda *_: copy)), section, ranks)
+    assert whole.tiny.copy is not None
+    spec = whole.tiny.copy(len(copy.blocks), small.layout.tensor)
     lacking = (f"the tiny copy lacks {what}: it proves less" for what in spec.tiny.lacks)
     small = replace(small, changes=(*small.changes, *lacking))
     task = CausalLM.of(spec)
@@ -99,7 +99,7 @@ def _certified(
     if packed:
         check_nothing_drawn(spec, ranks)
 
-    def reference(small: Small, documents: Documents) -> Reference:
+    def reference(small: Tiny, documents: Documents) -> Reference:
         model = initial(copy, section.seed) if base is None else opened(base, section.model)
         own = learner(model, section, copied)
         return (PackedReference if packed else Reference)(small, spec, own, documents, machine.device)
@@ -120,7 +120,7 @@ def _certified(
 
 
 def compare(
-    small: Small,
+    small: Tiny,
     spec: ModelSpec,
     run: Recording,
     resumed: Recording,

@@ -10,7 +10,7 @@ import torch
 from trainer.certify.certificate import Certificate
 from trainer.certify.module_certificate import certify_subject
 from trainer.certify.parameters import constructed, initial
-from trainer.certify.small import Small
+from trainer.certify.tiny_run import Tiny
 from trainer.data.dataset import Pairs
 from trainer.engines import Machine
 from trainer.models import classifiers
@@ -25,7 +25,7 @@ VIT = {"patch_size": 8, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24}
 """Sizes so narrow that patches weigh no more than two blocks: else a cut would come before the blocks."""
 
 
-def certify_images(small: Small, given: Given, machine: Machine) -> Certificate:
+def certify_images(small: Tiny, given: Given, machine: Machine) -> Certificate:
     """Certify the classifier of the config, or of a script. Collective; raises as `certify_given` does."""
     section, ranks = small.config.trainer, machine.ranks
     wanted = small.layout.train_batch * 3 // 2 + small.held_out + 3
@@ -36,7 +36,7 @@ def certify_images(small: Small, given: Given, machine: Machine) -> Certificate:
         images = Images(tuple(map(str, range(CLASSES))), "RGB", (SIZE, SIZE), (0.0,) * 3, (1.0,) * 3)
         name = section.model.name_or_path or ""
         named = ranks.on_first(lambda: classifiers.named(name, arguments_of(section)))
-        classifier = ranks.on_first(lambda: small_of(named, small.layout.stages))
+        classifier = ranks.on_first(lambda: tiny_run_of(named, small.layout.stages))
         spec = spec_of(section, images, classifier)
         task = ImageClassification(CLASSES, spec.build, spec.blocks)
         size = " x ".join(map(str, images.size))
@@ -50,7 +50,7 @@ def certify_images(small: Small, given: Given, machine: Machine) -> Certificate:
     return certify_subject(replace(small, changes=(*small.changes, *notes)), subject, make, class_loss, machine)
 
 
-def small_of(classifier: Classifier, stages: int) -> Classifier:
+def tiny_run_of(classifier: Classifier, stages: int) -> Classifier:
     """Return a small classifier with the same kinds of blocks; the classifier itself if no small one is known."""
     from torchvision.models import ResNet, VisionTransformer
     from torchvision.models.resnet import Bottleneck

@@ -21,7 +21,7 @@ from trainer.certify.parameters import Learner, constructed, learner
 from trainer.certify.recording import Sources, State, record, shared_folder
 from trainer.certify.reference import IGNORED, Judged, MicroBatch, Reference
 from trainer.certify.samples import Documents
-from trainer.certify.small import CLIPPED_STEPS, Small, clipping, shrink
+from trainer.certify.tiny_run import CLIPPED_STEPS, Tiny, clipping, tiny_run
 from trainer.data.dataset import Subset
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, Problem
@@ -40,20 +40,20 @@ PAIRED = 1e-5
 """The relative difference above which a loss over micro-batches counts as one of pairs of samples."""
 
 
-def small_of(config: str | Path | dict[str, Any], overrides: Sequence[str], processes: int | None) -> Small:
+def tiny_run_of(config: str | Path | dict[str, Any], overrides: Sequence[str], processes: int | None) -> Tiny:
     """Shrink a config to a few steps; `processes` default to a launcher's, else to the fewest with every axis of it."""
     launched = world_of(os.environ)
-    return shrink(config, list(overrides), launched.world_size if launched and not processes else processes)
+    return tiny_run(config, list(overrides), launched.world_size if launched and not processes else processes)
 
 
-def certify_given(small: Small, given: Given, machine: Machine) -> Certificate:
+def certify_given(small: Tiny, given: Given, machine: Machine) -> Certificate:
     """Certify an own module on own data, with its loss. Collective."""
     assert given.model is not None
     author = partial(constructed, given.model, small.config.trainer.seed)
     return certify_subject(small, own_module(small.config, given, machine.ranks), author, given.loss, machine)
 
 
-def met(small: Small, device: str = "cpu", say: Callable[[str], None] = lambda line: None) -> Machine:
+def met(small: Tiny, device: str = "cpu", say: Callable[[str], None] = lambda line: None) -> Machine:
     """Join the processes that were started for a certificate; `say` is told which are waited for. Collective.
 
     Raises ConfigError if they don't come, or have met with another backend.
@@ -69,7 +69,7 @@ def met(small: Small, device: str = "cpu", say: Callable[[str], None] = lambda l
 
 
 def certify_subject(
-    small: Small, subject: Subject, make: Callable[[], nn.Module], loss: Any, machine: Machine
+    small: Tiny, subject: Subject, make: Callable[[], nn.Module], loss: Any, machine: Machine
 ) -> Certificate:
     """Certify any model on pairs of input and target, with its loss; on the CPU. Collective.
 
@@ -92,7 +92,7 @@ def certify_subject(
     held_out = Subset(source, range(wanted, min(len(source), wanted + small.held_out + 1)))
     measures = len(subject.task.measures)
 
-    def reference(small: Small) -> Reference:
+    def reference(small: Tiny) -> Reference:
         own = learner(make(), small.config.trainer)
         return _Reference(small, spec, own, (training, held_out), loss, measures)
 
@@ -108,7 +108,7 @@ class _Reference(Reference):
     """The reference of an own module: one process with only the module, `default_collate` and the loss."""
 
     def __init__(
-        self, small: Small, spec: ModelSpec, own: Learner, data: tuple[Subset, Subset], loss: Any, measures: int
+        self, small: Tiny, spec: ModelSpec, own: Learner, data: tuple[Subset, Subset], loss: Any, measures: int
     ) -> None:
         (self._training, self._held_out), self._loss = data, loss
         self._most = (1, TOP)[:measures]

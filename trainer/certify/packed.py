@@ -10,7 +10,7 @@ from trainer.certify.parameters import Learner
 from trainer.certify.recording import State
 from trainer.certify.reference import Judged, MicroBatch, Reference
 from trainer.certify.samples import Documents
-from trainer.certify.small import Small
+from trainer.certify.tiny_run import Tiny
 from trainer.config import TrainerSection
 from trainer.data.text.token_files import Encoded
 from trainer.distributed.ranks import Ranks
@@ -49,7 +49,7 @@ def check_nothing_drawn(spec: ModelSpec, ranks: Ranks) -> None:
 class PackedReference(Reference):
     """One process in which a sample is a list of documents, each of which is a micro-batch of its own."""
 
-    def __init__(self, small: Small, spec: ModelSpec, own: Learner, documents: Documents, device: torch.device) -> None:
+    def __init__(self, small: Tiny, spec: ModelSpec, own: Learner, documents: Documents, device: torch.device) -> None:
         self._training, self._held_out = (best_fit(part, small.row) for part in documents)
         super().__init__(small, spec, own, documents, device)
 

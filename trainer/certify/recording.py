@@ -17,7 +17,7 @@ import torch.distributed as dist
 from trainer import checkpoint
 from trainer.certify.outputs import Listener, Outputs
 from trainer.certify.rounding import Rounded, measured
-from trainer.certify.small import PROBE_RATE, Small
+from trainer.certify.tiny_run import PROBE_RATE, Tiny
 from trainer.data.loader import BatchLoader
 from trainer.data.source import Source
 from trainer.distributed.ranks import Ranks
@@ -66,7 +66,7 @@ class Recording:
 class Overflowing:
     """A task whose loss on one data rank is infinite in one step, which no rank may then take."""
 
-    def __init__(self, task: Task, small: Small, data_rank: int) -> None:
+    def __init__(self, task: Task, small: Tiny, data_rank: int) -> None:
         self._task = task
         self._step = small.overflow_step if data_rank == small.layout.data_ranks - 1 else None
         self._here = False
@@ -118,7 +118,7 @@ class Recorder:
         return metrics
 
 
-def engine_of(small: Small, device: str) -> str:
+def engine_of(small: Tiny, device: str) -> str:
     """Choose the run's own engine: in float32, "auto" may choose another. Raises ConfigError if there is none."""
     wanted: str = small.config.trainer.engine
     if wanted == "auto":
@@ -145,7 +145,7 @@ def shared_folder(ranks: Ranks) -> Iterator[Path]:
 
 
 def record(
-    small: Small, spec: ModelSpec, task: Task, sources: Sources, machine: Machine, folder: Path
+    small: Tiny, spec: ModelSpec, task: Task, sources: Sources, machine: Machine, folder: Path
 ) -> tuple[Recording, Recording]:
     """Record the whole run; and its second part again, by a new engine, from the checkpoint in its middle. Collective.
 
@@ -164,7 +164,7 @@ def record(
     return whole, resumed
 
 
-def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: Path, source: Path | None) -> Recording:
+def _train(small: Tiny, kind: EngineKind, job: Job, sources: Sources, folder: Path, source: Path | None) -> Recording:
     """Train by the loop of a real run, from the checkpoint `source` on if there is one."""
     layout, spec, machine, ranks = job.layout, job.spec, job.machine, job.machine.ranks
     state, done = RunState(), 0 if source is None else small.total
@@ -221,7 +221,7 @@ def _train(small: Small, kind: EngineKind, job: Job, sources: Sources, folder: P
     return recording
 
 
-def _schedule(small: Small) -> LRSchedule:
+def _schedule(small: Tiny) -> LRSchedule:
     """Return the config's schedule, followed by the probes, at a rate at which weight decay shows in float32."""
     optimizer, scheduler = small.config.optimizer, small.config.scheduler
     schedule = schedule_of(vars(optimizer), None if scheduler is None else vars(scheduler))

@@ -27,7 +27,7 @@ from trainer.certify.parameters import Learner
 from trainer.certify.recording import State, Tensors
 from trainer.certify.rounding import STEPS, rows_of
 from trainer.certify.samples import Documents
-from trainer.certify.small import LONGEST, PROBE_RATE, Small
+from trainer.certify.tiny_run import LONGEST, PROBE_RATE, Tiny
 from trainer.config import Config
 from trainer.data.text.token_files import Encoded
 from trainer.models.spec import ModelSpec
@@ -94,7 +94,7 @@ class Reference:
     _most: tuple[int, ...] = (1,)
     """For each measure, the number of highest logits among which a correct target is."""
 
-    def __init__(self, small: Small, spec: ModelSpec, own: Learner, documents: Documents, device: torch.device) -> None:
+    def __init__(self, small: Tiny, spec: ModelSpec, own: Learner, documents: Documents, device: torch.device) -> None:
         self._small, self._spec, self._documents, self._device = small, spec, documents, device
         self._layout, self._seed = small.layout, small.config.trainer.seed
         self._smoothing = small.config.trainer.label_smoothing
@@ -433,9 +433,7 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "little") // 2
 
 
-def optimizer_of(
-    model: nn.Module, small: Small, own: Mapping[str, tuple[float, float | None]]
-) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, small: Tiny, own: Mapping[str, tuple[float, float | None]]) -> torch.optim.Optimizer:
     """Build PyTorch's optimizer, tensor by tensor, with the config's parameters, DeepSpeed's
     defaults and Trainer's groups.
     Each parameter is a group by itself."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trainer.certify.small import LONGEST, Small
+from trainer.certify.tiny_run import LONGEST, Tiny
 from trainer.engines import Engine, Job
 from trainer.optim.lr_schedules import Update
 from trainer.tasks.task import IGNORED, Batch
@@ -36,14 +36,14 @@ class Rounded(NamedTuple):
     """The difference allowed, if the config has gradients summed in low precision."""
 
 
-def rows_of(small: Small, vocabulary: int, step: int, data_rank: int, number: int) -> Rows:
+def rows_of(small: Tiny, vocabulary: int, step: int, data_rank: int, number: int) -> Rows:
     """Draw the rows of a micro-batch, in which all targets count."""
     rng = np.random.default_rng([1, step, data_rank, number])
     tokens = rng.integers(1, vocabulary, (small.layout.micro_batch, LONGEST + 1))
     return [(row[:-1], row[1:]) for row in tokens]
 
 
-def measured(engine: Engine, job: Job, small: Small, kind: str, step: int) -> Rounded:
+def measured(engine: Engine, job: Job, small: Tiny, kind: str, step: int) -> Rounded:
     """Measure rounding by the engine of this kind, at a learning rate of 0. Collective."""
     layout, vocabulary = small.layout, job.spec.language.vocabulary
     zero, packed = Update(0.0), small.config.trainer.data.packs
@@ -77,7 +77,7 @@ def measured(engine: Engine, job: Job, small: Small, kind: str, step: int) -> Ro
     return Rounded(projected, errors[worst], worst, _allowed(small, kind))
 
 
-def _allowed(small: Small, engine: str) -> float:
+def _allowed(small: Tiny, engine: str) -> float:
     """Return the error allowed: DeepSpeed sums gradients in the model's precision, unless both keys say float32."""
     settings, layout = small.config.settings, small.layout
     kinds = settings.get("data_types", {}).get("grad_accum_dtype"), settings.get("communication_data_type")

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.certify.small import LONGEST, Small
+from trainer.certify.tiny_run import LONGEST, Tiny
 from trainer.data.text.token_files import Encoded, write_part
-from trainer.models.shrink import SIZES, Sizes
 from trainer.models.spec import ModelSpec
+from trainer.models.tiny_config import SIZES, Sizes
 
 LONGEST_ROW, LOGITS, PARAMETERS = 4096, 1 << 25, 24_000_000
 """The most tokens of a sample, entries of its logits, and parameters: seconds of a CPU."""
@@ -27,12 +27,12 @@ class Documents(NamedTuple):
     """One more document than is evaluated."""
 
 
-def with_copy(small: Small, plain: ModelSpec, packed: bool) -> tuple[Small, ModelSpec]:
+def with_copy(small: Tiny, plain: ModelSpec, packed: bool) -> tuple[Tiny, ModelSpec]:
     """Make the model's tiny copy, and a sample as long as the run's, if it can be computed."""
     layers, split = max(2, small.layout.stages + 1), small.layout.tensor  # a block more than stages
-    assert plain.tiny.shrunk is not None
+    assert plain.tiny.copy is not None
     known, few = plain.language.vocabulary, SIZES.vocabulary
-    least, twice = (plain.tiny.shrunk(layers, split, Sizes(ids)).parameters for ids in (few, 2 * few))
+    least, twice = (plain.tiny.copy(layers, split, Sizes(ids)).parameters for ids in (few, 2 * few))
     vocabulary = min(known, few + max(0, PARAMETERS - least) * few // max(1, twice - least))
     wanted: int = small.config.trainer.data.sequence_length
     most = min(plain.language.positions or wanted, LONGEST_ROW, LOGITS // vocabulary)
@@ -44,11 +44,11 @@ def with_copy(small: Small, plain: ModelSpec, packed: bool) -> tuple[Small, Mode
     if row < wanted:
         changes += f" (rows of the run have {wanted:,}: it proves less of them)"
     sizes = Sizes(vocabulary, max(SIZES.positions, row + 1))  # one more: RoBERTa's kin count from 1
-    copy = plain.tiny.shrunk(layers, split, sizes)
+    copy = plain.tiny.copy(layers, split, sizes)
     return replace(small, row=row, changes=(*small.changes, changes)), copy
 
 
-def documents_of(small: Small, vocabulary: int, packed: bool = False) -> Documents:
+def documents_of(small: Tiny, vocabulary: int, packed: bool = False) -> Documents:
     """Draw one and a half steps of documents, so that steps span the ends of epochs; the same on every rank.
 
     They use as much of the vocabulary as there is room for, with its last token. There are twice as

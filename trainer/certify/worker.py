@@ -14,7 +14,7 @@ import torch.distributed as dist
 from trainer.certify.certificate import certify, table, write
 from trainer.certify.image_certificate import certify_images
 from trainer.certify.module_certificate import met
-from trainer.certify.small import Small
+from trainer.certify.tiny_run import Tiny
 from trainer.errors import ConfigError, MeshloomError, Problem, shared
 from trainer.run.subject import Given
 from trainer.supervise.ending import Ending
@@ -26,7 +26,7 @@ from trainer.supervise.world import World
 PASSED, FAILED = 0, 76
 
 
-def verify(small: Small, world: World, device: str, certificate_path: Path, output: Output) -> int:
+def verify(small: Tiny, world: World, device: str, certificate_path: Path, output: Output) -> int:
     """Certify, print the table on rank 0 and write the certificate; return the exit code. Collective."""
     signs = output.signs
     ending = Ending(world, output.terminal, notes_of(os.environ), signs.close)

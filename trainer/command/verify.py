@@ -41,7 +41,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one process per GPU")
     options = parser.parse_intermixed_args(arguments)
-    from trainer.certify.small import shrink
+    from trainer.certify.tiny_run import tiny_run
     from trainer.errors import ConfigError, MeshloomError, Problem
 
     drop_accelerate(os.environ)
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     world = world_of(os.environ)
     try:
         world_size = world.world_size if world else options.world_size
-        small = shrink(options.config, options.overrides, world_size, options.precision)
+        small = tiny_run(options.config, options.overrides, world_size, options.precision)
         needed = world.local_world_size if world else small.layout.world_size
         if options.device == "cuda" and gpu_count() < needed:
             seen, mend = f"cuda with {gpu_count()} GPUs for {needed} processes", "Leave it off to verify on the CPU"

@@ -13,14 +13,14 @@ from torch.overrides import TorchFunctionMode
 SMALL = 65_536
 
 
-def small_tensor(build: Callable[[], nn.Module], name: str) -> torch.Tensor | None:
+def built_tensor(build: Callable[[], nn.Module], name: str) -> torch.Tensor | None:
     """Return a tensor as `build` makes it; None if it, or one it is computed from, has over SMALL values."""
     return _all(build).get(name)
 
 
 @cache
 def _all(build: Callable[[], nn.Module]) -> Mapping[str, torch.Tensor]:
-    with torch.random.fork_rng(devices=[]), _SmallOnHost():
+    with torch.random.fork_rng(devices=[]), _BuiltOnHost():
         torch.default_generator.manual_seed(0)
         try:
             model = build()
@@ -29,7 +29,7 @@ def _all(build: Callable[[], nn.Module]) -> Mapping[str, torch.Tensor]:
     return {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta}
 
 
-class _SmallOnHost(TorchFunctionMode):
+class _BuiltOnHost(TorchFunctionMode):
     """A mode in which small tensors for the meta device are made on the CPU instead."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

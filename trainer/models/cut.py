@@ -149,7 +149,7 @@ def check_cut(spec: ModelSpec, stages: int) -> StageBoundary:
         seen = f"{len(spec.blocks)} blocks for {stages} pipeline stages"
         raise ConfigError(Problem(f"pipeline.stages: {spec.name}", seen, "at least one block for each stage"))
     try:
-        small = spec.tiny.shrunk() if spec.tiny.shrunk else spec
+        small = spec.tiny.copy() if spec.tiny.copy else spec
         boundary, wrong = _try(small)
     except _CannotCut as reason:
         wrong = str(reason)

@@ -63,18 +63,18 @@ def tiny_with(
     lacking: str,
 ) -> ModelSpec:
     """Return the spec with tiny copies that get the same `change`: `found`, of its parameters, by their names."""
-    shrunk, blocks = spec.tiny.shrunk, spec.blocks
-    if shrunk is None:
+    tiny_copy, blocks = spec.tiny.copy, spec.blocks
+    if tiny_copy is None:
         return spec
 
     def copy(layers: int = 3, split: int = 1) -> ModelSpec:
-        small = shrunk(layers, split)
+        small = tiny_copy(layers, split)
         wanted, whole = carried(found, blocks, small.blocks, small.build())
         lacks = (*small.tiny.lacks, *([] if whole else [lacking]))
         changed = change(small, wanted)
         return replace(changed, tiny=replace(changed.tiny, lacks=lacks))
 
-    return replace(spec, tiny=replace(spec.tiny, shrunk=copy))
+    return replace(spec, tiny=replace(spec.tiny, copy=copy))
 
 
 def carried(

@@ -21,13 +21,13 @@ from transformers.utils import ModelOutput
 
 from trainer.errors import ConfigError, Problem, first_line
 from trainer.models.blocks import blocks_by_run
-from trainer.models.constructed import small_tensor
+from trainer.models.constructed import built_tensor
 from trainer.models.experts import idle_parameters
 from trainer.models.kernels import check_kernels
 from trainer.models.names import aliases_of, in_short, pattern_of
-from trainer.models.shrink import KEPT, SIZES, Sizes, shrink
 from trainer.models.spec import LanguageModel, ModelFiles, ModelSpec, NoWeights, TinyCopies, Weights
 from trainer.models.tiny import tiny
+from trainer.models.tiny_config import KEPT, SIZES, Sizes, tiny_config
 from trainer.models.weights import SafetensorsFolder, names_in, open_weights
 from trainer.storage import parse_json, read_file
 
@@ -93,32 +93,32 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
         notes.insert(0, f"of {config.model_type} the text model alone is trained and saved, a {kind}")
 
     @cache
-    def shrunk(layers: int = 3, split: int = 1, sizes: Sizes = SIZES) -> ModelSpec:
-        return _shrunk(config, options, name, layers, split, sizes)
+    def tiny_copy(layers: int = 3, split: int = 1, sizes: Sizes = SIZES) -> ModelSpec:
+        return _tiny_copy(config, options, name, layers, split, sizes)
 
-    spec = describe(model, name, build, given, shrunk)
+    spec = describe(model, name, build, given, tiny_copy)
 
-    def shallow(layers: int) -> ModelSpec:
-        few = _builder(shrink(config, KEPT, range(layers), len(spec.blocks)), options)
+    def first_blocks(layers: int) -> ModelSpec:
+        few = _builder(tiny_config(config, KEPT, range(layers), len(spec.blocks)), options)
         return describe(few(), name, few, NoWeights())
 
     return replace(
         spec,
-        tiny=replace(spec.tiny, shallow=shallow),
+        tiny=replace(spec.tiny, first_blocks=first_blocks),
         files=replace(spec.files, revision=options.revision),
         notes=tuple(notes),
     )
 
 
-def _shrunk(config: PreTrainedConfig, options: Any, name: str, layers: int, split: int, sizes: Sizes) -> ModelSpec:
-    def spec_of_small(small: Any) -> ModelSpec:
+def _tiny_copy(config: PreTrainedConfig, options: Any, name: str, layers: int, split: int, sizes: Sizes) -> ModelSpec:
+    def spec_of_tiny(small: Any) -> ModelSpec:
         build = _builder(small, options, on_cpu=True)
         return describe(build(), name, build, NoWeights())
 
     try:
         full = _builder(config, options)()
-        blocks = _blocks(full) or _alike(full, tiny(config, spec_of_small, full, (), layers, split, sizes)[0].blocks)
-        small, lacks = tiny(config, spec_of_small, full, blocks, layers, split, sizes)
+        blocks = _blocks(full) or _alike(full, tiny(config, spec_of_tiny, full, (), layers, split, sizes)[0].blocks)
+        small, lacks = tiny(config, spec_of_tiny, full, blocks, layers, split, sizes)
     except ConfigError:
         raise
     except Exception as error:  # whatever the family's own code raises
@@ -154,7 +154,7 @@ def describe(
     name: str,
     build: Callable[[], nn.Module],
     weights: Weights,
-    shrunk: Callable[..., ModelSpec] | None = None,
+    tiny_copy: Callable[..., ModelSpec] | None = None,
 ) -> ModelSpec:
     """Read a model's blocks, head, ties and sizes on the meta device."""
     assert isinstance(model, PreTrainedModel)
@@ -163,9 +163,9 @@ def describe(
     hidden = getattr(text, "hidden_size", None)
     heads, kv_heads, width = _heads(text, hidden or 0)
     blocks = _blocks(model)
-    if not blocks and shrunk:
+    if not blocks and tiny_copy:
         with suppress(ConfigError):  # without a tiny copy, no blocks are known
-            blocks = _alike(model, shrunk().blocks)
+            blocks = _alike(model, tiny_copy().blocks)
     is_tied = head is not None and table is not None and head.weight is table.weight
     spec = ModelSpec(
         name=name,
@@ -191,15 +191,15 @@ def describe(
         ),
         tied=aliases_of(model),
         weights=weights,
-        constructed=partial(small_tensor, build),
-        tiny=TinyCopies(shrunk=shrunk),
+        constructed=partial(built_tensor, build),
+        tiny=TinyCopies(copy=tiny_copy),
         config=_architecture(model),
         files=ModelFiles(
             opens="AutoModelForCausalLM.from_pretrained",
             save_config=lambda folder, dtype: _save_config(model, folder, dtype),
         ),
     )
-    return spec if blocks or shrunk else replace(spec, blocks=blocks_by_run(spec))
+    return spec if blocks or tiny_copy else replace(spec, blocks=blocks_by_run(spec))
 
 
 def _text_config(model: Any) -> Any:

@@ -145,9 +145,9 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
     patterns = {pattern_of(name) for name in targets}
 
     @cache
-    def shrunk(layers: int = 3, split: int = 1) -> ModelSpec:
-        assert spec.tiny.shrunk is not None
-        small = spec.tiny.shrunk(layers, split)
+    def tiny_copy(layers: int = 3, split: int = 1) -> ModelSpec:
+        assert spec.tiny.copy is not None
+        small = spec.tiny.copy(layers, split)
         if isinstance(small.weights, NoWeights):
             small = replace(small, weights=_MadeUp(small))
         names = [name for name, _ in small.build().named_modules() if pattern_of(name) in patterns]
@@ -155,10 +155,10 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
 
     named = {base_name(name) for name, _ in model.named_parameters()}
     described = _described(spec, options, targets)
-    base = fingerprint(spec.weights, sorted(named)) if spec.tiny.shrunk else ""
+    base = fingerprint(spec.weights, sorted(named)) if spec.tiny.copy else ""
     if options.path is not None:
         described = _started(described, Path(options.path))
-    copies = replace(spec.tiny, shrunk=shrunk if spec.tiny.shrunk else None)
+    copies = replace(spec.tiny, copy=tiny_copy if spec.tiny.copy else None)
     return replace(described, config={**described.config, "base": base}, tiny=copies)
 
 

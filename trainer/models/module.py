@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.distributed.seeding import seeded_init
 from trainer.errors import ConfigError, Problem
-from trainer.models.constructed import small_tensor
+from trainer.models.constructed import built_tensor
 from trainer.models.names import aliases_of
 from trainer.models.spec import ModelFiles, ModelSpec, NoWeights
 
@@ -86,7 +86,7 @@ def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> Mo
         tied=aliases_of(model),
         weights=_Built(build, seed) if built else NoWeights(),
         notes=() if built else (note,),
-        constructed=lambda name: small_tensor(on_meta, name),
+        constructed=lambda name: built_tensor(on_meta, name),
         config=config_of(model),
         files=ModelFiles(save_config=lambda folder, dtype: _save_config(model, folder)),
     )

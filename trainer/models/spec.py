@@ -110,13 +110,13 @@ class TinyCopies:
 
     input: Trial | None = None
     """The input on which a module that is no language model is tried; language models are tried on tokens."""
-    shrunk: Callable[..., ModelSpec] | None = None
-    """`shrunk(layers=3, split=1)` makes a tiny copy of the architecture with at least so many blocks, to try things on.
+    copy: Callable[..., ModelSpec] | None = None
+    """`copy(layers=3, split=1)` makes a tiny copy of the architecture with at least so many blocks, to try things on.
 
     Numbers that are multiples of `split` stay multiples of it; language models also take `sizes`.
     Raises ConfigError if no copy runs."""
-    shallow: Callable[[int], ModelSpec] | None = None
-    """`shallow(n)` is the same model with its first n blocks alone, without weights."""
+    first_blocks: Callable[[int], ModelSpec] | None = None
+    """`first_blocks(n)` is the same model with its first n blocks alone, without weights."""
     lacks: tuple[str, ...] = ()
     """Features of the model that this tiny copy lacks, so that a trial on the copy proves less."""
 

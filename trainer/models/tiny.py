@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from trainer.models.materialise import materialise
-from trainer.models.shrink import SIZES, Sizes, scale_of, shrink
 from trainer.models.spec import ModelSpec
+from trainer.models.tiny_config import SIZES, Sizes, scale_of, tiny_config
 
 LARGEST = 64_000_000
 """The most parameters that a copy may have."""
@@ -94,7 +94,7 @@ def tiny(
         lacks: tuple[str, ...] = ()
         for scale in (scale_of(config, split, head_sizes=True), scale_of(config, split, head_sizes=False), None):
             try:
-                spec = spec_of(shrink(config, scale, keep, count, sizes))
+                spec = spec_of(tiny_config(config, scale, keep, count, sizes))
                 if spec.parameters > LARGEST:
                     continue
                 built = True

@@ -38,7 +38,7 @@ def tiny(spec: ModelSpec) -> tuple[ModelSpec, nn.Module]:
 
     No weight is left at zero: an initial value of zero would hide what it multiplies.
     """
-    small = spec.tiny.shrunk() if spec.tiny.shrunk else spec
+    small = spec.tiny.copy() if spec.tiny.copy else spec
     return small, drawn(small)
 
 

@@ -81,12 +81,12 @@ def certified(path: str) -> str:
     import transformers
 
     from trainer.certify.certificate import certify, table
-    from trainer.certify.small import shrink
+    from trainer.certify.tiny_run import tiny_run
     from trainer.errors import MeshloomError
 
     transformers.logging.set_verbosity_error()
     try:
-        certificate = certify(shrink(path, [], 2), machine_here())
+        certificate = certify(tiny_run(path, [], 2), machine_here())
     except MeshloomError as error:
         return f"refused: {error}"
     return "pass" if certificate.passed else f"FAIL: {table(certificate).splitlines()[-1]}"

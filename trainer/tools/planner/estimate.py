@@ -210,7 +210,7 @@ def depths_of(workload: Workload, model: nn.Module, held: Sequence[int]) -> list
     few, more = (2 * step, step) if layout.pipeline > 1 else (_whole(4, step), _whole(2, step))
     depths = [few, few + more]
     gains = max(held) > sum(depths) * layout.stages_per_rank
-    return depths if gains and spec.tiny.shallow is not None and alike(spec, model) else None
+    return depths if gains and spec.tiny.first_blocks is not None and alike(spec, model) else None
 
 
 def _whole(least: int, step: int) -> int:

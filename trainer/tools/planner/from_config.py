@@ -53,17 +53,17 @@ class ModelOnCluster:
 
     @cached_property
     def of_blocks(self) -> Callable[[int], ModelSpec]:
-        """A function that returns the model with so many blocks in all, each built once; requires `shallow`.
+        """A function that returns the model with so many blocks in all, each built once; requires `first_blocks`.
 
         Trials use the whole model's tiny copy: a few blocks of a large model are still large.
         """
         whole = self.workload.spec
-        shallow = whole.tiny.shallow
-        assert shallow is not None
+        first_blocks = whole.tiny.first_blocks
+        assert first_blocks is not None
 
         @cache
         def of_blocks(count: int) -> ModelSpec:
-            few = amended(shallow(count), self.config.trainer, ALONE, copied=True)
+            few = amended(first_blocks(count), self.config.trainer, ALONE, copied=True)
             return replace(few, weights=NoWeights(), tiny=whole.tiny)
 
         return of_blocks
@@ -71,7 +71,7 @@ class ModelOnCluster:
     def with_blocks(self, blocks: int | None, accumulation: int) -> Workload:
         """Return the workload with so many blocks per stage, or all, and so many micro-batches."""
         spec = self.workload.spec
-        if blocks is not None and spec.tiny.shallow is not None:
+        if blocks is not None and spec.tiny.first_blocks is not None:
             spec = _of_shapes(self.of_blocks(blocks * self.workload.layout.stages))
         undecayed = spared(self.config.trainer.weight_decay_excludes, spec)
         fewer = with_blocks(self.workload, spec, blocks, accumulation)
@@ -196,5 +196,5 @@ def _of_shapes(spec: ModelSpec) -> ModelSpec:
     def constructed(name: str) -> torch.Tensor | None:
         return torch.empty(shape) if (shape := shapes().get(name)) is not None else None
 
-    tried = spec.tiny.shrunk or (lambda *_, **__: spec)
-    return replace(spec, weights=NoWeights(), constructed=constructed, tiny=replace(spec.tiny, shrunk=tried))
+    tried = spec.tiny.copy or (lambda *_, **__: spec)
+    return replace(spec, weights=NoWeights(), constructed=constructed, tiny=replace(spec.tiny, copy=tried))

@@ -28,7 +28,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.engines import owners
 from trainer.models.cut import StageBoundary, StageInput, cut, kept_for_the_head
 from trainer.models.spec import ModelSpec
-from trainer.parallel import gradients
+from trainer.parallel import gradients, parallel_mesh
 from trainer.tools.planner.messages import place
 from trainer.tools.planner.replicas_by_buckets import BucketedReplica
 

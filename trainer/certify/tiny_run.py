@@ -13,7 +13,7 @@ from trainer.config import Choice, Config, RuntimeFacts, load, mesh_sizes
 from trainer.config.keys import SCHEDULERS
 from trainer.errors import ConfigError, Problem
 from trainer.layout import PIPELINE_SCHEDULES, Layout
-from trainer.models.shrink import HIDDEN
+from trainer.models.tiny_config import HIDDEN
 from trainer.optim.recipes import No, in_torch
 from trainer.run.compose import Composed, compose
 
@@ -36,8 +36,8 @@ SHORT |= {"lr_range_test_step_size": 2}
 
 
 @dataclass(frozen=True)
-class Small:
-    """The small run that is verified instead of the run itself."""
+class Tiny:
+    """The tiny run that is verified instead of the run itself."""
 
     config: Config
     layout: Layout
@@ -69,9 +69,9 @@ class Small:
         return self.layout.micro_batch * self.layout.data_ranks + 1
 
 
-def shrink(
+def tiny_run(
     path: str | Path | dict[str, Any], overrides: list[str], world_size: int | None, precision: str = "float32"
-) -> Small:
+) -> Tiny:
     """Shrink the config at `path` to a few tiny steps, in float32 or, if `precision` is "config", in its own precision.
 
     Raises ConfigError.
@@ -120,7 +120,7 @@ def shrink(
     config = composed.config
     if isinstance(reason := in_torch(config.settings, composed.layout, "cpu", grouped=True), No):
         raise ConfigError(Problem("optimizer", config.optimizer.type, "one with a reference in PyTorch", reason))
-    return Small(config, composed.layout, tuple(changes), steps, own)
+    return Tiny(config, composed.layout, tuple(changes), steps, own)
 
 
 def _precision(section: str, enabled: bool | str, precision: str, changes: list[str]) -> list[str]:
@@ -172,7 +172,7 @@ def smallest_world(config: Config) -> int:
     raise ConfigError(Problem("--world-size", seen, "one that does", "Override trainer.mesh with smaller sizes"))
 
 
-def clipping(small: Small, norms: Sequence[float]) -> Small:
+def clipping(small: Tiny, norms: Sequence[float]) -> Tiny:
     """Set the limit between the two adjacent `norms` that are furthest apart, if the config has one."""
     settings = small.config.settings
     if not float(settings.get("gradient_clipping", 0.0)):

@@ -97,17 +97,17 @@ def scale_of(config: Any, split: int, *, head_sizes: bool) -> Scale:
     return Scale({heads: many, kv: few}, divisor, width / hidden, hidden, split)
 
 
-def shrink(config: Any, scale: Scale | None, keep: Sequence[int], layers: int, sizes: Sizes = SIZES) -> Any:
+def tiny_config(config: Any, scale: Scale | None, keep: Sequence[int], layers: int, sizes: Sizes = SIZES) -> Any:
     """Copy the config with the layers `keep` of `layers`, each number by its role; widths shrink only with a `scale`.
 
     `layers` is 0 if it is unknown which number counts the blocks.
     """
     small = copy.deepcopy(config)
-    _shrink(small, scale, keep, layers, sizes)
+    _make_tiny(small, scale, keep, layers, sizes)
     return small
 
 
-def _shrink(config: Any, scale: Scale | None, keep: Sequence[int], layers: int, sizes: Sizes) -> None:
+def _make_tiny(config: Any, scale: Scale | None, keep: Sequence[int], layers: int, sizes: Sizes) -> None:
     overrides = config.to_dict().get("per_layer_config") if "_heterogeneity_spec" in vars(config) else None
     config.__dict__.pop("_heterogeneity_spec", None)
     for name, value in list(vars(config).items()):
@@ -115,7 +115,7 @@ def _shrink(config: Any, scale: Scale | None, keep: Sequence[int], layers: int, 
             own = scale not in (None, KEPT) and _first(value, "num_attention_heads") and value is not _text(config)
             inner = scale_of(value, scale.split, head_sizes=scale.head_size > 1) if own and scale else scale
             count = _first(value, "num_hidden_layers") or layers
-            _shrink(value, inner, range(min(2, count)) if own else keep, count if own else layers, sizes)
+            _make_tiny(value, inner, range(min(2, count)) if own else keep, count if own else layers, sizes)
         elif not name.startswith("_"):
             new = _value(name, value, scale, keep, layers, sizes)
             if new != value:
