@@ -55,8 +55,8 @@ def _check_one(
     whole = value
     if isinstance(value, dict) and any(known.startswith(f"{place}.") for known in table):
         below = check(value, table, elsewhere, f"{place}.")
-        found.problems += below.problems
-        found.idle |= {} if key.idle else below.idle
+        found.problems.extend(below.problems)
+        found.idle.update({} if key.idle else below.idle)
         if value and not (below.values or key.idle or key.refused):
             return  # each of its keys has a note, or asks for nothing
         value = {**below.idle, **below.values} if key.idle else below.values

@@ -32,7 +32,7 @@ def upgrade(checked: Checked, trainer: TrainerSection) -> Upgraded:
     _rename(upgraded)
     _offload(upgraded)
     _mics(upgraded)
-    upgraded.notes += unswitched(upgraded.settings)
+    upgraded.notes.extend(unswitched(upgraded.settings))
     if upgraded.settings.get("comms_logger", {}).get("enabled") is not True:
         upgraded.settings.pop("comms_logger", None)  # if it is present, DeepSpeed logs, and waits for each operation
     idle = any(place.startswith(RECOMPUTES) for place in checked.idle)
@@ -103,18 +103,18 @@ def _fill(upgraded: Upgraded) -> None:
     settings = upgraded.settings
     given = settings.get("optimizer")
     settings["optimizer"], problems, notes = choose_optimizer(deepcopy(given or DEFAULT_OPTIMIZER))
-    upgraded.problems += problems
-    upgraded.notes += notes
+    upgraded.problems.extend(problems)
+    upgraded.notes.extend(notes)
     names = set(settings["optimizer"]["params"]) - set((given or {}).get("params", {})) if not problems else set()
     origin = "default" if given else f"default: {DIFFERS['optimizer']}"
-    upgraded.origins |= {f"optimizer.params.{name}": origin for name in names}
+    upgraded.origins.update({f"optimizer.params.{name}": origin for name in names})
     if not given:
         upgraded.origins["optimizer.type"] = origin
     scheduler = settings.pop("scheduler", {})
     if scheduler and (scheduler.get("type") or scheduler.get("params")):
         settings["scheduler"], problems, notes = choose_scheduler(scheduler)
-        upgraded.problems += problems
-        upgraded.notes += notes
+        upgraded.problems.extend(problems)
+        upgraded.notes.extend(notes)
     for name, key in KEYS.items():
         if key.default is not None and name not in settings:
             settings[name] = key.default

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from trainer.tasks.cross_entropy import LossHead, LossObserver, logits_cross_ent
 from trainer.tasks.documents import documents_of
 from trainer.tasks.masks import Masks
 from trainer.tasks.noise import EmbeddingNoise, has_table
-from trainer.tasks.task import IGNORED, Batch
+from trainer.tasks.task import IGNORED, Batch, changed
 
 
 class CausalLM:
@@ -61,16 +60,12 @@ class CausalLM:
         if neftune_alpha and not has_table(spec):
             seen = f"{spec.name} has no table of input embeddings that a forward pass would look tokens up in"
             raise ConfigError(Problem("trainer.neftune_alpha", seen, "a model with one"))
-        found = copy(self)
-        found._smoothing = label_smoothing
-        found._noise = EmbeddingNoise(neftune_alpha) if neftune_alpha else None
-        return found
+        noise = EmbeddingNoise(neftune_alpha) if neftune_alpha else None
+        return changed(self, _smoothing=label_smoothing, _noise=noise)
 
     def watching(self, sources: int) -> CausalLM:
         """Return the same task, which also sums the training loss by source."""
-        found = copy(self)
-        found.by_source = LossBySource(sources)
-        return found
+        return changed(self, by_source=LossBySource(sources))
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Turn the head of a model on the meta device into one that can return the loss."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.tasks.supervised import Supervised
-from trainer.tasks.task import IGNORED, Batch
+from trainer.tasks.task import IGNORED, Batch, changed
 
 TOP = 5
 
@@ -32,9 +31,7 @@ class ImageClassification(Supervised):
     def regularised(self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float) -> ImageClassification:
         """Return the same task with smoothed labels in training. Raises ConfigError for noise on embeddings."""
         super().regularised(spec, 0.0, neftune_alpha)
-        found = copy(self)
-        found._smoothing = label_smoothing
-        return found
+        return changed(self, _smoothing=label_smoothing)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         smoothing = self._smoothing if model.training else 0.0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from copy import copy
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ IGNORED = -100
 """The target of a position that does not count in the loss, as in PyTorch."""
 
 Batch = dict[str, torch.Tensor]
+T = TypeVar("T")
 
 
 class Task(Protocol):
@@ -66,6 +68,13 @@ class Task(Protocol):
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss of a batch in an evaluation, then each of `measures`: [1 + measures]."""
         ...
+
+
+def changed(task: T, **values: Any) -> T:
+    """Return a copy of a task with other values of its attributes."""
+    found = copy(task)
+    vars(found).update(values)
+    return found
 
 
 class ModelWithLoss(nn.Module):

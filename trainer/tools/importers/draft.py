@@ -143,7 +143,7 @@ def fill(draft: Draft, table: Table, defaults: Json, groups: Mapping[str, Group]
     """
     together: dict[str, dict[str, Entry]] = {group: {} for group in groups}
     given = {key: value for key, value in draft.given.items() if value is not None}
-    draft.listed += [draft.prefix + key for key in draft.given.keys() - given.keys()]
+    draft.listed.extend(draft.prefix + key for key in draft.given.keys() - given.keys())
     others: dict[str, list[Entry]] = {}
     for key, value in _apart(defaults | given, table):
         entry, row = Entry(draft.prefix + key, number(value)), table.get(key)

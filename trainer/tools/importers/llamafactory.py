@@ -94,9 +94,9 @@ def _data_set(draft: Draft, entry: Entry, name: str, info: dict[str, Any], folde
     if not isinstance(known, dict):
         draft.lose(entry, f"{folder}/dataset_info.json has no {show(name)}")
         return {"path": str(Path(folder) / name)}
-    part = Draft(known, draft.folder, "trainer.data: ", f"{name}.")
     if "file_name" in known and "hf_hub_url" not in known:
-        part.given = known | {"file_name": str(Path(folder) / str(known["file_name"]))}
+        known = known | {"file_name": str(Path(folder) / str(known["file_name"]))}
+    part = Draft(known, draft.folder, "trainer.data: ", f"{name}.")
     fill(part, _DATA_SET, {"formatting": "alpaca"}, {"source": _source})
     return draft.take(part)
 

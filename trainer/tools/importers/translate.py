@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ def translate(system: str, given: Json, folder: Path, partial: bool = False) -> 
     base = section_of("deepspeed", given.get("deepspeed"), folder)
     draft = Draft(given, folder, base=base, made=deepcopy(base))
     fill(draft, table, defaults({key: value for key, value in given.items() if value is not None}), groups)
-    draft.made = _ordered(draft.made)
+    draft = replace(draft, made=_ordered(draft.made))
     if draft.lost and not partial:
         raise ConfigError(*_refusals(draft.lost))
     load(draft.made)
@@ -61,10 +62,8 @@ def _refusals(lost: Mapping[str, list[str]]) -> list[Problem]:
         why = "; ".join(dict.fromkeys(filter(None, reasons)))
         found.append(Problem(key, f"saw {value}{f' ({why})' if why else ''}", "something that has a key here"))
     mend = "Take them out of theirs, or give --partial: it writes the rest and lists them."
-    return [
-        Problem("not imported", f"{len(found)} of theirs, which would change what is trained", "all of it", mend),
-        *found,
-    ]
+    seen = f"{len(found)} of theirs, which would change what is trained"
+    return [Problem("not imported", seen, "all of it", mend), *found]
 
 
 _FIRST = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
