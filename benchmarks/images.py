@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from trainer.config.validate import validate
 from trainer.data.images.image_samples import ImageData, open_images
-from trainer.data.loader import BatchLoader
+from trainer.data.loader import Batching, BatchLoader
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Job, Machine
 from trainer.engines.torch import mesh
@@ -64,20 +64,7 @@ def opened(folder: Path, size: int, augment: dict[str, Any]) -> tuple[Any, Image
 
 
 def loader_of(data: ImageData, task: ImageClassification, batch: int, steps: int, workers: int) -> BatchLoader:
-    return BatchLoader(
-        data.train,
-        task.collate,
-        seed=0,
-        micro_batch=batch,
-        accumulation=1,
-        data_ranks=1,
-        data_rank=0,
-        position=0,
-        start_step=0,
-        end_step=steps,
-        device=CPU,
-        workers=workers,
-    )
+    return BatchLoader(data.train, task.collate, Batching(batch, workers=workers), range(steps), seed=0, position=0)
 
 
 def seconds(work: Callable[[], Any]) -> float:

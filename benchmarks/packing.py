@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from trainer.data.loader import BatchLoader
+from trainer.data.loader import Batching, BatchLoader
 from trainer.data.text.token_files import Encoded, PreparedSource, write_part
 from trainer.distributed.ranks import ALONE
 from trainer.engines import Job, Machine
@@ -89,10 +89,9 @@ class Ours:
     def turn(self, steps: int) -> Turn:
         rows, first = self._options.rows, self._position
         self._position += steps + WARM_UP
-        shape = {"micro_batch": rows, "accumulation": 1, "data_ranks": 1, "data_rank": 0, "device": CPU}
-        span = {"position": first * rows, "start_step": first, "end_step": self._position}
+        span = {"steps": range(first, self._position), "position": first * rows}
         targets = positions = 0
-        with BatchLoader(self._source, self._task.collate, seed=0, **shape, **span) as loader:
+        with BatchLoader(self._source, self._task.collate, Batching(rows), seed=0, **span) as loader:
             for index, made in enumerate(loader):
                 if index == WARM_UP:
                     started = clocks()

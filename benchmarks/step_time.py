@@ -35,7 +35,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from trainer.data.loader import BatchLoader, StepBatches
+from trainer.data.loader import Batching, BatchLoader, StepBatches
 from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Job, Machine, Metrics
 from trainer.layout import Layout, Recompute
@@ -172,19 +172,8 @@ class Bench:
         engine = ENGINES["deepspeed"].build(Job(layout, self.spec, self.task, self.json, 0, machine))
         lines = JsonLines(Path(tempfile.mkdtemp()) / "metrics.jsonl")
         steps = 10**6
-        loader = BatchLoader(
-            self.samples,
-            self.task.collate,
-            seed=0,
-            micro_batch=BATCH,
-            accumulation=1,
-            data_ranks=self.world_size,
-            data_rank=self.rank,
-            position=0,
-            start_step=0,
-            end_step=steps,
-            device=device,
-        )
+        batching = Batching(BATCH, 1, self.world_size, self.rank)
+        loader = BatchLoader(self.samples, self.task.collate, batching, range(steps), seed=0, position=0)
         meter = Meter(steps, device, self.world_size, 1.0, None, loader, RunState())
 
         class Timed(Hooks):

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.loader import Batch, BatchLoader, evaluation_batches
+from trainer.data.loader import Batch, Batching, BatchLoader, evaluation_batches
 from trainer.data.order import sample_ids
 from trainer.data.text.token_files import Sample
 from trainer.tasks.causal_lm import CausalLM
@@ -42,9 +42,10 @@ def collate(samples: Sequence[Sample]) -> Batch:
 
 
 def loader(source: Any = None, collate: Any = collate, device: torch.device = CPU, **changes: int) -> BatchLoader:
-    numbers = {"seed": 3, "micro_batch": 2, "accumulation": 3, "data_ranks": 1, "data_rank": 0}
-    steps = {"position": 0, "start_step": 0, "end_step": 4}
-    return BatchLoader(source or Numbers(50), collate, device=device, **{**numbers, **steps, **changes})  # type: ignore[arg-type]
+    steps = range(changes.pop("start_step", 0), changes.pop("end_step", 4))
+    position = changes.pop("position", 0)
+    batching = Batching(**{"micro_batch": 2, "accumulation": 3, **changes}, device=device)
+    return BatchLoader(source or Numbers(50), collate, batching, steps, seed=3, position=position)
 
 
 def test_every_step_has_its_samples_on_every_rank() -> None:
@@ -133,10 +134,9 @@ def test_waiting_is_measured(producer: float, consumer: float, waits: bool) -> N
 def test_evaluation_counts_every_sample_once_in_equally_many_batches(
     size: int, limit: int | None, micro_batch: int, ranks: int
 ) -> None:
-    places = {"limit": limit, "micro_batch": micro_batch, "data_ranks": ranks, "device": CPU}
     blank = CausalLM(fused_head=False).blank
     shares = [
-        list(evaluation_batches(Numbers(size), collate, blank, data_rank=rank, **places))  # type: ignore[arg-type]
+        list(evaluation_batches(Numbers(size), collate, blank, Batching(micro_batch, 1, ranks, rank), limit))
         for rank in range(ranks)
     ]
     assert len({len(share) for share in shares}) == 1
@@ -159,7 +159,7 @@ def test_batches_arrive_on_the_gpu() -> None:
 
 ENDLESS = """
 import torch
-from trainer.data.loader import BatchLoader
+from trainer.data.loader import Batching, BatchLoader
 
 class Source:
     def __len__(self):
@@ -167,8 +167,8 @@ class Source:
     def __getitem__(self, index):
         return torch.tensor(index)
 
-loader = BatchLoader(Source(), lambda samples: {"rows": torch.stack(samples)}, seed=0, micro_batch=2, accumulation=1,
-    data_ranks=1, data_rank=0, position=0, start_step=0, end_step=32, device=torch.device("cpu"), workers=2)
+loader = BatchLoader(Source(), lambda samples: {"rows": torch.stack(samples)}, Batching(2, workers=2), range(32),
+    seed=0, position=0)
 print(len(next(iter(loader)).micro_batches), flush=True)
 raise RuntimeError("nobody closes it")
 """

@@ -15,7 +15,7 @@ from PIL import Image
 from tests.support.picture_files import pixels, write_cifar, write_folder, write_idx, write_parquet
 from trainer.config.validate import validate
 from trainer.data.images.image_samples import ImageData, open_images
-from trainer.data.loader import BatchLoader, evaluation_batches
+from trainer.data.loader import Batching, BatchLoader, evaluation_batches
 from trainer.distributed.ranks import ALONE
 from trainer.errors import DataError
 from trainer.tasks.image_classification import ImageClassification
@@ -128,20 +128,8 @@ def steps(found: ImageData, ranks: int, workers: int) -> list[torch.Tensor]:
     task = ImageClassification(3, lambda: torch.nn.Flatten(), ())
     shares = []
     for rank in range(ranks):
-        with BatchLoader(
-            found.train,
-            task.collate,
-            seed=3,
-            micro_batch=8 // ranks,
-            accumulation=1,
-            data_ranks=ranks,
-            data_rank=rank,
-            position=0,
-            start_step=0,
-            end_step=3,
-            device=torch.device("cpu"),
-            workers=workers,
-        ) as loader:
+        batching = Batching(8 // ranks, 1, ranks, rank, workers=workers)
+        with BatchLoader(found.train, task.collate, batching, range(3), seed=3, position=0) as loader:
             shares.append([batch.micro_batches[0]["input"] for batch in loader])
     return [torch.cat(parts) for parts in zip(*shares, strict=True)]
 
@@ -160,8 +148,7 @@ def test_evaluation_is_the_same_with_workers_and_counts_each_image_once(tmp_path
     task = ImageClassification(3, lambda: torch.nn.Flatten(), ())
 
     def batches(workers: int) -> list[dict[str, torch.Tensor]]:
-        options = {"limit": 11, "micro_batch": 4, "data_ranks": 1, "data_rank": 0, "device": torch.device("cpu")}
-        return list(evaluation_batches(found.train, task.collate, task.blank, workers=workers, **options))
+        return list(evaluation_batches(found.train, task.collate, task.blank, Batching(4, workers=workers), 11))
 
     for ours, theirs in zip(batches(2), batches(0), strict=True):
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)

@@ -18,7 +18,7 @@ from trainer import checkpoint
 from trainer.certify.outputs import Listener, Outputs
 from trainer.certify.rounding import Rounded, measured
 from trainer.certify.tiny_run import PROBE_RATE, Tiny
-from trainer.data.loader import BatchLoader
+from trainer.data.loader import Batching, BatchLoader
 from trainer.data.source import Source
 from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Engine, EngineKind, Job, Metrics
@@ -178,15 +178,15 @@ def _train(small: Tiny, kind: EngineKind, job: Job, sources: Sources, folder: Pa
     recorder = Recorder(engine, job.task, ranks, observes=source is None)
     recording = recorder.recording
     recording.position = replace(state, engine=engine.scalars())
+    batching = Batching.of(layout, ranks.rank, machine.device)
 
     class Records(Hooks):
         def log(self, state: RunState, metrics: Metrics, update: Update) -> None:
             recording.tokens.append(state.tokens)
 
         def evaluate(self, state: RunState) -> bool:
-            recording.held_out[state.step] = held_out_loss(
-                engine, sources.held_out, job.task, layout, small.held_out, job.data_rank, machine.device
-            )
+            given = sources.held_out, job.task, batching, small.held_out
+            recording.held_out[state.step] = held_out_loss(engine, *given)
             return False
 
         def save(self, state: RunState) -> None:
@@ -198,19 +198,8 @@ def _train(small: Tiny, kind: EngineKind, job: Job, sources: Sources, folder: Pa
         def at(self, phase: Phase, step: int) -> None:
             machine.watch.at(phase, done + step)  # what comes later has a higher step
 
-    loader = BatchLoader(
-        sources.training,
-        job.task.collate,
-        seed=job.seed,
-        micro_batch=layout.micro_batch,
-        accumulation=layout.accumulation,
-        data_ranks=layout.data_ranks,
-        data_rank=job.data_rank,
-        position=state.samples,
-        start_step=state.step,
-        end_step=small.total,
-        device=machine.device,
-    )
+    steps = range(state.step, small.total)
+    loader = BatchLoader(sources.training, job.task.collate, batching, steps, seed=job.seed, position=state.samples)
     plan = LoopPlan(small.total, layout.train_batch, 1, small.middle, small.middle)
     with loader:
         train(recorder, loader, _schedule(small), plan, Records(), state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import queue
 import signal
 import threading
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainer.data.order import micro_batches, sample_ids
 from trainer.data.source import Source, sample_of
 from trainer.errors import MeshloomError
+from trainer.layout import Layout
 from trainer.tasks.task import Batch
 
 Collate = Callable[[Sequence[Any]], Batch]
@@ -42,49 +44,54 @@ class StepBatches:
     micro_batches: list[Batch]
 
 
-class BatchLoader:
-    """The steps `start_step` .. `end_step - 1` of one data rank, prepared ahead by a background thread.
+@dataclass(frozen=True)
+class Batching:
+    """The micro-batches of one data rank, where they are needed and what makes them."""
 
-    `position`: the number of samples seen before `start_step`. Use it as a context manager: leaving
+    micro_batch: int
+    accumulation: int = 1
+    data_ranks: int = 1
+    data_rank: int = 0
+    device: torch.device = torch.device("cpu")
+    workers: int = 0
+    """Processes that load samples; 0: a thread."""
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int, device: torch.device, workers: int = 0) -> Batching:
+        place = layout.data_ranks, layout.data_rank(rank)
+        return cls(layout.micro_batch, layout.accumulation, *place, device, workers)
+
+
+class BatchLoader:
+    """The `steps` of one data rank, prepared ahead by a background thread.
+
+    `position`: the number of samples seen before the first. Use it as a context manager: leaving
     it ends the thread. Errors in the thread are raised where the steps are read.
     """
 
     def __init__(
-        self,
-        source: Source,
-        collate: Collate,
-        *,
-        seed: int,
-        micro_batch: int,
-        accumulation: int,
-        data_ranks: int,
-        data_rank: int,
-        position: int,
-        start_step: int,
-        end_step: int,
-        device: torch.device,
-        workers: int = 0,
+        self, source: Source, collate: Collate, batching: Batching, steps: range, *, seed: int, position: int
     ) -> None:
         self.waited_seconds = 0.0
         """Seconds that the consumer spent waiting for data."""
         self.positions = 0
         """Tokens in the steps read so far on this data rank, with padding and with tokens that are no targets."""
-        self._device = device
+        self._device = batching.device
         self._closing = threading.Event()
         self._ready: queue.Queue[StepBatches | BaseException | None] = queue.Queue(_AHEAD - 1)
-        train_batch = micro_batch * accumulation * data_ranks
+        shape = batching.micro_batch, batching.accumulation, batching.data_ranks
+        train_batch = math.prod(shape)
 
         def parts_of(step: int) -> list[Part]:
-            first = position + (step - start_step) * train_batch
+            first = position + (step - steps.start) * train_batch
             numbers = sample_ids(seed, first, train_batch, len(source))
             epochs = (first + np.arange(train_batch)) // len(source)
-            share = lambda values: micro_batches(values, micro_batch, accumulation, data_ranks, data_rank)  # noqa: E731
+            share = lambda values: micro_batches(values, *shape, batching.data_rank)  # noqa: E731
             return [
                 list(zip(own.tolist(), theirs.tolist(), strict=True))
                 for own, theirs in zip(share(numbers), share(epochs), strict=True)
             ]
 
-        steps = range(start_step, end_step)
         sent: deque[Part] = deque()  # requested but not read yet: workers run ahead
 
         def parts() -> Iterator[Part]:
@@ -94,9 +101,9 @@ class BatchLoader:
                     yield part
 
         # not in the thread: workers are forked while no other thread runs
-        made = collated(source, collate, parts(), workers, lambda sample: sample)
+        made = collated(source, collate, parts(), batching.workers, lambda sample: sample)
         self._workers = made if isinstance(made, _Made) else None
-        arguments = (steps, accumulation, sent, made)
+        arguments = (steps, batching.accumulation, sent, made)
         self._thread = threading.Thread(target=self._produce, args=arguments, name="loader", daemon=True)
         self._thread.start()
 
@@ -224,28 +231,24 @@ def evaluation_batches(
     source: Source,
     collate: Collate,
     blank: Callable[[Any], Any],
-    *,
+    batching: Batching,
     limit: int | None,
-    micro_batch: int,
-    data_ranks: int,
-    data_rank: int,
-    device: torch.device,
-    workers: int = 0,
 ) -> Iterator[Batch]:
     """Yield this data rank's micro-batches of the first `limit` samples, in order.
 
     Over all ranks every sample is counted once. All ranks get equally many micro-batches of `micro_batch`
     samples, so that collectives match: the tail is filled with `blank(sample)`, of which no target counts.
     """
-    size = len(source) if limit is None else min(limit, len(source))
-    starts = range(data_rank * micro_batch, _round_up(size, micro_batch * data_ranks), micro_batch * data_ranks)
+    size, micro_batch = len(source) if limit is None else min(limit, len(source)), batching.micro_batch
+    together = micro_batch * batching.data_ranks
+    starts = range(batching.data_rank * micro_batch, _round_up(size, together), together)
     parts: list[Part] = [
         [(i if i < size else BLANK, None) for i in range(start, start + micro_batch)] for start in starts
     ]
-    made = collated(source, collate, parts, min(workers, len(parts)), blank)
+    made = collated(source, collate, parts, min(batching.workers, len(parts)), blank)
     try:
         for batch in made:
-            yield _on_device(_pinned(batch, device), device)
+            yield _on_device(_pinned(batch, batching.device), batching.device)
     finally:
         if isinstance(made, _Made):
             made.close()

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trainer.data.loader import evaluation_batches
+from trainer.data.loader import Batching, evaluation_batches
 from trainer.data.source import Source
 from trainer.engines.engine import Engine
-from trainer.layout import Layout
 from trainer.tasks.task import IGNORED, Batch, Task
 
 FEW = 8
@@ -33,25 +32,12 @@ def held_out_loss(
     engine: Engine,
     source: Source,
     task: Task,
-    layout: Layout,
+    batching: Batching,
     samples: int,
-    data_rank: int,
-    device: torch.device,
-    workers: int = 0,
     moves: Callable[[], None] = lambda: None,
 ) -> HeldOut:
     """Evaluate the first `samples` held-out samples; `moves` is called for each batch. Collective."""
-    batches = evaluation_batches(
-        source,
-        task.collate,
-        task.blank,
-        limit=samples,
-        micro_batch=layout.micro_batch,
-        data_ranks=layout.data_ranks,
-        data_rank=data_rank,
-        device=device,
-        workers=workers,
-    )
+    batches = evaluation_batches(source, task.collate, task.blank, batching, samples)
     sums, targets = engine.evaluate(_told(batches, moves))
     loss, *measures = (sums / targets).tolist()
     return HeldOut(loss, int(targets), dict(zip(task.measures, measures, strict=True)))

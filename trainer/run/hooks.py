@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from trainer import checkpoint
-from trainer.data.loader import StepBatches
+from trainer.data.loader import Batching, StepBatches
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Machine, Metrics
 from trainer.models.spec import given_tensors, stored
@@ -82,8 +82,8 @@ class RunHooks(Hooks):
     def evaluate(self, state: RunState) -> bool:
         subject, layout, machine = self.prepared.subject, self.prepared.layout, self.machine
         limit = self.prepared.config.trainer.evaluation.samples
-        data_rank, workers = layout.data_rank(machine.ranks.rank), self.prepared.workers
-        given = (subject.task, layout, limit, data_rank, machine.device, workers, machine.watch.moves)
+        batching = Batching.of(layout, machine.ranks.rank, machine.device, self.prepared.workers)
+        given = (subject.task, batching, limit, machine.watch.moves)
         by_source = {
             name: held_out_loss(self.engine, source, *given) for name, source in subject.data.evaluations.items()
         }

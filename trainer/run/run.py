@@ -18,7 +18,7 @@ from rich.text import Text
 
 from trainer import checkpoint
 from trainer.config import Config, support
-from trainer.data.loader import BatchLoader
+from trainer.data.loader import Batching, BatchLoader
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Job, Machine
 from trainer.errors import MeshloomError
@@ -265,21 +265,10 @@ def _reports(config: Config, ranks: Ranks, console: Console) -> AbstractContextM
 
 
 def _loader(prepared: Prepared, machine: Machine, position: RunState) -> BatchLoader:
-    layout = prepared.layout
-    return BatchLoader(
-        prepared.subject.data.train,
-        prepared.subject.task.collate,
-        seed=prepared.config.trainer.seed,
-        micro_batch=layout.micro_batch,
-        accumulation=layout.accumulation,
-        data_ranks=layout.data_ranks,
-        data_rank=layout.data_rank(machine.ranks.rank),
-        position=position.samples,
-        start_step=position.step,
-        end_step=prepared.steps,
-        device=machine.device,
-        workers=prepared.workers,
-    )
+    subject, seed = prepared.subject, prepared.config.trainer.seed
+    batching = Batching.of(prepared.layout, machine.ranks.rank, machine.device, prepared.workers)
+    steps = range(position.step, prepared.steps)
+    return BatchLoader(subject.data.train, subject.task.collate, batching, steps, seed=seed, position=position.samples)
 
 
 def _gpu_notes(prepared: Prepared, machine: Machine) -> Iterator[str]:
