@@ -192,8 +192,8 @@ class Bench:
         import torch
         import torch.distributed as dist
 
+        from trainer.engines.devices import peak_of
         from trainer.models.spec import flops_per_token
-        from trainer.run.devices import peak_of
 
         if arm == "Trainer":
             seconds, more = self.trainer(), {}

@@ -35,11 +35,11 @@ from torch import nn
 
 from tests.support.pool import Pools
 from trainer.config import Config, load
+from trainer.engines.devices import Device
 from trainer.errors import ConfigError
 from trainer.layout import Layout
 from trainer.models.materialise import materialise
 from trainer.models.spec import flops_per_token
-from trainer.run.devices import Device
 from trainer.tools.planner.candidates import Estimates, ModelSizes, candidates
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.from_config import ModelOnCluster, model_on, planned

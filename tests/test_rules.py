@@ -47,11 +47,9 @@ def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
 
 
 def room_of(path: str) -> str:
-    """The folder or file in `trainer/`; each of its tools and each kind of data is a room."""
+    """The folder or the file in `trainer/`; a folder in a room is a room of its own."""
     parts = Path(path).with_suffix("").parts
-    if parts[:2] == ("trainer", "tools") or (parts[:2] == ("trainer", "data") and len(parts) > 3):
-        return "/".join(parts[1:3])
-    return parts[1] if parts[0] == "trainer" else parts[0]
+    return "/".join(parts[1 : max(2, len(parts) - 1)]) if parts[0] == "trainer" else parts[0]
 
 
 def called(node: ast.expr) -> str:
@@ -94,7 +92,7 @@ def no_two_files_of_one_name() -> Iterator[str]:
     """Beside an engine's own version of a technique in `parallel/`."""
     versions = {"__init__.py", "engine.py", "state.py", "patches.py"}
     techniques = {Path(path).name for path in sources() if room_of(path) == "parallel"}
-    named = [path for path in sources() if room_of(path) != "engines" or Path(path).name not in techniques]
+    named = [path for path in sources() if not room_of(path).startswith("engines") or Path(path).name not in techniques]
     names = Counter(Path(path).name for path in named if path.startswith("trainer/"))
     yield from (f"{name}: {count} files" for name, count in names.items() if count > 1 and name not in versions)
 

@@ -35,27 +35,27 @@ def other_names(names: Any, model: Any) -> set[str]:
 
 
 def another_parameter_is_held() -> Any:
-    from trainer.models import frozen
+    from trainer.models.finetuning import frozen
 
     real = frozen._holding
     return mock.patch.object(frozen, "_holding", lambda spec, names: real(spec, other_names(names, spec.build())))
 
 
 def nothing_is_held() -> Any:
-    from trainer.models import frozen
+    from trainer.models.finetuning import frozen
 
     return mock.patch.object(frozen, "_holding", lambda spec, names: spec)
 
 
 def rates_of_other_parameters() -> Any:
     """As `fnmatch` is not: a pattern that is found anywhere in a name."""
-    from trainer.models import tuned
+    from trainer.models.finetuning import tuned
 
     return mock.patch.object(tuned, "fnmatchcase", lambda name, pattern: pattern.strip("*.[0-3]") in name)
 
 
 def of_adapters(**changed: Any) -> Any:
-    from trainer.models import lora
+    from trainer.models.finetuning import lora
 
     real = lora._peft_config
 
@@ -85,7 +85,7 @@ def no_dropout_of_adapters() -> Any:
 
 
 def a_target_left_out() -> Any:
-    from trainer.models import lora
+    from trainer.models.finetuning import lora
 
     real = lora._targets
     return mock.patch.object(lora, "_targets", lambda *args: [n for n in real(*args) if "mlp" not in n])

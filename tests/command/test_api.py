@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import trainer
 from tests.support.commands import BIN, ROOT, run
 from trainer.errors import ConfigError, DataError
-from trainer.models.module import spec_of
+from trainer.models.own.module import spec_of
 from trainer.tasks.supervised import Supervised
 from trainer.trial.own_module import check_module
 

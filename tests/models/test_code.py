@@ -16,7 +16,7 @@ from tests.support.checkpoint_pieces import ALONE, STATE, live, model_files
 from tests.support.training import LLAMA, spec_of
 from trainer.checkpoint import save
 from trainer.errors import ConfigError
-from trainer.models.code import code_of
+from trainer.models.own.code import code_of
 from trainer.run.resume import refuse_changed
 
 OWN = '''

@@ -21,7 +21,7 @@ from tests.support.training import (
     train_plainly,
 )
 from trainer.errors import ConfigError
-from trainer.models.frozen import frozen, stand_ins
+from trainer.models.finetuning.frozen import frozen, stand_ins
 
 TABLES = ("lm_head.*", "*.q_proj.*", "model.layers.0.*")
 """One with the input table; a matrix of each block; a block as a whole."""

@@ -20,7 +20,7 @@ from tests.support.pool import machine_here
 from tests.support.training import GPT2, LLAMA, Case, assert_same, spec_in, spec_of, train_by_engine, train_plainly
 from trainer.config.sections import AdapterSection
 from trainer.errors import ConfigError
-from trainer.models.lora import _MadeUp, adapted
+from trainer.models.finetuning.lora import _MadeUp, adapted
 from trainer.models.materialise import materialise
 from trainer.models.spec import ModelFiles
 

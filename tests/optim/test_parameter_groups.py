@@ -23,7 +23,7 @@ from tests.support.training import (
 from trainer.config.sections import ParameterGroup
 from trainer.config.validate import validate
 from trainer.errors import ConfigError
-from trainer.models.tuned import tuned
+from trainer.models.finetuning.tuned import tuned
 from trainer.optim.decay import spared
 
 GROUPS = (

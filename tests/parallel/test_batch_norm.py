@@ -64,7 +64,7 @@ def rows(case: Case, step: int, data_rank: int) -> list[list[Any]]:
 
 
 def spec_and_task() -> tuple[Any, Any]:
-    from trainer.models.module import spec_of
+    from trainer.models.own.module import spec_of
     from trainer.tasks.supervised import Supervised
 
     spec = spec_of(network, None, 5)
@@ -188,7 +188,7 @@ def test_in_16_bits_it_stays_near_float32(pools, name, together):
 def checked_in(build: Any, **sizes: Any) -> tuple[str, ...]:
     """The lines that a start says of a layout on two processes."""
     from trainer.distributed.ranks import Ranks
-    from trainer.models.module import spec_of
+    from trainer.models.own.module import spec_of
     from trainer.parallel.checks import checked
     from trainer.tasks.supervised import Supervised
 

@@ -119,7 +119,7 @@ def test_a_class_of_blocks_that_stands_elsewhere_too_is_refused_where_units_go_b
     from tests.trial.test_model_checks import layout
     from trainer.engines import ENGINES
     from trainer.errors import ConfigError
-    from trainer.models.module import spec_of as spec_of_module
+    from trainer.models.own.module import spec_of as spec_of_module
 
     spec = spec_of_module(lambda: nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 8)), None, 0)
     sharded = layout(world_size=2, shard=2, accumulation=1, zero_stage=3)

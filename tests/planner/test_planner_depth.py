@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from trainer.config import load
+from trainer.engines.devices import DEVICES
 from trainer.models import cut
 from trainer.models.tiny import LARGEST
-from trainer.run.devices import DEVICES
 from trainer.tools.planner import estimate as planner
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.from_config import model_on, planned

@@ -16,8 +16,8 @@ from tests.support.picture_files import write_folder
 from tests.support.planned import assert_as_planned, planned, subject_of
 from tests.support.training import Case, layout_of
 from trainer.config import load
+from trainer.engines.devices import DEVICES
 from trainer.errors import DataError
-from trainer.run.devices import DEVICES
 from trainer.tools.planner import pretend
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.from_config import model_on

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from trainer.config import load
-from trainer.run.devices import DEVICES, GIB
+from trainer.engines.devices import DEVICES, GIB
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.estimate import Plan
 from trainer.tools.planner.from_config import planned

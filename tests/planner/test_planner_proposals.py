@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.support.planned import planned, subject
 from tests.support.training import LLAMA, Case
 from trainer.config import load
+from trainer.engines.devices import DEVICES
 from trainer.errors import ConfigError
 from trainer.layout import Layout, Recompute
-from trainer.run.devices import DEVICES
 from trainer.tools.planner.candidates import (
     MOST_CHANGES,
     Estimates,

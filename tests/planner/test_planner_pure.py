@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.support.layouts import LAYOUTS
 from tests.support.training import layout_of
+from trainer.engines.devices import DEVICES, device_named
 from trainer.errors import ConfigError
 from trainer.layout import AXES
-from trainer.run.devices import DEVICES, device_named
 from trainer.tools.planner.cluster import NUMBERS, described, device_of
 from trainer.tools.planner.estimate import _plane, _straight
 from trainer.tools.planner.messages import Message

@@ -15,8 +15,8 @@ from tests.support.commands import ROOT, write_job
 from trainer.config import load
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine
+from trainer.engines.devices import DEVICES, GIB
 from trainer.errors import ConfigError
-from trainer.run.devices import DEVICES, GIB
 from trainer.run.subject import ImageSubject, LanguageSubject
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -27,9 +27,8 @@ from trainer.command.report import main
 from trainer.config import load
 from trainer.config.sections import ProfileSection
 from trainer.errors import ConfigError
-from trainer.run.profile import StepProfiler
 from trainer.run.resume import _last_logged
-from trainer.run.timeline import Timeline
+from trainer.run.timeline import StepProfiler, Timeline
 from trainer.supervise.phase import Phase
 from trainer.tools.report import page, read, run_record
 from trainer.tools.report.history import FINISHED, KILLED, STOPPED, sessions

@@ -19,7 +19,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.engines.engine import Metrics
 from trainer.errors import NumericsError
 from trainer.optim.optimizer import step_if_finite
-from trainer.run.numerics import Skipped
+from trainer.run.metrics import Skipped
 
 STILL = LLAMA | {"attention_dropout": 0.0}
 MESH = Case("mesh", zero_stage=0)

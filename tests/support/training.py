@@ -159,9 +159,9 @@ def spec_of(model: dict[str, Any], path: str | None = None) -> Any:
 def spec_in(case: Case, path: str | None = None) -> Any:
     """The case's model, with what it changes of it."""
     from trainer.config.sections import AdapterSection, ParameterGroup
-    from trainer.models.frozen import frozen
-    from trainer.models.lora import _MadeUp, adapted
-    from trainer.models.tuned import tuned
+    from trainer.models.finetuning.frozen import frozen
+    from trainer.models.finetuning.lora import _MadeUp, adapted
+    from trainer.models.finetuning.tuned import tuned
 
     spec = spec_of(case.model, path)
     if case.adapter is not None:

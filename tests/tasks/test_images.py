@@ -16,9 +16,10 @@ from torch import nn
 from tests.support.commands import ROOT, Result, metrics, train
 from tests.support.picture_files import write_folder
 from trainer.errors import ConfigError
-from trainer.models import classifiers, module
+from trainer.models import classifiers
 from trainer.models.classifiers import Classifier, Images, chain_of
 from trainer.models.materialise import materialise
+from trainer.models.own import module
 
 VIT = {"patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24, "dropout": 0.1}
 RESNET = {"block": "BasicBlock", "layers": [1, 1, 1, 1]}

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.config import TrainerSection
 from trainer.distributed.seeding import seeded_init
-from trainer.models.frozen import carried
+from trainer.models.finetuning.frozen import carried
 from trainer.models.materialise import materialise
 from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec

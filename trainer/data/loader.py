@@ -26,6 +26,7 @@ from trainer.layout import Layout
 from trainer.tasks.task import Batch
 
 Collate = Callable[[Sequence[Any]], Batch]
+Blank = Callable[[Any], Any]
 
 _AHEAD = 2  # steps prepared ahead: one ready, one in preparation
 
@@ -153,9 +154,7 @@ class BatchLoader:
         self._ready.put(last)
 
 
-def collated(
-    source: Source, collate: Collate, parts: Iterable[Part], workers: int, blank: Callable[[Any], Any]
-) -> Iterator[Batch]:
+def collated(source: Source, collate: Collate, parts: Iterable[Part], workers: int, blank: Blank) -> Iterator[Batch]:
     """Return the micro-batches in order, made by `workers` processes, or by this one on demand if there are none.
 
     The processes exist when this returns; an error in one of them is raised here."""
@@ -204,7 +203,7 @@ class _Parts:
 class _Collated(Dataset[Any]):
     source: Source
     collate: Collate
-    blank: Callable[[Any], Any]
+    blank: Blank
 
     def batch(self, part: Part) -> Batch:
         return self.collate([self._sample(*place) for place in part])
@@ -228,11 +227,7 @@ def _quiet(worker: int) -> None:
 
 
 def evaluation_batches(
-    source: Source,
-    collate: Collate,
-    blank: Callable[[Any], Any],
-    batching: Batching,
-    limit: int | None,
+    source: Source, collate: Collate, blank: Blank, batching: Batching, limit: int | None
 ) -> Iterator[Batch]:
     """Yield this data rank's micro-batches of the first `limit` samples, in order.
 

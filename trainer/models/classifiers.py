@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError, Problem, named_line
-from trainer.models import module
+from trainer.models.own import module
 from trainer.models.spec import ModelSpec, Weights
 from trainer.models.weights import SafetensorsFolder
 

@@ -21,9 +21,9 @@ from transformers.utils import ModelOutput
 
 from trainer.errors import ConfigError, Problem, first_line
 from trainer.models.blocks import blocks_by_run
-from trainer.models.constructed import built_tensor
 from trainer.models.experts import idle_parameters
 from trainer.models.kernels import check_kernels
+from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of, in_short, pattern_of
 from trainer.models.spec import LanguageModel, ModelFiles, ModelSpec, NoWeights, TinyCopies, Weights
 from trainer.models.tiny import tiny

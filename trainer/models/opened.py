@@ -11,8 +11,8 @@ from torch import nn
 
 from trainer.errors import ConfigError, Problem, first_line
 from trainer.models import classifiers
-from trainer.models.module import class_of
 from trainer.models.names import aliases_of
+from trainer.models.own.module import class_of
 from trainer.models.weights import SafetensorsFolder
 
 EXPECTED = "runs/NAME/final, or a checkpoint such as runs/NAME/checkpoints/step-000100"

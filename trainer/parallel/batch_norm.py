@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from trainer.errors import NumericsError, Problem
-from trainer.models.module import running_norms
+from trainer.models.own.module import running_norms
 from trainer.parallel.parallel_mesh import ParallelMesh
 
 

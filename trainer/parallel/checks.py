@@ -11,7 +11,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.cut import check_cut, cut, of_tokens
-from trainer.models.module import running_norms
+from trainer.models.own.module import running_norms
 from trainer.models.spec import ModelSpec
 from trainer.parallel import activation_checkpointing
 from trainer.parallel.dropout import Dropout

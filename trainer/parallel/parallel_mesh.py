@@ -1,17 +1,21 @@
-"""The ranks of a layout as one DeviceMesh, and the groups of them that reduce together, by what they reduce."""
+"""The ranks of a layout as one DeviceMesh, the groups of them that reduce together, and the check of replicas."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainer.distributed.dtensor import local
+from trainer.distributed.ranks import Ranks
+from trainer.errors import NumericsError, Problem
 from trainer.layout import AXES, Layout
 
 REDUCTIONS: dict[str, tuple[str, ...]] = {
@@ -118,3 +122,20 @@ def _group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:
     return mesh.mesh_dim_names or ()
+
+
+def check_replicas(modules: Sequence[nn.Module], mesh: ParallelMesh, ranks: Ranks) -> None:
+    """Raise NumericsError, on all ranks, unless the ranks of each `replica` hold the same parameters. Collective."""
+    with torch.no_grad():
+        sums = torch.stack([_checksum(local(p)) for module in modules for p in module.parameters()])
+    found = ranks.gather([float(value) for value in sums])
+    for first, *others in ranks_along(mesh.device_mesh, REDUCTIONS["replica"]):
+        for rank in others:
+            if found[rank] != found[first]:
+                seen = f"other initial values on rank {rank} than on rank {first}"
+                raise NumericsError(Problem("replicas", seen, "the same on all replicas"))
+
+
+def _checksum(values: torch.Tensor) -> torch.Tensor:
+    """Sum the values in float64, a part at a time: this is where a rank's memory is fullest."""
+    return torch.stack([part.sum(dtype=torch.float64) for part in values.reshape(-1).split(1 << 20)]).sum()

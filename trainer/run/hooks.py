@@ -21,8 +21,7 @@ from trainer.optim.lr_schedules import Update
 from trainer.run import describe
 from trainer.run.evaluate import held_out_loss, together
 from trainer.run.loop import Hooks
-from trainer.run.metrics import Meter
-from trainer.run.numerics import Skipped
+from trainer.run.metrics import Meter, Skipped
 from trainer.run.prepare import Prepared
 from trainer.state import RunState, StateTensor
 from trainer.supervise.phase import Phase

@@ -18,8 +18,9 @@ from trainer.data.images.image_sets import SHAPES
 from trainer.distributed.ranks import ALONE
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.layout import Layout
-from trainer.models import classifiers, module
+from trainer.models import classifiers
 from trainer.models.classifiers import Classifier, Images
+from trainer.models.own import module
 from trainer.models.spec import ModelSpec
 from trainer.tasks.image_classification import ImageClassification
 

@@ -15,7 +15,7 @@ from trainer.data.progress import Progress
 from trainer.engines import EngineKind, Machine
 from trainer.errors import ConfigError, shared
 from trainer.layout import Layout
-from trainer.models.code import code_of
+from trainer.models.own.code import code_of
 from trainer.optim.decay import spared
 from trainer.parallel.checks import checked
 from trainer.run.compose import compose

@@ -21,20 +21,19 @@ from trainer.config import Config, support
 from trainer.data.loader import Batching, BatchLoader
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Job, Machine
+from trainer.engines.devices import peak_of
 from trainer.errors import MeshloomError
 from trainer.models.spec import stored
 from trainer.optim.lr_schedules import schedule_of
 from trainer.run import describe, resume
-from trainer.run.devices import peak_of
 from trainer.run.hooks import SLOW_DISK, RunHooks, Saver, export, finish, saved_bytes
 from trainer.run.loop import LoopPlan
 from trainer.run.loop import train as loop
 from trainer.run.metrics import Meter
 from trainer.run.prepare import Prepared, prepare
-from trainer.run.profile import StepProfiler
 from trainer.run.resume import Request, Start
 from trainer.run.subject import Given
-from trainer.run.timeline import Timeline
+from trainer.run.timeline import StepProfiler, Timeline
 from trainer.state import RunState
 from trainer.storage import Unfailing
 from trainer.supervise.ending import Ending, watched_in_script

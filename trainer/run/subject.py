@@ -29,11 +29,12 @@ from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine, Metrics
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.layout import Layout
-from trainer.models import huggingface, module
-from trainer.models.frozen import frozen
-from trainer.models.lora import adapted
+from trainer.models import huggingface
+from trainer.models.finetuning.frozen import frozen
+from trainer.models.finetuning.lora import adapted
+from trainer.models.finetuning.tuned import tuned
+from trainer.models.own import module
 from trainer.models.spec import ModelSpec, flops_per_token
-from trainer.models.tuned import tuned
 from trainer.run import images
 from trainer.run.evaluate import beginning, continuation
 from trainer.supervise.process import cache_folder

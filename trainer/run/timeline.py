@@ -1,15 +1,21 @@
-"""The times of a run's phases, in `timeline.jsonl`: from the host's clock alone, without waiting for the device."""
+"""The times of a run's phases, by the host's clock alone, and a profile of some of its steps."""
 
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
+from trainer.config.sections import ProfileSection
 from trainer.errors import DiskError
+from trainer.storage import disk_errors
 from trainer.supervise.phase import Phase
 from trainer.trackers import JsonLines
+
+if TYPE_CHECKING:
+    import torch
 
 NAME, PROFILE, TRACE = "timeline.jsonl", "profile", "trace-rank-0.json.gz"
 """In the run's folder: the lines, and the folder of what `trainer.profile` records, with its file."""
@@ -61,3 +67,45 @@ class Timeline:
     def _write(self, event: str, **fields: object) -> None:
         if self._lines is not None:
             self._lines.write({"event": event, "step": self._step, "time": time.time(), **fields})
+
+
+PREFIX = "meshloom: "
+"""The beginning of a phase's name in the trace."""
+
+
+class StepProfiler:
+    """Records the steps in `wanted`, and writes them once the last is over.
+
+    `profile/trace-rank-0.json.gz` is for Perfetto or chrome://tracing.
+    """
+
+    def __init__(self, wanted: ProfileSection, run_folder: Path, device: torch.device) -> None:
+        self._first, self._last = wanted.start, wanted.start + wanted.steps - 1
+        self._folder, self._device = run_folder / PROFILE, device
+        self._profile: Any = None
+        self._phase = ExitStack()
+
+    def at(self, phase: Phase, step: int) -> None:
+        """Begin `phase` of step `step`, from 1."""
+        from torch.profiler import ProfilerActivity, profile, record_function  # late: the report needs no torch
+
+        self._phase.close()
+        if step > self._last:
+            self.close()
+        elif step >= self._first:
+            if self._profile is None:
+                kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
+                self._profile = profile(activities=kinds)
+                self._profile.start()
+            self._phase.enter_context(record_function(PREFIX + phase))
+
+    def close(self) -> None:
+        """Write the record, if there is any. Raises DiskError."""
+        self._phase.close()
+        if self._profile is None:
+            return
+        ended, self._profile = self._profile, None
+        ended.stop()
+        with disk_errors(self._folder):
+            self._folder.mkdir(exist_ok=True)
+            ended.export_chrome_trace(str(self._folder / TRACE))

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.distributed.seeding import seed_generators
 from trainer.errors import ConfigError, Problem, listed
-from trainer.models.python_state import snapshot
+from trainer.models.own.python_state import snapshot
 
 TOLERANCE = 1e-5
 """The error allowed of an output, relative to its largest value: a library may sum in another order."""

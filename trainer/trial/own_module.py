@@ -10,9 +10,9 @@ from torch import nn
 
 from trainer.errors import ConfigError, Problem
 from trainer.models.materialise import materialise
-from trainer.models.module import LARGEST_BUILT, running_norms
 from trainer.models.names import pattern_of
-from trainer.models.python_state import snapshot
+from trainer.models.own.module import LARGEST_BUILT, running_norms
+from trainer.models.own.python_state import snapshot
 from trainer.models.spec import ModelSpec
 from trainer.trial.draws import observe_draws
 from trainer.trial.findings import Findings, say_unused

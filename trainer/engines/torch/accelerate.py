@@ -18,8 +18,7 @@ from trainer.optim.recipes import in_torch
 from trainer.parallel import shard
 from trainer.parallel.apply import give_values, wrap_blocks
 from trainer.parallel.forward_backward import GradientAccumulation
-from trainer.parallel.parallel_mesh import parallel_mesh_of
-from trainer.parallel.replicas import check_replicas
+from trainer.parallel.parallel_mesh import check_replicas, parallel_mesh_of
 from trainer.parallel.sparse import Used
 from trainer.tasks.task import ModelWithLoss
 

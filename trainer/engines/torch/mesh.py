@@ -17,9 +17,8 @@ from trainer.optim.recipes import in_torch
 from trainer.parallel import shard, tensor
 from trainer.parallel.apply import shard_and_materialise, stages_of_rank, wrap_blocks
 from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulation
-from trainer.parallel.parallel_mesh import parallel_mesh_of
+from trainer.parallel.parallel_mesh import check_replicas, parallel_mesh_of
 from trainer.parallel.pipeline import PipelineRun
-from trainer.parallel.replicas import check_replicas
 from trainer.parallel.sparse import Used
 from trainer.tasks.task import ModelWithLoss
 

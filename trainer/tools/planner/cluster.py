@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer.engines.devices import DEVICES, GIB, Device
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
-from trainer.run.devices import DEVICES, GIB, Device
 
 RESERVED = 2 * GIB
 """Bytes left free: the CUDA context, libraries' workspaces and NCCL's buffers take 1 to 2 GiB."""

@@ -20,7 +20,7 @@ from trainer.errors import ConfigError, Problem, first_line
 from trainer.layout import Layout
 from trainer.models import huggingface
 from trainer.models.classifiers import Images
-from trainer.models.constructed import SMALL
+from trainer.models.materialise import SMALL
 from trainer.models.spec import ModelSpec, NoWeights, counted_flops, flops_per_token
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import schedule_of

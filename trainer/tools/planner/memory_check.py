@@ -22,9 +22,9 @@ from rich.console import Console
 
 from trainer.config.compiled import FILE, OVERRIDE
 from trainer.engines import Machine
+from trainer.engines.devices import Device, device_named
 from trainer.errors import ConfigError, Problem, first_line
 from trainer.run.describe import resolved
-from trainer.run.devices import Device, device_named
 from trainer.run.prepare import Prepared
 from trainer.storage import disk_errors, replace_file
 from trainer.tools.planner.cluster import RESERVED, described, gib

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from trainer.engines.devices import DEVICES, GIB
 from trainer.layout import Layout
-from trainer.run.devices import DEVICES, GIB
 from trainer.tools.planner.candidates import differences
 from trainer.tools.planner.cluster import RESERVED, gib, recomputed
 from trainer.tools.planner.estimate import Plan, Role, Sent, offloaded

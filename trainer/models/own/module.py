@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.distributed.seeding import seeded_init
 from trainer.errors import ConfigError, Problem
-from trainer.models.constructed import built_tensor
+from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of
 from trainer.models.spec import ModelFiles, ModelSpec, NoWeights
 

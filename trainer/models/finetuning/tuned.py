@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from trainer.config.sections import ParameterGroup
 from trainer.errors import ConfigError, Problem, listed
-from trainer.models.frozen import tiny_with, unmatched
+from trainer.models.finetuning.frozen import tiny_with, unmatched
 from trainer.models.names import aliases_of
 from trainer.models.spec import ModelSpec, Tuning
 

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.config.grammar import show
 from trainer.errors import ConfigError, Problem, listed, named_line
-from trainer.models.lora_folder import STEM, Started, completed
+from trainer.models.finetuning.lora_folder import STEM, Started, completed
 from trainer.models.materialise import materialise
 from trainer.models.names import aliases_of, pattern_of
 from trainer.models.spec import WHOLE, ModelSpec, NoWeights, Weights

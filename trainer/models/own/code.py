@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from trainer.models.names import pattern_of
-from trainer.models.python_state import LONGEST, captured, is_library, parts_of, plain
+from trainer.models.own.python_state import LONGEST, captured, is_library, parts_of, plain
 
 SHORT = 60
 """The most characters of a value that is kept as it is."""

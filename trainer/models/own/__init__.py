@@ -1,0 +1,1 @@
+"""A user's own module, and the code that it runs."""
