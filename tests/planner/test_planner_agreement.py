@@ -181,13 +181,7 @@ SUM, EVALUATE = "trainer/parallel/parallel_mesh.py", "trainer/parallel/pipeline.
 FAULTS = {
     skips_one: (1, "step 1", SUM, "leaves out all-reduce of 4 bytes of float32", "as ranks 0, 2, 3 do"),
     issues_one_more: (1, "step 1", SUM, "one more all-reduce of 4 bytes of float32", "as ranks 0, 2, 3 do"),
-    swaps_two: (
-        3,
-        "step 1",
-        SUM,
-        "float32 (trainer/parallel/parallel_mesh.py:54 sum) before all-reduce of 8 bytes of int64",
-        "",
-    ),
+    swaps_two: (3, "step 1", SUM, " sum) before all-reduce of 8 bytes of int64", "as ranks 0, 1, 2 do"),
     sums_in_another_dtype: (2, "step 1", SUM, "4 bytes of int32", "4 bytes of float32"),
     sends_another_size: (0, "evaluation", EVALUATE, "send to rank 2 of 7,936 bytes", "receive from rank 0 of 8,192"),
     skips_a_receive: (3, "evaluation", EVALUATE, "leaves out send to rank 3", "as rank 1 does"),
