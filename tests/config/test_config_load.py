@@ -20,7 +20,7 @@ from trainer.config import Config, RuntimeFacts, load, resolve, shipped, support
 from trainer.config.check import check
 from trainer.config.grammar import unknown, useless
 from trainer.config.keys import KEYS, OPTIMIZERS, SCHEDULERS, UNBUILT
-from trainer.config.read import leaves, override
+from trainer.config.read import leaves, override, read
 from trainer.config.sections import known_keys
 from trainer.errors import ConfigError
 from trainer.layout import layout_of
@@ -411,6 +411,22 @@ NO_JSON = {
 def test_text_that_is_no_json_is_one_sentence_with_its_place(tmp_path: Path, content: str) -> None:
     [line] = errors(tmp_path, content)
     assert line.startswith(f"c.json{NO_JSON[content]}") and line.endswith("; expected JSON")
+
+
+@pytest.mark.parametrize("text", ['{"' + '\\"' * ((1 << 19) - 2), "/* " * 349_000, '{"a": "' + "\\" * 1_000_000])
+def test_what_is_never_closed_is_read_once(tmp_path: Path, text: str) -> None:
+    """A megabyte takes a moment: if each opening were followed to the end, it would take an hour."""
+    [line] = errors(tmp_path, text)
+    assert line.endswith("; expected JSON")
+
+
+def test_any_line_end_ends_a_comment(tmp_path: Path) -> None:
+    for end in ("\n", "\r\n", "\r"):
+        (tmp_path / "c.json").write_bytes(f'{{"seed": 1, # x{end} "train_batch_size": 8 // y{end}}}'.encode())
+        assert read(tmp_path / "c.json") == {"seed": 1, "train_batch_size": 8}
+    (tmp_path / "c.json").write_bytes(b'\xef\xbb\xbf{"a":"\xff"}')
+    with pytest.raises(ConfigError, match="byte 9 is not UTF-8"):
+        read(tmp_path / "c.json")
 
 
 def test_comments_and_a_byte_order_mark_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:

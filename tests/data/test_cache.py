@@ -18,14 +18,14 @@ from rich.console import Console
 from tests.data.test_data_samples import options, tokenizer, write_rows
 from tests.support import warm
 from tests.support.commands import run, warm_server, write_job
-from trainer.data import digest, sealed
+from trainer.data import cache, digest, sealed
 from trainer.data.cache import Check, cached_folder
 from trainer.data.progress import Progress
 from trainer.data.text import preparation
 from trainer.data.text.encode import Tokenising
 from trainer.data.text.preparation import open_data
 from trainer.distributed.ranks import Ranks
-from trainer.errors import DataError, DiskError
+from trainer.errors import DataError, DiskError, Problem
 from trainer.storage import private_folder
 
 FORK = multiprocessing.get_context("fork")
@@ -159,28 +159,96 @@ def flip_quietly(path: Path, at: int) -> None:
     os.utime(path, ns=times)
 
 
-@pytest.mark.parametrize(("chunk", "at_once"), [(0, True), (3, False), (9, False), (5, True)])
+def compared(folder: Path) -> Check:
+    with Check([folder], begins=True) as check:
+        check.wait(lambda: None)
+    return check
+
+
+def cached(cache: Path, notes: io.StringIO | None = None) -> Path:
+    """A folder with a file of ten chunks, of which a start reads two, and a small one."""
+
+    def write(folder: Path) -> None:
+        (folder / "file").write_text("a" * 640)
+        (folder / "small").write_text("b")
+
+    progress = Progress(Console(file=notes or io.StringIO(), width=200))
+    with patch.multiple("trainer.data.sealed", **SMALL_CHUNKS):
+        return cached_folder(cache, "name", write, progress)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk", "at_once"),
+    [("file", 0, True), ("file", 3, False), ("file", 9, False), ("file", 5, True), ("small", 0, True)],
+)
 def test_what_a_start_does_not_read_is_compared_beside_the_first_steps(
-    tmp_path: Path, chunk: int, at_once: bool
+    tmp_path: Path, name: str, chunk: int, at_once: bool
 ) -> None:
     notes = io.StringIO()
-
-    def folder_of(text: str = "a" * 640) -> Path:
-        progress = Progress(Console(file=notes, width=200))
-        return cached_folder(tmp_path, "name", lambda folder: (folder / "file").write_text(text), progress)
-
     with patch.multiple("trainer.data.sealed", **SMALL_CHUNKS):
-        flip_quietly(folder_of() / "file", 64 * chunk + 1)
-        folder = folder_of()
-        assert ("is damaged: the bytes of file" in notes.getvalue()) is at_once
-        check = Check([folder])
-        if at_once:
+        flip_quietly(cached(tmp_path) / name, 64 * chunk)
+        folder = cached(tmp_path, notes)
+        assert (f"is damaged: the bytes of {name}" in notes.getvalue()) is at_once
+        if not at_once:
+            wrong = f"{folder}: damaged: the bytes of file are not those that were written"
+            with pytest.raises(DataError, match=wrong), Check([folder], begins=True) as check:
+                check.wait(lambda: None)
+            assert check.failed and not folder.exists()
+        assert not compared(cached(tmp_path)).failed
+
+
+def test_a_comparison_that_breaks_off_has_compared_nothing(tmp_path: Path) -> None:
+    folder = cached(tmp_path)
+    with patch.multiple("trainer.data.sealed", **SMALL_CHUNKS), patch("trainer.data.sealed._hash") as hashed:
+        hashed.side_effect = MemoryError("no room")
+        with pytest.raises(DataError, match="could not be compared: MemoryError"):
+            compared(folder)
+
+
+def test_a_folder_that_another_process_has_replaced_is_not_what_was_opened(tmp_path: Path) -> None:
+    with patch.multiple("trainer.data.sealed", **SMALL_CHUNKS):
+        check = Check([cached(tmp_path)], begins=True)
+        shutil.rmtree(tmp_path / "name")
+        folder = cached(tmp_path)
+        with pytest.raises(DataError, match="another process has replaced it"), check:
             check.wait(lambda: None)
-            return
-        with pytest.raises(DataError, match=f"{folder}: damaged: the bytes of file are not those that were written"):
-            check.wait(lambda: None)
-        assert check.failed and not folder.exists()
-        Check([folder_of()]).wait(lambda: None)
+        assert folder.is_dir()
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_an_error_of_damaged_data_is_named_by_its_cause_and_others_stay(tmp_path: Path, begins: bool) -> None:
+    with patch.multiple("trainer.data.sealed", **SMALL_CHUNKS):
+        with pytest.raises(IndexError), Check([cached(tmp_path)], begins):
+            raise IndexError
+        flip_quietly(cached(tmp_path) / "file", 200)
+        with pytest.raises(DiskError), Check([cached(tmp_path)]):
+            raise DiskError(Problem("a", "b", "c"))
+        with pytest.raises(DataError, match="the bytes of file"), Check([cached(tmp_path)], begins):
+            raise IndexError
+
+
+def test_a_damaged_folder_that_cannot_be_removed_is_remembered(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    discard = cache._discard
+
+    def refused(path: Path) -> None:
+        if path == tmp_path / "name":
+            raise PermissionError
+        discard(path)
+
+    with (
+        patch.multiple("trainer.data.sealed", **SMALL_CHUNKS),
+        patch("tempfile.tempdir", str(tmp_path / "tmp")),
+        patch("trainer.data.cache._discard", refused),
+    ):
+        flip_quietly(cached(tmp_path) / "file", 200)
+        folder = cached(tmp_path)
+        with pytest.raises(DataError):
+            compared(folder)
+        notes = io.StringIO()
+        found = cached(tmp_path, notes)
+        assert "an earlier run has found other bytes than were written" in notes.getvalue()
+        assert found == private_folder() / "name" and not compared(found).failed
 
 
 def test_files_with_other_times_are_read_whole_at_the_start(tmp_path: Path) -> None:
@@ -206,8 +274,13 @@ def test_a_flaw_ends_a_run_before_a_checkpoint(tmp_path: Path, asynchronous: boo
     assert trained(1).code == 0
     shutil.rmtree(tmp_path / "runs")
     [tokens] = (tmp_path / "cache").rglob("train/tokens.bin")
-    flip_quietly(tokens, tokens.stat().st_size // 4)
-    result = trained(100_000)
+    with patch.multiple("trainer.data.sealed", **SMALL_CHUNKS):
+        for at in range(tokens.stat().st_size - 1, 0, -64):  # where a start does not look
+            flip_quietly(tokens, at)
+            if sealed.flaw(tokens.parent.parent) == "":
+                break
+            flip_quietly(tokens, at)
+    result = trained(2_000)
     assert result.code == 65, result.output
     assert "damaged: the bytes of train/tokens.bin are not those that were written" in result.output
     assert list((tmp_path / "runs").rglob("step-*")) == []

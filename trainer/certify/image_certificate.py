@@ -36,7 +36,7 @@ def certify_images(small: Tiny, given: Given, machine: Machine) -> Certificate:
         images = Images(tuple(map(str, range(CLASSES))), "RGB", (SIZE, SIZE), (0.0,) * 3, (1.0,) * 3)
         name = section.model.name_or_path or ""
         named = ranks.on_first(lambda: classifiers.named(name, arguments_of(section)))
-        classifier = ranks.on_first(lambda: tiny_run_of(named, small.layout.stages))
+        classifier = ranks.on_first(lambda: tiny_classifier(named, small.layout.stages))
         spec = spec_of(section, images, classifier)
         task = ImageClassification(CLASSES, spec.build, spec.blocks)
         size = " x ".join(map(str, images.size))
@@ -50,7 +50,7 @@ def certify_images(small: Tiny, given: Given, machine: Machine) -> Certificate:
     return certify_subject(replace(small, changes=(*small.changes, *notes)), subject, make, class_loss, machine)
 
 
-def tiny_run_of(classifier: Classifier, stages: int) -> Classifier:
+def tiny_classifier(classifier: Classifier, stages: int) -> Classifier:
     """Return a small classifier with the same kinds of blocks; the classifier itself if no small one is known."""
     from torchvision.models import ResNet, VisionTransformer
     from torchvision.models.resnet import Bottleneck

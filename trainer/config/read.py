@@ -39,7 +39,8 @@ def read(path: Path) -> Json:
     Raises ConfigError if it is no regular file, no UTF-8, no JSON or too large.
     """
     try:
-        text = _COMMENT.sub(_blank, _bytes(path).decode("utf-8-sig"))
+        text = re.sub("\r\n?", "\n", _bytes(path).decode().removeprefix("\ufeff"))
+        text = _COMMENT.sub(_blank, text)
         raw = _parse(text)
     except UnicodeDecodeError as error:
         raise ConfigError(Problem(str(path), f"byte {error.start} is not UTF-8", "a UTF-8 text file")) from None
@@ -57,13 +58,14 @@ def read(path: Path) -> Json:
     return raw
 
 
-_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/|#[^\n]*', re.DOTALL)
-"""Text, which is kept, or a comment."""
+_COMMENT = re.compile(r'(?P<text>"(?:\\.|[^"\\])*(?:"|\\?\Z))|//[^\n]*|#[^\n]*|/\*.*?(?P<closed>\*/|\Z)', re.DOTALL)
+"""Text or a comment, up to the end where it is not closed."""
 
 
 def _blank(found: re.Match[str]) -> str:
     """Return spaces and line breaks in place of a comment, so that errors name the right place."""
-    return found[0] if found[0].startswith('"') else re.sub(r"[^\n]", " ", found[0])
+    kept = found["text"] is not None or found["closed"] == ""
+    return found[0] if kept else re.sub(r"[^\n]", " ", found[0])
 
 
 def _bytes(path: Path) -> bytes:

@@ -20,11 +20,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from trainer.data.progress import QUIET, Progress
-from trainer.data.sealed import flaw, seal
-from trainer.errors import DataError, DiskError, Problem
+from trainer.data.sealed import flaw, seal, stamp
+from trainer.errors import DataError, DiskError, MeshloomError, Problem
 from trainer.storage import private_folder, rename_folder
 
 Write = Callable[[Path], object]
+EXPLAINED_SECONDS = 60.0
+"""Seconds for which an error without a sentence waits for the comparison of prepared data."""
 _OLD_SECONDS = 7 * 86_400
 """The age in seconds at which an unfinished folder is taken to be abandoned."""
 
@@ -82,9 +84,21 @@ def _write(begun: Path, final: Path, write: Write, progress: Progress) -> None:
 def _is_whole(final: Path, progress: Progress) -> bool:
     if not os.path.lexists(final):
         return False
-    if seen := flaw(final, progress.checks):
+    if seen := flaw(final, progress.checks) or _found_before(final):
         progress.note(f"cache: {final} is damaged: {seen}; it is made again")
     return not seen
+
+
+def _damaged(folder: Path) -> Path:
+    """Return the user's own note that a folder which can't be removed is damaged."""
+    return private_folder() / f"damaged-{folder.name}"
+
+
+def _found_before(folder: Path) -> str:
+    with suppress(OSError):
+        if _damaged(folder).read_text() == str(stamp(folder)):
+            return "an earlier run has found other bytes than were written"
+    return ""
 
 
 def _publish(folder: Path, final: Path, progress: Progress) -> None:
@@ -122,43 +136,68 @@ def _sweep(cache: Path) -> None:
 
 
 class Check:
-    """The comparison of all bytes of prepared folders, in a thread of low priority beside the first steps.
+    """The comparison of what a start has not read of prepared folders, in a thread of low priority.
 
-    A damaged folder is taken away, so that the next start makes it again.
+    A damaged folder is taken away, so that the next start makes it again. An unexpected error in
+    the context waits for the end, up to EXPLAINED_SECONDS: damaged data may be its cause.
     """
 
-    def __init__(self, folders: Sequence[Path] = ()) -> None:
-        self._problem: Problem | None = None
-        self._thread = threading.Thread(target=self._compare, args=(folders,), name="prepared data", daemon=True)
-        if folders:
-            self._thread.start()
+    def __init__(self, folders: Sequence[Path] = (), begins: bool = False) -> None:
+        """Note what was opened; unless it `begins` with the context, only such an error starts it."""
+        self._opened = [(folder, stamp(folder)) for folder in folders]
+        self._begins = begins
+        self._problems: list[Problem] = []
+        self._thread = threading.Thread(target=self._compare, name="prepared data", daemon=True)
 
-    def _compare(self, folders: Sequence[Path]) -> None:
-        if sys.platform == "linux":  # there, a thread has a priority of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        for folder in folders:
-            try:
-                seen = flaw(folder, rest=True)
-            except OSError as error:
-                seen = str(error)
-            if seen:
-                mend = "Remove it if it is still there; the same command then prepares it again"
-                self._problem = Problem(str(folder), f"damaged: {seen}", "prepared data as it was written", mend)
-                with suppress(OSError):
-                    _discard(folder)
-                return
+    def __enter__(self) -> Check:
+        if self._begins:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, MeshloomError) or not self._opened:
+            return
+        if self._thread.ident is None:
+            self._thread.start()
+        self._thread.join(EXPLAINED_SECONDS)
+        if self._problems:
+            raise DataError(*self._problems) from error
+
+    @property
+    def goes_on(self) -> bool:
+        return self._thread.is_alive()
 
     @property
     def failed(self) -> bool:
-        return self._problem is not None
+        return bool(self._problems)
 
     def wait(self, moves: Callable[[], None]) -> None:
-        """Wait for the end, calling `moves` each second. Raises DataError for a damaged folder."""
-        while self._thread.is_alive():
+        """Wait for the end, calling `moves` each second. Raises DataError for damaged folders."""
+        while self.goes_on:
             moves()
             self._thread.join(1.0)
-        if self._problem is not None:
-            raise DataError(self._problem)
+        if self._problems:
+            raise DataError(*self._problems)
+
+    def _compare(self) -> None:
+        if sys.platform == "linux":  # there, a thread has a priority of its own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        for folder, opened in self._opened:
+            try:
+                seen = flaw(folder, rest=True)
+            except Exception as error:  # a thread that has ended has compared nothing
+                seen = f"it could not be compared: {error!r}"
+            ours = stamp(folder) == opened
+            if seen := seen if ours else "another process has replaced it":
+                mend = "Remove it if it is still there; the same command then prepares it again"
+                self._problems.append(Problem(str(folder), f"damaged: {seen}", "what was written", mend))
+            if seen and ours:
+                try:
+                    _discard(folder)
+                except OSError:  # another user's
+                    with suppress(OSError):
+                        _damaged(folder).write_text(str(opened))
 
 
 NOTHING = Check()

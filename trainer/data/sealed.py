@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ _CHUNK, _READ = 1 << 26, 1 << 20
 """Bytes that one thread hashes as one chunk, and bytes that it reads at once."""
 _THREADS = 8
 LOOKED_AT = 16
-"""The number of chunks, evenly spaced, that a start reads: all of what has fewer."""
+"""The number of chunks, evenly spaced, that a start reads beside the first of each file."""
 Chunk = tuple[str, int]
 """The name of a file, and the number of a chunk of it."""
 Report = Callable[[int, int], object]
@@ -39,8 +40,8 @@ def seal(folder: Path, progress: Report = lambda done, all: None) -> None:
 def flaw(folder: Path, progress: Report = lambda done, all: None, rest: bool = False) -> str:
     """Describe the first difference from the sealed state, for the user; empty if there is none.
 
-    Reads LOOKED_AT chunks, or all if a file has another time than the sealed one; with `rest`, those that
-    it leaves out, in one thread. Raises PermissionError if this user may not read the folder.
+    Reads a part (LOOKED_AT), or all if a file has another time than the sealed one; with `rest`,
+    the chunks that the part leaves out, in one thread. Raises PermissionError if this user may not read the folder.
     """
     if not folder.is_dir():
         return "it is no folder"
@@ -53,7 +54,8 @@ def flaw(folder: Path, progress: Report = lambda done, all: None, rest: bool = F
             return f"{min(differing)[0]} is not of the size that it had"
         chunks = _chunks(known["sizes"])
         if rest or known.get("times") == _times(files):
-            first = set(chunks[:: -(-len(chunks) // LOOKED_AT) or 1])
+            spaced = (i * len(chunks) // LOOKED_AT for i in range(LOOKED_AT if chunks else 0))
+            first = {*(chunk for chunk in chunks if chunk[1] == 0), *map(chunks.__getitem__, spaced)}
             chunks = [chunk for chunk in chunks if (chunk not in first) == rest]
         for (name, number), digest in _digests(files, chunks, progress, 1 if rest else _THREADS):
             if digest != known["sha256"][name][number]:
@@ -65,6 +67,14 @@ def flaw(folder: Path, progress: Report = lambda done, all: None, rest: bool = F
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # a failing disk, or damaged bytes
         return str(error)
     return ""
+
+
+def stamp(folder: Path) -> tuple[int, int] | None:
+    """Tell a folder from one of the same name on another disk, or made later; None without a seal."""
+    with suppress(OSError):
+        found = (folder / SEAL).stat()
+        return found.st_ino, found.st_mtime_ns
+    return None
 
 
 def checked(content: str) -> str:

@@ -100,7 +100,10 @@ class RunHooks(Hooks):
     def save(self, state: RunState) -> None:
         prepared, spec = self.prepared, self.prepared.subject.spec
         directory, kept = self.folder / "checkpoints", prepared.config.trainer.checkpoint
-        self.machine.watch.moves(saved_bytes(prepared) / SLOW_DISK)
+        moves = partial(self.machine.watch.moves, saved_bytes(prepared) / SLOW_DISK)
+        moves()
+        if prepared.subject.check.goes_on:
+            say(self.console, "note: the checkpoint waits until all prepared data has been compared")
         position = replace(state, engine=self.engine.scalars())
         description = {
             **describe.run_description(prepared),
@@ -110,7 +113,7 @@ class RunHooks(Hooks):
 
         def write(entries: Sequence[StateTensor], agreeing: Ranks) -> None:
             files, dtype = partial(write_model_files, prepared), stored_dtype(prepared)
-            agreeing.await_each(lambda: prepared.subject.check.wait(self.machine.watch.moves))
+            agreeing.await_each(lambda: prepared.subject.check.wait(moves))
             checkpoint.save(directory, position, entries, description, files, agreeing, dtype, spec.files.stem)
             agreeing.on_keepers(lambda: checkpoint.prune(directory, kept.keep_last, kept.keep_best))
 

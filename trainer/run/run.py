@@ -198,7 +198,7 @@ def _train(
         signals.saving()
         machine.signs.at("making the first step")
         schedule = schedule_of(vars(config.optimizer), vars(config.scheduler) if config.scheduler else None)
-        with _reports(config, ranks, console):
+        with _reports(config, ranks, console), prepared.subject.check:
             position = loop(engine, loader, schedule, _plan(prepared), hooks, position)
     machine.signs.hide()
     machine.watch.at(Phase.FINISHING)

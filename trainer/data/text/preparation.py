@@ -7,7 +7,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import astuple, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from trainer.data.digest import digests, stamps
 from trainer.data.formats import Location, locate
 from trainer.data.mixture import Mixture, by_epochs, by_weights
 from trainer.data.progress import QUIET, Progress
-from trainer.data.sealed import SEAL
+from trainer.data.sealed import stamp
 from trainer.data.source import Source
 from trainer.data.text import corpus
 from trainer.data.text.chat import Template
@@ -67,7 +67,7 @@ class Data:
     fingerprint: str
     """A digest of the training samples: the same wherever, and from whatever file name, the same data was prepared."""
     check: Check
-    """The comparison of what this process has looked at with what was written."""
+    """The comparison of what this process has opened with what was written."""
 
     @property
     def summary(self) -> Summary:
@@ -112,14 +112,18 @@ def open_data(
     Raises the same DataError (the input) or DiskError (the cache) on every rank.
     """
 
+    looked_at: list[Path] = []
     folders: list[Path] = []
 
     def prepared(part: DataSection) -> Path:
-        folders.append(prepare(part, tokenizer, cache_folder, progress if ranks.first else QUIET))
-        return folders[-1]
+        looked_at.append(prepare(part, tokenizer, cache_folder, progress if ranks.first else QUIET))
+        return looked_at[-1]
 
     def opened(part: DataSection) -> tuple[PreparedSource, PreparedSource | None]:
-        return _opened(part, prepared, ranks)
+        folders.append(_located(part, prepared, ranks))
+        evaluation = folders[-1] / "evaluation"
+        held_out = PreparedSource(evaluation) if evaluation.is_dir() else None
+        return PreparedSource(folders[-1] / "train"), held_out
 
     evaluations: dict[str, PreparedSource] = {}
     if (paths := options.evaluation_path) is not None:
@@ -142,39 +146,34 @@ def open_data(
     found = {label: own for label, (_, own) in zip(labels, parts, strict=True) if own is not None}
     digest = hashlib.sha256(json.dumps([[s.source.summary.fingerprint, s.samples] for s in shares]).encode())
     mixture = Mixture([share.source for share in shares], counts, seed)
-    return Data(mixture, evaluations or found, shares, digest.hexdigest(), Check(folders))
+    return Data(mixture, evaluations or found, shares, digest.hexdigest(), Check(folders, bool(looked_at)))
 
 
-def _opened(
-    options: DataSection, prepared: Callable[[DataSection], Path], ranks: Ranks
-) -> tuple[PreparedSource, PreparedSource | None]:
-    """Open the training part of one source, and its held-out part. Collective."""
-    folder, checked_by_first = ranks.await_first(lambda: _stamped(prepared(options)))
+def _located(options: DataSection, prepared: Callable[[DataSection], Path], ranks: Ranks) -> Path:
+    """Return this rank's folder of a source; its samples are those of every rank. Collective."""
+
+    def stamped() -> tuple[Path, tuple[int, int] | None]:
+        folder = prepared(options)
+        return folder, stamp(folder)
+
+    folder, looked_at_by_first = ranks.await_first(stamped)
     hosts = ranks.gather(socket.gethostname())
     speaks = hosts.index(hosts[ranks.rank])  # one rank of each machine
 
     def found() -> Path | None:
-        with suppress(OSError):
-            if _stamped(folder)[1] == checked_by_first:
-                return folder
+        if stamp(folder) == looked_at_by_first:
+            return folder
         # a machine that does not share rank 0's cache prepares its own, with the same samples
         return prepared(options) if speaks == ranks.rank else None
 
     own = ranks.await_each(found)[speaks]
     assert own is not None
-    train = PreparedSource(own / "train")
-    fingerprints = ranks.gather(train.summary.fingerprint)
+    fingerprints = ranks.gather(PreparedSource(own / "train").summary.fingerprint)
     if others := [str(rank) for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
         seen = f"other samples on rank {', '.join(others)} than on rank 0"
         expected = "the same files, and the same versions of Python and the tokenizer, on every machine"
         raise DataError(Problem(str(locate(options.path, options.format)), seen, expected))
-    return train, PreparedSource(own / "evaluation") if (own / "evaluation").is_dir() else None
-
-
-def _stamped(folder: Path) -> tuple[Path, tuple[int, int]]:
-    """Return the folder with a stamp that differs from that of a folder of the same name on another disk."""
-    seal = (folder / SEAL).stat()
-    return folder, (seal.st_ino, seal.st_mtime_ns)
+    return own
 
 
 def prepare(options: DataSection, tokenizer: Any, cache_folder: Path, progress: Progress = QUIET) -> Path:
