@@ -50,7 +50,7 @@ from trainer.errors import Preempted
 
 folder = Path({folder!r})
 def interrupt():  # as Jupyter does it: this process alone is told
-    while not (folder / "runs/own/checkpoints/step-000002").is_dir():
+    while not [*(folder / "runs/own/checkpoints").glob("step-??????")]:  # the first may be pruned by now
         time.sleep(0.05)
     os.kill(os.getpid(), signal.{name})
 threading.Thread(target=interrupt, daemon=True).start()
