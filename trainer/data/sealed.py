@@ -18,7 +18,7 @@ _CHUNK, _READ = 1 << 26, 1 << 20
 _THREADS = 8
 LOOKED_AT = 16
 """The number of chunks, evenly spaced, that a start reads beside the first of each file."""
-Chunk = tuple[str, int]
+Block = tuple[str, int]
 """The name of a file, and the number of a chunk of it."""
 Report = Callable[[int, int], object]
 """Called with the number of bytes read, and of all bytes."""
@@ -96,13 +96,13 @@ def _times(files: Mapping[str, Path]) -> dict[str, int]:
     return {name: path.stat().st_mtime_ns for name, path in files.items()}
 
 
-def _chunks(sizes: Mapping[str, int]) -> list[Chunk]:
+def _chunks(sizes: Mapping[str, int]) -> list[Block]:
     return [(name, number) for name, size in sizes.items() for number in range(-(-size // _CHUNK))]
 
 
 def _digests(
-    files: Mapping[str, Path], chunks: Sequence[Chunk], progress: Report, threads: int = _THREADS
-) -> Iterator[tuple[Chunk, str]]:
+    files: Mapping[str, Path], chunks: Sequence[Block], progress: Report, threads: int = _THREADS
+) -> Iterator[tuple[Block, str]]:
     """Yield each chunk with its SHA-256, in order."""
     sizes = _sizes(files)
     lengths = [min(_CHUNK, sizes[name] - number * _CHUNK) for name, number in chunks]

@@ -194,9 +194,9 @@ def prepare(options: DataSection, tokenizer: Any, cache_folder: Path, progress: 
     before = stamps(location.files)
     progress.begin(str(location))
     looked = partial(_looked_at, progress, len(location.files))
-    content = [location.format, *digests(location.files, cache_folder, looked)]
-    if not location.files:
-        content = [location.hub or corpus.name()]
+    content = [location.hub or corpus.name()]
+    if location.files:
+        content = [location.format, *digests(location.files, cache_folder, looked)]
     key = json.dumps([_VERSION, tokenizer_key(tokenizer), content, shape, read])
     name = "data-" + hashlib.sha256(key.encode()).hexdigest()[:32]
 
