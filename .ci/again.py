@@ -1,6 +1,8 @@
-"""Run each test that the last runs of pytest have failed once more, alone; what then passes is listed as flaky.
+"""Run each test that the last runs of pytest have failed once more, alone; what then passes is
+listed as flaky.
 
-Exits with 1 if one fails again, or if so many failed that it is not chance. Prints nothing where none has failed.
+Exits with 1 if one fails again, or if so many failed that it is not chance. Prints nothing where
+none has failed.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
-"""What a checkpoint costs, on CPU: beside plain safetensors and `torch.distributed.checkpoint`, stall, and memory.
+"""What a checkpoint costs, on CPU: beside plain safetensors and `torch.distributed.checkpoint`,
+stall, and memory.
 
     torchrun --nproc-per-node 2 benchmarks/checkpoints.py [--rounds 5] [--folder DISK] [--smoke]
 
-The state is that of the memory model of layouts.py under ZeRO-3 on engine `mesh`: weights and two moments in float32.
-save, load: `trainer.checkpoint` (hashed, flushed, agreed, one rename; loading without and with the verification of
-every byte), `safetensors.torch` writing and reading the same bytes, each rank its share as one file of tensors that
-are whole beforehand, and `torch.distributed.checkpoint` of the same sharded tensors. What is written is flushed to
-disk, and dropped from the page cache before it is read.
-stall: how long the loop waits in a save that is waited for, and in one beside the training; a step that has a save
-beside it, against one that has none.
-memory: the most private memory of a rank above what it holds between saves, and the largest tensor.
-The arms of a round come in random order; median of the ratios within a round, and the slowest rank counts.
+The state is that of the memory model of layouts.py under ZeRO-3 on engine `mesh`: weights and two
+moments in float32. save, load: `trainer.checkpoint` (hashed, flushed, agreed, one rename; loading
+without and with the verification of every byte), `safetensors.torch` writing and reading the same
+bytes, each rank its share as one file of tensors that are whole beforehand, and
+`torch.distributed.checkpoint` of the same sharded tensors. What is written is flushed to disk, and
+dropped from the page cache before it is read. stall: how long the loop waits in a save that is
+waited for, and in one beside the training; a step that has a save beside it, against one that has
+none. memory: the most private memory of a rank above what it holds between saves, and the largest
+tensor. The arms of a round come in random order; median of the ratios within a round, and the
+slowest rank counts.
 """
 
 from __future__ import annotations
@@ -51,7 +53,11 @@ class Arms:
         state = self.engine._state
         self.sharded = {name: held[0].detach() for name, held in state._named.items()}
         for name, held in state._named.items():
-            moments = {key: v for key, v in state._optimizer.of(held[0]).items() if v.shape == held[0].shape}
+            moments = {
+                key: v
+                for key, v in state._optimizer.of(held[0]).items()
+                if v.shape == held[0].shape
+            }
             self.sharded |= {f"{name}.{key}": moment for key, moment in moments.items()}
 
     def whole(self) -> dict[str, torch.Tensor]:
@@ -62,7 +68,12 @@ class Arms:
     def ours(self, entries: Any = None, ranks: Ranks | None = None, name: str = "ours") -> None:
         folder, ranks = self.fresh(name), ranks or self.ranks
         checkpoint.save(
-            folder, RunState(step=1, samples=1), entries or self.state_tensors, {}, lambda target: None, ranks
+            folder,
+            RunState(step=1, samples=1),
+            entries or self.state_tensors,
+            {},
+            lambda target: None,
+            ranks,
         )
 
     def plain(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -72,10 +83,14 @@ class Arms:
         flush(path)
 
     def distributed(self) -> None:
-        dcp.save(self.sharded, storage_writer=dcp.FileSystemWriter(self.fresh("dcp"), sync_files=True))
+        dcp.save(
+            self.sharded, storage_writer=dcp.FileSystemWriter(self.fresh("dcp"), sync_files=True)
+        )
 
     def fresh(self, name: str) -> Path:
-        """A folder that is not there yet; those before it are removed by `tidy`, outside what is timed."""
+        """A folder that is not there yet; those before it are removed by `tidy`, outside what is
+        timed.
+        """
         self.counts[name] = self.counts.get(name, 0) + 1
         return self.at(name)
 
@@ -100,13 +115,18 @@ class Arms:
                 checkpoint.load(ours(), self.state_tensors, self.ranks),
             ),
             "plain": lambda: [
-                tensor.clone() for tensor in load_file(self.at("plain") / f"{self.ranks.rank}.safetensors").values()
+                tensor.clone()
+                for tensor in load_file(
+                    self.at("plain") / f"{self.ranks.rank}.safetensors"
+                ).values()
             ],
             "distributed": lambda: dcp.load(self.sharded, checkpoint_id=self.at("dcp")),
         }
 
     def uncached(self, work: Callable[[], object]) -> Callable[[], None]:
-        """`work` on files that are read from the disk. What is timed begins when no rank has them in memory."""
+        """`work` on files that are read from the disk. What is timed begins when no rank has them
+        in memory.
+        """
 
         def run() -> None:
             if self.ranks.first:
@@ -123,12 +143,20 @@ class Arms:
 def measure_bandwidth(arms: Arms, rounds: int) -> list[str]:
     tensors = arms.whole()
     size = sum(tensor.nbytes for tensor in arms.sharded.values()) / 2**20
-    saves = {"ours": arms.ours, "plain": lambda: arms.plain(tensors), "distributed": arms.distributed}
+    saves = {
+        "ours": arms.ours,
+        "plain": lambda: arms.plain(tensors),
+        "distributed": arms.distributed,
+    }
     times = interleaved(saves, rounds, warm_up=1, after=arms.tidy)
-    lines = [f"| of {size:.0f} MiB | MiB/s | / plain safetensors | / torch.distributed.checkpoint |"]
+    lines = [
+        f"| of {size:.0f} MiB | MiB/s | / plain safetensors | / torch.distributed.checkpoint |"
+    ]
     lines.append("| --- |" + " ---: |" * 3)
     lines.append(row("save", times["ours"], times, size))
-    times = interleaved({name: arms.uncached(load) for name, load in arms.loads().items()}, rounds, warm_up=1)
+    times = interleaved(
+        {name: arms.uncached(load) for name, load in arms.loads().items()}, rounds, warm_up=1
+    )
     lines.append(row("load", times["ours"], times, size))
     lines.append(row("verify and load", times["verified"], times, size))
     return lines
@@ -148,7 +176,9 @@ def measure_stall(arms: Arms, bench: Bench, rounds: int) -> list[str]:
             whole = timed(arms.ours)
             alone = min(timed(step) for _ in range(3))
             stall = timed(
-                lambda: background.save(arms.state_tensors, lambda entries, ranks: arms.ours(entries, ranks, "beside"))
+                lambda: background.save(
+                    arms.state_tensors, lambda entries, ranks: arms.ours(entries, ranks, "beside")
+                )
             )
             beside = []
             while background._thread and arms.ranks.any_soon(background._thread.is_alive())():
@@ -159,10 +189,15 @@ def measure_stall(arms: Arms, bench: Bench, rounds: int) -> list[str]:
                 stalls.append(stall)
                 shares.append(stall / whole)
                 slowed += [one / alone for one in beside]
-    lines = ["| waited for (s) | stall (s) | stall / waited for | a step beside a save / one without |"]
+    lines = [
+        "| waited for (s) | stall (s) | stall / waited for | a step beside a save / one without |"
+    ]
     lines.append("| ---: | ---: | ---: | ---: |")
     found = [f"{statistics.median(values):.3f}" for values in (waited, stalls, shares)]
-    return [*lines, f"| {' | '.join(found)} | {statistics.median(slowed):.2f} ({len(slowed)} steps) |"]
+    return [
+        *lines,
+        f"| {' | '.join(found)} | {statistics.median(slowed):.2f} ({len(slowed)} steps) |",
+    ]
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -179,11 +214,17 @@ def measure_memory(arms: Arms) -> list[str]:
     with checkpoint.Background(arms.ranks.on_host()) as background:
 
         def beside() -> None:
-            background.save(arms.state_tensors, lambda entries, ranks: arms.ours(entries, ranks, "beside"))
+            background.save(
+                arms.state_tensors, lambda entries, ranks: arms.ours(entries, ranks, "beside")
+            )
             background.wait()
 
         loads = arms.loads()
-        for name, work in {"save": arms.ours, "load": loads["ours"], "save beside the training": beside}.items():
+        for name, work in {
+            "save": arms.ours,
+            "load": loads["ours"],
+            "save beside the training": beside,
+        }.items():
             work()
             before, peak = resident("RssAnon"), Peak()
             peak.start()
@@ -193,14 +234,21 @@ def measure_memory(arms: Arms) -> list[str]:
             dist.all_reduce(most, dist.ReduceOp.MAX)
             lines.append(f"| {name} | {int(most) / 2**20:.0f} | {largest:.0f} |")
         copies = sum(tensor.nbytes for tensor in background._copies.values()) / 2**20
-    return [*lines, f"\nThe copy that is kept for saves beside the training: {copies:.0f} MiB on rank 0."]
+    return [
+        *lines,
+        f"\nThe copy that is kept for saves beside the training: {copies:.0f} MiB on rank 0.",
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--smoke", action="store_true", help="that it runs: a tiny model, one round, no figure")
+    parser.add_argument(
+        "--smoke", action="store_true", help="that it runs: a tiny model, one round, no figure"
+    )
     options = parser.parse_args()
     world = world_of(os.environ)
     if world is None:
@@ -208,7 +256,10 @@ def main() -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_world_size))
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    bench, rounds = Bench("memory", world.rank, world.world_size, options.smoke), 1 if options.smoke else options.rounds
+    bench, rounds = (
+        Bench("memory", world.rank, world.world_size, options.smoke),
+        1 if options.smoke else options.rounds,
+    )
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         names = [temporary]
         dist.broadcast_object_list(names)

@@ -5,11 +5,12 @@
 
 `--smoke` shows that it runs: a few steps, one kind of fault, and no figure.
 
-overhead: one run of a tiny Llama in two processes, in which the watcher's threads are there for BLOCK steps and away
-for as many, in turn; the ratio is that of the mean step with it to the mean step without it, of neighbouring blocks.
-Then what a call costs that tells it a phase. faults: each kind of benchmarks/soak.py that ends a run, by three
-launchers in turn, in a run of two processes; seconds from the fault to the first line that names it, and to the end of
-the last process of the run. `trainer.patience` is 4 s in these.
+overhead: one run of a tiny Llama in two processes, in which the watcher's threads are there for
+BLOCK steps and away for as many, in turn; the ratio is that of the mean step with it to the mean
+step without it, of neighbouring blocks. Then what a call costs that tells it a phase. faults: each
+kind of benchmarks/soak.py that ends a run, by three launchers in turn, in a run of two processes;
+seconds from the fault to the first line that names it, and to the end of the last process of the
+run. `trainer.patience` is 4 s in these.
 """
 
 from __future__ import annotations
@@ -98,7 +99,14 @@ def as_rank(arguments: list[str]) -> int:
 def overhead(folder: Path, count: int) -> str:
     job = write_job(folder, steps=count, engine="mesh", log={"every": 100})
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ENDS_FOUND": str(folder / "found.json")}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+    ]
     words = [*launcher, __file__, "rank", "--config", str(job)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -108,14 +116,18 @@ def overhead(folder: Path, count: int) -> str:
     low, middle, high = statistics.quantiles(ratios, n=4)
     step = statistics.median(off for _, off in pairs) * 1e3
     return (
-        f"{len(pairs)} pairs of blocks of {os.environ.get('ENDS_BLOCK', BLOCK)} steps, {step:.1f} ms a step without: "
+        f"{len(pairs)} pairs of blocks of {os.environ.get('ENDS_BLOCK', BLOCK)} steps, {step:.1f} "
+        "ms a step without: "
         f"with / without {middle:.3f} in "
-        f"the median, quartiles {low:.3f} and {high:.3f}; {found['mark'] * 1e6:.2f} us for each phase that is told"
+        f"the median, quartiles {low:.3f} and {high:.3f}; {found['mark'] * 1e6:.2f} us for each "
+        "phase that is told"
     )
 
 
 def strike(soak: Soak, kind: str, launcher: str, number: int) -> tuple[float | None, float, str]:
-    """Seconds to the first line that names it, if any does, and to the last process's end; and that line."""
+    """Seconds to the first line that names it, if any does, and to the last process's end; and that
+    line.
+    """
     run = soak.folder / f"run-{number}"
     process, mark = soak.start(launcher, ("mesh", 2), run)
     said: list[tuple[float, str]] = []
@@ -155,23 +167,38 @@ def faults(folder: Path, times: int, minutes: float, smoke: bool) -> None:
         found[kinds[at]].append(strike(soak, kinds[at], launcher, number))
         named, took, line = found[kinds[at]][-1]
         shown = "never" if named is None else f"{named:.1f} s"
-        print(f"{kinds[at]} ({launcher}): named after {shown}, gone after {took:.1f} s: {line[:160]}", flush=True)
-    print("| fault | times | named | s to the name, median | longest | s to the last process's end, median | longest |")
+        print(
+            f"{kinds[at]} ({launcher}): named after {shown}, gone after {took:.1f} s: {line[:160]}",
+            flush=True,
+        )
+    print(
+        "| fault | times | named | s to the name, median | longest | s to the last process's end, "
+        "median | longest |"
+    )
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for kind, all in found.items():
         named = [seconds for seconds, _, _ in all if seconds is not None]
         ends = [took for _, took, _ in all]
         shown = f"{statistics.median(named):.1f} | {max(named):.1f}" if named else "- | -"
-        print(f"| {kind} | {len(all)} | {len(named)} | {shown} | {statistics.median(ends):.1f} | {max(ends):.1f} |")
+        print(
+            f"| {kind} | {len(all)} | {len(named)} | {shown} | {statistics.median(ends):.1f} | "
+            f"{max(ends):.1f} |"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["overhead", "faults"])
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no fault later than that")
-    parser.add_argument("--smoke", action="store_true", help="that it runs: a few steps, one kind, no figure")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no fault later than that"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="that it runs: a few steps, one kind, no figure"
+    )
     given = parser.parse_args()
     if given.smoke:
         os.environ["ENDS_BLOCK"], given.steps, given.times = "5", 30, 1

@@ -1,12 +1,14 @@
-"""What training costs on this machine's GPUs: our engines, Hugging Face's Trainer with the same JSON, and a bare loop.
+"""What training costs on this machine's GPUs: our engines, Hugging Face's Trainer with the same
+JSON, and a bare loop.
 
     python benchmarks/gpu.py                        # all GPUs, at most ten minutes; writes results/gpu.md
     python benchmarks/gpu.py --device cpu --tiny    # that it runs: two processes, a model of nothing
 
-Llamas of 1 and 8 billion parameters in bfloat16, random tokens, AdamW, clipping, ZeRO-3 (ZeRO-1 on one GPU). Each arm
-has processes of its own, one after the other. A step's time is the median after three warm-up steps; MFU by
-`flops_per_token`; memory is the most that torch allocated on a GPU. A shape whose states do not fit is left out, and
-said. `mesh` also saves and loads a checkpoint; what a save adds to the memory of the GPU is shown.
+Llamas of 1 and 8 billion parameters in bfloat16, random tokens, AdamW, clipping, ZeRO-3 (ZeRO-1 on
+one GPU). Each arm has processes of its own, one after the other. A step's time is the median after
+three warm-up steps; MFU by `flops_per_token`; memory is the most that torch allocated on a GPU. A
+shape whose states do not fit is left out, and said. `mesh` also saves and loads a checkpoint; what
+a save adds to the memory of the GPU is shown.
 """
 
 from __future__ import annotations
@@ -61,16 +63,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 ARMS = ("mesh", "accelerate", "deepspeed", "Trainer", "bare FSDP2")
 WARM_UP, STEPS, RATE, MICRO_BATCH = 3, 10, 1e-5, 1
 STATE_BYTES = 18
-"""A parameter's float32 weight and two moments, its gradient, and its bfloat16 value while it is used."""
+"""A parameter's float32 weight and two moments, its gradient, and its bfloat16 value while it is
+used.
+"""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and two steps")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1B", "8B"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--minutes", type=float, default=10.0, help="arms that would begin later are left out")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="arms that would begin later are left out"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/gpu.md")
     parser.add_argument("--arm", help=argparse.SUPPRESS)  # a worker's own
     parser.add_argument("--shape", help=argparse.SUPPRESS)
@@ -85,7 +93,9 @@ def main() -> int:
     rows = []
     for shape in ["tiny"] if options.tiny else options.shapes:
         for arm in options.arms:
-            rows.append({"shape": shape, "arm": arm, **measured(arm, shape, count, options, deadline)})
+            rows.append(
+                {"shape": shape, "arm": arm, **measured(arm, shape, count, options, deadline)}
+            )
             print(line(rows[-1]), flush=True)
     options.output.write_text(report(rows, count, options))
     print(f"written to {options.output}")
@@ -98,12 +108,27 @@ def measured(arm: str, shape: str, count: int, options: Any, deadline: float) ->
     if left < 20:
         return {"note": "left out: the time is used up"}
     with tempfile.TemporaryDirectory() as folder:
-        own = ["--device", options.device, "--arm", arm, "--shape", shape, "--output", f"{folder}/found.json"]
-        command, port = [sys.executable, __file__, *own, *(["--tiny"] if options.tiny else [])], free_port()
+        own = [
+            "--device",
+            options.device,
+            "--arm",
+            arm,
+            "--shape",
+            shape,
+            "--output",
+            f"{folder}/found.json",
+        ]
+        command, port = (
+            [sys.executable, __file__, *own, *(["--tiny"] if options.tiny else [])],
+            free_port(),
+        )
         logs = [open(f"{folder}/{rank}.log", "w+") for rank in range(count)]
         processes = [
             subprocess.Popen(
-                command, env={**os.environ, **environment_of(rank, count, port)}, stdout=logs[rank], stderr=logs[rank]
+                command,
+                env={**os.environ, **environment_of(rank, count, port)},
+                stdout=logs[rank],
+                stderr=logs[rank],
             )
             for rank in range(count)
         ]
@@ -145,7 +170,12 @@ def work(options: Any) -> int:
     bench = Bench(options.shape, world.rank, world.world_size, device, options.tiny)
     needed = STATE_BYTES * bench.spec.parameters / world.world_size
     if cuda and needed > (total := torch.cuda.get_device_properties(device).total_memory):
-        found = {"note": f"left out: {needed / 2**30:.0f} GiB of state for each GPU of {total / 2**30:.0f} GiB"}
+        found = {
+            "note": (
+                f"left out: {needed / 2**30:.0f} GiB of state for each GPU of "
+                f"{total / 2**30:.0f} GiB"
+            )
+        }
     else:
         found = bench.run(options.arm)
     if world.rank == 0:
@@ -163,7 +193,11 @@ class Bench:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.sequence, self.warm_up, self.steps = (16, 1, 2) if tiny else (4096, WARM_UP, STEPS)
         options = SimpleNamespace(
-            name_or_path=None, config={**LLAMA, **SHAPES[shape]}, revision=None, trust_remote_code=False, attention=None
+            name_or_path=None,
+            config={**LLAMA, **SHAPES[shape]},
+            revision=None,
+            trust_remote_code=False,
+            attention=None,
         )
         self.config = huggingface.read_config(options)
         self.spec = huggingface.spec_of(self.config, options)
@@ -177,14 +211,19 @@ class Bench:
             "gradient_clipping": 1.0,
             "bf16": {"enabled": self.low},
             "zero_optimization": {"stage": 3 if world_size > 1 else 1},
-            "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1, "torch_adam": not self.low}},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": RATE, "weight_decay": 0.1, "torch_adam": not self.low},
+            },
         }
 
     def batch(self, step: int) -> dict[str, Any]:
         import torch
 
         made = torch.Generator().manual_seed(step * self.world_size + self.rank)
-        ids = torch.randint(0, self.spec.language.vocabulary, (MICRO_BATCH, self.sequence + 1), generator=made)
+        ids = torch.randint(
+            0, self.spec.language.vocabulary, (MICRO_BATCH, self.sequence + 1), generator=made
+        )
         parts = {"input_ids": ids[:, :-1], "targets": ids[:, 1:]}
         return {name: part.contiguous().to(self.device) for name, part in parts.items()}
 
@@ -206,13 +245,24 @@ class Bench:
             seconds = self.timed(step)
             more = self.saved(engine) if arm == "mesh" else {}
         cuda = self.device.type == "cuda"
-        peak = torch.tensor(float(torch.cuda.max_memory_allocated() if cuda else 0), device=self.device)
+        peak = torch.tensor(
+            float(torch.cuda.max_memory_allocated() if cuda else 0), device=self.device
+        )
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         tokens = MICRO_BATCH * self.sequence / seconds
         top = peak_of(self.device)
         mfu = tokens * flops_per_token(self.spec, self.sequence) / top if top else None
-        found = {"seconds": seconds, "tokens": tokens * self.world_size, "mfu": mfu, "memory": float(peak) / 2**30}
-        return {**found, "device": torch.cuda.get_device_name(self.device) if cuda else "CPU", **more}
+        found = {
+            "seconds": seconds,
+            "tokens": tokens * self.world_size,
+            "mfu": mfu,
+            "memory": float(peak) / 2**30,
+        }
+        return {
+            **found,
+            "device": torch.cuda.get_device_name(self.device) if cuda else "CPU",
+            **more,
+        }
 
     def timed(self, step: Callable[[int], object]) -> float:
         """The median time of a step, with the device waited for."""
@@ -260,7 +310,9 @@ class Bench:
         return engine, lambda index: engine.step(index, [self.batch(index)], Update(RATE))
 
     def saved(self, engine: Any) -> dict[str, Any]:
-        """How long a checkpoint takes to write and to read, and what writing it adds to the GPU's memory."""
+        """How long a checkpoint takes to write and to read, and what writing it adds to the GPU's
+        memory.
+        """
         import torch
 
         from trainer import checkpoint
@@ -274,7 +326,9 @@ class Bench:
         folder = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix="meshloom-gpu-")))
         started = time.perf_counter()
         state = RunState(step=1, samples=1, engine=engine.scalars())
-        path = checkpoint.save(folder, state, engine.state_tensors(), {}, lambda target: None, ranks)
+        path = checkpoint.save(
+            folder, state, engine.state_tensors(), {}, lambda target: None, ranks
+        )
         written = time.perf_counter() - started
         added = (torch.cuda.max_memory_allocated() - before) / 2**30 if cuda else 0.0
         started = time.perf_counter()
@@ -282,17 +336,28 @@ class Bench:
         read = time.perf_counter() - started
         ranks.barrier()  # all have read
         ranks.on_first(lambda: shutil.rmtree(folder))
-        return {"save": written, "load": read, "save_memory": added, **({"memory": kept / 2**30} if cuda else {})}
+        return {
+            "save": written,
+            "load": read,
+            "save_memory": added,
+            **({"memory": kept / 2**30} if cuda else {}),
+        }
 
     def bare(self) -> Callable[[int], object]:
-        """What one writes from the PyTorch tutorials: fully_shard, bfloat16, the model's own loss, fused AdamW."""
+        """What one writes from the PyTorch tutorials: fully_shard, bfloat16, the model's own loss,
+        fused AdamW.
+        """
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.low else MixedPrecisionPolicy()
+        policy = (
+            MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            if self.low
+            else MixedPrecisionPolicy()
+        )
         if self.recompute == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         for block in model.model.layers:
@@ -308,7 +373,9 @@ class Bench:
         def step(index: int) -> None:
             batch = self.batch(index)
             logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten()).backward()
+            torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), batch["targets"].flatten()
+            ).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -321,7 +388,9 @@ class Bench:
         import torch
         from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-        deepspeed.init_distributed(torch.distributed.get_backend())  # else it takes this process for the only one
+        deepspeed.init_distributed(
+            torch.distributed.get_backend()
+        )  # else it takes this process for the only one
         times: list[float] = []
         wait = self.wait
 
@@ -336,7 +405,9 @@ class Bench:
 
         made = torch.Generator().manual_seed(0)
         size = (self.warm_up + self.steps) * self.world_size * MICRO_BATCH
-        rows = torch.randint(0, self.spec.language.vocabulary, (size, self.sequence), generator=made)
+        rows = torch.randint(
+            0, self.spec.language.vocabulary, (size, self.sequence), generator=made
+        )
         arguments = TrainingArguments(
             tempfile.mkdtemp(),
             deepspeed=self.json,
@@ -365,7 +436,11 @@ def line(row: dict[str, Any]) -> str:
     if "note" in row:
         return f"| {row['shape']} | {row['arm']} | {row['note']} | | | | |"
     mfu = f"{row['mfu']:.1%}" if row["mfu"] else "-"
-    saved = f"{row['save']:.1f} s, +{row['save_memory']:.2f} GiB; {row['load']:.1f} s" if "save" in row else ""
+    saved = (
+        f"{row['save']:.1f} s, +{row['save_memory']:.2f} GiB; {row['load']:.1f} s"
+        if "save" in row
+        else ""
+    )
     step = f"{row['seconds'] * 1e3:.0f} | {row['tokens']:,.0f} | {mfu} | {row['memory']:.1f}"
     return f"| {row['shape']} | {row['arm']} | {step} | {saved} |"
 
@@ -378,7 +453,10 @@ def report(rows: list[dict[str, Any]], count: int, options: Any) -> str:
     head = [
         f"# On {count} x {found}",
         "",
-        f"    python benchmarks/gpu.py --device {options.device}{' --tiny' if options.tiny else ''}",
+        (
+            "    python benchmarks/gpu.py --device "
+            f"{options.device}{' --tiny' if options.tiny else ''}"
+        ),
         "",
         made + ".",
         "",

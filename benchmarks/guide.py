@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The table of docs/which.md: what each config takes of 7 and 70 billion parameters, as `meshloom plan` says it.
+"""The table of docs/which.md: what each config takes of 7 and 70 billion parameters, as `meshloom
+plan` says it.
 
 python benchmarks/guide.py            # writes the table between the marks of docs/which.md
 python benchmarks/guide.py 3          # prints the third row
@@ -22,7 +23,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 PAGE = ROOT / "docs" / "which.md"
 BEGIN, END = "<!-- by benchmarks/guide.py -->", "<!-- end -->"
-SHAPE = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": False}
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
 MODELS = {
     "7 B": SHAPE
     | {
@@ -41,7 +47,11 @@ MODELS = {
         "num_key_value_heads": 8,
     },
 }
-BATCH = {"train_batch_size": 1024, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": "auto"}
+BATCH = {
+    "train_batch_size": 1024,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": "auto",
+}
 HEAD = """| model | GPUs | config | fullest GPU | host, each process | a step at the data sheet's peak |
 | --- | --- | --- | --- | --- | --- |"""
 
@@ -82,7 +92,10 @@ def row(case: Case) -> str:
     name = f"`{case.config}`" + (", full" if case.full else "")
     fits = gib(plan.needed) + ("" if plan.fits else f": {gib(plan.needed - plan.room)} too much")
     host = gib(plan.on_host) if plan.on_host else ""
-    return f"| {case.model} | {where} {case.device} | {name} | {fits} | {host} | {plan.time.least:.2g} s |"
+    return (
+        f"| {case.model} | {where} {case.device} | {name} | {fits} | {host} | "
+        f"{plan.time.least:.2g} s |"
+    )
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""What the PyTorch engines' layouts cost, on CPU: time beside hand-written PyTorch, memory and pipelines beside theory.
+"""What the PyTorch engines' layouts cost, on CPU: time beside hand-written PyTorch, memory and
+pipelines beside theory.
 
     torchrun --nproc-per-node 2 benchmarks/layouts.py time [--rounds 40]
     python benchmarks/layouts.py memory
@@ -7,16 +8,17 @@
 
 `--smoke` shows that a measure runs: a tiny model, and no figure.
 
-time: one step (forward, backward, clipping, fused AdamW) of engine `mesh` (twice, for A/A) and `accelerate`, and of the
-same layout written by hand (DDP, or fully_shard on every block and the root), interleaved in random order. Median of
-ratios within a round.
-memory: the highest resident memory of a rank of its own process group while it trains, above what it had before the
-model was built, beside the bytes that the layout has to hold. The C allocator is told to give back what is freed.
-build: the most private memory of a rank (pages of the mapped file are not counted) while it builds its part from a
-folder of safetensors, beside what it keeps, the largest block, and the whole model.
-pipeline: two equal stages, 1F1B, one thread a rank; efficiency is (time of the same micro-batches in one process of
-plain PyTorch) / (2 x time of the pipeline), as a part of m / (m + p - 1). The one process is timed with the other core
-idle, and with the other core at the same work, as it is in a pipeline: the two share caches and memory.
+time: one step (forward, backward, clipping, fused AdamW) of engine `mesh` (twice, for A/A) and
+`accelerate`, and of the same layout written by hand (DDP, or fully_shard on every block and the
+root), interleaved in random order. Median of ratios within a round. memory: the highest resident
+memory of a rank of its own process group while it trains, above what it had before the model was
+built, beside the bytes that the layout has to hold. The C allocator is told to give back what is
+freed. build: the most private memory of a rank (pages of the mapped file are not counted) while it
+builds its part from a folder of safetensors, beside what it keeps, the largest block, and the whole
+model. pipeline: two equal stages, 1F1B, one thread a rank; efficiency is (time of the same
+micro-batches in one process of plain PyTorch) / (2 x time of the pipeline), as a part of m / (m + p
+- 1). The one process is timed with the other core idle, and with the other core at the same work,
+as it is in a pipeline: the two share caches and memory.
 """
 
 from __future__ import annotations
@@ -58,7 +60,13 @@ from trainer.tasks.task import Batch, ModelWithLoss
 BATCH, CLIP, RATE = 2, 1.0, 1e-3
 OPTIMIZER = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01, "fused": True}}
 SIZES = {
-    "time": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "vocab_size": 4096, "sequence": 64},
+    "time": {
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 8,
+        "vocab_size": 4096,
+        "sequence": 64,
+    },
     "memory": {
         "hidden_size": 1024,
         "intermediate_size": 2752,
@@ -75,12 +83,22 @@ SIZES = {
         "sequence": 128,
     },
 }
-TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64, "sequence": 8}
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "sequence": 8,
+}
 # pipeline stages and ZeRO stage
 BUILDS = {"ZeRO-3": (1, 3), "2 stages x ZeRO-3": (2, 3), "2 stages": (2, 0), "DDP": (1, 0)}
 HEADS = {
-    "memory": "| layout | counted (MiB) | measured (MiB) | measured / counted |\n| --- | ---: | ---: | ---: |",
-    "build": "| layout | whole model (MiB) | one block (MiB) | kept (MiB) | most (MiB) |\n| --- |" + " ---: |" * 4,
+    "memory": (
+        "| layout | counted (MiB) | measured (MiB) | measured / counted |\n| --- | ---: | "
+        "---: | ---: |"
+    ),
+    "build": "| layout | whole model (MiB) | one block (MiB) | kept (MiB) | most (MiB) |\n| --- |"
+    + " ---: |" * 4,
 }
 KINDS = {"DDP": 0, "ZeRO-2": 2, "ZeRO-3": 3}
 
@@ -89,18 +107,30 @@ class Bench:
     def __init__(self, measure: str, rank: int, world_size: int, smoke: bool = False) -> None:
         sizes = {**(TINY if smoke else SIZES[measure])}
         self.sequence, self.rank, self.world_size = sizes.pop("sequence"), rank, world_size
-        config = {"model_type": "llama", **sizes, "num_attention_heads": 8, "num_key_value_heads": 8}
+        config = {
+            "model_type": "llama",
+            **sizes,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+        }
         options = SimpleNamespace(
             name_or_path=None, config=config, revision=None, trust_remote_code=False, attention=None
         )
         self.spec = huggingface.spec_of(huggingface.read_config(options), options)
-        self.task = CausalLM(fused_head=self.spec.language.plain_head, hidden_size=sizes["hidden_size"])
+        self.task = CausalLM(
+            fused_head=self.spec.language.plain_head, hidden_size=sizes["hidden_size"]
+        )
 
     def batches(self, count: int = 1) -> list[Batch]:
         ids = torch.randint(0, self.spec.language.vocabulary, (count, BATCH, self.sequence + 1))
-        return [{"input_ids": part[:, :-1].contiguous(), "targets": part[:, 1:].contiguous()} for part in ids]
+        return [
+            {"input_ids": part[:, :-1].contiguous(), "targets": part[:, 1:].contiguous()}
+            for part in ids
+        ]
 
-    def layout(self, stage: int, pipeline: int = 1, accumulation: int = 1, world_size: int | None = None) -> Layout:
+    def layout(
+        self, stage: int, pipeline: int = 1, accumulation: int = 1, world_size: int | None = None
+    ) -> Layout:
         world_size = world_size or self.world_size
         ranks = world_size // pipeline
         return Layout(
@@ -121,12 +151,18 @@ class Bench:
         )
 
     def engine(self, name: str, layout: Layout) -> Any:
-        machine = Machine(torch.device("cpu"), Ranks(self.rank if layout.world_size > 1 else 0, layout.world_size))
+        machine = Machine(
+            torch.device("cpu"), Ranks(self.rank if layout.world_size > 1 else 0, layout.world_size)
+        )
         settings = {"optimizer": OPTIMIZER, "gradient_clipping": CLIP}
         return ENGINES[name].build(Job(layout, self.spec, self.task, settings, 0, machine))
 
     def ours(self, name: str, stage: int) -> Callable[[], None]:
-        engine, batches, counter = self.engine(name, self.layout(stage)), self.batches(), iter(range(10**9))
+        engine, batches, counter = (
+            self.engine(name, self.layout(stage)),
+            self.batches(),
+            iter(range(10**9)),
+        )
 
         def step() -> None:
             engine.step(next(counter), batches, Update(RATE))
@@ -162,7 +198,10 @@ class Bench:
 
 
 def interleaved(
-    arms: dict[str, Callable[[], None]], rounds: int, warm_up: int = 4, after: Callable[[], None] = lambda: None
+    arms: dict[str, Callable[[], None]],
+    rounds: int,
+    warm_up: int = 4,
+    after: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
     """Seconds of each arm in each round; `after` each, something that is not timed."""
     order, names, times = random.Random(0), list(arms), {name: [] for name in arms}
@@ -184,7 +223,10 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
 
 
 def measure_time(bench: Bench, rounds: int, counts: Sequence[int] = ()) -> str:
-    lines = ["| layout | by hand (ms) | mesh / by hand | accelerate / by hand | A/A |", "| --- |" + " ---: |" * 4]
+    lines = [
+        "| layout | by hand (ms) | mesh / by hand | accelerate / by hand | A/A |",
+        "| --- |" + " ---: |" * 4,
+    ]
     for kind, stage in KINDS.items():
         arms = {
             "mesh": bench.ours("mesh", stage),
@@ -202,7 +244,10 @@ def measure_time(bench: Bench, rounds: int, counts: Sequence[int] = ()) -> str:
 
 
 def measure_pipeline(bench: Bench, rounds: int, counts: Sequence[int]) -> str:
-    lines = ["| micro-batches | m / (m + p - 1) | of that | of that, both cores busy |", "| ---: |" + " ---: |" * 3]
+    lines = [
+        "| micro-batches | m / (m + p - 1) | of that | of that, both cores busy |",
+        "| ---: |" + " ---: |" * 3,
+    ]
     for count in counts:
         batches = bench.batches(count)
         pipeline = bench.engine("mesh", bench.layout(0, pipeline=2, accumulation=count))
@@ -225,16 +270,25 @@ def resident(key: str) -> int:
 
 
 def held(bench: Bench, stage: int) -> float:
-    """Bytes that a rank has to hold in float32: weights, gradients, two moments, and what is gathered.
+    """Bytes that a rank has to hold in float32: weights, gradients, two moments, and what is
+    gathered.
 
-    ZeRO-2 keeps the weights gathered; both gather the root's (embedding, head, norm) for the whole step, hold one
-    block's whole gradient while it is reduced, and ZeRO-3 one block's whole weights and those of the next.
+    ZeRO-2 keeps the weights gathered; both gather the root's (embedding, head, norm) for the whole
+    step, hold one block's whole gradient while it is reduced, and ZeRO-3 one block's whole weights
+    and those of the next.
     """
-    parameters, blocks = bench.spec.parameters, bench.spec.build().get_submodule(bench.spec.blocks[0])
+    parameters, blocks = (
+        bench.spec.parameters,
+        bench.spec.build().get_submodule(bench.spec.blocks[0]),
+    )
     block = sum(p.numel() for p in blocks.parameters())
     root = parameters - block * len(bench.spec.blocks)
     own = 16 * parameters / (bench.world_size if stage else 1)
-    extra = {0: 0, 2: 4 * parameters + 4 * max(block, root), 3: 4 * (2 * block + root) + 4 * max(block, root)}
+    extra = {
+        0: 0,
+        2: 4 * parameters + 4 * max(block, root),
+        3: 4 * (2 * block + root) + 4 * max(block, root),
+    }
     return own + extra[stage]
 
 
@@ -263,15 +317,23 @@ class Peak(threading.Thread):
 
 
 def measure_build(bench: Bench, kind: str, folder: str) -> str:
-    options = SimpleNamespace(name_or_path=folder, config=None, revision=None, trust_remote_code=False, attention=None)
+    options = SimpleNamespace(
+        name_or_path=folder, config=None, revision=None, trust_remote_code=False, attention=None
+    )
     bench.spec = huggingface.spec_of(huggingface.read_config(options), options)
     pipeline, stage = BUILDS[kind]
-    block = sum(p.numel() for p in bench.spec.build().get_submodule(bench.spec.blocks[0]).parameters())
+    block = sum(
+        p.numel() for p in bench.spec.build().get_submodule(bench.spec.blocks[0]).parameters()
+    )
     before, peak = resident("RssAnon"), Peak()
     peak.start()
     engine = bench.engine("mesh", bench.layout(stage, pipeline, accumulation=2 * pipeline))
     peak.over.set()
-    parts = [p.to_local() if hasattr(p, "to_local") else p for m in engine.modules for p in m.parameters()]
+    parts = [
+        p.to_local() if hasattr(p, "to_local") else p
+        for m in engine.modules
+        for p in m.parameters()
+    ]
     kept = sum(part.nbytes for part in parts)
     cells = [4 * bench.spec.parameters, 4 * block, kept, peak.most - before]
     return f"| {kind} | " + " | ".join(f"{cell / 2**20:.0f}" for cell in cells) + " |"
@@ -286,12 +348,16 @@ def save_model(folder: str, smoke: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("measure", choices=("time", "memory", "pipeline", "build"))
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--kind", help=argparse.SUPPRESS)
-    parser.add_argument("--smoke", action="store_true", help="that it runs: a tiny model, one kind, no figure")
+    parser.add_argument(
+        "--smoke", action="store_true", help="that it runs: a tiny model, one kind, no figure"
+    )
     options = parser.parse_args()
     if options.measure in HEADS and options.kind is None:
         print(HEADS[options.measure])
@@ -300,11 +366,30 @@ def main() -> None:
                 save_model(folder, options.smoke)
             kinds = list(KINDS if options.measure == "memory" else BUILDS)
             for kind in kinds[:1] if options.smoke else kinds:
-                command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__]
-                command += [options.measure, "--kind", kind, "--folder", folder, *["--smoke"][: options.smoke]]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nproc-per-node",
+                    "2",
+                    __file__,
+                ]
+                command += [
+                    options.measure,
+                    "--kind",
+                    kind,
+                    "--folder",
+                    folder,
+                    *["--smoke"][: options.smoke],
+                ]
                 environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-                done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=environment)
-                print("\n".join(line for line in done.stdout.splitlines() if line.startswith("|")), flush=True)
+                done = subprocess.run(
+                    command, check=True, capture_output=True, text=True, cwd=ROOT, env=environment
+                )
+                print(
+                    "\n".join(line for line in done.stdout.splitlines() if line.startswith("|")),
+                    flush=True,
+                )
         return
     if world_of(os.environ) is None:
         os.environ.update(environment_of(0, 1, free_port()))
@@ -321,7 +406,9 @@ def main() -> None:
         report = measure_build(bench, options.kind, options.folder)
     else:
         measure = {"time": measure_time, "pipeline": measure_pipeline}[options.measure]
-        report = measure(bench, 1 if options.smoke else options.rounds, (2,) if options.smoke else (2, 4, 8, 16))
+        report = measure(
+            bench, 1 if options.smoke else options.rounds, (2,) if options.smoke else (2, 4, 8, 16)
+        )
     if world.rank == 0:
         print(report, flush=True)
     dist.barrier()

@@ -1,9 +1,10 @@
-"""The chunked loss against PyTorch's own at a vocabulary of 128k: memory and time, forward and backward.
+"""The chunked loss against PyTorch's own at a vocabulary of 128k: memory and time, forward and
+backward.
 
     python benchmarks/loss_memory.py [--repeats 8] [--smoke]
 
-Peak memory is that of a process of its own per arm, above the same process without the loss. Times are taken in one
-process, arms in random order, and reported as the median of paired ratios.
+Peak memory is that of a process of its own per arm, above the same process without the loss. Times
+are taken in one process, arms in random order, and reported as the median of paired ratios.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def main() -> None:
     parser.add_argument("--arm", choices=ARMS)
     parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--smoke", action="store_true", help="that it runs: a small vocabulary, no figure")
+    parser.add_argument(
+        "--smoke", action="store_true", help="that it runs: a small vocabulary, no figure"
+    )
     options = parser.parse_args()
     if options.arm:
         hidden, weight, targets = inputs(DTYPES[options.dtype])
@@ -64,11 +67,19 @@ def main() -> None:
             weight.grad = torch.ones_like(weight)  # the gradient itself is nobody's overhead
         else:
             ARMS[options.arm](hidden, weight, targets).backward()
-        status = Path("/proc/self/status").read_text()  # ru_maxrss would count the parent from before exec
+        status = Path(
+            "/proc/self/status"
+        ).read_text()  # ru_maxrss would count the parent from before exec
         print(int(status.split("VmHWM:")[1].split()[0]) / 2**20)
         return
-    print(f"{TOKENS} tokens, hidden size {WIDTH}, vocabulary {VOCABULARY}, {options.repeats} repeats\n")
-    print("| weights | arm | peak memory above weights and gradient (GiB) | median time (s) | time against plain |")
+    print(
+        f"{TOKENS} tokens, hidden size {WIDTH}, vocabulary {VOCABULARY}, {options.repeats} "
+        "repeats\n"
+    )
+    print(
+        "| weights | arm | peak memory above weights and gradient (GiB) | median time (s) | time "
+        "against plain |"
+    )
     print("| --- | --- | ---: | ---: | ---: |")
     for name, dtype in DTYPES.items():
         tensors = inputs(dtype)
@@ -84,7 +95,10 @@ def main() -> None:
         for arm, found in times.items():
             ratio = statistics.median(a / b for a, b in zip(found, times["plain"], strict=True))
             memory = peak_gib(arm, name) - floor
-            print(f"| {name} | {arm} | {memory:.2f} | {statistics.median(found):.2f} | {ratio:.2f} |", flush=True)
+            print(
+                f"| {name} | {arm} | {memory:.2f} | {statistics.median(found):.2f} | {ratio:.2f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

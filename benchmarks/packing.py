@@ -1,10 +1,12 @@
-"""Tokens with a target per second: packed documents, padded ones, and Hugging Face's Trainer, on the same ragged data.
+"""Tokens with a target per second: packed documents, padded ones, and Hugging Face's Trainer, on
+the same ragged data.
 
     python benchmarks/packing.py [--rounds 3] [--steps 6] [--rows 8] [--sequence 512] [--median 90] [--sigma 0.9]
 
-One process, float32, the same Llama, documents, rows a step and AdamW. Lengths are log-normal, cut at the sequence
-length; the first token of a document is no target. Padded rows are as long as the longest of their step, by Trainer as
-by us. The three take turns, round by round, in a random order; the first two steps of each turn are not timed.
+One process, float32, the same Llama, documents, rows a step and AdamW. Lengths are log-normal, cut
+at the sequence length; the first token of a document is no target. Padded rows are as long as the
+longest of their step, by Trainer as by us. The three take turns, round by round, in a random order;
+the first two steps of each turn are not timed.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.text.token_files import Encoded, PreparedSource, write_part
@@ -38,8 +46,18 @@ from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.task import IGNORED
 
 CPU, WARM_UP, RATE, VOCABULARY = torch.device("cpu"), 2, 1e-3, 4096
-MODEL = {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 688}
-MODEL |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+}
+MODEL |= {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
 
 
 class Options:
@@ -50,7 +68,9 @@ def prepared(folder: Path, options: argparse.Namespace) -> dict[str, PreparedSou
     """The same documents, packed and padded."""
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(np.log(options.median), options.sigma, 20_000)
-    documents = [rng.integers(1, VOCABULARY, int(n) + 1) for n in np.clip(lengths, 4, options.sequence)]
+    documents = [
+        rng.integers(1, VOCABULARY, int(n) + 1) for n in np.clip(lengths, 4, options.sequence)
+    ]
     encoded = [Encoded.from_token(tokens, 1) for tokens in documents]
     for name in ("pack", "pad"):
         write_part(folder / name, encoded, options.sequence, name)
@@ -91,7 +111,9 @@ class Ours:
         self._position += steps + WARM_UP
         span = {"steps": range(first, self._position), "position": first * rows}
         targets = positions = 0
-        with BatchLoader(self._source, self._task.collate, Batching(rows), seed=0, **span) as loader:
+        with BatchLoader(
+            self._source, self._task.collate, Batching(rows), seed=0, **span
+        ) as loader:
             for index, made in enumerate(loader):
                 if index == WARM_UP:
                     started = clocks()
@@ -133,18 +155,33 @@ class Theirs:
         return Turn(*np.sum(counts, axis=0), *(times[-1] - times[WARM_UP - 1]))
 
     def _collate(self, samples: list[Any]) -> dict[str, torch.Tensor]:
-        """As its own collator: padded to the longest; labels are the tokens, which the model itself shifts."""
-        rows = [torch.tensor(np.append(sample["input_ids"], sample["targets"][-1])) for sample in samples]
+        """As its own collator: padded to the longest; labels are the tokens, which the model itself
+        shifts.
+        """
+        rows = [
+            torch.tensor(np.append(sample["input_ids"], sample["targets"][-1]))
+            for sample in samples
+        ]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         lengths = torch.tensor([len(row) for row in rows])[:, None]
         mask = torch.arange(ids.shape[1])[None] < lengths
         self._counts.append((int(lengths.sum()) - len(rows), ids.numel()))
-        return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, IGNORED)}
+        return {
+            "input_ids": ids,
+            "attention_mask": mask.long(),
+            "labels": ids.masked_fill(~mask, IGNORED),
+        }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, default in (("rounds", 3), ("steps", 6), ("rows", 8), ("sequence", 512), ("median", 90)):
+    for name, default in (
+        ("rounds", 3),
+        ("steps", 6),
+        ("rows", 8),
+        ("sequence", 512),
+        ("median", 90),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sigma", type=float, default=0.9)
     options = parser.parse_args()
@@ -170,7 +207,10 @@ def main() -> None:
 
 def report(turns: dict[str, list[Turn]], described: str) -> None:
     print(f"data: {described}; load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores")
-    print("| | targets/s, each round | targets of positions | to padded | to Trainer | the same by processor time |")
+    print(
+        "| | targets/s, each round | targets of positions | to padded | to Trainer | the same by "
+        "processor time |"
+    )
     print("| --- | --- | ---: | ---: | ---: | ---: |")
 
     def ratio(ours: str, theirs: str, clock: str) -> str:
@@ -182,7 +222,9 @@ def report(turns: dict[str, list[Turn]], described: str) -> None:
         rounds = ", ".join(f"{turn.targets / turn.seconds:,.0f}" for turn in found)
         fill = sum(turn.targets for turn in found) / sum(turn.positions for turn in found)
         others = ("padded", "Trainer, padded")
-        wall, processor = ([ratio(name, other, clock) for other in others] for clock in ("seconds", "processor"))
+        wall, processor = (
+            [ratio(name, other, clock) for other in others] for clock in ("seconds", "processor")
+        )
         print(f"| {name} | {rounds} | {fill:.0%} | {' | '.join(wall)} | {', '.join(processor)} |")
 
 

@@ -2,15 +2,15 @@
 
     python benchmarks/plan_order.py [--ranks 2 4 8] [--layouts 12] [--smoke]
 
-Of all layouts of one global batch that the mesh engine runs on so many ranks, some are taken, evenly from the fastest
-to the slowest that the closed form of `trainer/tools/planner/candidates.py` makes of them. Each is planned for a device
-whose numbers are measured first (two blocks, forward and backward, a copy, a line through the times of
-gloo's collectives by their bytes), and run: the median of some steps, each as long as its slowest rank. Ranks have
-one thread.
+Of all layouts of one global batch that the mesh engine runs on so many ranks, some are taken,
+evenly from the fastest to the slowest that the closed form of `trainer/tools/planner/candidates.py`
+makes of them. Each is planned for a device whose numbers are measured first (two blocks, forward
+and backward, a copy, a line through the times of gloo's collectives by their bytes), and run: the
+median of some steps, each as long as its slowest rank. Ranks have one thread.
 
-A processor sends by itself, so that nothing is hidden behind what it computes: layouts are put in the order of
-`Time.most`. Where ranks share cores, what one leaves idle in a pipeline another takes: there the bubble is left out.
-Writes the section "Order" of benchmarks/results/plan.md.
+A processor sends by itself, so that nothing is hidden behind what it computes: layouts are put in
+the order of `Time.most`. Where ranks share cores, what one leaves idle in a pipeline another takes:
+there the bubble is left out. Writes the section "Order" of benchmarks/results/plan.md.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class Row:
 
 
 def device_numbers() -> dict[str, float]:
-    """FLOP/s, bytes/s of memory and of messages in rings, seconds of one without bytes. On each rank of a pool."""
+    """FLOP/s, bytes/s of memory and of messages in rings, seconds of one without bytes. On each
+    rank of a pool.
+    """
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -93,7 +95,12 @@ def device_numbers() -> dict[str, float]:
     rate = _rate(model_on(load({**CONFIG, "train_batch_size": 2}), alone))
     copy = _usual(torch.ones(SIZES[-1]).clone)
     slope, latency = np.polyfit(*zip(*_messages(dist.get_world_size()), strict=True), 1)
-    return {"rate": rate, "bandwidth": 2 * 4 * SIZES[-1] / copy, "link": 1 / slope, "latency": latency}
+    return {
+        "rate": rate,
+        "bandwidth": 2 * 4 * SIZES[-1] / copy,
+        "link": 1 / slope,
+        "latency": latency,
+    }
 
 
 def _rate(source: ModelOnCluster) -> float:
@@ -147,7 +154,9 @@ def step_seconds(config: Config, cluster: Cluster) -> list[float]:
     torch.set_num_threads(1)
     source = model_on(config, cluster)
     workload, spec = source.workload, source.of_blocks(LAYERS)
-    machine = Machine(torch.device("cpu"), Ranks(dist.get_rank(), cluster.world_size), cluster.world_size)
+    machine = Machine(
+        torch.device("cpu"), Ranks(dist.get_rank(), cluster.world_size), cluster.world_size
+    )
     layout = workload.layout
     engine = workload.engine.build(
         Job(layout, spec, source.task(spec), workload.deepspeed, 0, machine, workload.undecayed)
@@ -170,10 +179,17 @@ def chosen(config: Config, cluster: Cluster, count: int) -> Iterator[tuple[Layou
     old, estimates = base.workload.layout, Estimates(ModelSizes.of(base), cluster)
     known: list[tuple[float, Layout, Config]] = []
     for layout in candidates(old, cluster, LAYERS):
-        if layout.offloads or layout.zero_stage == 1 or layout.pipeline > 4 or layout.recompute.mode == "selective":
+        if (
+            layout.offloads
+            or layout.zero_stage == 1
+            or layout.pipeline > 4
+            or layout.recompute.mode == "selective"
+        ):
             continue
         try:
-            known.append((estimates.seconds(layout), layout, changed_to(config, cluster, old, layout)[1]))
+            known.append(
+                (estimates.seconds(layout), layout, changed_to(config, cluster, old, layout)[1])
+            )
         except ConfigError:
             continue
         if count == 1:  # any will do
@@ -194,9 +210,16 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
 def compared(ranks: int, count: int, pools: Pools) -> tuple[str, list[Row]]:
     """Of so many ranks: the device in words, and the layouts."""
     each = pools[ranks].run(device_numbers)
-    rate, bandwidth, link, latency = (statistics.median(found[key] for found in each) for key in each[0])
-    device = Device("a core", 1e12, 2 * rate, bandwidth, link, link, latency)  # float32 is half the peak
-    told = f"{rate / 1e9:.1f} GFLOP/s a rank, {bandwidth / 1e9:.1f} GB/s of memory, {link / 1e9:.2f} GB/s of gloo and "
+    rate, bandwidth, link, latency = (
+        statistics.median(found[key] for found in each) for key in each[0]
+    )
+    device = Device(
+        "a core", 1e12, 2 * rate, bandwidth, link, link, latency
+    )  # float32 is half the peak
+    told = (
+        f"{rate / 1e9:.1f} GFLOP/s a rank, {bandwidth / 1e9:.1f} GB/s of memory, "
+        f"{link / 1e9:.2f} GB/s of gloo and "
+    )
     told += f"{latency * 1e3:.2f} ms a message"
     cluster, config, rows = Cluster(1, ranks, device), load(CONFIG), []
     for layout, changed in chosen(config, cluster, count):
@@ -205,7 +228,9 @@ def compared(ranks: int, count: int, pools: Pools) -> tuple[str, list[Row]]:
         measured = statistics.median(max(step) for step in zip(*taken, strict=True))
         expected = plan.time.most - (plan.time.bubble if ranks > (os.cpu_count() or 1) else 0.0)
         rows.append(Row(layout, expected, measured))
-        print(f"{layout.describe()}: planned {expected:.3f} s, measured {measured:.3f} s", flush=True)
+        print(
+            f"{layout.describe()}: planned {expected:.3f} s, measured {measured:.3f} s", flush=True
+        )
     return told, sorted(rows, key=lambda row: row.planned)
 
 
@@ -213,15 +238,27 @@ def section(found: dict[int, tuple[str, list[Row]]]) -> str:
     lines = [
         "## Order",
         "",
-        f"`python {' '.join(['benchmarks/plan_order.py', *sys.argv[1:]])}`, {os.cpu_count()} cores.",
+        (
+            f"`python {' '.join(['benchmarks/plan_order.py', *sys.argv[1:]])}`, {os.cpu_count()} "
+            "cores."
+        ),
         "",
     ]
     for ranks, (told, rows) in found.items():
         both = rank_correlation([row.planned for row in rows], [row.measured for row in rows])
-        lines += [f"{ranks} ranks ({told}): rank correlation **{both:.2f}** over {len(rows)} layouts.", ""]
-        lines += ["| layout | planned (s) | measured (s) | measured / planned |", "| --- | ---: | ---: | ---: |"]
         lines += [
-            f"| {row.layout.describe()} | {row.planned:.3f} | {row.measured:.3f} | {row.measured / row.planned:.2f} |"
+            f"{ranks} ranks ({told}): rank correlation **{both:.2f}** over {len(rows)} layouts.",
+            "",
+        ]
+        lines += [
+            "| layout | planned (s) | measured (s) | measured / planned |",
+            "| --- | ---: | ---: | ---: |",
+        ]
+        lines += [
+            (
+                f"| {row.layout.describe()} | {row.planned:.3f} | {row.measured:.3f} | "
+                f"{row.measured / row.planned:.2f} |"
+            )
             for row in rows
         ]
         lines.append("")
@@ -229,10 +266,14 @@ def section(found: dict[int, tuple[str, list[Row]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--layouts", type=int, default=12)
-    parser.add_argument("--smoke", action="store_true", help="that it runs: one layout of two ranks, no file")
+    parser.add_argument(
+        "--smoke", action="store_true", help="that it runs: one layout of two ranks, no file"
+    )
     options = parser.parse_args()
     if options.smoke:
         options.ranks, options.layouts = [2], 1

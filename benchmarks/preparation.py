@@ -1,14 +1,15 @@
-"""Preparing data: tokens per second of a core against datasets.map with the same tokenizer, and memory.
+"""Preparing data: tokens per second of a core against datasets.map with the same tokenizer, and
+memory.
 
     python benchmarks/preparation.py speed [--megabytes 12] [--workers 2]
     python benchmarks/preparation.py memory [--documents 10000000]
     python benchmarks/preparation.py check [--megabytes 2000]
 
-speed: documents are the functions and classes of the standard library's files, as JSONL. Each way runs in a process of
-its own, from the file to what a training reads, with one thread for the tokenizer; seconds are of CPU, of it and its
-children. memory: that many short documents through all but the tokenizer, packed; the peak is of the process.
-check: what a start takes to compare prepared data, which memory holds already, and what the comparison beside the first
-steps does.
+speed: documents are the functions and classes of the standard library's files, as JSONL. Each way
+runs in a process of its own, from the file to what a training reads, with one thread for the
+tokenizer; seconds are of CPU, of it and its children. memory: that many short documents through all
+but the tokenizer, packed; the peak is of the process. check: what a start takes to compare prepared
+data, which memory holds already, and what the comparison beside the first steps does.
 """
 
 from __future__ import annotations
@@ -53,20 +54,28 @@ def corpus(path: Path, megabytes: float) -> None:
 
 
 def ours(path: Path, folder: Path, workers: int | None) -> int:
-    options = DataSection(path=str(path), sequence_length=LENGTH, evaluation_fraction=0, workers=workers)
-    source = PreparedSource(prepare(options, embedded_tokenizer(folder), folder / f"ours-{workers}") / "train")
+    options = DataSection(
+        path=str(path), sequence_length=LENGTH, evaluation_fraction=0, workers=workers
+    )
+    source = PreparedSource(
+        prepare(options, embedded_tokenizer(folder), folder / f"ours-{workers}") / "train"
+    )
     return source.summary.tokens
 
 
 def mapped(path: Path, folder: Path, workers: int | None) -> int:
     """Tokenised alone: no samples are cut of it, and no ends of texts are in it."""
     tokenizer = embedded_tokenizer(folder)
-    rows = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(folder / f"map-{workers}"))
+    rows = datasets.load_dataset(
+        "json", data_files=str(path), split="train", cache_dir=str(folder / f"map-{workers}")
+    )
 
     def tokenised(batch: dict[str, list[str]]) -> dict[str, Any]:
         return {"input_ids": tokenizer(batch["text"], add_special_tokens=False)["input_ids"]}
 
-    found = rows.map(tokenised, batched=True, remove_columns=["text"], num_proc=workers if workers != 1 else None)
+    found = rows.map(
+        tokenised, batched=True, remove_columns=["text"], num_proc=workers if workers != 1 else None
+    )
     return sum(len(ids) for ids in found.with_format("numpy")["input_ids"])
 
 
@@ -85,7 +94,8 @@ def arranged(folder: Path, documents: int) -> int:
 
 def spent() -> float:
     return sum(
-        u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        u.ru_utime + u.ru_stime
+        for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     )
 
 
@@ -96,7 +106,14 @@ def measured(work: Callable[..., int], *arguments: Any) -> dict[str, float]:
         cpu, wall = spent(), time.perf_counter()
         count = work(*arguments)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        pipe.send({"count": count, "cpu": spent() - cpu, "wall": time.perf_counter() - wall, "peak_mib": peak})
+        pipe.send(
+            {
+                "count": count,
+                "cpu": spent() - cpu,
+                "wall": time.perf_counter() - wall,
+                "peak_mib": peak,
+            }
+        )
 
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(False)
@@ -121,8 +138,13 @@ def main() -> None:
         if given.what == "memory":
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             found = measured(arranged, folder, given.documents)
-            print(f"{given.documents:,} documents: peak {found['peak_mib']:,.0f} MiB, {before:,.0f} of them libraries;")
-            print(f"{found['wall']:.0f} s, {found['cpu']:.0f} s of CPU; load {os.getloadavg()[0]:.0f}")
+            print(
+                f"{given.documents:,} documents: peak {found['peak_mib']:,.0f} MiB, {before:,.0f} "
+                "of them libraries;"
+            )
+            print(
+                f"{found['wall']:.0f} s, {found['cpu']:.0f} s of CPU; load {os.getloadavg()[0]:.0f}"
+            )
             return
         if given.what == "check":
             (folder / "tokens.bin").write_bytes(os.urandom(1 << 20) * int(given.megabytes))
@@ -130,7 +152,10 @@ def main() -> None:
             for what, rest in (("a start", False), ("the rest, in one thread", True)):
                 begun = time.perf_counter()
                 assert not flaw(folder, rest=rest)
-                print(f"{what}: {time.perf_counter() - begun:.2f} s of {given.megabytes / 1024:.1f} GiB")
+                print(
+                    f"{what}: {time.perf_counter() - begun:.2f} s of {given.megabytes / 1024:.1f} "
+                    "GiB"
+                )
             print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}")
             return
         corpus(folder / "rows.jsonl", given.megabytes)
@@ -142,8 +167,15 @@ def main() -> None:
             ("prepare, found", ours, 1),
         ):
             found = measured(work, folder / "rows.jsonl", folder, workers)
-            line = f"{found['count']:,} tokens, {found['count'] / found['cpu']:,.0f} a second of a core"
-            print(f"| {name} | {line} | {found['wall']:.1f} s | peak {found['peak_mib']:,.0f} MiB |", flush=True)
+            line = (
+                f"{found['count']:,} tokens, {found['count'] / found['cpu']:,.0f} a second of "
+                "a "
+                "core"
+            )
+            print(
+                f"| {name} | {line} | {found['wall']:.1f} s | peak {found['peak_mib']:,.0f} MiB |",
+                flush=True,
+            )
         print(f"load {os.getloadavg()[0]:.0f}")
 
 

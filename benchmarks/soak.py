@@ -1,17 +1,20 @@
-"""Random faults, one after another: does each run end in time and leave nothing, and does it come to the same end?
+"""Random faults, one after another: does each run end in time and leave nothing, and does it come
+to the same end?
 
     python benchmarks/soak.py --faults 200 [--minutes 60]
     python benchmarks/soak.py --smoke               # that it runs: one fault in one layout, no line in results/
 
-A tiny Llama is trained for STEPS steps in two or four processes, by three launchers in turn. A fault of a random kind
-strikes at a random moment; then the run has to end with a last line, leave no process, and go on, in the same layout or
-with another number of processes and another engine, to the weights of an undisturbed run: bit by bit in the same
-layout, to 1e-5 of a weight's scale for each step in others. It has dropout, but where the number of data ranks changes,
-each of which draws its own. Nothing is done by hand. One line a fault, then a table by kind.
+A tiny Llama is trained for STEPS steps in two or four processes, by three launchers in turn. A
+fault of a random kind strikes at a random moment; then the run has to end with a last line, leave
+no process, and go on, in the same layout or with another number of processes and another engine, to
+the weights of an undisturbed run: bit by bit in the same layout, to 1e-5 of a weight's scale for
+each step in others. It has dropout, but where the number of data ranks changes, each of which draws
+its own. Nothing is done by hand. One line a fault, then a table by kind.
 
-Each fault is a line of results/soak.jsonl, and depends on its number and the seed alone: the same command goes on
-behind the last one, and the table is of all. What is struck starts as a user's run does; what goes on after it, where
-nothing strikes, in processes that have imported PyTorch already (tests/support/warm.py).
+Each fault is a line of results/soak.jsonl, and depends on its number and the seed alone: the same
+command goes on behind the last one, and the table is of all. What is struck starts as a user's run
+does; what goes on after it, where nothing strikes, in processes that have imported PyTorch already
+(tests/support/warm.py).
 """
 
 from __future__ import annotations
@@ -54,7 +57,14 @@ MODEL = {
 }  # fmt: skip
 LAUNCHERS = {
     "meshloom": lambda n: [sys.executable, TRAIN, "--processes", n],
-    "torchrun": lambda n: ["torchrun", "--nproc-per-node", n, "--master-port", str(free_port()), TRAIN],
+    "torchrun": lambda n: [
+        "torchrun",
+        "--nproc-per-node",
+        n,
+        "--master-port",
+        str(free_port()),
+        TRAIN,
+    ],
     "deepspeed": lambda n: ["deepspeed", "--num_gpus", n, "--master_port", str(free_port()), TRAIN],
 }
 DROPOUT = 0.1
@@ -87,7 +97,9 @@ class Soak:
 
     def job(self, steps: int = STEPS, every: int = EVERY) -> Path:
         text = self.folder / "text.jsonl"
-        text.write_text("".join(json.dumps({"text": f"def f{i}(x): return x + {i}"}) + "\n" for i in range(999)))
+        text.write_text(
+            "".join(json.dumps({"text": f"def f{i}(x): return x + {i}"}) + "\n" for i in range(999))
+        )
         path = self.folder / "job.json"
         path.write_text(json.dumps({
             "train_batch_size": 8, "gradient_clipping": 0.5, "zero_optimization": {"stage": 2},
@@ -105,7 +117,13 @@ class Soak:
     ) -> tuple[subprocess.Popen[str], str]:
         engine, count = layout
         mark = uuid.uuid4().hex
-        words = [*LAUNCHERS[launcher](str(count)), "--config", str(self.folder / "job.json"), "--resume", "auto"]
+        words = [
+            *LAUNCHERS[launcher](str(count)),
+            "--config",
+            str(self.folder / "job.json"),
+            "--resume",
+            "auto",
+        ]
         overrides = [f"trainer.engine={engine}", f"trainer.run.folder={run}"]
         overrides.append(f"trainer.model.config.attention_dropout={dropout}")
         return started(*words, *overrides, cold=cold, **{MARK: mark}), mark
@@ -125,7 +143,9 @@ class Soak:
         dropout = DROPOUT if first[1] == second[1] else 0.0
         run = self.folder / f"run-{number}"
         process, mark = self.start(launcher, first, run, dropout)
-        at = self.chance.randrange(2 * EVERY + 1, STEPS - 5)  # two are saved: a run whose one is damaged is refused
+        at = self.chance.randrange(
+            2 * EVERY + 1, STEPS - 5
+        )  # two are saved: a run whose one is damaged is refused
         deadline = time.monotonic() + 240
         while steps(run) < at and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -143,7 +163,12 @@ class Soak:
         if not wrong:
             shutil.rmtree(run)
         return Struck(
-            number, kind, launcher, f"{first[0]} {first[1]} -> {second[0]} {second[1]}", round(took, 1), wrong
+            number,
+            kind,
+            launcher,
+            f"{first[0]} {first[1]} -> {second[0]} {second[1]}",
+            round(took, 1),
+            wrong,
         )
 
     def _end(self, process: subprocess.Popen[str], mark: str, begun: float) -> tuple[str, float]:
@@ -165,12 +190,18 @@ class Soak:
         return wrong, took
 
 
-def difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], *, same: bool) -> str:
+def difference(
+    found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], *, same: bool
+) -> str:
     """What is wrong with weights; `same`: they come of one layout alone."""
     if found.keys() != wanted.keys():
         return "other tensors"
     if same:
-        return "" if all(torch.equal(found[name], wanted[name]) for name in wanted) else "not bit-equal"
+        return (
+            ""
+            if all(torch.equal(found[name], wanted[name]) for name in wanted)
+            else "not bit-equal"
+        )
     worst = max(float((found[n] - wanted[n]).abs().max() / wanted[n].abs().max()) for n in wanted)
     return "" if worst < 1e-5 * STEPS else f"differs by {worst:.1e}"
 
@@ -181,7 +212,11 @@ def steps(run: Path) -> int:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return {k: v for path in (run / "job" / "final").glob("*.safetensors") for k, v in load_file(path).items()}
+    return {
+        k: v
+        for path in (run / "job" / "final").glob("*.safetensors")
+        for k, v in load_file(path).items()
+    }
 
 
 def to_launcher(number: int) -> Callable[..., None]:
@@ -252,17 +287,29 @@ MISSED = "none: the run had ended before"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no fault later than that")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no fault later than that"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log", type=Path, default=LOG, metavar="PATH", help="go on behind its last fault")
-    parser.add_argument("--smoke", action="store_true", help="that it runs: one fault in one layout, no log")
+    parser.add_argument(
+        "--log", type=Path, default=LOG, metavar="PATH", help="go on behind its last fault"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="that it runs: one fault in one layout, no log"
+    )
     args = parser.parse_args()
     if args.smoke:
         del LAYOUTS[1:]
         args.faults, args.log = 1, Path(tempfile.mkdtemp(prefix="soak-")) / "log"
-    log = [Struck(**json.loads(line)) for line in args.log.read_text().splitlines()] if args.log.exists() else []
+    log = (
+        [Struck(**json.loads(line)) for line in args.log.read_text().splitlines()]
+        if args.log.exists()
+        else []
+    )
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     soak, begun = Soak(folder, random.Random()), time.monotonic()
     soak.job()
@@ -288,12 +335,18 @@ def table(log: list[Struck]) -> str:
     kinds = defaultdict(list)
     for struck in log:
         kinds[struck.kind].append(struck)
-    rows = ["| fault | times | survived | s to the end, median | longest |", "| --- | ---: | ---: | ---: | ---: |"]
+    rows = [
+        "| fault | times | survived | s to the end, median | longest |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
     for kind in (*KINDS, MISSED):
         if found := kinds.get(kind):
             took = [struck.seconds for struck in found]
             well = sum(not struck.wrong for struck in found)
-            rows.append(f"| {kind} | {len(found)} | {well} | {statistics.median(took):.1f} | {max(took):.1f} |")
+            rows.append(
+                f"| {kind} | {len(found)} | {well} | {statistics.median(took):.1f} | "
+                f"{max(took):.1f} |"
+            )
     well = sum(not struck.wrong for struck in log)
     return "\n".join([*rows, f"| all | {len(log)} | {well} | | |"])
 

@@ -1,10 +1,11 @@
-"""From the command to the first step: `launch/train.py` against a minimal script around transformers.Trainer.
+"""From the command to the first step: `launch/train.py` against a minimal script around
+transformers.Trainer.
 
     python benchmarks/startup.py [--repeats 5]
 
-Both start as `python SCRIPT` on one CPU process with the same DeepSpeed JSON, model config and prepared text, and end
-after one step. They alternate; the whole command is timed, its end included. One run of each comes first, so that
-caches are warm.
+Both start as `python SCRIPT` on one CPU process with the same DeepSpeed JSON, model config and
+prepared text, and end after one step. They alternate; the whole command is timed, its end included.
+One run of each comes first, so that caches are warm.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ def main() -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "meshloom"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        lines = [json.dumps({"text": f"def function_{i}(value): return value + {i}\n" * 20}) for i in range(400)]
+        lines = [
+            json.dumps({"text": f"def function_{i}(value): return value + {i}\n" * 20})
+            for i in range(400)
+        ]
         (folder / "text.jsonl").write_text("\n".join(lines))
         (folder / "setup.json").write_text(json.dumps({"model": MODEL, "deepspeed": DEEPSPEED}))
         (folder / "trainer.py").write_text(TRAINER)
@@ -76,7 +80,12 @@ def main() -> None:
             "run": {"folder": str(folder / "runs")},
         }
         (folder / "ours.json").write_text(json.dumps({**DEEPSPEED, "trainer": section}))
-        ours = [sys.executable, str(ROOT / "launch/train.py"), "--config", str(folder / "ours.json")]
+        ours = [
+            sys.executable,
+            str(ROOT / "launch/train.py"),
+            "--config",
+            str(folder / "ours.json"),
+        ]
         subprocess.run(ours, check=True, capture_output=True, env=environment)
         tokenizer = next(path for path in cache.iterdir() if (path / "tokenizer.json").is_file())
         theirs = [sys.executable, str(folder / "trainer.py"), str(folder), str(tokenizer)]
@@ -89,7 +98,10 @@ def main() -> None:
                 times[arm].append(time.perf_counter() - started)
     print("| arm | median (s) | all (s) |\n| --- | ---: | --- |")
     for arm, found in times.items():
-        print(f"| {arm} | {statistics.median(found):.2f} | {', '.join(f'{value:.2f}' for value in sorted(found))} |")
+        print(
+            f"| {arm} | {statistics.median(found):.2f} | "
+            f"{', '.join(f'{value:.2f}' for value in sorted(found))} |"
+        )
 
 
 if __name__ == "__main__":

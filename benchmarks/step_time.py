@@ -1,4 +1,5 @@
-"""What a step costs beside bare loops and Hugging Face's Trainer, on CPU, interleaved step by step in one run.
+"""What a step costs beside bare loops and Hugging Face's Trainer, on CPU, interleaved step by step
+in one run.
 
     python benchmarks/step_time.py [--model small|26m] [--steps 60] [--peer trainer|accelerate] [--smoke]
     torchrun --nproc-per-node 2 benchmarks/step_time.py ...
@@ -52,8 +53,20 @@ from trainer.tasks.task import ModelWithLoss
 from trainer.trackers import JsonLines
 
 MODELS = {
-    "small": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512, "sequence": 32},
-    "26m": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 7, "vocab_size": 4096, "sequence": 64},
+    "small": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+        "sequence": 32,
+    },
+    "26m": {
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 7,
+        "vocab_size": 4096,
+        "sequence": 64,
+    },
 }
 BATCH, CLIP, RATE = 2, 1.0, 1e-3
 WARM_UP = 5
@@ -116,7 +129,12 @@ class Bench:
     def __init__(self, model: str, world_size: int, rank: int) -> None:
         sizes = {**MODELS[model]}
         self.sequence = sizes.pop("sequence")
-        config = {"model_type": "llama", **sizes, "num_attention_heads": 8, "num_key_value_heads": 8}
+        config = {
+            "model_type": "llama",
+            **sizes,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+        }
         self.options = argparse.Namespace(
             name_or_path=None, config=config, revision=None, trust_remote_code=False, attention=None
         )
@@ -137,7 +155,10 @@ class Bench:
                 "params": {"lr": RATE, "weight_decay": 0.01, "torch_adam": True, "fused": True},
             },
         }
-        self.scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": RATE, "warmup_num_steps": 10}}
+        self.scheduler = {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": RATE, "warmup_num_steps": 10},
+        }
 
     def module(self) -> ModelWithLoss:
         model = self.task.prepare(self.spec.build())
@@ -146,7 +167,9 @@ class Bench:
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         first = (step * self.world_size + self.rank) * BATCH
-        return self.task.collate([self.samples[(first + i) % len(self.samples)] for i in range(BATCH)])
+        return self.task.collate(
+            [self.samples[(first + i) % len(self.samples)] for i in range(BATCH)]
+        )
 
     # The arms: each builds, then steps for ever, calling `turn` before every step
 
@@ -169,11 +192,15 @@ class Bench:
         )
         device = torch.device("cpu")
         machine = Machine(device, Ranks(self.rank, self.world_size))
-        engine = ENGINES["deepspeed"].build(Job(layout, self.spec, self.task, self.json, 0, machine))
+        engine = ENGINES["deepspeed"].build(
+            Job(layout, self.spec, self.task, self.json, 0, machine)
+        )
         lines = JsonLines(Path(tempfile.mkdtemp()) / "metrics.jsonl")
         steps = 10**6
         batching = Batching(BATCH, 1, self.world_size, self.rank)
-        loader = BatchLoader(self.samples, self.task.collate, batching, range(steps), seed=0, position=0)
+        loader = BatchLoader(
+            self.samples, self.task.collate, batching, range(steps), seed=0, position=0
+        )
         meter = Meter(steps, device, self.world_size, 1.0, None, loader, RunState())
 
         class Timed(Hooks):
@@ -185,14 +212,23 @@ class Bench:
 
         turn()
         schedule = schedule_of(self.json["optimizer"], self.scheduler)
-        train(engine, loader, schedule, LoopPlan(steps, layout.train_batch, 10, None, None), Timed(), RunState())
+        train(
+            engine,
+            loader,
+            schedule,
+            LoopPlan(steps, layout.train_batch, 10, None, None),
+            Timed(),
+            RunState(),
+        )
 
     def bare_deepspeed(self, turn: Callable[[], None]) -> None:
         import deepspeed
 
         config = {**self.json, "scheduler": self.scheduler, "steps_per_print": 2**31 - 1}
         module = self.module()
-        engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+        engine, *_ = deepspeed.initialize(
+            model=module, model_parameters=list(module.parameters()), config=config
+        )
         for step in range(10**6):
             turn()
             loss = engine(self.batch(step)) / (BATCH * self.sequence)
@@ -238,7 +274,9 @@ class Bench:
                 turn()
 
         def collate(samples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
-            ids = torch.from_numpy(np.stack([np.append(s["input_ids"], s["targets"][-1]) for s in samples]))
+            ids = torch.from_numpy(
+                np.stack([np.append(s["input_ids"], s["targets"][-1]) for s in samples])
+            )
             return {"input_ids": ids[:, :-1], "labels": ids[:, :-1]}
 
         arguments = TrainingArguments(
@@ -258,24 +296,34 @@ class Bench:
             use_cpu=True,
         )
         model = AutoModelForCausalLM.from_config(self.config)
-        runner = Trainer(model, arguments, data_collator=collate, train_dataset=self.samples, callbacks=[Pause()])
+        runner = Trainer(
+            model, arguments, data_collator=collate, train_dataset=self.samples, callbacks=[Pause()]
+        )
         runner.train()
 
 
 def other_load(seconds: float, own: float, before: Any) -> float:
     """Share of the machine that processes which are not ours took."""
     after = psutil.cpu_times()
-    busy = sum(getattr(after, kind) - getattr(before, kind) for kind in ("user", "system", "nice", "steal"))
+    busy = sum(
+        getattr(after, kind) - getattr(before, kind) for kind in ("user", "system", "nice", "steal")
+    )
     return max(0.0, busy - own) / (seconds * (os.cpu_count() or 1))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--peer", choices=("trainer", "accelerate"), default="trainer", help="the sixth arm")
+    parser.add_argument(
+        "--peer", choices=("trainer", "accelerate"), default="trainer", help="the sixth arm"
+    )
     parser.add_argument("--arm", help="run this arm alone and print its peak memory")
-    parser.add_argument("--smoke", action="store_true", help="that it runs: the small model, two steps, no figure")
+    parser.add_argument(
+        "--smoke", action="store_true", help="that it runs: the small model, two steps, no figure"
+    )
     options = parser.parse_args()
     if options.smoke:
         options.model, options.steps = "small", 2
@@ -297,7 +345,11 @@ def main() -> None:
         "bare DeepSpeed": bench.bare_deepspeed,
         "bare PyTorch": bench.bare_pytorch,
         # these two set Accelerate's one state to DeepSpeed and to plain: one of them a run
-        **({"Trainer": bench.trainer} if options.peer == "trainer" else {"bare Accelerate": bench.bare_accelerate}),
+        **(
+            {"Trainer": bench.trainer}
+            if options.peer == "trainer"
+            else {"bare Accelerate": bench.bare_accelerate}
+        ),
     }
     if options.arm:
         arms = {options.arm: arms[options.arm]}
@@ -323,7 +375,11 @@ def measure(arms: dict[str, Any], turns: Turns, options: Any, world: Any, output
     process_before = time.process_time()
     for round_number in range(WARM_UP + options.steps):
         if round_number == WARM_UP:
-            process_before, before, started = time.process_time(), psutil.cpu_times(), time.perf_counter()
+            process_before, before, started = (
+                time.process_time(),
+                psutil.cpu_times(),
+                time.perf_counter(),
+            )
         order.shuffle(names)
         for name in names:
             if world.world_size > 1:
@@ -337,18 +393,31 @@ def measure(arms: dict[str, Any], turns: Turns, options: Any, world: Any, output
     if options.arm:
         import resource
 
-        return f"{options.arm}: peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+        return (
+            f"{options.arm}: peak "
+            f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+        )
     load = other_load(time.perf_counter() - started, own, before)
-    lines = ["| arm | median step (ms) | ours / arm | ours - arm (us) |", "| --- | ---: | ---: | ---: |"]
+    lines = [
+        "| arm | median step (ms) | ours / arm | ours - arm (us) |",
+        "| --- | ---: | ---: | ---: |",
+    ]
     ours = times["ours"]
     for name, found in times.items():
         ratio = statistics.median(a / b for a, b in zip(ours, found, strict=True))
         difference = statistics.median(a - b for a, b in zip(ours, found, strict=True)) * 1e6
-        lines.append(f"| {name} | {statistics.median(found) * 1e3:.2f} | {ratio:.3f} | {difference:+.0f} |")
-    spread = abs(1 - statistics.median(a / b for a, b in zip(ours, times["ours again"], strict=True)))
+        lines.append(
+            f"| {name} | {statistics.median(found) * 1e3:.2f} | {ratio:.3f} | {difference:+.0f} |"
+        )
+    spread = abs(
+        1 - statistics.median(a / b for a, b in zip(ours, times["ours again"], strict=True))
+    )
     verdict = "void" if spread > 0.03 or load > 0.05 else "valid"
     header = f"{options.model}, {world.world_size} rank(s), {options.steps} rounds"
-    lines.append(f"\n{header}: {verdict}; A/A off by {spread:.1%}, other processes took {load:.1%} of the machine")
+    lines.append(
+        f"\n{header}: {verdict}; A/A off by {spread:.1%}, other processes took {load:.1%} of the "
+        "machine"
+    )
     return "\n".join(lines)
 
 

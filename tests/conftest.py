@@ -16,12 +16,19 @@ settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--more", action="store_true", help="also what a first run leaves out (tests/support/sample.py)")
+    parser.addoption(
+        "--more",
+        action="store_true",
+        help="also what a first run leaves out (tests/support/sample.py)",
+    )
     parser.addoption("--whole", action="store_true", help="every case there is: hours")
     parser.addoption(
         "--part",
         metavar="COMMIT",
-        help=f"with --more: one of {PARTS} equal parts of what a first run leaves out, the one that this commit picks",
+        help=(
+            f"with --more: one of {PARTS} equal parts of what a first run leaves out, the one "
+            "that this commit picks"
+        ),
     )
 
 
@@ -32,7 +39,11 @@ def part_of(name: str) -> int:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     commit = config.getoption("--part")
-    return f"part {part_of(commit) + 1} of {PARTS} of the slow tests, picked by {commit}" if commit else None
+    return (
+        f"part {part_of(commit) + 1} of {PARTS} of the slow tests, picked by {commit}"
+        if commit
+        else None
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,10 +56,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if not any(word in item.name for item in items if item.path.name == file)
         ]
         if stale:
-            raise pytest.UsageError(f"tests/support/sample.py names tests that are not there: {stale}")
+            raise pytest.UsageError(
+                f"tests/support/sample.py names tests that are not there: {stale}"
+            )
     for item in items:
         words = SAMPLE.get(item.path.name)
-        if words is not None and not any(word in item.name for word in words) and not item.get_closest_marker("whole"):
+        if (
+            words is not None
+            and not any(word in item.name for word in words)
+            and not item.get_closest_marker("whole")
+        ):
             rare = any(word in item.name for word in RARELY.get(item.path.name, ()))
             item.add_marker("whole" if rare else "more")
     unwanted = {"more", "whole"}
@@ -64,7 +81,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not named
         and (
             any(item.get_closest_marker(name) for name in unwanted)
-            or (commit and item.get_closest_marker("more") and part_of(item.nodeid) != part_of(commit))
+            or (
+                commit
+                and item.get_closest_marker("more")
+                and part_of(item.nodeid) != part_of(commit)
+            )
         )
     ]
     config.hook.pytest_deselected(items=out)

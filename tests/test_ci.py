@@ -1,4 +1,6 @@
-"""What `.ci/run` adds to pytest: a part of the slow tests for each commit, and a second try of what failed."""
+"""What `.ci/run` adds to pytest: a part of the slow tests for each commit, and a second try of what
+failed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ PLAIN = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 def again(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_some.py").write_text(tests)
-    subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=folder, capture_output=True, env=PLAIN)
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q"], cwd=folder, capture_output=True, env=PLAIN
+    )
     command = [sys.executable, ROOT / ".ci" / "again.py"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=PLAIN)
 
@@ -40,7 +44,10 @@ def again(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
 def test_what_passes_alone_is_listed_as_flaky(tmp_path):
     found = again(tmp_path, TESTS)
     assert found.returncode == 0
-    assert found.stdout.splitlines()[-1] == "FLAKY (passed alone): test_some.py::test_passes_the_second_time"
+    assert (
+        found.stdout.splitlines()[-1]
+        == "FLAKY (passed alone): test_some.py::test_passes_the_second_time"
+    )
 
 
 def test_what_fails_again_fails(tmp_path):
@@ -50,7 +57,9 @@ def test_what_fails_again_fails(tmp_path):
 
 
 def test_many_failures_are_no_chance(tmp_path):
-    many = "import pytest\n@pytest.mark.parametrize('n', range(9))\ndef test_fails(n): assert False\n"
+    many = (
+        "import pytest\n@pytest.mark.parametrize('n', range(9))\ndef test_fails(n): assert False\n"
+    )
     found = again(tmp_path, many)
     assert found.returncode == 1
     assert "again, alone" not in found.stdout

@@ -1,8 +1,10 @@
-"""Each command of README, docs, examples and benchmarks runs, in its smallest form; one that is new has to say how.
+"""Each command of README, docs, examples and benchmarks runs, in its smallest form; one that is new
+has to say how.
 
-The cheapest are run by default, the others with `--more`. `{tiny}` stands for overrides that make a config that ships
-tiny, `{job}` for a config of a tiny model, `{run}` for a run of it, `{text}` for its data and `{out}` for an empty
-folder. A command of which another test runs that very thing is named with it.
+The cheapest are run by default, the others with `--more`. `{tiny}` stands for overrides that make a
+config that ships tiny, `{job}` for a config of a tiny model, `{run}` for a run of it, `{text}` for
+its data and `{out}` for an empty folder. A command of which another test runs that very thing is
+named with it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import pytest
 
 from tests.support.commands import ROOT, SCRIPTS, run, write_job
 
-COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3?|deepspeed|torchrun|accelerate|meshloom) +[^\s=|&>,.]")
+COMMAND = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:python3?|deepspeed|torchrun|accelerate|meshloom) +[^\s=|&>,.]"
+)
 TRAIN = "launch/train.py --config"
 OPTION = re.compile(r" \[[^\]]*\]")
 
@@ -45,7 +49,9 @@ def code_of(path: Path) -> Iterator[str]:
 
 def commands_of(path: Path) -> set[str]:
     """Without a comment at the end, options in brackets, and spaces beyond one."""
-    found = {re.split(r"\s+# ", code, maxsplit=1)[0] for code in code_of(path) if COMMAND.match(code)}
+    found = {
+        re.split(r"\s+# ", code, maxsplit=1)[0] for code in code_of(path) if COMMAND.match(code)
+    }
     return {" ".join(OPTION.sub("", command).split()) for command in found}
 
 
@@ -71,12 +77,17 @@ SHORT = "trainer.data.sequence_length=16 trainer.run.folder={out} trainer.epochs
 
 SMALL: dict[str, tuple[str, ...]] = {
     # README
-    f"deepspeed {TRAIN} ds_configs/zero2.json": (f"deepspeed {TRAIN} ds_configs/zero2.json {{tiny}}",),
+    f"deepspeed {TRAIN} ds_configs/zero2.json": (
+        f"deepspeed {TRAIN} ds_configs/zero2.json {{tiny}}",
+    ),
     "meshloom train --config zero2": ("meshloom train --config zero2 {tiny}",),
-    f"deepspeed {TRAIN} ds_configs/zero3.json trainer.model.name_or_path=my-llama trainer.data.path='data/*.jsonl' "
+    f"deepspeed {TRAIN} ds_configs/zero3.json trainer.model.name_or_path=my-llama "
+    "trainer.data.path='data/*.jsonl' "
     "trainer.epochs=1": (f"deepspeed {TRAIN} ds_configs/zero3.json {OWN} {SHORT}",),
     f"deepspeed {TRAIN} C.json": (f"deepspeed {TRAIN} {{job}}",),
-    f"torchrun --nproc-per-node 8 {TRAIN} C.json": (f"torchrun --nproc-per-node 2 {TRAIN} {{job}}",),
+    f"torchrun --nproc-per-node 8 {TRAIN} C.json": (
+        f"torchrun --nproc-per-node 2 {TRAIN} {{job}}",
+    ),
     f"accelerate launch {TRAIN} C.json": (f"accelerate launch {TRAIN} {{job}}",),
     f"python {TRAIN} C.json": (f"python {TRAIN} {{job}}",),
     "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 "
@@ -85,27 +96,45 @@ SMALL: dict[str, tuple[str, ...]] = {
         "meshloom plan --config zero3 --nodes 8 --gpus 8 --device h100-80gb {tiny}",
     ),
     "meshloom report runs/NAME": ("meshloom report {run} --output {out}/page.html",),
-    f"deepspeed {TRAIN} ds_configs/zero3.json trainer.model.name_or_path=my-llama trainer.data.path=chats.jsonl "
+    f"deepspeed {TRAIN} ds_configs/zero3.json trainer.model.name_or_path=my-llama "
+    "trainer.data.path=chats.jsonl "
     "trainer.data.documents=pack trainer.epochs=3 --preview 2": (
-        f"deepspeed {TRAIN} ds_configs/zero3.json {OWN} {SHORT} trainer.data.documents=pack --preview 2",
+        (
+            f"deepspeed {TRAIN} ds_configs/zero3.json {OWN} {SHORT} trainer.data.documents=pack "
+            "--preview 2"
+        ),
     ),
-    f"{CHECKPOINT} list|verify|show PATH": tuple(f"{CHECKPOINT} {word} {{run}}" for word in ("list", "verify", "show")),
+    f"{CHECKPOINT} list|verify|show PATH": tuple(
+        f"{CHECKPOINT} {word} {{run}}" for word in ("list", "verify", "show")
+    ),
     f"deepspeed {TRAIN} examples/finetune.json": (
-        f"deepspeed {TRAIN} examples/finetune.json trainer.model.name_or_path={{run}}/final trainer.run.folder={{out}} "
+        f"deepspeed {TRAIN} examples/finetune.json trainer.model.name_or_path={{run}}/final "
+        f"trainer.run.folder={{out}} "
         "trainer.epochs=0.1",
     ),
     # docs
-    "torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 "
+    "torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint "
+    "HEAD:29500 "
     f"{TRAIN} my.json trainer.checkpoint.every=200": (f"{HOSTS} --max-restarts 3 {TRAIN} {{job}}",),
     "meshloom status runs/NAME": ("meshloom status {run}",),
     "meshloom import --from axolotl full.yml --output full.json": (
-        f"meshloom import --from axolotl {FOREIGN}/axolotl_full.yml --partial --output {{out}}/full.json",
+        (
+            f"meshloom import --from axolotl {FOREIGN}/axolotl_full.yml --partial --output "
+            f"{{out}}/full.json"
+        ),
     ),
     "meshloom import --from llamafactory llama3_full_sft.yaml --output full.json": (
-        f"meshloom import --from llamafactory {FOREIGN}/llamafactory_pretrain.yaml --output {{out}}/full.json",
+        (
+            f"meshloom import --from llamafactory {FOREIGN}/llamafactory_pretrain.yaml --output "
+            f"{{out}}/full.json"
+        ),
     ),
-    "meshloom import --output clm.json -- --model_name_or_path gpt2 --dataset_name wikitext --learning_rate 1e-5": (
-        "meshloom import --output {out}/clm.json -- --model_name_or_path gpt2 --dataset_name wikitext "
+    (
+        "meshloom import --output clm.json -- --model_name_or_path gpt2 --dataset_name wikitext "
+        "--learning_rate 1e-5"
+    ): (
+        "meshloom import --output {out}/clm.json -- --model_name_or_path gpt2 --dataset_name "
+        "wikitext "
         "--learning_rate 1e-5",
     ),
     "meshloom plan --config ds_configs/zero3.json --nodes 8 --gpus 8 --device h100-80gb "
@@ -117,7 +146,8 @@ SMALL: dict[str, tuple[str, ...]] = {
     "trainer.model.name_or_path=LLAMA-405B trainer.data.sequence_length=8192 pipeline.stages=16 "
     "tensor_parallel.autotp_size=8 trainer.mesh.shard=8 train_micro_batch_size_per_gpu=1 "
     "gradient_accumulation_steps=64 trainer.activation_checkpointing=full trainer.engine=mesh": (
-        "meshloom plan --config megatron_3d --nodes 1 --gpus 8 --device h100-80gb {tiny} pipeline.stages=2 "
+        "meshloom plan --config megatron_3d --nodes 1 --gpus 8 --device h100-80gb {tiny} "
+        "pipeline.stages=2 "
         "tensor_parallel.autotp_size=2 trainer.mesh.shard=2 train_micro_batch_size_per_gpu=1 "
         f"gradient_accumulation_steps=4 {FULL} trainer.engine=mesh",
     ),
@@ -127,7 +157,9 @@ SMALL: dict[str, tuple[str, ...]] = {
         )
         for name in ("zero2_offload", "zero3_offload")
     },
-    f"deepspeed {TRAIN} ds_configs/zero1.json MODEL": (f"deepspeed {TRAIN} ds_configs/zero1.json {{tiny}}",),
+    f"deepspeed {TRAIN} ds_configs/zero1.json MODEL": (
+        f"deepspeed {TRAIN} ds_configs/zero1.json {{tiny}}",
+    ),
     **{
         f"deepspeed {TRAIN} ds_configs/{name}.json MODEL FULL": (
             f"deepspeed {TRAIN} ds_configs/{name}.json {{tiny}} {FULL}",
@@ -155,7 +187,9 @@ SMALL: dict[str, tuple[str, ...]] = {
     "python benchmarks/packing.py": (
         "python benchmarks/packing.py --rounds 1 --steps 3 --rows 2 --sequence 64 --median 20",
     ),
-    "python benchmarks/plan_memory.py --smoke mesh-zero3": ("python benchmarks/plan_memory.py --smoke mesh-zero3",),
+    "python benchmarks/plan_memory.py --smoke mesh-zero3": (
+        "python benchmarks/plan_memory.py --smoke mesh-zero3",
+    ),
     "python benchmarks/plan_order.py": ("python benchmarks/plan_order.py --smoke",),
     f"{PREPARATION} speed": (f"{PREPARATION} speed --megabytes 0.1",),
     f"{PREPARATION} memory": (f"{PREPARATION} memory --documents 2000",),
@@ -182,10 +216,14 @@ SAME: dict[str, str] = {
     "python benchmarks/images.py": "python benchmarks/images.py --smoke",
     "python benchmarks/loss_memory.py --repeats 5": "python benchmarks/loss_memory.py",
     "python benchmarks/plan_memory.py": "python benchmarks/plan_memory.py --smoke mesh-zero3",
-    "python benchmarks/plan_memory.py lora chunked mesh-zero3": "python benchmarks/plan_memory.py --smoke mesh-zero3",
+    "python benchmarks/plan_memory.py lora chunked mesh-zero3": (
+        "python benchmarks/plan_memory.py --smoke mesh-zero3"
+    ),
     "python benchmarks/plan_order.py --ranks 2 4 --layouts 10": "python benchmarks/plan_order.py",
     "python benchmarks/startup.py --repeats 5": "python benchmarks/startup.py",
-    "python benchmarks/step_time.py --model 26m --steps 10 --arm ARM": "python benchmarks/step_time.py",
+    "python benchmarks/step_time.py --model 26m --steps 10 --arm ARM": (
+        "python benchmarks/step_time.py"
+    ),
     "python benchmarks/step_time.py --model 26m --steps 60": "python benchmarks/step_time.py",
     "python benchmarks/step_time.py --model small --steps 200": "python benchmarks/step_time.py",
     **{
@@ -251,10 +289,19 @@ def test_the_tables_have_no_command_that_nobody_documents():
 
 
 def test_a_new_command_is_found_wherever_it_stands(tmp_path: Path):
-    text = "Say `torchrun x.py`,\n\n    python a.py \\\n        --b  # c\n\n```sh\nmeshloom plan --config d\n```\n"
+    text = (
+        "Say `torchrun x.py`,\n\n    python a.py \\\n        --b  # c\n\n```sh\nmeshloom plan "
+        "--config d\n```\n"
+    )
     (tmp_path / "a.md").write_text(f"{text}or deepspeed e.py, `python = 3` and `a python b`.\n")
-    assert commands_of(tmp_path / "a.md") == {"torchrun x.py", "python a.py --b", "meshloom plan --config d"}
-    (tmp_path / "b.py").write_text('"""Prose.\n\n    accelerate launch f.py [--g 1]\n"""\n\npython = "python h.py"\n')
+    assert commands_of(tmp_path / "a.md") == {
+        "torchrun x.py",
+        "python a.py --b",
+        "meshloom plan --config d",
+    }
+    (tmp_path / "b.py").write_text(
+        '"""Prose.\n\n    accelerate launch f.py [--g 1]\n"""\n\npython = "python h.py"\n'
+    )
     assert commands_of(tmp_path / "b.py") == {"accelerate launch f.py"}
 
 
@@ -279,14 +326,24 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "evaluation.samples": 2,
         "generate.tokens": 2,
     }
-    words = [f"trainer.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in tiny.items()]
-    return {"tiny": shlex.join(words), "job": str(job), "text": section["data"]["path"], "folder": str(folder)}
+    words = [
+        f"trainer.{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in tiny.items()
+    ]
+    return {
+        "tiny": shlex.join(words),
+        "job": str(job),
+        "text": section["data"]["path"],
+        "folder": str(folder),
+    }
 
 
 @pytest.fixture(scope="module")
 def trained(places: dict[str, str]) -> str:
     folder = Path(places["folder"]) / "trained"
-    result = run(sys.executable, "launch/train.py", "--config", places["job"], f"trainer.run.folder={folder}")
+    result = run(
+        sys.executable, "launch/train.py", "--config", places["job"], f"trainer.run.folder={folder}"
+    )
     assert result.code == 0, result.output
     return str(next(folder.iterdir()))
 
@@ -297,7 +354,9 @@ FORMS = list(dict.fromkeys(form for forms in SMALL.values() for form in forms))
 @pytest.mark.parametrize(
     "form",
     [
-        pytest.param(form, id=f"{at} {form[:70]}", marks=() if form.startswith(CHEAP) else pytest.mark.more)
+        pytest.param(
+            form, id=f"{at} {form[:70]}", marks=() if form.startswith(CHEAP) else pytest.mark.more
+        )
         for at, form in enumerate(FORMS)
     ],
 )
@@ -310,7 +369,9 @@ def test_it_runs(request: pytest.FixtureRequest, places: dict[str, str], tmp_pat
     if "{job}" in form or "{tiny}" in form:
         words.append(f"trainer.run.folder={tmp_path}")
     before = state_of_results()
-    result = run(*first.get(words[0], [words[0]]), *words[1:], timeout=800, cold=form.startswith(CHEAP))
+    result = run(
+        *first.get(words[0], [words[0]]), *words[1:], timeout=800, cold=form.startswith(CHEAP)
+    )
     assert words[0] in SCRIPTS or words[0] in first
     assert result.code == 0, result.output[-4000:]
     assert state_of_results() == before, "a smallest form writes nothing into the tree"
@@ -318,4 +379,7 @@ def test_it_runs(request: pytest.FixtureRequest, places: dict[str, str], tmp_pat
 
 def state_of_results() -> dict[str, float]:
     """The times of the files that full benchmarks write."""
-    return {str(path): path.stat().st_mtime for path in [*ROOT.glob("benchmarks/results/*"), ROOT / "docs/which.md"]}
+    return {
+        str(path): path.stat().st_mtime
+        for path in [*ROOT.glob("benchmarks/results/*"), ROOT / "docs/which.md"]
+    }

@@ -1,4 +1,6 @@
-"""The ladder: each rung as a user runs it, at a tiny size, beside one device; small enough to read, and alone."""
+"""The ladder: each rung as a user runs it, at a tiny size, beside one device; small enough to read,
+and alone.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.support.commands import ROOT, run
 
 LADDER = ROOT / "examples" / "ladder"
 SCRIPTS = sorted(path for path in LADDER.glob("*.py") if path.name[0].isdigit())
-LAST = re.compile(r"loss after (\d+) steps (\d+\.\d{6}), difference from one device (\d\.\de[+-]\d\d)")
+LAST = re.compile(
+    r"loss after (\d+) steps (\d+\.\d{6}), difference from one device (\d\.\de[+-]\d\d)"
+)
 IMAGES = ("--steps", "1", "--batch", "4")
 
 RUNGS: dict[str, tuple[str, ...]] = {
@@ -48,11 +52,15 @@ RUNGS: dict[str, tuple[str, ...]] = {
 
 
 def climb(folder: Path, script: str, *arguments: str) -> tuple[float, str]:
-    """Run a copy of one script in an empty folder; its difference from one device, and what it printed."""
+    """Run a copy of one script in an empty folder; its difference from one device, and what it
+    printed.
+    """
     shutil.copy(LADDER / f"{script}.py", folder)
     result = run(sys.executable, folder / f"{script}.py", *arguments, PYTHONPATH=str(ROOT))
     assert result.code == 0, result.output
-    lines = [line for line in result.output.splitlines() if line.startswith(("loss after", "devices: "))]
+    lines = [
+        line for line in result.output.splitlines() if line.startswith(("loss after", "devices: "))
+    ]
     found = LAST.fullmatch(lines[-1])
     assert found and lines[-2].startswith("devices: "), result.output
     return float(found[3]), result.output
@@ -66,7 +74,9 @@ def test_a_rung_has_the_loss_of_one_device(tmp_path, arguments):
 
 def test_every_script_is_a_rung():
     assert {script for script, *_ in RUNGS.values()} == {path.stem for path in SCRIPTS}
-    assert sorted({path.name[:2] for path in SCRIPTS}) == [f"{number:02}" for number in range(1, 14)]
+    assert sorted({path.name[:2] for path in SCRIPTS}) == [
+        f"{number:02}" for number in range(1, 14)
+    ]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -76,22 +86,40 @@ def test_a_rung_is_a_screen_and_stands_alone(path):
     tree = ast.parse(text)
     assert ast.get_docstring(tree)
     after = text.splitlines()[tree.body[0].end_lineno :]
-    assert sum(bool(line.strip()) and not line.startswith(("import ", "from ")) for line in after) <= 60
-    modules = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    assert (
+        sum(bool(line.strip()) and not line.startswith(("import ", "from ")) for line in after)
+        <= 60
+    )
+    modules = {
+        name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
+    }
     modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    known = {*sys.stdlib_module_names, "torch", "torchvision", "deepspeed", "mlflow", "safetensors", "trainer"}
+    known = {
+        *sys.stdlib_module_names,
+        "torch",
+        "torchvision",
+        "deepspeed",
+        "mlflow",
+        "safetensors",
+        "trainer",
+    }
     assert {module.split(".")[0] for module in modules} <= known
 
 
 def test_what_a_rung_costs_is_measured():
-    """Of ranks that the script starts itself: DDP reduces each gradient once, and Adam keeps two of each parameter."""
+    """Of ranks that the script starts itself: DDP reduces each gradient once, and Adam keeps two of
+    each parameter.
+    """
     spec = importlib.util.spec_from_file_location("climb", LADDER / "climb.py")
     climb = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(climb)
     found = climb.run("03_ddp", "--steps", "4")
     assert "reason" not in found, found
     assert found["ranks"] == 2 and found["communicated"] == {"all_reduce": found["parameters"]}
-    assert found["gradients"] == found["parameters"] and 2 <= found["optimizer"] / found["parameters"] < 2.01
+    assert (
+        found["gradients"] == found["parameters"]
+        and 2 <= found["optimizer"] / found["parameters"] < 2.01
+    )
     assert found["activations"] > found["parameters"] and found["seconds"] > 0
 
 

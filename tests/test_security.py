@@ -35,7 +35,9 @@ def test_what_would_steer_a_terminal_is_shown():
     plain = "é ü 日本語 👩\u200d💻 हिन्दी\u200d, two\nlines ⏎"
     assert printable(plain) == plain
     assert str(Problem(STRANGE, STRANGE, STRANGE, STRANGE)).count(SHOWN) == 4
-    assert ConfigError(Problem(STRANGE, "x", "y")).render().isprintable() is False  # for its line break alone
+    assert (
+        ConfigError(Problem(STRANGE, "x", "y")).render().isprintable() is False
+    )  # for its line break alone
     assert _line("+", f"{STRANGE}\n", 100) == f"  + {SHOWN}⏎"
 
 
@@ -62,25 +64,45 @@ def test_a_key_is_shown(tmp_path):
 def options(config: dict[str, Any] | None = None, path: Path | None = None) -> SimpleNamespace:
     name = None if path is None else str(path)
     return SimpleNamespace(
-        name_or_path=name, config=config, revision=None, trust_remote_code=False, attention=None, task="causal_lm"
+        name_or_path=name,
+        config=config,
+        revision=None,
+        trust_remote_code=False,
+        attention=None,
+        task="causal_lm",
     )
 
 
-@pytest.mark.parametrize("name", ["kernels-community/flash-attn2", "somebody/their-kernel", "paged|sdpa", "a/b@v1:c"])
-@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize(
+    "name", ["kernels-community/flash-attn2", "somebody/their-kernel", "paged|sdpa", "a/b@v1:c"]
+)
+@pytest.mark.parametrize(
+    "key", ["attn_implementation", "_attn_implementation", "experts_implementation"]
+)
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_kernel_that_a_models_config_names_is_not_fetched(tmp_path, monkeypatch, name, key, saved):
+def test_a_kernel_that_a_models_config_names_is_not_fetched(
+    tmp_path, monkeypatch, name, key, saved
+):
     monkeypatch.setattr("transformers.modeling_utils.lazy_import_flash_attention", pytest.fail)
     if saved:
         (tmp_path / "config.json").write_text(json.dumps(LLAMA | {key: name}))
     given = options(path=tmp_path) if saved else options(LLAMA | {key: name})
-    with pytest.raises(ConfigError, match="whose code would be fetched and run; expected none, or one of eager, "):
+    with pytest.raises(
+        ConfigError, match="whose code would be fetched and run; expected none, or one of eager, "
+    ):
         read_config(given)
 
 
 def test_a_kernel_in_a_part_of_a_config_is_found():
     with pytest.raises(ConfigError, match="somebody/their-kernel"):
-        read_config(options({"model_type": "llava", "attn_implementation": {"text_config": "somebody/their-kernel"}}))
+        read_config(
+            options(
+                {
+                    "model_type": "llava",
+                    "attn_implementation": {"text_config": "somebody/their-kernel"},
+                }
+            )
+        )
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2", None])
@@ -91,7 +113,10 @@ def test_kernels_that_are_known_may_be_named(name):
 def test_import_never_runs_a_folders_code(tmp_path, monkeypatch):
     """Nor asks whether it may."""
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit\n")
-    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoTokenizer": [None, "own.T"]}}
+    config = {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Config", "AutoTokenizer": [None, "own.T"]},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
     with pytest.raises(ConfigError, match="--model: "):
@@ -137,7 +162,14 @@ def ask(name: str, path: Path) -> tuple[int, str]:
 @pytest.mark.parametrize("name", ["list", "verify", "show"])
 def test_a_checkpoint_that_is_pruned_meanwhile_is_no_error(tmp_path, monkeypatch, name):
     for step in (10, 20):
-        save(tmp_path, replace(STATE, step=step), live().state_tensors(), DESCRIPTION, model_files, ALONE)
+        save(
+            tmp_path,
+            replace(STATE, step=step),
+            live().state_tensors(),
+            DESCRIPTION,
+            model_files,
+            ALONE,
+        )
     work, first = command.COMMANDS[name], tmp_path / "step-000010"
 
     def pruned(path: Path) -> tuple[int, list[str]]:
@@ -170,11 +202,15 @@ def test_weights_in_a_hostile_pickle_are_refused_in_our_words(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     torch.save({"a": Runs(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="a pickle that does more than hold tensors") as caught:
-        open_weights(tmp_path, {"a"}, lambda: AutoModelForCausalLM.from_pretrained(tmp_path).state_dict())
+        open_weights(
+            tmp_path, {"a"}, lambda: AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+        )
     assert "weights_only" not in str(caught.value) and not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 7}', '{"weight_map": {"a": 7}}', "9" * 5000])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"weight_map": 7}', '{"weight_map": {"a": 7}}', "9" * 5000]
+)
 def test_an_index_of_weights_that_is_damaged_is_named(tmp_path, content):
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json: "):

@@ -1,4 +1,6 @@
-"""The shape of the code, held: rooms and import order, no hidden waits, the README's map and table, the budget."""
+"""The shape of the code, held: rooms and import order, no hidden waits, the README's map and table,
+the budget.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def imports(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             if node.module != "trainer":
                 yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module == "trainer")
+            yield from (
+                f"{node.module}.{alias.name}" for alias in node.names if node.module == "trainer"
+            )
 
 
 def test_imports_point_one_way():
@@ -72,14 +76,23 @@ def test_imports_point_one_way():
             if module == "trainer" or (module.startswith("trainer.") and target not in LEVELS):
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}, which is above all rooms")
             if target in LEVELS and target != room and LEVELS[target] >= LEVELS[room]:
-                wrong.append(f"{path.relative_to(ROOT)} (level {LEVELS[room]}) imports {module} ({LEVELS[target]})")
+                wrong.append(
+                    f"{path.relative_to(ROOT)} (level {LEVELS[room]}) imports {module} "
+                    f"({LEVELS[target]})"
+                )
     assert wrong == []
 
 
 def test_no_circle_within_a_room():
     """Of files: a room may be entered from below only, and walked through in one direction."""
-    named = {".".join(path.relative_to(ROOT).with_suffix("").parts): tree for path, tree in sources("trainer")}
-    edges = {name: {module for module in imports(tree) if module in named} for name, tree in named.items()}
+    named = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): tree
+        for path, tree in sources("trainer")
+    }
+    edges = {
+        name: {module for module in imports(tree) if module in named}
+        for name, tree in named.items()
+    }
     while free := [name for name, needs in edges.items() if not needs & edges.keys() - {name}]:
         for name in free:
             del edges[name]
@@ -87,27 +100,62 @@ def test_no_circle_within_a_room():
 
 
 def test_every_library_that_is_imported_is_declared():
-    """As a dependency or of an extra: what another library brings along today may be gone tomorrow."""
+    """As a dependency or of an extra: what another library brings along today may be gone
+    tomorrow.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
     declared = {re.split(r"[<>=\[ ;]", line)[0].lower().replace("_", "-") for line in lines}
     offered = packages_distributions()
     for path, tree in sources("trainer", "launch"):
-        for name in {module.split(".")[0] for module in imports(tree)} - sys.stdlib_module_names - {"trainer"}:
+        for name in (
+            {module.split(".")[0] for module in imports(tree)}
+            - sys.stdlib_module_names
+            - {"trainer"}
+        ):
             found = {one.lower().replace("_", "-") for one in offered.get(name, [name])}
             assert found & declared, f"{path.relative_to(ROOT)} imports {name}, of {found}"
 
 
 def test_every_file_has_a_room():
-    found = {path.relative_to(ROOT / "trainer").with_suffix("").parts[0] for path, _ in sources("trainer")}
+    found = {
+        path.relative_to(ROOT / "trainer").with_suffix("").parts[0]
+        for path, _ in sources("trainer")
+    }
     assert found - {"__init__"} == set(LEVELS)
     loose = {path.name for path in (ROOT / "trainer").glob("*.py")}
     assert loose == {"__init__.py", "errors.py", "layout.py", "state.py", "storage.py"}
 
 
 DIALECT = {
-    *("Grid", "Trainee", "OneByOne", "Copies", "Anatomy", "Inlet", "Feed", "Piece", "Passes", "Staged", "Facts"),
-    *("own_part", "part_at", "place_of", "homes", "shelf", "modern", "modernise", "anatomy", "inlet", "trainee"),
+    *(
+        "Grid",
+        "Trainee",
+        "OneByOne",
+        "Copies",
+        "Anatomy",
+        "Inlet",
+        "Feed",
+        "Piece",
+        "Passes",
+        "Staged",
+        "Facts",
+    ),
+    *(
+        "own_part",
+        "part_at",
+        "place_of",
+        "homes",
+        "shelf",
+        "modern",
+        "modernise",
+        "anatomy",
+        "inlet",
+        "trainee",
+    ),
     *("grid_of", "prove_units", "prove_replicas"),
 }
 
@@ -118,7 +166,9 @@ def test_the_words_are_those_of_the_field():
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-        names |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        names |= {
+            node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        }
         assert not names & DIALECT, path
 
 
@@ -126,20 +176,29 @@ def test_what_is_reduced_over_is_named_and_never_divided_out():
     """Which ranks see equal targets is known to `parallel/parallel_mesh.py` alone."""
     for path, tree in sources("trainer/engines", "trainer/parallel"):
         for node in ast.walk(tree):
-            if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div | ast.FloorDiv):
+            if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(
+                node.op, ast.Div | ast.FloorDiv
+            ):
                 divisor = node.right if isinstance(node, ast.BinOp) else node.value
                 found = {n.attr for n in ast.walk(divisor) if isinstance(n, ast.Attribute)}
-                assert not found & {"tensor", "replicate", "shard", "world_size", "data_ranks"}, (path, node.lineno)
+                assert not found & {"tensor", "replicate", "shard", "world_size", "data_ranks"}, (
+                    path,
+                    node.lineno,
+                )
 
 
 def test_config_and_layout_know_no_torch():
     heavy = {"torch", "transformers", "deepspeed", "datasets", "accelerate"}
     importers = [
-        (path, tree) for path, tree in sources("trainer/tools/importers") if path.stem != "deepspeed_checkpoint"
+        (path, tree)
+        for path, tree in sources("trainer/tools/importers")
+        if path.stem != "deepspeed_checkpoint"
     ]
     for path, tree in [*sources("trainer/config"), *importers]:
         assert not heavy & {module.split(".")[0] for module in imports(tree)}, path
-    assert not heavy & {m.split(".")[0] for m in imports(ast.parse((ROOT / "trainer/layout.py").read_text()))}
+    assert not heavy & {
+        m.split(".")[0] for m in imports(ast.parse((ROOT / "trainer/layout.py").read_text()))
+    }
 
 
 def test_nothing_in_a_step_waits_for_the_device():
@@ -147,7 +206,9 @@ def test_nothing_in_a_step_waits_for_the_device():
         calls = [
             node.func.attr
             for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in WAITS
         ]
         assert calls == [], path
 
@@ -156,7 +217,10 @@ def test_the_environment_is_read_where_processes_start_only():
     for path, tree in sources("trainer"):
         names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         parts = path.relative_to(ROOT / "trainer").parts
-        if parts[0] not in ("supervise", "run", "command", "certify") and parts[:2] != ("tools", "planner"):
+        if parts[0] not in ("supervise", "run", "command", "certify") and parts[:2] != (
+            "tools",
+            "planner",
+        ):
             assert "environ" not in names, path
         assert not any(isinstance(node, ast.Global) for node in ast.walk(tree)), path
 
@@ -184,10 +248,15 @@ def readme() -> str:
 
 
 def test_the_map_of_files_is_the_tree():
-    """The README's map names every module and folder of the product, and nothing that is not there."""
+    """The README's map names every module and folder of the product, and nothing that is not
+    there.
+    """
     section = readme().split("## Map", 1)[1].split("\n## ", 1)[0]
     named = set(re.findall(r"^\| `([\w/.]+)`", section, re.MULTILINE))
-    rooms = {f"trainer/{path.name}{'/' if path.is_dir() else ''}" for path in (ROOT / "trainer").iterdir()}
+    rooms = {
+        f"trainer/{path.name}{'/' if path.is_dir() else ''}"
+        for path in (ROOT / "trainer").iterdir()
+    }
     rooms = {room for room in rooms if "__" not in room}
     others = {"launch/", "ds_configs/", "examples/", "docs/", "tests/", "benchmarks/"}
     present = rooms | {folder for folder in others if (ROOT / folder).is_dir()}
@@ -203,19 +272,26 @@ def test_the_layout_table_is_what_the_engines_say():
 def test_the_files_that_the_readme_names_are_there():
     for name in re.findall(r"\]\(([\w/.-]+)\)", readme()):
         assert (ROOT / name).exists(), name
-    for name in re.findall(r"(?:launch|ds_configs|benchmarks)/[\w-]+\.(?:py|json|sbatch|md)", readme()):
+    for name in re.findall(
+        r"(?:launch|ds_configs|benchmarks)/[\w-]+\.(?:py|json|sbatch|md)", readme()
+    ):
         assert (ROOT / name).exists(), name
 
 
 def test_the_files_that_contributing_names_are_there():
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    for name in re.findall(r"`((?:trainer|tests|launch|docs)/[\w/.]*)`", text) + re.findall(r"\]\(([\w/.]+)", text):
+    for name in re.findall(r"`((?:trainer|tests|launch|docs)/[\w/.]*)`", text) + re.findall(
+        r"\]\(([\w/.]+)", text
+    ):
         assert (ROOT / name).exists(), name
 
 
 def test_the_tests_have_the_rooms_of_the_product():
     rooms = {
-        path.name for folder in ("trainer", "trainer/tools") for path in (ROOT / folder).iterdir() if path.is_dir()
+        path.name
+        for folder in ("trainer", "trainer/tools")
+        for path in (ROOT / folder).iterdir()
+        if path.is_dir()
     }
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
     assert folders - {"conformance"} <= rooms
@@ -226,7 +302,11 @@ def test_every_config_that_ships_is_in_the_readme():
         assert f"`{path.stem}`" in readme(), path
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks/results").glob("*.md")), ids=lambda path: path.stem
+)
 def test_each_table_of_figures_names_commit_and_date(path):
     for table in re.findall(r"(?:^\|.*\n)+\n*(.*)", path.read_text(), re.MULTILINE):
-        assert re.match(r"(Committed in|Measured at) `[0-9a-f]{7}` \(\d{4}-\d\d-\d\d\)", table), table
+        assert re.match(r"(Committed in|Measured at) `[0-9a-f]{7}` \(\d{4}-\d\d-\d\d\)", table), (
+            table
+        )

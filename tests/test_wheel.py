@@ -18,7 +18,9 @@ from tests.support.commands import ROOT, Result, losses, run, write_job
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"  # a build leaves files among its sources, and takes those of an earlier one
+    source = (
+        folder / "source"
+    )  # a build leaves files among its sources, and takes those of an earlier one
     for name in ("trainer", "ds_configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -34,7 +36,9 @@ def installed(wheel: Path) -> Path:
 
 
 def pip(command: str, *arguments: str | Path) -> None:
-    result = run(sys.executable, "-m", "pip", command, "--quiet", "--no-deps", "--no-index", *arguments)
+    result = run(
+        sys.executable, "-m", "pip", command, "--quiet", "--no-deps", "--no-index", *arguments
+    )
     assert result.code == 0, result.output
 
 
@@ -54,7 +58,9 @@ def meshloom(installed: Path, folder: Path, *arguments: str | Path) -> Result:
 
 def test_the_wheel_holds_the_package_and_the_configs(wheel):
     modules = {
-        str(path.relative_to(ROOT)) for path in (ROOT / "trainer").rglob("*") if path.suffix in (".py", ".yml", ".j2")
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "trainer").rglob("*")
+        if path.suffix in (".py", ".yml", ".j2")
     }
     configs = {f"trainer/ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
@@ -62,10 +68,19 @@ def test_the_wheel_holds_the_package_and_the_configs(wheel):
 
 
 def test_a_shipped_config_trains_in_a_folder_elsewhere(installed, tmp_path):
-    section = json.loads(write_job(tmp_path, steps=2, run={"folder": "runs"}).read_text())["trainer"]
+    section = json.loads(write_job(tmp_path, steps=2, run={"folder": "runs"}).read_text())[
+        "trainer"
+    ]
     (tmp_path / "trainer.py").write_text("raise ImportError('the module of somebody else')")
     result = meshloom(
-        installed, tmp_path, "train", "--config", "zero2", "--processes", "2", f"trainer={json.dumps(section)}"
+        installed,
+        tmp_path,
+        "train",
+        "--config",
+        "zero2",
+        "--processes",
+        "2",
+        f"trainer={json.dumps(section)}",
     )
     assert result.code == 0, result.output
     run_folder = tmp_path / "runs" / "zero2"
@@ -79,7 +94,9 @@ def test_a_shipped_config_trains_in_a_folder_elsewhere(installed, tmp_path):
 @pytest.mark.parametrize("command", ["train", "verify", "checkpoint", "import"])
 def test_help(installed, tmp_path, command):
     result = meshloom(installed, tmp_path, command, "--help")
-    assert result.code == 0 and result.output.startswith(f"usage: meshloom {command} "), result.output
+    assert result.code == 0 and result.output.startswith(f"usage: meshloom {command} "), (
+        result.output
+    )
 
 
 def test_commands_are_told(installed, tmp_path):

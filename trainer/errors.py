@@ -19,11 +19,14 @@ FLAGS = {
     "--world-size": "processes",
     "Run the same command again": "Make the same call again",
 }
-"""Command line flags and their Python equivalents; a longer flag comes before one that it begins with."""
+"""Command line flags and their Python equivalents; a longer flag comes before one that it begins
+with.
+"""
 
 
 def printable(text: str) -> str:
-    """Return `text` with characters that control a terminal or reverse its direction shown as `\\x1b`.
+    """Return `text` with characters that control a terminal or reverse its direction shown as
+    `\\x1b`.
 
     Line breaks stay; a lone surrogate, which no terminal takes, is shown as an escape, too.
     """
@@ -39,7 +42,9 @@ def _steers(character: str) -> bool:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the place, what was seen, what is expected there, and how to mend it."""
+    """One thing that is wrong: the place, what was seen, what is expected there, and how to mend
+    it.
+    """
 
     place: str
     seen: str
@@ -66,7 +71,9 @@ class MeshloomError(Exception):
 
     def said_in_python(self) -> None:
         """Reword the problems, in place, for the Python API."""
-        self.problems = tuple(Problem(*map(in_python, vars(problem).values())) for problem in self.problems)
+        self.problems = tuple(
+            Problem(*map(in_python, vars(problem).values())) for problem in self.problems
+        )
         self.args = ("\n".join(map(str, self.problems)),)
 
     def render(self) -> str:
@@ -145,4 +152,6 @@ def named_line(error: Exception, most: int = 200) -> str:
 
 def listed(names: Sequence[str], most: int = 5) -> str:
     """Join the first of some names or lines, and say how many more there are."""
-    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
+    return "; ".join(names[:most]) + (
+        f"; and {len(names) - most} more" if len(names) > most else ""
+    )

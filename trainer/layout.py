@@ -20,7 +20,9 @@ AXES = ("pipeline", "replicate", "shard", "tensor")
 
 @dataclass(frozen=True)
 class Recompute:
-    """The blocks whose activations are recomputed in the backward pass (activation checkpointing)."""
+    """The blocks whose activations are recomputed in the backward pass (activation
+    checkpointing).
+    """
 
     mode: RecomputeMode = "none"
     every: int = 1
@@ -34,12 +36,18 @@ class PipelineSchedule:
     name: str
     stages_per_rank: int = 1
     folded: bool = False
-    """True if rank r of p holds the stages r and 2p - 1 - r, so that rank 0 has first and last; else r, r + p, ..."""
+    """True if rank r of p holds the stages r and 2p - 1 - r, so that rank 0 has first and last;
+    else r, r + p, ...
+    """
     splits_backward: bool = False
-    """True if gradients of weights are computed separately from those of activations, to fill the bubble."""
+    """True if gradients of weights are computed separately from those of activations, to fill the
+    bubble.
+    """
 
     def problem(self, micro_batches: int, ranks: int) -> tuple[str, str] | None:
-        """Return why this many micro-batches can't run on `ranks` pipeline ranks, as (seen, expected), or None."""
+        """Return why this many micro-batches can't run on `ranks` pipeline ranks, as (seen,
+        expected), or None.
+        """
         stages = ranks * self.stages_per_rank
         least = stages if self.folded else ranks
         seen = f"{micro_batches} micro-batches for {stages} pipeline stages under {self.name}"
@@ -62,12 +70,16 @@ PIPELINE_SCHEDULES = {
         PipelineSchedule("DualPipeV", 2, folded=True, splits_backward=True),
     )
 }
-"""GPipe: arXiv 1811.06965; 1F1B and interleaved: 2104.04473; zero bubble: 2401.10241; DualPipeV: 2412.19437."""
+"""GPipe: arXiv 1811.06965; 1F1B and interleaved: 2104.04473; zero bubble: 2401.10241; DualPipeV:
+2412.19437.
+"""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh axes, batch sizes and the sharding of state. Raises ConfigError if made with sizes that do not fit."""
+    """Mesh axes, batch sizes and the sharding of state. Raises ConfigError if made with sizes that
+    do not fit.
+    """
 
     world_size: int
     pipeline: int
@@ -94,13 +106,22 @@ class Layout:
 
     def __post_init__(self) -> None:
         axes = {name: getattr(self, name) for name in AXES}
-        batch = {"micro-batch": self.micro_batch, "accumulation": self.accumulation, "data ranks": self.data_ranks}
+        batch = {
+            "micro-batch": self.micro_batch,
+            "accumulation": self.accumulation,
+            "data ranks": self.data_ranks,
+        }
         problems = [
             *_product("mesh", axes, self.world_size, "processes"),
             *_product("train_batch_size", batch, self.train_batch, "samples"),
         ]
-        if self.pipeline > 1 and (problem := self.schedule.problem(self.accumulation, self.pipeline)):
-            mend = "Raise gradient_accumulation_steps: a pipeline's micro-batches are its accumulation."
+        if self.pipeline > 1 and (
+            problem := self.schedule.problem(self.accumulation, self.pipeline)
+        ):
+            mend = (
+                "Raise gradient_accumulation_steps: a pipeline's micro-batches are its "
+                "accumulation."
+            )
             problems.append(Problem("gradient_accumulation_steps", *problem, mend))
         if problems:
             raise ConfigError(*problems)
@@ -125,7 +146,9 @@ class Layout:
         return self.replicate * self.shard
 
     def data_rank(self, rank: int) -> int:
-        """Return the index of process `rank`'s share of the samples: the mesh is row-major, tensor innermost."""
+        """Return the index of process `rank`'s share of the samples: the mesh is row-major, tensor
+        innermost.
+        """
         return rank // self.tensor % self.data_ranks
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -135,7 +158,9 @@ class Layout:
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return found
 
-    def rank_at(self, pipeline: int = 0, replicate: int = 0, shard: int = 0, tensor: int = 0) -> int:
+    def rank_at(
+        self, pipeline: int = 0, replicate: int = 0, shard: int = 0, tensor: int = 0
+    ) -> int:
         """Return the process at these coordinates."""
         return ((pipeline * self.replicate + replicate) * self.shard + shard) * self.tensor + tensor
 
@@ -162,7 +187,10 @@ class Layout:
             f"ZeRO-{self.zero_stage}",
             *(f"{what} on {device}" for what, device in offloads.items() if device != "none"),
             self.precision,
-            f"batch {self.train_batch} = {self.micro_batch} x {self.accumulation} x {self.data_ranks}",
+            (
+                f"batch {self.train_batch} = {self.micro_batch} x {self.accumulation} x "
+                f"{self.data_ranks}"
+            ),
         ]
         if self.pipeline > 1:
             words.append(self.schedule.name)
@@ -173,7 +201,9 @@ class Layout:
 
 
 def layout_of(config: Config, world_size: int) -> Layout:
-    """Build the layout of a resolved config. Raises ConfigError if it does not fit `world_size` processes."""
+    """Build the layout of a resolved config. Raises ConfigError if it does not fit `world_size`
+    processes.
+    """
     sizes = mesh_sizes(config, world_size)
     settings = config.settings
     zero = settings.get("zero_optimization", {})

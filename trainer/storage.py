@@ -15,7 +15,9 @@ from typing import Any, TextIO
 
 from trainer.errors import DiskError, Problem
 
-REFUSED_PICKLE = "damaged, or a pickle that does more than hold tensors and plain values: it was not opened"
+REFUSED_PICKLE = (
+    "damaged, or a pickle that does more than hold tensors and plain values: it was not opened"
+)
 """The text in place of PyTorch's, which advises to switch the protection off."""
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -27,24 +29,36 @@ def ensure_writable(folder: Path, needed_bytes: int = 0) -> None:
     """
     with disk_errors(folder, needed_bytes):
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"  # one name: a probe that a kill leaves behind goes with the next one
+        probe = (
+            folder / ".writable"
+        )  # one name: a probe that a kill leaves behind goes with the next one
         probe.write_bytes(b"0" * 512)
         probe.unlink(missing_ok=True)
         free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         mend = "Free space there, or choose another folder"
-        raise DiskError(Problem(str(folder), f"{size(free)} free", f"at least {size(needed_bytes)} free", mend))
+        raise DiskError(
+            Problem(str(folder), f"{size(free)} free", f"at least {size(needed_bytes)} free", mend)
+        )
 
 
 @contextmanager
 def disk_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Turn an OSError inside into a DiskError that names the place, what is free there, and what is needed."""
+    """Turn an OSError inside into a DiskError that names the place, what is free there, and what is
+    needed.
+    """
     try:
         yield
     except OSError as error:
         seen = f"{error.strerror or error}, {_free(path)} free"
-        expected = f"a place that takes {size(needed_bytes)}" if needed_bytes else "a place that can be written"
-        raise DiskError(Problem(str(path), seen, expected, "Free space there, or mend its permissions")) from error
+        expected = (
+            f"a place that takes {size(needed_bytes)}"
+            if needed_bytes
+            else "a place that can be written"
+        )
+        raise DiskError(
+            Problem(str(path), seen, expected, "Free space there, or mend its permissions")
+        ) from error
 
 
 def size(count: int) -> str:
@@ -56,7 +70,9 @@ def size(count: int) -> str:
 
 
 def to_json(value: Any) -> bytes:
-    """Return the one form in which a checkpoint's own JSON files are written. Raises TypeError, ValueError."""
+    """Return the one form in which a checkpoint's own JSON files are written. Raises TypeError,
+    ValueError.
+    """
     return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
@@ -79,7 +95,9 @@ def check_regular(path: Path) -> None:
 
 
 def read_file(path: Path, most: int = 1 << 26) -> bytes:
-    """Return the bytes of a regular file. Raises OSError, also for one of more than `most` bytes."""
+    """Return the bytes of a regular file. Raises OSError, also for one of more than `most`
+    bytes.
+    """
     check_regular(path)
     with path.open("rb") as file:
         content = file.read(most + 1)
@@ -89,7 +107,9 @@ def read_file(path: Path, most: int = 1 << 26) -> bytes:
 
 
 def opened_at_once(path: str, flags: int) -> int:
-    """Open a file as `open`'s `opener`, without waiting for somebody to read a pipe. Raises OSError."""
+    """Open a file as `open`'s `opener`, without waiting for somebody to read a pipe. Raises
+    OSError.
+    """
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
@@ -135,7 +155,9 @@ def _free(path: Path) -> str:
 
 
 def private_folder() -> Path:
-    """Return this user's own folder among temporary files. Raises PermissionError if someone else owns it."""
+    """Return this user's own folder among temporary files. Raises PermissionError if someone else
+    owns it.
+    """
     folder = Path(tempfile.gettempdir(), f"meshloom-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -145,12 +167,15 @@ def private_folder() -> Path:
 
 
 class Unfailing:
-    """A text file for people that never fails: text that a full disk or a gone reader does not take is lost.
+    """A text file for people that never fails: text that a full disk or a gone reader does not take
+    is lost.
 
     `failed` is called with the first such error. Later text may be written again.
     """
 
-    def __init__(self, file: TextIO, failed: Callable[[OSError], object] = lambda error: None) -> None:
+    def __init__(
+        self, file: TextIO, failed: Callable[[OSError], object] = lambda error: None
+    ) -> None:
         self._file, self._failed = file, failed
         self.lost: OSError | None = None
 

@@ -1,4 +1,6 @@
-"""The certificate of image classifiers: small ones of their kind pass under every engine; what is wrong is caught."""
+"""The certificate of image classifiers: small ones of their kind pass under every engine; what is
+wrong is caught.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,23 @@ CASES: dict[str, tuple[str, int, list[str]]] = {
     "vit, deepspeed ZeRO-3": ("vit_b_16", 2, ["zero_optimization.stage=3"]),
     "vit, mesh pipeline x ZeRO-2": ("vit_b_16", 2, [*PIPELINE, "zero_optimization.stage=2"]),
     "vit, accelerate DDP": ("vit_b_16", 2, ["trainer.engine=accelerate"]),
-    "vit, accelerate FSDP": ("vit_b_16", 2, ["trainer.engine=accelerate", "zero_optimization.stage=3"]),
-    "vit, mesh HSDP": ("vit_b_16", 4, ["trainer.engine=mesh", "zero_optimization.stage=3", "trainer.mesh.shard=2"]),
+    "vit, accelerate FSDP": (
+        "vit_b_16",
+        2,
+        ["trainer.engine=accelerate", "zero_optimization.stage=3"],
+    ),
+    "vit, mesh HSDP": (
+        "vit_b_16",
+        4,
+        ["trainer.engine=mesh", "zero_optimization.stage=3", "trainer.mesh.shard=2"],
+    ),
     "vit, deepspeed pipeline": ("vit_b_16", 2, ["pipeline.stages=2", "trainer.engine=deepspeed"]),
     "resnet50, deepspeed ZeRO-2": ("resnet50", 2, ["zero_optimization.stage=2"]),
-    "resnet50, accelerate FSDP": ("resnet50", 2, ["trainer.engine=accelerate", "zero_optimization.stage=3"]),
+    "resnet50, accelerate FSDP": (
+        "resnet50",
+        2,
+        ["trainer.engine=accelerate", "zero_optimization.stage=3"],
+    ),
     "resnet18, mesh pipeline": ("resnet18", 2, PIPELINE),
 }
 
@@ -36,10 +50,16 @@ def config(folder: Path, model: str) -> str:
         "gradient_clipping": 0.1,
         "gradient_accumulation_steps": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": "auto"}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": 5, "warmup_max_lr": "auto"},
+        },
         "trainer": {
             "task": "image_classification",
-            "model": {"name_or_path": model, "config": {"dropout": 0.1} if model.startswith("vit") else None},
+            "model": {
+                "name_or_path": model,
+                "config": {"dropout": 0.1} if model.startswith("vit") else None,
+            },
             "data": {"path": "digits"},
         },
     }
@@ -63,7 +83,9 @@ def other_labels(engine: str) -> Any:
     return mock.patch.object(ImageClassification, "collate", collate)
 
 
-def certified(path: str, world_size: int, overrides: Sequence[str], fault: str = "") -> tuple[bool, str, str]:
+def certified(
+    path: str, world_size: int, overrides: Sequence[str], fault: str = ""
+) -> tuple[bool, str, str]:
     """Runs on each rank: whether it passed, the first check that failed, and the table."""
 
     from trainer.certify.certificate import table
@@ -94,7 +116,11 @@ def test_an_image_classifier_passes(pools, tmp_path, case):
     [("other_labels", "gradient"), ("dropped_micro_batch", "output"), ("wrong_rate", "update")],
 )
 def test_a_planted_fault_is_caught(pools, tmp_path, fault, check):
-    arguments = {"path": config(tmp_path, "vit_b_16"), "overrides": ["trainer.engine=deepspeed"], "world_size": 2}
+    arguments = {
+        "path": config(tmp_path, "vit_b_16"),
+        "overrides": ["trainer.engine=deepspeed"],
+        "world_size": 2,
+    }
     for passed, first, table in pools[2].run(certified, fault=fault, **arguments):
         assert not passed and first == check, table
 
@@ -102,6 +128,10 @@ def test_a_planted_fault_is_caught(pools, tmp_path, fault, check):
 def test_tensor_parallel_is_refused(pools, tmp_path):
     overrides = ["tensor_parallel.autotp_size=2", "trainer.engine=mesh"]
     with pytest.raises(AssertionError, match="tensor_parallel.autotp_size"):
-        pools[2].run(certified, path=config(tmp_path, "vit_b_16"), world_size=2, overrides=overrides)
+        pools[2].run(
+            certified, path=config(tmp_path, "vit_b_16"), world_size=2, overrides=overrides
+        )
     with pytest.raises(ConfigError, match="trainer.images: saw keys"):
-        tiny_run(config(tmp_path, "vit_b_16"), ["trainer.task=causal_lm", "trainer.images.size=8"], 2)
+        tiny_run(
+            config(tmp_path, "vit_b_16"), ["trainer.task=causal_lm", "trainer.images.size=8"], 2
+        )

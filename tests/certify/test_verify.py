@@ -1,4 +1,6 @@
-"""The parity certificate: it passes for what is right, and catches and names every planted fault."""
+"""The parity certificate: it passes for what is right, and catches and names every planted
+fault.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ from trainer.supervise.world import environment_of, free_port
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 
 
-def config(folder: Path, engine: str, stage: int, stages: int = 1, tensor: int = 1, **trainer: Any) -> str:
-    """GPT-2: dropout in three places, tied, biases; in so many pipeline stages, on so many tensor ranks."""
+def config(
+    folder: Path, engine: str, stage: int, stages: int = 1, tensor: int = 1, **trainer: Any
+) -> str:
+    """GPT-2: dropout in three places, tied, biases; in so many pipeline stages, on so many tensor
+    ranks.
+    """
     content = {
         "train_batch_size": 64,
         "gradient_clipping": 0.1,
@@ -33,7 +39,10 @@ def config(folder: Path, engine: str, stage: int, stages: int = 1, tensor: int =
         "tensor_parallel": {"autotp_size": tensor},
         "gradient_accumulation_steps": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": "auto"}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": 5, "warmup_max_lr": "auto"},
+        },
         "trainer": {"engine": engine, "model": {"config": GPT2 | {"n_layer": 6}}, **trainer},
     }
     path = folder / "config.json"
@@ -74,7 +83,9 @@ def with_optimizer(engine: str, change: Callable[[Any], Any]) -> Any:
 
 
 def in_groups(engine: str, **values: Any) -> Any:
-    return with_optimizer(engine, lambda optimizer: [group.update(values) for group in optimizer.param_groups])
+    return with_optimizer(
+        engine, lambda optimizer: [group.update(values) for group in optimizer.param_groups]
+    )
 
 
 def around(owner: Any, name: str, change: Callable[..., Any]) -> Any:
@@ -99,7 +110,9 @@ def scaled_by_accumulation(engine: str) -> Any:
         def backward(ctx, gradient):
             return gradient * 2
 
-    return mock.patch.object(ModelWithLoss, "forward", lambda self, batch: Twice.apply(real(self, batch)))
+    return mock.patch.object(
+        ModelWithLoss, "forward", lambda self, batch: Twice.apply(real(self, batch))
+    )
 
 
 def dropped_micro_batch(engine: str) -> Any:
@@ -108,7 +121,11 @@ def dropped_micro_batch(engine: str) -> Any:
 
 def wrong_rate(engine: str) -> Any:
     return with_step(
-        engine, lambda self, batches, update: (batches, replace(update, learning_rate=update.learning_rate * 0.9))
+        engine,
+        lambda self, batches, update: (
+            batches,
+            replace(update, learning_rate=update.learning_rate * 0.9),
+        ),
     )
 
 
@@ -184,17 +201,23 @@ def tied_table_counted_twice(engine: str) -> Any:
 
 
 def zero_bubble_with_resharding(engine: str) -> Any:
-    """The product that is refused: ZeRO-2 is asked for, and FSDP frees the parameters after each forward pass."""
+    """The product that is refused: ZeRO-2 is asked for, and FSDP frees the parameters after each
+    forward pass.
+    """
     from trainer.parallel import shard
 
     real = shard.fully_shard
     return mock.patch.object(
-        shard, "fully_shard", lambda module, **options: real(module, **{**options, "reshard_after_forward": True})
+        shard,
+        "fully_shard",
+        lambda module, **options: real(module, **{**options, "reshard_after_forward": True}),
     )
 
 
 def part_of_a_norms_gradient(engine: str) -> Any:
-    """Norms of queries and keys see the heads of one rank; their gradients are a part, until they are added up."""
+    """Norms of queries and keys see the heads of one rank; their gradients are a part, until they
+    are added up.
+    """
     from trainer.parallel import gradients
 
     return mock.patch.object(gradients, "add_up", lambda *arguments: None)
@@ -210,7 +233,9 @@ def replicated_counted_twice(engine: str) -> Any:
 
 
 def no_update(engine: str) -> Any:
-    return with_step(engine, lambda self, batches, update: (batches, replace(update, learning_rate=0.0)))
+    return with_step(
+        engine, lambda self, batches, update: (batches, replace(update, learning_rate=0.0))
+    )
 
 
 def no_decay(engine: str) -> Any:
@@ -273,11 +298,17 @@ def masters_in_bfloat16(engine: str) -> Any:
 def of_collation(change: Callable[..., Any]) -> Any:
     from trainer.tasks.causal_lm import CausalLM
 
-    return around(CausalLM, "collate", lambda real, self, samples: change(lambda part: real(self, part), samples))
+    return around(
+        CausalLM,
+        "collate",
+        lambda real, self, samples: change(lambda part: real(self, part), samples),
+    )
 
 
 def shifted_targets(engine: str) -> Any:
-    return of_collation(lambda real, samples: (b := real(samples)) | {"targets": b["targets"].roll(-1, 1)})
+    return of_collation(
+        lambda real, samples: (b := real(samples)) | {"targets": b["targets"].roll(-1, 1)}
+    )
 
 
 def padding_counted(engine: str) -> Any:
@@ -291,7 +322,9 @@ def padding_counted(engine: str) -> Any:
 
 
 def truncated_sample(engine: str) -> Any:
-    return of_collation(lambda real, samples: real([{k: v[:-1] for k, v in samples[0].items()}, *samples[1:]]))
+    return of_collation(
+        lambda real, samples: real([{k: v[:-1] for k, v in samples[0].items()}, *samples[1:]])
+    )
 
 
 def later_token_as_input(engine: str) -> Any:
@@ -310,7 +343,9 @@ def samples_of_another_rank(engine: str) -> Any:
     return around(
         loader,
         "micro_batches",
-        lambda real, ids, micro, accumulation, ranks, rank: real(ids, micro, accumulation, ranks, 0),
+        lambda real, ids, micro, accumulation, ranks, rank: real(
+            ids, micro, accumulation, ranks, 0
+        ),
     )
 
 
@@ -323,7 +358,9 @@ def samples_in_the_order_of_epoch_0(engine: str) -> Any:
 def last_chunk_dropped(engine: str) -> Any:
     from trainer.tasks import cross_entropy
 
-    return around(cross_entropy, "_chunks", lambda real, *args, **kwargs: real(*args, **kwargs)[:-1])
+    return around(
+        cross_entropy, "_chunks", lambda real, *args, **kwargs: real(*args, **kwargs)[:-1]
+    )
 
 
 def accumulation_not_divided(engine: str) -> Any:
@@ -408,7 +445,9 @@ def of_state_tensors(function: str, change: Callable[[Any], Any]) -> Any:
     index = {"save": 2, "load": 1}[function]
 
     def changed(real, *args, **named):
-        return real(*args[:index], [change(entry) for entry in args[index]], *args[index + 1 :], **named)
+        return real(
+            *args[:index], [change(entry) for entry in args[index]], *args[index + 1 :], **named
+        )
 
     return around(checkpoint, function, changed)
 
@@ -419,7 +458,11 @@ def not_loaded(which: Callable[[str], bool]) -> Any:
 
     def forgetful(entry):
         keep = getattr(entry, "keep", None)
-        return replace(idle(entry), keep=lambda shapes: [idle(p) for p in keep(shapes)]) if keep else idle(entry)
+        return (
+            replace(idle(entry), keep=lambda shapes: [idle(p) for p in keep(shapes)])
+            if keep
+            else idle(entry)
+        )
 
     return of_state_tensors("load", forgetful)
 
@@ -468,11 +511,14 @@ def tied_gradient_halved(engine: str) -> Any:
     return around(GradientSync, "reduce", halved)
 
 
-# What shows at a third micro-batch or rank, in long rows, large ids, late steps, and in what is said of a run
+# What shows at a third micro-batch or rank, in long rows, large ids, late steps, and in what is
+# said of a run
 
 
 def third_micro_batch_dropped(engine: str) -> Any:
-    return with_step(engine, lambda self, batches, update: ([*batches[:2], *batches[: len(batches) - 2]], update))
+    return with_step(
+        engine, lambda self, batches, update: ([*batches[:2], *batches[: len(batches) - 2]], update)
+    )
 
 
 def gradient_of_rank_2_lost(engine: str) -> Any:
@@ -503,15 +549,21 @@ def mean_over_the_other_axis(engine: str) -> Any:
 
 
 def ids_of_ten_bits(engine: str) -> Any:
-    return of_collation(lambda real, samples: (b := real(samples)) | {"input_ids": b["input_ids"] % 1024})
+    return of_collation(
+        lambda real, samples: (b := real(samples)) | {"input_ids": b["input_ids"] % 1024}
+    )
 
 
 def rows_of_64(engine: str) -> Any:
-    return of_collation(lambda real, samples: real([{k: v[:64] for k, v in sample.items()} for sample in samples]))
+    return of_collation(
+        lambda real, samples: real([{k: v[:64] for k, v in sample.items()} for sample in samples])
+    )
 
 
 def window_of_one_more(engine: str) -> Any:
-    """In the run's own masks alone: those of the one process are made by transformers without ours."""
+    """In the run's own masks alone: those of the one process are made by transformers without
+    ours.
+    """
     from transformers import masking_utils
 
     from trainer.tasks.masks import Masks
@@ -520,7 +572,9 @@ def window_of_one_more(engine: str) -> Any:
 
     @contextlib.contextmanager
     def of(self, documents):
-        wider = mock.patch.object(masking_utils, "sliding_window_overlay", lambda window: overlay(window + 1))
+        wider = mock.patch.object(
+            masking_utils, "sliding_window_overlay", lambda window: overlay(window + 1)
+        )
         with wider, real(self, documents):
             yield
 
@@ -532,7 +586,9 @@ def schedule_wrong_after_step_10(engine: str) -> Any:
 
     def slower(*args, **params):
         real = lr_schedules.warmup(*args, **params)
-        return lambda step: replace(real(step), learning_rate=real(step).learning_rate * (1 if step <= 10 else 0.99))
+        return lambda step: replace(
+            real(step), learning_rate=real(step).learning_rate * (1 if step <= 10 else 0.99)
+        )
 
     return mock.patch.dict(lr_schedules.SCHEDULES, WarmupLR=slower)
 
@@ -558,7 +614,9 @@ def scaled_up_to_the_limit(engine: str) -> Any:
 def overflow_applied(engine: str) -> Any:
     from trainer.engines.torch import engine as torch_engine
 
-    return mock.patch.object(torch_engine, "step_if_finite", lambda optimizer, norm: optimizer.step())
+    return mock.patch.object(
+        torch_engine, "step_if_finite", lambda optimizer, norm: optimizer.step()
+    )
 
 
 def overflow_applied_by_deepspeed(engine: str) -> Any:
@@ -570,7 +628,9 @@ def overflow_applied_by_deepspeed(engine: str) -> Any:
         return batches, update
 
     stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(stage_1_and_2, "is_invalid_grad_norm", lambda norm: False))
+    stack.enter_context(
+        mock.patch.object(stage_1_and_2, "is_invalid_grad_norm", lambda norm: False)
+    )
     stack.enter_context(with_step(engine, change))
     return stack
 
@@ -578,17 +638,23 @@ def overflow_applied_by_deepspeed(engine: str) -> Any:
 def accuracy_of_the_next_target(engine: str) -> Any:
     from trainer.tasks import cross_entropy
 
-    return around(cross_entropy, "right", lambda real, logits, targets: real(logits, targets.roll(1, -1)))
+    return around(
+        cross_entropy, "right", lambda real, logits, targets: real(logits, targets.roll(1, -1))
+    )
 
 
 def tokens_of_one_rank_logged(engine: str) -> Any:
     from trainer.run import loop
 
-    return around(loop, "RunState", lambda real, step, samples, tokens: real(step, samples, tokens // 2))
+    return around(
+        loop, "RunState", lambda real, step, samples, tokens: real(step, samples, tokens // 2)
+    )
 
 
 def in_blocks_of_the_run(change: Callable[[Any, Any], None]) -> Any:
-    """`change(model, spec)` comes after the model was split and wrapped; the one process knows nothing of it."""
+    """`change(model, spec)` comes after the model was split and wrapped; the one process knows
+    nothing of it.
+    """
     from trainer.parallel.dropout import Dropout
 
     def changed(real: Any, self: Any, model: Any, spec: Any) -> None:
@@ -596,7 +662,9 @@ def in_blocks_of_the_run(change: Callable[[Any, Any], None]) -> Any:
         change(model, spec)
 
     real = Dropout.__init__
-    return mock.patch.object(Dropout, "__init__", lambda self, model, spec: changed(real, self, model, spec))
+    return mock.patch.object(
+        Dropout, "__init__", lambda self, model, spec: changed(real, self, model, spec)
+    )
 
 
 def wrong_kv_head(engine: str) -> Any:
@@ -604,7 +672,9 @@ def wrong_kv_head(engine: str) -> Any:
 
     def change(model: Any, spec: Any) -> None:
         keys = model.get_submodule("model.layers.1.self_attn.k_proj")
-        keys.register_forward_hook(lambda module, inputs, output: output.roll(output.shape[-1] // 2, -1))
+        keys.register_forward_hook(
+            lambda module, inputs, output: output.roll(output.shape[-1] // 2, -1)
+        )
 
     return in_blocks_of_the_run(change)
 
@@ -615,14 +685,18 @@ def rotary_embedding_of_the_last_stage(engine: str) -> Any:
     def change(model: Any, spec: Any) -> None:
         if dist.get_rank() == 1:
             real = model.model.rotary_emb.forward
-            model.model.rotary_emb.forward = lambda x, position_ids, **named: real(x, 2 * position_ids, **named)
+            model.model.rotary_emb.forward = lambda x, position_ids, **named: real(
+                x, 2 * position_ids, **named
+            )
 
     return in_blocks_of_the_run(change)
 
 
 def unscaled_attention(engine: str) -> Any:
     def change(model: Any, spec: Any) -> None:
-        model.get_submodule("transformer.h.1.attn").register_forward_hook(lambda m, i, o: (o[0] * 1.001, *o[1:]))
+        model.get_submodule("transformer.h.1.attn").register_forward_hook(
+            lambda m, i, o: (o[0] * 1.001, *o[1:])
+        )
 
     return in_blocks_of_the_run(change)
 
@@ -663,7 +737,9 @@ class Planted:
 STAGES = {"stages": 2}
 TENSOR = {"tensor": 2, "model": {"config": QWEN3}}
 LARGE = {"model": {"config": GPT2 | {"vocab_size": 5000, "n_positions": 128}}}
-LLAMA = {"model": {"config": {"model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2}}}
+LLAMA = {
+    "model": {"config": {"model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2}}
+}
 MISTRAL = {"model_type": "mistral", "num_hidden_layers": 2, "vocab_size": 61, "sliding_window": 32}
 
 FAULTS: dict[Callable[[str], Any], Planted] = {
@@ -673,12 +749,18 @@ FAULTS: dict[Callable[[str], Any], Planted] = {
     lost_reduction: Planted("mesh", 0, "gradient", "transformer.ln_f.bias"),
     norm_of_one_rank: Planted("mesh", 3, "norm"),
     untied_embedding: Planted("mesh", 0, "initial", "lm_head.weight (only here)"),
-    dropout_not_replayed: Planted("mesh", 2, "gradient", trainer={"activation_checkpointing": "full"}),
+    dropout_not_replayed: Planted(
+        "mesh", 2, "gradient", trainer={"activation_checkpointing": "full"}
+    ),
     norm_of_one_stage: Planted("mesh", 1, "norm", trainer=STAGES),
     tied_tables_apart: Planted("mesh", 0, "gradient", TABLE, trainer=STAGES),
-    tied_tables_of_pipeline_module_apart: Planted("deepspeed", 1, "gradient", TABLE, trainer=STAGES),
+    tied_tables_of_pipeline_module_apart: Planted(
+        "deepspeed", 1, "gradient", TABLE, trainer=STAGES
+    ),
     tied_table_counted_twice: Planted("deepspeed", 0, "norm", trainer=STAGES),
-    part_of_a_norms_gradient: Planted("mesh", 2, "gradient", "model.layers.1.self_attn.k_norm.weight", trainer=TENSOR),
+    part_of_a_norms_gradient: Planted(
+        "mesh", 2, "gradient", "model.layers.1.self_attn.k_norm.weight", trainer=TENSOR
+    ),
     replicated_counted_twice: Planted("mesh", 2, "norm", trainer=TENSOR),
     zero_bubble_with_resharding: Planted(
         "mesh", 2, "gradient", trainer={**STAGES, "pipeline_schedule": "ZBVZeroBubble"}
@@ -701,24 +783,41 @@ FAULTS: dict[Callable[[str], Any], Planted] = {
     dropout_while_evaluating: Planted("mesh", 2, "held-out loss", step=3),
     moments_not_loaded: Planted("mesh", 2, "loaded state", f"{TABLE} (exp_avg)", step=4),
     step_count_not_loaded: Planted("mesh", 2, "loaded state", "step", step=4),
-    stale_weight_saved: Planted("mesh", 2, "loaded state", "transformer.h.1.mlp.c_fc.weight", step=4),
+    stale_weight_saved: Planted(
+        "mesh", 2, "loaded state", "transformer.h.1.mlp.c_fc.weight", step=4
+    ),
     buffers_not_saved: Planted(
-        "mesh", 2, "initial", "e_score_correction_bias (only in one process)", trainer={"model": {"config": DEEPSEEK}}
+        "mesh",
+        2,
+        "initial",
+        "e_score_correction_bias (only in one process)",
+        trainer={"model": {"config": DEEPSEEK}},
     ),
     tied_gradient_halved: Planted("mesh", 1, "gradient", TABLE, trainer=STAGES),
     third_micro_batch_dropped: Planted("mesh", 2, "output"),
     gradient_of_rank_2_lost: Planted("mesh", 2, "gradient", size=3),
-    mean_over_the_other_axis: Planted("mesh", 3, "gradient", size=6, trainer={"mesh": {"replicate": 2, "shard": -1}}),
+    mean_over_the_other_axis: Planted(
+        "mesh", 3, "gradient", size=6, trainer={"mesh": {"replicate": 2, "shard": -1}}
+    ),
     ids_of_ten_bits: Planted("mesh", 2, "output", trainer=LARGE),
     rows_of_64: Planted("mesh", 2, "output", step=1, trainer=LARGE),
     window_of_one_more: Planted("mesh", 2, "output", trainer={"model": {"config": MISTRAL}}),
-    schedule_wrong_after_step_10: Planted("mesh", 2, "schedule", "(0.00099 in place of 0.001)", step=11),
+    schedule_wrong_after_step_10: Planted(
+        "mesh", 2, "schedule", "(0.00099 in place of 0.001)", step=11
+    ),
     never_clipped: Planted("mesh", 2, "moment", trainer=LARGE),
     scaled_up_to_the_limit: Planted("mesh", 2, "moment", step=1, trainer=LARGE),
     overflow_applied: Planted("mesh", 2, "overflow", TABLE, step=6),
-    wrong_kv_head: Planted("mesh", 2, "output", "model.layers.1.self_attn.k_proj, micro-batch 0", trainer=LLAMA),
+    wrong_kv_head: Planted(
+        "mesh", 2, "output", "model.layers.1.self_attn.k_proj, micro-batch 0", trainer=LLAMA
+    ),
     rotary_embedding_of_the_last_stage: Planted(
-        "mesh", 1, "output", "model.layers.2.self_attn.o_proj, micro-batch 0", rank=1, trainer={**LLAMA, **STAGES}
+        "mesh",
+        1,
+        "output",
+        "model.layers.2.self_attn.o_proj, micro-batch 0",
+        rank=1,
+        trainer={**LLAMA, **STAGES},
     ),
     unscaled_attention: Planted("deepspeed", 3, "output", "transformer.h.1.attn, micro-batch 0"),
     overflow_applied_by_deepspeed: Planted("deepspeed", 2, "overflow", TABLE, step=6),
@@ -742,7 +841,8 @@ def certified(
     small = tiny_run(path, list(overrides), world_size, precision)
     with contextlib.ExitStack() as stack:
         if fault:
-            # the checks at start refuse some of these faults; here it is seen that the certificate does, too
+            # the checks at start refuse some of these faults; here it is seen that the certificate
+            # does, too
             stack.enter_context(mock.patch.object(module, "checked", lambda spec, *_: (spec, ())))
             stack.enter_context(globals()[fault](small.config.trainer.engine))
         certificate = certify(small, machine_here())
@@ -774,7 +874,10 @@ OF_A_KIND = {
 
 
 def sampled(faults: Iterable[Callable[[str], Any]]) -> list[Any]:
-    return [pytest.param(f, marks=pytest.mark.whole if f in OF_A_KIND else (), id=f.__name__) for f in faults]
+    return [
+        pytest.param(f, marks=pytest.mark.whole if f in OF_A_KIND else (), id=f.__name__)
+        for f in faults
+    ]
 
 
 @pytest.mark.parametrize("fault", sampled(FAULTS))
@@ -782,7 +885,9 @@ def test_a_planted_fault_is_caught_and_named(pools, tmp_path, sound, fault):
     planted = FAULTS[fault]
     path = config(tmp_path, planted.engine, planted.stage, **planted.trainer)
     if (content := f"{planted.size} {Path(path).read_text()}") not in sound:
-        for passed, _, table in pools[planted.size].run(certified, path=path, world_size=planted.size):
+        for passed, _, table in pools[planted.size].run(
+            certified, path=path, world_size=planted.size
+        ):
             assert passed, table
         sound[content] = path
     arguments = {"path": path, "world_size": planted.size, "fault": fault.__name__}
@@ -799,11 +904,16 @@ OF_OPTIMIZERS = {
     wrong_rate: ("update",),
     wrong_second_beta: ("moment",),
     no_decay: ("update",),
-    no_bias_correction: ("update", "moment"),  # planted in the step count, which may be kept by parameter
+    no_bias_correction: (
+        "update",
+        "moment",
+    ),  # planted in the step count, which may be kept by parameter
 }
 
 
-@pytest.mark.parametrize("rate", [*(pytest.param(rate, marks=pytest.mark.whole) for rate in (1e-3, 1e-5)), 1e-7])
+@pytest.mark.parametrize(
+    "rate", [*(pytest.param(rate, marks=pytest.mark.whole) for rate in (1e-3, 1e-5)), 1e-7]
+)
 @pytest.mark.parametrize("fault", OF_OPTIMIZERS, ids=lambda fault: fault.__name__)
 def test_a_wrong_optimizer_is_caught_at_any_learning_rate(pools, tmp_path, sound, fault, rate):
     path = config(tmp_path, "mesh", 2)
@@ -826,7 +936,9 @@ OPT = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-"""Its keys' biases have a gradient of zero, and in floating point one of rounding errors: softmax ignores a shift."""
+"""Its keys' biases have a gradient of zero, and in floating point one of rounding errors: softmax
+ignores a shift.
+"""
 ONE_CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}}
 LINEAR = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_type": "linear"}}
 
@@ -864,7 +976,9 @@ def test_a_low_precision_is_allowed_its_rounding_and_no_more(pools, tmp_path):
 
 
 def test_the_seeds_of_the_one_process_are_all_different():
-    """So that what agrees with it draws other dropout on each data rank, in each step, micro-batch and block."""
+    """So that what agrees with it draws other dropout on each data rank, in each step, micro-batch
+    and block.
+    """
     from trainer.certify.reference import seed_of
 
     seeds = [
@@ -890,25 +1004,43 @@ def test_the_seeds_of_the_one_process_are_all_different():
 def test_every_config_that_ships_passes(pools, name, overrides):
     path = str(ROOT / "ds_configs" / f"{name}.json")
     size = tiny_run(path, overrides, None).layout.world_size
-    for passed, _, table in pools[size].run(certified, path=path, world_size=size, overrides=overrides):
+    for passed, _, table in pools[size].run(
+        certified, path=path, world_size=size, overrides=overrides
+    ):
         assert passed, table
 
 
 def test_the_command(tmp_path):
     output = tmp_path / "certificate.json"
-    command = [sys.executable, ROOT / "launch" / "verify.py", "--config", config(tmp_path, "auto", 2)]
+    command = [
+        sys.executable,
+        ROOT / "launch" / "verify.py",
+        "--config",
+        config(tmp_path, "auto", 2),
+    ]
     result = run(*command, "--output", output)
     assert result.code == 0, result.output
     assert result.output.rstrip().endswith(f"PASS: trains as one process does\nwritten to {output}")
     certificate = json.loads(output.read_text())
     assert certificate["passed"] is True
-    assert [finding["check"] for finding in certificate["findings"]][:4] == ["initial", "output", "loss", "gradient"]
+    assert [finding["check"] for finding in certificate["findings"]][:4] == [
+        "initial",
+        "output",
+        "loss",
+        "gradient",
+    ]
     no_gpu = run(*command, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert no_gpu.code == 64
-    assert "--device: cuda with 0 GPUs for 3 processes; expected a GPU for each process" in no_gpu.output
+    assert (
+        "--device: cuda with 0 GPUs for 3 processes; expected a GPU for each process"
+        in no_gpu.output
+    )
     wrong = run(*command, "zero_optimization.stag=2")
     assert wrong.code == 64
-    assert 'Did you mean "zero_optimization.stage"?' in wrong.output or 'Did you mean "stage"?' in wrong.output
+    assert (
+        'Did you mean "zero_optimization.stage"?' in wrong.output
+        or 'Did you mean "stage"?' in wrong.output
+    )
 
 
 def test_a_failure_ends_with_76(tmp_path):
@@ -931,7 +1063,11 @@ def test_norms_on_both_sides_of_the_limit_are_named_by_their_steps(tmp_path):
     from trainer.certify.tiny_run import clipping
 
     small = tiny_run(config(tmp_path, "mesh", 0), [], 2)
-    assert clipping(small, [3.0, 1.0, 1.2]).changes[-1].endswith(": over it in step 0, under it in step 1 and 2")
+    assert (
+        clipping(small, [3.0, 1.0, 1.2])
+        .changes[-1]
+        .endswith(": over it in step 0, under it in step 1 and 2")
+    )
     assert clipping(small, [1.0, 1.0, 1.0]).changes[-1].endswith("it proves less")
 
 
@@ -954,7 +1090,11 @@ def test_the_smallest_world_has_every_axis(tmp_path, stage, mesh, world_size):
 
 @pytest.mark.parametrize(
     ("precision", "engine"),
-    [({}, "mesh"), ({"bf16": {"enabled": True}}, "deepspeed"), ({"fp16": {"enabled": True}}, "deepspeed")],
+    [
+        ({}, "mesh"),
+        ({"bf16": {"enabled": True}}, "deepspeed"),
+        ({"fp16": {"enabled": True}}, "deepspeed"),
+    ],
 )
 def test_the_engine_that_is_verified_is_that_of_the_run(tmp_path, precision, engine):
     """In float32 another would take a pipeline without ZeRO."""

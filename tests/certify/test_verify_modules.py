@@ -1,4 +1,6 @@
-"""The certificate of own modules: what is right passes, what can't be is refused in a sentence, and nothing hangs."""
+"""The certificate of own modules: what is right passes, what can't be is refused in a sentence, and
+nothing hangs.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def certified(model: str, loss: str, engine: str, stage: int) -> str:
     }
     given = Given(globals()[model], data, globals()[loss], blocks="blocks.*")
     try:
-        return table(certify_given(tiny_run_of(config, [], 2), given, machine_here())).splitlines()[-1]
+        return table(certify_given(tiny_run_of(config, [], 2), given, machine_here())).splitlines()[
+            -1
+        ]
     except ConfigError as error:
         return str(error)
 
@@ -100,9 +104,24 @@ CASES = {
     ("HeldByItsAuthor", "classes", "mesh", 2): PASS,
     ("HeldByItsAuthor", "classes", "deepspeed", 2): PASS,
     ("Small", "pairs", "mesh", 0): PASS,
-    ("Small", "reduced", "mesh", 0): "a collective operation (c10d.allreduce_.default) in a forward pass or a loss",
-    ("IndexParameter", "classes", "mesh", 0): "order is a parameter of torch.int64; expected floating point",
-    ("SparseTable", "classes", "mesh", 0): "table.weight has a sparse gradient; expected dense ones",
+    (
+        "Small",
+        "reduced",
+        "mesh",
+        0,
+    ): "a collective operation (c10d.allreduce_.default) in a forward pass or a loss",
+    (
+        "IndexParameter",
+        "classes",
+        "mesh",
+        0,
+    ): "order is a parameter of torch.int64; expected floating point",
+    (
+        "SparseTable",
+        "classes",
+        "mesh",
+        0,
+    ): "table.weight has a sparse gradient; expected dense ones",
     (
         "WeightUsedTwice",
         "classes",
@@ -117,12 +136,16 @@ CASES = {
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_it_passes_or_is_refused_with_the_reason(pools, case):
     model, loss, engine, stage = case
-    for said in pools[2].run(certified, timeout=100, model=model, loss=loss, engine=engine, stage=stage):
+    for said in pools[2].run(
+        certified, timeout=100, model=model, loss=loss, engine=engine, stage=stage
+    ):
         assert CASES[case] in said
 
 
 def test_a_copy_that_lacks_what_its_loss_needs_is_not_the_last_that_is_tried():
-    """The first layers of this one have no router, and the model's own code fails on an empty list of their logits."""
+    """The first layers of this one have no router, and the model's own code fails on an empty list
+    of their logits.
+    """
     from trainer.config.sections import ModelSection
     from trainer.models import huggingface
     from trainer.tasks.causal_lm import CausalLM
@@ -131,11 +154,22 @@ def test_a_copy_that_lacks_what_its_loss_needs_is_not_the_last_that_is_tried():
     sizes = {"hidden_size": 64, "vocab_size": 200, "intermediate_size": 64, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     heads |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 2}
-    experts |= {"shared_expert_intermediate_size": 32, "output_router_logits": True, "mlp_only_layers": [1]}
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 2,
+    }
+    experts |= {
+        "shared_expert_intermediate_size": 32,
+        "output_router_logits": True,
+        "mlp_only_layers": [1],
+    }
     wanted = {"model_type": "qwen3_next", **sizes, **heads, "linear_value_head_dim": 16, **experts}
     options = ModelSection(config=wanted)
     spec = huggingface.spec_of(huggingface.read_config(options), options)
     assert spec.tiny.copy is not None
-    assert "gate" in {name.split(".")[-2] for name, _ in spec.tiny.copy().build().named_parameters()}
+    assert "gate" in {
+        name.split(".")[-2] for name, _ in spec.tiny.copy().build().named_parameters()
+    }
     assert check_model(spec, CausalLM.of(spec)).unproven == ""

@@ -1,4 +1,6 @@
-"""The certificate's one process reads freeze, groups, adapters and weights by itself: a fault in ours is caught."""
+"""The certificate's one process reads freeze, groups, adapters and weights by itself: a fault in
+ours is caught.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,21 @@ GROUPS = {
         {"names": ["transformer.h.[0-3].*"], "lr_multiplier": 0.2},
     ]
 }
-LORA = {"adapter": {"r": 4, "alpha": 6, "dropout": 0.2, "targets": ["c_attn", "mlp.c_fc"], "rslora": True}}
+LORA = {
+    "adapter": {
+        "r": 4,
+        "alpha": 6,
+        "dropout": 0.2,
+        "targets": ["c_attn", "mlp.c_fc"],
+        "rslora": True,
+    }
+}
 DORA = {
     "adapter": {"r": 4, "dora": True, "bias": "lora_only"},
     "freeze": ["*.lora_A.*"],
-    "parameter_groups": [{"names": ["*.h.[3-5].*.lora_B.*"], "lr_multiplier": 16, "weight_decay": 0.2}],
+    "parameter_groups": [
+        {"names": ["*.h.[3-5].*.lora_B.*"], "lr_multiplier": 16, "weight_decay": 0.2}
+    ],
 }
 
 
@@ -38,7 +50,9 @@ def another_parameter_is_held() -> Any:
     from trainer.models.finetuning import frozen
 
     real = frozen._holding
-    return mock.patch.object(frozen, "_holding", lambda spec, names: real(spec, other_names(names, spec.build())))
+    return mock.patch.object(
+        frozen, "_holding", lambda spec, names: real(spec, other_names(names, spec.build()))
+    )
 
 
 def nothing_is_held() -> Any:
@@ -51,7 +65,9 @@ def rates_of_other_parameters() -> Any:
     """As `fnmatch` is not: a pattern that is found anywhere in a name."""
     from trainer.models.finetuning import tuned
 
-    return mock.patch.object(tuned, "fnmatchcase", lambda name, pattern: pattern.strip("*.[0-3]") in name)
+    return mock.patch.object(
+        tuned, "fnmatchcase", lambda name, pattern: pattern.strip("*.[0-3]") in name
+    )
 
 
 def of_adapters(**changed: Any) -> Any:
@@ -88,7 +104,9 @@ def a_target_left_out() -> Any:
     from trainer.models.finetuning import lora
 
     real = lora._targets
-    return mock.patch.object(lora, "_targets", lambda *args: [n for n in real(*args) if "mlp" not in n])
+    return mock.patch.object(
+        lora, "_targets", lambda *args: [n for n in real(*args) if "mlp" not in n]
+    )
 
 
 def biases_learn() -> Any:
@@ -99,7 +117,9 @@ def of_files(change: Callable[[Any, str], Any]) -> Any:
     from trainer.models.weights import SafetensorsFolder
 
     real = SafetensorsFolder.read
-    return mock.patch.object(SafetensorsFolder, "read", lambda self, name: change(lambda n: real(self, n), name))
+    return mock.patch.object(
+        SafetensorsFolder, "read", lambda self, name: change(lambda n: real(self, n), name)
+    )
 
 
 def a_matrix_transposed() -> Any:
@@ -114,7 +134,9 @@ def two_norms_swapped() -> Any:
 
 
 def certified(path: str, fault: str | None) -> tuple[bool, str]:
-    """Runs on each rank of a pool: the checks at start refuse some of these faults, and are left out."""
+    """Runs on each rank of a pool: the checks at start refuse some of these faults, and are left
+    out.
+    """
     from trainer.certify import certificate as module
     from trainer.certify.tiny_run import tiny_run
 
@@ -139,12 +161,20 @@ FAULTS: dict[Callable[[], Any], tuple[dict[str, Any], str]] = {
     a_matrix_transposed: (LORA, "initial"),
     two_norms_swapped: ({}, "initial"),
 }
-LIKE_ANOTHER = (nothing_is_held, scaled_by_the_rank, a_target_left_out, biases_learn, a_matrix_transposed)
+LIKE_ANOTHER = (
+    nothing_is_held,
+    scaled_by_the_rank,
+    a_target_left_out,
+    biases_learn,
+    a_matrix_transposed,
+)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: Any) -> str:
-    """A folder with the architecture: its weights are not read, the tiny copy has made-up ones of its own."""
+    """A folder with the architecture: its weights are not read, the tiny copy has made-up ones of
+    its own.
+    """
     from transformers import GPT2Config
 
     from tests.support.training import GPT2
@@ -155,7 +185,11 @@ def base(tmp_path_factory: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=pytest.mark.more if f in LIKE_ANOTHER else (), id=f.__name__) for f in FAULTS]
+    "fault",
+    [
+        pytest.param(f, marks=pytest.mark.more if f in LIKE_ANOTHER else (), id=f.__name__)
+        for f in FAULTS
+    ],
 )
 def test_a_fault_in_what_both_sides_shared_is_caught(pools, tmp_path, base, fault):
     trainer, check = FAULTS[fault]

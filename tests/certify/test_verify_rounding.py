@@ -1,4 +1,6 @@
-"""The certificate in 16 bits: what rounding hides in a step shows over many rows, and in what adds up."""
+"""The certificate in 16 bits: what rounding hides in a step shows over many rows, and in what adds
+up.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,26 @@ def scaled_by_a_hundredth() -> Any:
         def backward(ctx, gradient):
             return gradient * 1.01
 
-    return mock.patch.object(ModelWithLoss, "forward", lambda self, batch: More.apply(real(self, batch)))
+    return mock.patch.object(
+        ModelWithLoss, "forward", lambda self, batch: More.apply(real(self, batch))
+    )
 
 
 def scale_in_16_bits() -> Any:
     """As the loss once had it: off by up to 0.4 %, by as much in all gradients of a step."""
     from trainer.tasks import cross_entropy
 
-    return mock.patch.object(cross_entropy, "_times", lambda saved, scale: saved * scale.to(saved.dtype))
+    return mock.patch.object(
+        cross_entropy, "_times", lambda saved, scale: saved * scale.to(saved.dtype)
+    )
 
 
 def reduced_in_16_bits() -> Any:
     from trainer.parallel import shard
 
-    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+    )
     return mock.patch.object(shard, "policy_of", lambda layout: policy)
 
 
@@ -63,7 +71,9 @@ def added_up_in_16_bits() -> Any:
     return around(GradientAccumulation, "train", rounding)
 
 
-def certified(path: str, world_size: int, overrides: list[str], fault: str | None) -> tuple[bool, str]:
+def certified(
+    path: str, world_size: int, overrides: list[str], fault: str | None
+) -> tuple[bool, str]:
     """Runs on each rank of a pool."""
     from trainer.certify.certificate import certify, table
     from trainer.certify.tiny_run import tiny_run
@@ -87,15 +97,23 @@ LIKE_ANOTHER = (scale_in_16_bits, added_up_in_16_bits)
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=pytest.mark.more if f in LIKE_ANOTHER else (), id=f.__name__) for f in FAULTS]
+    "fault",
+    [
+        pytest.param(f, marks=pytest.mark.more if f in LIKE_ANOTHER else (), id=f.__name__)
+        for f in FAULTS
+    ],
 )
 def test_a_fault_that_rounding_would_hide_is_caught(pools, tmp_path, fault):
     stage, check = FAULTS[fault]
     model = {"config": {"model_type": "qwen3", "num_hidden_layers": 4, "tie_word_embeddings": True}}
     path = config(tmp_path, "mesh", stage, model=model)
-    for passed, table in pools[2].run(certified, path=path, world_size=2, overrides=BF16, fault=fault.__name__):
+    for passed, table in pools[2].run(
+        certified, path=path, world_size=2, overrides=BF16, fault=fault.__name__
+    ):
         assert not passed
-        assert " FAIL " in next(line for line in table.splitlines() if line.startswith(f"{check} ")), table
+        assert " FAIL " in next(
+            line for line in table.splitlines() if line.startswith(f"{check} ")
+        ), table
 
 
 ADDED_UP = ["data_types.grad_accum_dtype=fp32", "communication_data_type=fp32"]
@@ -110,7 +128,9 @@ SHIPPED = {"zero2": 2, "fsdp": 2, "pipeline_zero3": 2, "tensor_zero2": 2, "zero3
     ],
 )
 def test_what_ships_raises_no_alarm(pools, name, overrides):
-    """DeepSpeed adds gradients up in bfloat16 unless both keys say float32, and is then held to it."""
+    """DeepSpeed adds gradients up in bfloat16 unless both keys say float32, and is then held to
+    it.
+    """
     path, size = str(ROOT / "ds_configs" / f"{name}.json"), SHIPPED[name]
     run = {"path": path, "world_size": size, "overrides": [*BF16, *overrides], "fault": None}
     for passed, table in pools[size].run(certified, **run):

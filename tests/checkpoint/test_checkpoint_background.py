@@ -1,4 +1,6 @@
-"""Saving beside the training: what is saved is the state at the call, one save at a time, and failures are told."""
+"""Saving beside the training: what is saved is the state at the call, one save at a time, and
+failures are told.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_two_saves_never_overlap(tmp_path: Path, gate) -> None:
     with Background(ALONE) as background:
         background.save(state.state_tensors(), write_to(tmp_path, 10))
         overwrite(state)
-        second = threading.Thread(target=background.save, args=(state.state_tensors(), write_to(tmp_path, 20)))
+        second = threading.Thread(
+            target=background.save, args=(state.state_tensors(), write_to(tmp_path, 20))
+        )
         second.start()
         second.join(0.3)
         assert second.is_alive() and gate.waiting == 1
@@ -104,7 +108,9 @@ def test_a_failure_is_raised_by_the_next_save_and_once(tmp_path: Path) -> None:
 
 
 def _save_twice(folder: Path, broken_rank: int | None) -> tuple[str, int, bool]:
-    """What the first save raised, the bytes of this rank's copy, and whether the second save is right."""
+    """What the first save raised, the bytes of this rank's copy, and whether the second save is
+    right.
+    """
     ranks, raised = Ranks(torch.distributed.get_rank(), 2), ""
 
     def at(phase: str) -> None:

@@ -21,7 +21,12 @@ def directory(tmp_path: Path) -> Path:
     description = {"seed": 7, "engine": "mesh", "layout": LAYOUT, "versions": {"torch": "2"}}
     for step in (10, 20):
         save(
-            tmp_path / "checkpoints", replace(STATE, step=step), live().state_tensors(), description, model_files, ALONE
+            tmp_path / "checkpoints",
+            replace(STATE, step=step),
+            live().state_tensors(),
+            description,
+            model_files,
+            ALONE,
         )
     return tmp_path
 
@@ -53,7 +58,11 @@ def test_torch_is_not_waited_for(directory, command):
         f"import runpy, sys; sys.argv = {arguments!r}; sys.exit = print; "
         "runpy.run_module('trainer.command', run_name='__main__')"
     )
-    result = run(sys.executable, "-c", f"{code}; assert not {{'torch', 'numpy', 'transformers'}} & set(sys.modules)")
+    result = run(
+        sys.executable,
+        "-c",
+        f"{code}; assert not {{'torch', 'numpy', 'transformers'}} & set(sys.modules)",
+    )
     assert result.code == 0, result.output
 
 
@@ -65,7 +74,9 @@ def test_verify_names_the_one_that_is_damaged(directory):
     path.write_bytes(content)
     result = ask("verify", directory)
     assert result.code == 74
-    assert f"step-000010  {path}: SHA-256 " in result.output and "step-000020  good" in result.output
+    assert (
+        f"step-000010  {path}: SHA-256 " in result.output and "step-000020  good" in result.output
+    )
     path.write_bytes(b"")
     result = ask("list", directory)
     assert result.code == 74
@@ -76,8 +87,13 @@ def test_show(directory):
     result = ask("show", directory / "checkpoints" / "step-000020")
     assert result.code == 0, result.output
     assert '"step": 20' in result.output and '"torch": "2"' in result.output
-    assert "  model/model.safetensors: a.weight  float32 4 x 3  48 bytes" in result.output.splitlines()
-    assert "  optimizer/optimizer.safetensors: a.weight.exp_avg  float32 4 x 3  48 bytes" in result.output.splitlines()
+    assert (
+        "  model/model.safetensors: a.weight  float32 4 x 3  48 bytes" in result.output.splitlines()
+    )
+    assert (
+        "  optimizer/optimizer.safetensors: a.weight.exp_avg  float32 4 x 3  48 bytes"
+        in result.output.splitlines()
+    )
 
 
 def test_a_model_alone(directory):

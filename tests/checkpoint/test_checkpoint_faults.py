@@ -1,4 +1,6 @@
-"""Whoever dies at whatever moment of a save: the next run goes on by itself, to the weights of an undisturbed run."""
+"""Whoever dies at whatever moment of a save: the next run goes on by itself, to the weights of an
+undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,27 @@ from trainer.errors import MeshloomError
 from trainer.state import WEIGHT
 
 STEPS = 5
-PLACES = [*((phase, 0) for phase in PHASES), *((phase, 1) for phase in ("before", "shard", "flush"))]
+PLACES = [
+    *((phase, 0) for phase in PHASES),
+    *((phase, 1) for phase in ("before", "shard", "flush")),
+]
 """Each phase, and a rank that comes to it."""
 
 
 def ends_undisturbed(folder: Path, steps: int) -> None:
-    """The run in `folder` is done, and its weights and moments are those of one that nothing happened to."""
+    """The run in `folder` is done, and its weights and moments are those of one that nothing
+    happened to.
+    """
     wanted, back = state_at(steps), live().blank()
     found, skipped = newest(folder / "checkpoints")
     assert found and not skipped
     assert load(found, back.state_tensors(), ALONE).step == steps
     assert same(back, wanted)
-    final = {name: t for path in (folder / "final").glob("*.safetensors") for name, t in load_file(path).items()}
+    final = {
+        name: t
+        for path in (folder / "final").glob("*.safetensors")
+        for name, t in load_file(path).items()
+    }
     assert final.keys() == {name for name, part in wanted.tensors if part == WEIGHT}
     assert all(torch.equal(tensor, wanted.tensors[name, WEIGHT]) for name, tensor in final.items())
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
@@ -46,14 +57,18 @@ def ends_undisturbed(folder: Path, steps: int) -> None:
 
 @pytest.mark.parametrize("victims", [(0, 1), (0,), (1,)], ids=["both", "rank 0", "rank 1"])
 @pytest.mark.parametrize(("phase", "rank"), PLACES)
-def test_a_death_at_each_phase_of_a_save(tmp_path: Path, phase: str, rank: int, victims: tuple[int, ...]) -> None:
+def test_a_death_at_each_phase_of_a_save(
+    tmp_path: Path, phase: str, rank: int, victims: tuple[int, ...]
+) -> None:
     died = Run(tmp_path, STEPS, Death(phase, rank, victims, step=3))
     assert died.started_from() == 0
     codes = died.wait()
     assert all(codes[victim] == -9 for victim in victims)
     assert 0 not in codes
     again = Run(tmp_path, STEPS)
-    published = phase in ("latest", "prune") or (victims == (1,) and phase in ("manifest", "rename"))
+    published = phase in ("latest", "prune") or (
+        victims == (1,) and phase in ("manifest", "rename")
+    )
     assert again.started_from() == (3 if published else 2)
     assert again.wait() == [0, 0]
     ends_undisturbed(tmp_path, STEPS)
@@ -66,7 +81,9 @@ def test_fifty_deaths_at_random_moments(tmp_path: Path) -> None:
         found = run.started_from()
         assert found >= step, "a published checkpoint was lost"
         progress += found > step
-        longest *= 1.0 if found > step else 1.1  # on a slow machine deaths come later, so that they hit saves
+        longest *= (
+            1.0 if found > step else 1.1
+        )  # on a slow machine deaths come later, so that they hit saves
         deaths, step = deaths + 1, found
         time.sleep(dice.uniform(0, min(longest, 5.0)))
         run.kill(*dice.choice([(0, 1), (1, 0), (0,), (1,)]))
@@ -77,7 +94,9 @@ def test_fifty_deaths_at_random_moments(tmp_path: Path) -> None:
 
 
 def _break(folder: Path, phase: str, broken_rank: int) -> str:
-    """Save and prune on two ranks, one of which meets an error in `phase`; returns what this rank raised."""
+    """Save and prune on two ranks, one of which meets an error in `phase`; returns what this rank
+    raised.
+    """
     ranks = Ranks(torch.distributed.get_rank(), 2)
 
     def at(reached: str) -> None:
@@ -95,8 +114,12 @@ def _break(folder: Path, phase: str, broken_rank: int) -> str:
 
 
 @pytest.mark.parametrize(("phase", "rank"), [place for place in PLACES if place[0] != "before"])
-def test_an_error_at_each_phase_is_raised_on_both(tmp_path: Path, pools: Pools, phase: str, rank: int) -> None:
-    older = save(tmp_path, replace(STATE, step=50), live().state_tensors(), DESCRIPTION, model_files, ALONE)
+def test_an_error_at_each_phase_is_raised_on_both(
+    tmp_path: Path, pools: Pools, phase: str, rank: int
+) -> None:
+    older = save(
+        tmp_path, replace(STATE, step=50), live().state_tensors(), DESCRIPTION, model_files, ALONE
+    )
     one, other = pools[2].run(_break, timeout=120, folder=tmp_path, phase=phase, broken_rank=rank)
     assert one == other
     assert one.startswith(f"74 {tmp_path}/step-")
@@ -115,7 +138,10 @@ def test_an_error_at_each_phase_is_raised_on_both(tmp_path: Path, pools: Pools, 
 
 def _delay(folder: Path, slow_rank: int) -> bool:
     ranks = Ranks(torch.distributed.get_rank(), 2)
-    with patch("trainer.checkpoint.faults.at", lambda phase: time.sleep(0.02 if ranks.rank == slow_rank else 0)):
+    with patch(
+        "trainer.checkpoint.faults.at",
+        lambda phase: time.sleep(0.02 if ranks.rank == slow_rank else 0),
+    ):
         path = save(folder, STATE, live(ranks).state_tensors(), DESCRIPTION, model_files, ranks)
         prune(folder, 1) if ranks.first else None
     back = live(ranks).blank()

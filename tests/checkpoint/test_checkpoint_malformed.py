@@ -1,4 +1,6 @@
-"""Whatever the files of a checkpoint hold: it is named and set aside, and nothing ends in a traceback."""
+"""Whatever the files of a checkpoint hold: it is named and set aside, and nothing ends in a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,19 @@ from trainer.command.checkpoint import main
 from trainer.storage import to_json
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-NAMES = st.sampled_from(["../a", "/etc/passwd", "a\0b", "x" * 300, "\ud800", "", ".", "model", "model/x.pt"])
+NAMES = st.sampled_from(
+    ["../a", "/etc/passwd", "a\0b", "x" * 300, "\ud800", "", ".", "model", "model/x.pt"]
+)
 SLOW = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -34,12 +44,21 @@ SLOW = settings(max_examples=60, deadline=None, suppress_health_check=list(Healt
 def directory(tmp_path: Path) -> Path:
     """A good checkpoint, and a newer one to be broken."""
     for step in (10, 20):
-        save(tmp_path, replace(STATE, step=step), live().state_tensors(), DESCRIPTION, model_files, ALONE)
+        save(
+            tmp_path,
+            replace(STATE, step=step),
+            live().state_tensors(),
+            DESCRIPTION,
+            model_files,
+            ALONE,
+        )
     return tmp_path
 
 
 def is_set_aside(directory: Path) -> None:
-    """The newer checkpoint of `directory` is no reason to stop; afterwards it is where it was, for the next example."""
+    """The newer checkpoint of `directory` is no reason to stop; afterwards it is where it was, for
+    the next example.
+    """
     broken = directory / "step-000020"
     for command in ("list", "verify", "show"):
         code, output = ask(command, broken)
@@ -60,7 +79,18 @@ def ask(command: str, path: Path) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b"null", b"7", b'"files"', b'{"files": []}', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, b"{}"],
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"7",
+        b'"files"',
+        b'{"files": []}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"{}",
+    ],
 )
 def test_a_manifest_that_is_none(directory: Path, content: bytes) -> None:
     (directory / "step-000020" / "manifest.json").write_bytes(content)
@@ -79,7 +109,9 @@ def test_a_manifest_with_anything_in_any_place(directory: Path, data: st.DataObj
         return
     # a manifest that merely knows fewer files is a good one
     fewer = (
-        isinstance(changed, dict) and changed.get("format") == 1 and is_part(changed.get("files"), json.loads(whole))
+        isinstance(changed, dict)
+        and changed.get("format") == 1
+        and is_part(changed.get("files"), json.loads(whole))
     )
     if content != whole and not fewer:
         path.write_bytes(content)
@@ -132,9 +164,15 @@ TENSORS = {
     "an unknown dtype": header(b'{"a": {"dtype": "F4", "shape": [1], "data_offsets": [0, 4]}}'),
     "a list as dtype": header(b'{"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}'),
     "offsets of text": header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}'),
-    "a shape of text": header(b'{"a": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}1234'),
-    "data beyond the file": header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'),
-    "a size that is not the shape's": header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}1234'),
+    "a shape of text": header(
+        b'{"a": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}1234'
+    ),
+    "data beyond the file": header(
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    ),
+    "a size that is not the shape's": header(
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}1234'
+    ),
 }
 
 
@@ -153,7 +191,9 @@ DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a list": lambda whole: [],
     "no position": lambda whole: {key: value for key, value in whole.items() if key != "position"},
     "a position of text": lambda whole: whole | {"position": "here"},
-    "a position without its step": lambda whole: whole | {"position": {"samples": 3, "tokens": 4, "engine": {}}},
+    "a position without its step": lambda whole: (
+        whole | {"position": {"samples": 3, "tokens": 4, "engine": {}}}
+    ),
     "a position with more": lambda whole: whole | {"position": whole["position"] | {"mood": 1}},
     "a step of text": lambda whole: whole | {"position": whole["position"] | {"step": "20"}},
     "a config that is a list": lambda whole: whole | {"config": []},
@@ -167,7 +207,8 @@ DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "tokens below nothing": lambda whole: positioned(whole, tokens=-1),
     "a scalar of text": lambda whole: positioned(whole, engine={"optimizer_step": "20"}),
     "samples that its steps do not make": lambda whole: (
-        positioned(whole, samples=3201) | {"since": {"step": 0, "samples": 0}, "layout": {"train_batch": 160}}
+        positioned(whole, samples=3201)
+        | {"since": {"step": 0, "samples": 0}, "layout": {"train_batch": 160}}
     ),
     "a loss of text": lambda whole: whole | {"evaluation_loss": "low"},
 }
@@ -185,12 +226,16 @@ def test_a_description_that_is_none(directory: Path, name: str) -> None:
 def test_a_position_that_can_not_be_is_told_by_its_field(directory: Path, field: str) -> None:
     path = directory / "step-000020"
     rewritten(
-        path, "trainer.json", to_json(positioned(json.loads((path / "trainer.json").read_bytes()), **{field: -7}))
+        path,
+        "trainer.json",
+        to_json(positioned(json.loads((path / "trainer.json").read_bytes()), **{field: -7})),
     )
     assert f"position.{field} is -7" in newest(directory)[1][0]
 
 
-def test_a_position_after_another_batch_size_counts_from_where_the_run_went_on(directory: Path) -> None:
+def test_a_position_after_another_batch_size_counts_from_where_the_run_went_on(
+    directory: Path,
+) -> None:
     path = directory / "step-000020"
     whole = json.loads((path / "trainer.json").read_bytes())
     grown = {"since": {"step": 10, "samples": 1600}, "layout": {"train_batch": 160}}
@@ -207,7 +252,9 @@ def test_a_folder_without_its_description(directory: Path) -> None:
     is_set_aside(directory)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "trainer.json", "model/config.json", "model/model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "trainer.json", "model/config.json", "model/model.safetensors"]
+)
 @pytest.mark.parametrize("kind", ["a pipe", "a pipe that is announced", "a folder"])
 def test_what_is_no_regular_file_is_never_opened(directory: Path, name: str, kind: str) -> None:
     path, manifest = directory / "step-000020" / name, directory / "step-000020" / "manifest.json"

@@ -10,7 +10,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, files, live, model_files, same
+from tests.support.checkpoint_pieces import (
+    ALONE,
+    DESCRIPTION,
+    STATE,
+    files,
+    live,
+    model_files,
+    same,
+)
 from tests.support.pool import Pools
 from trainer.checkpoint import export, load, manifest, newest, save, verify
 from trainer.checkpoint.safetensors_stream import TensorWriter
@@ -21,7 +29,9 @@ from trainer.errors import MeshloomError
 def _save_and_load(folder: Path) -> tuple[bool, bool]:
     ranks = Ranks(torch.distributed.get_rank(), 2)
     state, back = live(ranks), live(ranks).blank()
-    path = save(folder / "checkpoints", STATE, state.state_tensors(), DESCRIPTION, model_files, ranks)
+    path = save(
+        folder / "checkpoints", STATE, state.state_tensors(), DESCRIPTION, model_files, ranks
+    )
     export(folder / "final", state.state_tensors(), model_files, ranks)
     return load(path, back.state_tensors(), ranks) == STATE, same(state, back)
 
@@ -38,7 +48,9 @@ def _fail(folder: Path, phase: str) -> str:
     }[phase]
     if phase == "manifest":
         real, calls = os.fsync, iter(range(99))  # rank 0 flushes its two files first
-        broken = patch.object(os, "fsync", lambda handle: real(handle) if next(calls) < 2 else _raise(full))
+        broken = patch.object(
+            os, "fsync", lambda handle: real(handle) if next(calls) < 2 else _raise(full)
+        )
     else:
         broken = patch.object(target, name, lambda *_: _raise(full))
     state = live(ranks, seed=1)
@@ -71,7 +83,9 @@ def _save_poisoned(folder: Path, value: float) -> tuple[int, str]:
     return 0, ""
 
 
-def test_two_ranks_write_their_own_files_and_one_process_reads_them(tmp_path: Path, pools: Pools) -> None:
+def test_two_ranks_write_their_own_files_and_one_process_reads_them(
+    tmp_path: Path, pools: Pools
+) -> None:
     assert pools[2].run(_save_and_load, timeout=120, folder=tmp_path) == [(True, True)] * 2
     path = tmp_path / "checkpoints/step-000100"
     assert files(path) == [
@@ -101,30 +115,55 @@ def test_the_index_is_that_of_transformers(tmp_path: Path, pools: Pools) -> None
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
     ]
-    assert sorted(metadata["all_checkpoint_keys"]) == ["a.weight", "b.weight", "c.buffer", "empty", "scale"]
+    assert sorted(metadata["all_checkpoint_keys"]) == [
+        "a.weight",
+        "b.weight",
+        "c.buffer",
+        "empty",
+        "scale",
+    ]
     assert metadata["total_size"] == 4 * (12 + 5 + 1) + 16
 
 
 @pytest.mark.parametrize("phase", ["tensors of rank 1", "end of rank 1", "manifest", "rename"])
 def test_an_error_of_one_rank_is_raised_on_both(tmp_path: Path, pools: Pools, phase: str) -> None:
-    older = save(tmp_path, STATE.__class__(50, samples=50), live().state_tensors(), DESCRIPTION, model_files, ALONE)
+    older = save(
+        tmp_path,
+        STATE.__class__(50, samples=50),
+        live().state_tensors(),
+        DESCRIPTION,
+        model_files,
+        ALONE,
+    )
     one, other = pools[2].run(_fail, timeout=120, folder=tmp_path, phase=phase)
     assert one == other
-    assert one.startswith(f"DiskError: {tmp_path / 'step-000100.partial'}: No space left on device, ")
+    assert one.startswith(
+        f"DiskError: {tmp_path / 'step-000100.partial'}: No space left on device, "
+    )
     assert newest(tmp_path) == (older, [])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000050"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_value_that_is_not_finite_is_never_published(tmp_path: Path, pools: Pools, value: float) -> None:
-    older = save(tmp_path, STATE.__class__(50, samples=50), live().state_tensors(), DESCRIPTION, model_files, ALONE)
+def test_a_value_that_is_not_finite_is_never_published(
+    tmp_path: Path, pools: Pools, value: float
+) -> None:
+    older = save(
+        tmp_path,
+        STATE.__class__(50, samples=50),
+        live().state_tensors(),
+        DESCRIPTION,
+        model_files,
+        ALONE,
+    )
     one, other = pools[2].run(_save_poisoned, timeout=120, folder=tmp_path, value=value)
     assert (
         one
         == other
         == (
             76,
-            "b.weight.exp_avg: a value that is not finite; expected finite numbers in a checkpoint. "
+            "b.weight.exp_avg: a value that is not finite; expected finite numbers in a "
+            "checkpoint. "
             "The one before is good: go on from it with a lower learning rate, or other data",
         )
     )
@@ -156,7 +195,10 @@ def test_each_rank_verifies_a_share_and_all_know_the_result(tmp_path: Path, pool
     pools[2].run(_save_and_load, timeout=120, folder=tmp_path)
     path = tmp_path / "checkpoints/step-000100"
     names = sorted(name.rpartition("/")[2] for name in files(path) if name != "manifest.json")
-    for name in ("optimizer/optimizer-00002-of-00002.safetensors", "model/model-00001-of-00002.safetensors"):
+    for name in (
+        "optimizer/optimizer-00002-of-00002.safetensors",
+        "model/model-00001-of-00002.safetensors",
+    ):
         content = bytearray((path / name).read_bytes())
         content[-1] ^= 1
         (path / name).write_bytes(content)

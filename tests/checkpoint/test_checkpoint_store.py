@@ -1,4 +1,6 @@
-"""Checkpoints of one process: the format, every kind of damage, a death between any two phases, pruning."""
+"""Checkpoints of one process: the format, every kind of damage, a death between any two phases,
+pruning.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, Live, files, live, model_files, same
+from tests.support.checkpoint_pieces import (
+    ALONE,
+    DESCRIPTION,
+    STATE,
+    Live,
+    files,
+    live,
+    model_files,
+    same,
+)
 from trainer.checkpoint import (
     WEIGHTS_ALONE,
     ensure_writable,
@@ -41,7 +52,9 @@ class Killed(BaseException):
     """Not an Exception: nothing may clean up after it, as nothing does after kill -9."""
 
 
-def saved(folder: Path, step: int = 100, state: Live | None = None, dtype: torch.dtype | None = None) -> Path:
+def saved(
+    folder: Path, step: int = 100, state: Live | None = None, dtype: torch.dtype | None = None
+) -> Path:
     entries = (state or live()).state_tensors()
     return save(folder, replace(STATE, step=step), entries, DESCRIPTION, model_files, ALONE, dtype)
 
@@ -61,14 +74,23 @@ def test_round_trip(good: Path) -> None:
     assert same(state, back)
     assert read_description(good) == DESCRIPTION | {
         "stateless": ["c.buffer"],
-        "position": {"step": 100, "samples": 3200, "tokens": 51_000, "engine": {"optimizer_step": 100.0}},
+        "position": {
+            "step": 100,
+            "samples": 3200,
+            "tokens": 51_000,
+            "engine": {"optimizer_step": 100.0},
+        },
     }
 
 
 @pytest.mark.parametrize("gone", [["exp_avg", "exp_avg_sq", "step"], ["step"]])
-def test_optimizer_state_of_one_parameter_that_is_gone_is_an_error(tmp_path: Path, gone: list[str]) -> None:
+def test_optimizer_state_of_one_parameter_that_is_gone_is_an_error(
+    tmp_path: Path, gone: list[str]
+) -> None:
     """Its manifest agrees; a parameter that had none when it was saved is as it was."""
-    tensors = {key: value for key, value in live().tensors.items() if key[0] != "empty" or key[1] == WEIGHT}
+    tensors = {
+        key: value for key, value in live().tensors.items() if key[0] != "empty" or key[1] == WEIGHT
+    }
     tensors |= {(name, "step"): torch.tensor(4.0) for name in ("a.weight", "b.weight", "scale")}
     path = save(tmp_path, STATE, Live(tensors).state_tensors(), DESCRIPTION, model_files, ALONE)
 
@@ -79,15 +101,24 @@ def test_optimizer_state_of_one_parameter_that_is_gone_is_an_error(tmp_path: Pat
         def keep(name: str) -> Callable[[Mapping[str, tuple[int, ...]]], list[StateTensor]]:
             return lambda shapes: [found[name, key] for key in shapes]
 
-        return [replace(entry, keep=keep(name)) for (name, key), entry in found.items() if key == WEIGHT]
+        return [
+            replace(entry, keep=keep(name)) for (name, key), entry in found.items() if key == WEIGHT
+        ]
 
     load(path, entries(), ALONE)
     kept = load_file(path / "optimizer/optimizer.safetensors")
-    kept = {name: value for name, value in kept.items() if name not in {f"b.weight.{key}" for key in gone}}
+    kept = {
+        name: value
+        for name, value in kept.items()
+        if name not in {f"b.weight.{key}" for key in gone}
+    }
     save_file(kept, path / "optimizer/optimizer.safetensors")
     agree(path, "optimizer/optimizer.safetensors")
     assert verify(path) == []
-    with pytest.raises(DiskError, match=r"optimizer state of 1 parameters is gone \(b.weight\).*resume-weights-only"):
+    with pytest.raises(
+        DiskError,
+        match=r"optimizer state of 1 parameters is gone \(b.weight\).*resume-weights-only",
+    ):
         load(path, entries(), ALONE)
     load(path, entries(), ALONE, weights_only=True)
 
@@ -103,7 +134,12 @@ def agree(path: Path, name: str) -> None:
 def test_layout_on_disk(good: Path) -> None:
     assert good.name == "step-000100"
     assert (good.parent / "latest").read_text() == "step-000100\n"
-    listed = ["model/config.json", "model/model.safetensors", "optimizer/optimizer.safetensors", "trainer.json"]
+    listed = [
+        "model/config.json",
+        "model/model.safetensors",
+        "optimizer/optimizer.safetensors",
+        "trainer.json",
+    ]
     assert files(good) == ["manifest.json", *listed]
     assert sorted(json.loads((good / "manifest.json").read_text())["files"]) == listed
     assert files(good.parent) == ["latest", *(f"step-000100/{name}" for name in files(good))]
@@ -130,11 +166,15 @@ def test_transformers_opens_the_model_folder(tmp_path: Path) -> None:
     tensors = {(name, WEIGHT): parameter.data for name, parameter in model.named_parameters()}
     assert ("lm_head.weight", WEIGHT) not in tensors  # tied: the name is no state tensor
     entries = Live(tensors).state_tensors()
-    path = save(tmp_path / "checkpoints", STATE, entries, DESCRIPTION, config.save_pretrained, ALONE)
+    path = save(
+        tmp_path / "checkpoints", STATE, entries, DESCRIPTION, config.save_pretrained, ALONE
+    )
     final = export(tmp_path / "final", entries, config.save_pretrained, ALONE, torch.bfloat16)
     for folder, dtype in ((path / "model", torch.float32), (final, torch.bfloat16)):
         opened = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        for (name, parameter), other in zip(model.named_parameters(), opened.parameters(), strict=True):
+        for (name, parameter), other in zip(
+            model.named_parameters(), opened.parameters(), strict=True
+        ):
             assert torch.equal(parameter.to(dtype), other), name
         assert opened.lm_head.weight is opened.model.embed_tokens.weight
 
@@ -144,7 +184,11 @@ def test_export_replaces_an_older_one(tmp_path: Path) -> None:
     export(final, live().state_tensors(), model_files, ALONE)
     before = (final / "model.safetensors").read_bytes()
     export(final, live(seed=1).state_tensors(), model_files, ALONE)
-    assert files(tmp_path) == ["final/config.json", "final/manifest.json", "final/model.safetensors"]
+    assert files(tmp_path) == [
+        "final/config.json",
+        "final/manifest.json",
+        "final/model.safetensors",
+    ]
     assert (final / "model.safetensors").read_bytes() != before
     assert verify(final) == []
 
@@ -160,11 +204,18 @@ def test_state_that_does_not_fit_is_one_error_before_anything_is_written(good: P
     back = Live(other)
     with pytest.raises(ConfigError) as caught:
         load(good, back.state_tensors(), ALONE)
-    mend = "expected the tensors of this run. Resume with the model and the optimizer that it was saved with"
+    mend = (
+        "expected the tensors of this run. Resume with the model and the optimizer that it was "
+        "saved with"
+    )
     assert str(caught.value).splitlines() == [
         f"{good}: 1 tensors missing in the checkpoint (model: new.weight); {mend}",
         f"{good}: 1 tensors not part of this run (optimizer: b.weight.exp_avg_sq); {mend}",
-        f"{good}: 1 tensors of another shape (optimizer: a.weight.exp_avg [4, 3], here [3, 4]); {mend}",
+        (
+            f"{good}: 1 tensors of another shape (optimizer: a.weight.exp_avg [4, 3], here [3, "
+            "4]); "
+            f"{mend}"
+        ),
     ]
     assert torch.equal(other["a.weight", WEIGHT], torch.full((4, 3), 1.0))
 
@@ -185,7 +236,9 @@ def test_a_published_step_is_never_overwritten(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_a_single_flipped_bit_anywhere_is_found(good: Path, data: st.DataObject) -> None:
     path = good / data.draw(st.sampled_from(files(good)))
     content = path.read_bytes()
@@ -196,14 +249,18 @@ def test_a_single_flipped_bit_anywhere_is_found(good: Path, data: st.DataObject)
         path.write_bytes(damaged)
         problems = verify(good)
         assert problems, f"bit {bit} of {path.name}"
-        assert path == good / "manifest.json" or [problem.place for problem in problems] == [str(path)]
+        assert path == good / "manifest.json" or [problem.place for problem in problems] == [
+            str(path)
+        ]
     finally:
         path.write_bytes(content)
     assert verify(good) == []
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "longer"])
-def test_damage_of_any_file_falls_back_to_the_checkpoint_before(tmp_path: Path, damage: str) -> None:
+def test_damage_of_any_file_falls_back_to_the_checkpoint_before(
+    tmp_path: Path, damage: str
+) -> None:
     older, newer = saved(tmp_path, 50), saved(tmp_path, 100)
     assert newest(tmp_path) == (newer, [])
     for name in files(newer):
@@ -211,7 +268,9 @@ def test_damage_of_any_file_falls_back_to_the_checkpoint_before(tmp_path: Path, 
         content = path.read_bytes()
         path.unlink()
         if damage != "missing":
-            path.write_bytes({"empty": b"", "truncated": content[:-1], "longer": content + b"\n"}[damage])
+            path.write_bytes(
+                {"empty": b"", "truncated": content[:-1], "longer": content + b"\n"}[damage]
+            )
         with pytest.raises(DiskError):
             load(newer, live().state_tensors(), ALONE)
         before = {name: (newer / name).read_bytes() for name in files(newer)}
@@ -278,7 +337,9 @@ def test_the_text_of_damage(tmp_path: Path) -> None:
         ("model/pytorch_model.bin", "a pickle, which is never opened: 'model/pytorch_model.bin'"),
     ],
 )
-def test_a_manifest_that_names_what_is_never_opened_is_refused(tmp_path: Path, name: str, seen: str) -> None:
+def test_a_manifest_that_names_what_is_never_opened_is_refused(
+    tmp_path: Path, name: str, seen: str
+) -> None:
     path = saved(tmp_path)
     manifest = path / "manifest.json"
     listed = json.loads(manifest.read_text())
@@ -300,7 +361,9 @@ def test_weights_alone_need_no_optimizer_state(tmp_path: Path) -> None:
     assert load(path, back.state_tensors(), ALONE, weights_only=True) == STATE
     for (name, part), tensor in back.tensors.items():
         kept = torch.full_like(tensor, 1)
-        assert torch.equal(tensor, state.tensors[name, WEIGHT] if part in (WEIGHT, "master") else kept)
+        assert torch.equal(
+            tensor, state.tensors[name, WEIGHT] if part in (WEIGHT, "master") else kept
+        )
     (path / "model/model.safetensors").unlink()
     with pytest.raises(DiskError):
         load(path, back.state_tensors(), ALONE, weights_only=True)
@@ -310,10 +373,15 @@ def test_weights_alone_need_no_optimizer_state(tmp_path: Path) -> None:
 def test_a_placeholder_is_never_written(tmp_path: Path, part: str) -> None:
     """What is left of a partitioned parameter on one rank: no elements."""
     entries = [
-        replace(entry, read=lambda: torch.empty(0)) if (entry.name, entry.key) == ("a.weight", part) else entry
+        replace(entry, read=lambda: torch.empty(0))
+        if (entry.name, entry.key) == ("a.weight", part)
+        else entry
         for entry in live().state_tensors()
     ]
-    with pytest.raises(ValueError, match=r"a.weight[a-z_.]* \(0,\) came where a.weight[a-z_.]* \(4, 3\) was announced"):
+    with pytest.raises(
+        ValueError,
+        match=r"a.weight[a-z_.]* \(0,\) came where a.weight[a-z_.]* \(4, 3\) was announced",
+    ):
         save(tmp_path, STATE, entries, DESCRIPTION, model_files, ALONE)
     assert files(tmp_path) == []
 
@@ -399,14 +467,17 @@ def test_a_full_disk_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000050"]
 
 
-def test_space_is_looked_at_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_is_looked_at_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * 2**10))
     ensure_writable(tmp_path, 3 * 2**10)
     with pytest.raises(DiskError) as caught:
         ensure_writable(tmp_path / "run", 5 * 2**30)
     assert str(caught.value) == (
-        f"{tmp_path}/run: 3.0 KiB free; expected at least 5.0 GiB free. Free space there, or choose another folder"
+        f"{tmp_path}/run: 3.0 KiB free; expected at least 5.0 GiB free. Free space there, or "
+        "choose another folder"
     )
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
     with pytest.raises(DiskError, match="100 bytes free; expected at least 232 bytes free"):
@@ -414,7 +485,9 @@ def test_space_is_looked_at_before_anything_is_written(tmp_path: Path, monkeypat
     assert files(tmp_path) == []
 
 
-def test_what_a_killed_probe_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_probe_left_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
         context.setattr(Path, "unlink", Mock(side_effect=KeyboardInterrupt))
         ensure_writable(tmp_path)
@@ -451,7 +524,10 @@ def test_prune_keeps_the_last_and_the_best(tmp_path: Path) -> None:
         description = DESCRIPTION | {"evaluation_loss": loss}
         state = replace(STATE, step=step, samples=32 * step)
         save(tmp_path, state, live().state_tensors(), description, model_files, ALONE)
-    assert prune(tmp_path, 2, keep_best=True) == [tmp_path / "step-000010", tmp_path / "step-000030"]
+    assert prune(tmp_path, 2, keep_best=True) == [
+        tmp_path / "step-000010",
+        tmp_path / "step-000030",
+    ]
     assert steps(tmp_path) == [20, 40, 1_000_000]
     (tmp_path / "step-000020/trainer.json").write_text("{")
     prune(tmp_path, 0, keep_best=True)
@@ -475,4 +551,8 @@ def test_leftovers_of_dead_runs_are_ignored_and_cleaned(tmp_path: Path) -> None:
     (tmp_path / "step-notes.partial").mkdir()
     assert newest(tmp_path) == (None, [])
     saved(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000100", "step-notes.partial"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "step-000100",
+        "step-notes.partial",
+    ]

@@ -15,14 +15,26 @@ from safetensors import safe_open
 from trainer.checkpoint.safetensors_stream import TensorType, TensorWriter, read_types
 from trainer.errors import ConfigError
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-NAMES = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1, max_size=12).filter("__metadata__".__ne__)
+NAMES = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1, max_size=12).filter(
+    "__metadata__".__ne__
+)
 
 
 @given(st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=5))
 @settings(max_examples=80, deadline=None)
-def test_the_library_reads_what_we_stream(announced: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+def test_the_library_reads_what_we_stream(
+    announced: dict[str, tuple[tuple[int, ...], torch.dtype]],
+) -> None:
     types = {name: TensorType(shape, dtype) for name, (shape, dtype) in announced.items()}
     tensors = {name: (torch.randn(kind.shape) * 3).to(kind.dtype) for name, kind in types.items()}
     with TemporaryDirectory() as folder:
@@ -62,6 +74,8 @@ def test_what_was_not_announced_is_not_written(tmp_path: Path) -> None:
 
 
 def test_a_dtype_without_a_name_in_the_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^x: a tensor of torch.complex64; expected one of torch.float64, "):
+    with pytest.raises(
+        ConfigError, match=r"^x: a tensor of torch.complex64; expected one of torch.float64, "
+    ):
         TensorWriter(tmp_path / "t", {"x": TensorType((1,), torch.complex64)})
     assert not (tmp_path / "t").exists()

@@ -1,7 +1,7 @@
 """A checkpoint that an earlier version wrote goes on: files, names and meaning are kept.
 
-`earlier_checkpoint/` is the second step of four of `job.json` on two processes, by the version before the rooms of
-`trainer/` were made; `metrics.jsonl` is what that version found in all four.
+`earlier_checkpoint/` is the second step of four of `job.json` on two processes, by the version
+before the rooms of `trainer/` were made; `metrics.jsonl` is what that version found in all four.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ EARLIER = Path(__file__).with_name("earlier_checkpoint")
 
 @pytest.mark.parametrize(
     "layout",
-    [["--processes", "2"], ["--processes", "1", "trainer.engine=deepspeed", "zero_optimization.stage=3"]],
+    [
+        ["--processes", "2"],
+        ["--processes", "1", "trainer.engine=deepspeed", "zero_optimization.stage=3"],
+    ],
     ids=["its own layout", "another engine and size"],
 )
 def test_an_earlier_checkpoint_goes_on(tmp_path, layout):
     here = tmp_path / "earlier"
     shutil.copytree(EARLIER, here)
     checkpoint = here / "step-000002"
-    keys = {"data.path": here / "text.jsonl", "data.tokenizer": checkpoint / "model", "run.folder": tmp_path / "runs"}
+    keys = {
+        "data.path": here / "text.jsonl",
+        "data.tokenizer": checkpoint / "model",
+        "run.folder": tmp_path / "runs",
+    }
     overrides = [f"trainer.{key}={value}" for key, value in keys.items()]
     result = train("--config", here / "job.json", "--resume", checkpoint, *layout, *overrides)
     assert result.code == 0, result.output

@@ -1,4 +1,6 @@
-"""`trainer.train` and `trainer.verify`: own modules, data and losses, under every engine, from an own script."""
+"""`trainer.train` and `trainer.verify`: own modules, data and losses, under every engine, from an
+own script.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from trainer.tasks.supervised import Supervised
 from trainer.trial.own_module import check_module
 
 README = (ROOT / "README.md").read_text()
-EXAMPLE = next(code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "trainer.train" in code)
+EXAMPLE = next(
+    code
+    for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    if "trainer.train" in code
+)
 CONFIG = {
     "train_batch_size": 8,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -44,12 +50,17 @@ def test_the_example_is_short():
     [("zero3", 2), ("pipeline_zero2", 2), pytest.param("hsdp", 4, marks=pytest.mark.whole)],
 )
 def test_the_example_learns_and_is_certified(tmp_path, config, processes):
-    code = EXAMPLE.replace('"zero3"', f'"{config}"').replace("processes=2", f"processes={processes}")
+    code = EXAMPLE.replace('"zero3"', f'"{config}"').replace(
+        "processes=2", f"processes={processes}"
+    )
     code = code.replace("overrides=[", f'overrides=["trainer.run.folder={tmp_path}/runs", ')
     result = script(tmp_path, code)
     assert result.code == 0, result.output
     assert "\nTrue\n" in result.output
-    losses = [float(x) for x in re.findall(r"\d\.\d+", re.findall(r"^\[(.*)\]$", result.output, re.MULTILINE)[-1])]
+    losses = [
+        float(x)
+        for x in re.findall(r"\d\.\d+", re.findall(r"^\[(.*)\]$", result.output, re.MULTILINE)[-1])
+    ]
     assert losses[-1] < losses[0]
     final = tmp_path / "runs" / config / "final"
     names = {name for path in final.glob("*.safetensors") for name in load_file(path)}
@@ -98,7 +109,9 @@ own = dict(model=Net, data=Data(), loss=loss, blocks="layers.*")
 
 
 def test_under_a_launcher_in_a_notebook_and_again(tmp_path):
-    """The same losses in one process and in those of a launcher; a run that is begun again goes on."""
+    """The same losses in one process and in those of a launcher; a run that is begun again goes
+    on.
+    """
     runs = f"trainer.run.folder={tmp_path}/runs"
     alone = f"""
 for steps in (2, 4):
@@ -121,7 +134,11 @@ print("LOSSES", [round(loss, 4) for loss in result.losses], result.folder.name, 
 
 
 def test_a_run_of_several_ranks_that_stands_still_is_an_error(tmp_path):
-    section = {**CONFIG["trainer"], "patience": 3, "run": {"folder": str(tmp_path / "runs"), "name": "own"}}
+    section = {
+        **CONFIG["trainer"],
+        "patience": 3,
+        "run": {"folder": str(tmp_path / "runs"), "name": "own"},
+    }
     code = f"""
 import os, time, torch, trainer
 from torch import nn
@@ -199,9 +216,13 @@ def test_values_are_those_of_the_constructor_in_every_process():
     spec, _ = spec_and_task(build)
     assert spec.blocks == ("0", "1", "2")
     weights = {name: spec.weights.read(name) for name in ("0.weight", "2.bias", "table")}
-    assert torch.equal(weights["2.bias"], torch.full((2,), 0.5)) and torch.equal(weights["table"], torch.arange(3.0))
+    assert torch.equal(weights["2.bias"], torch.full((2,), 0.5)) and torch.equal(
+        weights["table"], torch.arange(3.0)
+    )
     assert torch.equal(weights["0.weight"], spec_of(build, None, seed=3).weights.read("0.weight"))
-    assert not torch.equal(weights["0.weight"], spec_of(build, None, seed=4).weights.read("0.weight"))
+    assert not torch.equal(
+        weights["0.weight"], spec_of(build, None, seed=4).weights.read("0.weight")
+    )
     spec.weights.release()
     assert not any(isinstance(value, dict) for value in vars(spec.weights).values())
     assert torch.equal(weights["0.weight"], spec.weights.read("0.weight"))
@@ -226,9 +247,18 @@ def test_what_is_found_of_a_module():
     [
         ({"build": lambda: "text"}, "model: str; expected a callable that builds an nn.Module"),
         ({"build": lambda: nn.Linear(6, 2, device="cpu")}, "Leave `device=` out"),
-        ({"loss": lambda output, target: output.sum()}, "sum over the targets as a scalar tensor, number of targets"),
-        ({"loss": lambda o, t: (loss(o, t)[0] / 0, 1)}, "inf on the first samples; expected a finite number"),
-        ({"loss": lambda o, t: (loss(o, t)[0], int((o != 0).sum()))}, "a count that depends on the target alone"),
+        (
+            {"loss": lambda output, target: output.sum()},
+            "sum over the targets as a scalar tensor, number of targets",
+        ),
+        (
+            {"loss": lambda o, t: (loss(o, t)[0] / 0, 1)},
+            "inf on the first samples; expected a finite number",
+        ),
+        (
+            {"loss": lambda o, t: (loss(o, t)[0], int((o != 0).sum()))},
+            "a count that depends on the target alone",
+        ),
         ({"blocks": "layers.*"}, "no module of Sequential is named layers.*"),
     ],
     ids=["no module", "on a device", "no count", "not finite", "count of the output", "no blocks"],
@@ -260,13 +290,25 @@ LOST = {
         lambda: parameter(torch.zeros(2, dtype=torch.complex64)),
         "is a parameter of torch.complex64; expected",
     ),
-    "bfloat16": (lambda: parameter(torch.zeros(2, dtype=torch.bfloat16)), "is a parameter of torch.bfloat16; expected"),
-    "float64": (lambda: parameter(torch.zeros(2, dtype=torch.float64)), "is a parameter of torch.float64; expected"),
-    "integers": (lambda: parameter(torch.zeros(2, dtype=torch.int8)), "is a parameter of torch.int8; expected"),
+    "bfloat16": (
+        lambda: parameter(torch.zeros(2, dtype=torch.bfloat16)),
+        "is a parameter of torch.bfloat16; expected",
+    ),
+    "float64": (
+        lambda: parameter(torch.zeros(2, dtype=torch.float64)),
+        "is a parameter of torch.float64; expected",
+    ),
+    "integers": (
+        lambda: parameter(torch.zeros(2, dtype=torch.int8)),
+        "is a parameter of torch.int8; expected",
+    ),
     "a hook": (lambda: hooked("register_hook"), "has a hook of its own"),
     "a hook after": (lambda: hooked("register_post_accumulate_grad_hook"), "has a hook of its own"),
     "an attribute": (lambda: parameter(torch.zeros(2), scale=2.0), "has an attribute scale"),
-    "a subclass": (lambda: Scaled(torch.zeros(2)), "is a tests.command.test_api.Scaled; expected an nn.Parameter"),
+    "a subclass": (
+        lambda: Scaled(torch.zeros(2)),
+        "is a tests.command.test_api.Scaled; expected an nn.Parameter",
+    ),
     "no size yet": (
         nn.UninitializedParameter,
         "is a torch.nn.parameter.UninitializedParameter; expected an nn.Parameter of known size",
@@ -293,7 +335,9 @@ def test_what_transformers_marks_its_parameters_with_is_allowed():
 
     for family in ("llama", "mamba", "bamba"):
         config = AutoConfig.for_model(family, num_hidden_layers=2)
-        assert spec_of(lambda config=config: AutoModelForCausalLM.from_config(config), None, seed=3).parameters
+        assert spec_of(
+            lambda config=config: AutoModelForCausalLM.from_config(config), None, seed=3
+        ).parameters
 
 
 def test_samples_that_are_no_pairs():
@@ -372,7 +416,12 @@ def test_neither_tokenizers_nor_records_are_sent_between_ranks(tmp_path, monkeyp
     named = load(write_job(tmp_path), [f"trainer.data.tokenizer={tmp_path / 'tokenizer'}"])
     assert len(subject._tokenizer(named, Ranks(), QUIET)) == len(tokenizer)
     assert len(sent) == 2 and len(sent[1]) < 100
-    section = {**CONFIG["trainer"], "engine": "mesh", "run": {"folder": str(tmp_path / "runs")}, "steps": 2}
+    section = {
+        **CONFIG["trainer"],
+        "engine": "mesh",
+        "run": {"folder": str(tmp_path / "runs")},
+        "steps": 2,
+    }
     rows = [(torch.full((4,), i / 8), torch.tensor(i % 2)) for i in range(8)]
     loss = lambda output, target: (cross_entropy(output, target, reduction="sum"), len(target))  # noqa: E731
     own = {"model": lambda: nn.Sequential(nn.Linear(4, 2)), "data": rows, "loss": loss}

@@ -1,4 +1,6 @@
-"""`launch/train.py` as a person meets it: help, dry runs, mistakes, a rank that dies, and going on."""
+"""`launch/train.py` as a person meets it: help, dry runs, mistakes, a rank that dies, and going
+on.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,16 @@ from tests.support.commands import (
     write_job,
 )
 
-HEAVY = {"torch", "transformers", "deepspeed", "datasets", "accelerate", "pydantic", "rich", "numpy"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "deepspeed",
+    "datasets",
+    "accelerate",
+    "pydantic",
+    "rich",
+    "numpy",
+}
 
 
 def loaded_by(*arguments: str) -> tuple[Result, set[str]]:
@@ -40,7 +51,8 @@ def loaded_by(*arguments: str) -> tuple[Result, set[str]]:
         "import sys, runpy, atexit, os\n"
         f"sys.argv = {[TRAIN, *arguments]!r}\n"
         "os._exit = lambda code: sys.exit(code)\n"
-        "atexit.register(lambda: print('LOADED', *sorted({name.split('.')[0] for name in sys.modules})))\n"
+        "atexit.register(lambda: print('LOADED', *sorted({name.split('.')[0] for name in "
+        "sys.modules})))\n"
         f"runpy.run_path({TRAIN!r}, run_name='__main__')\n"
     )
     result = run(sys.executable, "-c", code)
@@ -58,7 +70,10 @@ def test_help_is_short_and_light():
 
 def test_config_errors_come_before_torch(tmp_path):
     path = tmp_path / "bad.json"
-    path.write_text('{"zero_optimisation": {"stage": 3}, "train_batch_size": 3, "gradient_accumulation_steps": 2}')
+    path.write_text(
+        '{"zero_optimisation": {"stage": 3}, "train_batch_size": 3, "gradient_accumulation_steps": '
+        "2}"
+    )
     result, loaded = loaded_by("--config", str(path), "--processes", "1")
     assert result.code == 64
     assert 'Did you mean "zero_optimization"?' in result.output
@@ -93,11 +108,21 @@ def test_the_breakdowns_that_deepspeed_prints_reach_the_terminal(tmp_path):
     ]
     result = train("--config", write_job(tmp_path), *asked)
     assert result.code == 0, result.output
-    for text in ("time (ms) | fwd_microstep: ", "Engine after backward", "Comm. Op", "DeepSpeed Flops Profiler"):
+    for text in (
+        "time (ms) | fwd_microstep: ",
+        "Engine after backward",
+        "Comm. Op",
+        "DeepSpeed Flops Profiler",
+    ):
         assert text in result.output, result.output
     assert "goes without" not in result.output
     result = train(
-        "--config", write_job(tmp_path), *asked, "trainer.engine=mesh", "--fresh", "zero_optimization.stage=0"
+        "--config",
+        write_job(tmp_path),
+        *asked,
+        "trainer.engine=mesh",
+        "--fresh",
+        "zero_optimization.stage=0",
     )
     assert result.code == 0, result.output
     notes = "\n".join(line for line in result.lines if "the mesh engine goes without" in line)
@@ -128,24 +153,45 @@ def folder_is_a_file(folder: Path) -> list[str]:
 # what is wrong -> (overrides, exit code, what the message says)
 MISTAKES: dict[str, tuple[Any, int, str]] = {
     "missing model": (
-        ["trainer.model.config=null", "trainer.model.name_or_path=./nowhere", "trainer.data.tokenizer=null"],
+        [
+            "trainer.model.config=null",
+            "trainer.model.name_or_path=./nowhere",
+            "trainer.data.tokenizer=null",
+        ],
         64,
         "./nowhere",
     ),
     "model without weights": (folder_without_weights, 64, "no weights; expected model.safetensors"),
     "missing data": (["trainer.data.path=/nowhere/*.jsonl"], 65, "/nowhere/*.jsonl"),
-    "a line that is not JSON": (text_file("bad.jsonl", b'{"text": "a"}\n{"text": \n'), 65, "bad.jsonl:2: "),
+    "a line that is not JSON": (
+        text_file("bad.jsonl", b'{"text": "a"}\n{"text": \n'),
+        65,
+        "bad.jsonl:2: ",
+    ),
     "a missing column": (text_file("other.jsonl", b'{"txt": "a"}\n'), 65, 'Did you mean "txt"'),
     "an empty file": (text_file("empty.jsonl", b""), 65, "empty.jsonl: "),
-    "not UTF-8": (text_file("latin.txt", "na\u00efve".encode("latin-1") * 9), 65, "latin.txt: byte 2"),
-    "a small embedding": (["trainer.model.config.vocab_size=100"], 65, "ids below 100, the rows of the embedding"),
+    "not UTF-8": (
+        text_file("latin.txt", "na\u00efve".encode("latin-1") * 9),
+        65,
+        "latin.txt: byte 2",
+    ),
+    "a small embedding": (
+        ["trainer.model.config.vocab_size=100"],
+        65,
+        "ids below 100, the rows of the embedding",
+    ),
     "a long sequence": (
         ["trainer.model.config.max_position_embeddings=8"],
         64,
         "trainer.data.sequence_length: 16; expected at most the model's 8 positions",
     ),
     "a long sequence for a model that counts from behind its padding": (
-        ['trainer.model.config={"model_type": "camembert", "is_decoder": true, "max_position_embeddings": 16}'],
+        [
+            (
+                'trainer.model.config={"model_type": "camembert", "is_decoder": true, '
+                '"max_position_embeddings": 16}'
+            )
+        ],
         64,
         "trainer.data.sequence_length: 16; expected at most the model's 14 positions",
     ),
@@ -158,26 +204,48 @@ MISTAKES: dict[str, tuple[Any, int, str]] = {
     ),
     "an axis that no engine has": (
         [
-            *("pipeline.stages=2", "--processes", "2", "zero_optimization.stage=3", "gradient_accumulation_steps=4"),
+            *(
+                "pipeline.stages=2",
+                "--processes",
+                "2",
+                "zero_optimization.stage=3",
+                "gradient_accumulation_steps=4",
+            ),
             "trainer.pipeline_schedule=ZBVZeroBubble",
         ],
         64,
-        "expected a layout that it can run. ZBVZeroBubble with ZeRO-3 gives wrong gradients without a word",
+        (
+            "expected a layout that it can run. ZBVZeroBubble with ZeRO-3 gives wrong gradients "
+            "without a word"
+        ),
     ),
     "micro-batches fewer than stages": (
         ["pipeline.stages=4", "--processes", "4"],
         64,
-        "gradient_accumulation_steps: 2 micro-batches for 4 pipeline stages under 1F1B; expected at least 4",
+        (
+            "gradient_accumulation_steps: 2 micro-batches for 4 pipeline stages under 1F1B; "
+            "expected "
+            "at least 4"
+        ),
     ),
     "stages more than blocks": (
         ["pipeline.stages=4", "--processes", "4", "gradient_accumulation_steps=4"],
         64,
-        "pipeline.stages: llama: 2 blocks for 4 pipeline stages; expected at least one block for each stage",
+        (
+            "pipeline.stages: llama: 2 blocks for 4 pipeline stages; expected at least one block "
+            "for "
+            "each stage"
+        ),
     ),
     "heads that can't be divided": (
         ["tensor_parallel.autotp_size=4", "--processes", "4"],
         64,
-        "tensor_parallel.autotp_size: llama: 2 key-value heads = 0 x 4 + 2; expected a multiple of 4",
+        (
+            "tensor_parallel.autotp_size: llama: 2 key-value heads = 0 x 4 + 2; expected a "
+            "multiple "
+            "of "
+            "4"
+        ),
     ),
     "a checkpoint that is not there": (
         ["--resume", "/nowhere/step-1"],
@@ -229,8 +297,10 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
     script = tmp_path / "dying.py"
     script.write_text(DYING.format(root=str(ROOT), train=TRAIN))
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.supervise.launcher import start; "
-        f"sys.executable = {str(warm.PYTHON)!r}; sys.exit(start(2, [{str(script)!r}, '--config', {str(job)!r}]))"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.supervise.launcher import "
+        "start; "
+        f"sys.executable = {str(warm.PYTHON)!r}; sys.exit(start(2, [{str(script)!r}, '--config', "
+        f"{str(job)!r}]))"
     )
     result = run(sys.executable, "-c", code, timeout=300, **{warm.SOCKET: warm_server()})
     assert result.code == 70, result.output
@@ -238,7 +308,9 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
     last = result.output.splitlines()[-1]
     assert re.match(where + ": RuntimeError: planted; the whole trace is in ", last), result.output
     assert "planted" in (tmp_path / "runs" / "job" / "logs" / "rank-1.log").read_text()
-    left = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True, check=False).stdout.split()
+    left = subprocess.run(
+        ["pgrep", "-f", str(script)], capture_output=True, text=True, check=False
+    ).stdout.split()
     assert left == []
 
 
@@ -246,14 +318,21 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stage):
     from safetensors.torch import load_file
 
-    job = write_job(tmp_path, steps=4, checkpoint={"every": 2, "keep_last": 9}, data={"sequence_length": 16})
+    job = write_job(
+        tmp_path, steps=4, checkpoint={"every": 2, "keep_last": 9}, data={"sequence_length": 16}
+    )
     common = ["--config", job, "--processes", "2", f"zero_optimization.stage={stage}"]
     whole = train(*common)
     assert whole.code == 0, whole.output
     first, second = tmp_path / "runs" / "job", tmp_path / "runs" / "again"
-    resumed = train(*common, "--resume", first / "checkpoints" / "step-000002", "trainer.run.name=again")
+    resumed = train(
+        *common, "--resume", first / "checkpoints" / "step-000002", "trainer.run.name=again"
+    )
     assert resumed.code == 0, resumed.output
-    assert f"resumed from {first / 'checkpoints' / 'step-000002'}: step 2, 16 samples seen" in resumed.output
+    assert (
+        f"resumed from {first / 'checkpoints' / 'step-000002'}: step 2, 16 samples seen"
+        in resumed.output
+    )
     assert losses(second) == losses(first)[2:]
     assert sample_ids(second) == {step: ids for step, ids in sample_ids(first).items() if step >= 2}
     ours, theirs = ({}, {})
@@ -272,15 +351,24 @@ def test_resume_auto_takes_the_newest_good_one_and_says_what_it_skipped(tmp_path
     content = bytearray(damaged.read_bytes())
     content[-5] ^= 1
     damaged.write_bytes(content)
-    (directory / "step-000002").rename(directory / "step-000009")  # out of the way of the step that is trained again
+    (directory / "step-000002").rename(
+        directory / "step-000009"
+    )  # out of the way of the step that is trained again
     result = train("--config", job, "--resume", "auto")
     assert result.code == 0, result.output
     assert f"resume  step-000009 is damaged: {directory}" in result.output
     assert "; it is now step-000009.damaged, and 8 steps are lost" in result.output
-    assert "resume  steps 2 to 2 came after the last good checkpoint and are made again" in result.output
+    assert (
+        "resume  steps 2 to 2 came after the last good checkpoint and are made again"
+        in result.output
+    )
     assert f"resumed from {directory / 'step-000001'}: step 1, 8 samples seen" in result.output
     assert (directory / "step-000009.damaged" / "manifest.json").is_file()
-    assert [line["step"] for line in metrics(tmp_path / "runs" / "job") if "loss" in line] == [1, 2, 2]
+    assert [line["step"] for line in metrics(tmp_path / "runs" / "job") if "loss" in line] == [
+        1,
+        2,
+        2,
+    ]
 
 
 def test_the_trained_model_opens_anywhere(tmp_path):
@@ -312,8 +400,12 @@ def test_the_dtype_of_the_models_files(tmp_path):
 
     for path in (folder / "final", folder / "checkpoints" / "step-000002" / "model"):
         assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
-        assert {p.dtype for p in AutoModelForCausalLM.from_pretrained(path).parameters()} == {torch.bfloat16}
-    exact = load_file(folder / "checkpoints" / "step-000002" / "optimizer" / "optimizer.safetensors")
+        assert {p.dtype for p in AutoModelForCausalLM.from_pretrained(path).parameters()} == {
+            torch.bfloat16
+        }
+    exact = load_file(
+        folder / "checkpoints" / "step-000002" / "optimizer" / "optimizer.safetensors"
+    )
     assert exact["model.embed_tokens.weight.weight"].dtype == torch.float32
     again = train("--config", job, "trainer.steps=3", "trainer.run.name=job", "--resume", "auto")
     assert again.code == 0, again.output
@@ -326,12 +418,18 @@ def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path):
     job = write_job(tmp_path, steps=4, checkpoint=best, evaluation={"samples": 4, "every": 1})
     assert train("--config", job, "optimizer.params.lr=5").code == 0
     folder = tmp_path / "runs" / "job"
-    held_out = {line["step"]: line["evaluation_loss"] for line in metrics(folder) if "evaluation_loss" in line}
+    held_out = {
+        line["step"]: line["evaluation_loss"]
+        for line in metrics(folder)
+        if "evaluation_loss" in line
+    }
     lowest = min(held_out, key=lambda step: held_out[step])
     kept = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
     assert lowest < 4 and kept == [f"step-00000{lowest}", "step-000004"]
     for step in (lowest, 4):
-        description = json.loads((folder / f"checkpoints/step-00000{step}/trainer.json").read_text())
+        description = json.loads(
+            (folder / f"checkpoints/step-00000{step}/trainer.json").read_text()
+        )
         assert description["evaluation_loss"] == held_out[step]
 
 
@@ -347,7 +445,11 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
     process.send_signal(number)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
-    assert "a signal asked the run to stop, and all is saved; expected to go on. Run the same command again" in output
+    assert (
+        "a signal asked the run to stop, and all is saved; expected to go on. Run the same "
+        "command "
+        "again"
+    ) in output
     assert output.count("preempted") == 1, output
     (saved,) = (folder / "checkpoints").glob("step-*")
     step = int(saved.name.removeprefix("step-"))
@@ -380,18 +482,26 @@ def test_the_same_command_goes_on_and_another_one_does_not(tmp_path):
     whole = losses(tmp_path / "runs" / "job")
     other = train("--config", job, "trainer.steps=2")
     assert other.code == 0, other.output
-    assert "job was not finished and was started otherwise; --resume auto goes on with it" in other.output
+    assert (
+        "job was not finished and was started otherwise; --resume auto goes on with it"
+        in other.output
+    )
     assert (tmp_path / "runs" / "job-2" / "final").is_dir()
     shutil.rmtree(tmp_path / "runs" / "job-2")
     again = train("--config", job)
     assert again.code == 0, again.output
-    assert "resume  steps 3 to 4 came after the last good checkpoint and are made again" in again.output
+    assert (
+        "resume  steps 3 to 4 came after the last good checkpoint and are made again"
+        in again.output
+    )
     assert "step 2, 16 samples seen" in again.output
     assert losses(tmp_path / "runs" / "job") == [*whole, *whole[2:]]
     # finished: nothing is left to do
     finished = train("--config", job, "trainer.steps=4")
     assert (finished.code, len(finished.lines)) == (0, 1), finished.output
-    assert finished.output.startswith(f"finished: {tmp_path / 'runs' / 'job' / 'final'} is there already")
+    assert finished.output.startswith(
+        f"finished: {tmp_path / 'runs' / 'job' / 'final'} is there already"
+    )
     assert not (tmp_path / "runs" / "job-2").exists()
 
 
@@ -416,10 +526,19 @@ def test_what_changed_since_the_checkpoint_is_refused_with_the_difference(tmp_pa
 def test_another_model_is_refused_and_another_rate_is_told(tmp_path):
     job = cut_off(tmp_path)
     path = tmp_path / "runs" / "job" / "checkpoints" / "step-000002"
-    model = train("--config", job, "--resume", path, "trainer.model.config.rope_theta=500", "trainer.run.name=other")
+    model = train(
+        "--config",
+        job,
+        "--resume",
+        path,
+        "trainer.model.config.rope_theta=500",
+        "trainer.run.name=other",
+    )
     assert model.code == 64, model.output
     assert f"model: {path}: " in model.output and "rope_theta" in model.output
-    rate = train("--config", job, "--resume", path, "optimizer.params.lr=0.02", "trainer.run.name=other")
+    rate = train(
+        "--config", job, "--resume", path, "optimizer.params.lr=0.02", "trainer.run.name=other"
+    )
     assert rate.code == 0, rate.output
     assert "resume  changed since the checkpoint: optimizer.params.lr 0.01 -> 0.02" in rate.output
 
@@ -434,7 +553,9 @@ def test_missing_optimizer_state_is_an_error_unless_only_weights_are_wanted(tmp_
     write_manifest(path, {})
     missing = train("--config", job)
     assert missing.code == 74, missing.output
-    assert "all or some optimizer state of 21 parameters is gone (lm_head.weight; " in missing.output
+    assert (
+        "all or some optimizer state of 21 parameters is gone (lm_head.weight; " in missing.output
+    )
     assert "or without the optimizer's state by --resume-weights-only" in missing.output
     done = train("--config", job, "--resume-weights-only")
     assert done.code == 0, done.output
@@ -448,7 +569,9 @@ def test_a_running_run_is_refused(tmp_path):
 
     held = hold(tmp_path / "runs" / "job")
     assert held is not None
-    status_files.write(tmp_path / "runs" / "job", {"host": socket.gethostname(), "process": os.getpid()})
+    status_files.write(
+        tmp_path / "runs" / "job", {"host": socket.gethostname(), "process": os.getpid()}
+    )
     refused = train("--config", job)
     os.close(held)
     assert refused.code == 64, refused.output

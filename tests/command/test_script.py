@@ -1,4 +1,6 @@
-"""`trainer.train` from plain Python: signals, what is resumed, what it left opened again, the words of errors."""
+"""`trainer.train` from plain Python: signals, what is resumed, what it left opened again, the words
+of errors.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]
 def config(folder: Path, steps: int = 2, **more: Any) -> dict[str, Any]:
     run = {"folder": str(folder / "runs"), "name": "own"}
     section = {"steps": steps, "device": "cpu", "engine": "mesh", "run": run, **more}
-    return {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "trainer": section}
+    return {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "trainer": section,
+    }
 
 
 OWN: Any = {"model": build, "data": ROWS, "loss": loss, "quiet": True}
@@ -67,12 +73,21 @@ print("FINISHED", steps, (folder / "runs/own/final").is_dir())
 """
 
 
-@pytest.mark.parametrize(("name", "processes"), [("SIGINT", 2), pytest.param("SIGTERM", 1, marks=pytest.mark.more)])
-def test_a_signal_to_a_script_or_a_notebook_saves_and_is_raised(tmp_path: Path, name: str, processes: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "processes"), [("SIGINT", 2), pytest.param("SIGTERM", 1, marks=pytest.mark.more)]
+)
+def test_a_signal_to_a_script_or_a_notebook_saves_and_is_raised(
+    tmp_path: Path, name: str, processes: int
+) -> None:
     code = STOPPED.format(root=str(ROOT), folder=str(tmp_path), name=name, processes=processes)
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
     assert found.returncode == 0, found.stdout + found.stderr
-    assert re.search(r"PREEMPTED step \d+: a signal asked the run to stop, and all is saved; .* 75\n", found.stdout)
+    assert re.search(
+        r"PREEMPTED step \d+: a signal asked the run to stop, and all is saved; .* 75\n",
+        found.stdout,
+    )
     assert "Make the same call again" in found.stdout and "RESTORED True" in found.stdout
     assert re.search(r"FINISHED \d+ True", found.stdout)
 
@@ -95,7 +110,9 @@ def test_the_ranks_of_a_script_that_is_killed_save_and_leave(tmp_path: Path) -> 
     pytest.fail("its rank trains on")
 
 
-def test_a_run_goes_on_or_begins_anew_as_it_is_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_or_begins_anew_as_it_is_asked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     first = trainer.train(config(tmp_path, 2, checkpoint={"every": 1}), **OWN)
     assert first.folder.name == "own"
     longer = trainer.train(config(tmp_path, 3), **OWN, resume="auto")
@@ -103,7 +120,10 @@ def test_a_run_goes_on_or_begins_anew_as_it_is_asked(tmp_path: Path, capfd: pyte
     again = trainer.train(config(tmp_path, 3), **OWN, fresh=True)
     assert again.folder.name == "own-2"
     other = trainer.train(
-        config(tmp_path, 3), **OWN, resume=first.folder / "checkpoints" / "step-000003", resume_weights_only=True
+        config(tmp_path, 3),
+        **OWN,
+        resume=first.folder / "checkpoints" / "step-000003",
+        resume_weights_only=True,
     )
     assert other.folder.name == "own-3"
     with pytest.raises(ConfigError, match=r"^resume: /nowhere: no such folder"):
@@ -112,18 +132,25 @@ def test_a_run_goes_on_or_begins_anew_as_it_is_asked(tmp_path: Path, capfd: pyte
 
 def test_what_was_trained_opens_again(tmp_path: Path) -> None:
     result = trainer.train(
-        config(tmp_path, 2, checkpoint={"every": 2}, mesh={"shard": -1}) | {"zero_optimization": {"stage": 2}},
+        config(tmp_path, 2, checkpoint={"every": 2}, mesh={"shard": -1})
+        | {"zero_optimization": {"stage": 2}},
         **OWN,
         processes=2,
     )
     final = result.folder / "final"
     assert [path.name for path in final.glob("*.safetensors*")] == ["model.safetensors"]
     assert len(list((result.folder / "checkpoints/step-000002/model").glob("*.safetensors"))) >= 1
-    found = [trainer.open(final, build), trainer.open(result.folder / "checkpoints" / "step-000002", model=build)]
+    found = [
+        trainer.open(final, build),
+        trainer.open(result.folder / "checkpoints" / "step-000002", model=build),
+    ]
     start = build().state_dict()
     for module in found:
         assert not module.training and module(ROWS[0][0]).shape == (2,)
-        assert all(torch.equal(value, found[0].state_dict()[name]) for name, value in module.state_dict().items())
+        assert all(
+            torch.equal(value, found[0].state_dict()[name])
+            for name, value in module.state_dict().items()
+        )
     assert any(not torch.equal(value, start[name]) for name, value in found[0].state_dict().items())
     for folder, own, message in (
         (tmp_path, build, "a folder without a model"),
@@ -131,9 +158,16 @@ def test_what_was_trained_opens_again(tmp_path: Path) -> None:
         (
             final,
             lambda: nn.Linear(4, 8),
-            "a torch.nn.modules.container.Sequential; expected the tensors of a torch.nn.modules.linear.Linear",
+            (
+                "a torch.nn.modules.container.Sequential; expected the tensors of a "
+                "torch.nn.modules.linear.Linear"
+            ),
         ),
-        (final, lambda: nn.Sequential(nn.Linear(4, 9)), r"size mismatch for 0.weight: .*\[8, 4\].*\[9, 4\]"),
+        (
+            final,
+            lambda: nn.Sequential(nn.Linear(4, 9)),
+            r"size mismatch for 0.weight: .*\[8, 4\].*\[9, 4\]",
+        ),
         (final, lambda: nn.Sequential(nn.Linear(4, 8)), 'Unexpected key.* "2.weight"'),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -143,11 +177,18 @@ def test_what_was_trained_opens_again(tmp_path: Path) -> None:
 def test_a_hugging_face_model_opens_without_a_callable(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes))
     model.save_pretrained(tmp_path / "step-000001" / "model")
     opened = trainer.open(tmp_path / "step-000001")
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in opened.state_dict().items())
+    assert all(
+        torch.equal(value, model.state_dict()[name]) for name, value in opened.state_dict().items()
+    )
     with pytest.raises(ConfigError, match="expected the folder alone"):
         trainer.open(tmp_path / "step-000001", build)
 
@@ -161,7 +202,9 @@ FOR_PYTHON_TOO = (
 
 
 def test_no_error_of_python_advises_a_flag() -> None:
-    """What the command line has is an argument of `trainer.train`, under the name that errors give it."""
+    """What the command line has is an argument of `trainer.train`, under the name that errors give
+    it.
+    """
     for path in (ROOT / "trainer").rglob("*.py"):
         place = path.relative_to(ROOT / "trainer").as_posix()
         if (place.startswith(COMMANDS_ALONE) and place not in FOR_PYTHON_TOO) or place in (
@@ -171,12 +214,18 @@ def test_no_error_of_python_advises_a_flag() -> None:
         ):
             continue
         tree = ast.parse(path.read_text())
-        started = {id(word) for node in ast.walk(tree) if isinstance(node, ast.List) for word in node.elts}
+        started = {
+            id(word) for node in ast.walk(tree) if isinstance(node, ast.List) for word in node.elts
+        }
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in started:
-                assert not re.search(r"(^|\s)--[a-z]|[Rr]un the same command", in_python(node.value)) or (
-                    "`" in node.value or "--logdir" in node.value
-                ), f"{place}:{node.lineno}"
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in started
+            ):
+                assert not re.search(
+                    r"(^|\s)--[a-z]|[Rr]un the same command", in_python(node.value)
+                ) or ("`" in node.value or "--logdir" in node.value), f"{place}:{node.lineno}"
     import inspect
 
     parameters = inspect.signature(trainer.train).parameters

@@ -34,7 +34,8 @@ def test_a_run_that_lives(tmp_path, capsys):
     (tmp_path / "checkpoints" / "step-000100" / "manifest.json").touch()
     assert shown(tmp_path, capsys) == (0, [
         "step 120 of 500, training",
-        f"ranks   4, the first is process {os.getpid()} on {socket.gethostname()}, last seen 0 s ago",
+        (f"ranks   4, the first is process {os.getpid()} on {socket.gethostname()}, last seen 0 s "
+        "ago"),
         "still   2 s, of at most 120 s",
         "waits   for rank 3 on node-2: step 120, waiting for data, for 2 s",
         "saved   step-000100, 0 min ago",
@@ -66,7 +67,9 @@ def test_the_end_is_that_of_the_cause_and_not_of_the_first_rank(tmp_path, capsys
     code, lines = shown(tmp_path, capsys, ended=70)
     assert (code, lines[1]) == (1, "exit    137")
     assert lines[-2:] == ["because rank 3 was ended by SIGKILL", "        by the kernel"]
-    assert not any("because" in line for line in shown(tmp_path, capsys)[1])  # one that lives has another end
+    assert not any(
+        "because" in line for line in shown(tmp_path, capsys)[1]
+    )  # one that lives has another end
     assert shown(tmp_path, capsys, host="elsewhere")[1][1] == "exit    137"
     status_files.begin(tmp_path)
     assert shown(tmp_path, capsys, ended=75)[1][1] == "exit    75"
@@ -75,7 +78,11 @@ def test_the_end_is_that_of_the_cause_and_not_of_the_first_rank(tmp_path, capsys
 def test_a_first_rank_without_a_word_has_the_launchers(tmp_path, capsys):
     status_files.end(tmp_path, 137, "rank 0 was ended by SIGKILL")
     code, lines = shown(tmp_path, capsys, process=2**22 + 1)
-    assert (code, lines[0], lines[-1]) == (1, "ended: step 120 of 500, training", "because rank 0 was ended by SIGKILL")
+    assert (code, lines[0], lines[-1]) == (
+        1,
+        "ended: step 120 of 500, training",
+        "because rank 0 was ended by SIGKILL",
+    )
 
 
 class Lost:
@@ -96,7 +103,11 @@ def test_one_rank_tells_the_end_though_the_store_ended_with_rank_0(tmp_path):
         ending = Ending(World(rank, rank, 3, 3), terminal, None)
         ending.begin_in(tmp_path)
         ending.watch = Lost()
-        ending.tell("connection closed by peer" if rank else "rank 0: the disk is full", 70, follows=rank > 0)
+        ending.tell(
+            "connection closed by peer" if rank else "rank 0: the disk is full",
+            70,
+            follows=rank > 0,
+        )
         said.append(terminal.getvalue())
     assert said == ["rank 0: the disk is full\n", "", ""]
 
@@ -113,7 +124,10 @@ def test_what_is_no_run(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / status_files.NAME).write_text(content)
     assert main([str(tmp_path)], "meshloom status") == 64
-    assert "no status.json in it; expected the folder of a run that has begun" in capsys.readouterr().err
+    assert (
+        "no status.json in it; expected the folder of a run that has begun"
+        in capsys.readouterr().err
+    )
 
 
 def test_control_characters_are_shown_and_not_sent(tmp_path, capsys):
@@ -143,8 +157,15 @@ def test_what_stands_in_the_place_of_a_file_is_a_line(tmp_path, capsys, name, ki
     status_files.write(tmp_path, RUNS | {"process": 2**22 + 1})
     path = tmp_path / name
     path.unlink(missing_ok=True)
-    contents = {"binary": b"\xff\x00", "numbers": b"9" * 5000, "deep": b"[" * 10**5, "large": b" " * (1 << 26) + b"{}"}
-    {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}.get(kind, lambda: path.write_bytes(contents[kind]))()
+    contents = {
+        "binary": b"\xff\x00",
+        "numbers": b"9" * 5000,
+        "deep": b"[" * 10**5,
+        "large": b" " * (1 << 26) + b"{}",
+    }
+    {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}.get(
+        kind, lambda: path.write_bytes(contents[kind])
+    )()
     code, told = main([str(tmp_path)], "meshloom status"), capsys.readouterr()
     damaged = name == status_files.NAME
     assert code == (64 if damaged else 1)

@@ -14,7 +14,10 @@ from trainer.config.keys import KEYS, SCHEDULERS
 from trainer.config.read import leaves
 
 HERE = Path(__file__).parent
-CONFIGS = [*(HERE / "foreign_configs").glob("*.json"), *(HERE.parent.parent / "ds_configs").glob("*.json")]
+CONFIGS = [
+    *(HERE / "foreign_configs").glob("*.json"),
+    *(HERE.parent.parent / "ds_configs").glob("*.json"),
+]
 
 
 class DataRanks:
@@ -28,15 +31,24 @@ class DataRanks:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS), ids=lambda path: path.stem)
-def test_deepspeed_takes_what_is_compiled_and_reads_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_takes_what_is_compiled_and_reads_the_same(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 0)
-    config = resolve(load(path), RuntimeFacts(world_size=4, hidden_size=64, total_steps=100, bf16=False, device="cpu"))
+    config = resolve(
+        load(path),
+        RuntimeFacts(world_size=4, hidden_size=64, total_steps=100, bf16=False, device="cpu"),
+    )
     theirs = DeepSpeedConfig(config.deepspeed, mpu=DataRanks(mesh_sizes(config, 4).data_ranks))
-    assert theirs.train_micro_batch_size_per_gpu == config.settings["train_micro_batch_size_per_gpu"]
+    assert (
+        theirs.train_micro_batch_size_per_gpu == config.settings["train_micro_batch_size_per_gpu"]
+    )
     assert theirs.gradient_accumulation_steps == config.settings["gradient_accumulation_steps"]
-    assert theirs.zero_optimization_stage == config.settings.get("zero_optimization", {}).get("stage", 0)
+    assert theirs.zero_optimization_stage == config.settings.get("zero_optimization", {}).get(
+        "stage", 0
+    )
     assert theirs.gradient_clipping == config.settings["gradient_clipping"]
     assert theirs.optimizer_params == config.optimizer.params
     assert theirs.scheduler_name is None
@@ -51,15 +63,24 @@ HUGGING_FACES_AUTOS = {
     ],
     "optimizer.params": ["lr", "betas", "eps", "weight_decay"],
     "scheduler.params": ["warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"],
-    "": ["gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"],
+    "": [
+        "gradient_clipping",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    ],
     "fp16": ["enabled", "loss_scale"],
     "bf16": ["enabled"],
 }
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("written", [{}, {"train_micro_batch_size_per_gpu": 3}, {"gradient_accumulation_steps": 5}])
-def test_auto_is_what_hugging_face_makes_of_it(tmp_path: Path, stage: int, written: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "written", [{}, {"train_micro_batch_size_per_gpu": 3}, {"gradient_accumulation_steps": 5}]
+)
+def test_auto_is_what_hugging_face_makes_of_it(
+    tmp_path: Path, stage: int, written: dict[str, int]
+) -> None:
     from transformers import TrainingArguments
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -77,7 +98,8 @@ def test_auto_is_what_hugging_face_makes_of_it(tmp_path: Path, stage: int, writt
     path = tmp_path / "c.json"
     path.write_text(json.dumps(content))
     ours = resolve(
-        load(path), RuntimeFacts(world_size=2, hidden_size=48, total_steps=77, bf16=False, device="cpu")
+        load(path),
+        RuntimeFacts(world_size=2, hidden_size=48, total_steps=77, bf16=False, device="cpu"),
     ).settings
 
     theirs = HfTrainerDeepSpeedConfig(json.loads(path.read_text()))
@@ -136,16 +158,25 @@ def test_the_table_has_every_key_of_deepspeeds_models() -> None:
     missing = []
     for section, model in models.items():
         for name, field in model.model_fields.items():
-            missing += [f"{section}.{key}" for key in (name, field.alias) if key and f"{section}.{key}" not in KEYS]
+            missing += [
+                f"{section}.{key}"
+                for key in (name, field.alias)
+                if key and f"{section}.{key}" not in KEYS
+            ]
     assert not missing
 
 
 class Recording(dict[str, Any]):
-    """A section that notes the path of every key that is looked for; missing sections are there when asked for."""
+    """A section that notes the path of every key that is looked for; missing sections are there
+    when asked for.
+    """
 
     def __init__(self, values: dict[str, Any], seen: set[str], path: str = "") -> None:
         super().__init__(
-            {k: Recording(v, seen, f"{path}{k}.") if isinstance(v, dict) else v for k, v in values.items()}
+            {
+                k: Recording(v, seen, f"{path}{k}.") if isinstance(v, dict) else v
+                for k, v in values.items()
+            }
         )
         self.seen, self.path = seen, path
 
@@ -169,7 +200,9 @@ class Recording(dict[str, Any]):
         return super().pop(key, *default)
 
 
-def test_the_table_has_every_key_that_deepspeed_reads_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_has_every_key_that_deepspeed_reads_by_hand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 0)
@@ -206,7 +239,9 @@ def test_the_table_has_every_key_that_deepspeed_removed() -> None:
     from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
 
     assert {name for name in _REMOVED_TOP_LEVEL_CONFIG_KEYS if not KEYS[name].refused} == set()
-    removed = {name for name in _REMOVED_ZERO_CONFIG_KEYS if not KEYS[f"zero_optimization.{name}"].refused}
+    removed = {
+        name for name in _REMOVED_ZERO_CONFIG_KEYS if not KEYS[f"zero_optimization.{name}"].refused
+    }
     assert removed == {"mics_shard_size"}, "it means trainer.mesh.shard here"
 
 
@@ -233,4 +268,6 @@ def test_clipping_is_deepspeeds_own_where_the_key_is_left_out(
     path = tmp_path / "c.json"
     path.write_text(json.dumps(content))
     ours = load(path).settings["gradient_clipping"]
-    assert ours == DeepSpeedConfig(content).gradient_clipping == written.get("gradient_clipping", 1.0)
+    assert (
+        ours == DeepSpeedConfig(content).gradient_clipping == written.get("gradient_clipping", 1.0)
+    )

@@ -29,7 +29,9 @@ from trainer.optim.recipes import ROWS, No
 HERE = Path(__file__).parent
 SHIPPED = sorted((HERE.parent.parent / "ds_configs").glob("*.json"))
 FOREIGN = sorted((HERE / "foreign_configs").glob("*.json"))
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def compile_(folder: Path, content: Any, *overrides: str) -> Config:
@@ -47,8 +49,10 @@ def errors(folder: Path, content: Any, *overrides: str) -> list[str]:
 
 def test_compiling_imports_nothing_heavy_and_takes_less_than_a_second() -> None:
     code = (
-        "import sys, time; from trainer.config import load; from trainer.layout import Layout; load(sys.argv[1]);"
-        "assert not {'torch', 'transformers', 'deepspeed', 'datasets'} & set(sys.modules); print(time.process_time())"
+        "import sys, time; from trainer.config import load; from trainer.layout import Layout; "
+        "load(sys.argv[1]);"
+        "assert not {'torch', 'transformers', 'deepspeed', 'datasets'} & set(sys.modules); "
+        "print(time.process_time())"
     )
     command = [sys.executable, "-c", code, str(SHIPPED[0])]
     done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=True)
@@ -65,7 +69,15 @@ def test_configs_of_other_trainers_compile(path: Path) -> None:
 
 def test_the_shipped_configs_are_short_and_complete() -> None:
     assert [path.stem for path in SHIPPED] == [
-        *("ddp", "fsdp", "hsdp", "megatron_3d", "pipeline_zero1", "pipeline_zero2", "pipeline_zero3"),
+        *(
+            "ddp",
+            "fsdp",
+            "hsdp",
+            "megatron_3d",
+            "pipeline_zero1",
+            "pipeline_zero2",
+            "pipeline_zero3",
+        ),
         *("tensor_zero2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"),
     ]
     for path in SHIPPED:
@@ -81,7 +93,11 @@ def test_what_deepspeed_swallows_is_rejected_all_at_once(tmp_path: Path) -> None
         "optimzer": {},
         "offload_param": {"device": "cpu"},
         "gradient_clipping": -1,
-        "zero_optimization": {"stage": "auto", "reduce_bucket_size": 1.5, "offload_optimizer": {"device": "gpu"}},
+        "zero_optimization": {
+            "stage": "auto",
+            "reduce_bucket_size": 1.5,
+            "offload_optimizer": {"device": "gpu"},
+        },
         "optimizer": {"type": "Adamw", "params": {"lrr": 1, "max_grad_norm": 1, "betas": [0.9]}},
         "activation_checkpointing": {"partitioned_activations": True},
         "steps_per_print": "often",
@@ -94,14 +110,30 @@ def test_what_deepspeed_swallows_is_rejected_all_at_once(tmp_path: Path) -> None
         f'offload_param: saw {{"device": "cpu"}}; {known} zero_optimization.offload_param?',
         'gradient_clipping: saw -1; expected a number of at least 0 or "auto"',
         'zero_optimization.stage: saw "auto"; expected a whole number from 0 to 3',
-        'zero_optimization.reduce_bucket_size: saw 1.5; expected a whole number of at least 1 or "auto"',
-        'zero_optimization.offload_optimizer.device: saw "gpu"; expected "none" or "cpu" or "nvme" or "auto"',
-        "activation_checkpointing.partitioned_activations: saw true; expected a known key of the section "
+        (
+            "zero_optimization.reduce_bucket_size: saw 1.5; expected a whole number of at least 1 "
+            "or "
+            '"auto"'
+        ),
+        (
+            'zero_optimization.offload_optimizer.device: saw "gpu"; expected "none" or "cpu" or '
+            '"nvme" '
+            'or "auto"'
+        ),
+        "activation_checkpointing.partitioned_activations: saw true; expected a known key of the "
+        "section "
         '"activation_checkpointing". Did you mean "partition_activations"?',
         'steps_per_print: saw "often"; expected a whole number of at least 0 or "auto" or null',
-        'optimizer.params.lrr: saw 1; expected a known key of the section "optimizer.params". Did you mean "lr"?',
+        (
+            'optimizer.params.lrr: saw 1; expected a known key of the section "optimizer.params". '
+            "Did "
+            'you mean "lr"?'
+        ),
         "optimizer.params.betas: saw [0.9]; expected two numbers from 0 to below 1",
-        'optimizer.params.max_grad_norm: saw 1; expected no clipping here. Use the top-level "gradient_clipping".',
+        (
+            "optimizer.params.max_grad_norm: saw 1; expected no clipping here. Use the top-level "
+            '"gradient_clipping".'
+        ),
     ]
 
 
@@ -118,20 +150,32 @@ CONFLICTS = [
     ),
     (
         {"zero_optimization": {"cpu_offload": True}},
-        'zero_optimization.offload_optimizer: saw device "cpu" with ZeRO stage 0; expected stage 1, 2 or 3. '
+        'zero_optimization.offload_optimizer: saw device "cpu" with ZeRO stage 0; expected stage '
+        "1, 2 or 3. "
         'Set zero_optimization.stage, or the device "none".',
     ),
     (
         {"zero_optimization": ZERO3 | {"offload_optimizer": {"device": "nvme"}}},
-        "zero_optimization.offload_optimizer.nvme_path: saw none; expected a folder on the NVMe device",
+        (
+            "zero_optimization.offload_optimizer.nvme_path: saw none; expected a folder on the "
+            "NVMe "
+            "device"
+        ),
     ),
     (
         {"zero_optimization": ZERO1 | {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
-        "zero_optimization.offload_optimizer.ratio: saw 0.5 with ZeRO stage 1; expected 1, or stage 3",
+        (
+            "zero_optimization.offload_optimizer.ratio: saw 0.5 with ZeRO stage 1; expected 1, or "
+            "stage 3"
+        ),
     ),
     (
         {"bf16": {"bf16_master_weights_and_grads": True}},
-        "bf16.bf16_master_weights_and_grads: saw true with ZeRO stage 0; expected ZeRO stage 1, 2 or 3",
+        (
+            "bf16.bf16_master_weights_and_grads: saw true with ZeRO stage 0; expected ZeRO stage "
+            "1, 2 "
+            "or 3"
+        ),
     ),
     (
         {"zero_optimization": ZERO1, "bf16": {"bf16_optimizer_states": True}},
@@ -143,30 +187,47 @@ CONFLICTS = [
     ),
     (
         {"zero_optimization": ZERO3 | {"cpu_offload": True, "offload_optimizer": {}}},
-        'zero_optimization.cpu_offload: saw it beside "offload_optimizer"; expected one of the two. '
+        'zero_optimization.cpu_offload: saw it beside "offload_optimizer"; expected one of the '
+        "two. "
         "Remove cpu_offload.",
     ),
     (
         {"zero_optimization": ZERO3 | {"mics_shard_size": 4}, "trainer": {"mesh": {"shard": 2}}},
-        "zero_optimization.mics_shard_size: saw 4 beside trainer.mesh.shard 2; expected one size of a shard",
+        (
+            "zero_optimization.mics_shard_size: saw 4 beside trainer.mesh.shard 2; expected one "
+            "size "
+            "of a shard"
+        ),
     ),
     (
         {"elasticity": {"enabled": True}},
-        'elasticity: saw {"enabled": true}; expected no such key: Elastic training was removed from DeepSpeed. '
+        'elasticity: saw {"enabled": true}; expected no such key: Elastic training was removed '
+        "from DeepSpeed. "
         "Set the batch sizes themselves.",
     ),
     (
-        {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True}}}},
-        'data_efficiency.data_routing.random_ltd: saw {"enabled": true}; expected no such section: It drops tokens, '
+        {
+            "data_efficiency": {
+                "enabled": True,
+                "data_routing": {"enabled": True, "random_ltd": {"enabled": True}},
+            }
+        },
+        'data_efficiency.data_routing.random_ltd: saw {"enabled": true}; expected no such section: '
+        "It drops tokens, "
         'which is not offered here. Set its "enabled" to false.',
     ),
     (
         {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}},
-        'data_efficiency.data_sampling.curriculum_learning: saw {"enabled": true}; expected no such section: It is not '
+        'data_efficiency.data_sampling.curriculum_learning: saw {"enabled": true}; expected no '
+        "such section: It is not "
         'offered here. Set its "enabled" to false.',
     ),
     (
-        {"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 5}}}},
+        {
+            "data_efficiency": {
+                "data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 5}}
+            }
+        },
         'data_efficiency.data_sampling.dynamic_batching: saw {"enabled": true, "max_tokens": 5}; '
         "expected no such section: "
         'It is not offered here. Set its "enabled" to false.',
@@ -204,7 +265,10 @@ CONFLICTS = [
     ),
     (
         {"train_batch_size": 10**18},
-        'train_batch_size: saw 1000000000000000000; expected a whole number from 1 to 1,000,000,000 or "auto" or null',
+        (
+            "train_batch_size: saw 1000000000000000000; expected a whole number from 1 to "
+            '1,000,000,000 or "auto" or null'
+        ),
     ),
     (
         {"zero_optimization": {"reduce_bucket_size": 10**30}},
@@ -214,19 +278,25 @@ CONFLICTS = [
     (
         {"autotuning": {"metrc": "flops"}},
         'autotuning.metrc: saw "flops"; expected a known key of the section "autotuning". '
-        'Remove it: "metric", which is like it, does nothing here (run DeepSpeed\'s autotuner on its own).',
+        'Remove it: "metric", which is like it, does nothing here (run DeepSpeed\'s autotuner on '
+        "its own).",
     ),
     (
         {"checkpoint": {"writer": {"decoupeld": True}}},
-        'checkpoint.writer.decoupeld: saw true; expected a known key of the section "checkpoint.writer". '
-        'Remove it: "decoupled", which is like it, does nothing here (checkpoints are written by this trainer: '
+        "checkpoint.writer.decoupeld: saw true; expected a known key of the section "
+        '"checkpoint.writer". '
+        'Remove it: "decoupled", which is like it, does nothing here (checkpoints are written by '
+        "this trainer: "
         "see trainer.checkpoint).",
     ),
     ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: saw "sum"; expected "mean"'),
     *(
         (
             {"optimizer": {"type": name, "params": {}}},
-            f'optimizer.type: saw "{name}"; expected one of {BUILT}. DeepSpeed removed it: use Adam.',
+            (
+                f'optimizer.type: saw "{name}"; expected one of {BUILT}. DeepSpeed removed it: use '
+                "Adam."
+            ),
         )
         for name in ("OneBitAdam", "OnebitAdam", "ZeroOneAdam", "OneBitLamb")
     ),
@@ -264,21 +334,31 @@ CONFLICTS = [
     ),
     (
         {"scheduler": {"type": "CosineLR"}},
-        f'scheduler.type: saw "CosineLR"; expected one of {", ".join(SCHEDULERS)}. Did you mean "cosine"?',
+        (
+            f'scheduler.type: saw "CosineLR"; expected one of {", ".join(SCHEDULERS)}. Did you '
+            "mean "
+            '"cosine"?'
+        ),
     ),
     (
         {"trainer": {"model": {"name_or_path": "m", "config": {}}}},
         'trainer.model: saw name_or_path "m" and a config; expected one of the two. '
         "name_or_path loads weights, config starts from scratch.",
     ),
-    ({"trainer": {"steps": 3, "epochs": 1}}, "trainer: saw steps 3 and epochs 1; expected one of the two"),
+    (
+        {"trainer": {"steps": 3, "epochs": 1}},
+        "trainer: saw steps 3 and epochs 1; expected one of the two",
+    ),
     (
         {"trainer": {"data": {"prompt_column": "q"}}},
         'trainer.data: saw prompt_column "q" and completion_column null; expected both or neither',
     ),
     (
         {"trainer": {"data": {"prompt_column": "q", "completion_column": "a"}}},
-        'trainer.data.prompt_column: saw "q" without trainer.data.path; expected data of yours that has such a column',
+        (
+            'trainer.data.prompt_column: saw "q" without trainer.data.path; expected data of yours '
+            "that has such a column"
+        ),
     ),
     (
         {"torch_autocast": {"enabled": True}},
@@ -292,7 +372,11 @@ CONFLICTS = [
     ),
     (
         {"trainer": {"data": {"pth": 1}}},
-        'trainer.data.pth: saw 1; expected a known key of the section "trainer.data". Did you mean "path"?',
+        (
+            'trainer.data.pth: saw 1; expected a known key of the section "trainer.data". Did you '
+            "mean "
+            '"path"?'
+        ),
     ),
     ({"trainer": {"steps": True}}, "trainer.steps: saw true; expected a number"),
     ({"trainer": {"steps": 1.5}}, "trainer.steps: saw 1.5; expected a whole number"),
@@ -303,18 +387,27 @@ CONFLICTS = [
         "trainer.data.evaluation_fraction: saw 0.7; expected a number of at most 0.5",
     ),
     ({"trainer": {"data": {"path": 3}}}, "trainer.data.path: saw 3; expected text or a list"),
-    ({"trainer": {"data": {"path": []}}}, "trainer.data.path: saw []; expected text or a list that is not empty"),
+    (
+        {"trainer": {"data": {"path": []}}},
+        "trainer.data.path: saw []; expected text or a list that is not empty",
+    ),
     (
         {"trainer": {"engine": "fsdp"}},
         'trainer.engine: saw "fsdp"; expected "auto", "deepspeed", "accelerate" or "mesh"',
     ),
     ({"trainer": {"model": 3}}, "trainer.model: saw 3; expected a section {...}"),
-    ({"trainer": {"model": {"config": 3}}}, "trainer.model.config: saw 3; expected a section {...} or text"),
+    (
+        {"trainer": {"model": {"config": 3}}},
+        "trainer.model.config: saw 3; expected a section {...} or text",
+    ),
     (
         {"trainer": {"log": {"trackers": ["comet"]}}},
         'trainer.log.trackers[0]: saw "comet"; expected "tensorboard", "mlflow" or "wandb"',
     ),
-    ({"trainer": {"log": {"sample_ids": "maybe"}}}, 'trainer.log.sample_ids: saw "maybe"; expected true or false'),
+    (
+        {"trainer": {"log": {"sample_ids": "maybe"}}},
+        'trainer.log.sample_ids: saw "maybe"; expected true or false',
+    ),
     (
         {"trainer": {"run": {"name": "a/b"}}},
         'trainer.run.name: saw "a/b"; expected a name of at most 100 letters, without a slash',
@@ -326,8 +419,14 @@ CONFLICTS = [
     ),
     *(
         (
-            {"trainer": {"checkpoint": {"every": 10, "keep_best": True}, "evaluation": {"every": every}}},
-            "trainer.checkpoint.keep_best: saw true, with trainer.checkpoint.every 10 and trainer.evaluation.every "
+            {
+                "trainer": {
+                    "checkpoint": {"every": 10, "keep_best": True},
+                    "evaluation": {"every": every},
+                }
+            },
+            "trainer.checkpoint.keep_best: saw true, with trainer.checkpoint.every 10 and "
+            "trainer.evaluation.every "
             f"{every or 'null'}; expected an evaluation at each checkpoint",
         )
         for every in (3, None)
@@ -335,7 +434,9 @@ CONFLICTS = [
 ]
 
 
-@pytest.mark.parametrize(("content", "text"), CONFLICTS, ids=[text.split(":")[0] for _, text in CONFLICTS])
+@pytest.mark.parametrize(
+    ("content", "text"), CONFLICTS, ids=[text.split(":")[0] for _, text in CONFLICTS]
+)
 def test_the_text_of_each_error(tmp_path: Path, content: dict[str, Any], text: str) -> None:
     assert errors(tmp_path, content) == [text]
 
@@ -349,20 +450,32 @@ def test_the_best_is_kept_where_each_checkpoint_is_evaluated(tmp_path: Path, eve
 WHOLE = "text without the character 0 and without halves of characters"
 NO_CONFIG = [
     ("[1]", ": saw [1]; expected a JSON object {...}"),
-    ('{"a": 1, "b": {"a": 1,\n "c": "{", "a": 2}}', ':2: saw the key "a" twice in one section; expected once'),
+    (
+        '{"a": 1, "b": {"a": 1,\n "c": "{", "a": 2}}',
+        ':2: saw the key "a" twice in one section; expected once',
+    ),
     ('{"a": 1, "a": 2}', ':1: saw the key "a" twice in one section; expected once'),
     ('{"a": NaN}', ":1: a: saw NaN; expected a finite number"),
     (
-        '{"x": "NaN", "y": [-0.5, 1e400],\n "optimizer": {"params": {\n "betas": [0.9, -Infinity]}}}',
+        (
+            '{"x": "NaN", "y": [-0.5, 1e400],\n "optimizer": {"params": {\n "betas": [0.9, '
+            "-Infinity]}}}"
+        ),
         ":3: optimizer.params.betas[1]: saw -Infinity; expected a finite number",
     ),
     (f'{{"a": {"9" * 5000}}}', ":1: a: saw a number of 5,000 digits; expected a finite number"),
     *(
         (
             text,
-            ": an Accelerate config; expected a DeepSpeed JSON config. Give its deepspeed_config_file.",
+            (
+                ": an Accelerate config; expected a DeepSpeed JSON config. Give its "
+                "deepspeed_config_file."
+            ),
         )
-        for text in ('{"compute_environment": "LOCAL_MACHINE"}', '{"distributed_type": "DEEPSPEED"}')
+        for text in (
+            '{"compute_environment": "LOCAL_MACHINE"}',
+            '{"distributed_type": "DEEPSPEED"}',
+        )
     ),
     (
         '{"model_type": "llama", "hidden_size": 8}',
@@ -370,17 +483,33 @@ NO_CONFIG = [
     ),
     (
         '{"output_dir": "x", "learning_rate": 1e-4}',
-        ': arguments of Hugging Face\'s Trainer; expected a DeepSpeed JSON config. Give their "deepspeed".',
+        (
+            ": arguments of Hugging Face's Trainer; expected a DeepSpeed JSON config. Give their "
+            '"deepspeed".'
+        ),
     ),
     *(
-        (text, ": sections nested more than 40 deep; expected the few levels of a DeepSpeed JSON config")
-        for text in ('{"a":' * 900 + "1" + "}" * 900, "[" * 100_000, '{"a": ' + "[" * 50 + "]" * 50 + "}")
+        (
+            text,
+            (
+                ": sections nested more than 40 deep; expected the few levels of a DeepSpeed JSON "
+                "config"
+            ),
+        )
+        for text in (
+            '{"a":' * 900 + "1" + "}" * 900,
+            "[" * 100_000,
+            '{"a": ' + "[" * 50 + "]" * 50 + "}",
+        )
     ),
     (
         '{"a": "x\\u0000"}',
         f': a: saw "x\\u0000"; expected {WHOLE}',
     ),
-    ('{"\\ud800": 1}', ': saw "\\ud800"; expected text without the character 0 and without halves of characters'),
+    (
+        '{"\\ud800": 1}',
+        ': saw "\\ud800"; expected text without the character 0 and without halves of characters',
+    ),
 ]
 
 
@@ -413,16 +542,22 @@ def test_text_that_is_no_json_is_one_sentence_with_its_place(tmp_path: Path, con
     assert line.startswith(f"c.json{NO_JSON[content]}") and line.endswith("; expected JSON")
 
 
-@pytest.mark.parametrize("text", ['{"' + '\\"' * ((1 << 19) - 2), "/* " * 349_000, '{"a": "' + "\\" * 1_000_000])
+@pytest.mark.parametrize(
+    "text", ['{"' + '\\"' * ((1 << 19) - 2), "/* " * 349_000, '{"a": "' + "\\" * 1_000_000]
+)
 def test_what_is_never_closed_is_read_once(tmp_path: Path, text: str) -> None:
-    """A megabyte takes a moment: if each opening were followed to the end, it would take an hour."""
+    """A megabyte takes a moment: if each opening were followed to the end, it would take an
+    hour.
+    """
     [line] = errors(tmp_path, text)
     assert line.endswith("; expected JSON")
 
 
 def test_any_line_end_ends_a_comment(tmp_path: Path) -> None:
     for end in ("\n", "\r\n", "\r"):
-        (tmp_path / "c.json").write_bytes(f'{{"seed": 1, # x{end} "train_batch_size": 8 // y{end}}}'.encode())
+        (tmp_path / "c.json").write_bytes(
+            f'{{"seed": 1, # x{end} "train_batch_size": 8 // y{end}}}'.encode()
+        )
         assert read(tmp_path / "c.json") == {"seed": 1, "train_batch_size": 8}
     (tmp_path / "c.json").write_bytes(b'\xef\xbb\xbf{"a":"\xff"}')
     with pytest.raises(ConfigError, match="byte 9 is not UTF-8"):
@@ -453,7 +588,18 @@ def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "32").write_bytes('{"a": 1}'.encode("utf-32-be"))
     (tmp_path / "zip").write_bytes(b"\0\1\2\3")
     said = {}
-    for name in ("zero9.json", ".", "zero2.json", "link", "pipe", "large", "16", "32", "zip", "/dev/zero"):
+    for name in (
+        "zero9.json",
+        ".",
+        "zero2.json",
+        "link",
+        "pipe",
+        "large",
+        "16",
+        "32",
+        "zip",
+        "/dev/zero",
+    ):
         with pytest.raises(ConfigError) as caught:
             load(tmp_path / name)
         said[name] = str(caught.value).replace(str(tmp_path), "F")
@@ -463,7 +609,8 @@ def test_bad_files(tmp_path: Path) -> None:
         "zero9.json": "F/zero9.json: no such file; expected a DeepSpeed JSON config. " + there,
         ".": "F: no regular file; expected a DeepSpeed JSON config",
         "zero2.json": "F/zero2.json: byte 1 is not UTF-8; expected a UTF-8 text file",
-        "link": "F/link: a link to gone, which is not there; expected a DeepSpeed JSON config. " + there,
+        "link": "F/link: a link to gone, which is not there; expected a DeepSpeed JSON config. "
+        + there,
         "pipe": "F/pipe: no regular file; expected a DeepSpeed JSON config",
         "large": "F/large: more than 1.0 MiB; expected a DeepSpeed JSON config",
         "16": "F/16: byte 0 is not UTF-8; expected a UTF-8 text file",
@@ -472,79 +619,135 @@ def test_bad_files(tmp_path: Path) -> None:
     }
 
 
-def test_a_config_that_is_shipped_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_is_shipped_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = HERE.parent.parent / "ds_configs" / "zero2.json"
     assert shipped("zero2") == shipped("zero2.json") == path
     assert load("zero2").path == load(Path("zero2.json")).path == path
-    assert [shipped(name) for name in ("", ".json", "zero9", "../ds_configs/zero2", str(path))] == [None] * 5
+    assert [shipped(name) for name in ("", ".json", "zero9", "../ds_configs/zero2", str(path))] == [
+        None
+    ] * 5
     (tmp_path / "zero2.json").write_text('{"zero_optimization": {"stage": 1}}')
-    assert load("zero2.json").settings["zero_optimization"]["stage"] == 1  # a file of one's own comes first
-    with pytest.raises(ConfigError, match="zero9: no such file; .* In .: zero2.json. Shipped: ddp, fsdp, "):
+    assert (
+        load("zero2.json").settings["zero_optimization"]["stage"] == 1
+    )  # a file of one's own comes first
+    with pytest.raises(
+        ConfigError, match="zero9: no such file; .* In .: zero2.json. Shipped: ddp, fsdp, "
+    ):
         load("zero9")
 
 
 def test_overrides_are_json_or_text_and_make_sections(tmp_path: Path) -> None:
     config = compile_(
-        tmp_path, {"zero_optimization": ZERO1}, "zero_optimization.stage=2", "trainer.steps=7", "trainer.run.name=x=y"
+        tmp_path,
+        {"zero_optimization": ZERO1},
+        "zero_optimization.stage=2",
+        "trainer.steps=7",
+        "trainer.run.name=x=y",
     )
     assert config.settings["zero_optimization"]["stage"] == 2
     assert (config.trainer.steps, config.trainer.run.name) == (7, "x=y")
-    assert {config.origins[key] for key in ("zero_optimization.stage", "trainer.steps")} == {"override"}
+    assert {config.origins[key] for key in ("zero_optimization.stage", "trainer.steps")} == {
+        "override"
+    }
     assert config.origins["trainer.seed"] == "default"
     assert config.raw["trainer"] == {"steps": 7, "run": {"name": "x=y"}}
 
 
 def test_bad_overrides(tmp_path: Path) -> None:
-    assert errors(tmp_path, {"train_batch_size": 8}, "nonsense", "train_batch_size.x=1", ".a=1") == [
+    assert errors(
+        tmp_path, {"train_batch_size": 8}, "nonsense", "train_batch_size.x=1", ".a=1"
+    ) == [
         "nonsense: saw an override without a key path; expected key.path=value",
-        'train_batch_size.x=1: "train_batch_size" is 8; expected a section {...}. Set that key itself instead.',
+        (
+            'train_batch_size.x=1: "train_batch_size" is 8; expected a section {...}. Set that key '
+            "itself instead."
+        ),
         ".a=1: saw an override without a key path; expected key.path=value",
     ]
 
 
-def test_thousands_of_mistakes_are_twenty_lines_and_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_mistakes_are_twenty_lines_and_a_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from trainer.config import grammar
 
     compared: list[str] = []
     alike = grammar.get_close_matches
     monkeypatch.setattr(
-        grammar, "get_close_matches", lambda name, *a, **k: compared.append(name) or alike(name, *a, **k)
+        grammar,
+        "get_close_matches",
+        lambda name, *a, **k: compared.append(name) or alike(name, *a, **k),
     )
     names = {f"stepss{i}": 1 for i in range(10_000)}
-    for content in (names, {"fp16": names}, {"trainer": names}, {"optimizer": {"type": "Adam", "params": names}}):
+    for content in (
+        names,
+        {"fp16": names},
+        {"trainer": names},
+        {"optimizer": {"type": "Adam", "params": names}},
+    ):
         compared.clear()
         with pytest.raises(ConfigError) as caught:
             compile_(tmp_path, content)
         lines = caught.value.render().splitlines()
-        assert (len(lines), lines[0], lines[-1]) == (22, "config error (10000 problems):", "  and 9,980 more")
+        assert (len(lines), lines[0], lines[-1]) == (
+            22,
+            "config error (10000 problems):",
+            "  and 9,980 more",
+        )
         assert len(compared) <= 40
     with pytest.raises(ConfigError) as caught:
-        compile_(tmp_path, {"k" * 1_000_000: "v" * 1000}, "y" * 1_000_000 + "=1", "x=" + "z" * 5_000_000)
+        compile_(
+            tmp_path, {"k" * 1_000_000: "v" * 1000}, "y" * 1_000_000 + "=1", "x=" + "z" * 5_000_000
+        )
     assert max(map(len, caught.value.render().splitlines())) < 1000
 
 
 def test_overrides_are_bounded_and_checked_as_the_file_is(tmp_path: Path) -> None:
     deep = ".".join("a" * 500)
-    assert errors(tmp_path, {}, 'fp16={"enabled": true, "enabled": false}', "zero_optimization=" + "[" * 200) == [
-        'fp16={"enabled": true, "enabled": false}: saw the key "enabled" twice in one section; expected once',
+    assert errors(
+        tmp_path, {}, 'fp16={"enabled": true, "enabled": false}', "zero_optimization=" + "[" * 200
+    ) == [
+        (
+            'fp16={"enabled": true, "enabled": false}: saw the key "enabled" twice in one section; '
+            "expected once"
+        ),
         f'zero_optimization: saw "{"[" * 56}...; expected a section {{...}}',
     ]
     assert "override without a key path" in errors(tmp_path, {}, f"{deep}=1")[0]
-    assert "nested more than 40" in errors(tmp_path, {}, "trainer.model.config=" + '{"a":' * 50 + "1" + "}" * 50)[0]
+    assert (
+        "nested more than 40"
+        in errors(tmp_path, {}, "trainer.model.config=" + '{"a":' * 50 + "1" + "}" * 50)[0]
+    )
 
 
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-VALUES = anything | st.sampled_from(["auto", "1", "true", 0, 1, 2, 3, -1, 10**18, 1e308, {}, [], {"enabled": True}])
+VALUES = anything | st.sampled_from(
+    ["auto", "1", "true", 0, 1, 2, 3, -1, 10**18, 1e308, {}, [], {"enabled": True}]
+)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(st.deferred(lambda: st.sampled_from(EVERY_KEY)), VALUES, max_size=8), anything)
-def test_any_json_is_a_config_or_an_error(tmp_path: Path, known: dict[str, Any], whole: Any) -> None:
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.dictionaries(st.deferred(lambda: st.sampled_from(EVERY_KEY)), VALUES, max_size=8), anything
+)
+def test_any_json_is_a_config_or_an_error(
+    tmp_path: Path, known: dict[str, Any], whole: Any
+) -> None:
     content: dict[str, Any] = {}
     for path, value in known.items():
         *sections, name = path.split(".")
@@ -567,7 +770,13 @@ names = st.text("abcdefgh_", min_size=1, max_size=4)
 texts = st.text(
     st.characters(exclude_characters="\0", exclude_categories=("Cs",))
 )  # what no file system takes is refused
-values = st.none() | st.booleans() | st.integers() | texts | st.floats(allow_nan=False, allow_infinity=False)
+values = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | texts
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
 
 
 @quick
@@ -610,18 +819,32 @@ def test_a_misspelt_key_fails_through_load(tmp_path: Path) -> None:
     for path in [key for key in EVERY_KEY if not any(part in key for part in listed)][::9]:
         name = path.rpartition(".")[2] + "x"
         found = errors(tmp_path, {}, f"{path.rpartition('.')[0]}.{name}=1".removeprefix("."))
-        hint = f'Remove it: "{name[:-1]}", which is like it, does' if path in USELESS else f'Did you mean "{name[:-1]}"'
+        hint = (
+            f'Remove it: "{name[:-1]}", which is like it, does'
+            if path in USELESS
+            else f'Did you mean "{name[:-1]}"'
+        )
         assert any("expected a known key" in text and hint in text for text in found), path
 
 
-USELESS = {path for path in useless(KEYS) if not path.startswith("activation_checkpointing.")}  # which recomputes
+USELESS = {
+    path for path in useless(KEYS) if not path.startswith("activation_checkpointing.")
+}  # which recomputes
 
 
 def hinted(place: str, name: str, value: Any = 1) -> tuple[str, set[str]]:
     """The mend of a key below a section, and the paths that it leads to."""
     mend = check({name: value}, KEYS, ("trainer", *known_keys()), place).problems[0].mend
-    names = re.findall(r'"?([\w.]+)"?', mend.removeprefix("Did you mean ")) if mend.startswith("Did you mean") else []
-    return mend, {name if "." in name and name in EVERY_KEY else place + name for name in names if name != "or"}
+    names = (
+        re.findall(r'"?([\w.]+)"?', mend.removeprefix("Did you mean "))
+        if mend.startswith("Did you mean")
+        else []
+    )
+    return mend, {
+        name if "." in name and name in EVERY_KEY else place + name
+        for name in names
+        if name != "or"
+    }
 
 
 def leads_astray(path: str, at: int, kind: int) -> bool:
@@ -637,10 +860,13 @@ def test_no_hint_leads_to_a_key_without_effect_or_to_a_removed_one() -> None:
     places = [(path, at) for path in KEYS for at in range(len(path.rpartition(".")[2]))]
     assert not [case for case in places[::23] if leads_astray(*case, kind=len(case[0]) % 4)]
     assert hinted("", "elastcity")[0] == (
-        'Remove it: "elasticity", which is like it, does nothing here (Elastic training was removed from DeepSpeed. '
+        'Remove it: "elasticity", which is like it, does nothing here (Elastic training was '
+        "removed from DeepSpeed. "
         "Set the batch sizes themselves)."
     )
-    assert hinted("", "stpes_per_print")[0].startswith('Remove it: "steps_per_print", which is like it, does nothing')
+    assert hinted("", "stpes_per_print")[0].startswith(
+        'Remove it: "steps_per_print", which is like it, does nothing'
+    )
     assert hinted("", "gradient_cliping")[1] == {"gradient_clipping"}
     assert hinted("activation_checkpointing.", "profil")[1] == {"activation_checkpointing.profile"}
 
@@ -657,29 +883,48 @@ def test_what_a_note_or_a_refusal_names_in_place_of_a_key_is_a_key_with_an_effec
     named = []
     for path, key in KEYS.items():
         for name in re.findall(
-            r"(?:[Uu]se|see|set) ((?:[a-z]+\.)+[a-z_.]+|[a-z]+(?:_[a-z]+)+)", key.idle or key.refused
+            r"(?:[Uu]se|see|set) ((?:[a-z]+\.)+[a-z_.]+|[a-z]+(?:_[a-z]+)+)",
+            key.idle or key.refused,
         ):
             named.append(name)
-            assert {name, f"{path.rpartition('.')[0]}.{name}", f"zero_optimization.{name}"} & known, (path, name)
+            assert {
+                name,
+                f"{path.rpartition('.')[0]}.{name}",
+                f"zero_optimization.{name}",
+            } & known, (path, name)
     assert len(named) > 12
 
 
 def test_optimizers_that_no_engine_builds_are_in_no_hint() -> None:
-    assert {name for name, row in ROWS.items() if all(isinstance(it, No) for it in vars(row).values())} == set(UNBUILT)
+    assert {
+        name for name, row in ROWS.items() if all(isinstance(it, No) for it in vars(row).values())
+    } == set(UNBUILT)
     for name in ("Muo", "Lam", "MuAdamm", "muadam_w", "lamb2"):
         with pytest.raises(ConfigError) as caught:
             load({"optimizer": {"type": name, "params": {}}})
-        assert not re.search("Muon|Lamb|Mu[AS]", str(caught.value).split("expected")[1]), caught.value
+        assert not re.search("Muon|Lamb|Mu[AS]", str(caught.value).split("expected")[1]), (
+            caught.value
+        )
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\x1b[31m", "a\r", "a\u2028b", "a\x85b", "x\n.y"])
-def test_a_key_with_a_line_break_or_a_control_character_is_one_line_that_shows_it(tmp_path: Path, name: str) -> None:
+def test_a_key_with_a_line_break_or_a_control_character_is_one_line_that_shows_it(
+    tmp_path: Path, name: str
+) -> None:
     named = {"trainer": {"data": {"evaluation_path": {name: 3}}}}
-    for content in ({name: 1}, {"fp16": {name: 1}}, {"trainer": {name: 1}}, named, {"optimizer": {name: {}}}):
+    for content in (
+        {name: 1},
+        {"fp16": {name: 1}},
+        {"trainer": {name: 1}},
+        named,
+        {"optimizer": {name: {}}},
+    ):
         with pytest.raises(ConfigError) as caught:
             compile_(tmp_path, content)
         lines = caught.value.render().splitlines()
-        assert len(lines) == 1 + len(caught.value.problems) and all(line.isprintable() for line in lines), lines
+        assert len(lines) == 1 + len(caught.value.problems) and all(
+            line.isprintable() for line in lines
+        ), lines
         assert len(str(caught.value).splitlines()) == len(caught.value.problems)
     for text in (f"{name}=1", name, f"fp16.{name}=1", f"trainer.{name}={{}}"):
         with pytest.raises(ConfigError) as caught:
@@ -692,8 +937,18 @@ def test_a_key_with_a_line_break_or_a_control_character_is_one_line_that_shows_i
 WARM = {"type": "WarmupLR", "params": {"warmup_num_steps": 50}}
 AUTO_WARM = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
 GIVES_WAY: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
-    ({"trainer": {"steps": 500}}, "trainer.epochs=1", "trainer.steps", {"trainer.steps": None, "trainer.epochs": 1}),
-    ({"trainer": {"epochs": 2}}, "trainer.steps=9", "trainer.epochs", {"trainer.steps": 9, "trainer.epochs": None}),
+    (
+        {"trainer": {"steps": 500}},
+        "trainer.epochs=1",
+        "trainer.steps",
+        {"trainer.steps": None, "trainer.epochs": 1},
+    ),
+    (
+        {"trainer": {"epochs": 2}},
+        "trainer.steps=9",
+        "trainer.epochs",
+        {"trainer.steps": 9, "trainer.epochs": None},
+    ),
     (
         {"trainer": {"model": {"config": {"n": 1}}}},
         "trainer.model.name_or_path=m",
@@ -712,7 +967,12 @@ GIVES_WAY: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "trainer.data.sources",
         {"trainer.data.sources": [], "trainer.data.path": "b"},
     ),
-    ({"fp16": {"enabled": True}}, "bf16.enabled=true", "fp16.enabled", {"bf16.enabled": True, "fp16.enabled": None}),
+    (
+        {"fp16": {"enabled": True}},
+        "bf16.enabled=true",
+        "fp16.enabled",
+        {"bf16.enabled": True, "fp16.enabled": None},
+    ),
     (
         {"scheduler": WARM},
         "trainer.warmup_ratio=0.1",
@@ -739,10 +999,16 @@ GIVES_WAY: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"zero_optimization.offload_optimizer.device": "none"},
     ),
 ]
-SHORT = {"batch": "train_batch_size", "micro": "train_micro_batch_size_per_gpu", "steps": "gradient_accumulation_steps"}
+SHORT = {
+    "batch": "train_batch_size",
+    "micro": "train_micro_batch_size_per_gpu",
+    "steps": "gradient_accumulation_steps",
+}
 
 
-@pytest.mark.parametrize(("content", "line", "gone", "values"), GIVES_WAY, ids=[gone for _, _, gone, _ in GIVES_WAY])
+@pytest.mark.parametrize(
+    ("content", "line", "gone", "values"), GIVES_WAY, ids=[gone for _, _, gone, _ in GIVES_WAY]
+)
 def test_the_command_line_goes_before_the_file_where_both_can_not_be(
     tmp_path: Path, content: dict[str, Any], line: str, gone: str, values: dict[str, Any]
 ) -> None:
@@ -751,9 +1017,14 @@ def test_the_command_line_goes_before_the_file_where_both_can_not_be(
     config = compile_(tmp_path, content, line)
     found = dict(leaves(config.settings)) | dict(leaves({"trainer": config.trainer.model_dump()}))
     assert {path: found.get(path) for path in values} == values
-    said = f"gives way to {'bf16' if gone == 'bfloat16' else line.partition('=')[0]} on the command line"
+    said = (
+        f"gives way to {'bf16' if gone == 'bfloat16' else line.partition('=')[0]} on the "
+        "command line"
+    )
     assert [note for note in config.notes if note.startswith(f"{gone} ") and note.endswith(said)]
-    assert config.origins[gone].startswith("auto: the file's ") and config.origins[gone].endswith(said)
+    assert config.origins[gone].startswith("auto: the file's ") and config.origins[gone].endswith(
+        said
+    )
 
 
 @pytest.mark.parametrize(
@@ -778,15 +1049,31 @@ def test_batch_sizes_of_the_file_give_way_to_those_of_the_command_line(
     assert len(config.notes) == (len(line) < 3)
 
 
-def test_nothing_gives_way_to_what_asks_for_nothing_or_stands_in_the_same_place(tmp_path: Path) -> None:
-    for text in ("trainer.epochs=null", "bf16.enabled=false", "bf16.enabled=auto", "trainer.seed=3"):
+def test_nothing_gives_way_to_what_asks_for_nothing_or_stands_in_the_same_place(
+    tmp_path: Path,
+) -> None:
+    for text in (
+        "trainer.epochs=null",
+        "bf16.enabled=false",
+        "bf16.enabled=auto",
+        "trainer.seed=3",
+    ):
         config = compile_(tmp_path, {"trainer": {"steps": 5}, "fp16": {"enabled": True}}, text)
-        assert (config.trainer.steps, config.settings["fp16"]["enabled"], config.notes) == (5, True, ())
+        assert (config.trainer.steps, config.settings["fp16"]["enabled"], config.notes) == (
+            5,
+            True,
+            (),
+        )
     assert errors(tmp_path, {}, "trainer.steps=3", "trainer.epochs=1") == [
         "trainer: saw steps 3 and epochs 1; expected one of the two"
     ]
-    section = {"task": "image_classification", "model": {"name_or_path": "resnet18", "config": {"a": 1}}}
-    model = compile_(tmp_path, {"trainer": section}, "trainer.model.name_or_path=resnet50").trainer.model
+    section = {
+        "task": "image_classification",
+        "model": {"name_or_path": "resnet18", "config": {"a": 1}},
+    }
+    model = compile_(
+        tmp_path, {"trainer": section}, "trainer.model.name_or_path=resnet50"
+    ).trainer.model
     assert (model.name_or_path, model.config) == ("resnet50", {"a": 1})
 
 
@@ -802,7 +1089,9 @@ def test_keys_and_texts_of_half_a_megabyte_cost_no_memory_or_time_each(tmp_path:
 def test_a_shipped_config_takes_epochs_from_the_command_line(path: Path) -> None:
     config = load(path, ["trainer.epochs=1"])
     assert (config.trainer.steps, config.trainer.epochs) == (None, 1)
-    assert config.notes == ("trainer.steps 500 in the file gives way to trainer.epochs on the command line",)
+    assert config.notes == (
+        "trainer.steps 500 in the file gives way to trainer.epochs on the command line",
+    )
 
 
 @pytest.mark.parametrize(
@@ -812,17 +1101,26 @@ def test_a_shipped_config_takes_epochs_from_the_command_line(path: Path) -> None
         ({"steps_per_print": 0}, "steps_per_print"),
         ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint"),
         ({"pipeline": {"pipe_partitioned": False}}, "pipeline.pipe_partitioned"),
-        ({"optimizer": {"type": "Adam", "params": {"set_grad_none": True}}}, "optimizer.params.set_grad_none"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"set_grad_none": True}}},
+            "optimizer.params.set_grad_none",
+        ),
         ({"fp16": {"loss_scale": 128}}, "fp16"),
         ({"torch_autocast": {"dtype": "bfloat16"}}, "torch_autocast"),
         ({"comms_logger": {"prof_all": False}}, "comms_logger"),
         ({"zero_optimization": {"overlap_comm": True}}, "zero_optimization"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"ratio": 1}}}, "zero_optimization.offload_optimizer"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"ratio": 1}}},
+            "zero_optimization.offload_optimizer",
+        ),
         ({"aio": {"queue_depth": 8}}, "aio"),
         ({"pipeline": {"partition": "uniform"}}, "pipeline.partition"),
         ({"trainer": {"pipeline_schedule": "GPipe"}}, "trainer.pipeline_schedule"),
         ({"tensor_parallel": {"tp_overlap_comm": True}}, "tensor_parallel.tp_overlap_comm"),
-        ({"data_efficiency": {"data_routing": {"random_ltd": {"total_layer_num": 24}}}}, "data_efficiency"),
+        (
+            {"data_efficiency": {"data_routing": {"random_ltd": {"total_layer_num": 24}}}},
+            "data_efficiency",
+        ),
     ],
     ids=str,
 )
@@ -832,7 +1130,12 @@ def test_what_has_no_effect_is_noted(tmp_path: Path, content: dict[str, Any], no
 
 
 def test_values_are_coerced_as_deepspeed_does(tmp_path: Path) -> None:
-    zero = {"stage": 3.0, "reduce_bucket_size": 5e8, "overlap_comm": "true", "offload_param": {"device": "CPU"}}
+    zero = {
+        "stage": 3.0,
+        "reduce_bucket_size": 5e8,
+        "overlap_comm": "true",
+        "offload_param": {"device": "CPU"},
+    }
     settings_ = compile_(tmp_path, {"zero_optimization": zero, "gradient_clipping": "0.5"}).settings
     assert settings_["zero_optimization"] == {
         "stage": 3,
@@ -846,13 +1149,25 @@ def test_values_are_coerced_as_deepspeed_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [True, "x", [1], {"a": 1}, 1e999, 10**400, None])
 def test_what_is_no_number(tmp_path: Path, value: Any) -> None:
-    (text,) = errors(tmp_path, json.dumps({"gradient_predivide_factor": value}).replace("Infinity", "1e999"))
+    (text,) = errors(
+        tmp_path, json.dumps({"gradient_predivide_factor": value}).replace("Infinity", "1e999")
+    )
     assert text.endswith("expected a number above 0")
 
 
 def test_older_keys_become_the_present_ones(tmp_path: Path) -> None:
-    zero = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True, "mics_shard_size": 2, "max_reuse_distance": 5}
-    content = {"zero_optimization": zero, "bfloat16": {"enabled": True}, "activation_checkpointing": {"profile": True}}
+    zero = {
+        "stage": 3,
+        "cpu_offload": True,
+        "cpu_offload_param": True,
+        "mics_shard_size": 2,
+        "max_reuse_distance": 5,
+    }
+    content = {
+        "zero_optimization": zero,
+        "bfloat16": {"enabled": True},
+        "activation_checkpointing": {"profile": True},
+    }
     config = compile_(tmp_path, content)
     assert config.deepspeed == {
         "zero_optimization": {
@@ -869,7 +1184,10 @@ def test_older_keys_become_the_present_ones(tmp_path: Path) -> None:
         "gradient_clipping": 1.0,
     }
     assert (config.trainer.mesh.shard, config.trainer.activation_checkpointing) == (2, "full")
-    assert config.origins["trainer.activation_checkpointing"] == "auto: from the activation_checkpointing section"
+    assert (
+        config.origins["trainer.activation_checkpointing"]
+        == "auto: from the activation_checkpointing section"
+    )
     assert config.origins["optimizer.type"] == config.origins["optimizer.params.lr"] == OWN
     assert config.origins["trainer.mesh.shard"] == "auto: from zero_optimization.mics_shard_size"
 
@@ -879,7 +1197,9 @@ OFF = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimiza
 
 
 @pytest.mark.parametrize("off", [False, "false", 0])
-def test_a_checkpointing_section_that_is_all_off_recomputes_nothing(tmp_path: Path, off: Any) -> None:
+def test_a_checkpointing_section_that_is_all_off_recomputes_nothing(
+    tmp_path: Path, off: Any
+) -> None:
     section = {"_why": "mine", "number_checkpoints": None, "synchronize_checkpoint_boundary": off}
     section |= dict.fromkeys(OFF, off)
     config = compile_(tmp_path, {"activation_checkpointing": section})
@@ -892,14 +1212,20 @@ def test_a_checkpointing_section_that_is_all_off_recomputes_nothing(tmp_path: Pa
 def test_parameters_are_offloaded_under_zero_3_alone(tmp_path: Path) -> None:
     zero = {"stage": 2, "offload_param": {"device": "cpu", "pin_memory": True}}
     config = compile_(tmp_path, {"zero_optimization": zero})
-    assert config.notes == ("zero_optimization.offload_param has no effect here: the ZeRO stage is 2",)
+    assert config.notes == (
+        "zero_optimization.offload_param has no effect here: the ZeRO stage is 2",
+    )
     assert config.settings["zero_optimization"] == {"stage": 2}
 
 
 def test_sections_that_change_nothing_pass(tmp_path: Path) -> None:
     routing = {"enabled": False, "random_ltd": {"enabled": False, "total_layer_num": 24}}
     content = {
-        "data_efficiency": {"enabled": True, "data_routing": routing, "data_sampling": {"dynamic_batching": {}}},
+        "data_efficiency": {
+            "enabled": True,
+            "data_routing": routing,
+            "data_sampling": {"dynamic_batching": {}},
+        },
         "comms_config": {"x": 1},
         "monitor_config": {},
         "log": "info",
@@ -924,16 +1250,23 @@ def test_sections_that_change_nothing_pass(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_refused_passes_at_the_value_that_asks_for_nothing(tmp_path: Path, content: dict[str, Any]) -> None:
+def test_what_is_refused_passes_at_the_value_that_asks_for_nothing(
+    tmp_path: Path, content: dict[str, Any]
+) -> None:
     assert compile_(tmp_path, content).notes == ()
 
 
 def test_the_users_own_recompute_wins(tmp_path: Path) -> None:
-    content = {"activation_checkpointing": {"profile": True}, "trainer": {"activation_checkpointing": "every:2"}}
+    content = {
+        "activation_checkpointing": {"profile": True},
+        "trainer": {"activation_checkpointing": "every:2"},
+    }
     config = compile_(tmp_path, content)
     assert config.trainer.activation_checkpointing == "every:2"
     (note,) = config.notes
-    assert note == "activation_checkpointing.profile has no effect here: only deepspeed.checkpointing reads it"
+    assert note == (
+        "activation_checkpointing.profile has no effect here: only deepspeed.checkpointing reads it"
+    )
 
 
 def test_notes_name_keys_without_effect_and_deepspeed_never_sees_them(tmp_path: Path) -> None:
@@ -955,14 +1288,22 @@ def test_notes_name_keys_without_effect_and_deepspeed_never_sees_them(tmp_path: 
     assert config.notes == (
         "zero_optimization.round_robin_gradients has no effect here: "
         "with it DeepSpeed takes one parameter's state for another's, also in checkpoints",
-        "zero_optimization.compute_grad_norm has no effect here: the norm is always taken, and logged",
+        (
+            "zero_optimization.compute_grad_norm has no effect here: the norm is always taken, and "
+            "logged"
+        ),
         "tensor_parallel.preset_model has no effect here: the model's own plan says what is split",
         "steps_per_print has no effect here: trainer.log.every says how often a line is printed",
         "wandb has no effect here: use trainer.log.trackers",
         "scheduler.params.warmup_num_steps: 0 is read as 1, the least that DeepSpeed takes",
         "zero_optimization.stage3_max_live_parameters has no effect here: the ZeRO stage is 2",
     )
-    assert set(config.deepspeed) == {"zero_optimization", "tensor_parallel", "optimizer", "gradient_clipping"}
+    assert set(config.deepspeed) == {
+        "zero_optimization",
+        "tensor_parallel",
+        "optimizer",
+        "gradient_clipping",
+    }
     assert config.deepspeed["zero_optimization"].keys() == {"stage", "stage3_max_live_parameters"}
     assert config.deepspeed["tensor_parallel"] == {"autotp_size": 1}
     assert config.scheduler is not None and config.scheduler.type == "WarmupLR"
@@ -971,22 +1312,46 @@ def test_notes_name_keys_without_effect_and_deepspeed_never_sees_them(tmp_path: 
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        ({"sources": [{"path": "a", "wieght": 1}]}, 'trainer.data.sources[0].wieght: saw 1; .*Did you mean "weight"'),
+        (
+            {"sources": [{"path": "a", "wieght": 1}]},
+            'trainer.data.sources[0].wieght: saw 1; .*Did you mean "weight"',
+        ),
         ({"sources": [{"weight": 1}]}, "trainer.data.sources[0].path: "),
-        ({"sources": [{"path": "a", "weight": 0}]}, "trainer.data.sources[0].weight: saw 0; expected a number above 0"),
-        ({"path": "b", "sources": [{"path": "a"}]}, 'trainer.data.path: saw "b", and sources; expected it in each of'),
-        ({"sources": [{"path": "a", "weight": 1}, {"path": "b"}]}, "saw 1 with a weight, 0 with epochs; expected a"),
-        ({"sources": [{"path": "a"}, {"path": "a"}]}, 'saw "a" twice; expected another label for each'),
-        ({"too_long": "drop"}, 'trainer.data.too_long: saw "drop", with trainer.data.documents "concatenate"'),
+        (
+            {"sources": [{"path": "a", "weight": 0}]},
+            "trainer.data.sources[0].weight: saw 0; expected a number above 0",
+        ),
+        (
+            {"path": "b", "sources": [{"path": "a"}]},
+            'trainer.data.path: saw "b", and sources; expected it in each of',
+        ),
+        (
+            {"sources": [{"path": "a", "weight": 1}, {"path": "b"}]},
+            "saw 1 with a weight, 0 with epochs; expected a",
+        ),
+        (
+            {"sources": [{"path": "a"}, {"path": "a"}]},
+            'saw "a" twice; expected another label for each',
+        ),
+        (
+            {"too_long": "drop"},
+            'trainer.data.too_long: saw "drop", with trainer.data.documents "concatenate"',
+        ),
     ],
 )
-def test_mixtures_that_do_not_fit_say_so(tmp_path: Path, data: dict[str, Any], expected: str) -> None:
+def test_mixtures_that_do_not_fit_say_so(
+    tmp_path: Path, data: dict[str, Any], expected: str
+) -> None:
     found = errors(tmp_path, {"trainer": {"data": data}})
-    assert any(re.search(expected.replace("[", r"\[").replace("]", r"\]"), text) for text in found), found
+    assert any(
+        re.search(expected.replace("[", r"\[").replace("]", r"\]"), text) for text in found
+    ), found
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), [0.9, float("nan")]])
-@pytest.mark.parametrize("path", ["optimizer.params.betas", "trainer.seed", "zero_optimization.stage", "comms_config"])
+@pytest.mark.parametrize(
+    "path", ["optimizer.params.betas", "trainer.seed", "zero_optimization.stage", "comms_config"]
+)
 def test_what_is_no_number_in_a_dictionary_is_named_by_its_key(value: Any, path: str) -> None:
     config: dict[str, Any] = {}
     *sections, name = path.split(".")
@@ -1031,19 +1396,77 @@ ELSEWHERE: list[tuple[str, Any, dict[str, Any]]] = [
     ("evaluation.samples", 5, {"data": {"evaluation_fraction": 0.0}}),
     ("checkpoint.keep_best", True, {"data": {"evaluation_fraction": 0.0}}),
     ("weight_decay_excludes", "nothing", {}),
-    ("images.normalize", "none", {"task": "image_classification", "images": {"mean": [0.5], "std": [0.5]}}),
+    (
+        "images.normalize",
+        "none",
+        {"task": "image_classification", "images": {"mean": [0.5], "std": [0.5]}},
+    ),
 ]
 USED = {
-    *("task", "data.path", "data.documents", "data.sequence_length", "data.tokenizer", "data.evaluation_fraction"),
-    *("data.evaluation_path", "data.sources", "data.workers", "data.isolate", "steps", "epochs", "seed", "freeze"),
-    *("model.name_or_path", "model.config", "model.attention", "model.trust_remote_code", "model.blocks", "adapter"),
-    *("run.name", "run.folder", "run.node_local", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best"),
-    *("checkpoint.asynchronous", "checkpoint.dtype", "evaluation.every", "evaluation.samples", "log.every", "profile"),
-    *("log.trackers", "log.sample_ids", "generate.prompt", "engine", "mesh.replicate", "mesh.shard", "device", "plan"),
-    *("activation_checkpointing", "label_smoothing", "neftune_alpha", "sync_batch_norm", "patience"),
+    *(
+        "task",
+        "data.path",
+        "data.documents",
+        "data.sequence_length",
+        "data.tokenizer",
+        "data.evaluation_fraction",
+    ),
+    *(
+        "data.evaluation_path",
+        "data.sources",
+        "data.workers",
+        "data.isolate",
+        "steps",
+        "epochs",
+        "seed",
+        "freeze",
+    ),
+    *(
+        "model.name_or_path",
+        "model.config",
+        "model.attention",
+        "model.trust_remote_code",
+        "model.blocks",
+        "adapter",
+    ),
+    *(
+        "run.name",
+        "run.folder",
+        "run.node_local",
+        "checkpoint.every",
+        "checkpoint.keep_last",
+        "checkpoint.keep_best",
+    ),
+    *(
+        "checkpoint.asynchronous",
+        "checkpoint.dtype",
+        "evaluation.every",
+        "evaluation.samples",
+        "log.every",
+        "profile",
+    ),
+    *(
+        "log.trackers",
+        "log.sample_ids",
+        "generate.prompt",
+        "engine",
+        "mesh.replicate",
+        "mesh.shard",
+        "device",
+        "plan",
+    ),
+    *(
+        "activation_checkpointing",
+        "label_smoothing",
+        "neftune_alpha",
+        "sync_batch_norm",
+        "patience",
+    ),
     "parameter_groups",
 }
-"""Keys that do something in a config that says nothing else; a new key of the section is one of these, or in a note."""
+"""Keys that do something in a config that says nothing else; a new key of the section is one of
+these, or in a note.
+"""
 REFUSED = {"warmup_ratio", "evaluation.patience", "log.by_source", "data.too_long"}
 
 
@@ -1059,8 +1482,12 @@ def trainer_config(path: str, value: Any, other: dict[str, Any]) -> dict[str, An
 @pytest.mark.parametrize(
     ("path", "value", "other"), [*((path, value, {}) for path, value in OTHER.items()), *ELSEWHERE]
 )
-def test_a_key_of_the_trainer_without_effect_is_noted(path: str, value: Any, other: dict[str, Any]) -> None:
-    [note] = [one for one in load(trainer_config(path, value, other)).notes if f"trainer.{path}" in one]
+def test_a_key_of_the_trainer_without_effect_is_noted(
+    path: str, value: Any, other: dict[str, Any]
+) -> None:
+    [note] = [
+        one for one in load(trainer_config(path, value, other)).notes if f"trainer.{path}" in one
+    ]
     assert "no effect here: " in note
     plain = load({"trainer": other})
     assert not any(f"trainer.{path}" in one for one in plain.notes)
@@ -1071,10 +1498,17 @@ def test_every_key_of_the_trainer_is_used_noted_or_refused() -> None:
     from trainer.config.validate import OF_IMAGES
 
     keys = {key.removeprefix("trainer.") for key in known_keys()}
-    ends = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys) or key in USED}
+    ends = {
+        key for key in keys if not any(other.startswith(f"{key}.") for other in keys) or key in USED
+    }
     inner = ("adapter.", "profile.", "parameter_groups.", "data.sources.", "images.")
     for name, own in OF_IMAGES.items():
         ends -= {f"{name}.{key}" for key in own}
-    left = {key for key in ends if not key.startswith(inner)} - USED - OTHER.keys() - {path for path, *_ in ELSEWHERE}
+    left = (
+        {key for key in ends if not key.startswith(inner)}
+        - USED
+        - OTHER.keys()
+        - {path for path, *_ in ELSEWHERE}
+    )
     pairs = {"data.prompt_column", "data.completion_column"}
     assert left - REFUSED - pairs == set()

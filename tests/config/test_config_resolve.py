@@ -59,7 +59,11 @@ AUTOS = {
     "train_micro_batch_size_per_gpu": 8,
     "gradient_accumulation_steps": 1,
 }
-DROPPED = ("zero_optimization.overlap_comm", "zero_optimization.offload_param.device", "fp16.loss_scale")
+DROPPED = (
+    "zero_optimization.overlap_comm",
+    "zero_optimization.offload_param.device",
+    "fp16.loss_scale",
+)
 
 
 def with_autos(paths: Any) -> dict[str, Any]:
@@ -94,7 +98,9 @@ def test_every_subset_of_autos_is_resolved_in_one_call_or_two(paths: set[str]) -
 
 
 def test_values_wait_for_their_facts() -> None:
-    content = with_autos(["zero_optimization.reduce_bucket_size", "scheduler.params.total_num_steps"])
+    content = with_autos(
+        ["zero_optimization.reduce_bucket_size", "scheduler.params.total_num_steps"]
+    )
     early = resolve(config_of(content), replace(FACTS, hidden_size=None, total_steps=None))
     assert early.settings["zero_optimization"]["reduce_bucket_size"] == "auto"
     assert early.scheduler is not None and early.scheduler.params["total_num_steps"] == "auto"
@@ -106,7 +112,9 @@ OWN = "default: Hugging Face's; DeepSpeed has none"
 
 
 def test_the_origin_table() -> None:
-    config = config_of({"bf16": {"enabled": "auto"}, "train_batch_size": 8, "fp16": {"loss_scale": "auto"}})
+    config = config_of(
+        {"bf16": {"enabled": "auto"}, "train_batch_size": 8, "fp16": {"loss_scale": "auto"}}
+    )
     facts = replace(FACTS, device="cpu")
     assert origin_table(resolve(config, facts)) == [
         ("bf16.enabled", "false", "auto: from the device cpu: float32"),
@@ -139,13 +147,21 @@ def test_precision(facts: RuntimeFacts, fp16: Any, bf16: bool) -> None:
 def test_warm_up_follows_the_written_learning_rate_and_is_one_step() -> None:
     content = {
         "optimizer": {"type": "Adam", "params": {"lr": 0.25}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+        },
     }
     values = resolved(content, replace(FACTS, total_steps=4))
-    assert (values["scheduler.params.warmup_max_lr"], values["scheduler.params.warmup_num_steps"]) == (0.25, 1)
+    assert (
+        values["scheduler.params.warmup_max_lr"],
+        values["scheduler.params.warmup_num_steps"],
+    ) == (0.25, 1)
 
 
-def fill(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> tuple[int, ...]:
+def fill(
+    train: int | None, micro: int | None, accumulation: int | None, ranks: int
+) -> tuple[int, ...]:
     given_ = dict(zip(BATCH, (train, micro, accumulation), strict=True))
     content = {name: value for name, value in given_.items() if value is not None}
     values = resolved(content, replace(FACTS, world_size=ranks))
@@ -157,7 +173,9 @@ sizes = st.integers(1, 12)
 
 @quick
 @given(sizes, sizes, sizes, st.sets(st.sampled_from(range(3)), max_size=1))
-def test_any_two_batch_sizes_give_the_third(micro: int, accumulation: int, ranks: int, hidden: set[int]) -> None:
+def test_any_two_batch_sizes_give_the_third(
+    micro: int, accumulation: int, ranks: int, hidden: set[int]
+) -> None:
     whole = (micro * accumulation * ranks, micro, accumulation)
     part = [None if at in hidden else value for at, value in enumerate(whole)]
     assert fill(part[0], part[1], part[2], ranks) == whole
@@ -165,14 +183,17 @@ def test_any_two_batch_sizes_give_the_third(micro: int, accumulation: int, ranks
 
 @quick
 @given(sizes, sizes, sizes, st.integers(1, 300))
-def test_three_batch_sizes_that_do_not_fit_are_an_error(micro: int, accumulation: int, ranks: int, train: int) -> None:
+def test_three_batch_sizes_that_do_not_fit_are_an_error(
+    micro: int, accumulation: int, ranks: int, train: int
+) -> None:
     product = micro * accumulation * ranks
     if train == product:
         return
     content = dict(zip(BATCH, (train, micro, accumulation), strict=True))
     text = failure(content, replace(FACTS, world_size=ranks))
     assert text.startswith(
-        f"train_batch_size: saw {train}, but {micro} (micro-batch) x {accumulation} (accumulation) x {ranks} "
+        f"train_batch_size: saw {train}, but {micro} (micro-batch) x {accumulation} (accumulation) "
+        f"x {ranks} "
         f"(data ranks) = {product}; expected the two to be equal. Set train_batch_size"
     )
     # what is said to mend it does
@@ -183,7 +204,9 @@ def test_three_batch_sizes_that_do_not_fit_are_an_error(micro: int, accumulation
         assert named == [BATCH[0]]
         assert all(abs(int(batch) - train) <= 2 * micro * ranks for batch in nearest.groups())
         for batch in nearest.groups():
-            resolved(content | {BATCH[0]: int(batch), BATCH[2]: "auto"}, replace(FACTS, world_size=ranks))
+            resolved(
+                content | {BATCH[0]: int(batch), BATCH[2]: "auto"}, replace(FACTS, world_size=ranks)
+            )
 
 
 def test_one_batch_size_or_none() -> None:
@@ -225,10 +248,16 @@ axis = st.integers(1, 4)
 
 @quick
 @given(axis, axis, axis, axis, st.sampled_from(["replicate", "shard", ""]), st.booleans())
-def test_mesh_sizes_multiply_to_the_world(p: int, r: int, s: int, t: int, free: str, written: bool) -> None:
+def test_mesh_sizes_multiply_to_the_world(
+    p: int, r: int, s: int, t: int, free: str, written: bool
+) -> None:
     mesh = {"replicate": r, "shard": s}
     if free:
-        mesh = mesh | {free: -1} if written else {name: size for name, size in mesh.items() if name != free}
+        mesh = (
+            mesh | {free: -1}
+            if written
+            else {name: size for name, size in mesh.items() if name != free}
+        )
     found = mesh_sizes(config_of(mesh_content(p, t, 2, **mesh)), p * r * s * t)
     assert (found.pipeline, found.replicate, found.shard, found.tensor) == (p, r, s, t)
     assert found.data_ranks == r * s
@@ -271,10 +300,17 @@ def test_meshes_that_do_not_fit(content: dict[str, Any], text: str) -> None:
     assert failure(content, replace(FACTS, world_size=8)) == text
 
 
-WARM = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}}}
+WARM = {
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"},
+    }
+}
 
 
-@pytest.mark.parametrize(("ratio", "steps", "warm"), [(0.03, 200, 6), (0.031, 200, 7), (0.0, 200, 1), (1 / 3, 99, 33)])
+@pytest.mark.parametrize(
+    ("ratio", "steps", "warm"), [(0.03, 200, 6), (0.031, 200, 7), (0.0, 200, 1), (1 / 3, 99, 33)]
+)
 def test_a_warm_up_may_be_a_share_of_the_steps(ratio, steps, warm):
     """Rounded up, as by `TrainingArguments.get_warmup_steps`; not known before the steps are."""
     config = config_of({**WARM, "trainer": {"warmup_ratio": ratio}})
@@ -282,12 +318,19 @@ def test_a_warm_up_may_be_a_share_of_the_steps(ratio, steps, warm):
     assert waiting.settings["scheduler"]["params"]["warmup_num_steps"] == "auto"
     found = resolve(waiting, replace(FACTS, total_steps=steps))
     assert found.settings["scheduler"]["params"]["warmup_num_steps"] == warm
-    assert f"of {steps} steps (trainer.warmup_ratio)" in found.origins["scheduler.params.warmup_num_steps"]
-    again = config_of({**found.settings, "trainer": found.trainer.model_dump()})  # what a run writes as its config
+    assert (
+        f"of {steps} steps (trainer.warmup_ratio)"
+        in found.origins["scheduler.params.warmup_num_steps"]
+    )
+    again = config_of(
+        {**found.settings, "trainer": found.trainer.model_dump()}
+    )  # what a run writes as its config
     assert resolve(again, FACTS).settings["scheduler"] == found.settings["scheduler"]
 
 
-@pytest.mark.parametrize("scheduler", [{}, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}}])
+@pytest.mark.parametrize(
+    "scheduler", [{}, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}}]
+)
 def test_a_share_of_the_steps_that_decides_nothing_is_an_error(scheduler):
     with pytest.raises(ConfigError, match="trainer.warmup_ratio: saw 0.1"):
         config_of({**scheduler, "trainer": {"warmup_ratio": 0.1}})

@@ -1,4 +1,6 @@
-"""Which keys each engine honours: the table against what the engines read, and what a person is told of the others."""
+"""Which keys each engine honours: the table against what the engines read, and what a person is
+told of the others.
+"""
 
 from __future__ import annotations
 
@@ -71,10 +73,15 @@ def test_what_is_only_deepspeeds_own_is_noted_where_the_user_wrote_it(tmp_path: 
         {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
         {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
         {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}},
-        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "zero_optimization": {"stage": 2}},
+        {
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+            "zero_optimization": {"stage": 2},
+        },
     ],
 )
-def test_other_numbers_are_refused_and_auto_goes_to_deepspeed(tmp_path: Path, section: dict[str, Any]) -> None:
+def test_other_numbers_are_refused_and_auto_goes_to_deepspeed(
+    tmp_path: Path, section: dict[str, Any]
+) -> None:
     from trainer.engines import select
     from trainer.layout import layout_of
 
@@ -85,7 +92,9 @@ def test_other_numbers_are_refused_and_auto_goes_to_deepspeed(tmp_path: Path, se
     ((place, value),) = [(k, v) for k, v in leaves(section) if KEYS[k].numbers]
     with pytest.raises(ConfigError) as caught:
         select("mesh", layout, config, "cpu")
-    assert f"It does not honour {place} {json.dumps(value)}: {KEYS[place].own}." in str(caught.value)
+    assert f"It does not honour {place} {json.dumps(value)}: {KEYS[place].own}." in str(
+        caught.value
+    )
 
 
 class Recording(dict[str, Any]):
@@ -93,7 +102,10 @@ class Recording(dict[str, Any]):
 
     def __init__(self, values: dict[str, Any], seen: set[str], path: str = "") -> None:
         super().__init__(
-            {k: Recording(v, seen, f"{path}{k}.") if isinstance(v, dict) else v for k, v in values.items()}
+            {
+                k: Recording(v, seen, f"{path}{k}.") if isinstance(v, dict) else v
+                for k, v in values.items()
+            }
         )
         self.seen, self.path = seen, path
 
@@ -117,7 +129,9 @@ class Recording(dict[str, Any]):
 
 
 def step_by(content: dict[str, Any], engine: str, folder: str, seen: set[str]) -> None:
-    """Two steps of a tiny model by an engine, from the JSON; what is read of it goes to `seen`. Runs on each rank."""
+    """Two steps of a tiny model by an engine, from the JSON; what is read of it goes to `seen`.
+    Runs on each rank.
+    """
     from dataclasses import replace
 
     import torch
@@ -143,7 +157,9 @@ def step_by(content: dict[str, Any], engine: str, folder: str, seen: set[str]) -
     import numpy as np
 
     ids = np.arange(9) % VOCABULARY
-    batch = [{"input_ids": ids[:-1].astype(np.int32), "targets": ids[1:].astype(np.int64)}] * layout.micro_batch
+    batch = [
+        {"input_ids": ids[:-1].astype(np.int32), "targets": ids[1:].astype(np.int64)}
+    ] * layout.micro_batch
     for step in range(3):
         built.step(step, [task.collate(batch)] * layout.accumulation, Update(1e-3))
     built.close()
@@ -157,7 +173,9 @@ def read_by_torch(engine: str, contents: list[dict[str, Any]], folder: str) -> s
 
 
 def read_by_deepspeed(contents: list[dict[str, Any]], folder: str) -> set[str]:
-    """The paths of what DeepSpeed reads of its config outside of the files that parse it. Runs on each rank."""
+    """The paths of what DeepSpeed reads of its config outside of the files that parse it. Runs on
+    each rank.
+    """
     from tests.support.training import Case, allow_float16
 
     allow_float16(Case(precision="float16"))
@@ -168,12 +186,21 @@ def read_by_deepspeed(contents: list[dict[str, Any]], folder: str) -> set[str]:
     return seen
 
 
-PARSERS = ("pydantic", "/runtime/config.py", "config_utils.py", "/zero/config.py", "precision_config.py", "copy.py")
+PARSERS = (
+    "pydantic",
+    "/runtime/config.py",
+    "config_utils.py",
+    "/zero/config.py",
+    "precision_config.py",
+    "copy.py",
+)
 
 
 @contextmanager
 def watching(seen: set[str]) -> Iterator[None]:
-    """Notes each attribute of DeepSpeed's config objects that is read elsewhere than where they are made."""
+    """Notes each attribute of DeepSpeed's config objects that is read elsewhere than where they are
+    made.
+    """
     from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -200,7 +227,12 @@ def watching(seen: set[str]) -> Iterator[None]:
 
 def content_of(stage: int, **more: Any) -> dict[str, Any]:
     zero = {"stage": stage, **more.pop("zero_optimization", {})}
-    return {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "zero_optimization": zero, **more}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": zero,
+        **more,
+    }
 
 
 TORCH_ADAM: dict[str, Any] = {
@@ -222,7 +254,11 @@ def test_the_table_says_what_deepspeed_reads(pools: Pools, tmp_path: Path) -> No
         content_of(0, timers={"throughput": {"enabled": True}}, **LOUD),
         content_of(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}),
         content_of(1, fp16={"enabled": True}, tensor_parallel={"autotp_size": 2}),
-        content_of(3, zero_optimization={"offload_optimizer": dict(CPU), "offload_param": dict(CPU)}, **TORCH_ADAM),
+        content_of(
+            3,
+            zero_optimization={"offload_optimizer": dict(CPU), "offload_param": dict(CPU)},
+            **TORCH_ADAM,
+        ),
     ]
     found = pools[2].run(read_by_deepspeed, contents=contents, folder=str(tmp_path))[0]
     read = {path for name in found for path in paths_of(name)}
@@ -232,21 +268,32 @@ def test_the_table_says_what_deepspeed_reads(pools: Pools, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("engine", ["accelerate", "mesh"])
-def test_the_table_says_what_the_torch_engines_read(pools: Pools, tmp_path: Path, engine: str) -> None:
+def test_the_table_says_what_the_torch_engines_read(
+    pools: Pools, tmp_path: Path, engine: str
+) -> None:
     contents = [
         content_of(0),
-        content_of(3, zero_optimization={"offload_optimizer": dict(CPU), "offload_param": dict(CPU)}),
+        content_of(
+            3, zero_optimization={"offload_optimizer": dict(CPU), "offload_param": dict(CPU)}
+        ),
     ]
     if engine == "mesh":
-        contents += [content_of(2, pipeline={"stages": 2}), content_of(2, tensor_parallel={"autotp_size": 2})]
+        contents += [
+            content_of(2, pipeline={"stages": 2}),
+            content_of(2, tensor_parallel={"autotp_size": 2}),
+        ]
     for content in contents:
         content |= {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
         for path, key in KEYS.items():
             put_default(content, path, key)
-    read = set.union(*pools[2].run(read_by_torch, engine=engine, contents=contents, folder=str(tmp_path)))
+    read = set.union(
+        *pools[2].run(read_by_torch, engine=engine, contents=contents, folder=str(tmp_path))
+    )
     asked = {path for path in HONOURED if not KEYS[path].own}
     assert sorted(asked - read) == [], "the table says that it honours it"
-    assert sorted(path for path in read if path in KEYS and KEYS[path].own) == [], "the table says that it does not"
+    assert sorted(path for path in read if path in KEYS and KEYS[path].own) == [], (
+        "the table says that it does not"
+    )
 
 
 RENAMES = {
@@ -270,10 +317,14 @@ COMPOUND = {
     "keep_in_fp32_modules": ("data_types.keep_in_fp32_modules",),
     "optimizer_name": ("optimizer.type",),
     "zero_optimization_stage": ("zero_optimization.stage",),
-    "aio_config": tuple(path for path, key in KEYS.items() if path.startswith("aio.") and not key.idle),
+    "aio_config": tuple(
+        path for path, key in KEYS.items() if path.startswith("aio.") and not key.idle
+    ),
     "monitor_config": (),
     "comms_config": ("comms_logger.enabled",),
-    "dynamic_loss_scale_args": tuple(path for path in KEYS if path.startswith("fp16.") and "scale" in path)
+    "dynamic_loss_scale_args": tuple(
+        path for path in KEYS if path.startswith("fp16.") and "scale" in path
+    )
     + ("fp16.hysteresis", "fp16.consecutive_hysteresis"),
 }
 """What its config calls otherwise, or reads many keys of at once."""
@@ -290,7 +341,10 @@ def paths_of(name: str) -> tuple[str, ...]:
 
 COMPILED = {
     *RENAMED,
-    *(f"zero_optimization.{name}" for name in ("cpu_offload", "cpu_offload_param", "mics_shard_size")),
+    *(
+        f"zero_optimization.{name}"
+        for name in ("cpu_offload", "cpu_offload_param", "mics_shard_size")
+    ),
     *(path for path in KEYS if path.startswith(("bfloat16.", "torch_autocast.", "scheduler."))),
     *("sequence_parallel_size", "gradient_allreduce_op", "pipeline.activation_checkpoint_interval"),
     *("pipeline.stages", "pipeline.partition", "optimizer.params"),
@@ -301,12 +355,20 @@ HONOURED = {
     for path, key in KEYS.items()
     if key.kind != "section"
     and path not in COMPILED
-    and not any(known.idle or known.refused for name, known in KEYS.items() if f"{path}.".startswith(f"{name}."))
+    and not any(
+        known.idle or known.refused
+        for name, known in KEYS.items()
+        if f"{path}.".startswith(f"{name}.")
+    )
 }
 """By DeepSpeed at the least."""
 DEEPER = (
     "zero_optimization.zenflow.",
-    *(f"zero_optimization.offload_{which}.{key}" for which in ("param", "optimizer") for key in ("nvme", "buffer")),
+    *(
+        f"zero_optimization.offload_{which}.{key}"
+        for which in ("param", "optimizer")
+        for key in ("nvme", "buffer")
+    ),
     "zero_allow_untested_optimizer",
 )
 """Read for ZenFlow, for NVMe and for an optimizer that ZeRO was not tested with."""
@@ -318,13 +380,26 @@ LEFT_OUT = {
     "dump_state",
     "zero_optimization.elastic_checkpoint",
     "zero_optimization.round_robin_gradients",
-    *(f"tensor_parallel.{name}" for name in ("keep_module_on_host", "partition_config", "preset_model")),
-    *(f"tensor_parallel.{name}" for name in ("tensor_parallel", "vocab_parallel_ce_backend", "vocab_parallel_lm_head")),
+    *(
+        f"tensor_parallel.{name}"
+        for name in ("keep_module_on_host", "partition_config", "preset_model")
+    ),
+    *(
+        f"tensor_parallel.{name}"
+        for name in ("tensor_parallel", "vocab_parallel_ce_backend", "vocab_parallel_lm_head")
+    ),
 }
 """What DeepSpeed would read, and what the table says has no effect here, each with its reason."""
 
 
-NEED_OTHERS = ("fp16.", "bf16.", "data_types.p", "zero_optimization.zenflow", "prescale", "gradient_pre")
+NEED_OTHERS = (
+    "fp16.",
+    "bf16.",
+    "data_types.p",
+    "zero_optimization.zenflow",
+    "prescale",
+    "gradient_pre",
+)
 """Refused without something else."""
 
 
@@ -335,5 +410,13 @@ def put_default(content: dict[str, Any], path: str, key: Key) -> None:
         return
     for section in sections:
         content = content.setdefault(section, {})
-    values = {"bool": True, "int": 1, "float": 1.0, "str": "x", "dtype": "fp32", "list": [], "any": []}
+    values = {
+        "bool": True,
+        "int": 1,
+        "float": 1.0,
+        "str": "x",
+        "dtype": "fp32",
+        "list": [],
+        "any": [],
+    }
     content.setdefault(name, key.choices[0] if key.choices else values[key.kind])

@@ -1,4 +1,5 @@
-"""A checkpoint of any layout goes on in any other, on another number of ranks, as if that one had run all along.
+"""A checkpoint of any layout goes on in any other, on another number of ranks, as if that one had
+run all along.
 
 python -m tests.conformance.test_any_to_any      # writes the table of docs/checkpoint.md anew
 """
@@ -32,7 +33,9 @@ LAYOUTS = {
         TWO, engine="deepspeed", zero_stage=3, offload_optimizer="cpu", offload_param="cpu"
     ),
     "`deepspeed` 2-way tensor x ZeRO-2 on 4": replace(FOUR, engine="deepspeed", tensor=2),
-    "`deepspeed` 2 stages x ZeRO-1 on 4": replace(FOUR, engine="deepspeed", pipeline=2, zero_stage=1),
+    "`deepspeed` 2 stages x ZeRO-1 on 4": replace(
+        FOUR, engine="deepspeed", pipeline=2, zero_stage=1
+    ),
     "`accelerate` DDP on 4": replace(FOUR, engine="accelerate", zero_stage=0),
     "`accelerate` FSDP on 2": replace(TWO, engine="accelerate", zero_stage=3),
     "`mesh` ZeRO-2 on 2": TWO,
@@ -40,8 +43,12 @@ LAYOUTS = {
     "`mesh` 4 stages": replace(FOUR, pipeline=4, zero_stage=0),
     "`mesh` 2 folded stages x ZeRO-2 on 4": replace(FOUR, pipeline=2, schedule="ZBVZeroBubble"),
     "`mesh` 2-way tensor x ZeRO-2 on 4": replace(FOUR, tensor=2),
-    "`mesh` 2 stages x 2-way tensor x ZeRO-3 on 8": replace(FOUR, world_size=8, pipeline=2, tensor=2, zero_stage=3),
-    "`mesh` 2 stages x HSDP on 8": replace(FOUR, world_size=8, pipeline=2, replicate=2, zero_stage=3),
+    "`mesh` 2 stages x 2-way tensor x ZeRO-3 on 8": replace(
+        FOUR, world_size=8, pipeline=2, tensor=2, zero_stage=3
+    ),
+    "`mesh` 2 stages x HSDP on 8": replace(
+        FOUR, world_size=8, pipeline=2, replicate=2, zero_stage=3
+    ),
 }
 Losses = tuple[float, float]
 
@@ -107,13 +114,22 @@ def advance(engine: Any, case: Case, first: int) -> Losses:
     return losses[0], losses[1]
 
 
-def all_to_all(pools: Pools, folder: Path, pairs: set[tuple[str, str]]) -> dict[str, dict[str, float]]:
-    """Largest relative difference of a loss to the run that had the later layout all along, [from][to]."""
+def all_to_all(
+    pools: Pools, folder: Path, pairs: set[tuple[str, str]]
+) -> dict[str, dict[str, float]]:
+    """Largest relative difference of a loss to the run that had the later layout all along,
+    [from][to].
+    """
     folders = {name: folder / str(index) for index, name in enumerate(LAYOUTS)}
     used = {name for pair in pairs for name in pair}
     # one pool is alive at a time
-    by_size = sorted(((n, case) for n, case in LAYOUTS.items() if n in used), key=lambda item: item[1].world_size)
-    whole = {name: pools[case.world_size].run(save, case=case, folder=folders[name])[0] for name, case in by_size}
+    by_size = sorted(
+        ((n, case) for n, case in LAYOUTS.items() if n in used), key=lambda item: item[1].world_size
+    )
+    whole = {
+        name: pools[case.world_size].run(save, case=case, folder=folders[name])[0]
+        for name, case in by_size
+    }
     table: dict[str, dict[str, float]] = {name: {} for name in LAYOUTS}
     for after, case in by_size:
         wanted = {before: folders[before] for before in LAYOUTS if (before, after) in pairs}
@@ -126,9 +142,16 @@ def all_to_all(pools: Pools, folder: Path, pairs: set[tuple[str, str]]) -> dict[
 
 def markdown(table: dict[str, dict[str, float]]) -> str:
     letters = {name: chr(ord("A") + index) for index, name in enumerate(LAYOUTS)}
-    lines = ["| from \\ to | " + " | ".join(letters.values()) + " |", "| --- |" + " --- |" * len(letters)]
+    lines = [
+        "| from \\ to | " + " | ".join(letters.values()) + " |",
+        "| --- |" + " --- |" * len(letters),
+    ]
     for before, row in table.items():
-        lines.append(f"| {letters[before]}: {before} | " + " | ".join(f"{row[after]:.0e}" for after in LAYOUTS) + " |")
+        lines.append(
+            f"| {letters[before]}: {before} | "
+            + " | ".join(f"{row[after]:.0e}" for after in LAYOUTS)
+            + " |"
+        )
     return "\n".join(lines)
 
 
@@ -138,20 +161,29 @@ def ring(names: list[str], step: int) -> set[tuple[str, str]]:
 
 
 ALL = set(product(LAYOUTS, LAYOUTS))
-FEW = ["one process", "`deepspeed` ZeRO-3 on 2", "`accelerate` FSDP on 2", "`mesh` 2 folded stages x ZeRO-2 on 4"]
+FEW = [
+    "one process",
+    "`deepspeed` ZeRO-3 on 2",
+    "`accelerate` FSDP on 2",
+    "`mesh` 2 folded stages x ZeRO-2 on 4",
+]
 
 
 @pytest.mark.parametrize(
     "pairs",
     [
         pytest.param(ring(FEW, 1), id="a few once"),
-        pytest.param(ring(list(LAYOUTS), 7), id="each once"),  # of another engine and size nearly always
+        pytest.param(
+            ring(list(LAYOUTS), 7), id="each once"
+        ),  # of another engine and size nearly always
         pytest.param(ALL, id="all", marks=pytest.mark.whole),
     ],
 )
 def test_any_layout_goes_on_in_any_other(pools, tmp_path, pairs):
     table = all_to_all(pools, tmp_path, pairs)
-    found = {(before, after): error for before, row in table.items() for after, error in row.items()}
+    found = {
+        (before, after): error for before, row in table.items() for after, error in row.items()
+    }
     assert found.keys() == pairs
     assert {pair: error for pair, error in found.items() if not error <= 1e-5} == {}
 
@@ -160,7 +192,9 @@ def test_any_layout_goes_on_in_any_other(pools, tmp_path, pairs):
 def test_the_table_in_the_docs_has_every_layout(name):
     rows = re.findall(rf"^\| [A-Z]: {re.escape(name)} \|(.*)\|$", DOCS.read_text(), re.MULTILINE)
     assert len(rows) == 1
-    assert all(float(cell) <= 1e-5 for cell in rows[0].split("|")) and len(rows[0].split("|")) == len(LAYOUTS)
+    assert all(float(cell) <= 1e-5 for cell in rows[0].split("|")) and len(
+        rows[0].split("|")
+    ) == len(LAYOUTS)
 
 
 if __name__ == "__main__":

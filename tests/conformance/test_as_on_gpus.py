@@ -36,13 +36,18 @@ def test_parameters_live_where_the_layout_says(name):
     case = CASES[name]
     with gpus(case.world_size):
         engine = built(case)
-        assert places(engine) == ({"cuda"} if case.offload_optimizer == "none" else {"cpu"}, {"cuda"})
+        assert places(engine) == (
+            {"cuda"} if case.offload_optimizer == "none" else {"cpu"},
+            {"cuda"},
+        )
         for group in engine._optimizer.param_groups:
             assert {p.device.type for p in group["params"]} == places(engine)[0]
 
 
 def meta_before_values(case: Case) -> set[tuple[bool, bool]]:
-    """Of each parameter when its values are about to be made: is it on the meta device, is it sharded."""
+    """Of each parameter when its values are about to be made: is it on the meta device, is it
+    sharded.
+    """
     import torch.distributed as dist
 
     from trainer.parallel import apply
@@ -75,4 +80,6 @@ def test_what_is_pretrained_is_read_but_for_its_own_rows(pools, tmp_path):
     real(spec_of(LLAMA), seed=4).save_pretrained(tmp_path)
     case = replace(TWO, engine="accelerate")
     for outcome in pools[2].run(train_by_engine, case=case, path=str(tmp_path)):
-        torch.testing.assert_close(outcome.losses, train_plainly(case, str(tmp_path)).losses, rtol=2e-6, atol=0)
+        torch.testing.assert_close(
+            outcome.losses, train_plainly(case, str(tmp_path)).losses, rtol=2e-6, atol=0
+        )

@@ -1,7 +1,7 @@
 """Every engine in every layout that it offers, against plain PyTorch in one process.
 
-Losses, every gradient by name, the clip norm, evaluation and the weights after some steps, with tied tables, dropout,
-ragged samples, unequal target counts, accumulation and clipping on.
+Losses, every gradient by name, the clip norm, evaluation and the weights after some steps, with
+tied tables, dropout, ragged samples, unequal target counts, accumulation and clipping on.
 """
 
 from __future__ import annotations
@@ -12,14 +12,24 @@ import pytest
 import torch
 
 from tests.support.layouts import LAYOUTS, PRECISIONS, RESUMED, by_engine
-from tests.support.training import assert_near, assert_same, resume_by_engine, train_by_engine, train_plainly
+from tests.support.training import (
+    assert_near,
+    assert_same,
+    resume_by_engine,
+    train_by_engine,
+    train_plainly,
+)
 from trainer.engines import ENGINES
 
 CASES = by_engine(LAYOUTS)
 LOW = by_engine(PRECISIONS)
 STOPPED = by_engine({name: LAYOUTS[name] for name in RESUMED})
-STOPPED |= by_engine({f"bfloat16, {n}": replace(LAYOUTS[n], precision="bfloat16") for n in ("zero2", "zero3")})
-STOPPED |= by_engine({f"float16, {n}": replace(LAYOUTS[n], precision="float16") for n in ("zero1", "zero3")})
+STOPPED |= by_engine(
+    {f"bfloat16, {n}": replace(LAYOUTS[n], precision="bfloat16") for n in ("zero2", "zero3")}
+)
+STOPPED |= by_engine(
+    {f"float16, {n}": replace(LAYOUTS[n], precision="float16") for n in ("zero1", "zero3")}
+)
 
 
 def test_every_layout_is_offered_and_every_engine_takes_part():
@@ -50,7 +60,11 @@ def test_low_precision_stays_near_float32(pools, name):
 @pytest.mark.parametrize("name", STOPPED)
 def test_a_resumed_run_goes_on_bit_for_bit(pools, tmp_path, name):
     case = STOPPED[name]
-    for losses, weights in pools[case.world_size].run(resume_by_engine, before=case, after=case, folder=tmp_path):
+    for losses, weights in pools[case.world_size].run(
+        resume_by_engine, before=case, after=case, folder=tmp_path
+    ):
         assert losses[0] == losses[1]
         assert weights[0].keys() == weights[1].keys()
-        assert [name for name in weights[1] if not torch.equal(weights[0][name], weights[1][name])] == []
+        assert [
+            name for name in weights[1] if not torch.equal(weights[0][name], weights[1][name])
+        ] == []

@@ -1,6 +1,8 @@
-"""The conformance cases on GPUs, through NCCL, on 1 to N ranks: `pytest -m gpu`, where there are any.
+"""The conformance cases on GPUs, through NCCL, on 1 to N ranks: `pytest -m gpu`, where there are
+any.
 
-Nothing drops in them: a GPU draws other numbers than the processor on which the reference is trained.
+Nothing drops in them: a GPU draws other numbers than the processor on which the reference is
+trained.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ CASES: dict[str, Case] = {
     "one, mesh": replace(ONE, engine="mesh", zero_stage=0),
     "one, mesh, ZeRO-3, recompute": replace(ONE, engine="mesh", zero_stage=3, recompute="full"),
     "one, mesh, offload": replace(ONE, engine="mesh", zero_stage=3, **ALL),
-    "one, mesh, GPT-2, selective": replace(ONE, engine="mesh", zero_stage=2, model=STILL_GPT2, recompute="selective"),
+    "one, mesh, GPT-2, selective": replace(
+        ONE, engine="mesh", zero_stage=2, model=STILL_GPT2, recompute="selective"
+    ),
     **{
         f"two, {engine}, ZeRO-{stage}": replace(TWO, engine=engine, zero_stage=stage)
         for engine in ("deepspeed", "accelerate", "mesh")
@@ -56,10 +60,14 @@ CASES: dict[str, Case] = {
     "four, mesh, HSDP": replace(FOUR, engine="mesh", replicate=2, zero_stage=3),
     "four, accelerate, HSDP": replace(FOUR, engine="accelerate", replicate=2, zero_stage=3),
     "four, mesh, pipeline x ZeRO-3": replace(FOUR, engine="mesh", pipeline=2, zero_stage=3),
-    "four, mesh, ZBVZeroBubble": replace(FOUR, engine="mesh", pipeline=2, zero_stage=2, schedule="ZBVZeroBubble"),
+    "four, mesh, ZBVZeroBubble": replace(
+        FOUR, engine="mesh", pipeline=2, zero_stage=2, schedule="ZBVZeroBubble"
+    ),
     "four, mesh, tensor x ZeRO-3": replace(FOUR, engine="mesh", tensor=2, zero_stage=3),
     "eight, mesh, all axes": replace(EIGHT, engine="mesh", pipeline=2, tensor=2, zero_stage=2),
-    "eight, mesh, pipeline x HSDP": replace(EIGHT, engine="mesh", pipeline=2, replicate=2, zero_stage=3),
+    "eight, mesh, pipeline x HSDP": replace(
+        EIGHT, engine="mesh", pipeline=2, replicate=2, zero_stage=3
+    ),
 }
 
 
@@ -98,5 +106,9 @@ def test_a_resumed_run_goes_on(gpu_pools: Any, tmp_path: Any, engine: str) -> No
     case = replace(TWO, engine=engine, zero_stage=3)
     case = replace(case, world_size=1) if GPUS == 1 and engine != "accelerate" else case
     fits(case)
-    for losses, _ in gpu_pools[case.world_size].run(resume_by_engine, before=case, after=case, folder=tmp_path):
-        assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # reductions on a GPU may sum in another order
+    for losses, _ in gpu_pools[case.world_size].run(
+        resume_by_engine, before=case, after=case, folder=tmp_path
+    ):
+        assert losses[0] == pytest.approx(
+            losses[1], rel=1e-6
+        )  # reductions on a GPU may sum in another order

@@ -20,7 +20,17 @@ SCRIPT = Path(__file__).resolve().parent.parent.parent / "benchmarks/gpu.py"
     ids=["mesh", "all others"],
 )
 def test_it_makes_its_table_at_tiny_size(tmp_path, arms):
-    command = [sys.executable, SCRIPT, "--device", "cpu", "--tiny", "--output", tmp_path / "gpu.md", "--arms", *arms]
+    command = [
+        sys.executable,
+        SCRIPT,
+        "--device",
+        "cpu",
+        "--tiny",
+        "--output",
+        tmp_path / "gpu.md",
+        "--arms",
+        *arms,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     table = (tmp_path / "gpu.md").read_text()

@@ -31,7 +31,9 @@ def source_of(index: int) -> int:
 
 
 def watched(case: Case) -> list[list[float]]:
-    """[losses, targets] of the first step, by source, on each rank of a pool. Smoothed labels count as they are."""
+    """[losses, targets] of the first step, by source, on each rank of a pool. Smoothed labels count
+    as they are.
+    """
     from unittest import mock
 
     import torch.distributed as dist
@@ -46,7 +48,9 @@ def watched(case: Case) -> list[list[float]]:
         mock.patch("tests.support.training.samples", lambda _: tagged),
     ):
         engine = build(case, dist.get_rank())
-        batches = [collated(task, share) for share in shares(case, 0, data_rank_of(case, dist.get_rank()))]
+        batches = [
+            collated(task, share) for share in shares(case, 0, data_rank_of(case, dist.get_rank()))
+        ]
     metrics = engine.step(0, batches, Update(1e-2))
     engine.evaluate(batches)  # does not count
     found = task.by_source.take(metrics.group, device_here())
@@ -79,11 +83,17 @@ def test_a_run_logs_it(pools, tmp_path: Path):
     config = json.loads(path.read_text())
     text = config["trainer"]["data"].pop("path")
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": "x " * 400}) + "\n")
-    labels = [{"path": text, "label": "code"}, {"path": str(tmp_path / "other.jsonl"), "label": "x", "epochs": 9}]
+    labels = [
+        {"path": text, "label": "code"},
+        {"path": str(tmp_path / "other.jsonl"), "label": "x", "epochs": 9},
+    ]
     config["trainer"]["data"] |= {"sources": labels, "evaluation_fraction": 0.0}
     path.write_text(json.dumps(config))
     assert not isinstance(pools[2].run(train_here, path=path)[0], str)
-    lines = [json.loads(line) for line in (tmp_path / "runs" / "job" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "runs" / "job" / "metrics.jsonl").read_text().splitlines()
+    ]
     logged = [line for line in lines if "loss" in line]
     assert len(logged) == 2 and all({"loss/code", "loss/x"} <= line.keys() for line in logged)
 

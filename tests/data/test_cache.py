@@ -1,4 +1,6 @@
-"""Prepared data as it is found again: whole, damaged, somebody else's, or where nothing can be written."""
+"""Prepared data as it is found again: whole, damaged, somebody else's, or where nothing can be
+written.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,19 @@ TEXTS = [" ".join("abcdefgh"[(row * at) % 8] for at in range(1 + row % 7)) for r
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    found = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     return {name: content for name, content in found.items() if name != "seal.json"}  # it has times
 
 
 def prepared(path: Path, cache: Path, told: io.StringIO | None = None) -> Path:
     progress = Progress(Console(file=told or io.StringIO(), width=200))
-    return preparation.prepare(options(path, evaluation_fraction=0.1, workers=1), tokenizer(), cache, progress)
+    return preparation.prepare(
+        options(path, evaluation_fraction=0.1, workers=1), tokenizer(), cache, progress
+    )
 
 
 # Damage
@@ -61,15 +69,39 @@ def instead(folder: Path) -> None:
     folder.write_text("a file")
 
 
-FILES = ("train/tokens.bin", "train/counted.bin", "train/samples.npy", "evaluation/spans.npy", "train/summary.json")
+FILES = (
+    "train/tokens.bin",
+    "train/counted.bin",
+    "train/samples.npy",
+    "evaluation/spans.npy",
+    "train/summary.json",
+)
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    **{f"a flipped bit of {name}": (lambda f, n=name: flip(f / n), f"the bytes of {name} are not") for name in FILES},
-    "a short file": (lambda f: halve(f / "train" / "spans.npy"), "train/spans.npy is not of the size that it had"),
-    "an empty file": (lambda f: os.truncate(f / "train" / "counted.bin", 0), "train/counted.bin is not of the size"),
-    "a lost file": (lambda f: (f / "train" / "summary.json").unlink(), "train/summary.json is not of the size"),
-    "a foreign file": (lambda f: (f / "train" / "more").write_text(""), "train/more is not of the size that it had"),
+    **{
+        f"a flipped bit of {name}": (lambda f, n=name: flip(f / n), f"the bytes of {name} are not")
+        for name in FILES
+    },
+    "a short file": (
+        lambda f: halve(f / "train" / "spans.npy"),
+        "train/spans.npy is not of the size that it had",
+    ),
+    "an empty file": (
+        lambda f: os.truncate(f / "train" / "counted.bin", 0),
+        "train/counted.bin is not of the size",
+    ),
+    "a lost file": (
+        lambda f: (f / "train" / "summary.json").unlink(),
+        "train/summary.json is not of the size",
+    ),
+    "a foreign file": (
+        lambda f: (f / "train" / "more").write_text(""),
+        "train/more is not of the size that it had",
+    ),
     "a damaged seal": (lambda f: flip(f / "seal.json"), "seal.json is not as it was written"),
-    "an empty seal": (lambda f: os.truncate(f / "seal.json", 0), "seal.json is not as it was written"),
+    "an empty seal": (
+        lambda f: os.truncate(f / "seal.json", 0),
+        "seal.json is not as it was written",
+    ),
     "no seal": (lambda f: (f / "seal.json").unlink(), "seal.json is missing"),
     "no folder": (instead, "it is no folder"),
 }
@@ -86,7 +118,9 @@ def test_what_is_not_as_it_was_is_made_again_with_a_line(tmp_path: Path, kind: s
     assert prepared(path, cache, told) == folder
     assert contents(folder) == whole
     [line] = told.getvalue().splitlines()
-    assert line.startswith(f"cache: {folder} is damaged: {seen}") and line.endswith("; it is made again")
+    assert line.startswith(f"cache: {folder} is damaged: {seen}") and line.endswith(
+        "; it is made again"
+    )
     assert {name.name for name in cache.iterdir()} - {"moved"} == {folder.name}
     told = io.StringIO()
     with patch.object(Tokenising, "__call__", side_effect=AssertionError):
@@ -113,7 +147,9 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
 
     def look(old: Path, new: Path) -> None:
         if new.name.startswith("data-"):
-            left.extend(str(one) for one in (old, *old.rglob("*")) if one.stat().st_ino not in flushed)
+            left.extend(
+                str(one) for one in (old, *old.rglob("*")) if one.stat().st_ino not in flushed
+            )
         rename(old, new)
 
     with patch("os.fsync", note), patch("os.rename", look):
@@ -122,8 +158,12 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
     assert cache.stat().st_ino in flushed
 
 
-@pytest.mark.parametrize("damage", [flip, halve, lambda path: os.truncate(path, 0)], ids=["flip", "short", "empty"])
-def test_a_damaged_digest_of_a_large_file_is_not_believed(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    "damage", [flip, halve, lambda path: os.truncate(path, 0)], ids=["flip", "short", "empty"]
+)
+def test_a_damaged_digest_of_a_large_file_is_not_believed(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     path, cache = tmp_path / "file", tmp_path / "cache"
     path.write_text("one")
     os.utime(path, (1, 1))
@@ -179,7 +219,13 @@ def cached(cache: Path, notes: io.StringIO | None = None) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "chunk", "at_once"),
-    [("file", 0, True), ("file", 3, False), ("file", 9, False), ("file", 5, True), ("small", 0, True)],
+    [
+        ("file", 0, True),
+        ("file", 3, False),
+        ("file", 9, False),
+        ("file", 5, True),
+        ("small", 0, True),
+    ],
 )
 def test_what_a_start_does_not_read_is_compared_beside_the_first_steps(
     tmp_path: Path, name: str, chunk: int, at_once: bool
@@ -199,7 +245,10 @@ def test_what_a_start_does_not_read_is_compared_beside_the_first_steps(
 
 def test_a_comparison_that_breaks_off_has_compared_nothing(tmp_path: Path) -> None:
     folder = cached(tmp_path)
-    with patch.multiple("trainer.data.sealed", **SMALL_CHUNKS), patch("trainer.data.sealed._hash") as hashed:
+    with (
+        patch.multiple("trainer.data.sealed", **SMALL_CHUNKS),
+        patch("trainer.data.sealed._hash") as hashed,
+    ):
         hashed.side_effect = MemoryError("no room")
         with pytest.raises(DataError, match="could not be compared: MemoryError"):
             compared(folder)
@@ -216,7 +265,9 @@ def test_a_folder_that_another_process_has_replaced_is_not_what_was_opened(tmp_p
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_an_error_of_damaged_data_is_named_by_its_cause_and_others_stay(tmp_path: Path, begins: bool) -> None:
+def test_an_error_of_damaged_data_is_named_by_its_cause_and_others_stay(
+    tmp_path: Path, begins: bool
+) -> None:
     with patch.multiple("trainer.data.sealed", **SMALL_CHUNKS):
         with pytest.raises(IndexError), Check([cached(tmp_path)], begins):
             raise IndexError
@@ -253,7 +304,9 @@ def test_a_damaged_folder_that_cannot_be_removed_is_remembered(tmp_path: Path) -
 
 def test_files_with_other_times_are_read_whole_at_the_start(tmp_path: Path) -> None:
     with patch.multiple("trainer.data.sealed", **SMALL_CHUNKS):
-        folder = cached_folder(tmp_path, "name", lambda folder: (folder / "file").write_text("a" * 640))
+        folder = cached_folder(
+            tmp_path, "name", lambda folder: (folder / "file").write_text("a" * 640)
+        )
         assert sealed.flaw(folder) == ""
         flip_quietly(folder / "file", 200)
         assert sealed.flaw(folder) == ""
@@ -266,7 +319,13 @@ def test_a_flaw_ends_a_run_before_a_checkpoint(tmp_path: Path, asynchronous: boo
     from tests.run.test_interrupted import command
 
     def trained(steps: int) -> Any:
-        job = write_job(tmp_path, steps=steps, engine="mesh", evaluation={}, checkpoint={"asynchronous": asynchronous})
+        job = write_job(
+            tmp_path,
+            steps=steps,
+            engine="mesh",
+            evaluation={},
+            checkpoint={"asynchronous": asynchronous},
+        )
         code = f"import trainer.data.sealed as m; vars(m).update({SMALL_CHUNKS})"
         started = command(tmp_path, job, code)
         return run(*started, XDG_CACHE_HOME=str(tmp_path / "cache"), **{warm.SOCKET: warm_server()})
@@ -370,10 +429,13 @@ def test_another_users_entry_is_read_and_an_own_one_is_made_elsewhere(shared: Pa
 
     line = as_nobody(make)
     assert line.startswith(
-        f"cache: {cache} can't be used (Permission denied): prepared data goes to {shared}/temporary/"
+        f"cache: {cache} can't be used (Permission denied): prepared data goes to "
+        f"{shared}/temporary/"
     )
     assert line.endswith("; XDG_CACHE_HOME names another place\n") and line.count("\n") == 1
-    assert contents(next((shared / "temporary").glob("*/data-*"))) == contents(prepared(other, shared / "elsewhere"))
+    assert contents(next((shared / "temporary").glob("*/data-*"))) == contents(
+        prepared(other, shared / "elsewhere")
+    )
 
 
 def test_another_users_damaged_or_hidden_entry_is_made_again_elsewhere(shared: Path) -> None:
@@ -403,7 +465,9 @@ def test_where_no_folder_can_be_there_is_one_among_temporary_files(tmp_path: Pat
     with patch("tempfile.tempdir", str(tmp_path / "temporary")):
         progress = Progress(Console(file=told, width=200))
         for _ in range(2):  # told once
-            found = cached_folder(tmp_path / "file" / "cache", "name", lambda folder: None, progress)
+            found = cached_folder(
+                tmp_path / "file" / "cache", "name", lambda folder: None, progress
+            )
     assert found == tmp_path / "temporary" / f"meshloom-{os.getuid()}" / "name"
     assert stat.S_IMODE(found.parent.stat().st_mode) == 0o700
     assert told.getvalue().count("\n") == 1 and "(Not a directory)" in told.getvalue()
@@ -413,5 +477,8 @@ def test_a_temporary_folder_that_others_may_write_is_not_used(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     (tmp_path / f"meshloom-{os.getuid()}").mkdir()
     (tmp_path / f"meshloom-{os.getuid()}").chmod(0o777)
-    with patch("tempfile.tempdir", str(tmp_path)), pytest.raises(DiskError, match="is not this user's own"):
+    with (
+        patch("tempfile.tempdir", str(tmp_path)),
+        pytest.raises(DiskError, match="is not this user's own"),
+    ):
         cached_folder(tmp_path / "file", "name", lambda folder: None)

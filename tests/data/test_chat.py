@@ -1,4 +1,6 @@
-"""Chats: found from the rows, rendered by templates of the field's shapes, and only answers learnt."""
+"""Chats: found from the rows, rendered by templates of the field's shapes, and only answers
+learnt.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +26,37 @@ from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.task import IGNORED
 
-SPECIAL = ["<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<|header|>", "<|/header|>", "<|eot|>", "<turn>", "</turn>"]
+SPECIAL = [
+    "<eos>",
+    "<bos>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|header|>",
+    "<|/header|>",
+    "<|eot|>",
+    "<turn>",
+    "</turn>",
+]
 SPECIAL += ["[INST]", "[/INST]", "<|user|>", "<|assistant|>", "<|end|>"]
 
-# Templates of the same shape as those of the families: what stands between turns, ends them and prompts an answer.
+# Templates of the same shape as those of the families: what stands between turns, ends them and
+# prompts an answer.
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n{{ m.content | trim }}<|eot|>"
+    "{{ bos_token }}{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n{{ m.content | "
+    "trim }}<|eot|>"
     "{% endfor %}{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}"
 )
 GEMMA = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not "
+    "supported') }}{% endif %}"
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
-    "<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}</turn>\n{% endfor %}"
+    "<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}</turn>\n{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<turn>model\n{% endif %}"
 )
 MISTRAL = (
@@ -54,18 +70,31 @@ PHI = (
 # one of a reasoning model: an answer is begun with an empty thought, which later turns take away
 REASONING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content "
+    "}}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKED = CHATML.replace(
     "{{ m.role }}\n{{ m.content }}<|im_end|>\n",
-    "{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% "
+    "endgeneration %}"
     "{% else %}{{ m.content }}<|im_end|>{% endif %}\n",
 )
-ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot|>", "gemma": "</turn>", "mistral": "<eos>", "phi": "<|end|>"}
+ENDS = {
+    "chatml": "<|im_end|>",
+    "llama3": "<|eot|>",
+    "gemma": "</turn>",
+    "mistral": "<eos>",
+    "phi": "<|end|>",
+}
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "mistral": MISTRAL, "phi": PHI}
 
-TURNS = [("user", "What is 2+2?"), ("assistant", "It is 4."), ("user", "Sure? "), ("assistant", "Yes: ünd so.")]
+TURNS = [
+    ("user", "What is 2+2?"),
+    ("assistant", "It is 4."),
+    ("user", "Sure? "),
+    ("assistant", "Yes: ünd so."),
+]
 
 
 @pytest.fixture(scope="module")
@@ -104,19 +133,29 @@ def test_answers_and_the_ends_of_their_turns_are_learned(tokenizer: Any, family:
     space, end = " " if family == "mistral" else "", ENDS[family]
     expected = [f"{space}It is 4.{end}", f"{space}Yes: ünd so.{end}"]
     assert learned(tokenizer, TEMPLATES[family], Chat(messages())) == expected
-    assert learned(tokenizer, TEMPLATES[family], Chat(messages()), loss_on="last_assistant") == expected[1:]
+    assert (
+        learned(tokenizer, TEMPLATES[family], Chat(messages()), loss_on="last_assistant")
+        == expected[1:]
+    )
     tokens = next(Template(tokenizer, TEMPLATES[family], "").encode([Chat(messages())])).tokens
-    whole = tokenizer.apply_chat_template(messages(), chat_template=TEMPLATES[family], tokenize=True)
+    whole = tokenizer.apply_chat_template(
+        messages(), chat_template=TEMPLATES[family], tokenize=True
+    )
     assert tokens == (whole["input_ids"] if not isinstance(whole, list) else whole)
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_every_token_of_a_chat_is_learned_where_that_is_asked_for(tokenizer: Any, family: str) -> None:
-    """As TRL does where nothing is said; of a prompt with a completion only the completion, as it does."""
+def test_every_token_of_a_chat_is_learned_where_that_is_asked_for(
+    tokenizer: Any, family: str
+) -> None:
+    """As TRL does where nothing is said; of a prompt with a completion only the completion, as it
+    does.
+    """
     encoded = next(Template(tokenizer, TEMPLATES[family], "", "all").encode([Chat(messages())]))
     assert (
         all(encoded.counted)
-        and encoded.tokens == next(Template(tokenizer, TEMPLATES[family], "").encode([Chat(messages())])).tokens
+        and encoded.tokens
+        == next(Template(tokenizer, TEMPLATES[family], "").encode([Chat(messages())])).tokens
     )
     prompted = Chat(messages(), None, len(messages()) - 1)
     last = learned(tokenizer, TEMPLATES[family], prompted)
@@ -125,8 +164,12 @@ def test_every_token_of_a_chat_is_learned_where_that_is_asked_for(tokenizer: Any
 
 @pytest.mark.parametrize("end_is_eos", [False, True])
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_an_empty_answer_learns_its_end_alone(tokenizer: Any, family: str, end_is_eos: bool) -> None:
-    """Also where the token that ends a turn is the tokenizer's end-of-text, as Llama-3's <|eot_id|> is."""
+def test_an_empty_answer_learns_its_end_alone(
+    tokenizer: Any, family: str, end_is_eos: bool
+) -> None:
+    """Also where the token that ends a turn is the tokenizer's end-of-text, as Llama-3's <|eot_id|>
+    is.
+    """
     own = copy.deepcopy(tokenizer)
     if end_is_eos:
         own.eos_token = ENDS[family]
@@ -149,16 +192,22 @@ def test_a_marked_template_gives_the_mask_that_transformers_gives(tokenizer: Any
         theirs["input_ids"],
         [bool(x) for x in theirs["assistant_masks"]],
     )
-    assert learned(tokenizer, MARKED, Chat(messages())) == learned(tokenizer, CHATML, Chat(messages()))
+    assert learned(tokenizer, MARKED, Chat(messages())) == learned(
+        tokenizer, CHATML, Chat(messages())
+    )
 
 
 def test_a_mark_that_leaves_the_end_of_the_turn_out_gets_it(tokenizer: Any) -> None:
     short = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
-    assert learned(tokenizer, short, Chat(messages())) == learned(tokenizer, MARKED, Chat(messages()))
+    assert learned(tokenizer, short, Chat(messages())) == learned(
+        tokenizer, MARKED, Chat(messages())
+    )
 
 
 def test_a_template_that_rewrites_its_past_is_refused_with_the_turn(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"rows:7: the template rewrites turn 1 once more turns follow: '<think>"):
+    with pytest.raises(
+        DataError, match=r"rows:7: the template rewrites turn 1 once more turns follow: '<think>"
+    ):
         learned(tokenizer, REASONING, Chat(messages(), place="rows:7"))
     assert learned(tokenizer, REASONING, Chat(messages()), loss_on="last_assistant") == [
         "<think>\n\n</think>\n\nYes: ünd so.<|im_end|>"
@@ -169,10 +218,18 @@ def test_a_template_that_rewrites_its_past_is_refused_with_the_turn(tokenizer: A
 
 
 def test_a_turn_that_the_template_leaves_out_is_an_error(tokenizer: Any) -> None:
-    tool = Chat([*messages(TURNS[:1]), {"role": "tool", "content": "four"}, *messages(TURNS[1:2])], place="a:1")
-    with pytest.raises(DataError, match='a:1: turn 1 of the role "tool" is not in what the chat template renders'):
+    tool = Chat(
+        [*messages(TURNS[:1]), {"role": "tool", "content": "four"}, *messages(TURNS[1:2])],
+        place="a:1",
+    )
+    with pytest.raises(
+        DataError, match='a:1: turn 1 of the role "tool" is not in what the chat template renders'
+    ):
         learned(tokenizer, MISTRAL, tool)
-    with pytest.raises(DataError, match=r"refuses it: Conversation roles must alternate.* \(roles: user, tool, assis"):
+    with pytest.raises(
+        DataError,
+        match=r"refuses it: Conversation roles must alternate.* \(roles: user, tool, assis",
+    ):
         learned(tokenizer, GEMMA, tool)
 
 
@@ -193,9 +250,19 @@ def test_the_data_may_say_what_counts(tokenizer: Any) -> None:
 
 # Rows
 
-OPTIONS = {"text_column": "text", "prompt_column": None, "completion_column": None, "name": None, "split": "train"}
+OPTIONS = {
+    "text_column": "text",
+    "prompt_column": None,
+    "completion_column": None,
+    "name": None,
+    "split": "train",
+}
 OPTIONS |= {"records": "auto", "chat_column": "messages", "corrupt": "error", "max_rows": None}
-SHARED = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+SHARED = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "2+2?"},
+    {"from": "gpt", "value": "4"},
+]
 OPEN = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "2+2?"},
@@ -211,7 +278,9 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def read(path: Path, *rows: dict[str, Any], found: Found | None = None, **options: Any) -> list[Any]:
+def read(
+    path: Path, *rows: dict[str, Any], found: Found | None = None, **options: Any
+) -> list[Any]:
     file = path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return list(read_documents(locate(str(file)), SimpleNamespace(**{**OPTIONS, **options}), found))
@@ -234,31 +303,49 @@ def test_chats_in_parquet_and_in_what_datasets_saved(tmp_path: Path) -> None:
     for path in (tmp_path / "a.parquet", tmp_path / "saved"):
         found = list(read_documents(locate(str(path)), SimpleNamespace(**OPTIONS)))
         assert [chat.messages for chat in found] == [OPEN, OPEN[1:]], path
-    datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(tmp_path / "both")
-    with pytest.raises(DataError, match="a folder of the parts train; expected one part. Name one of them, such as"):
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(
+        tmp_path / "both"
+    )
+    with pytest.raises(
+        DataError, match="a folder of the parts train; expected one part. Name one of them, such as"
+    ):
         locate(str(tmp_path / "both"))
 
 
 def test_zstd(tmp_path: Path) -> None:
     with pa.CompressedOutputStream(str(tmp_path / "a.jsonl.zst"), "zstd") as file:
         file.write(b"".join(json.dumps({"text": text}).encode() + b"\n" for text in "xyz"))
-    assert [text.text for text in read_documents(locate(str(tmp_path)), SimpleNamespace(**OPTIONS))] == list("xyz")
+    assert [
+        text.text for text in read_documents(locate(str(tmp_path)), SimpleNamespace(**OPTIONS))
+    ] == list("xyz")
 
 
 def test_tool_calls_and_parts_are_as_templates_expect_them(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
-    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    turns = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
     tools = [{"type": "function", "function": {"name": "add"}}]
-    (chat,) = read(tmp_path, {"messages": [*turns, {"role": "tool", "content": "4"}], "tools": json.dumps(tools)})
+    (chat,) = read(
+        tmp_path,
+        {"messages": [*turns, {"role": "tool", "content": "4"}], "tools": json.dumps(tools)},
+    )
     assert chat.messages[0]["content"] == "2+2?"
     assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2}
     assert chat.tools == tools
 
 
 WRONG = {
-    "empty": ({"messages": []}, r"rows.jsonl:1: messages: an empty chat; expected at least one message"),
-    "no text": ({"messages": [{"role": "user", "content": 7}]}, r"messages\[0\]: int 7; expected text"),
+    "empty": (
+        {"messages": []},
+        r"rows.jsonl:1: messages: an empty chat; expected at least one message",
+    ),
+    "no text": (
+        {"messages": [{"role": "user", "content": 7}]},
+        r"messages\[0\]: int 7; expected text",
+    ),
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         r"messages\[0\]: a part of type image_url; expected text",
@@ -266,9 +353,18 @@ WRONG = {
     "two answers": ({"messages": [*OPEN, OPEN[2]]}, "the turns 2 and 3 are both the assistant's"),
     "no role": ({"messages": [{"content": "x"}]}, 'keys content; expected "role"'),
     "a string": ({"messages": "hello"}, "'hello'; expected a list of messages"),
-    "weight": ({"messages": [{"role": "user", "content": "x", "weight": 0.5}]}, "weight 0.5; expected 0 or 1"),
-    "doubt": ({"messages": OPEN, "text": "x"}, r"text \(text\) and chats \(messages\); expected one of them. Set"),
-    "surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
+    "weight": (
+        {"messages": [{"role": "user", "content": "x", "weight": 0.5}]},
+        "weight 0.5; expected 0 or 1",
+    ),
+    "doubt": (
+        {"messages": OPEN, "text": "x"},
+        r"text \(text\) and chats \(messages\); expected one of them. Set",
+    ),
+    "surrogate": (
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        "half of a surrogate pair",
+    ),
     "no list of calls": (
         {"messages": [{"role": "user", "content": "x", "tool_calls": 5}]},
         r"messages\[0\].tool_calls: 5; expected a list of calls",
@@ -294,7 +390,10 @@ def test_wrong_rows_are_named(tmp_path: Path, name: str) -> None:
 
 def test_a_mixture_of_kinds_names_both_rows(tmp_path: Path) -> None:
     rows = [{"messages": OPEN}, {"messages": OPEN}, {"instruction": "a", "output": "b"}]
-    expected = r"rows.jsonl:3: instructions \(instruction, output\), where .*rows.jsonl:1 has chats \(messages\)"
+    expected = (
+        r"rows.jsonl:3: instructions \(instruction, output\), where .*rows.jsonl:1 has "
+        r"chats \(messages\)"
+    )
     with pytest.raises(DataError, match=expected):
         read(tmp_path, *rows)
     assert len(read(tmp_path, {"messages": OPEN, "text": "x"}, records="chat")) == 1
@@ -305,14 +404,20 @@ def test_a_mixture_of_kinds_names_both_rows(tmp_path: Path) -> None:
 
 def test_chats_become_samples(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "template.jinja").write_text(CHATML)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [ROWS["messages"]] * 3))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [ROWS["messages"]] * 3)
+    )
     template = str(tmp_path / "template.jinja")
     shape: Any = {"path": str(tmp_path / "rows.jsonl"), "sequence_length": 400, "documents": "pad"}
     options = DataSection(**shape, evaluation_fraction=0, chat_template=template)
     data = open_data(options, tokenizer, tmp_path / "cache", Ranks())
     sample = data.train[0]
-    assert tokenizer.decode(sample["targets"][sample["targets"] != IGNORED].tolist()) == "4<|im_end|>"
-    assert data.describe().startswith("chats, 3 roles (system, user, assistant), 3 turns at most, by the template of")
+    assert (
+        tokenizer.decode(sample["targets"][sample["targets"] != IGNORED].tolist()) == "4<|im_end|>"
+    )
+    assert data.describe().startswith(
+        "chats, 3 roles (system, user, assistant), 3 turns at most, by the template of"
+    )
     assert data.summary.chats
     options = options.model_copy(update={"chat_template": str(tmp_path / "none.jinja")})
     with pytest.raises(ConfigError, match="No such file"):
@@ -323,7 +428,9 @@ def test_chats_become_samples(tmp_path: Path, tokenizer: Any) -> None:
 
 
 def test_a_sample_begins_as_the_data_does(tmp_path: Path, tokenizer: Any) -> None:
-    """A chat's up to its first answer, with the header that prompts it; a text's with its first tokens."""
+    """A chat's up to its first answer, with the header that prompts it; a text's with its first
+    tokens.
+    """
     from trainer.run.evaluate import FEW, beginning
 
     template = tmp_path / "template.jinja"
@@ -363,10 +470,20 @@ HOSTILE = {
     "indented": "{{ messages | tojson(indent=10**10) }}",
     "formatted": "{{ '%10000000000d' % 1 }}",
     "formatted by a filter": "{{ '%10000000000d' | format(1) }}",
-    "doubled": "{% set n = namespace(s='aaaaaaaa') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-    "a list doubled": "{% set n = namespace(s=[1]) %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
-    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
-    "loops of nothing": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "doubled": (
+        "{% set n = namespace(s='aaaaaaaa') %}{% for i in range(99) %}{% set n.s = n.s ~ "
+        "n.s %}{% endfor %}"
+    ),
+    "a list doubled": (
+        "{% set n = namespace(s=[1]) %}{% for i in range(99) %}{% set n.s = n.s + "
+        "n.s %}{% endfor %}"
+    ),
+    "nested loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}"
+    ),
+    "loops of nothing": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    ),
     "many words": "{{ lipsum(n=100000) }}",
     "batches": "{% for b in [1] | batch(10**10, 'a') %}{{ b }}{% endfor %}",
     "a macro": "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",

@@ -12,7 +12,12 @@ from filelock import FileLock
 
 from trainer.data.cache import cached_folder
 from trainer.data.text import corpus
-from trainer.data.text.tokenizer import embedded_tokenizer, end_of_text, load_tokenizer, tokenizer_key
+from trainer.data.text.tokenizer import (
+    embedded_tokenizer,
+    end_of_text,
+    load_tokenizer,
+    tokenizer_key,
+)
 from trainer.errors import DataError, DiskError
 
 
@@ -65,7 +70,10 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 def test_a_tokenizer_without_an_end_is_refused(cache: Path) -> None:
     tokenizer = embedded_tokenizer(cache, 1024)
     tokenizer.eos_token = None
-    with pytest.raises(DataError, match="a tokenizer without an end-of-text token; expected eos_token. Set eos_token"):
+    with pytest.raises(
+        DataError,
+        match="a tokenizer without an end-of-text token; expected eos_token. Set eos_token",
+    ):
         end_of_text(tokenizer)
 
 

@@ -21,7 +21,13 @@ from trainer.data.text.records import Chat, Text, read_documents
 from trainer.data.text.token_files import Cut, Encoded
 from trainer.errors import DataError, Problem
 
-COLUMNS = {"text_column": "text", "prompt_column": None, "completion_column": None, "name": None, "split": "train"}
+COLUMNS = {
+    "text_column": "text",
+    "prompt_column": None,
+    "completion_column": None,
+    "name": None,
+    "split": "train",
+}
 COLUMNS |= {"records": "auto", "chat_column": "messages", "corrupt": "error", "max_rows": None}
 TEXTS = ["one", "zwei ü", 'a, "quoted"\nline']
 
@@ -78,7 +84,9 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
 def test_folders_globs_and_lists(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl", "_meta.jsonl", ".hidden.jsonl"):
-        write(tmp_path, name, [name]) if not name.startswith(".") else (tmp_path / name).write_text("{}")
+        write(tmp_path, name, [name]) if not name.startswith(".") else (tmp_path / name).write_text(
+            "{}"
+        )
     (tmp_path / "README.md").write_text("not data")
     names = lambda found: [Path(file).name for file in found.files]  # noqa: E731
     assert names(locate(str(tmp_path))) == ["a.jsonl", "b.jsonl", "c.jsonl"]
@@ -97,19 +105,27 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
 
 
 def test_alpacas_own_prompt_is_axolotls(tmp_path: Path) -> None:
-    rows = [{"instruction": "Add.", "input": "1, 2", "output": "3"}, {"instruction": "Hi", "output": "Ho"}]
-    rows += [{"instruction": "Hi", "input": "", "output": " "}, {"instruction": "Hi", "input": "", "output": "!"}]
+    rows = [
+        {"instruction": "Add.", "input": "1, 2", "output": "3"},
+        {"instruction": "Hi", "output": "Ho"},
+    ]
+    rows += [
+        {"instruction": "Hi", "input": "", "output": " "},
+        {"instruction": "Hi", "input": "", "output": "!"},
+    ]
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     first, second, third, fourth = read(str(path), records="alpaca")
     assert (first.text, third, fourth.text) == ("3", None, "!") and fourth.prompt == second.prompt
     assert first.prompt == (
-        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Below is an instruction that describes a task, paired with an input that provides further "
+        "context. "
         "Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nAdd.\n\n### Input:\n1, 2\n\n### Response:\n"
     )
     assert second.prompt == (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "Below is an instruction that describes a task. Write a response that appropriately "
+        "completes the request.\n\n"
         "### Instruction:\nHi\n\n### Response:\n"
     )
 
@@ -126,7 +142,9 @@ def test_rows_without_text_are_marked(tmp_path: Path) -> None:
 
 
 def test_strings_that_look_like_dates_stay_text(tmp_path: Path) -> None:
-    assert read(str(write(tmp_path, "a.jsonl", ["2024-01-01T00:00:00"]))) == [Text("2024-01-01T00:00:00")]
+    assert read(str(write(tmp_path, "a.jsonl", ["2024-01-01T00:00:00"]))) == [
+        Text("2024-01-01T00:00:00")
+    ]
 
 
 def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,10 +179,14 @@ def test_paths_that_match_nothing(tmp_path: Path) -> None:
     assert message(str(missing)) == f"{missing}: no such file or folder; {WANTED}"
     assert message("missing.jsonl") == f"missing.jsonl: no such file or folder; {WANTED}"
     assert message(glob) == f"{glob}: matches no file; {WANTED}"
-    assert message([]) == "trainer.data: an empty list of paths; expected a file, a folder, a glob or a hub id"
+    assert (
+        message([])
+        == "trainer.data: an empty list of paths; expected a file, a folder, a glob or a hub id"
+    )
     assert message(str(tmp_path)) == (
         f"{tmp_path}: a folder without data files; "
-        "expected a file ending in .jsonl, .json, .parquet, .arrow, .csv, .txt. Mend the path in trainer.data"
+        "expected a file ending in .jsonl, .json, .parquet, .arrow, .csv, .txt. Mend the path in "
+        "trainer.data"
     )
 
 
@@ -177,7 +199,8 @@ def test_endings(tmp_path: Path) -> None:
     )
     (tmp_path / "a.docx").write_text("x")
     assert message(f"{tmp_path}/a.docx") == (
-        f'{tmp_path}/a.docx: a file ending in ".docx"; expected one of .jsonl, .json, .parquet, .arrow, .csv, .txt. '
+        f'{tmp_path}/a.docx: a file ending in ".docx"; expected one of .jsonl, .json, .parquet, '
+        ".arrow, .csv, .txt. "
         "Set trainer.data.format to one of jsonl, parquet, arrow, csv, text"
     )
     assert read(f"{tmp_path}/a.docx", "text") == [Text("x")]
@@ -186,14 +209,31 @@ def test_endings(tmp_path: Path) -> None:
 SET = "Set trainer.data.text_column, chat_column, or prompt_column and completion_column"
 BROKEN = {
     "not JSON": (
-        b'{"text": "ok"}\n\n{"text": broken, and then a long rest of the line that is not shown in full\n',
+        (
+            b'{"text": "ok"}\n\n{"text": broken, and then a long rest of the line that is not '
+            b"shown "
+            b"in "
+            b"full\n"
+        ),
         ':3: not JSON: {"text": broken, and then a long rest of the line that is no; '
         "expected one JSON object on each line",
     ),
-    "cut JSON": (b'{"text": "ok"}\n{"te', ':2: not JSON: {"te; expected one JSON object on each line'),
-    "cut array": (b'[{"text": "ok"},\n{"text": "o', ':2: not JSON: {"text": "o; expected one JSON object on each line'),
-    "not an object": (b'{"text": "ok"}\n[1]\n', ":2: not a JSON object: [1]; expected one with named columns"),
-    "array of texts": (b'["a"]', ': item 0: not a JSON object: "a"; expected one with named columns'),
+    "cut JSON": (
+        b'{"text": "ok"}\n{"te',
+        ':2: not JSON: {"te; expected one JSON object on each line',
+    ),
+    "cut array": (
+        b'[{"text": "ok"},\n{"text": "o',
+        ':2: not JSON: {"text": "o; expected one JSON object on each line',
+    ),
+    "not an object": (
+        b'{"text": "ok"}\n[1]\n',
+        ":2: not a JSON object: [1]; expected one with named columns",
+    ),
+    "array of texts": (
+        b'["a"]',
+        ': item 0: not a JSON object: "a"; expected one with named columns',
+    ),
     "missing column": (
         b'{"texts": "x", "id": 1}\n',
         f':1: no column "text"; expected one of "texts", "id". Did you mean "texts"? {SET}',
@@ -202,14 +242,21 @@ BROKEN = {
         b'{"text": "x"}\n{"id": 1}\n',
         f':2: no column "text"; expected one of "id". {SET}',
     ),
-    "not text": (b'{"text": ["a", "b"]}\n', ":1: column \"text\" holds list ['a', 'b']; expected text"),
+    "not text": (
+        b'{"text": ["a", "b"]}\n',
+        ":1: column \"text\" holds list ['a', 'b']; expected text",
+    ),
     "surrogate": (
         b'{"text": "ab\\ud83d"}\n',
         ':1: column "text" holds half of a surrogate pair at character 2; expected valid Unicode',
     ),
     "latin-1": (
         b'{"text": "ok"}\n{"text": "caf\xe9"}\n',
-        ": byte 28: byte 0xe9, which is not UTF-8; expected text in UTF-8. Convert the file, e.g. with iconv",
+        (
+            ": byte 28: byte 0xe9, which is not UTF-8; expected text in UTF-8. Convert the file, "
+            "e.g. "
+            "with iconv"
+        ),
     ),
 }
 
@@ -223,8 +270,14 @@ def test_broken_jsonl(tmp_path: Path, content: bytes, expected: str) -> None:
 
 BROKEN_CSV = {
     "missing column": ("body\nx\n", f':2: no column "text"; expected one of "body". {SET}'),
-    "more fields": ("text,id\nx,1\ny,2,3\n", ":3: a row with more or fewer fields; expected 2, as the header has"),
-    "fewer fields": ("text,id\nx\n", ":2: a row with more or fewer fields; expected 2, as the header has"),
+    "more fields": (
+        "text,id\nx,1\ny,2,3\n",
+        ":3: a row with more or fewer fields; expected 2, as the header has",
+    ),
+    "fewer fields": (
+        "text,id\nx\n",
+        ":2: a row with more or fewer fields; expected 2, as the header has",
+    ),
     "open quote": (
         'text\n"x\n',
         ":2: not CSV: unexpected end of data; expected comma-separated fields",
@@ -244,15 +297,21 @@ def test_broken_parquet(tmp_path: Path) -> None:
     path.write_bytes(b"not parquet at all")
     assert message(str(path)).startswith(f"{path}: not a parquet file: ")
     pq.write_table(pa.table({"body": ["x"], "n": [3]}), path)
-    assert message(str(path)) == f'{path}: row 0: no column "text"; expected one of "body", "n". {SET}'
-    assert message(str(path), text_column="n") == f'{path}: row 0: column "n" holds int 3; expected text'
+    assert (
+        message(str(path)) == f'{path}: row 0: no column "text"; expected one of "body", "n". {SET}'
+    )
+    assert (
+        message(str(path), text_column="n")
+        == f'{path}: row 0: column "n" holds int 3; expected text'
+    )
 
 
 def test_broken_gzip(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl.gz", ["x" * 100, "y" * 100])
     path.write_bytes(path.read_bytes()[:-9])
     assert message(str(path)) == (
-        f"{path}: Compressed file ended before the end-of-stream marker was reached; expected a file that can be read"
+        f"{path}: Compressed file ended before the end-of-stream marker was reached; expected a "
+        "file that can be read"
     )
 
 
@@ -283,7 +342,12 @@ def test_a_corrupt_row_is_an_error_or_skipped_and_counted(tmp_path: Path, kind: 
     tokenizer = embedded_tokenizer(tmp_path / "cache")
 
     def opened(name: str, **more: Any) -> Any:
-        known = {"path": str(tmp_path / name), "evaluation_fraction": 0.0, "documents": "pad", "sequence_length": 32}
+        known = {
+            "path": str(tmp_path / name),
+            "evaluation_fraction": 0.0,
+            "documents": "pad",
+            "sequence_length": 32,
+        }
         return open_data(DataSection(**known, **more), tokenizer, tmp_path / "cache", Ranks())
 
     with pytest.raises(DataError, match=message):
@@ -296,11 +360,15 @@ def test_a_corrupt_row_is_an_error_or_skipped_and_counted(tmp_path: Path, kind: 
     assert "6 documents (2 corrupt and skipped, the first " in found.describe()
 
 
-def test_a_row_of_csv_with_other_fields_and_a_chat_that_no_template_takes_are_skipped(tmp_path: Path) -> None:
+def test_a_row_of_csv_with_other_fields_and_a_chat_that_no_template_takes_are_skipped(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a.csv").write_text("text,more\none,1\ntwo\nthree,3\n")
     with pytest.raises(DataError, match="more or fewer fields"):
         read(str(tmp_path / "a.csv"))
-    first, bad, last = read_documents(locate(str(tmp_path / "a.csv")), SimpleNamespace(**COLUMNS | {"corrupt": "skip"}))
+    first, bad, last = read_documents(
+        locate(str(tmp_path / "a.csv")), SimpleNamespace(**COLUMNS | {"corrupt": "skip"})
+    )
     assert isinstance(bad, DataError) and (first, last) == (
         Text("one", None, f"{tmp_path}/a.csv:2"),
         Text("three", None, f"{tmp_path}/a.csv:4"),
@@ -313,7 +381,10 @@ def test_a_row_of_csv_with_other_fields_and_a_chat_that_no_template_takes_are_sk
                     raise DataError(Problem("bad", "a role that it does not know", "another"))
                 yield Encoded([1, 2], [False, True], chat.place)
 
-    template, chats = Refuses(None, None, ""), [Chat([], None, 0, place) for place in ("a", "bad", "b")]
+    template, chats = (
+        Refuses(None, None, ""),
+        [Chat([], None, 0, place) for place in ("a", "bad", "b")],
+    )
     done = Tokenising(template, Cut(8, "pad"), 0.0, skips=True)(Chunk(0, list(chats)))
     assert done.error is None and (done.train.counts.documents, done.train.counts.corrupt) == (2, 1)
     assert done.train.counts.first_corrupt == "bad: a role that it does not know"
@@ -322,8 +393,20 @@ def test_a_row_of_csv_with_other_fields_and_a_chat_that_no_template_takes_are_sk
 
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
-@pytest.mark.parametrize("content", ["", "[]", "7", "{}", '{"_data_files": 7, "splits": 7}', "9" * 5000,
-    '{"_data_files": [7], "splits": [7]}', '{"_data_files": [{"filename": "../x"}], "splits": ["../x"]}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "7",
+        "{}",
+        '{"_data_files": 7, "splits": 7}',
+        "9" * 5000,
+        # fmt: skip
+        '{"_data_files": [7], "splits": [7]}',
+        ('{"_data_files": [{"filename": "../x"}], "splits": ["../x"]}'),
+    ],
+)
 def test_a_saved_data_set_that_is_damaged_is_a_data_error(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     (tmp_path / "data-0.arrow").touch()
@@ -331,11 +414,15 @@ def test_a_saved_data_set_that_is_damaged_is_a_data_error(tmp_path, name, conten
         locate(str(tmp_path))
 
 
-@pytest.mark.parametrize("row", ['{"text": "a", "id": NUMBER}', '{"prompt": "a", "completion": "b", "x": [NUMBER]}'])
+@pytest.mark.parametrize(
+    "row", ['{"text": "a", "id": NUMBER}', '{"prompt": "a", "completion": "b", "x": [NUMBER]}']
+)
 def test_a_number_of_5000_digits_is_a_data_error(tmp_path, row):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "a"}\n' + row.replace("NUMBER", "9" * 5000) + "\n")
-    with pytest.raises(DataError, match=r"data\.jsonl:2: a whole number of more than 4,300 digits: "):
+    with pytest.raises(
+        DataError, match=r"data\.jsonl:2: a whole number of more than 4,300 digits: "
+    ):
         list(read_documents(locate(str(path)), DataSection(path=str(path))))
 
 

@@ -38,10 +38,15 @@ class Numbers:
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    return {key: torch.stack([torch.from_numpy(sample[key]) for sample in samples]) for key in ("input_ids", "targets")}  # type: ignore[literal-required]
+    return {
+        key: torch.stack([torch.from_numpy(sample[key]) for sample in samples])
+        for key in ("input_ids", "targets")
+    }  # type: ignore[literal-required]
 
 
-def loader(source: Any = None, collate: Any = collate, device: torch.device = CPU, **changes: int) -> BatchLoader:
+def loader(
+    source: Any = None, collate: Any = collate, device: torch.device = CPU, **changes: int
+) -> BatchLoader:
     steps = range(changes.pop("start_step", 0), changes.pop("end_step", 4))
     position = changes.pop("position", 0)
     batching = Batching(**{"micro_batch": 2, "accumulation": 3, **changes}, device=device)
@@ -130,19 +135,33 @@ def test_waiting_is_measured(producer: float, consumer: float, waits: bool) -> N
 
 
 @settings(deadline=None)
-@given(st.integers(1, 25), st.one_of(st.none(), st.integers(1, 30)), st.integers(1, 4), st.integers(1, 4))
+@given(
+    st.integers(1, 25),
+    st.one_of(st.none(), st.integers(1, 30)),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
 def test_evaluation_counts_every_sample_once_in_equally_many_batches(
     size: int, limit: int | None, micro_batch: int, ranks: int
 ) -> None:
     blank = CausalLM(fused_head=False).blank
     shares = [
-        list(evaluation_batches(Numbers(size), collate, blank, Batching(micro_batch, 1, ranks, rank), limit))
+        list(
+            evaluation_batches(
+                Numbers(size), collate, blank, Batching(micro_batch, 1, ranks, rank), limit
+            )
+        )
         for rank in range(ranks)
     ]
     assert len({len(share) for share in shares}) == 1
     batches = [batch for row in zip_longest(*shares) for batch in row]
     assert all(len(batch["input_ids"]) == micro_batch for batch in batches)
-    counted = [int(target) for batch in batches for target in batch["targets"].flatten() if target != IGNORED]
+    counted = [
+        int(target)
+        for batch in batches
+        for target in batch["targets"].flatten()
+        if target != IGNORED
+    ]
     assert counted == list(range(min(size, limit or size)))
     assert len(shares[0]) == -(-min(size, limit or size) // (micro_batch * ranks))
 
@@ -178,4 +197,6 @@ def test_workers_that_nobody_closes_do_not_keep_the_process():
     from tests.support.commands import run
 
     result = run(sys.executable, "-c", ENDLESS, timeout=60)
-    assert result.code == 1 and result.output.startswith("1\n") and "nobody closes it" in result.output
+    assert (
+        result.code == 1 and result.output.startswith("1\n") and "nobody closes it" in result.output
+    )

@@ -20,7 +20,10 @@ def test_each_epoch_is_a_permutation(seed: int, size: int, epoch: int) -> None:
 @given(seeds, st.integers(1, 60), positions, counts, counts)
 def test_slices_join(seed: int, size: int, position: int, first: int, second: int) -> None:
     whole = sample_ids(seed, position, first + second, size)
-    parts = [sample_ids(seed, position, first, size), sample_ids(seed, position + first, second, size)]
+    parts = [
+        sample_ids(seed, position, first, size),
+        sample_ids(seed, position + first, second, size),
+    ]
     assert whole.dtype == np.int64
     assert np.array_equal(whole, np.concatenate(parts))
 
@@ -36,11 +39,15 @@ def test_the_order_of_a_known_seed_never_changes() -> None:
 
 
 @given(seeds, st.data())
-def test_every_factorisation_trains_a_step_on_the_same_samples(seed: int, data: st.DataObject) -> None:
+def test_every_factorisation_trains_a_step_on_the_same_samples(
+    seed: int, data: st.DataObject
+) -> None:
     micro, accumulation, ranks = (data.draw(st.integers(1, 5)) for _ in range(3))
     ids = sample_ids(seed, 0, micro * accumulation * ranks, 1000)
     shares = [micro_batches(ids, micro, accumulation, ranks, rank) for rank in range(ranks)]
-    assert all(len(share) == accumulation and all(len(part) == micro for part in share) for share in shares)
+    assert all(
+        len(share) == accumulation and all(len(part) == micro for part in share) for share in shares
+    )
     assert sorted(np.concatenate([part for share in shares for part in share])) == sorted(ids)
 
 

@@ -31,14 +31,18 @@ WORDS = ["<end>", "<bos>", *"abcdefgh"]
 
 
 def tokenizer(beginning: bool = False) -> Any:
-    """One token per word; with `beginning`, one that begins every text with <bos>, as Llama's does."""
+    """One token per word; with `beginning`, one that begins every text with <bos>, as Llama's
+    does.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="h"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if beginning:
-        words.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+        words.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", 1)]
+        )
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", bos_token="<bos>")
 
 
@@ -54,7 +58,9 @@ def write_rows(path: Path, *rows: dict[str, str] | str) -> Path:
 
 
 def samples(source: PreparedSource) -> list[tuple[list[int], list[int]]]:
-    return [(source[i]["input_ids"].tolist(), source[i]["targets"].tolist()) for i in range(len(source))]
+    return [
+        (source[i]["input_ids"].tolist(), source[i]["targets"].tolist()) for i in range(len(source))
+    ]
 
 
 def opened(tmp_path: Path, *rows: Any, begins: bool = False, **changes: Any) -> Data:
@@ -66,7 +72,9 @@ def opened(tmp_path: Path, *rows: Any, begins: bool = False, **changes: Any) -> 
 
 documents = st.lists(
     st.lists(st.integers(1, 9), max_size=12).flatmap(
-        lambda tokens: st.integers(1, len(tokens) + 2).map(lambda first: Encoded.from_token([*tokens, END], first))
+        lambda tokens: st.integers(1, len(tokens) + 2).map(
+            lambda first: Encoded.from_token([*tokens, END], first)
+        )
     ),
     max_size=12,
 )
@@ -81,7 +89,9 @@ def written(
 
 
 def targets_of(parts: list[Encoded]) -> list[tuple[int, int]]:
-    """(input, target) pairs by definition, over the documents laid end to end: the target IGNORED if not counted."""
+    """(input, target) pairs by definition, over the documents laid end to end: the target IGNORED
+    if not counted.
+    """
     stream = [pair for part in parts for pair in zip(part.tokens, part.counted, strict=True)]
     pairs = zip(stream, stream[1:], strict=False)
     return [(before, token if counted else IGNORED) for (before, _), (token, counted) in pairs]
@@ -89,7 +99,9 @@ def targets_of(parts: list[Encoded]) -> list[tuple[int, int]]:
 
 @settings(max_examples=150, deadline=None)
 @given(documents, st.integers(2, 7))
-def test_concatenated_windows_are_the_stream_cut_in_pieces(parts: list[Encoded], length: int) -> None:
+def test_concatenated_windows_are_the_stream_cut_in_pieces(
+    parts: list[Encoded], length: int
+) -> None:
     summary, found = written(parts, length, "concatenate")
     pairs = targets_of(parts)
     windows = [pairs[at : at + length] for at in range(0, len(pairs), length)]
@@ -113,7 +125,9 @@ def test_padded_documents_are_samples(parts: list[Encoded], length: int) -> None
 
 @settings(max_examples=50, deadline=None)
 @given(documents, st.integers(2, 7), st.sampled_from(["concatenate", "pad", "pack"]))
-def test_the_summary_counts_what_the_samples_hold(parts: list[Encoded], length: int, arrangement: Any) -> None:
+def test_the_summary_counts_what_the_samples_hold(
+    parts: list[Encoded], length: int, arrangement: Any
+) -> None:
     with patch("trainer.data.text.token_files._CHUNK", 5):  # many chunks in few tokens
         summary, found = written(parts, length, arrangement)
     counts = Counter(target for _, targets in found for target in targets if target != IGNORED)
@@ -140,9 +154,15 @@ def test_concatenated_text(tmp_path: Path) -> None:
         ([5, 0, 6, 7], [0, IGNORED, 7, 8]),
     ]
     summary = data.summary
-    assert (summary.documents, summary.tokens, summary.targets, summary.largest_token_id) == (3, 9, 6, 8)
+    assert (summary.documents, summary.tokens, summary.targets, summary.largest_token_id) == (
+        3,
+        9,
+        6,
+        8,
+    )
     assert summary.describe() == (
-        "3 documents (1 empty rows left out), 9 tokens, 2 samples, 6 targets, unigram entropy 1.56 nats"
+        "3 documents (1 empty rows left out), 9 tokens, 2 samples, 6 targets, unigram entropy 1.56 "
+        "nats"
     )
 
 
@@ -173,10 +193,14 @@ def test_a_tokenizer_that_begins_texts(tmp_path: Path) -> None:
 
 NOTHING = {
     "empty file": ([], "no documents; expected at least one with text in it"),
-    "empty documents": (["", " "], "2 documents, all of them empty; expected at least one with text in it"),
+    "empty documents": (
+        ["", " "],
+        "2 documents, all of them empty; expected at least one with text in it",
+    ),
     "no target": (
         [{"q": "a b c d e", "a": "f"}],
-        "nothing to learn in prompts and completions: 1 documents (1 truncated, 1 without a target and dropped, the "
+        "nothing to learn in prompts and completions: 1 documents (1 truncated, 1 without a target "
+        "and dropped, the "
         "first {}:1); expected at least one sample. "
         "Raise trainer.data.sequence_length, or add data",
     ),
@@ -186,7 +210,9 @@ NOTHING = {
 @pytest.mark.parametrize(("rows", "expected"), NOTHING.values(), ids=NOTHING.keys())
 def test_data_without_a_sample(tmp_path: Path, rows: list[Any], expected: str) -> None:
     prompted = rows and isinstance(rows[0], dict)
-    columns = {"prompt_column": "q", "completion_column": "a", "documents": "pad"} if prompted else {}
+    columns = (
+        {"prompt_column": "q", "completion_column": "a", "documents": "pad"} if prompted else {}
+    )
     with pytest.raises(DataError) as caught:
         opened(tmp_path, *rows, **columns)
     path = tmp_path / "data.jsonl"
@@ -208,7 +234,10 @@ def test_what_is_too_long(tmp_path: Path) -> None:
     short = opened(tmp_path, *rows, documents="pad", too_long="drop")
     assert len(short.train) == 2
     assert short.describe().startswith("3 documents (1 too long and left out), ")
-    with pytest.raises(DataError, match=r"data.jsonl:2: 6 tokens; expected at most 4 \(trainer.data.sequence_length"):
+    with pytest.raises(
+        DataError,
+        match=r"data.jsonl:2: 6 tokens; expected at most 4 \(trainer.data.sequence_length",
+    ):
         opened(tmp_path, *rows, documents="pad", too_long="error")
 
 
@@ -227,7 +256,10 @@ def test_no_document_is_in_both_parts(tmp_path: Path) -> None:
     rows = [f"{first} {second}" for first in "abcdefgh" for second in "abcdefgh"]
     data = opened(tmp_path, *rows, documents="pad", evaluation_fraction=0.25)
     assert data.evaluations
-    kept, held = ({(tuple(i), tuple(t)) for i, t in samples(part)} for part in (data.train, data.evaluations[""]))
+    kept, held = (
+        {(tuple(i), tuple(t)) for i, t in samples(part)}
+        for part in (data.train, data.evaluations[""])
+    )
     assert (len(kept), len(held)) == (48, 16)
     assert not kept & held
 
@@ -311,7 +343,12 @@ def test_ranks_that_prepared_other_samples_are_told(tmp_path: Path) -> None:
 
 
 def test_preview_shows_what_counts(tmp_path: Path) -> None:
-    columns = {"prompt_column": "q", "completion_column": "a", "documents": "pad", "sequence_length": 8}
+    columns = {
+        "prompt_column": "q",
+        "completion_column": "a",
+        "documents": "pad",
+        "sequence_length": 8,
+    }
     data = opened(tmp_path, {"q": "a b", "a": "c d"}, {"q": "", "a": "e f"}, **columns)
     assert preview(data.train, tokenizer()).splitlines() == [
         "sample 0: 4 tokens, 3 count in the loss (+)",
@@ -340,8 +377,13 @@ def mixed(tmp_path: Path, seed: int = 0, **shares: Any) -> Data:
     for name, words in (("one", "abcdefgh"), ("two", "abc")):
         (tmp_path / name).mkdir(exist_ok=True)
         write_rows(tmp_path / name / "rows.jsonl", *words)
-    given = [{"path": str(tmp_path / name), "label": name, **shares.get(name, {})} for name in ("one", "two")]
-    options = DataSection(sources=given, sequence_length=4, documents="pad", evaluation_fraction=0.0)
+    given = [
+        {"path": str(tmp_path / name), "label": name, **shares.get(name, {})}
+        for name in ("one", "two")
+    ]
+    options = DataSection(
+        sources=given, sequence_length=4, documents="pad", evaluation_fraction=0.0
+    )
     return open_data(options, tokenizer(), tmp_path / "cache", Ranks(), seed)
 
 
@@ -353,12 +395,16 @@ def test_a_mixture_has_of_each_source_what_was_asked_for(tmp_path: Path) -> None
     data = mixed(tmp_path, one={"epochs": 0.5}, two={"epochs": 3})
     assert [share.samples for share in data.shares] == [4, 9]
     assert data.describe() == "2 sources, 13 samples an epoch, from 11 that they have"
-    assert data.lines()[1].startswith("two: 9 samples an epoch (69.2% of it, each 3.00 times), from 3 documents, ")
+    assert data.lines()[1].startswith(
+        "two: 9 samples an epoch (69.2% of it, each 3.00 times), from 3 documents, "
+    )
     of_each = [int(re.findall(r": ([0-9,]+) samples an epoch", line)[0]) for line in data.lines()]
     assert sum(of_each) == len(data.train)
     first, second = drawn(data, 0), drawn(data, 1)
     assert Counter(first[4:]) == Counter({(1, number): 3 for number in range(3)})
-    assert sorted(first[:4] + second[:4]) == [(0, number) for number in range(8)]  # each once in two epochs
+    assert sorted(first[:4] + second[:4]) == [
+        (0, number) for number in range(8)
+    ]  # each once in two epochs
     weighted = mixed(tmp_path, one={"weight": 1}, two={"weight": 3})
     assert [share.samples for share in weighted.shares] == [3, 8]
     assert weighted.fingerprint != data.fingerprint
@@ -366,7 +412,9 @@ def test_a_mixture_has_of_each_source_what_was_asked_for(tmp_path: Path) -> None
 
 def test_a_mixture_is_a_function_of_seed_epoch_and_number(tmp_path: Path) -> None:
     data, again = (mixed(tmp_path, one={"epochs": 0.4}, two={"epochs": 1.7}) for _ in range(2))
-    assert drawn(data, 7) == [again.train.place(i, 7) for i in reversed(range(len(again.train)))][::-1]  # type: ignore[attr-defined]
+    assert (
+        drawn(data, 7) == [again.train.place(i, 7) for i in reversed(range(len(again.train)))][::-1]
+    )  # type: ignore[attr-defined]
     assert drawn(data, 7) != drawn(mixed(tmp_path, 1, one={"epochs": 0.4}, two={"epochs": 1.7}), 7)
     sample = data.train.in_epoch(0, 7)  # type: ignore[attr-defined]
     assert sample["targets"].tolist() == [END]
@@ -377,10 +425,14 @@ def test_a_mixture_is_a_function_of_seed_epoch_and_number(tmp_path: Path) -> Non
     st.integers(0, 3),
     st.integers(1, 6),
 )
-def test_each_sample_is_seen_equally_often(parts: list[tuple[int, int]], seed: int, epochs: int) -> None:
+def test_each_sample_is_seen_equally_often(
+    parts: list[tuple[int, int]], seed: int, epochs: int
+) -> None:
     sizes, counts = zip(*parts, strict=True)
     mixture = Mixture([range(size) for size in sizes], counts, seed)  # type: ignore[misc]
-    seen = Counter(mixture.place(index, epoch) for epoch in range(epochs) for index in range(len(mixture)))
+    seen = Counter(
+        mixture.place(index, epoch) for epoch in range(epochs) for index in range(len(mixture))
+    )
     for which, (size, count) in enumerate(parts):
         times = [seen[which, number] for number in range(size)]
         assert sum(times) == epochs * count and max(times) - min(times) <= 1
@@ -398,10 +450,18 @@ def test_named_evaluations(tmp_path: Path) -> None:
 
 
 def test_preview_draws_the_borders_of_packed_documents(tmp_path: Path) -> None:
-    columns = {"prompt_column": "q", "completion_column": "a", "documents": "pack", "sequence_length": 7}
+    columns = {
+        "prompt_column": "q",
+        "completion_column": "a",
+        "documents": "pack",
+        "sequence_length": 7,
+    }
     rows = [{"q": "a b", "a": "c d"}, {"q": "", "a": "e f g"}, {"q": "", "a": "h"}]
     data = opened(tmp_path, *rows, **columns)
-    assert "3 documents, 11 tokens, 2 samples of documents kept apart, 57.1% full, 7 targets" in data.describe()
+    assert (
+        "3 documents, 11 tokens, 2 samples of documents kept apart, 57.1% full, 7 targets"
+        in data.describe()
+    )
     assert preview(data.train, tokenizer(), [0]).splitlines() == [
         "sample 0: 7 tokens in 2 documents, 6 count in the loss (+)",
         "  . a b",
@@ -418,5 +478,9 @@ def test_what_makes_other_samples_is_told_from_what_a_checkpoint_says(tmp_path: 
     rows = ("a b c", "d e f g", "h")
     kinds = ({}, {"isolate": True}, {"documents": "pack"}, {"documents": "pad"})
     found = [opened(tmp_path, *rows, **kind) for kind in kinds]
-    assert len({data.fingerprint for data in found}) == len({str(data.description()) for data in found}) == 4
+    assert (
+        len({data.fingerprint for data in found})
+        == len({str(data.description()) for data in found})
+        == 4
+    )
     assert [("fill" in data.description()) for data in found] == [False, True, True, False]

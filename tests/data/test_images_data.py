@@ -1,4 +1,6 @@
-"""Labelled images: every format that is read, augmentations that follow from seed, epoch and sample, and bad input."""
+"""Labelled images: every format that is read, augmentations that follow from seed, epoch and
+sample, and bad input.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ from trainer.tasks.task import IGNORED
 
 
 def opened(folder: Path, path: Any, own: Any = None, data: Any = None, **images: Any) -> ImageData:
-    given = {"task": "image_classification", "data": {"path": path, **(data or {})}, "images": images}
+    given = {
+        "task": "image_classification",
+        "data": {"path": path, **(data or {})},
+        "images": images,
+    }
     section, problems = validate(given)
     assert problems == []
     return open_images(section.data, section.images, 3, folder, ALONE, own)
@@ -77,9 +83,15 @@ def test_a_folder_of_classes_and_one_to_evaluate_on(tmp_path):
 @pytest.mark.parametrize("labels", [[0, 1, 2, 1], ["x", "y", "x", "z"]], ids=["numbers", "names"])
 def test_a_table_with_an_image_column(tmp_path, labels, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    found = opened(tmp_path, str(write_parquet(tmp_path / "rows.parquet", labels)), data={"evaluation_fraction": 0})
+    found = opened(
+        tmp_path,
+        str(write_parquet(tmp_path / "rows.parquet", labels)),
+        data={"evaluation_fraction": 0},
+    )
     assert len(found.images.classes) == 3 and found.evaluation is None
-    assert [found.train[i][1] for i in range(4)] == ([0, 1, 2, 1] if labels[0] == 0 else [0, 1, 0, 2])
+    assert [found.train[i][1] for i in range(4)] == (
+        [0, 1, 2, 1] if labels[0] == 0 else [0, 1, 0, 2]
+    )
 
 
 def test_the_digits_are_there_offline(tmp_path):
@@ -104,7 +116,14 @@ def test_sizes_are_brought_to_one(tmp_path):
 
 # Augmentations
 
-VARIED = {"crop_padding": 2, "flip": 0.5, "rotate": 20, "trivial": True, "colour": 0.3, "erase": 0.5}
+VARIED = {
+    "crop_padding": 2,
+    "flip": 0.5,
+    "rotate": 20,
+    "trivial": True,
+    "colour": 0.3,
+    "erase": 0.5,
+}
 
 
 def test_what_is_random_follows_from_seed_epoch_and_sample(tmp_path):
@@ -129,14 +148,18 @@ def steps(found: ImageData, ranks: int, workers: int) -> list[torch.Tensor]:
     shares = []
     for rank in range(ranks):
         batching = Batching(8 // ranks, 1, ranks, rank, workers=workers)
-        with BatchLoader(found.train, task.collate, batching, range(3), seed=3, position=0) as loader:
+        with BatchLoader(
+            found.train, task.collate, batching, range(3), seed=3, position=0
+        ) as loader:
             shares.append([batch.micro_batches[0]["input"] for batch in loader])
     return [torch.cat(parts) for parts in zip(*shares, strict=True)]
 
 
 def test_the_same_batches_with_any_number_of_ranks_and_workers(tmp_path):
     """Twelve images and steps of eight: the second lies across the end of an epoch."""
-    found = opened(tmp_path, str(write_folder(tmp_path)), augment=VARIED, data={"evaluation_fraction": 0})
+    found = opened(
+        tmp_path, str(write_folder(tmp_path)), augment=VARIED, data={"evaluation_fraction": 0}
+    )
     expected = steps(found, 1, 0)
     for ranks, workers in ((2, 0), (1, 2), (2, 1)):
         for ours, theirs in zip(steps(found, ranks, workers), expected, strict=True):
@@ -144,11 +167,17 @@ def test_the_same_batches_with_any_number_of_ranks_and_workers(tmp_path):
 
 
 def test_evaluation_is_the_same_with_workers_and_counts_each_image_once(tmp_path):
-    found = opened(tmp_path, str(write_folder(tmp_path)), augment=VARIED, data={"evaluation_fraction": 0})
+    found = opened(
+        tmp_path, str(write_folder(tmp_path)), augment=VARIED, data={"evaluation_fraction": 0}
+    )
     task = ImageClassification(3, lambda: torch.nn.Flatten(), ())
 
     def batches(workers: int) -> list[dict[str, torch.Tensor]]:
-        return list(evaluation_batches(found.train, task.collate, task.blank, Batching(4, workers=workers), 11))
+        return list(
+            evaluation_batches(
+                found.train, task.collate, task.blank, Batching(4, workers=workers), 11
+            )
+        )
 
     for ours, theirs in zip(batches(2), batches(0), strict=True):
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
@@ -192,10 +221,15 @@ def test_files_that_are_not_there_and_do_not_come(tmp_path):
 def test_folders_that_have_no_classes(tmp_path):
     (tmp_path / "loose").mkdir()
     Image.new("RGB", (4, 4)).save(tmp_path / "loose" / "a.png")
-    assert "a folder without classes: no folders in it, 1 images" in refusal(tmp_path, str(tmp_path / "loose"))
+    assert "a folder without classes: no folders in it, 1 images" in refusal(
+        tmp_path, str(tmp_path / "loose")
+    )
     write_folder(tmp_path / "parts" / "train"), write_folder(tmp_path / "parts" / "val")
     message = refusal(tmp_path, str(tmp_path / "parts"))
-    assert f"trainer.data.path={tmp_path}/parts/train and trainer.data.evaluation_path={tmp_path}/parts/val" in message
+    assert (
+        f"trainer.data.path={tmp_path}/parts/train and "
+        f"trainer.data.evaluation_path={tmp_path}/parts/val"
+    ) in message
     write_folder(tmp_path / "gap")
     (tmp_path / "gap" / "dog").mkdir()
     assert "gap/dog: a class without images" in refusal(tmp_path, str(tmp_path / "gap"))
@@ -210,7 +244,9 @@ def test_a_corrupt_image_is_named_or_skipped(tmp_path, capfd):
     index = found.train.labelled.name
     place = next(i for i in range(12) if index(i) == str(broken))
     image, label = found.train[place]
-    assert label == IGNORED and float(image.abs().max()) == 0 and str(broken) in capfd.readouterr().err
+    assert (
+        label == IGNORED and float(image.abs().max()) == 0 and str(broken) in capfd.readouterr().err
+    )
 
 
 def test_a_workers_error_is_its_own(tmp_path):
@@ -225,9 +261,21 @@ def test_a_workers_error_is_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        (lambda f: Image.new("RGB", (9, 9)).save(f / "ant" / "x.png"), {}, "9 x 9, where others are 10 x 8"),
-        (lambda f: Image.new("I;16", (8, 10)).save(f / "ant" / "x.png"), {}, "values of more than 8 bits"),
-        (lambda f: None, {"mean": [0.5], "std": [0.5]}, "1 and 1 numbers; expected 3: one for each channel"),
+        (
+            lambda f: Image.new("RGB", (9, 9)).save(f / "ant" / "x.png"),
+            {},
+            "9 x 9, where others are 10 x 8",
+        ),
+        (
+            lambda f: Image.new("I;16", (8, 10)).save(f / "ant" / "x.png"),
+            {},
+            "values of more than 8 bits",
+        ),
+        (
+            lambda f: None,
+            {"mean": [0.5], "std": [0.5]},
+            "1 and 1 numbers; expected 3: one for each channel",
+        ),
     ],
     ids=["size", "16 bits", "channels"],
 )
@@ -255,12 +303,30 @@ def test_labels_that_are_no_classes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"task": "causal_lm", "images": {"size": 8}}, 'trainer.images: saw keys; expected the task "image_class'),
-        ({"data": {"text_column": "x"}}, 'trainer.data.text_column: saw "x"; expected the task "causal_lm"'),
-        ({"images": {"mean": [0.5]}}, "trainer.images: saw mean [0.5], std null; expected both or none"),
-        ({"images": {"augment": {"crop_padding": 2, "crop_scale": [0.1, 1]}}}, "expected at most one of the two"),
-        ({"images": {"augment": {"crop_scale": [0.5, 0.1]}}}, "expected two numbers above 0 and at most 1"),
-        ({"images": {"size": [8, 8, 8]}}, "trainer.images.size: saw [8, 8, 8]; expected a height and a width"),
+        (
+            {"task": "causal_lm", "images": {"size": 8}},
+            'trainer.images: saw keys; expected the task "image_class',
+        ),
+        (
+            {"data": {"text_column": "x"}},
+            'trainer.data.text_column: saw "x"; expected the task "causal_lm"',
+        ),
+        (
+            {"images": {"mean": [0.5]}},
+            "trainer.images: saw mean [0.5], std null; expected both or none",
+        ),
+        (
+            {"images": {"augment": {"crop_padding": 2, "crop_scale": [0.1, 1]}}},
+            "expected at most one of the two",
+        ),
+        (
+            {"images": {"augment": {"crop_scale": [0.5, 0.1]}}},
+            "expected two numbers above 0 and at most 1",
+        ),
+        (
+            {"images": {"size": [8, 8, 8]}},
+            "trainer.images.size: saw [8, 8, 8]; expected a height and a width",
+        ),
         ({"images": {"augment": {"flipp": 0.5}}}, 'Did you mean "flip"?'),
         ({"data": {"format": "csv"}}, 'expected "auto", "parquet" or "hub" of images'),
     ],

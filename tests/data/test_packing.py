@@ -1,4 +1,6 @@
-"""Packed documents: how they are packed, and that each sees itself alone, in every engine and by the certificate."""
+"""Packed documents: how they are packed, and that each sees itself alone, in every engine and by
+the certificate.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,17 @@ from tests.models.test_models import SMALL
 from tests.support.commands import ROOT, write_job
 from tests.support.layouts import DATA, GPT2_4, HSDP, LLAMA_4, SPLIT, STAGES
 from tests.support.pool import machine_here
-from tests.support.training import GPT2, LLAMA, TRAIN_BATCH, VOCABULARY, Case, Outcome, assert_same, spec_of, task_of
+from tests.support.training import (
+    GPT2,
+    LLAMA,
+    TRAIN_BATCH,
+    VOCABULARY,
+    Case,
+    Outcome,
+    assert_same,
+    spec_of,
+    task_of,
+)
 from trainer.certify.tiny_run import tiny_run
 from trainer.config.validate import validate
 from trainer.data.text.packing import pack
@@ -46,7 +58,9 @@ def one_by_one(lengths: list[int], capacity: int) -> list[list[int]]:
     """Best fit by its definition."""
     found: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        rooms = [(capacity - sum(lengths[i] for i in sample), at) for at, sample in enumerate(found)]
+        rooms = [
+            (capacity - sum(lengths[i] for i in sample), at) for at, sample in enumerate(found)
+        ]
         fits = [(room, at) for room, at in rooms if room >= lengths[number]]
         if not fits:
             found.append([])
@@ -56,12 +70,18 @@ def one_by_one(lengths: list[int], capacity: int) -> list[list[int]]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 30), max_size=30), st.integers(30, 40))
-def test_the_longest_first_each_where_the_least_room_is_left(lengths: list[int], capacity: int) -> None:
+def test_the_longest_first_each_where_the_least_room_is_left(
+    lengths: list[int], capacity: int
+) -> None:
     assert packs(np.array(lengths, np.int64), capacity) == one_by_one(lengths, capacity)
 
 
-@pytest.mark.parametrize(("mean", "deviation", "capacity"), [(5.5, 1.0, 2048), (6.5, 1.2, 2048), (4.5, 0.8, 512)])
-def test_real_distributions_of_lengths_fill_samples(mean: float, deviation: float, capacity: int) -> None:
+@pytest.mark.parametrize(
+    ("mean", "deviation", "capacity"), [(5.5, 1.0, 2048), (6.5, 1.2, 2048), (4.5, 0.8, 512)]
+)
+def test_real_distributions_of_lengths_fill_samples(
+    mean: float, deviation: float, capacity: int
+) -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(mean, deviation, 100_000), 1, capacity).astype(np.int64)
     order, borders = pack(lengths, capacity)
@@ -71,14 +91,20 @@ def test_real_distributions_of_lengths_fill_samples(mean: float, deviation: floa
 
 
 documents = st.lists(
-    st.integers(1, 12).flatmap(lambda n: st.integers(1, n + 1).map(lambda first: (n, first))), max_size=12
+    st.integers(1, 12).flatmap(lambda n: st.integers(1, n + 1).map(lambda first: (n, first))),
+    max_size=12,
 )
 
 
-def written(folder: Path, parts: list[tuple[int, int]], length: int, *arguments: Any) -> list[dict[str, Any]]:
+def written(
+    folder: Path, parts: list[tuple[int, int]], length: int, *arguments: Any
+) -> list[dict[str, Any]]:
     """Samples of documents of so many tokens, numbered through, that count from one of them on."""
     ends = np.cumsum([0, *(n for n, _ in parts)])
-    encoded = [Encoded.from_token(range(a, a + n), first) for a, (n, first) in zip(ends, parts, strict=False)]
+    encoded = [
+        Encoded.from_token(range(a, a + n), first)
+        for a, (n, first) in zip(ends, parts, strict=False)
+    ]
     summary = write_part(folder / "part", iter(encoded), length, *arguments)
     source = PreparedSource(folder / "part") if summary.samples else []
     if summary.samples and (arguments[0] == "pack" or arguments[1]):
@@ -90,27 +116,39 @@ def written(folder: Path, parts: list[tuple[int, int]], length: int, *arguments:
 def apart(sample: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
     ends = np.cumsum([0, *sample["documents"]])
     assert ends[-1] == len(sample["input_ids"]) == len(sample["targets"])
-    return [(sample["input_ids"][a:b], sample["targets"][a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    return [
+        (sample["input_ids"][a:b], sample["targets"][a:b])
+        for a, b in zip(ends, ends[1:], strict=False)
+    ]
 
 
 @settings(max_examples=100, deadline=None)
 @given(documents, st.integers(3, 9))
 def test_a_pack_is_the_padded_samples_of_its_documents(tmp_path_factory, parts, length) -> None:
     folder = tmp_path_factory.mktemp("packed")
-    found = [document for sample in written(folder, parts, length, "pack") for document in apart(sample)]
-    summary = write_part(folder, [Encoded.from_token([1] * n, first) for n, first in parts], length, "pad")
+    found = [
+        document for sample in written(folder, parts, length, "pack") for document in apart(sample)
+    ]
+    summary = write_part(
+        folder, [Encoded.from_token([1] * n, first) for n, first in parts], length, "pad"
+    )
     assert len(found) == summary.samples and summary.fill is None
     for inputs, targets in found:
         assert len(inputs) <= length
-        assert all(target in (IGNORED, token + 1) for token, target in zip(inputs, targets, strict=True))
+        assert all(
+            target in (IGNORED, token + 1) for token, target in zip(inputs, targets, strict=True)
+        )
     assert len({inputs[0] for inputs, _ in found}) == len(found)
 
 
 @settings(max_examples=100, deadline=None)
 @given(documents, st.integers(3, 9))
-def test_isolated_windows_are_the_same_with_their_documents_told(tmp_path_factory, parts, length) -> None:
+def test_isolated_windows_are_the_same_with_their_documents_told(
+    tmp_path_factory, parts, length
+) -> None:
     whole, found = (
-        written(tmp_path_factory.mktemp("windows"), parts, length, "concatenate", isolate) for isolate in (False, True)
+        written(tmp_path_factory.mktemp("windows"), parts, length, "concatenate", isolate)
+        for isolate in (False, True)
     )
     assert [{k: v for k, v in sample.items() if k != "documents"} for sample in found] == whole
     begins = set(np.cumsum([0, *(n for n, _ in parts)]).tolist())
@@ -138,9 +176,16 @@ def packed_samples(step: int, count: int = TRAIN_BATCH) -> list[dict[str, np.nda
     for _ in range(count):
         lengths = rng.integers(1, 11, int(rng.integers(1, 5)))
         ids = [rng.integers(1, VOCABULARY, n) for n in lengths]
-        targets = [np.append(row[1:], IGNORED) if len(row) % 3 else np.full(len(row), row[0]) for row in ids]
+        targets = [
+            np.append(row[1:], IGNORED) if len(row) % 3 else np.full(len(row), row[0])
+            for row in ids
+        ]
         found.append(
-            {"input_ids": np.concatenate(ids), "targets": np.concatenate(targets), "documents": np.array(lengths)}
+            {
+                "input_ids": np.concatenate(ids),
+                "targets": np.concatenate(targets),
+                "documents": np.array(lengths),
+            }
         )
     return found
 
@@ -151,9 +196,13 @@ def loss_alone(model: Any, samples: list[dict[str, np.ndarray]]) -> torch.Tensor
     for sample in samples:
         ends = np.cumsum([0, *sample["documents"]])
         for a, b in zip(ends, ends[1:], strict=False):
-            ids, targets = (torch.tensor(sample[key][a:b])[None] for key in ("input_ids", "targets"))
+            ids, targets = (
+                torch.tensor(sample[key][a:b])[None] for key in ("input_ids", "targets")
+            )
             logits = model(input_ids=ids, use_cache=False).logits
-            total = total + F.cross_entropy(logits[0], targets[0], reduction="sum", ignore_index=IGNORED)
+            total = total + F.cross_entropy(
+                logits[0], targets[0], reduction="sum", ignore_index=IGNORED
+            )
     return total
 
 
@@ -177,10 +226,13 @@ def test_packed_documents_wait_for_nothing_and_have_their_own_gradients(name, mo
     torch.testing.assert_close(loss, alone, rtol=1e-5, atol=1e-5)
     for (key, mine), theirs in zip(model.named_parameters(), own.parameters(), strict=True):
         if theirs.grad is not None:
-            assert (mine.grad - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max() + 1e-5, key
+            assert (mine.grad - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max() + 1e-5, (
+                key
+            )
 
 
-# Flash attention: its own code path in transformers, with a kernel by its definition in place of the one for GPUs
+# Flash attention: its own code path in transformers, with a kernel by its definition in place of
+# the one for GPUs
 
 
 def varlen(
@@ -198,14 +250,20 @@ def varlen(
     deterministic=False,
 ):
     """[tokens, heads, width]; every sequence by itself."""
-    assert causal and max_seqlen_q >= int(cu_seqlens_q.diff().max()) and cu_seqlens_q.dtype == torch.int32
+    assert (
+        causal
+        and max_seqlen_q >= int(cu_seqlens_q.diff().max())
+        and cu_seqlens_q.dtype == torch.int32
+    )
     found = []
     for a, b in zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist()[1:], strict=False):
         ages = torch.arange(b - a)[:, None] - torch.arange(b - a)
         seen = (ages >= 0) & ((ages <= window_size[0]) if window_size[0] >= 0 else True)
         parts = [part[a:b].transpose(0, 1) for part in (q, k, v)]
         found.append(
-            F.scaled_dot_product_attention(*parts, attn_mask=seen, scale=softmax_scale, enable_gqa=True).transpose(0, 1)
+            F.scaled_dot_product_attention(
+                *parts, attn_mask=seen, scale=softmax_scale, enable_gqa=True
+            ).transpose(0, 1)
         )
     return torch.cat(found)
 
@@ -244,7 +302,10 @@ def test_a_model_that_tells_flash_attention_nothing_is_refused():
     block = model.model.layers[0].self_attn
     real = block.forward
     block.forward = lambda *args, cu_seq_lens_q=None, **kwargs: real(*args, **kwargs)
-    with pytest.raises(ConfigError, match="does not tell flash attention where documents end"), flash():
+    with (
+        pytest.raises(ConfigError, match="does not tell flash attention where documents end"),
+        flash(),
+    ):
         task.loss_sum(model, task.collate(packed_samples(1, 3)))
 
 
@@ -254,15 +315,32 @@ def test_a_model_that_tells_flash_attention_nothing_is_refused():
 ALIBI = {"model_type": "bloom", "vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 MPT = {"model_type": "mpt", "vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4}
 OPT = {
-    **{"model_type": "opt", "vocab_size": 61, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0},
+    **{
+        "model_type": "opt",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+    },
+    **{
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 32,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    },
 }
 APART: dict[str, dict[str, Any]] = {
     **{name: {"model_type": name, **values} for name, values in FAMILIES.items()},
-    **{name: {**SMALL, "model_type": name} for name in ("gpt_neox", "falcon", "mixtral", "starcoder2")},
+    **{
+        name: {**SMALL, "model_type": name}
+        for name in ("gpt_neox", "falcon", "mixtral", "starcoder2")
+    },
     **{"bloom": ALIBI, "mpt": MPT, "opt": OPT, "gpt2 with dropout": GPT2},
 }
-LEAKING = {name: {**SMALL, "model_type": name} for name in ("mamba", "rwkv", "recurrent_gemma", "jamba", "qwen3_next")}
+LEAKING = {
+    name: {**SMALL, "model_type": name}
+    for name in ("mamba", "rwkv", "recurrent_gemma", "jamba", "qwen3_next")
+}
 LEAKING["lfm2"] = {**SMALL, "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]}
 
 
@@ -277,9 +355,14 @@ def test_a_family_that_leaks_is_refused_with_the_numbers(name):
     spec = spec_of(LEAKING[name])
     with pytest.raises(ConfigError) as caught:
         check_isolation(spec, task_of(spec))
-    assert f"trainer.data.documents: {LEAKING[name]['model_type']}: on a tiny copy of it: token" in str(caught.value)
+    assert (
+        f"trainer.data.documents: {LEAKING[name]['model_type']}: on a tiny copy of it: token"
+        in str(caught.value)
+    )
     assert " in a row has other logits than alone, by " in str(caught.value)
-    assert str(caught.value).endswith('expected documents of one sample that do not see one another. Set it to "pad".')
+    assert str(caught.value).endswith(
+        'expected documents of one sample that do not see one another. Set it to "pad".'
+    )
 
 
 def test_a_routers_loss_is_refused():
@@ -336,7 +419,9 @@ CASES = {
     "deepspeed tensor": replace(SPLIT, zero_stage=2),
     "accelerate fsdp": replace(DATA, engine="accelerate", zero_stage=3, model=LLAMA | DRY),
     "accelerate ddp": replace(DATA, engine="accelerate", zero_stage=0, model=UNTIED),
-    "mesh zero3, selective": replace(DATA, engine="mesh", zero_stage=3, model=GPT2 | DRY_GPT2, recompute="selective"),
+    "mesh zero3, selective": replace(
+        DATA, engine="mesh", zero_stage=3, model=GPT2 | DRY_GPT2, recompute="selective"
+    ),
     "mesh pipeline": replace(STAGES, engine="mesh", model=GPT2_4 | DRY_GPT2),
     "mesh pipeline, full": replace(STAGES, engine="mesh", model=LLAMA_4 | DRY, recompute="full"),
     "mesh tensor": replace(SPLIT, engine="mesh", recompute="selective"),
@@ -354,10 +439,15 @@ def packed_by_engine(case: Case) -> Outcome:
     rank = dist.get_rank()
     engine, task = build(case, rank), task_of(spec_of(case.model))
     samples, gradients = packed_samples(0), dict[str, torch.Tensor]()
-    starts = [(m * case.data_ranks + data_rank_of(case, rank)) * case.micro_batch for m in range(case.accumulation)]
+    starts = [
+        (m * case.data_ranks + data_rank_of(case, rank)) * case.micro_batch
+        for m in range(case.accumulation)
+    ]
     batches = [task.collate(samples[start : start + case.micro_batch]) for start in starts]
     evaluated, targets = engine.evaluate(batches)
-    metrics = engine.step(0, batches, Update(1e-2), lambda name, g: gradients.update({name: g.clone()}))
+    metrics = engine.step(
+        0, batches, Update(1e-2), lambda name, g: gradients.update({name: g.clone()})
+    )
     outcome = Outcome([float(metrics.loss())], [float(metrics.gradient_norm)], [gradients], {})
     outcome.evaluation = float(evaluated[0] / targets)
     engine.close()
@@ -371,7 +461,9 @@ def one_process(case: Case) -> Outcome:
     spec, samples = spec_of(case.model), packed_samples(0)
     model = spec.build()
     materialise(model, spec, seed=5, device=torch.device("cpu"), dtype=torch.float32)
-    loss = loss_alone(model.train(), samples) / sum(int((s["targets"] != IGNORED).sum()) for s in samples)
+    loss = loss_alone(model.train(), samples) / sum(
+        int((s["targets"] != IGNORED).sum()) for s in samples
+    )
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
@@ -389,7 +481,9 @@ def test_gradients_are_those_of_the_documents_one_by_one(pools, name):
 # The certificate
 
 
-def certified(path: str, world_size: int, leak: str | None = None, overrides: tuple[str, ...] = ()) -> tuple[str, str]:
+def certified(
+    path: str, world_size: int, leak: str | None = None, overrides: tuple[str, ...] = ()
+) -> tuple[str, str]:
     """The first check that failed, and the table. Runs on each rank."""
 
     from trainer.certify import certificate as module
@@ -400,7 +494,9 @@ def certified(path: str, world_size: int, leak: str | None = None, overrides: tu
             stack.enter_context(mock.patch.object(module, "checked", lambda spec, *_: (spec, ())))
             stack.enter_context(LEAKS[leak]())
         certificate = module.certify(tiny_run(path, list(overrides), world_size), machine_here())
-    return certificate.first_failure.check if certificate.first_failure else "", module.table(certificate)
+    return certificate.first_failure.check if certificate.first_failure else "", module.table(
+        certificate
+    )
 
 
 @pytest.mark.parametrize("leak", LEAKS)
@@ -411,7 +507,9 @@ def test_a_planted_leak_is_caught_and_named(pools, tmp_path, leak):
         assert "FAIL: first apart at step 0, on rank 0: output" in table
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp", "hsdp", "pipeline_zero2", "tensor_zero2"])
+@pytest.mark.parametrize(
+    "name", ["zero2", "zero3", "fsdp", "hsdp", "pipeline_zero2", "tensor_zero2"]
+)
 def test_it_passes_with_packing(pools, name):
     path, overrides = str(ROOT / "ds_configs" / f"{name}.json"), ("trainer.data.documents=pack",)
     size = tiny_run(path, list(overrides), None).layout.world_size
@@ -433,8 +531,14 @@ def test_without_dropout():
     from trainer.certify.packed import without_dropout
 
     model = AutoConfig.for_model(**GPT2)
-    found, section = without_dropout(model, validate({"adapter": LORA, "model": {"name_or_path": "x"}})[0])
-    assert {key: value for key, value in vars(found).items() if "drop" in key and isinstance(value, float)} == {
+    found, section = without_dropout(
+        model, validate({"adapter": LORA, "model": {"name_or_path": "x"}})[0]
+    )
+    assert {
+        key: value
+        for key, value in vars(found).items()
+        if "drop" in key and isinstance(value, float)
+    } == {
         **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}
     }
     assert (section.adapter.dropout, section.adapter.r) == (0.0, LORA["r"])

@@ -1,4 +1,6 @@
-"""Preparing: the same bytes by any number of processes, gone on with after a kill, once for many who ask."""
+"""Preparing: the same bytes by any number of processes, gone on with after a kill, once for many
+who ask.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def chat(*turns: tuple[str, str]) -> dict[str, Any]:
 
 
 def prepared(path: Path, cache: Path, **changes: Any) -> Path:
-    return preparation.prepare(options(path, evaluation_fraction=0.1, **changes), tokenizer(), cache)
+    return preparation.prepare(
+        options(path, evaluation_fraction=0.1, **changes), tokenizer(), cache
+    )
 
 
 # Processes
@@ -54,10 +58,13 @@ def prepared(path: Path, cache: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("documents", ["concatenate", "pack"])
 @pytest.mark.parametrize("rows", [TEXTS, [chat(*turns) for turns in CHATS]], ids=["texts", "chats"])
-def test_the_same_bytes_by_one_process_and_by_three(tmp_path: Path, rows: list[Any], documents: str) -> None:
+def test_the_same_bytes_by_one_process_and_by_three(
+    tmp_path: Path, rows: list[Any], documents: str
+) -> None:
     path = write_rows(tmp_path / "data.jsonl", *rows)
     alone, together = (
-        contents(prepared(path, tmp_path / str(count), documents=documents, workers=count)) for count in (1, 3)
+        contents(prepared(path, tmp_path / str(count), documents=documents, workers=count))
+        for count in (1, 3)
     )
     assert alone == together
     assert {"train/tokens.bin", "evaluation/samples.npy"} < alone.keys()
@@ -76,7 +83,9 @@ def test_the_first_bad_row_is_named_whoever_finds_it(tmp_path: Path, count: int)
     template = tmp_path / "template"
     refuses = "{% if m.content == 'stop' %}{{ nothing.there }}{% endif %}"
     template.write_text("{% for m in messages %}" + refuses + "{{ m.content }} {% endfor %}")
-    lines[42] = json.dumps(chat(("user", "stop"), ("assistant", "a")))  # of the same chunk as the line that is no JSON
+    lines[42] = json.dumps(
+        chat(("user", "stop"), ("assistant", "a"))
+    )  # of the same chunk as the line that is no JSON
     path.write_text("\n".join(lines))
     with pytest.raises(DataError, match=r"data.jsonl:43: the chat template refuses it"):
         prepared(path, tmp_path / "cache", workers=count, chat_template=str(template))
@@ -117,7 +126,9 @@ def _killed(path: Path, cache: Path, count: int) -> None:
         real(*arguments)
         written[0] += 1
         if written[0] == 6:  # of two parts
-            (cache / "pids").write_text(" ".join(str(child.pid) for child in multiprocessing.active_children()))
+            (cache / "pids").write_text(
+                " ".join(str(child.pid) for child in multiprocessing.active_children())
+            )
             os.kill(os.getpid(), signal.SIGKILL)
 
     with patch.object(PartWriter, "append", append):
@@ -145,7 +156,9 @@ def test_what_a_killed_process_has_begun_is_begun_anew(tmp_path: Path, count: in
     (cache / "pids").unlink()
     [begun] = cache.iterdir()
     assert begun.name.startswith(".partial-data-")
-    for left in (begun / "data" / "train").iterdir():  # a disk that lost power may have anything in it
+    for left in (
+        begun / "data" / "train"
+    ).iterdir():  # a disk that lost power may have anything in it
         left.write_bytes(b"left by another" * 1000)
     again = prepared(path, cache, workers=1)
     assert [name.name for name in cache.iterdir()] == [again.name]
@@ -154,7 +167,10 @@ def test_what_a_killed_process_has_begun_is_begun_anew(tmp_path: Path, count: in
 
 def test_one_that_ends_just_before_the_end_leaves_nothing(tmp_path: Path) -> None:
     path, cache = write_rows(tmp_path / "data.jsonl", *TEXTS), tmp_path / "cache"
-    with patch.object(preparation, "_check_samples", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with (
+        patch.object(preparation, "_check_samples", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         prepared(path, cache)
     assert list(cache.iterdir()) == []
     assert contents(prepared(path, cache)) == contents(prepared(path, tmp_path / "undisturbed"))
@@ -162,10 +178,14 @@ def test_one_that_ends_just_before_the_end_leaves_nothing(tmp_path: Path) -> Non
 
 def test_a_text_of_over_a_million_characters_has_the_tokens_of_the_whole(tmp_path: Path) -> None:
     text = " ".join("abcdefgh"[at * at % 8] for at in range(600_000))
-    train = PreparedSource(prepared(write_rows(tmp_path / "data.jsonl", text, "a"), tmp_path / "cache") / "train")
+    train = PreparedSource(
+        prepared(write_rows(tmp_path / "data.jsonl", text, "a"), tmp_path / "cache") / "train"
+    )
     assert len(text) > 1_000_000
     ids = np.concatenate([train[at]["input_ids"] for at in range(3)])
-    assert ids.tolist() == tokenizer()(text[:1000], add_special_tokens=False)["input_ids"][: len(ids)]
+    assert (
+        ids.tolist() == tokenizer()(text[:1000], add_special_tokens=False)["input_ids"][: len(ids)]
+    )
     assert train.summary.tokens > 599_000
 
 
@@ -235,7 +255,10 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> Non
         real(*arguments)
         os.utime(path, (1, 1))
 
-    with patch.object(preparation, "_write", write), pytest.raises(DataError, match="changed while it was read"):
+    with (
+        patch.object(preparation, "_write", write),
+        pytest.raises(DataError, match="changed while it was read"),
+    ):
         prepared(path, tmp_path / "cache")
 
 
@@ -243,13 +266,21 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_shown_when_it_takes_longer_than_a_moment(tmp_path: Path, terminal: bool) -> None:
+def test_progress_is_shown_when_it_takes_longer_than_a_moment(
+    tmp_path: Path, terminal: bool
+) -> None:
     path, told = write_rows(tmp_path / "data.jsonl", *TEXTS), io.StringIO()
     shown = Progress(Console(file=told, force_terminal=terminal, width=200))
     preparation.prepare(options(path), tokenizer(), tmp_path / "quick", shown)
     assert told.getvalue() == ""
-    at_once = {name: patch(f"trainer.data.{name}", 0) for name in ("progress._MOMENT", "progress._BETWEEN")}
-    with at_once["progress._MOMENT"], at_once["progress._BETWEEN"], patch("trainer.data.formats._OFTEN", 10):
+    at_once = {
+        name: patch(f"trainer.data.{name}", 0) for name in ("progress._MOMENT", "progress._BETWEEN")
+    }
+    with (
+        at_once["progress._MOMENT"],
+        at_once["progress._BETWEEN"],
+        patch("trainer.data.formats._OFTEN", 10),
+    ):
         preparation.prepare(options(path), tokenizer(), tmp_path / "slow", shown)
     if terminal:  # drawn four times a second, and wiped at the end
         assert f"prepare {path} " in told.getvalue() and told.getvalue().endswith("\x1b[1A\x1b[2K")

@@ -1,4 +1,6 @@
-"""What `accelerate launch` says of training changes nothing: the run without it is the same, and a line says so."""
+"""What `accelerate launch` says of training changes nothing: the run without it is the same, and a
+line says so.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,26 @@ SAID = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "engine",
-    ["accelerate", pytest.param("mesh", marks=pytest.mark.whole), pytest.param("deepspeed", marks=pytest.mark.whole)],
+    [
+        "accelerate",
+        pytest.param("mesh", marks=pytest.mark.whole),
+        pytest.param("deepspeed", marks=pytest.mark.whole),
+    ],
 )
 def test_training_is_the_same_without_it(tmp_path, engine):
     job = write_job(tmp_path, engine=engine)
     for name, environment in (("with", SAID), ("without", {})):
-        result = train("--config", job, f"trainer.run.name={name}", "--processes", "2", timeout=400, **environment)
+        result = train(
+            "--config",
+            job,
+            f"trainer.run.name={name}",
+            "--processes",
+            "2",
+            timeout=400,
+            **environment,
+        )
         assert result.code == 0, result.output
-        assert ("left aside, the JSON says what is trained: ACCELERATE_DYN" in result.output) == (name == "with")
+        assert ("left aside, the JSON says what is trained: ACCELERATE_DYN" in result.output) == (
+            name == "with"
+        )
     assert losses(tmp_path / "runs" / "with") == losses(tmp_path / "runs" / "without")

@@ -22,7 +22,9 @@ from trainer.supervise.world import World, drop_accelerate, gpu_count
 
 @pytest.fixture
 def joined(monkeypatch):
-    """What `_join` makes of a world on a machine with so many GPUs; sizes: processes of each rank's machine."""
+    """What `_join` makes of a world on a machine with so many GPUs; sizes: processes of each rank's
+    machine.
+    """
     monkeypatch.setenv("LOCAL_RANK", "0")
 
     def join(world: World, gpus: int, sizes: list[int] | None = None, fails: str = "") -> Any:
@@ -39,7 +41,9 @@ def joined(monkeypatch):
         monkeypatch.setattr(
             Ranks,
             "gather",
-            lambda ranks, value: sizes or alike if isinstance(value, int) else [value] * world.world_size,
+            lambda ranks, value: (
+                sizes or alike if isinstance(value, int) else [value] * world.world_size
+            ),
         )
         config = SimpleNamespace(trainer=SimpleNamespace(device="auto"))
         return process.join(config, world)  # type: ignore[arg-type]
@@ -57,7 +61,9 @@ def test_each_process_takes_the_gpu_of_its_number(joined):
 
 
 def test_a_process_that_sees_one_gpu_takes_it(joined):
-    """As Slurm's --gpus-per-task=1 has it; DeepSpeed and Accelerate take the local rank for the number of the GPU."""
+    """As Slurm's --gpus-per-task=1 has it; DeepSpeed and Accelerate take the local rank for the
+    number of the GPU.
+    """
     assert joined(EIGHT, gpus=1).device == torch.device("cuda", 0)
     assert os.environ["LOCAL_RANK"] == "0"
 
@@ -65,8 +71,14 @@ def test_a_process_that_sees_one_gpu_takes_it(joined):
 def test_more_processes_than_gpus(joined):
     with pytest.raises(ConfigError, match="8 for 4 GPUs; expected at most one process per GPU"):
         joined(EIGHT, gpus=4)
-    with pytest.raises(ConfigError, match="several processes on one GPU; expected at most one process per GPU"):
-        joined(EIGHT, gpus=1, fails="ncclInvalidUsage. Last error: Duplicate GPU detected : rank 3 and rank 2")
+    with pytest.raises(
+        ConfigError, match="several processes on one GPU; expected at most one process per GPU"
+    ):
+        joined(
+            EIGHT,
+            gpus=1,
+            fails="ncclInvalidUsage. Last error: Duplicate GPU detected : rank 3 and rank 2",
+        )
     with pytest.raises(dist.DistBackendError):
         joined(EIGHT, gpus=1, fails="ncclSystemError")
 
@@ -115,7 +127,10 @@ def test_what_accelerate_launch_says_of_training_is_left_aside():
     note = drop_accelerate(environment)
     assert environment == {"RANK": "1", "MASTER_ADDR": "here"}
     assert note is not None and "ACCELERATE_MIXED_PRECISION=bf16" in note and "and 1 more" in note
-    assert drop_accelerate({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}) is None
+    assert (
+        drop_accelerate({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"})
+        is None
+    )
 
 
 def resolved(tmp_path, *overrides: str, world: int, local: int | None) -> Any:
@@ -131,10 +146,14 @@ def test_tensor_groups_larger_than_a_machine(tmp_path):
     layout = layout_of(config, 16)
     assert (layout.replicate, layout.shard, layout.tensor) == (1, 2, 8)
     notes = [note for note in config.notes if "cross machines" in note]
-    assert len(notes) == 1 and "tensor parallel groups of 8 cross machines of 4 processes" in notes[0]
+    assert (
+        len(notes) == 1 and "tensor parallel groups of 8 cross machines of 4 processes" in notes[0]
+    )
 
 
-@pytest.mark.parametrize(("tensor", "local", "expected"), [(2, 4, (4, 2)), (4, 4, (1, 4)), (1, 1, (1, 16))])
+@pytest.mark.parametrize(
+    ("tensor", "local", "expected"), [(2, 4, (4, 2)), (4, 4, (1, 4)), (1, 1, (1, 16))]
+)
 def test_sharding_stays_within_machines_that_leave_room_for_it(tmp_path, tensor, local, expected):
     config = resolved(tmp_path, f"tensor_parallel.autotp_size={tensor}", world=16, local=local)
     layout = layout_of(config, 16)
@@ -159,7 +178,9 @@ def test_a_slow_float32_is_said():
 
 
 def test_mfu_counts_all_positions_on_the_devices_that_share_them():
-    """Ten positions, two of them targets, 6 FLOPs each, in a second, on two devices of 100 FLOP/s."""
+    """Ten positions, two of them targets, 6 FLOPs each, in a second, on two devices of 100
+    FLOP/s.
+    """
     from trainer.engines.engine import Metrics
     from trainer.optim.lr_schedules import Update
     from trainer.state import RunState
@@ -180,5 +201,8 @@ def test_mfu_counts_all_positions_on_the_devices_that_share_them():
 
 def test_a_rank_without_an_address_is_named(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(ConfigError, match="RANK=11 with MASTER_ADDR=None and MASTER_PORT=.*expected a host and a port"):
+    with pytest.raises(
+        ConfigError,
+        match="RANK=11 with MASTER_ADDR=None and MASTER_PORT=.*expected a host and a port",
+    ):
         process._store(EIGHT, print)

@@ -20,7 +20,10 @@ MASTERS = [
 
 
 def label(case: Case) -> str:
-    return f"{case.precision}, zero{case.zero_stage}, {case.offload_optimizer}, {case.model['model_type']}"
+    return (
+        f"{case.precision}, zero{case.zero_stage}, {case.offload_optimizer}, "
+        f"{case.model['model_type']}"
+    )
 
 
 def masters_at_start(case: Case) -> dict[str, torch.Tensor]:
@@ -36,7 +39,9 @@ def masters_at_start(case: Case) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("case", MASTERS, ids=lambda case: f"{label(case)}, {case.tensor} x {case.pipeline}")
+@pytest.mark.parametrize(
+    "case", MASTERS, ids=lambda case: f"{label(case)}, {case.tensor} x {case.pipeline}"
+)
 def test_masters_start_from_the_float32_values(pools, case):
     """Those that float32 starts from, bit for bit; not what is left of them in 16 bits."""
     from tests.support.training import spec_of
@@ -48,4 +53,6 @@ def test_masters_start_from_the_float32_values(pools, case):
     wanted = dict(model.named_parameters())
     for found in pools[case.world_size].run(masters_at_start, case=case):
         assert found.keys() == wanted.keys()
-        assert [name for name, value in wanted.items() if not torch.equal(found[name], value.detach())] == []
+        assert [
+            name for name, value in wanted.items() if not torch.equal(found[name], value.detach())
+        ] == []

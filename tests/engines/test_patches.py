@@ -1,4 +1,6 @@
-"""Libraries show the symptoms for which they are patched: a test that fails here tells which patch can go."""
+"""Libraries show the symptoms for which they are patched: a test that fails here tells which patch
+can go.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,12 @@ from torch import nn
 from trainer.engines.deepspeed import patches
 
 
-def stepped(stage: int, gradient: float, patch: Callable[[Any], object], bf16: bool = False) -> tuple[bool, bool]:
-    """A step of plain DeepSpeed with this gradient: are weights finite, and has the second group state?"""
+def stepped(
+    stage: int, gradient: float, patch: Callable[[Any], object], bf16: bool = False
+) -> tuple[bool, bool]:
+    """A step of plain DeepSpeed with this gradient: are weights finite, and has the second group
+    state?
+    """
     import deepspeed
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -30,10 +36,14 @@ def stepped(stage: int, gradient: float, patch: Callable[[Any], object], bf16: b
         **({"bf16": {"enabled": True, "check_grad_overflow": False}} if bf16 else {}),
     }
     groups = [{"params": [first]}, {"params": [second]}]
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=groups, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config, model_parameters=groups, dist_init_required=False
+    )
     patch(engine.optimizer)
     try:
-        engine.backward(engine(torch.ones(1, 4, dtype=next(model.parameters()).dtype)).sum() * gradient)
+        engine.backward(
+            engine(torch.ones(1, 4, dtype=next(model.parameters()).dtype)).sum() * gradient
+        )
         engine.step()
         try:
             linked = safe_get_full_optimizer_state(second, "exp_avg") is not None
@@ -45,7 +55,9 @@ def stepped(stage: int, gradient: float, patch: Callable[[Any], object], bf16: b
 
 
 def left_by_an_engine() -> tuple[bool, bool]:
-    """What an engine under ZeRO-3 that is destroyed leaves: PyTorch's own linear function, and no groups?"""
+    """What an engine under ZeRO-3 that is destroyed leaves: PyTorch's own linear function, and no
+    groups?
+    """
     import deepspeed
     from deepspeed.utils import groups
 
@@ -81,9 +93,14 @@ def test_deepspeed_leaves_its_linear_function(pools: Any) -> None:
     [(0, False, replaced), (2, True, patches.skip_steps_that_are_not_finite)],
     ids=["stage 0", "stage 2, unchecked"],
 )
-def test_deepspeed_takes_a_step_that_is_not_finite(pools: Any, stage: int, bf16: bool, patch: Any) -> None:
+def test_deepspeed_takes_a_step_that_is_not_finite(
+    pools: Any, stage: int, bf16: bool, patch: Any
+) -> None:
     for used, finite in ((nothing, False), (patch, True)):
-        assert pools[1].run(stepped, stage=stage, gradient=math.inf, patch=used, bf16=bf16)[0][0] == finite
+        assert (
+            pools[1].run(stepped, stage=stage, gradient=math.inf, patch=used, bf16=bf16)[0][0]
+            == finite
+        )
 
 
 def test_deepspeed_links_state_after_the_first_group_alone(pools: Any) -> None:

@@ -1,4 +1,6 @@
-"""Checkpoints that DeepSpeed itself wrote: every value as DeepSpeed has it, and nothing in a pickle is ever run."""
+"""Checkpoints that DeepSpeed itself wrote: every value as DeepSpeed has it, and nothing in a pickle
+is ever run.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,16 @@ Values = dict[tuple[str, str], torch.Tensor]
 
 
 def trained(
-    folder: Path, stage: int, precision: str, frozen: bool = False, gradients: str | None = None, **zero: Any
+    folder: Path,
+    stage: int,
+    precision: str,
+    frozen: bool = False,
+    gradients: str | None = None,
+    **zero: Any,
 ) -> Values:
-    """Two steps of plain DeepSpeed and its checkpoint; the state that DeepSpeed holds then. Runs on each rank."""
+    """Two steps of plain DeepSpeed and its checkpoint; the state that DeepSpeed holds then. Runs on
+    each rank.
+    """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -43,9 +52,14 @@ def trained(
     if frozen:
         model.lm_head.register_buffer("scale", torch.tensor([0.5, 2.0]))
         model.model.layers[0].mlp.up_proj.weight.requires_grad = False
-    learned = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    learned = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     groups = [
-        {"params": [p for name, p in learned if ("norm" in name) == norm], "weight_decay": 0.0 if norm else 0.1}
+        {
+            "params": [p for name, p in learned if ("norm" in name) == norm],
+            "weight_decay": 0.0 if norm else 0.1,
+        }
         for norm in (False, True)
     ]
     config = {
@@ -55,7 +69,9 @@ def trained(
         "bf16": {"enabled": precision == "bfloat16"},
         "data_types": {"grad_accum_dtype": gradients},
     }
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=groups, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config, model_parameters=groups, dist_init_required=False
+    )
     torch.manual_seed(torch.distributed.get_rank())
     for _ in range(2):
         ids = torch.randint(0, 61, (2, 8))
@@ -94,19 +110,26 @@ def trained(
 def test_every_value_is_that_of_deepspeed(
     tmp_path: Path, pools: Pools, ranks: int, stage: int, precision: str, options: dict[str, Any]
 ) -> None:
-    truth = pools[ranks].run(trained, folder=tmp_path, stage=stage, precision=precision, **options)[0]
+    truth = pools[ranks].run(trained, folder=tmp_path, stage=stage, precision=precision, **options)[
+        0
+    ]
     imported = read_deepspeed(tmp_path)
     found = {(entry.name, entry.key): entry.read() for entry in imported.state_tensors}
     for entry in imported.state_tensors:
         tensor = found[entry.name, entry.key]
-        assert tensor is not None and (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype)
+        assert tensor is not None and (tuple(tensor.shape), tensor.dtype) == (
+            entry.shape,
+            entry.dtype,
+        )
     low = getattr(torch, precision)
     for (name, part), value in truth.items():
         kept = part if part != MASTER or precision != "float32" else WEIGHT
         assert torch.equal(found.pop((name, kept)), value), (name, part)
         if kept == MASTER:
             assert torch.equal(found.pop((name, WEIGHT)), value.to(low)), name
-    rest = {"lm_head.scale", "model.layers.0.mlp.up_proj.weight"} if options.get("frozen") else set()
+    rest = (
+        {"lm_head.scale", "model.layers.0.mlp.up_proj.weight"} if options.get("frozen") else set()
+    )
     assert found.keys() == {(name, WEIGHT) for name in rest}
     if rest:
         assert torch.equal(found["lm_head.scale", WEIGHT].float(), torch.tensor([0.5, 2.0]))
@@ -119,12 +142,18 @@ def test_every_value_is_that_of_deepspeed(
 def test_an_order_that_deepspeed_itself_gets_wrong(
     tmp_path: Path, pools: Pools, ranks: int, stage: int, precision: str, aligned: bool
 ) -> None:
-    """With `round_robin_gradients` its own accessors mix parameters up; the truth is the same run without."""
+    """With `round_robin_gradients` its own accessors mix parameters up; the truth is the same run
+    without.
+    """
     found = []
     for turns in (False, True):
         options = {"round_robin_gradients": turns, "parameter_alignment": aligned, "frozen": True}
-        pools[ranks].run(trained, folder=tmp_path / str(turns), stage=stage, precision=precision, **options)
-        found.append({(p.name, p.key): p.read() for p in read_deepspeed(tmp_path / str(turns)).state_tensors})
+        pools[ranks].run(
+            trained, folder=tmp_path / str(turns), stage=stage, precision=precision, **options
+        )
+        found.append(
+            {(p.name, p.key): p.read() for p in read_deepspeed(tmp_path / str(turns)).state_tensors}
+        )
     assert found[0].keys() == found[1].keys()
     for key, value in found[0].items():
         assert torch.equal(found[1][key], value), key
@@ -158,7 +187,9 @@ def test_a_run_goes_on_from_it(tmp_path: Path, pools: Pools) -> None:
     result = ask(tmp_path, tmp_path / "imported")
     assert result.code == 0, result.output
     assert "step-000002" in result.output and "--resume" in result.output
-    again = train("--config", job, "trainer.steps=3", "--resume", tmp_path / "imported" / "step-000002")
+    again = train(
+        "--config", job, "trainer.steps=3", "--resume", tmp_path / "imported" / "step-000002"
+    )
     assert again.code == 0, again.output
     assert "step 2, 8 samples seen" in again.output
     assert "changed" not in again.output
@@ -166,7 +197,10 @@ def test_a_run_goes_on_from_it(tmp_path: Path, pools: Pools) -> None:
 
 def _trained_as(folder: Path, config: dict[str, Any]) -> None:
     global MODEL
-    MODEL, kept = {key: value for key, value in config.items() if key != "transformers_version"}, MODEL
+    MODEL, kept = (
+        {key: value for key, value in config.items() if key != "transformers_version"},
+        MODEL,
+    )
     try:
         trained(folder, 2, "float32")
     finally:
@@ -207,7 +241,9 @@ def written(tmp_path: Path) -> Path:
         "param_slice_mappings": [{"a": fragment_address(3, 0)}],
     }
     torch.save(model, folder / "mp_rank_00_model_states.pt")
-    torch.save({"optimizer_state_dict": state}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    torch.save(
+        {"optimizer_state_dict": state}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    )
     return tmp_path / "ds"
 
 
@@ -215,11 +251,15 @@ def test_what_was_written_by_hand(written: Path) -> None:
     for path in (written, written / "global_step7"):
         weight, moment = read_deepspeed(path).state_tensors
         assert torch.equal(weight.read(), torch.arange(3.0))
-        assert (moment.key, moment.name) == ("exp_avg", "a") and torch.equal(moment.read(), torch.ones(3))
+        assert (moment.key, moment.name) == ("exp_avg", "a") and torch.equal(
+            moment.read(), torch.ones(3)
+        )
 
 
 class ByName:
-    """As Python 3.11.0 to 3.11.3 pickles a member of an enumeration, or what somebody else would have `getattr` get."""
+    """As Python 3.11.0 to 3.11.3 pickles a member of an enumeration, or what somebody else would
+    have `getattr` get.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -242,7 +282,9 @@ def test_a_stage_by_its_name(written: Path) -> None:
         read_deepspeed(written)
 
 
-@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+@pytest.mark.parametrize(
+    "name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+)
 @pytest.mark.parametrize("archive", [True, False])
 def test_a_pickle_is_never_run(written: Path, name: str, archive: bool) -> None:
     file = written / "global_step7" / name
@@ -252,21 +294,38 @@ def test_a_pickle_is_never_run(written: Path, name: str, archive: bool) -> None:
     assert "Traceback" not in result.output and str(file) in result.output
     assert "weights_only" not in result.output and "trust" not in result.output  # PyTorch's advice
     if archive:
-        assert "a pickle that names" in result.output and "mkdir; expected data alone" in result.output
+        assert (
+            "a pickle that names" in result.output and "mkdir; expected data alone" in result.output
+        )
     assert not (written / "boom").exists() and not (written.parent / "imported").exists()
 
 
 @pytest.mark.parametrize(
     ("spoil", "error", "text"),
     [
-        (lambda p: (p / "latest").write_text("../elsewhere"), DataError, "a path that leaves the folder"),
-        (lambda p: (p / "latest").write_text("global_step9"), ConfigError, "no ZeRO checkpoint of DeepSpeed"),
-        (lambda p: next(p.rglob("*optim_states.pt")).write_bytes(b"PK"), DataError, "a file that torch.save wrote"),
+        (
+            lambda p: (p / "latest").write_text("../elsewhere"),
+            DataError,
+            "a path that leaves the folder",
+        ),
+        (
+            lambda p: (p / "latest").write_text("global_step9"),
+            ConfigError,
+            "no ZeRO checkpoint of DeepSpeed",
+        ),
+        (
+            lambda p: next(p.rglob("*optim_states.pt")).write_bytes(b"PK"),
+            DataError,
+            "a file that torch.save wrote",
+        ),
         (lambda p: next(p.rglob("*model_states.pt")).unlink(), ConfigError, "no *_model_states.pt"),
         (
             lambda p: (p / "global_step7/zero_pp_rank_0_mp_rank_01_optim_states.pt").touch(),
             ConfigError,
-            "zero_pp_rank_0_mp_rank_01_optim_states.pt; expected files of data-parallel ranks alone",
+            (
+                "zero_pp_rank_0_mp_rank_01_optim_states.pt; expected files of data-parallel ranks "
+                "alone"
+            ),
         ),
         (
             lambda p: (p / "global_step7/zero_pp_rank_1_mp_rank_00_optim_states.pt").write_bytes(
@@ -280,7 +339,11 @@ def test_a_pickle_is_never_run(written: Path, name: str, archive: bool) -> None:
             ConfigError,
             "ZeRO stage 0 with 1 of None files",
         ),
-        (lambda p: torch.save([], next(p.rglob("*optim_states.pt"))), DataError, "a file that torch.save wrote"),
+        (
+            lambda p: torch.save([], next(p.rglob("*optim_states.pt"))),
+            DataError,
+            "a file that torch.save wrote",
+        ),
         (
             lambda p: torch.save({"param_shapes": []}, next(p.rglob("*model_states.pt"))),
             DataError,
@@ -289,7 +352,9 @@ def test_a_pickle_is_never_run(written: Path, name: str, archive: bool) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_checkpoint(written: Path, spoil: Any, error: type[Exception], text: str) -> None:
+def test_what_is_no_checkpoint(
+    written: Path, spoil: Any, error: type[Exception], text: str
+) -> None:
     spoil(written)
     with pytest.raises(error) as caught:
         read_deepspeed(written)
@@ -299,12 +364,15 @@ def test_what_is_no_checkpoint(written: Path, spoil: Any, error: type[Exception]
 def test_it_wants_a_model(written: Path) -> None:
     result = ask(written, written.parent / "imported")
     assert result.code == 64, result.output
-    assert "no config.json; expected the model's config and tokenizer. Give its folder or name with --model" in (
-        result.output
-    )
+    assert (
+        "no config.json; expected the model's config and tokenizer. Give its folder or name with "
+        "--model"
+    ) in (result.output)
 
 
-@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+@pytest.mark.parametrize(
+    "name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+)
 def test_a_pipe_is_never_opened(written: Path, name: str) -> None:
     (written / "global_step7" / name).unlink()
     os.mkfifo(written / "global_step7" / name)

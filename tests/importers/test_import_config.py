@@ -1,4 +1,6 @@
-"""Configs of other trainers as ours: what is carried over, what is said of the rest, what is refused."""
+"""Configs of other trainers as ours: what is carried over, what is said of the rest, what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +31,25 @@ def shipped(name: str, partial: bool = False) -> Draft:
 
 def written(folder: Path, system: str, keys: dict, partial: bool = False) -> Draft:
     path = folder / "theirs.yml"
-    path.write_text(yaml.safe_dump({"do_train": True, **keys} if system == "llamafactory" else keys))
+    path.write_text(
+        yaml.safe_dump({"do_train": True, **keys} if system == "llamafactory" else keys)
+    )
     return translate(system, read_file(path), folder, partial)
 
 
 def named(draft: Draft) -> set[str]:
     """Every key that something is said of."""
-    said = {key.partition(" ")[0] for lines in (draft.carried, draft.lost) for key in lines} | {*draft.listed}
+    said = {key.partition(" ")[0] for lines in (draft.carried, draft.lost) for key in lines} | {
+        *draft.listed
+    }
     return said | {key.partition(".")[0] for key in said}
 
 
 def words(lines: dict[str, list[str]], key: str) -> str:
     """What is said of a key."""
-    return " | ".join(text for name, texts in lines.items() if name.partition(" ")[0] == key for text in texts)
+    return " | ".join(
+        text for name, texts in lines.items() if name.partition(" ")[0] == key for text in texts
+    )
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -50,7 +58,9 @@ def test_configs_as_they_are_found_load_and_every_key_of_them_is_named(name: str
     config = load(draft.made)
     assert config.trainer.model.name_or_path
     assert read_file(FOLDER / name).keys() - named(draft) == set()
-    assert not [text for texts in draft.lost.values() for text in texts if text.startswith("not known")]
+    assert not [
+        text for texts in draft.lost.values() for text in texts if text.startswith("not known")
+    ]
 
 
 def test_axolotls_qlora():
@@ -65,18 +75,30 @@ def test_axolotls_qlora():
     }
     assert (made["train_micro_batch_size_per_gpu"], made["gradient_accumulation_steps"]) == (2, 4)
     assert made["optimizer"] == {"type": "AdamW", "params": {"lr": 2e-5, "weight_decay": 0.0}}
-    assert made["scheduler"]["type"] == "cosine" and made["scheduler"]["params"]["cos_min_ratio"] == 0.0
+    assert (
+        made["scheduler"]["type"] == "cosine"
+        and made["scheduler"]["params"]["cos_min_ratio"] == 0.0
+    )
     assert [(source["path"], source["records"]) for source in data["sources"]] == [
         ("teknium/GPT4-LLM-Cleaned", "alpaca"),
         ("data/chats.jsonl", "chat"),
     ]
     assert data["sources"][1]["chat_column"] == "conversations"
     assert (data["documents"], data["too_long"], data["sequence_length"]) == ("pack", "drop", 2048)
-    assert {line.partition(" ")[0] for line in draft.lost} == {"load_in_4bit", "adapter", "optimizer"}
+    assert {line.partition(" ")[0] for line in draft.lost} == {
+        "load_in_4bit",
+        "adapter",
+        "optimizer",
+    }
     assert "not in 4" in words(draft.lost, "adapter")
     assert "float32" in words(draft.lost, "optimizer")
-    assert made["trainer"]["evaluation"] == {"every": 0.25} and "every" not in made["trainer"].get("checkpoint", {})
-    assert made["scheduler"]["params"]["warmup_num_steps"] == "auto" and made["trainer"]["warmup_ratio"] == 0.1
+    assert made["trainer"]["evaluation"] == {"every": 0.25} and "every" not in made["trainer"].get(
+        "checkpoint", {}
+    )
+    assert (
+        made["scheduler"]["params"]["warmup_num_steps"] == "auto"
+        and made["trainer"]["warmup_ratio"] == 0.1
+    )
 
 
 def test_axolotls_fsdp():
@@ -108,10 +130,18 @@ def test_llamafactorys_lora_over_a_deepspeed_file():
     draft = shipped("llamafactory_lora.yaml", partial=True)
     made, section = draft.made, draft.made["trainer"]
     assert made["zero_optimization"]["stage"] == 3 and made["train_batch_size"] == "auto"
-    assert (made["gradient_accumulation_steps"], made["bf16"]["enabled"], made["gradient_clipping"]) == (8, True, 1.0)
+    assert (
+        made["gradient_accumulation_steps"],
+        made["bf16"]["enabled"],
+        made["gradient_clipping"],
+    ) == (8, True, 1.0)
     assert section["adapter"] == {"type": "lora", "r": 8, "alpha": 16, "targets": "all-linear"}
     assert section["activation_checkpointing"] == "full"
-    assert [source["label"] for source in section["data"]["sources"]] == ["identity", "alpaca_en_demo", "mine"]
+    assert [source["label"] for source in section["data"]["sources"]] == [
+        "identity",
+        "alpaca_en_demo",
+        "mine",
+    ]
     assert section["data"]["sources"][0]["path"] == str(FOLDER / "data/identity.json")
     assert section["data"]["sources"][1]["path"] == "someone/alpaca-demo"
     assert section["data"]["sources"][2]["chat_column"] == "messages"
@@ -143,20 +173,34 @@ def test_arguments_of_the_trainer():
     made, section = draft.made, draft.made["trainer"]
     assert made["optimizer"]["params"]["lr"] == 2e-5 and made["train_micro_batch_size_per_gpu"] == 4
     assert made["scheduler"]["params"]["warmup_num_steps"] == 30 and section["steps"] == 1000
-    assert section["checkpoint"]["every"] == 100 and section["log"]["trackers"] == ["wandb", "tensorboard"]
+    assert section["checkpoint"]["every"] == 100 and section["log"]["trackers"] == [
+        "wandb",
+        "tensorboard",
+    ]
     assert (made["zero_optimization"]["stage"], section["engine"]) == (3, "accelerate")
     assert section["run"] == {"name": "gpt2", "folder": "out"}
     assert read_flags(shlex.split(FLAGS)).keys() - named(draft) == set()
 
 
 def test_arguments_of_trl():
-    text = "--model_name_or_path m --dataset_name a/b --packing --max_length 64 --use_peft --lora_r 4"
+    text = (
+        "--model_name_or_path m --dataset_name a/b --packing --max_length 64 --use_peft --lora_r 4"
+    )
     section = from_flags(f"{text} --lora_target_modules q_proj v_proj").made["trainer"]
-    assert section["data"] == {"path": "a/b", "sequence_length": 64, "documents": "pack", "loss_on": "all"} | {
-        "evaluation_fraction": 0.0
-    }
+    assert section["data"] == {
+        "path": "a/b",
+        "sequence_length": 64,
+        "documents": "pack",
+        "loss_on": "all",
+    } | {"evaluation_fraction": 0.0}
     targets = ["q_proj", "v_proj"]
-    assert section["adapter"] == {"type": "lora", "r": 4, "alpha": 32, "dropout": 0.05, "targets": targets}
+    assert section["adapter"] == {
+        "type": "lora",
+        "r": 4,
+        "alpha": 32,
+        "dropout": 0.05,
+        "targets": targets,
+    }
 
 
 def test_every_argument_of_the_trainer_has_a_row():
@@ -164,7 +208,9 @@ def test_every_argument_of_the_trainer_has_a_row():
     from transformers import Seq2SeqTrainingArguments
 
     table = SYSTEMS["trainer"].table
-    assert {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)} - table.keys() == set()
+    assert {
+        field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)
+    } - table.keys() == set()
 
 
 def test_arguments_that_are_as_by_default_lose_nothing(tmp_path: Path):
@@ -172,7 +218,9 @@ def test_arguments_that_are_as_by_default_lose_nothing(tmp_path: Path):
     from transformers import TrainingArguments
 
     path = tmp_path / "args.json"
-    path.write_text(TrainingArguments(output_dir="out", learning_rate=1e-4, use_cpu=True).to_json_string())
+    path.write_text(
+        TrainingArguments(output_dir="out", learning_rate=1e-4, use_cpu=True).to_json_string()
+    )
     draft = translate("trainer", read_file(path), tmp_path)
     assert draft.lost == {} and "use_cpu" in draft.listed
     assert draft.made["optimizer"]["params"]["lr"] == 1e-4
@@ -192,7 +240,9 @@ def test_a_key_that_is_not_known_is_refused_with_what_is_near_it(tmp_path: Path)
     assert "not known" in words(draft.lost, "zzz")
     assert "sequence_len" in words(draft.lost, "sequence_length")
     keys = {"learning_rate": 1, "datasets": [{"path": "a", "typ": "alpaca"}]}
-    assert "not known" in words(written(tmp_path, "axolotl", keys, partial=True).lost, "datasets[0].typ")
+    assert "not known" in words(
+        written(tmp_path, "axolotl", keys, partial=True).lost, "datasets[0].typ"
+    )
     with pytest.raises(ConfigError, match='datasets\\[0\\].typ: saw "alpaca"'):
         written(tmp_path, "axolotl", keys)
 
@@ -205,13 +255,19 @@ def test_a_deepspeed_file_has_the_last_word(tmp_path: Path):
         "zero_optimization": {"stage": 1},
     }
     (tmp_path / "ds.json").write_text(json.dumps(base))
-    keys = {"deepspeed": "ds.json", "learning_rate": 1e-4, "weight_decay": 0.1, "gradient_accumulation_steps": 4}
+    keys = {
+        "deepspeed": "ds.json",
+        "learning_rate": 1e-4,
+        "weight_decay": 0.1,
+        "gradient_accumulation_steps": 4,
+    }
     keys |= {"warmup_steps": 7, "lr_scheduler_type": "cosine", "adam_beta2": 0.9}
     draft = written(tmp_path, "trainer", keys, partial=True)
     assert draft.made["optimizer"] == {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}
     assert draft.made["scheduler"] == {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}
     assert (
-        draft.made["gradient_accumulation_steps"] == 2 and draft.made["trainer"]["weight_decay_excludes"] == "nothing"
+        draft.made["gradient_accumulation_steps"] == 2
+        and draft.made["trainer"]["weight_decay_excludes"] == "nothing"
     )
     assert "says gradient_accumulation_steps 2" in words(draft.lost, "gradient_accumulation_steps")
     assert "of its own" in words(draft.carried, "lr_scheduler_type")
@@ -233,7 +289,9 @@ def test_a_deepspeed_file_has_the_last_word(tmp_path: Path):
         ("trainer", {"fsdp_config": "{"}, "fsdp_config"),
     ],
 )
-def test_another_training_and_values_that_do_not_fit_are_refused(tmp_path: Path, system: str, keys: dict, place: str):
+def test_another_training_and_values_that_do_not_fit_are_refused(
+    tmp_path: Path, system: str, keys: dict, place: str
+):
     with pytest.raises(ConfigError) as caught:
         written(tmp_path, system, keys, partial=True)
     assert caught.value.problems[0].place == place
@@ -242,21 +300,48 @@ def test_another_training_and_values_that_do_not_fit_are_refused(tmp_path: Path,
 @pytest.mark.parametrize(
     ("system", "keys", "seen"),
     [
-        *(("llamafactory", {"stage": stage}, f'saw "{stage}"') for stage in ("dpo", "kto", "rm", "ppo")),
-        ("llamafactory", {"do_train": None, "infer_backend": "vllm", "template": "llama3"}, "predicts, chats"),
-        ("llamafactory", {"do_train": False, "do_predict": True, "eval_dataset": "a"}, "predicts, chats"),
+        *(
+            ("llamafactory", {"stage": stage}, f'saw "{stage}"')
+            for stage in ("dpo", "kto", "rm", "ppo")
+        ),
+        (
+            "llamafactory",
+            {"do_train": None, "infer_backend": "vllm", "template": "llama3"},
+            "predicts, chats",
+        ),
+        (
+            "llamafactory",
+            {"do_train": False, "do_predict": True, "eval_dataset": "a"},
+            "predicts, chats",
+        ),
         ("llamafactory", {"vllm_enforce_eager": True}, "inference"),
         ("llamafactory", {"export_dir": "out", "adapter_name_or_path": "a"}, "export of weights"),
         (
             "llamafactory",
-            {"model": "m", "train_dataset": "d.yaml", "peft_config": {"name": "lora"}, "micro_batch_size": 1},
+            {
+                "model": "m",
+                "train_dataset": "d.yaml",
+                "peft_config": {"name": "lora"},
+                "micro_batch_size": 1,
+            },
             "second format",
         ),
-        *(("axolotl", {"rl": kind}, "DPO, KTO") for kind in ("dpo", "kto", "orpo", "grpo", "ipo", "simpo")),
+        *(
+            ("axolotl", {"rl": kind}, "DPO, KTO")
+            for kind in ("dpo", "kto", "orpo", "grpo", "ipo", "simpo")
+        ),
         ("axolotl", {"reward_model": True}, "a reward model"),
-        ("axolotl", {"model_type": "AutoModelForSequenceClassification"}, "a causal language model"),
+        (
+            "axolotl",
+            {"model_type": "AutoModelForSequenceClassification"},
+            "a causal language model",
+        ),
         ("axolotl", {"diffusion": {"eps": 1e-3}}, "diffusion"),
-        ("axolotl", {"slices": [{"sources": ["a"]}], "merge_method": "slerp"}, "the merging of models"),
+        (
+            "axolotl",
+            {"slices": [{"sources": ["a"]}], "merge_method": "slerp"},
+            "the merging of models",
+        ),
         ("axolotl", {"inference": True}, "inference"),
         ("trainer", {"beta": 0.1, "max_prompt_length": 512}, "DPO, KTO"),
         ("trainer", {"num_generations": 8, "reward_funcs": ["f"]}, "reinforcement learning"),
@@ -265,7 +350,9 @@ def test_another_training_and_values_that_do_not_fit_are_refused(tmp_path: Path,
     ],
 )
 @pytest.mark.parametrize("partial", [False, True])
-def test_another_training_is_refused_for_what_it_is(tmp_path: Path, system: str, keys: dict, seen: str, partial: bool):
+def test_another_training_is_refused_for_what_it_is(
+    tmp_path: Path, system: str, keys: dict, seen: str, partial: bool
+):
     """Also with --partial: no part of it is fine-tuning."""
     with pytest.raises(ConfigError, match=seen):
         written(tmp_path, system, {"learning_rate": 1e-4, **keys}, partial)
@@ -280,27 +367,47 @@ SETS = [{"path": "a", "type": "chat_template"}]
     ("system", "keys", "key"),
     [
         ("trainer", {"use_lora": True}, "use_lora"),
-        ("trainer", {"lora_enable": True, "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0}, "lora_enable"),
+        (
+            "trainer",
+            {"lora_enable": True, "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0},
+            "lora_enable",
+        ),
         ("trainer", {"q_lora": True}, "q_lora"),
         ("trainer", {"use_peft": True}, "use_peft"),
         ("trainer", {"lora_r": 8}, "lora_r"),
         ("trainer", {**PEFT, "lora_target_modules": [".*q_proj"]}, "lora_target_modules"),
         ("trainer", {"bits": 4}, "bits"),
         ("trainer", {"auto_find_batch_size": True}, "auto_find_batch_size"),
-        ("trainer", {"accelerator_config": {"split_batches": True}}, "accelerator_config.split_batches"),
+        (
+            "trainer",
+            {"accelerator_config": {"split_batches": True}},
+            "accelerator_config.split_batches",
+        ),
         ("trainer", {"average_tokens_across_devices": False}, "average_tokens_across_devices"),
         ("trainer", {"completion_only_loss": False}, "completion_only_loss"),
         ("trainer", {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy"),
         ("trainer", {"lr_scheduler_type": "polynomial"}, "lr_scheduler_type"),
-        ("trainer", {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 3}}, "lr_scheduler_kwargs"),
+        (
+            "trainer",
+            {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 3}},
+            "lr_scheduler_kwargs",
+        ),
         ("trainer", {"optim": "adafactor"}, "optim"),
         ("trainer", {"fp16": True, "bf16": True}, "fp16"),
         ("trainer", {"dtype": "float16"}, "dtype"),
         ("trainer", {"eval_strategy": "epoch", "max_steps": 9}, "eval_strategy"),
-        ("trainer", {"dataset_name": "a/b", "eval_strategy": "steps", "eval_steps": 5}, "dataset_name"),
+        (
+            "trainer",
+            {"dataset_name": "a/b", "eval_strategy": "steps", "eval_steps": 5},
+            "dataset_name",
+        ),
         ("trainer", {"max_train_samples": 10}, "max_train_samples"),
         ("trainer", {"resume_from_checkpoint": "out/checkpoint-5"}, "resume_from_checkpoint"),
-        ("axolotl", {**LORA, "lora_target_linear": None, "lora_target_modules": ["q.*"]}, "lora_target_modules"),
+        (
+            "axolotl",
+            {**LORA, "lora_target_linear": None, "lora_target_modules": ["q.*"]},
+            "lora_target_modules",
+        ),
         ("axolotl", {**LORA, "lora_target_modules": ["lm_head"]}, "lora_target_modules"),
         ("axolotl", {**LORA, "loraplus_lr_ratio": 16}, "loraplus_lr_ratio"),
         ("axolotl", {**LORA, "adapter": "qlora"}, "adapter"),
@@ -309,13 +416,25 @@ SETS = [{"path": "a", "type": "chat_template"}]
         ("axolotl", {"batch_size": 5, "micro_batch_size": 2}, "batch_size"),
         ("axolotl", {"batch_size": 4, "gradient_accumulation_steps": 2}, "batch_size"),
         ("axolotl", {"val_set_size": 500}, "val_set_size"),
-        ("axolotl", {"datasets": SETS, "test_datasets": [{**SETS[0], "split": "test"}]}, "test_datasets"),
+        (
+            "axolotl",
+            {"datasets": SETS, "test_datasets": [{**SETS[0], "split": "test"}]},
+            "test_datasets",
+        ),
         ("axolotl", {"datasets": SETS, "evals_per_epoch": 2, "max_steps": 9}, "evals_per_epoch"),
-        ("axolotl", {"datasets": [{"path": "a", "type": "alpaca_w_system.load_open_orca"}]}, "datasets[0].type"),
+        (
+            "axolotl",
+            {"datasets": [{"path": "a", "type": "alpaca_w_system.load_open_orca"}]},
+            "datasets[0].type",
+        ),
         ("axolotl", {"eot_tokens": ["[/INST]"]}, "eot_tokens"),
         ("axolotl", {"optimizer": "adamw_bnb_8bit"}, "optimizer"),
         ("axolotl", {"bf16": "full"}, "bf16"),
-        ("axolotl", {"datasets": [*SETS, {"path": "b", "type": "completion"}], "sequence_len": 64}, "sequence_len"),
+        (
+            "axolotl",
+            {"datasets": [*SETS, {"path": "b", "type": "completion"}], "sequence_len": 64},
+            "sequence_len",
+        ),
         ("axolotl", {"datasets": [{"path": "a", "type": "completion"}]}, "sequence_len"),
         (
             "axolotl",
@@ -326,13 +445,22 @@ SETS = [{"path": "a", "type": "chat_template"}]
         ("trainer", {"torch_dtype": "bfloat16", "bf16": True}, "torch_dtype"),
         (
             "trainer",
-            {"eval_strategy": "steps", "eval_steps": 5, "load_best_model_at_end": True, "save_steps": 5},
+            {
+                "eval_strategy": "steps",
+                "eval_steps": 5,
+                "load_best_model_at_end": True,
+                "save_steps": 5,
+            },
             "load_best_model_at_end",
         ),
         ("llamafactory", {"template": "llama3"}, "template"),
         ("llamafactory", {"packing": True}, "packing"),
         ("llamafactory", {"pure_bf16": True, "finetuning_type": "full"}, "pure_bf16"),
-        ("axolotl", {"datasets": [{**SETS[0], "roles": {"user": ["boss"]}}]}, "datasets[0].roles.user"),
+        (
+            "axolotl",
+            {"datasets": [{**SETS[0], "roles": {"user": ["boss"]}}]},
+            "datasets[0].roles.user",
+        ),
         (
             "axolotl",
             {"datasets": [{**SETS[0], "message_property_mappings": ["role"]}]},
@@ -343,8 +471,16 @@ SETS = [{"path": "a", "type": "chat_template"}]
             {"datasets": [{**SETS[0], "message_property_mappings": {"role": "who"}}]},
             "datasets[0].message_property_mappings.role",
         ),
-        ("axolotl", {"datasets": [{**SETS[0], "roles_to_train": ["assistant", "user"]}]}, "datasets[0].roles_to_train"),
-        ("axolotl", {"datasets": [{"path": "a", "type": {"format": "{instruction}"}}]}, "datasets[0].type"),
+        (
+            "axolotl",
+            {"datasets": [{**SETS[0], "roles_to_train": ["assistant", "user"]}]},
+            "datasets[0].roles_to_train",
+        ),
+        (
+            "axolotl",
+            {"datasets": [{"path": "a", "type": {"format": "{instruction}"}}]},
+            "datasets[0].type",
+        ),
         ("axolotl", {"datasets": [{**SETS[0], "shards": 10}]}, "datasets[0].shards"),
         ("axolotl", {"datasets": SETS, "chat_template": "chatml"}, "chat_template"),
         ("axolotl", {"special_tokens": {"eos_token": "<|im_end|>"}}, "special_tokens.eos_token"),
@@ -362,17 +498,28 @@ SETS = [{"path": "a", "type": "chat_template"}]
         ("llamafactory", {"pissa_init": True}, "pissa_init"),
     ],
 )
-def test_what_changes_the_training_and_is_not_carried_over_is_refused(tmp_path: Path, system, keys, key):
-    keys = {"learning_rate": 1e-4, "base_model" if system == "axolotl" else "model_name_or_path": "m", **keys}
+def test_what_changes_the_training_and_is_not_carried_over_is_refused(
+    tmp_path: Path, system, keys, key
+):
+    keys = {
+        "learning_rate": 1e-4,
+        "base_model" if system == "axolotl" else "model_name_or_path": "m",
+        **keys,
+    }
     with pytest.raises(ConfigError) as caught:
         written(tmp_path, system, keys)
     assert [problem.place for problem in caught.value.problems] == ["not imported", key]
-    assert {line.partition(" ")[0] for line in written(tmp_path, system, keys, partial=True).lost} == {key}
+    assert {
+        line.partition(" ")[0] for line in written(tmp_path, system, keys, partial=True).lost
+    } == {key}
 
 
 def test_a_regular_expression_stays_one_and_names_stay_names(tmp_path: Path):
     pattern = r"model\.layers\.\d+\.(self_attn|mlp)\.(q|up)_proj"
-    for system, keys in (("axolotl", {**LORA, "lora_target_linear": None, "base_model": "m"}), ("trainer", PEFT)):
+    for system, keys in (
+        ("axolotl", {**LORA, "lora_target_linear": None, "base_model": "m"}),
+        ("trainer", PEFT),
+    ):
         keys = {"learning_rate": 1e-4, "model_name_or_path": "m", **keys}
         if system == "axolotl":
             del keys["model_name_or_path"]
@@ -383,26 +530,54 @@ def test_a_regular_expression_stays_one_and_names_stay_names(tmp_path: Path):
 
 
 def test_lora_flags_of_scripts_are_carried_over_where_all_is_said():
-    text = "--use_lora True --lora_r 8 --lora_alpha 16 --lora_dropout 0 --lora_target_modules q_proj"
+    text = (
+        "--use_lora True --lora_r 8 --lora_alpha 16 --lora_dropout 0 --lora_target_modules q_proj"
+    )
     section = from_flags(f"--model_name_or_path m {text} --lora_bias none").made["trainer"]
-    assert section["adapter"] == {"type": "lora", "r": 8, "alpha": 16, "targets": ["q_proj"], "bias": "none"}
-    assert "adapter" not in from_flags("--use_lora false --lora_r 8 --model_name_or_path m").made["trainer"]
+    assert section["adapter"] == {
+        "type": "lora",
+        "r": 8,
+        "alpha": 16,
+        "targets": ["q_proj"],
+        "bias": "none",
+    }
+    assert (
+        "adapter"
+        not in from_flags("--use_lora false --lora_r 8 --model_name_or_path m").made["trainer"]
+    )
 
 
 def test_axolotls_batch_size_is_that_of_one_process(tmp_path: Path):
-    made = written(tmp_path, "axolotl", {"batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-4}).made
+    made = written(
+        tmp_path, "axolotl", {"batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-4}
+    ).made
     assert (made["train_micro_batch_size_per_gpu"], made["gradient_accumulation_steps"]) == (2, 4)
-    assert resolve(load(made), RuntimeFacts(4, None, 9, False, "cpu")).settings["train_batch_size"] == 32
+    assert (
+        resolve(load(made), RuntimeFacts(4, None, 9, False, "cpu")).settings["train_batch_size"]
+        == 32
+    )
 
 
 def test_rows_to_evaluate_on_are_carried_over(tmp_path: Path):
-    keys = {"datasets": SETS, "test_datasets": [{"path": "held", "type": "chat_template"}], "eval_steps": 5}
+    keys = {
+        "datasets": SETS,
+        "test_datasets": [{"path": "held", "type": "chat_template"}],
+        "eval_steps": 5,
+    }
     section = written(tmp_path, "axolotl", {"learning_rate": 1e-4, **keys}).made["trainer"]
     assert (section["data"]["evaluation_path"], section["evaluation"]["every"]) == ("held", 5)
-    flags = "--model_name_or_path m --train_file a.jsonl --eval_strategy steps --eval_steps 5 --learning_rate 1"
+    flags = (
+        "--model_name_or_path m --train_file a.jsonl --eval_strategy steps --eval_steps 5 "
+        "--learning_rate 1"
+    )
     section = from_flags(f"{flags} --validation_file b.jsonl --max_eval_samples 7").made["trainer"]
-    assert section["data"]["evaluation_path"] == "b.jsonl" and section["evaluation"] == {"every": 5, "samples": 7}
-    assert from_flags(flags).made["trainer"]["data"]["evaluation_fraction"] == 0.05  # of transformers' scripts
+    assert section["data"]["evaluation_path"] == "b.jsonl" and section["evaluation"] == {
+        "every": 5,
+        "samples": 7,
+    }
+    assert (
+        from_flags(flags).made["trainer"]["data"]["evaluation_fraction"] == 0.05
+    )  # of transformers' scripts
 
 
 ENOUGH: dict[str, dict[str, Any]] = {
@@ -428,7 +603,9 @@ def test_no_value_is_a_traceback_and_none_goes_unsaid(tmp_path: Path, system: st
 
 _ANY = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("2e-5"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -473,7 +650,9 @@ def test_no_key_of_a_config_vanishes(tmp_path: Path, system: str, data: st.DataO
         ("a.yml", "&x [*x]\n", "anchor that holds itself"),
         (
             "a.yml",
-            "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9 if i else '1')}]\n" for i in range(30)),
+            "".join(
+                f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9 if i else '1')}]\n" for i in range(30)
+            ),
             "anchor",
         ),
         ("a.yml", "a: " + "[" * 2000, "deep"),
@@ -502,11 +681,18 @@ def test_files_that_can_not_be_read(tmp_path: Path, name: str, text: str, seen: 
 
 def test_a_date_is_text_and_a_dollar_at_the_end_is_of_a_pattern(tmp_path: Path):
     (tmp_path / "a.yml").write_text("run_name: 2024-01-01\nlora_target_modules: '.*(q|v)_proj$'\n")
-    assert read_file(tmp_path / "a.yml") == {"run_name": "2024-01-01", "lora_target_modules": ".*(q|v)_proj$"}
+    assert read_file(tmp_path / "a.yml") == {
+        "run_name": "2024-01-01",
+        "lora_target_modules": ".*(q|v)_proj$",
+    }
 
 
 def test_arguments():
-    found = read_flags(shlex.split("--learning-rate 1e-4 --bf16 no --report_to a b --name='x \" y' --no_tf32 --a -1"))
+    found = read_flags(
+        shlex.split(
+            "--learning-rate 1e-4 --bf16 no --report_to a b --name='x \" y' --no_tf32 --a -1"
+        )
+    )
     assert found == {
         "learning_rate": "1e-4",
         "bf16": False,
@@ -528,7 +714,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     ours = ["--from", "axolotl", str(source), "--output", str(target)]
     assert main(ours, "meshloom import") == 64 and not target.exists()
     refusal = capsys.readouterr()
-    assert refusal.out == "" and "load_in_4bit: saw true" in refusal.err and "--partial" in refusal.err
+    assert (
+        refusal.out == "" and "load_in_4bit: saw true" in refusal.err and "--partial" in refusal.err
+    )
     assert main([*ours, "--partial"], "meshloom import") == 0
     report = capsys.readouterr().out
     assert "lost, and changes what is trained (3)" in report and "load_in_4bit true" in report
@@ -536,28 +724,48 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert load(target).trainer.adapter is not None
     assert main(["--from", "axolotl", "--partial", str(source)], "meshloom import") == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out) == json.loads(target.read_text()) and "carried over (" in printed.err
+    assert (
+        json.loads(printed.out) == json.loads(target.read_text())
+        and "carried over (" in printed.err
+    )
     assert main(["--from", "trainer", str(tmp_path / "none.yml")], "meshloom import") == 64
     assert "no such file" in capsys.readouterr().err
     flags = shlex.split(FLAGS)
     assert main(["--output", str(target), "--", *flags], "meshloom import") == 0
     assert load(target).trainer.model.name_or_path == "gpt2"
     assert main(["--", *flags, "--use_lora", "True"], "meshloom import") == 64
-    assert "use_lora: saw true (nothing says LoRA's r, alpha, dropout, targets)" in capsys.readouterr().err
+    assert (
+        "use_lora: saw true (nothing says LoRA's r, alpha, dropout, targets)"
+        in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         main([str(source), "--", *flags], "meshloom import")
 
 
 @pytest.mark.parametrize(
     ("length", "share", "every"),
-    [({"num_train_epochs": 4}, 0.05, 0.25), ({"num_train_epochs": 1}, 0.05, None), ({"max_steps": 200}, 10, None)],
+    [
+        ({"num_train_epochs": 4}, 0.05, 0.25),
+        ({"num_train_epochs": 1}, 0.05, None),
+        ({"max_steps": 200}, 10, None),
+    ],
 )
-def test_what_is_counted_in_epochs_or_as_a_share_is_a_share_of_the_steps(tmp_path: Path, length, share, every):
-    keys = {"warmup_ratio": 0.05, "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+def test_what_is_counted_in_epochs_or_as_a_share_is_a_share_of_the_steps(
+    tmp_path: Path, length, share, every
+):
+    keys = {
+        "warmup_ratio": 0.05,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "load_best_model_at_end": True,
+    }
     draft = written(tmp_path, "trainer", keys | length, partial=True)
     section, steps = draft.made["trainer"], draft.made["scheduler"]["params"]["warmup_num_steps"]
     assert (section["warmup_ratio"] if steps == "auto" else steps) == share
-    assert [section.get(name, {}).get("every") for name in ("evaluation", "checkpoint")] == [every, every]
+    assert [section.get(name, {}).get("every") for name in ("evaluation", "checkpoint")] == [
+        every,
+        every,
+    ]
     assert ("--dry-run" in words(draft.lost, "eval_strategy")) == ("max_steps" in length)
     assert section.get("checkpoint", {}).get("keep_best") is True
     resolved = resolve(load(draft.made), RuntimeFacts(1, None, 200, False, "cpu"))
@@ -569,26 +777,49 @@ def test_what_is_counted_in_epochs_or_as_a_share_is_a_share_of_the_steps(tmp_pat
     ("system", "key", "keys"),
     [
         ("axolotl", "lora_model_dir", {"base_model": "m", "adapter": "lora", "lora_r": 16}),
-        ("llamafactory", "adapter_name_or_path", {"model_name_or_path": "m", "finetuning_type": "lora"}),
+        (
+            "llamafactory",
+            "adapter_name_or_path",
+            {"model_name_or_path": "m", "finetuning_type": "lora"},
+        ),
     ],
 )
-def test_an_adapter_to_start_from_says_what_it_is(tmp_path: Path, system: str, key: str, keys: dict):
-    draft = written(tmp_path, system, {**keys, key: "out/lora", "lora_dropout": 0.1, "learning_rate": 1e-4})
+def test_an_adapter_to_start_from_says_what_it_is(
+    tmp_path: Path, system: str, key: str, keys: dict
+):
+    draft = written(
+        tmp_path, system, {**keys, key: "out/lora", "lora_dropout": 0.1, "learning_rate": 1e-4}
+    )
     assert draft.made["trainer"]["adapter"] == {"type": "lora", "path": "out/lora", "dropout": 0.1}
     whole = written(tmp_path, system, {**keys, key: None, "learning_rate": 1e-4}, partial=True)
     assert "path" not in whole.made["trainer"]["adapter"]
 
 
 def test_what_has_a_counterpart_is_carried_right(tmp_path: Path):
-    """Alpaca's own prompt, the first rows alone, ends of turns, questions that are learned, Axolotl's warm-up."""
-    keys = {"base_model": "m", "learning_rate": 1e-4, "datasets": [{"path": "a", "type": "alpaca"}], "max_steps": 5000}
-    draft = written(tmp_path, "axolotl", {**keys, "eot_tokens": ["<|im_end|>"], "optimizer": "paged_adamw_32bit"})
+    """Alpaca's own prompt, the first rows alone, ends of turns, questions that are learned,
+    Axolotl's warm-up.
+    """
+    keys = {
+        "base_model": "m",
+        "learning_rate": 1e-4,
+        "datasets": [{"path": "a", "type": "alpaca"}],
+        "max_steps": 5000,
+    }
+    draft = written(
+        tmp_path,
+        "axolotl",
+        {**keys, "eot_tokens": ["<|im_end|>"], "optimizer": "paged_adamw_32bit"},
+    )
     assert draft.made["trainer"]["data"]["records"] == "alpaca" and "eot_tokens" in draft.listed
-    assert draft.made["scheduler"]["params"]["warmup_num_steps"] == 100  # of 150, as Axolotl has none longer
+    assert (
+        draft.made["scheduler"]["params"]["warmup_num_steps"] == 100
+    )  # of 150, as Axolotl has none longer
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"a": {"file_name": "a.json"}}))
     keys = {"model_name_or_path": "m", "dataset": "a", "learning_rate": 1e-4, "max_samples": 10}
-    data = written(tmp_path, "llamafactory", {**keys, "train_on_prompt": True}).made["trainer"]["data"]
+    data = written(tmp_path, "llamafactory", {**keys, "train_on_prompt": True}).made["trainer"][
+        "data"
+    ]
     assert (data["max_rows"], data["loss_on"], data["too_long"]) == (10, "all", "error")
     flags = "--model_name_or_path m --dataset_name d --assistant_only_loss"
     assert from_flags(flags).made["trainer"]["data"]["loss_on"] == "assistant"

@@ -73,7 +73,11 @@ EDITS = {
     "a global": ("SCALE = 2.0", "SCALE = 2.5", "SCALE 2.0 -> 2.5"),
     "a gradient of its own": ("hidden ** 2", "hidden ** 3", "Square was edited"),
     "an activation": ("hidden.tanh()", "hidden.sin()", "model.act was edited"),
-    "a class of torch": ("nn.ReLU", "nn.GELU", "body.*'s class Linear ReLU Dropout -> Linear GELU Dropout"),
+    "a class of torch": (
+        "nn.ReLU",
+        "nn.GELU",
+        "body.*'s class Linear ReLU Dropout -> Linear GELU Dropout",
+    ),
     "an argument of a module": ("rate=0.1", "rate=0.15", "body.*.p 0.1 -> 0.15"),
     "an attribute": ("self.scale = 0.5", "self.scale = 0.6", "model.scale 0.5 -> 0.6"),
     "an argument that is bound": ("exponent=2", "exponent=3", "model.power's arguments"),
@@ -129,7 +133,13 @@ def test_a_checkpoint_of_old_says_nothing_of_code(tmp_path):
 def test_what_has_no_source_is_told_by_what_it_does():
     def typed(text: str) -> Any:
         space: dict[str, Any] = {"__name__": "__main__"}
-        exec(f"from torch import nn\nclass Typed(nn.Linear):\n    def forward(self, x):\n        return {text}", space)
+        exec(
+            (
+                "from torch import nn\nclass Typed(nn.Linear):\n    def forward(self, x):\n        "
+                f"return {text}"
+            ),
+            space,
+        )
         return code_of(space["Typed"](2, 2), model=space["Typed"])["Typed"]
 
     assert typed("x + 1") == typed("x + 1") != typed("x + 2")
@@ -138,7 +148,9 @@ def test_what_has_no_source_is_told_by_what_it_does():
 def test_of_a_model_of_an_installed_package_its_version_is_known(tmp_path, monkeypatch):
     folder = tmp_path / "site-packages"
     (folder / "some_model").mkdir(parents=True)
-    (folder / "some_model" / "__init__.py").write_text("from torch import nn\nclass Net(nn.Linear): pass\n")
+    (folder / "some_model" / "__init__.py").write_text(
+        "from torch import nn\nclass Net(nn.Linear): pass\n"
+    )
     about = folder / "some_models-1.2.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: some-models\nVersion: 1.2\n")
@@ -150,7 +162,14 @@ def test_of_a_model_of_an_installed_package_its_version_is_known(tmp_path, monke
 
 
 def test_another_version_of_a_library_is_said(tmp_path):
-    path = save(tmp_path, STATE, live().state_tensors(), {"versions": {"transformers": "5.1"}}, model_files, ALONE)
+    path = save(
+        tmp_path,
+        STATE,
+        live().state_tensors(),
+        {"versions": {"transformers": "5.1"}},
+        model_files,
+        ALONE,
+    )
     (line,) = refuse_changed(path, {"data": {}, "model": {}, "versions": {"transformers": "5.2"}})
     assert line == 'changed since the checkpoint: transformers "5.1" -> "5.2"'
 
@@ -191,4 +210,8 @@ print("WENT ON")
     result = script(tmp_path, text)
     assert result.code == 0, result.output
     caught = result.output.split("CAUGHT ")[1]
-    assert "model.scale 1.0 -> 9.0" in caught and "resume_anyway=True" in caught and "WENT ON" in caught
+    assert (
+        "model.scale 1.0 -> 9.0" in caught
+        and "resume_anyway=True" in caught
+        and "WENT ON" in caught
+    )

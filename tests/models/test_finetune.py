@@ -1,4 +1,6 @@
-"""Fine-tuning by the command, as a user does: their rows, one command, a model that is asked as it was taught."""
+"""Fine-tuning by the command, as a user does: their rows, one command, a model that is asked as it
+was taught.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ import pytest
 
 from tests.support.commands import ROOT, Result, losses, metrics, run, train, write_job
 
-TURNS = [{"role": "user", "content": "What is {n}+{n}?"}, {"role": "assistant", "content": "It is {twice}."}]
+TURNS = [
+    {"role": "user", "content": "What is {n}+{n}?"},
+    {"role": "assistant", "content": "It is {twice}."},
+]
 
 
 TWO = ("--processes", "2", "trainer.steps=2")
@@ -36,7 +41,9 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 def job(folder: Path, row: dict[str, Any], **data: Any) -> Path:
     path = write_job(folder)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(filled(row, n)) + "\n" for n in range(40)))
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps(filled(row, n)) + "\n" for n in range(40))
+    )
     config = json.loads(path.read_text())
     config["trainer"]["data"] = {
         "path": str(folder / "rows.jsonl"),
@@ -72,18 +79,27 @@ def test_each_format_trains_under_each_engine(tmp_path, reference, name, engine)
 
     found = done(train("--config", job(tmp_path, FORMATS[name]), *TWO, f"trainer.engine={engine}"))
     data = next(line for line in found.lines if line.startswith("data"))
-    assert "2 roles (user, assistant), 2 turns at most, by a plain template, as the tokenizer has none" in data, data
+    assert (
+        "2 roles (user, assistant), 2 turns at most, by a plain template, as the tokenizer has none"
+        in data
+    ), data
     assert "36 documents" in data and "% full" in data
     assert losses(tmp_path / "runs" / "job") == pytest.approx(reference, rel=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "runs" / "job" / "final")
-    asked = tokenizer.apply_chat_template(filled(TURNS[:1], 4), tokenize=False, add_generation_prompt=True)
+    asked = tokenizer.apply_chat_template(
+        filled(TURNS[:1], 4), tokenize=False, add_generation_prompt=True
+    )
     assert asked == "<|user|>\nWhat is 4+4?\n<|assistant|>\n"
 
 
 def test_an_evaluation_of_several_sources_has_a_loss_of_each(tmp_path):
     path = job(tmp_path, FORMATS["messages"])
     named = {name: str(tmp_path / "rows.jsonl") for name in ("one", "two")}
-    result = done(train("--config", path, f"trainer.data.evaluation_path={json.dumps(named)}", "trainer.steps=1"))
+    result = done(
+        train(
+            "--config", path, f"trainer.data.evaluation_path={json.dumps(named)}", "trainer.steps=1"
+        )
+    )
     line = metrics(tmp_path / "runs" / "job")[-1]
     assert line["evaluation_loss/one"] == line["evaluation_loss/two"] == line["evaluation_loss"]
     assert 0 <= line["evaluation_accuracy"] <= 1
@@ -91,7 +107,9 @@ def test_an_evaluation_of_several_sources_has_a_loss_of_each(tmp_path):
 
 
 def test_a_preview_shows_what_is_learned_and_trains_nothing(tmp_path):
-    result = done(train("--config", job(tmp_path, FORMATS["messages"], documents="pad"), "--preview", "2"))
+    result = done(
+        train("--config", job(tmp_path, FORMATS["messages"], documents="pad"), "--preview", "2")
+    )
     assert result.lines[-1].startswith("  + It is ") and result.lines[-1].endswith(".<|endoftext|>")
     assert result.lines[-2].startswith("  . <|user|>⏎What is ")
     assert not (tmp_path / "runs").exists()
@@ -110,7 +128,9 @@ def test_the_example_goes_from_nothing_to_an_adapter_that_peft_opens(tmp_path):
         "4",
     )
     done(result)
-    found = [line.split(":")[0].strip() for line in result.lines if line.startswith("  ") and ":" in line]
+    found = [
+        line.split(":")[0].strip() for line in result.lines if line.startswith("  ") and ":" in line
+    ]
     assert found == ["base", "full", "lora"] * 4, result.output
     assert (tmp_path / "runs/lora/final/adapter_model.safetensors").exists()
 
@@ -118,7 +138,9 @@ def test_the_example_goes_from_nothing_to_an_adapter_that_peft_opens(tmp_path):
 def test_a_chat_that_is_wrong_is_named_by_its_row(tmp_path):
     path = job(tmp_path, FORMATS["messages"])
     with open(tmp_path / "rows.jsonl", "a") as file:
-        file.write(json.dumps({"messages": [{"role": "user", "content": [{"type": "image"}]}]}) + "\n")
+        file.write(
+            json.dumps({"messages": [{"role": "user", "content": [{"type": "image"}]}]}) + "\n"
+        )
     result = train("--config", path)
     assert result.code == 65
     assert "rows.jsonl:41: messages[0]: a part of type image; expected text" in result.output

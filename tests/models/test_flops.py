@@ -20,7 +20,8 @@ SMALL: dict[str, Any] = dict(
     tie_word_embeddings=False,
 )
 TOKENS = dict(pad_token_id=0, bos_token_id=0, eos_token_id=0)
-# family -> (what its config needs, parameters of a layer's routed experts, layers that have them, chosen, of how many)
+# family -> (what its config needs, parameters of a layer's routed experts, layers that have them,
+# chosen, of how many)
 MIXTURES: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
     "mixtral": (dict(num_local_experts=8, num_experts_per_tok=2), 8 * 3 * 32 * 48, 2, 2, 8),
     "qwen3_moe": (
@@ -31,7 +32,12 @@ MIXTURES: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
         4,
     ),
     "qwen2_moe": (  # its shared expert sees every token
-        dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24),
+        dict(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=24,
+        ),
         4 * 3 * 32 * 16,
         2,
         2,
@@ -44,7 +50,13 @@ MIXTURES: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
         2,
         4,
     ),
-    "granitemoe": (dict(num_local_experts=4, num_experts_per_tok=2, **TOKENS), 4 * 3 * 32 * 48, 2, 2, 4),
+    "granitemoe": (
+        dict(num_local_experts=4, num_experts_per_tok=2, **TOKENS),
+        4 * 3 * 32 * 48,
+        2,
+        2,
+        4,
+    ),
 }
 
 

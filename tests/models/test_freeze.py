@@ -1,4 +1,6 @@
-"""`trainer.freeze`: what matches stays as it is under every engine, and the rest trains as in one process."""
+"""`trainer.freeze`: what matches stays as it is under every engine, and the rest trains as in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,32 @@ LAYOUTS = {
     "zero1": replace(DATA, zero_stage=1, freeze=TABLES),
     "zero2": replace(DATA, zero_stage=2, freeze=TABLES),
     "zero3": replace(DATA, zero_stage=3, freeze=TABLES),
-    "zero3, gpt2, full": replace(DATA, zero_stage=3, model=GPT2, recompute="full", freeze=("*.wte.*", "*.h.[01].*")),
-    "zero3, all on the host": replace(DATA, offload_optimizer="cpu", offload_param="cpu", zero_stage=3, freeze=TABLES),
+    "zero3, gpt2, full": replace(
+        DATA, zero_stage=3, model=GPT2, recompute="full", freeze=("*.wte.*", "*.h.[01].*")
+    ),
+    "zero3, all on the host": replace(
+        DATA, offload_optimizer="cpu", offload_param="cpu", zero_stage=3, freeze=TABLES
+    ),
     "pipeline": replace(STAGES, freeze=TABLES),
     "pipeline, a frozen stage": replace(STAGES, freeze=FIRST),
     "pipeline, DualPipeV": replace(STAGES, schedule="DualPipeV", freeze=FIRST),
     "hsdp": replace(HSDP, zero_stage=3, freeze=TABLES),
-    "pipeline x zero2, ZBVZeroBubble": replace(STAGES_4, zero_stage=2, schedule="ZBVZeroBubble", freeze=TABLES),
+    "pipeline x zero2, ZBVZeroBubble": replace(
+        STAGES_4, zero_stage=2, schedule="ZBVZeroBubble", freeze=TABLES
+    ),
     "pipeline x zero3": replace(STAGES_4, zero_stage=3, freeze=FIRST),
     "pipeline x zero2": replace(STAGES_4, zero_stage=2, freeze=TABLES),
     "tensor x zero2": replace(SPLIT_4, zero_stage=2, freeze=TABLES),
 }
-CASES = {name: case for name, case in by_engine(LAYOUTS).items() if name != "deepspeed-pipeline, a frozen stage"}
-STOPPED = {name: CASES[name] for name in ("deepspeed-zero2", "deepspeed-zero3", "mesh-zero3", "mesh-pipeline x zero2")}
+CASES = {
+    name: case
+    for name, case in by_engine(LAYOUTS).items()
+    if name != "deepspeed-pipeline, a frozen stage"
+}
+STOPPED = {
+    name: CASES[name]
+    for name in ("deepspeed-zero2", "deepspeed-zero3", "mesh-zero3", "mesh-pipeline x zero2")
+}
 
 
 def held_in(case: Case) -> set[str]:
@@ -63,22 +78,40 @@ def test_the_rest_trains_as_in_one_process(pools, name):
 @pytest.mark.parametrize("name", STOPPED)
 def test_a_resumed_run_goes_on_bit_for_bit(pools, tmp_path, name):
     case = STOPPED[name]
-    for losses, weights in pools[case.world_size].run(resume_by_engine, before=case, after=case, folder=tmp_path):
+    for losses, weights in pools[case.world_size].run(
+        resume_by_engine, before=case, after=case, folder=tmp_path
+    ):
         assert losses[0] == losses[1]
-        assert [name for name in weights[1] if not torch.equal(weights[0][name], weights[1][name])] == []
+        assert [
+            name for name in weights[1] if not torch.equal(weights[0][name], weights[1][name])
+        ] == []
 
 
 def state_after_a_step(case: Case) -> tuple[list[str], dict[str, bool]]:
-    """What has optimizer state, and whether each weight is what it was. Runs on each rank of a pool."""
+    """What has optimizer state, and whether each weight is what it was. Runs on each rank of a
+    pool.
+    """
     import torch.distributed as dist
 
-    from tests.support.training import build, collated, data_rank_of, shares, spec_in, task_of, whole_weights
+    from tests.support.training import (
+        build,
+        collated,
+        data_rank_of,
+        shares,
+        spec_in,
+        task_of,
+        whole_weights,
+    )
     from trainer.optim.lr_schedules import Update
 
     rank = dist.get_rank()
     engine, task = build(case, rank), task_of(spec_in(case))
     before = whole_weights(engine, case)
-    engine.step(0, [collated(task, share) for share in shares(case, 0, data_rank_of(case, rank))], Update(1e-2))
+    engine.step(
+        0,
+        [collated(task, share) for share in shares(case, 0, data_rank_of(case, rank))],
+        Update(1e-2),
+    )
     after = whole_weights(engine, case)
     kept = sorted({entry.name for entry in engine.state_tensors() if entry.key != "weight"})
     engine.close()
@@ -144,7 +177,11 @@ def test_what_is_held_in_16_bits_alone_is_no_alarm(pools):
     from tests.support.commands import ROOT
 
     overrides = ["trainer.engine=deepspeed", 'trainer.freeze=["*embed_tokens*","*.q_proj.*"]']
-    config = {"path": str(ROOT / "ds_configs" / "zero3.json"), "world_size": 2, "precision": "config"}
+    config = {
+        "path": str(ROOT / "ds_configs" / "zero3.json"),
+        "world_size": 2,
+        "precision": "config",
+    }
     for passed, _, table in pools[2].run(certified_in, **config, overrides=overrides):
         assert passed, table
 
@@ -159,11 +196,15 @@ def test_each_block_of_a_tiny_copy_stands_for_one_of_the_model():
     assert stand_ins("AAAA", 2) == [0, 0]
     last = [f"model.layers.{i}.*" for i in range(11)]
     spec = frozen(spec_of(LLAMA | {"num_hidden_layers": 12}), ["model.embed_tokens.*", *last])
-    assert {name.split(".")[2] for name in spec.tiny.copy(3).training.frozen if "layers" in name} == {"0", "1"}
+    assert {
+        name.split(".")[2] for name in spec.tiny.copy(3).training.frozen if "layers" in name
+    } == {"0", "1"}
 
 
 def test_any_name_of_a_tied_parameter_will_do():
-    assert set(frozen(spec_of(LLAMA), ["lm_head.weight"]).training.frozen) == {"model.embed_tokens.weight"}
+    assert set(frozen(spec_of(LLAMA), ["lm_head.weight"]).training.frozen) == {
+        "model.embed_tokens.weight"
+    }
     spec = frozen(spec_of(TIED), ["*norm*"])
     assert "trainer.freeze" in spec.notes[-1] and "7 of 29 parameters" in spec.notes[-1]
 
@@ -171,7 +212,10 @@ def test_any_name_of_a_tied_parameter_will_do():
 @pytest.mark.parametrize(
     "patterns, message",
     [
-        (["*norm*", "model.embd_tokens.*"], 'trainer.freeze[1]: "model.embd_tokens.*" matches no parameter'),
+        (
+            ["*norm*", "model.embd_tokens.*"],
+            'trainer.freeze[1]: "model.embd_tokens.*" matches no parameter',
+        ),
         (["model.embd_tokens.*"], 'Did you mean "model.embed_tokens.*"'),
         (["layers.0.self_attn.k_proj"], "matches no parameter"),
         (["*"], "trainer.freeze: all 29 parameters; expected some that are left to learn"),

@@ -1,4 +1,6 @@
-"""`trainer.adapter`: LoRA by PEFT under every engine and layout, against PEFT's own model in one process."""
+"""`trainer.adapter`: LoRA by PEFT under every engine and layout, against PEFT's own model in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,29 @@ import torch
 
 from tests.certify.test_verify import certified
 from tests.support.commands import ROOT, write_job
-from tests.support.layouts import DATA, FAMILIES, HSDP, LLAMA_4, SPLIT, SPLIT_4, STAGES, STAGES_4, TIED, by_engine
+from tests.support.layouts import (
+    DATA,
+    FAMILIES,
+    HSDP,
+    LLAMA_4,
+    SPLIT,
+    SPLIT_4,
+    STAGES,
+    STAGES_4,
+    TIED,
+    by_engine,
+)
 from tests.support.pool import machine_here
-from tests.support.training import GPT2, LLAMA, Case, assert_same, spec_in, spec_of, train_by_engine, train_plainly
+from tests.support.training import (
+    GPT2,
+    LLAMA,
+    Case,
+    assert_same,
+    spec_in,
+    spec_of,
+    train_by_engine,
+    train_plainly,
+)
 from trainer.config.sections import AdapterSection
 from trainer.errors import ConfigError
 from trainer.models.finetuning.lora import _MadeUp, adapted
@@ -44,21 +66,33 @@ LAYOUTS = {
     "zero3, dora": replace(DATA, zero_stage=3, adapter=SOME | {"dora": True}),
     "zero3, full": replace(DATA, zero_stage=3, adapter=LORA, recompute="full"),
     "zero3, selective": replace(DATA, zero_stage=3, adapter=LORA, recompute="selective"),
-    "zero3, all on the host": replace(DATA, offload_optimizer="cpu", offload_param="cpu", zero_stage=3, adapter=LORA),
+    "zero3, all on the host": replace(
+        DATA, offload_optimizer="cpu", offload_param="cpu", zero_stage=3, adapter=LORA
+    ),
     "pipeline": replace(STAGES, adapter=LORA),
-    "pipeline, a head that is trained": replace(STAGES, model={**LLAMA_4, "tie_word_embeddings": False}, adapter=HEAD),
+    "pipeline, a head that is trained": replace(
+        STAGES, model={**LLAMA_4, "tie_word_embeddings": False}, adapter=HEAD
+    ),
     "pipeline, ZBVZeroBubble": replace(STAGES, schedule="ZBVZeroBubble", adapter=LORA),
     "tensor": replace(SPLIT, adapter=DRY),
-    "tensor x zero2": replace(SPLIT_4, zero_stage=2, adapter=DRY | {"targets": ["q_proj", "o_proj", "down_proj"]}),
+    "tensor x zero2": replace(
+        SPLIT_4, zero_stage=2, adapter=DRY | {"targets": ["q_proj", "o_proj", "down_proj"]}
+    ),
     "tensor x zero3, biases": replace(
         SPLIT_4, zero_stage=3, model=FAMILIES["llama, biases"], adapter=DRY | {"bias": "all"}
     ),
-    "pipeline x tensor": replace(SPLIT_4, pipeline=2, model=TIED | {"num_hidden_layers": 4}, adapter=DRY),
+    "pipeline x tensor": replace(
+        SPLIT_4, pipeline=2, model=TIED | {"num_hidden_layers": 4}, adapter=DRY
+    ),
     "hsdp": replace(HSDP, zero_stage=3, adapter=LORA),
     "pipeline x zero2": replace(STAGES_4, zero_stage=2, adapter=LORA),
     "pipeline x zero3": replace(STAGES_4, zero_stage=3, adapter=LORA),
 }
-CASES = {name: case for name, case in by_engine(LAYOUTS).items() if not name.startswith("deepspeed-tensor")}
+CASES = {
+    name: case
+    for name, case in by_engine(LAYOUTS).items()
+    if not name.startswith("deepspeed-tensor")
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,9 +121,18 @@ def write_base(folder: Path, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
-def job(folder: Path, base: Path, engine: str, stage: int, adapter: dict[str, Any], **trainer: Any) -> Path:
+def job(
+    folder: Path, base: Path, engine: str, stage: int, adapter: dict[str, Any], **trainer: Any
+) -> Path:
     """A config of four steps on a small text, saved after two."""
-    path = write_job(folder, engine=engine, model={"name_or_path": str(base)}, adapter=adapter, steps=4, **trainer)
+    path = write_job(
+        folder,
+        engine=engine,
+        model={"name_or_path": str(base)},
+        adapter=adapter,
+        steps=4,
+        **trainer,
+    )
     config = json.loads(path.read_text())
     config["zero_optimization"]["stage"] = stage
     config["trainer"]["checkpoint"] = {"every": 2, **trainer.get("checkpoint", {})}
@@ -97,7 +140,9 @@ def job(folder: Path, base: Path, engine: str, stage: int, adapter: dict[str, An
     return path
 
 
-def train_here(path: Path, overrides: Sequence[str] = (), resume: str | None = None) -> list[float] | str:
+def train_here(
+    path: Path, overrides: Sequence[str] = (), resume: str | None = None
+) -> list[float] | str:
     """The run of a config on each rank of a pool: its losses, or what it says is wrong."""
     import os
 
@@ -112,7 +157,9 @@ def train_here(path: Path, overrides: Sequence[str] = (), resume: str | None = N
     with open(os.devnull, "w") as nowhere:
         try:
             request = Request(resume=resume, fresh=resume is None, script=True)
-            result = execute(load(path, overrides), request, machine_here(), Console(file=nowhere), NoSignals())
+            result = execute(
+                load(path, overrides), request, machine_here(), Console(file=nowhere), NoSignals()
+            )
         except MeshloomError as error:
             return error.render()
     assert result is not None
@@ -165,9 +212,16 @@ def test_what_is_saved_opens_in_peft_with_the_same_logits(pools, tmp_path, name)
     assert {file.name: file.read_bytes() for file in base.iterdir()} == before
     saved = run / "checkpoints" / "step-000004" / "model"
     names = {file.name for file in saved.glob("*.safetensors*")}
-    assert names == {"adapter_model.safetensors"} == {file.name for file in (run / "final").glob("*.safetensors*")}
+    assert (
+        names
+        == {"adapter_model.safetensors"}
+        == {file.name for file in (run / "final").glob("*.safetensors*")}
+    )
     final = load_file(run / "final" / "adapter_model.safetensors")
-    assert all(torch.equal(value, final[key]) for key, value in load_file(saved / "adapter_model.safetensors").items())
+    assert all(
+        torch.equal(value, final[key])
+        for key, value in load_file(saved / "adapter_model.safetensors").items()
+    )
     assert not any(".q_proj.weight" in key or "embed_tokens" in key for key in final)
 
 
@@ -185,9 +239,15 @@ CERTIFIED = {
 def test_what_ships_is_certified_with_an_adapter(pools, tmp_path, name):
     base, world_size = write_base(tmp_path / "base", attention_dropout=0.0), CERTIFIED[name]
     dropout = 0.0 if "tensor" in name else 0.1
-    overrides = [f"trainer.model.name_or_path={base}", f"trainer.adapter.dropout={dropout}", "trainer.adapter.r=4"]
+    overrides = [
+        f"trainer.model.name_or_path={base}",
+        f"trainer.adapter.dropout={dropout}",
+        "trainer.adapter.r=4",
+    ]
     path = str(ROOT / "ds_configs" / f"{name}.json")
-    for passed, _, table in pools[world_size].run(certified, path=path, world_size=world_size, overrides=overrides):
+    for passed, _, table in pools[world_size].run(
+        certified, path=path, world_size=world_size, overrides=overrides
+    ):
         assert passed, table
 
 
@@ -210,10 +270,15 @@ def test_a_run_goes_on_from_adapters_alone_and_only_with_their_base(pools, tmp_p
     elsewhere = pools[2].run(train_here, path=path, overrides=other, resume=str(saved))[0]
     torch.testing.assert_close(elsewhere, whole[2:], rtol=1e-5, atol=0)
 
-    start = [f"trainer.adapter.path={tmp_path / 'runs' / 'job' / 'final'}", "optimizer.params.lr=1e-12"]
+    start = [
+        f"trainer.adapter.path={tmp_path / 'runs' / 'job' / 'final'}",
+        "optimizer.params.lr=1e-12",
+    ]
     assert not isinstance(pools[2].run(train_here, path=path, overrides=start)[0], str)
     started = load_file(tmp_path / "runs" / "job-4" / "final" / "adapter_model.safetensors")
-    assert all(torch.allclose(value, final[name], rtol=0, atol=1e-9) for name, value in started.items())
+    assert all(
+        torch.allclose(value, final[name], rtol=0, atol=1e-9) for name, value in started.items()
+    )
 
     wrong = {
         "trainer.adapter.r=8": "adapter.r 4 -> 8",
@@ -225,18 +290,28 @@ def test_a_run_goes_on_from_adapters_alone_and_only_with_their_base(pools, tmp_p
         assert isinstance(error, str) and message in error, error
     write_base(tmp_path / "base", seed=1)
     error = pools[2].run(train_here, path=path, resume=str(saved))[0]
-    assert isinstance(error, str) and "trainer.model.name_or_path" in error and "the base of the adapter" in error
+    assert (
+        isinstance(error, str)
+        and "trainer.model.name_or_path" in error
+        and "the base of the adapter" in error
+    )
 
 
 def test_dropout_of_an_adapter_that_is_not_replayed_is_caught(pools, tmp_path):
     base = write_base(tmp_path / "base", attention_dropout=0.0)
     overrides = [
-        *(f"trainer.model.name_or_path={base}", "trainer.adapter.dropout=0.3", "trainer.adapter.r=4"),
+        *(
+            f"trainer.model.name_or_path={base}",
+            "trainer.adapter.dropout=0.3",
+            "trainer.adapter.r=4",
+        ),
         *("trainer.activation_checkpointing=full", "trainer.engine=accelerate"),
     ]
     path = str(ROOT / "ds_configs" / "fsdp.json")
     for fault, passes in ((None, True), ("dropout_not_replayed", False)):
-        for passed, first, table in pools[2].run(certified, path=path, world_size=2, overrides=overrides, fault=fault):
+        for passed, first, table in pools[2].run(
+            certified, path=path, world_size=2, overrides=overrides, fault=fault
+        ):
             assert passed == passes, table
             assert first == ("" if passes else "gradient"), table
             assert passes or "lora_" in table.splitlines()[-1], table
@@ -247,7 +322,9 @@ def test_a_planted_fault_is_caught_with_an_adapter(pools, tmp_path, fault, check
     base = write_base(tmp_path / "base", attention_dropout=0.0)
     overrides = [f"trainer.model.name_or_path={base}", "trainer.adapter.r=4", "trainer.engine=mesh"]
     path = str(ROOT / "ds_configs" / "zero3.json")
-    for passed, first, table in pools[2].run(certified, path=path, world_size=2, overrides=overrides, fault=fault):
+    for passed, first, table in pools[2].run(
+        certified, path=path, world_size=2, overrides=overrides, fault=fault
+    ):
         assert not passed
         assert first == check, table
 
@@ -259,14 +336,20 @@ def dtypes_of(case: Case) -> dict[str, str]:
     from tests.support.training import build
 
     engine = build(case, dist.get_rank())
-    found = {entry.name: str(entry.dtype) for entry in engine.state_tensors() if entry.key == "weight"}
+    found = {
+        entry.name: str(entry.dtype) for entry in engine.state_tensors() if entry.key == "weight"
+    }
     engine.close()
     return found
 
 
-@pytest.mark.parametrize("engine, learned", [("mesh", "torch.float32"), ("deepspeed", "torch.bfloat16")])
+@pytest.mark.parametrize(
+    "engine, learned", [("mesh", "torch.float32"), ("deepspeed", "torch.bfloat16")]
+)
 def test_the_base_is_kept_in_the_precision_that_it_computes_in(pools, engine, learned):
-    case = replace(DATA, engine=engine, zero_stage=3, precision="bfloat16", adapter=LORA | {"dropout": 0.0})
+    case = replace(
+        DATA, engine=engine, zero_stage=3, precision="bfloat16", adapter=LORA | {"dropout": 0.0}
+    )
     case = replace(case, model=LLAMA | {"attention_dropout": 0.0})
     for found in pools[2].run(dtypes_of, case=case):
         assert {dtype for name, dtype in found.items() if "lora_" not in name} == {"torch.bfloat16"}
@@ -303,14 +386,26 @@ def test_a_section_that_is_wrong(tmp_path, adapter, message):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"targets": ["q_prj"]}, 'trainer.adapter.targets[0]: "q_prj" names no linear layer of a block'),
-        ({"targets": ["q_proj", "k_prjo"]}, 'targets[1]: "k_prjo" names no linear layer of a block'),
+        (
+            {"targets": ["q_prj"]},
+            'trainer.adapter.targets[0]: "q_prj" names no linear layer of a block',
+        ),
+        (
+            {"targets": ["q_proj", "k_prjo"]},
+            'targets[1]: "k_prjo" names no linear layer of a block',
+        ),
         ({"targets": ["q_prj"]}, 'Did you mean "q_proj" or "v_proj"?'),
         ({"targets": ["embed_tokens"]}, "model.embed_tokens is Embedding"),
-        ({"targets": r".*q_prj"}, '".*q_prj" matches no module; expected linear layers of the blocks alone'),
+        (
+            {"targets": r".*q_prj"},
+            '".*q_prj" matches no module; expected linear layers of the blocks alone',
+        ),
         ({"targets": r"(.*up_proj|lm_head)"}, "matches lm_head"),
         ({"targets": ["lm_head"]}, "modules_to_save trains a module as a whole"),
-        ({"modules_to_save": ["lmhead"]}, 'modules_to_save[0]: "lmhead" is no module with parameters'),
+        (
+            {"modules_to_save": ["lmhead"]},
+            'modules_to_save[0]: "lmhead" is no module with parameters',
+        ),
         ({"modules_to_save": ["self_attn"]}, "which has an adapter"),
         ({"modules_to_save": ["lm_head"]}, "which is tied"),
     ],
@@ -321,7 +416,9 @@ def test_what_the_model_has_not(changes, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("pattern", [r"model\.layers\.[01]\.self_attn\.(q|v)_proj", r".*\.(up|down)_proj", "q_proj"])
+@pytest.mark.parametrize(
+    "pattern", [r"model\.layers\.[01]\.self_attn\.(q|v)_proj", r".*\.(up|down)_proj", "q_proj"]
+)
 def test_a_text_as_targets_means_the_modules_that_it_means_to_peft(pattern):
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -333,7 +430,10 @@ def test_a_text_as_targets_means_the_modules_that_it_means_to_peft(pattern):
             adapted(spec_of(LLAMA), AdapterSection(targets=pattern))
         return
     ours = adapted(spec_of(LLAMA), AdapterSection(targets=pattern)).build()
-    adapters = [{name for name, _ in model.named_modules() if name.endswith("lora_A")} for model in (ours, theirs)]
+    adapters = [
+        {name for name, _ in model.named_modules() if name.endswith("lora_A")}
+        for model in (ours, theirs)
+    ]
     assert adapters[0] == adapters[1] and adapters[0]
 
 
@@ -363,7 +463,9 @@ def test_the_adapters_config_names_its_base_and_the_revision(tmp_path):
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (saved["base_model_name_or_path"], saved["revision"]) == ("some/base", "v2")
     adapted(replace(spec, name=str(tmp_path)), AdapterSection()).files.save_config(tmp_path, None)
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["revision"] is None  # of a folder
+    assert (
+        json.loads((tmp_path / "adapter_config.json").read_text())["revision"] is None
+    )  # of a folder
 
 
 def saved_by_peft(folder: Path, **more: Any) -> dict[str, torch.Tensor]:
@@ -373,7 +475,12 @@ def saved_by_peft(folder: Path, **more: Any) -> dict[str, torch.Tensor]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
-    told = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]}
+    told = {
+        "r": 3,
+        "lora_alpha": 5,
+        "target_modules": ["q_proj", "down_proj"],
+        "modules_to_save": ["lm_head"],
+    }
     config = LoraConfig(**told | more, use_rslora=True)
     model = get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(**UNTIED)), config)
     with torch.no_grad():
@@ -392,12 +499,19 @@ def test_a_run_may_start_from_an_adapter(tmp_path):
     materialise(model, spec, seed=3, device=torch.device("cpu"), dtype=torch.float32)
     named = dict(model.named_parameters())
     assert set(spec.files.published.values()) == set(theirs)
-    assert all(torch.equal(named[ours], theirs[name]) for ours, name in spec.files.published.items())
+    assert all(
+        torch.equal(named[ours], theirs[name]) for ours, name in spec.files.published.items()
+    )
     layer = model.get_submodule("model.layers.0.self_attn.q_proj")
     assert (layer.scaling["default"], layer.lora_dropout["default"].p) == (5 / 3**0.5, 0.1)
     spec.files.save_config(tmp_path / "two", None)
-    before, after = (json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("one", "two"))
-    assert all(before[key] == after[key] for key in ("r", "lora_alpha", "use_rslora", "modules_to_save", "use_dora"))
+    before, after = (
+        json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("one", "two")
+    )
+    assert all(
+        before[key] == after[key]
+        for key in ("r", "lora_alpha", "use_rslora", "modules_to_save", "use_dora")
+    )
     assert "starts as that of" in spec.notes[-1]
 
 
@@ -433,9 +547,17 @@ def test_what_is_refused_under_tensor_parallelism():
     from trainer.engines import ENGINES
 
     for case, engine, message in (
-        (replace(SPLIT, adapter=LORA), "mesh", "draws random numbers (dropout) inside what is split"),
+        (
+            replace(SPLIT, adapter=LORA),
+            "mesh",
+            "draws random numbers (dropout) inside what is split",
+        ),
         (replace(SPLIT, adapter=DRY | {"dora": True}), "mesh", "the plan does not say how"),
-        (replace(SPLIT, adapter=DRY), "deepspeed", "an adapter, of which AutoTP would take each matrix for a layer"),
+        (
+            replace(SPLIT, adapter=DRY),
+            "deepspeed",
+            "an adapter, of which AutoTP would take each matrix for a layer",
+        ),
     ):
         with pytest.raises(ConfigError) as caught:
             ENGINES[engine].check(spec_in(case), layout_of(case))

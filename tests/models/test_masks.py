@@ -1,4 +1,6 @@
-"""Masks: no wait for the device in a step, the flash kernel where a window hides nothing, the model's own numbers."""
+"""Masks: no wait for the device in a step, the flash kernel where a window hides nothing, the
+model's own numbers.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {**SMALL, **TOKENS, "attention_chunk_size": WINDOW, "num_local_experts": 2},
 }
 # what reads a value on the host, by its name in aten
-WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "unique_dim"}
+WAITS = {
+    "_local_scalar_dense",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "nonzero",
+    "_unique2",
+    "unique_dim",
+}
 
 
 class Waits(TorchDispatchMode):
@@ -47,7 +57,9 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = function._schema.name.removeprefix("aten::")
         by_mask = name.startswith("index") and any(
             isinstance(i, torch.Tensor) and i.dtype == torch.bool
@@ -107,7 +119,9 @@ def test_the_watch_sees_what_it_looks_for():
     assert waits.found == ["_local_scalar_dense", "_local_scalar_dense", "index"]
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma2"])  # its soft caps need eager attention
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if name != "gemma2"]
+)  # its soft caps need eager attention
 def test_a_window_that_hides_nothing_leaves_the_flash_kernel(name, attention):
     _, task, model = tiny(name)
     for length in (WINDOW - 2, WINDOW):
@@ -144,11 +158,17 @@ def test_a_mask_that_was_written_into_is_made_again():
 def test_outside_of_a_forward_pass_transformers_is_as_it_was():
     from transformers import masking_utils
 
-    before = masking_utils.find_packed_sequence_indices, dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)
+    before = (
+        masking_utils.find_packed_sequence_indices,
+        dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS),
+    )
     with pytest.raises(RuntimeError), Masks().of(None):
         assert masking_utils.find_packed_sequence_indices is not before[0]
         raise RuntimeError
-    assert before == (masking_utils.find_packed_sequence_indices, dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS))
+    assert before == (
+        masking_utils.find_packed_sequence_indices,
+        dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS),
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -164,7 +184,9 @@ def test_loss_and_gradients_are_those_of_the_models_own_forward(name, attention)
         inputs = batch(length)
         task.loss_sum(ours, inputs).backward()
         logits = own(input_ids=inputs["input_ids"], use_cache=False).logits
-        F.cross_entropy(logits.flatten(0, 1), inputs["targets"].flatten(), reduction="sum").backward()
+        F.cross_entropy(
+            logits.flatten(0, 1), inputs["targets"].flatten(), reduction="sum"
+        ).backward()
     for (key, mine), theirs in zip(ours.named_parameters(), own.parameters(), strict=True):
         if theirs.grad is not None:
             torch.testing.assert_close(

@@ -17,9 +17,12 @@ from trainer.models.materialise import materialise
 from trainer.models.spec import flops_per_token, units
 from trainer.models.weights import open_weights
 
-SMALL: dict[str, Any] = {key: value for key, value in LLAMA.items() if key not in ("model_type", "tie_word_embeddings")}
+SMALL: dict[str, Any] = {
+    key: value for key, value in LLAMA.items() if key not in ("model_type", "tie_word_embeddings")
+}
 
-# family -> (what its config needs beside the small one, whether nothing but the head makes the logits)
+# family -> (what its config needs beside the small one, whether nothing but the head makes the
+# logits)
 FAMILIES = {
     "llama": ({}, True),
     "mistral": ({}, True),
@@ -31,14 +34,24 @@ FAMILIES = {
     "cohere": ({}, False),  # a logit scale
     "granite": ({}, False),  # divides the logits
     "gpt_neox": ({}, True),
-    "gpt2": ({key: value for key, value in GPT2.items() if key not in ("model_type", "vocab_size")}, True),
-    "qwen3_moe": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}, True),
+    "gpt2": (
+        {key: value for key, value in GPT2.items() if key not in ("model_type", "vocab_size")},
+        True,
+    ),
+    "qwen3_moe": (
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+        True,
+    ),
 }
 
 
 def family(name: str) -> dict[str, Any]:
     extra, _ = FAMILIES[name]
-    return {"model_type": name, **({"vocab_size": VOCABULARY} if name == "gpt2" else SMALL), **extra}
+    return {
+        "model_type": name,
+        **({"vocab_size": VOCABULARY} if name == "gpt2" else SMALL),
+        **extra,
+    }
 
 
 def real(spec: Any, seed: int = 0) -> Any:
@@ -68,11 +81,17 @@ def test_initial_values_have_the_spread_that_transformers_gives(name):
     spec = spec_of(family(name))
     ours = dict(real(spec).named_parameters())
     torch.manual_seed(0)
-    theirs = dict(AutoModelForCausalLM.from_config(huggingface.read_config(options(family(name)))).named_parameters())
+    theirs = dict(
+        AutoModelForCausalLM.from_config(
+            huggingface.read_config(options(family(name)))
+        ).named_parameters()
+    )
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         assert float(ours[key].mean()) == pytest.approx(float(value.mean()), abs=0.01), key
-        assert float(ours[key].std(correction=0)) == pytest.approx(float(value.std(correction=0)), rel=0.2), key
+        assert float(ours[key].std(correction=0)) == pytest.approx(
+            float(value.std(correction=0)), rel=0.2
+        ), key
 
 
 def test_initial_values_depend_on_seed_and_name_alone():
@@ -131,7 +150,9 @@ def test_no_more_than_a_unit_is_whole_at_once():
         for parameter in parameters:
             parameter.data = torch.empty(0)
 
-    materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32, after_unit=take_away)
+    materialise(
+        model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32, after_unit=take_away
+    )
     block = sum(p.numel() for p in spec.build().get_submodule("model.layers.0").parameters())
     embedding = VOCABULARY * 32
     assert max(alive) <= max(block, embedding)
@@ -141,17 +162,24 @@ def test_flops_follow_the_formula():
     spec = spec_of({**LLAMA, "tie_word_embeddings": False})
     matrices = spec.parameters - VOCABULARY * 32
     assert flops_per_token(spec, 128) == 6 * matrices + 6 * 3 * 32 * 128
-    assert spec_of(LLAMA).language.embedding_parameters == 0  # a tied table is the head, and multiplied
+    assert (
+        spec_of(LLAMA).language.embedding_parameters == 0
+    )  # a tied table is the head, and multiplied
 
 
 def options(config: Any = None, path: str | None = None) -> SimpleNamespace:
-    return SimpleNamespace(name_or_path=path, config=config, revision=None, trust_remote_code=False, attention=None)
+    return SimpleNamespace(
+        name_or_path=path, config=config, revision=None, trust_remote_code=False, attention=None
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"hidden_size": 8}, 'trainer.model.config: no model_type; expected an architecture, such as "model_type"'),
+        (
+            {"hidden_size": 8},
+            'trainer.model.config: no model_type; expected an architecture, such as "model_type"',
+        ),
         ({"model_type": "lama"}, "expected a config that transformers accepts"),
         ("/nowhere/config.json", "trainer.model.config: /nowhere/config.json: "),
     ],
@@ -163,18 +191,26 @@ def test_a_config_that_names_no_model(config, text):
 
 
 def test_a_model_without_a_language_head():
-    with pytest.raises(ConfigError, match="expected an architecture with a causal language model head"):
+    with pytest.raises(
+        ConfigError, match="expected an architecture with a causal language model head"
+    ):
         huggingface.spec_of(huggingface.read_config(options({"model_type": "vit"})), options({}))
 
 
 def test_a_folder_that_is_not_a_model(tmp_path):
-    with pytest.raises(ConfigError, match="no such folder; expected a folder that save_pretrained wrote, or a hub id"):
+    with pytest.raises(
+        ConfigError,
+        match="no such folder; expected a folder that save_pretrained wrote, or a hub id",
+    ):
         huggingface.read_config(options(path="/nowhere/at/all"))
-    with pytest.raises(ConfigError, match=r"no config.json in it; expected a folder that save_pretrained wrote"):
+    with pytest.raises(
+        ConfigError, match=r"no config.json in it; expected a folder that save_pretrained wrote"
+    ):
         huggingface.read_config(options(path=str(tmp_path)))
     huggingface.read_config(options(LLAMA)).save_pretrained(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"no weights; expected model.safetensors.*trainer.model.config to train from"
+        ConfigError,
+        match=r"no weights; expected model.safetensors.*trainer.model.config to train from",
     ):
         spec_of(LLAMA, str(tmp_path))
 
@@ -185,11 +221,14 @@ def test_weights_of_another_shape(tmp_path):
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError) as caught:
         real(spec_of(LLAMA, str(tmp_path)))
-    assert "model.layers.0.mlp.gate_proj.weight: shape (48, 32); expected (64, 32)" in str(caught.value)
+    assert "model.layers.0.mlp.gate_proj.weight: shape (48, 32); expected (64, 32)" in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["../model.safetensors", "/etc/model.safetensors", "pytorch_model.bin", "a\\b.safetensors"]
+    "name",
+    ["../model.safetensors", "/etc/model.safetensors", "pytorch_model.bin", "a\\b.safetensors"],
 )
 def test_an_index_that_leads_elsewhere_is_refused(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))

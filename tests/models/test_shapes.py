@@ -1,4 +1,6 @@
-"""The configs that ship, at any number of processes: resolved at all of them, and run by two agents."""
+"""The configs that ship, at any number of processes: resolved at all of them, and run by two
+agents.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from trainer.layout import Layout, layout_of
 from trainer.supervise.world import free_port
 
 SHIPPED = sorted((Path(__file__).parent.parent.parent / "ds_configs").glob("*.json"))
-CUT = {"megatron_3d": 4, "pipeline_zero1": 2, "pipeline_zero2": 2, "pipeline_zero3": 2, "tensor_zero2": 2}
+CUT = {
+    "megatron_3d": 4,
+    "pipeline_zero1": 2,
+    "pipeline_zero2": 2,
+    "pipeline_zero3": 2,
+    "tensor_zero2": 2,
+}
 """Those that need a multiple of so many processes."""
 LARGEST = 1024
 PER_NODE = (1, 2, 4, 8)
@@ -46,7 +54,9 @@ def test_it_runs_at_any_number_of_processes(path: Path, device: str) -> None:
             if world > LARGEST:
                 continue
             if world % cut:
-                with pytest.raises(ConfigError, match=f"multiple of {cut} processes, such as .* or "):
+                with pytest.raises(
+                    ConfigError, match=f"multiple of {cut} processes, such as .* or "
+                ):
                     laid_out(path, nodes, local)
                 continue
             config, layout = laid_out(path, nodes, local, device)
@@ -79,7 +89,9 @@ def test_nodes_are_sharded_within_and_replicated_across(
     config, layout = laid_out(next(path for path in SHIPPED if path.stem == name), nodes, local)
     assert (layout.replicate, layout.shard) == sizes
     lone = name == "hsdp" and local == 1 and nodes > 1
-    assert (f"a node has no two ranks to shard over: shards over all {nodes}" in config.notes) is lone
+    assert (
+        f"a node has no two ranks to shard over: shards over all {nodes}" in config.notes
+    ) is lone
     again = resolve(config, RuntimeFacts(nodes * local, 64, 500, False, "cpu", local))
     assert (layout_of(again, nodes * local), again.notes) == (layout, config.notes)
 
@@ -101,13 +113,20 @@ def test_a_shard_group_never_leaves_its_node(
 ) -> None:
     path = next(path for path in SHIPPED if path.stem == "hsdp")
     config = load(
-        path, [f"pipeline.stages={stages}", f"tensor_parallel.autotp_size={tensor}", "gradient_accumulation_steps=8"]
+        path,
+        [
+            f"pipeline.stages={stages}",
+            f"tensor_parallel.autotp_size={tensor}",
+            "gradient_accumulation_steps=8",
+        ],
     )
     world = nodes * local
     resolved = resolve(config, RuntimeFacts(world, None, None, False, "cpu", local))
     layout = layout_of(resolved, world)
     assert (layout.pipeline, layout.replicate, layout.shard, layout.tensor) == sizes
-    assert layout == layout_of(resolve(replace(resolved), RuntimeFacts(world, 64, 9, False, "cpu", local)), world)
+    assert layout == layout_of(
+        resolve(replace(resolved), RuntimeFacts(world, 64, 9, False, "cpu", local)), world
+    )
     if layout.replicate == 1:
         return
     group = layout.shard * layout.tensor
@@ -133,18 +152,26 @@ AGENTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "local"), [(name, local) for name, shapes in AGENTS.items() for local in shapes])
+@pytest.mark.parametrize(
+    ("name", "local"), [(name, local) for name, shapes in AGENTS.items() for local in shapes]
+)
 def test_two_agents_run_it(name: str, local: int, tmp_path: Path) -> None:
     job = json.loads(write_job(tmp_path).read_text())["trainer"]
-    model = job["model"]["config"] | {"attention_dropout": 0.0}  # which is not drawn inside of what is split
+    model = job["model"]["config"] | {
+        "attention_dropout": 0.0
+    }  # which is not drawn inside of what is split
     small = {"model.config": model, "data": job["data"], "run.folder": str(tmp_path / "runs")}
     small |= {"steps": 2, "log.every": 1, "evaluation.samples": 4, "generate.prompt": None}
     overrides = [f"trainer.{key}={json.dumps(value)}" for key, value in small.items()]
     common = ["--nnodes", "2", "--nproc-per-node", str(local), "--master-addr", "127.0.0.1"]
     common += ["--master-port", str(free_port())]
     command = [TRAIN, "--config", name, *overrides]
-    results = agents(*(["torchrun", *common, "--node-rank", str(node), *command] for node in range(2)))
+    results = agents(
+        *(["torchrun", *common, "--node-rank", str(node), *command] for node in range(2))
+    )
     for result in results:
         assert result.code == 0, result.output
-    assert any(f"layout  {AGENTS[name][local]}" in result.output for result in results), results[0].output
+    assert any(f"layout  {AGENTS[name][local]}" in result.output for result in results), results[
+        0
+    ].output
     assert all(math.isfinite(loss) for loss in losses(tmp_path / "runs" / name))

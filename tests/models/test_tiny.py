@@ -1,4 +1,6 @@
-"""The tiny copy is the architecture: its kinds of blocks in their transitions, and sizes that still fit one another."""
+"""The tiny copy is the architecture: its kinds of blocks in their transitions, and sizes that still
+fit one another.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,25 @@ def tiny(layers: int = 3, split: int = 1, **config: Any) -> Any:
 
 def test_it_keeps_what_a_model_is():
     small = tiny(
-        model_type="gemma2", hidden_size=2304, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4
+        model_type="gemma2",
+        hidden_size=2304,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
     ).config
     assert set(small["layer_types"]) == {"sliding_attention", "full_attention"}
-    assert (small["num_attention_heads"], small["num_key_value_heads"], small["hidden_size"]) == (4, 2, 72)
+    assert (small["num_attention_heads"], small["num_key_value_heads"], small["hidden_size"]) == (
+        4,
+        2,
+        72,
+    )
     assert small["final_logit_softcapping"] == 30.0
     moe = tiny(model_type="qwen3_moe", num_experts=128, attention_dropout=0.25).config
-    assert (moe["num_local_experts"], moe["num_experts_per_tok"], moe["attention_dropout"]) == (4, 2, 0.25)
+    assert (moe["num_local_experts"], moe["num_experts_per_tok"], moe["attention_dropout"]) == (
+        4,
+        2,
+        0.25,
+    )
 
 
 GPTJ = {"model_type": "gptj", "n_layer": 28}

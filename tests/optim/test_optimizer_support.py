@@ -1,4 +1,6 @@
-"""Every optimizer of the config's table and each parameter, by engine: as its own library steps, or refused."""
+"""Every optimizer of the config's table and each parameter, by engine: as its own library steps, or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training import GPT2, LLAMA, Case, assert_same, resume_by_engine, train_by_engine, train_plainly
+from tests.support.training import (
+    GPT2,
+    LLAMA,
+    Case,
+    assert_same,
+    resume_by_engine,
+    train_by_engine,
+    train_plainly,
+)
 from trainer.config import load
 from trainer.config.keys import OPTIMIZERS
 from trainer.errors import ConfigError
@@ -21,7 +31,10 @@ from trainer.optim.recipes import LACKS, ROWS, No, in_deepspeed, in_torch
 COLUMNS = ("torch", "deepspeed", "offloaded")
 CHOICES = {"adam_w_mode", "torch_adam"}
 """Parameters that say which class is made."""
-OTHER = {"AdamW": ["deepspeed.ops.adam.FusedAdam"], "Adam": ["torch.optim.AdamW", "deepspeed.ops.adam.FusedAdam"]}
+OTHER = {
+    "AdamW": ["deepspeed.ops.adam.FusedAdam"],
+    "Adam": ["torch.optim.AdamW", "deepspeed.ops.adam.FusedAdam"],
+}
 """What is made beside the classes of the rows."""
 
 # each parameter at a value that is not its default
@@ -29,12 +42,29 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "AdamW": [
         {"betas": [0.8, 0.9], "eps": 1e-2, "weight_decay": 0.2, "foreach": True},
         {"amsgrad": True, "eps": 1e-3, "fp32_optimizer_states": True},
-        {"adam_w_mode": False, "torch_adam": True, "bias_correction": True, "eps": 1e-3, "weight_decay": 0.2},
+        {
+            "adam_w_mode": False,
+            "torch_adam": True,
+            "bias_correction": True,
+            "eps": 1e-3,
+            "weight_decay": 0.2,
+        },
     ],
     "Adam": [
         {"betas": [0.8, 0.9], "eps": 1e-2, "weight_decay": 0.2, "foreach": True},
-        {"adam_w_mode": False, "torch_adam": True, "eps": 1e-3, "weight_decay": 0.2, "amsgrad": True},
-        {"adam_w_mode": False, "eps": 1e-3, "bias_correction": True, "fp32_optimizer_states": False},
+        {
+            "adam_w_mode": False,
+            "torch_adam": True,
+            "eps": 1e-3,
+            "weight_decay": 0.2,
+            "amsgrad": True,
+        },
+        {
+            "adam_w_mode": False,
+            "eps": 1e-3,
+            "bias_correction": True,
+            "fp32_optimizer_states": False,
+        },
     ],
     "SGD": [
         {"momentum": 0.9, "nesterov": True, "weight_decay": 0.2},
@@ -51,14 +81,32 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "NAdam": [
         {"betas": [0.8, 0.9], "momentum_decay": 0.01, "eps": 1e-2, "weight_decay": 0.2},
-        {"decoupled_weight_decay": True, "weight_decay": 0.2, "maximize": True, "foreach": True, "eps": 1e-2},
+        {
+            "decoupled_weight_decay": True,
+            "weight_decay": 0.2,
+            "maximize": True,
+            "foreach": True,
+            "eps": 1e-2,
+        },
     ],
     "RAdam": [
         {"betas": [0.8, 0.9], "eps": 1e-2, "weight_decay": 0.2},
-        {"decoupled_weight_decay": True, "weight_decay": 0.2, "maximize": True, "foreach": True, "eps": 1e-2},
+        {
+            "decoupled_weight_decay": True,
+            "weight_decay": 0.2,
+            "maximize": True,
+            "foreach": True,
+            "eps": 1e-2,
+        },
     ],
-    "Adamax": [{"betas": [0.8, 0.9], "eps": 1e-2, "weight_decay": 0.2}, {"maximize": True, "foreach": True}],
-    "Adadelta": [{"rho": 0.8, "eps": 1e-2, "weight_decay": 0.2}, {"maximize": True, "foreach": True}],
+    "Adamax": [
+        {"betas": [0.8, 0.9], "eps": 1e-2, "weight_decay": 0.2},
+        {"maximize": True, "foreach": True},
+    ],
+    "Adadelta": [
+        {"rho": 0.8, "eps": 1e-2, "weight_decay": 0.2},
+        {"maximize": True, "foreach": True},
+    ],
 }
 CASES = [(name, variant) for name, variants in VARIANTS.items() for variant in variants]
 
@@ -69,7 +117,9 @@ def class_of(library: str) -> Any:
 
 
 def live(name: str) -> set[str]:
-    """The parameters of an optimizer that are neither refused nor without effect in the compiler."""
+    """The parameters of an optimizer that are neither refused nor without effect in the
+    compiler.
+    """
     return {key for key, rule in OPTIMIZERS[name].items() if not (rule.refused or rule.idle)}
 
 
@@ -112,7 +162,9 @@ def test_every_parameter_is_tried():
             assert live(name) - {"lr"} == tried, name
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if not isinstance(ROWS[name].deepspeed, No)])
+@pytest.mark.parametrize(
+    "name", [name for name in OPTIMIZERS if not isinstance(ROWS[name].deepspeed, No)]
+)
 def test_a_missing_parameter_has_the_default_of_the_class_that_deepspeed_makes(tmp_path, name):
     config = compiled(tmp_path, name, {})
     libraries = [ROWS[name].deepspeed, ROWS[name].offloaded]
@@ -123,7 +175,10 @@ def test_a_missing_parameter_has_the_default_of_the_class_that_deepspeed_makes(t
         for key, value in config.optimizer.params.items():
             if key in known:
                 default = known[key].default
-                assert value == (list(default) if isinstance(default, tuple) else default), (library, key)
+                assert value == (list(default) if isinstance(default, tuple) else default), (
+                    library,
+                    key,
+                )
             else:
                 assert key in LACKS[library]
     needed = {key for key, rule in OPTIMIZERS[name].items() if rule.kind in ("float", "list")}
@@ -132,9 +187,15 @@ def test_a_missing_parameter_has_the_default_of_the_class_that_deepspeed_makes(t
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_parameter_that_is_left_out_and_not_filled_in_is_one_thing_in_every_class_that_is_made(name):
+def test_a_parameter_that_is_left_out_and_not_filled_in_is_one_thing_in_every_class_that_is_made(
+    name,
+):
     libraries = {getattr(ROWS[name], column) for column in COLUMNS} | set(OTHER.get(name, []))
-    signatures = [signature(class_of(library)).parameters for library in libraries if not isinstance(library, No)]
+    signatures = [
+        signature(class_of(library)).parameters
+        for library in libraries
+        if not isinstance(library, No)
+    ]
     for key in live(name) - CHOICES:
         if OPTIMIZERS[name][key].default is None:
             assert len({str(known[key].default) for known in signatures if key in known}) <= 1, key
@@ -168,7 +229,11 @@ def layout_of(case: Case) -> Any:
     from trainer.run.describe import _plain_layout
 
     shard = {"shard": 2} if case.zero_stage else {"replicate": 2}
-    given = {"zero_stage": case.zero_stage, "offload_optimizer": case.offload_optimizer, "precision": case.precision}
+    given = {
+        "zero_stage": case.zero_stage,
+        "offload_optimizer": case.offload_optimizer,
+        "precision": case.precision,
+    }
     return _plain_layout({**shard, **given})
 
 
@@ -179,7 +244,10 @@ def test_what_is_not_of_pytorch_is_refused_by_every_engine_on_a_cpu(tmp_path, na
     with pytest.raises(ConfigError) as caught:
         select("auto", layout_of(ZERO), compiled(tmp_path, name, {}), "cpu")
     text = str(caught.value)
-    assert all(f"engine {engine}: the optimizer {name}, ZeRO-2, on cpu" in text for engine in ("deepspeed", "mesh"))
+    assert all(
+        f"engine {engine}: the optimizer {name}, ZeRO-2, on cpu" in text
+        for engine in ("deepspeed", "mesh")
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,9 +257,23 @@ def test_what_is_not_of_pytorch_is_refused_by_every_engine_on_a_cpu(tmp_path, na
         ("SGD", {}, {"zero_allow_untested_optimizer": True}, ZERO, "cpu", "deepspeed"),
         ("sgd", {}, {}, replace(ZERO, zero_stage=0), "cpu", "deepspeed"),
         ("Adagrad", {"weight_decay": 0.1}, {}, ZERO, "cpu", "accelerate"),
-        ("Adagrad", {"weight_decay": 0.1}, {"trainer": {"weight_decay_excludes": "nothing"}}, ZERO, "cpu", "deepspeed"),
+        (
+            "Adagrad",
+            {"weight_decay": 0.1},
+            {"trainer": {"weight_decay_excludes": "nothing"}},
+            ZERO,
+            "cpu",
+            "deepspeed",
+        ),
         ("Adagrad", {}, {}, ZERO, "cpu", "deepspeed"),
-        ("AdamW", {"amsgrad": True}, {}, replace(ZERO, offload_optimizer="cpu"), "cpu", "accelerate"),
+        (
+            "AdamW",
+            {"amsgrad": True},
+            {},
+            replace(ZERO, offload_optimizer="cpu"),
+            "cpu",
+            "accelerate",
+        ),
         ("AdamW", {"bias_correction": False}, {}, ZERO, "cpu", "deepspeed"),
         ("Lion", {}, {}, ZERO, "cuda", "deepspeed"),
         ("Lion", {}, {}, replace(ZERO, offload_optimizer="cpu"), "cpu", "deepspeed"),
@@ -206,7 +288,8 @@ def test_auto_takes_an_engine_that_runs_the_layout_and_the_optimizer(
     assert select("auto", layout_of(case), config, device)[0] == chosen
     if chosen != "deepspeed":
         with pytest.raises(
-            ConfigError, match=f"(?s)engine deepspeed: the optimizer {config.optimizer.type}.*(mesh|torch_adam)"
+            ConfigError,
+            match=f"(?s)engine deepspeed: the optimizer {config.optimizer.type}.*(mesh|torch_adam)",
         ):
             select("deepspeed", layout_of(case), config, device)
 
@@ -226,7 +309,12 @@ def test_what_deepspeed_would_get_wrong_is_refused(tmp_path, name, more, case, d
 
 
 def test_what_changes_nothing_is_noted_by_name():
-    settings = {"optimizer": {"type": "AdamW", "params": {"torch_adam": False, "fp32_optimizer_states": False}}}
+    settings = {
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"torch_adam": False, "fp32_optimizer_states": False},
+        }
+    }
     for found in (in_torch, in_deepspeed):
         notes = found(settings, layout_of(ZERO), "cpu", True).notes
         assert [note.split(" has")[0] for note in notes] == [
@@ -248,7 +336,9 @@ def test_a_run_and_a_certificate_end_with_the_reasons_before_any_work(tmp_path):
     assert result.code == 64, result.output
     assert "engine mesh: the optimizer Lion, ZeRO-2, on cpu; expected" in result.output
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/checkpoints/*"))
-    with pytest.raises(ConfigError, match="optimizer: Lion; expected one with a reference in PyTorch"):
+    with pytest.raises(
+        ConfigError, match="optimizer: Lion; expected one with a reference in PyTorch"
+    ):
         tiny_run(str(job), ["optimizer.type=lion"], 1)
     small = tiny_run(str(job), ["optimizer.type=sgd", "trainer.engine=deepspeed"], 1)
     with pytest.raises(ConfigError, match="zero_allow_untested_optimizer"):
@@ -278,9 +368,11 @@ def settings_of(name: str, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def steps_on_shards(cases: list[tuple[str, dict[str, Any]]]) -> list[float]:
-    """The largest difference of weights after three steps, sharded over two ranks, to PyTorch's own on whole tensors.
+    """The largest difference of weights after three steps, sharded over two ranks, to PyTorch's own
+    on whole tensors.
 
-    Some parameters are whole, some on a mesh of their own, one has nothing on the second rank. Runs on each rank.
+    Some parameters are whole, some on a mesh of their own, one has nothing on the second rank. Runs
+    on each rank.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -306,7 +398,9 @@ def steps_on_shards(cases: list[tuple[str, dict[str, Any]]]) -> list[float]:
             plain[module].register_parameter(key, torch.nn.Parameter(torch.randn(shape)))
         own = {
             path: torch.nn.Parameter(
-                distribute_tensor(p.detach().clone(), *where[path][:2]) if where[path][0] else p.detach().clone()
+                distribute_tensor(p.detach().clone(), *where[path][:2])
+                if where[path][0]
+                else p.detach().clone()
             )
             for path, p in plain.named_parameters()
         }
@@ -319,7 +413,9 @@ def steps_on_shards(cases: list[tuple[str, dict[str, Any]]]) -> list[float]:
             for path, p in plain.named_parameters():
                 p.grad = torch.randn(p.shape)
                 mine, (mesh, placements, _) = own[path], where[path]
-                mine.grad = distribute_tensor(p.grad.clone(), mesh, placements) if mesh else p.grad.clone()
+                mine.grad = (
+                    distribute_tensor(p.grad.clone(), mesh, placements) if mesh else p.grad.clone()
+                )
             ours.step()
             theirs.step()
         worst.append(
@@ -333,7 +429,9 @@ def steps_on_shards(cases: list[tuple[str, dict[str, Any]]]) -> list[float]:
 
 def test_every_parameter_steps_shards_as_pytorch_steps_the_whole(pools):
     for worst in pools[2].run(steps_on_shards, cases=CASES):
-        assert {str(case): error for case, error in zip(CASES, worst, strict=True) if not error <= 1e-6} == {}
+        assert {
+            str(case): error for case, error in zip(CASES, worst, strict=True) if not error <= 1e-6
+        } == {}
 
 
 def trained(name: str, params: dict[str, Any], **layout: Any) -> Case:
@@ -356,7 +454,13 @@ def test_trains_as_one_process_does(pools, name, engine):
 WHOLE = [
     (name, variant, engine, stage)
     for name, variant in CASES
-    for engine, stage in (("mesh", 2), ("accelerate", 0), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 3))
+    for engine, stage in (
+        ("mesh", 2),
+        ("accelerate", 0),
+        ("deepspeed", 0),
+        ("deepspeed", 1),
+        ("deepspeed", 3),
+    )
 ]
 
 
@@ -385,7 +489,9 @@ OF_DEEPSPEED = [
 @pytest.mark.whole  # DeepSpeed compiles a kernel for each class of its own
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(("name", "params", "offload"), OF_DEEPSPEED, ids=str)
-def test_what_deepspeed_has_of_its_own_trains_as_one_process_does(pools, name, params, offload, stage):
+def test_what_deepspeed_has_of_its_own_trains_as_one_process_does(
+    pools, name, params, offload, stage
+):
     case = trained(name, params, engine="deepspeed", zero_stage=stage, offload_optimizer=offload)
     reference = train_plainly(case)
     for outcome in pools[2].run(train_by_engine, case=case):
@@ -395,7 +501,10 @@ def test_what_deepspeed_has_of_its_own_trains_as_one_process_does(pools, name, p
 # What decays
 
 
-DECAY = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.9}}
+DECAY = {
+    "type": "AdamW",
+    "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.9},
+}
 LAYOUTS = {
     "mesh, zero3": Case("mesh", zero_stage=3, model=GPT2),
     "accelerate, ddp": Case("accelerate", zero_stage=0, model=GPT2),
@@ -405,7 +514,9 @@ LAYOUTS = {
     "deepspeed, zero2, on the host": Case("deepspeed", zero_stage=2, offload_optimizer="cpu"),
     "deepspeed, pipeline": Case("deepspeed", zero_stage=1, pipeline=2),
     "mesh, pipeline": Case("mesh", zero_stage=2, pipeline=2),
-    "deepspeed, tensor": Case("deepspeed", zero_stage=1, tensor=2, model={**LLAMA, "attention_dropout": 0.0}),
+    "deepspeed, tensor": Case(
+        "deepspeed", zero_stage=1, tensor=2, model={**LLAMA, "attention_dropout": 0.0}
+    ),
     "mesh, tensor": Case("mesh", zero_stage=0, tensor=2, model={**LLAMA, "attention_dropout": 0.0}),
 }
 
@@ -419,7 +530,9 @@ def test_weight_decay_reaches_what_it_is_to_reach(pools, name, excludes):
         assert_same(outcome, reference, 2e-6)
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2", "opt", "bloom", "mamba", "qwen2", "gpt_neox", "olmo", "stablelm"])
+@pytest.mark.parametrize(
+    "model", ["llama", "gpt2", "opt", "bloom", "mamba", "qwen2", "gpt_neox", "olmo", "stablelm"]
+)
 def test_what_is_spared_is_what_the_trainer_of_transformers_spares(model):
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
@@ -432,22 +545,35 @@ def test_what_is_spared_is_what_the_trainer_of_transformers_spares(model):
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
     decayed = Trainer.get_decay_parameter_names(None, whole)
-    assert set(norms_and_biases(whole)) == {name for name, _ in whole.named_parameters()} - set(decayed)
+    assert set(norms_and_biases(whole)) == {name for name, _ in whole.named_parameters()} - set(
+        decayed
+    )
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(Case("deepspeed", zero_stage=2), Case("mesh", zero_stage=3)), (Case("mesh", zero_stage=3), Case(zero_stage=1))],
+    [
+        (Case("deepspeed", zero_stage=2), Case("mesh", zero_stage=3)),
+        (Case("mesh", zero_stage=3), Case(zero_stage=1)),
+    ],
     ids=["deepspeed-mesh", "mesh-deepspeed"],
 )
 def test_a_checkpoint_of_all_decayed_goes_on_where_norms_are_not(pools, tmp_path, before, after):
     """As written before there were groups: state has names, and no group's number."""
-    params = {**DECAY["params"], "weight_decay": 1e-12}  # there are groups, and they differ by nothing that shows
+    params = {
+        **DECAY["params"],
+        "weight_decay": 1e-12,
+    }  # there are groups, and they differ by nothing that shows
     before = replace(before, weight_decay_excludes="nothing", optimizer={**DECAY, "params": params})
     after = replace(after, optimizer=before.optimizer)
-    for losses, weights in pools[2].run(resume_by_engine, before=before, after=after, folder=tmp_path):
+    for losses, weights in pools[2].run(
+        resume_by_engine, before=before, after=after, folder=tmp_path
+    ):
         assert losses[0] == pytest.approx(losses[1], rel=2e-6)
-        assert all(torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=2e-6) for name in weights[1])
+        assert all(
+            torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=2e-6)
+            for name in weights[1]
+        )
 
 
 @pytest.mark.whole
@@ -471,10 +597,16 @@ def optimizer_table() -> str:
     for name, row in ROWS.items():
         entries = (row.torch, row.deepspeed, row.offloaded)
         lines.append(
-            " | ".join([f"| {name}", *(f"no: {e}" if isinstance(e, No) else f"`{e}`" for e in entries)]) + " |"
+            " | ".join(
+                [f"| {name}", *(f"no: {e}" if isinstance(e, No) else f"`{e}`" for e in entries)]
+            )
+            + " |"
         )
     return "\n".join(lines)
 
 
 def test_the_table_in_the_docs_is_the_one_that_is_built_from():
-    assert optimizer_table() in (Path(__file__).parent.parent.parent / "docs" / "optimizers.md").read_text()
+    assert (
+        optimizer_table()
+        in (Path(__file__).parent.parent.parent / "docs" / "optimizers.md").read_text()
+    )

@@ -14,9 +14,12 @@ rates = st.floats(1e-6, 1e-1)
 steps = st.integers(1, 12)
 warm = {"warmup_num_steps": steps, "warmup_type": st.sampled_from(["log", "linear"])}
 PARAMS = {
-    "WarmupLR": st.fixed_dictionaries(warm, optional={"warmup_min_lr": rates, "warmup_max_lr": rates}),
+    "WarmupLR": st.fixed_dictionaries(
+        warm, optional={"warmup_min_lr": rates, "warmup_max_lr": rates}
+    ),
     "WarmupDecayLR": st.fixed_dictionaries(
-        {**warm, "total_num_steps": st.integers(1, 30)}, optional={"warmup_min_lr": rates, "warmup_max_lr": rates}
+        {**warm, "total_num_steps": st.integers(1, 30)},
+        optional={"warmup_min_lr": rates, "warmup_max_lr": rates},
     ),
     "WarmupCosineLR": st.fixed_dictionaries(
         {**warm, "total_num_steps": st.integers(1, 30)},
@@ -38,7 +41,10 @@ PARAMS = {
     ),
     "LRRangeTest": st.fixed_dictionaries(
         {"lr_range_test_min_lr": rates, "lr_range_test_step_size": steps},
-        optional={"lr_range_test_step_rate": st.floats(0.1, 3), "lr_range_test_staircase": st.booleans()},
+        optional={
+            "lr_range_test_step_rate": st.floats(0.1, 3),
+            "lr_range_test_staircase": st.booleans(),
+        },
     ),
 }
 
@@ -52,7 +58,9 @@ def test_equals_deepspeed(kind):
     def check(params, base):
         optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=base)
         theirs = getattr(lr_schedules, kind)(optimizer, **params)
-        ours = schedule_of({"type": "AdamW", "params": {"lr": base}}, {"type": kind, "params": params})
+        ours = schedule_of(
+            {"type": "AdamW", "params": {"lr": base}}, {"type": kind, "params": params}
+        )
         for step in range(40):
             group = optimizer.param_groups[0]
             update = ours(step)
@@ -74,11 +82,17 @@ def test_equals_transformers(kind, warmup, total):
         optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.5)
         name, more = ("cosine_with_min_lr", {"min_lr_rate": least}) if least else (kind, None)
         theirs = get_scheduler(name, optimizer, warmup, total, scheduler_specific_kwargs=more)
-        params = {"warmup_num_steps": warmup} | ({} if kind == "constant_with_warmup" else {"total_num_steps": total})
+        params = {"warmup_num_steps": warmup} | (
+            {} if kind == "constant_with_warmup" else {"total_num_steps": total}
+        )
         params |= {"cos_min_ratio": least} if least else {}
-        ours = schedule_of({"type": "AdamW", "params": {"lr": 0.5}}, {"type": kind, "params": params})
+        ours = schedule_of(
+            {"type": "AdamW", "params": {"lr": 0.5}}, {"type": kind, "params": params}
+        )
         for step in range(max(total, warmup)):
-            assert ours(step).learning_rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-12), step
+            assert ours(step).learning_rate == pytest.approx(
+                optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-12
+            ), step
             optimizer.step()
             theirs.step()
 
@@ -91,7 +105,10 @@ def test_the_certificate_knows_transformers_schedules_and_finds_one_that_is_late
     for kind, total in (("linear", 20), ("cosine", 20), ("constant_with_warmup", None)):
         params = {"warmup_num_steps": 4} | ({"total_num_steps": total} if total else {})
         params |= {"cos_min_ratio": 0.1} if kind == "cosine" else {}
-        given = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "scheduler": {"type": kind, "params": params}}
+        given = {
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+            "scheduler": {"type": kind, "params": params},
+        }
         config = resolve(load({"trainer": {}, **given}), RuntimeFacts(1, 8, 20, False, "cpu"))
         assert compare_schedule(config, 20).passed
         own = lr_schedules.SCHEDULES[kind]
@@ -106,7 +123,9 @@ def test_no_warm_up_is_none_under_transformers_names_and_a_step_under_deepspeeds
     for kind in ("linear", "WarmupDecayLR"):
         params = {"warmup_num_steps": "auto", "total_num_steps": "auto"}
         config = load({"scheduler": {"type": kind, "params": params}, "trainer": {"steps": 9}})
-        steps[kind] = resolve(config, RuntimeFacts(1, 8, 9, False, "cpu")).scheduler.params["warmup_num_steps"]
+        steps[kind] = resolve(config, RuntimeFacts(1, 8, 9, False, "cpu")).scheduler.params[
+            "warmup_num_steps"
+        ]
     assert steps == {"linear": 0, "WarmupDecayLR": 1}
 
 

@@ -1,4 +1,6 @@
-"""`trainer.parameter_groups`: rates and weight decays by pattern of names, the same under every engine."""
+"""`trainer.parameter_groups`: rates and weight decays by pattern of names, the same under every
+engine.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,20 @@ LAYOUTS = {
     "zero1": replace(DATA, zero_stage=1, groups=GROUPS),
     "zero2": replace(DATA, zero_stage=2, groups=GROUPS),
     "zero3": replace(DATA, zero_stage=3, groups=GROUPS),
-    "zero3, all on the host": replace(DATA, offload_optimizer="cpu", offload_param="cpu", zero_stage=3, groups=GROUPS),
+    "zero3, all on the host": replace(
+        DATA, offload_optimizer="cpu", offload_param="cpu", zero_stage=3, groups=GROUPS
+    ),
     "pipeline": replace(STAGES, groups=GROUPS),
     "tensor": replace(SPLIT, groups=GROUPS),
     "hsdp": replace(HSDP, zero_stage=3, groups=GROUPS),
     "pipeline x zero2": replace(STAGES_4, zero_stage=2, groups=GROUPS),
 }
 CASES = by_engine(LAYOUTS)
-STOPPED = [("deepspeed-zero2", "mesh-zero3"), ("mesh-zero3", "deepspeed-zero3"), ("mesh-zero3", "mesh-zero3")]
+STOPPED = [
+    ("deepspeed-zero2", "mesh-zero3"),
+    ("mesh-zero3", "deepspeed-zero3"),
+    ("mesh-zero3", "mesh-zero3"),
+]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -61,7 +69,10 @@ def test_a_resumed_run_goes_on_with_them(pools, tmp_path, before, after):
     for losses, weights in pools[2].run(resume_by_engine, **cases, folder=tmp_path):
         assert losses[0] == pytest.approx(losses[1], rel=0 if before == after else 2e-6)
         tolerance = 0 if before == after else 2e-6
-        assert all(torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=tolerance) for name in weights[1])
+        assert all(
+            torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=tolerance)
+            for name in weights[1]
+        )
 
 
 def certified(path: str, world_size: int, planted: bool = False) -> tuple[bool, str]:
@@ -85,7 +96,10 @@ def certified(path: str, world_size: int, planted: bool = False) -> tuple[bool, 
 def test_they_are_certified_and_a_fault_is_caught(pools, tmp_path, engine, stage):
     from tests.certify.test_verify import config
 
-    groups = [{"names": "*.wte.*", "weight_decay": 0.0}, {"names": "transformer.h.[0-3].*", "lr_multiplier": 0.2}]
+    groups = [
+        {"names": "*.wte.*", "weight_decay": 0.0},
+        {"names": "transformer.h.[0-3].*", "lr_multiplier": 0.2},
+    ]
     path = config(tmp_path, engine, stage, parameter_groups=groups)
     for passed, table in pools[2].run(certified, path=path, world_size=2):
         assert passed, table
@@ -103,7 +117,9 @@ def groups_of(*groups: dict) -> list[ParameterGroup]:
 
 
 def test_the_first_group_that_matches_counts_and_a_tied_parameter_has_any_of_its_names():
-    groups = groups_of({"names": "lm_head.weight", "lr_multiplier": 2}, {"names": "*", "weight_decay": 0.5})
+    groups = groups_of(
+        {"names": "lm_head.weight", "lr_multiplier": 2}, {"names": "*", "weight_decay": 0.5}
+    )
     spec = tuned(spec_of(LLAMA), groups)
     assert spec.training.tuned["model.embed_tokens.weight"] == (2, None)
     assert {own for name, own in spec.training.tuned.items() if "embed" not in name} == {(1, 0.5)}
@@ -135,11 +151,17 @@ def test_what_fits_no_model_is_an_error(groups, message):
 
 def test_what_is_frozen_matches_nothing():
     with pytest.raises(ConfigError, match="matches no parameter"):
-        spec_in(Case(freeze=("model.embed_tokens.*",), groups=({"names": "*embed*", "lr_multiplier": 2},)))
+        spec_in(
+            Case(
+                freeze=("model.embed_tokens.*",), groups=({"names": "*embed*", "lr_multiplier": 2},)
+            )
+        )
 
 
 def test_a_group_that_says_nothing_is_an_error():
-    _, problems = validate({"parameter_groups": [{"names": "*norm*"}, {"names": "*", "lr_multiplier": 0}]})
+    _, problems = validate(
+        {"parameter_groups": [{"names": "*norm*"}, {"names": "*", "lr_multiplier": 0}]}
+    )
     assert "trainer.parameter_groups[1].lr_multiplier" in str(problems[0])
     _, problems = validate({"parameter_groups": [{"names": "*norm*"}]})
     assert "an lr_multiplier or a weight_decay" in str(problems[0])

@@ -1,5 +1,7 @@
-"""Batch norm in every layout against plain PyTorch in one process over the same micro-batches: gradients, weights, and
-the running statistics, which take each micro-batch up once, in the order of the global batch."""
+"""Batch norm in every layout against plain PyTorch in one process over the same micro-batches:
+gradients, weights, and the running statistics, which take each micro-batch up once, in the order of
+the global batch.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,27 @@ CASES = {
     "accelerate FSDP": replace(MESH, engine="accelerate", zero_stage=3),
     "deepspeed ZeRO-0": replace(MESH, engine="deepspeed", zero_stage=0),
     "deepspeed ZeRO-2": replace(MESH, engine="deepspeed", zero_stage=2),
-    "deepspeed ZeRO-3, recomputed": replace(MESH, engine="deepspeed", zero_stage=3, recompute="every"),
+    "deepspeed ZeRO-3, recomputed": replace(
+        MESH, engine="deepspeed", zero_stage=3, recompute="every"
+    ),
     "mesh pipeline": STAGES,
     "deepspeed pipeline": replace(STAGES, engine="deepspeed"),
     "mesh pipeline, folded": replace(STAGES, schedule="DualPipeV"),
     "mesh HSDP": replace(MESH, world_size=4, replicate=2, micro_batch=1, zero_stage=3),
-    "mesh pipeline x ZeRO-2, recomputed": replace(STAGES, world_size=4, zero_stage=2, recompute="full"),
+    "mesh pipeline x ZeRO-2, recomputed": replace(
+        STAGES, world_size=4, zero_stage=2, recompute="full"
+    ),
 }
-TOGETHER = {name: CASES[name] for name in ("mesh DDP", "deepspeed ZeRO-2", "accelerate FSDP", "mesh HSDP")}
+TOGETHER = {
+    name: CASES[name] for name in ("mesh DDP", "deepspeed ZeRO-2", "accelerate FSDP", "mesh HSDP")
+}
 TOGETHER["mesh pipeline x ZeRO-2, recomputed"] = CASES["mesh pipeline x ZeRO-2, recomputed"]
 
 
 def block(inside: int, outside: int, momentum: float | None = 0.3) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(inside, outside, 3), nn.BatchNorm2d(outside, momentum=momentum), nn.Tanh())
+    return nn.Sequential(
+        nn.Conv2d(inside, outside, 3), nn.BatchNorm2d(outside, momentum=momentum), nn.Tanh()
+    )
 
 
 def network() -> nn.Module:
@@ -59,7 +69,9 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, i
 
 def rows(case: Case, step: int, data_rank: int) -> list[list[Any]]:
     found = samples(step)
-    starts = [(m * case.data_ranks + data_rank) * case.micro_batch for m in range(case.accumulation)]
+    starts = [
+        (m * case.data_ranks + data_rank) * case.micro_batch for m in range(case.accumulation)
+    ]
     return [found[start : start + case.micro_batch] for start in starts]
 
 
@@ -91,19 +103,31 @@ def trained(case: Case, together: bool) -> Outcome:
     for step in range(STEPS):
         found: dict[str, torch.Tensor] = {}
         batches = [task.collate(row) for row in rows(case, step, data_rank_of(case, rank))]
-        metrics = engine.step(step, batches, Update(1e-2), lambda n, g, into=found: into.update({n: g.clone()}))
+        metrics = engine.step(
+            step, batches, Update(1e-2), lambda n, g, into=found: into.update({n: g.clone()})
+        )
         losses.append(float(metrics.loss()))
         gradients.append(found)
-    total, count = engine.evaluate([task.collate(row) for row in rows(case, 99, data_rank_of(case, rank))])
+    total, count = engine.evaluate(
+        [task.collate(row) for row in rows(case, 99, data_rank_of(case, rank))]
+    )
     weights = {}
     for entry in engine.state_tensors():
         if entry.key == "weight":
             value = entry.read()
-            value = torch.empty(entry.shape, dtype=entry.dtype) if value is None else value.detach().clone()
+            value = (
+                torch.empty(entry.shape, dtype=entry.dtype)
+                if value is None
+                else value.detach().clone()
+            )
             dist.broadcast(value, entry.owner)
             weights[entry.name] = value
     buffers = (
-        {n.removeprefix("model."): b for module in engine.modules for n, b in module.named_buffers()}
+        {
+            n.removeprefix("model."): b
+            for module in engine.modules
+            for n, b in module.named_buffers()
+        }
         if (case.engine != "deepspeed")
         else {}
     )
@@ -125,7 +149,9 @@ def plainly(case: Case, together: bool) -> Outcome:
         size = case.micro_batch * (case.data_ranks if together else 1)
         batch, total = samples(step), 0.0
         for start in range(0, TRAIN_BATCH, size):
-            images, targets = (torch.stack(values) for values in zip(*batch[start : start + size], strict=True))
+            images, targets = (
+                torch.stack(values) for values in zip(*batch[start : start + size], strict=True)
+            )
             loss = cross_entropy(model(images), targets, reduction="sum") / TRAIN_BATCH
             loss.backward()
             total += float(loss.detach())
@@ -145,11 +171,14 @@ def assert_equal(ours: Outcome, theirs: Outcome) -> None:
     for mine, wanted in zip(ours[1], theirs[1], strict=True):
         largest = max(value.abs().max() for value in wanted.values())
         for name, value in wanted.items():
-            # relative to the largest of all: the bias before a batch norm has a gradient of rounding alone
+            # relative to the largest of all: the bias before a batch norm has a gradient of
+            # rounding alone
             assert (mine[name].reshape(value.shape) - value).abs().max() <= 2e-5 * largest, name
     assert ours[2].keys() == theirs[2].keys()
     for name, value in theirs[2].items():
-        torch.testing.assert_close(ours[2][name].reshape(value.shape), value, rtol=1e-4, atol=2e-5, msg=name)
+        torch.testing.assert_close(
+            ours[2][name].reshape(value.shape), value, rtol=1e-4, atol=2e-5, msg=name
+        )
     assert ours[3] == pytest.approx(theirs[3], rel=1e-4)
 
 
@@ -162,7 +191,9 @@ def test_it_trains_as_one_process_does_on_the_same_micro_batches(pools, name):
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_synchronised_it_trains_as_one_process_on_the_micro_batches_of_all_data_ranks_together(pools, name):
+def test_synchronised_it_trains_as_one_process_on_the_micro_batches_of_all_data_ranks_together(
+    pools, name
+):
     case = TOGETHER[name]
     reference = plainly(case, together=True)
     for outcome in pools[case.world_size].run(trained, case=case, together=True):
@@ -170,7 +201,8 @@ def test_synchronised_it_trains_as_one_process_on_the_micro_batches_of_all_data_
 
 
 LOW = {
-    name: replace(CASES[name], precision="bfloat16") for name in ("deepspeed ZeRO-2", "accelerate FSDP", "mesh HSDP")
+    name: replace(CASES[name], precision="bfloat16")
+    for name in ("deepspeed ZeRO-2", "accelerate FSDP", "mesh HSDP")
 }
 
 
@@ -178,11 +210,17 @@ LOW = {
 @pytest.mark.parametrize("name", LOW)
 def test_in_16_bits_it_stays_near_float32(pools, name, together):
     reference = plainly(LOW[name], together)
-    for losses, _, weights, held_out in pools[LOW[name].world_size].run(trained, case=LOW[name], together=together):
-        assert losses == pytest.approx(reference[0], rel=0.02) and held_out == pytest.approx(reference[3], rel=0.05)
+    for losses, _, weights, held_out in pools[LOW[name].world_size].run(
+        trained, case=LOW[name], together=together
+    ):
+        assert losses == pytest.approx(reference[0], rel=0.02) and held_out == pytest.approx(
+            reference[3], rel=0.05
+        )
         for statistic in ("0.1.running_mean", "2.1.running_var"):
             assert weights[statistic].dtype == torch.float32
-            torch.testing.assert_close(weights[statistic], reference[2][statistic], rtol=0.05, atol=0.02)
+            torch.testing.assert_close(
+                weights[statistic], reference[2][statistic], rtol=0.05, atol=0.02
+            )
 
 
 def checked_in(build: Any, **sizes: Any) -> tuple[str, ...]:
@@ -201,9 +239,14 @@ def checked_in(build: Any, **sizes: Any) -> tuple[str, ...]:
 
 def test_the_lines_say_what_is_normalised_together():
     [line] = checked_in(network)
-    assert "batch norm (0.1, ...) takes statistics of 2 samples at a time, a micro-batch of one data rank" in line
+    assert (
+        "batch norm (0.1, ...) takes statistics of 2 samples at a time, a micro-batch of one data "
+        "rank"
+    ) in line
     [line] = checked_in(network, sync_batch_norm=True)
-    assert "of 2 samples at a time on each of 2 data ranks together (trainer.sync_batch_norm)" in line
+    assert (
+        "of 2 samples at a time on each of 2 data ranks together (trainer.sync_batch_norm)" in line
+    )
     assert checked_in(lambda: nn.Sequential(nn.Flatten(), nn.Linear(81, 5))) == ()
 
 
@@ -211,21 +254,30 @@ def test_a_single_sample_has_no_statistics():
     def flat() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(81, 5), nn.BatchNorm1d(5))
 
-    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu.*expected at least 2 samples"):
+    with pytest.raises(
+        ConfigError, match="train_micro_batch_size_per_gpu.*expected at least 2 samples"
+    ):
         checked_in(flat, micro_batch=1)
     assert checked_in(network, micro_batch=1)  # an image has several positions
 
 
 def test_pytorchs_own_synchronised_by_another_name_is_refused():
-    with pytest.raises(ConfigError, match="0 is an nn.SyncBatchNorm; expected nn.BatchNorm.*trainer.sync_batch_norm"):
+    with pytest.raises(
+        ConfigError,
+        match="0 is an nn.SyncBatchNorm; expected nn.BatchNorm.*trainer.sync_batch_norm",
+    ):
         checked_in(lambda: nn.Sequential(nn.SyncBatchNorm(1), nn.Flatten(), nn.Linear(81, 5)))
 
 
 def test_other_running_statistics_are_not_synchronised():
     def instances() -> nn.Module:
-        return nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(81, 5))
+        return nn.Sequential(
+            nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(81, 5)
+        )
 
-    with pytest.raises(ConfigError, match="trainer.sync_batch_norm: Sequential: it keeps running statistics in 0"):
+    with pytest.raises(
+        ConfigError, match="trainer.sync_batch_norm: Sequential: it keeps running statistics in 0"
+    ):
         checked_in(instances, sync_batch_norm=True)
     [line] = checked_in(instances)
     assert "batch norm (0, ...)" in line
@@ -255,5 +307,6 @@ def test_it_is_certified_and_a_fault_of_its_statistics_is_named(tmp_path):
     assert result.code == 0, result.output
     assert result.output.count("PASSED True") == 4, result.output
     assert (
-        "check='update', step=0" in (fault := result.output.split("FAULT")[1]) and "where='0.1.running_mean'" in fault
+        "check='update', step=0" in (fault := result.output.split("FAULT")[1])
+        and "where='0.1.running_mean'" in fault
     )

@@ -1,4 +1,6 @@
-"""Whole tensors from their parts, a buffer at a time: what a save does where the parts are on devices."""
+"""Whole tensors from their parts, a buffer at a time: what a save does where the parts are on
+devices.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,28 @@ import pytest
 import torch
 
 
-def gathered(sizes: tuple[int, ...], names: tuple[str, ...], shape: tuple[int, ...], buffer: int) -> list[int]:
-    """The ranks that had the whole, having been its owner, of a tensor that is cut over a mesh. Runs on each rank."""
+def gathered(
+    sizes: tuple[int, ...], names: tuple[str, ...], shape: tuple[int, ...], buffer: int
+) -> list[int]:
+    """The ranks that had the whole, having been its owner, of a tensor that is cut over a mesh.
+    Runs on each rank.
+    """
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     from trainer.distributed.dtensor import gather_by_device
 
     torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(shape[1], shape[0], bias=True), nn.Linear(shape[0], shape[1], bias=False))
+    layer = nn.Sequential(
+        nn.Linear(shape[1], shape[0], bias=True), nn.Linear(shape[0], shape[1], bias=False)
+    )
     expected = {name: p.detach().clone() for name, p in layer.named_parameters()}
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     if "tensor" in names:

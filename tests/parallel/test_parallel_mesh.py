@@ -1,4 +1,6 @@
-"""Groups by what they reduce: the right ranks, and a new axis that needs an entry in the table alone."""
+"""Groups by what they reduce: the right ranks, and a new axis that needs an entry in the table
+alone.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,29 @@ def members(sizes: dict[str, int]) -> dict[str, list[int]]:
     return found
 
 
-HSDP = {"replicate": 2, "shard": 2, "world_size": 4, "accumulation": 1, "train_batch": 4, "zero_stage": 3}
+HSDP = {
+    "replicate": 2,
+    "shard": 2,
+    "world_size": 4,
+    "accumulation": 1,
+    "train_batch": 4,
+    "zero_stage": 3,
+}
 
 
 @pytest.mark.parametrize(
     ("sizes", "of_rank_3"),
     [
-        (HSDP, {"batch": [0, 1, 2, 3], "loss": [0, 1, 2, 3], "shard": [2, 3], "replica": [1, 3], "norm": [2, 3]}),
+        (
+            HSDP,
+            {
+                "batch": [0, 1, 2, 3],
+                "loss": [0, 1, 2, 3],
+                "shard": [2, 3],
+                "replica": [1, 3],
+                "norm": [2, 3],
+            },
+        ),
         (
             {"pipeline": 2, "tensor": 2, "world_size": 4, "train_batch": 2},
             {"batch": [3], "loss": [1, 3], "shard": [3], "replica": [3], "norm": [0, 1, 2, 3]},
@@ -58,17 +76,24 @@ AXES = ("pipeline", "replicate", "shard", "tensor", "context")
 
 
 def with_a_context_axis(entry: bool) -> list[float]:
-    """Each row cut in two over an axis that the trainer does not have: [loss, targets, scale]. Runs on each rank."""
+    """Each row cut in two over an axis that the trainer does not have: [loss, targets, scale]. Runs
+    on each rank.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     from trainer.engines.normalise import counted_here, evaluated, gradient_scale
     from trainer.parallel import parallel_mesh as module
 
-    reductions = {**module.REDUCTIONS, **({"loss": (*module.REDUCTIONS["loss"], "context")} if entry else {})}
+    reductions = {
+        **module.REDUCTIONS,
+        **({"loss": (*module.REDUCTIONS["loss"], "context")} if entry else {}),
+    }
     with mock.patch.object(module, "REDUCTIONS", reductions):
         devices = init_device_mesh("cpu", (1, 2, 1, 1, 2), mesh_dim_names=AXES)
         mesh = module.ParallelMesh(
-            replace(layout(), replicate=2, world_size=2, train_batch=4), devices, module.groups_of(devices)
+            replace(layout(), replicate=2, world_size=2, train_batch=4),
+            devices,
+            module.groups_of(devices),
         )
         task = task_of(spec_of(LLAMA))
         rank, half = devices.get_local_rank("replicate"), devices.get_local_rank("context")
@@ -82,7 +107,11 @@ def with_a_context_axis(entry: bool) -> list[float]:
 
 def summed(batches: list[dict[str, Any]]) -> torch.Tensor:
     """Of a loss that is the position's token plus one."""
-    return torch.stack([((b["input_ids"] + 1) * (b["targets"] != -100)).sum() for b in batches]).sum().float()
+    return (
+        torch.stack([((b["input_ids"] + 1) * (b["targets"] != -100)).sum() for b in batches])
+        .sum()
+        .float()
+    )
 
 
 def test_a_new_axis_is_one_entry_in_the_table(pools):
@@ -90,4 +119,6 @@ def test_a_new_axis_is_one_entry_in_the_table(pools):
     loss, targets = float(summed([batch])), int((batch["targets"] != -100).sum())
     for found in pools[4].run(with_a_context_axis, entry=True):
         assert found == [loss, targets, targets, pytest.approx(2 / targets)]
-    assert any(found[:2] != [loss, targets] for found in pools[4].run(with_a_context_axis, entry=False))
+    assert any(
+        found[:2] != [loss, targets] for found in pools[4].run(with_a_context_axis, entry=False)
+    )

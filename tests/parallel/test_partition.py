@@ -55,7 +55,10 @@ def test_a_dear_head_leaves_the_last_stage_fewer_blocks():
     model = spec.build()
     assert [len(blocks) for blocks in block_ranges(model, spec, "uniform", 2)] == [3, 3]
     assert [len(blocks) for blocks in block_ranges(model, spec, "best", 2)] == [4, 2]
-    assert [len(blocks) for blocks in block_ranges(model, spec, "parameters", 2)] == [3, 3]  # the tied table is on both
+    assert [len(blocks) for blocks in block_ranges(model, spec, "parameters", 2)] == [
+        3,
+        3,
+    ]  # the tied table is on both
 
 
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
@@ -71,10 +74,28 @@ def test_every_stage_is_on_one_rank(schedule):
 
 
 FAMILIES = {
-    **{name: {} for name in ("llama", "mistral", "qwen2", "olmo2", "gpt_neox", "gpt2", "granite", "cohere", "olmo")},
+    **{
+        name: {}
+        for name in (
+            "llama",
+            "mistral",
+            "qwen2",
+            "olmo2",
+            "gpt_neox",
+            "gpt2",
+            "granite",
+            "cohere",
+            "olmo",
+        )
+    },
     **{name: {"head_dim": 8} for name in ("qwen3", "gemma", "gemma2", "gemma3_text")},
     "phi3": {"pad_token_id": 0},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+    },
     "bloom": {"n_head": 4},
     "falcon": {},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
@@ -101,7 +122,10 @@ def test_every_family_computes_the_same_logits_in_stages(name, tied):
 
 
 def test_too_few_blocks():
-    with pytest.raises(ConfigError, match="pipeline.stages: llama: 3 blocks for 4 pipeline stages; expected at least"):
+    with pytest.raises(
+        ConfigError,
+        match="pipeline.stages: llama: 3 blocks for 4 pipeline stages; expected at least",
+    ):
         check_cut(spec_of(LLAMA), 4)
 
 
@@ -120,7 +144,8 @@ def test_a_model_that_computes_beside_its_blocks_is_refused(monkeypatch):
     with pytest.raises(ConfigError) as caught:
         check_cut(spec_of(LLAMA), 2)
     assert str(caught.value) == (
-        "pipeline.stages: llama: cut into stages: other logits than the whole model: a block reads more than the block "
+        "pipeline.stages: llama: cut into stages: other logits than the whole model: a block reads "
+        "more than the block "
         "before it gives; expected the same logits and gradients. Set pipeline.stages to 1."
     )
 
@@ -139,15 +164,23 @@ def test_a_shared_module_is_refused(monkeypatch):
     monkeypatch.setattr(
         LlamaDecoderLayer,
         "forward",
-        lambda self, hidden, *args, **kwargs: real_layer(self, self.shared(hidden), *args, **kwargs),
+        lambda self, hidden, *args, **kwargs: real_layer(
+            self, self.shared(hidden), *args, **kwargs
+        ),
     )
-    with pytest.raises(ConfigError, match="cut into stages: model.norm runs after and before and between"):
+    with pytest.raises(
+        ConfigError, match="cut into stages: model.norm runs after and before and between"
+    ):
         check_cut(spec_of(LLAMA), 2)
 
 
 def test_ranks_write_about_as_much_each():
     """A parameter's size is that of all that is kept of it: a count of its steps has none."""
-    shapes = {"table": (4096, 32), **{f"layers.{i}.weight": (32, 32) for i in range(8)}, "head": (4096, 32)}
+    shapes = {
+        "table": (4096, 32),
+        **{f"layers.{i}.weight": (32, 32) for i in range(8)},
+        "head": (4096, 32),
+    }
     kinds = {
         (name, key, () if key == "step" else shape, torch.float32): 0
         for name, shape in shapes.items()

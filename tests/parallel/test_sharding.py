@@ -32,14 +32,20 @@ def sharded_share(case: Case) -> tuple[float, int]:
 
 def test_parameters_are_really_sharded(pools):
     hsdp = replace(HSDP, zero_stage=3)
-    for case in (replace(MESH, zero_stage=3), replace(hsdp, engine="mesh"), replace(hsdp, engine="accelerate")):
+    for case in (
+        replace(MESH, zero_stage=3),
+        replace(hsdp, engine="mesh"),
+        replace(hsdp, engine="accelerate"),
+    ):
         for kept, count in pools[case.world_size].run(sharded_share, case=case):
             assert kept == pytest.approx(0.5, abs=0.02)
             assert count == 4  # three blocks and the root
 
 
 def trained_on_lengths(case: Case, lengths: list[tuple[int, ...]]) -> list[float]:
-    """The loss of each step, with an evaluation after it; `lengths` has a row's on each data rank. On each rank."""
+    """The loss of each step, with an evaluation after it; `lengths` has a row's on each data rank.
+    On each rank.
+    """
     import numpy as np
     import torch.distributed as dist
 
@@ -60,10 +66,16 @@ def trained_on_lengths(case: Case, lengths: list[tuple[int, ...]]) -> list[float
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_a_length_that_is_new_to_one_data_rank_after_an_evaluation_does_not_stop_a_pipeline(pools, schedule, stage):
+def test_a_length_that_is_new_to_one_data_rank_after_an_evaluation_does_not_stop_a_pipeline(
+    pools, schedule, stage
+):
     layers = LLAMA | {"num_hidden_layers": 4}
-    case = replace(MESH, world_size=4, pipeline=2, zero_stage=stage, schedule=schedule, model=layers)
-    found = pools[4].run(trained_on_lengths, timeout=60, case=case, lengths=[(6, 6), (7, 6), (7, 9), (6, 6)])
+    case = replace(
+        MESH, world_size=4, pipeline=2, zero_stage=stage, schedule=schedule, model=layers
+    )
+    found = pools[4].run(
+        trained_on_lengths, timeout=60, case=case, lengths=[(6, 6), (7, 6), (7, 9), (6, 6)]
+    )
     assert found == [found[0]] * 4
 
 
@@ -85,7 +97,16 @@ def with_another_start(case: Case) -> str:
 def test_replicas_that_disagree_are_found(pools, engine):
     found = pools[4].run(with_another_start, case=replace(HSDP, zero_stage=3, engine=engine))
     # rank 3 shares its replica's other half with rank 2, which is not at fault
-    assert found == ["replicas: other initial values on rank 3 than on rank 1; expected the same on all replicas"] * 4
+    assert (
+        found
+        == [
+            (
+                "replicas: other initial values on rank 3 than on rank 1; expected the same on all "
+                "replicas"
+            )
+        ]
+        * 4
+    )
 
 
 def test_one_flat_unit_is_an_error(monkeypatch):
@@ -95,25 +116,33 @@ def test_one_flat_unit_is_an_error(monkeypatch):
 
     spec = spec_of(LLAMA)
     with pytest.raises(
-        NumericsError, match="FSDP: 3 of 3 blocks are no unit of their own .* expected one unit per block"
+        NumericsError,
+        match="FSDP: 3 of 3 blocks are no unit of their own .* expected one unit per block",
     ):
         check_units(spec.build(), spec)
 
 
 def test_blocks_that_share_parameters_are_no_units():
-    """Zamba's hybrid blocks are one block, used again: FSDP2 ends with an error of its own at the first step."""
+    """Zamba's hybrid blocks are one block, used again: FSDP2 ends with an error of its own at the
+    first step.
+    """
     from tests.trial.test_model_checks import layout
     from trainer.errors import ConfigError
     from trainer.parallel.shard import check_shardable
 
     spec = spec_of({"model_type": "zamba2"}).tiny.copy()
     sharded = layout(world_size=2, shard=2, accumulation=1, zero_stage=3)
-    with pytest.raises(ConfigError, match="FSDP2 shards block by block, and model.layers.* is one with model.layers"):
+    with pytest.raises(
+        ConfigError,
+        match="FSDP2 shards block by block, and model.layers.* is one with model.layers",
+    ):
         check_shardable(spec, sharded)
 
 
 def test_a_class_of_blocks_that_stands_elsewhere_too_is_refused_where_units_go_by_class():
-    """Accelerate made a unit of the nested layer, and the first step ended with mixed tensors and DTensors."""
+    """Accelerate made a unit of the nested layer, and the first step ended with mixed tensors and
+    DTensors.
+    """
     from torch import nn
 
     from tests.trial.test_model_checks import layout
@@ -121,8 +150,12 @@ def test_a_class_of_blocks_that_stands_elsewhere_too_is_refused_where_units_go_b
     from trainer.errors import ConfigError
     from trainer.models.own.module import spec_of as spec_of_module
 
-    spec = spec_of_module(lambda: nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 8)), None, 0)
+    spec = spec_of_module(
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 8)), None, 0
+    )
     sharded = layout(world_size=2, shard=2, accumulation=1, zero_stage=3)
-    with pytest.raises(ConfigError, match=r"is of a block's class, and no block.*Set trainer.engine to"):
+    with pytest.raises(
+        ConfigError, match=r"is of a block's class, and no block.*Set trainer.engine to"
+    ):
         ENGINES["accelerate"].check(spec, sharded)
     ENGINES["mesh"].check(spec, sharded)

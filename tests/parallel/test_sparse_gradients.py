@@ -1,4 +1,6 @@
-"""Parameters that never, or only sometimes, get a gradient: as in one process, and no save or resume changes them."""
+"""Parameters that never, or only sometimes, get a gradient: as in one process, and no save or
+resume changes them.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,14 @@ STILL = LLAMA | {"attention_dropout": 0.0, "num_hidden_layers": 4}
 STEPS = 5
 NEVER, SOMETIMES = "model.layers.0.mlp.never.weight", "model.layers.3.mlp.sometimes.weight"
 USED: list[bool] = [True]
-"""Whether the next forward passes of this process go through what is used sometimes; the last holds on."""
+"""Whether the next forward passes of this process go through what is used sometimes; the last holds
+on.
+"""
 MESH = Case("mesh", model=STILL)
-SGD = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01}}
+SGD = {
+    "type": "SGD",
+    "params": {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01},
+}
 
 CASES = {
     "mesh, one process": replace(MESH, world_size=1, zero_stage=0),
@@ -46,13 +53,18 @@ CASES = {
     "mesh pipeline": replace(MESH, zero_stage=0, pipeline=2),
     "accelerate DDP": replace(MESH, engine="accelerate", zero_stage=0),
     "accelerate ZeRO-3": replace(MESH, engine="accelerate", zero_stage=3),
-    **{f"deepspeed ZeRO-{stage}": replace(MESH, engine="deepspeed", zero_stage=stage) for stage in range(4)},
+    **{
+        f"deepspeed ZeRO-{stage}": replace(MESH, engine="deepspeed", zero_stage=stage)
+        for stage in range(4)
+    },
     "deepspeed ZeRO-2, SGD": replace(
         MESH, engine="deepspeed", optimizer=SGD, top={"zero_allow_untested_optimizer": True}
     ),
     "deepspeed ZeRO-2, bfloat16": replace(MESH, engine="deepspeed", precision="bfloat16"),
     "deepspeed pipeline": replace(MESH, engine="deepspeed", zero_stage=0, pipeline=2),
-    "deepspeed ZeRO-2, optimizer on the host": replace(MESH, engine="deepspeed", offload_optimizer="cpu"),
+    "deepspeed ZeRO-2, optimizer on the host": replace(
+        MESH, engine="deepspeed", offload_optimizer="cpu"
+    ),
 }
 
 
@@ -70,7 +82,9 @@ def with_sparse(spec: Any) -> Any:
         layers[0].mlp.never = nn.Linear(5, 3, bias=False, device="meta")
         layers[-1].mlp.sometimes = nn.Linear(32, 32, bias=False, device="meta")
         layers[-1].mlp.register_forward_hook(
-            lambda module, given, output: output + module.sometimes(given[0]) if next_used() else output
+            lambda module, given, output: (
+                output + module.sometimes(given[0]) if next_used() else output
+            )
         )
         return model
 
@@ -95,7 +109,9 @@ def used_on(step: int, rank: int) -> list[bool]:
     return [True]
 
 
-def advance(engine: Any, case: Case, first: int, last: int, used: Any = used_at, after: Any = None) -> None:
+def advance(
+    engine: Any, case: Case, first: int, last: int, used: Any = used_at, after: Any = None
+) -> None:
     from trainer.optim.lr_schedules import Update
 
     task, rank = task_of(engine.job.spec), engine.job.machine.ranks.rank
@@ -119,7 +135,9 @@ def state_of(engine: Any, case: Case) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def with_and_without_saves(case: Case, folder: Path, change: Any = with_sparse) -> list[list[str]]:
-    """What differs from a run without saves: [of one that saves at each step, of one resumed in the middle]."""
+    """What differs from a run without saves: [of one that saves at each step, of one resumed in the
+    middle].
+    """
     import torch.distributed as dist
 
     from trainer import checkpoint
@@ -128,9 +146,11 @@ def with_and_without_saves(case: Case, folder: Path, change: Any = with_sparse) 
 
     rank = dist.get_rank()
     ranks = Ranks(rank, case.world_size)
-    # DeepSpeed then updates by the gradient of the step before where there is none, and keeps it in no checkpoint:
-    # models like that are refused
-    carries = case.engine == "deepspeed" and (case.zero_stage == 3 or case.offload_optimizer == "cpu")
+    # DeepSpeed then updates by the gradient of the step before where there is none, and keeps it in
+    # no checkpoint: models like that are refused
+    carries = case.engine == "deepspeed" and (
+        case.zero_stage == 3 or case.offload_optimizer == "cpu"
+    )
     used = used_on if carries else used_at
 
     def start(seed: int = 5) -> Any:
@@ -164,7 +184,9 @@ def with_and_without_saves(case: Case, folder: Path, change: Any = with_sparse) 
 
 
 def by_ranks(step: int, rank: int) -> list[bool]:
-    """Who goes through it: none, the first data rank in one of two micro-batches, others in the other, all, none."""
+    """Who goes through it: none, the first data rank in one of two micro-batches, others in the
+    other, all, none.
+    """
     return [[False], [rank == 0, False], [False, rank > 0], [True], [False]][step]
 
 
@@ -193,7 +215,9 @@ def trained_plainly(case: Case) -> dict[str, torch.Tensor]:
             USED[:] = by_ranks(step, data_rank)
             for batch in map(task.collate, shares(case, step, data_rank)):
                 logits = model(input_ids=batch["input_ids"]).logits.flatten(0, 1)
-                loss = F.cross_entropy(logits, batch["targets"].flatten(), reduction="sum", ignore_index=-100)
+                loss = F.cross_entropy(
+                    logits, batch["targets"].flatten(), reduction="sum", ignore_index=-100
+                )
                 (loss / counted).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
@@ -203,12 +227,18 @@ def trained_plainly(case: Case) -> dict[str, torch.Tensor]:
 
 
 UNLIKE = {
-    **{name: CASES[name] for name in CASES if name.startswith(("mesh", "accelerate")) and "SGD" not in name},
+    **{
+        name: CASES[name]
+        for name in CASES
+        if name.startswith(("mesh", "accelerate")) and "SGD" not in name
+    },
     "mesh HSDP": replace(MESH, world_size=4, replicate=2, zero_stage=3, micro_batch=1),
     "mesh pipeline x DDP": replace(MESH, world_size=4, zero_stage=0, pipeline=2),
     "mesh pipeline x ZeRO-3": replace(MESH, world_size=4, zero_stage=3, pipeline=2),
     "mesh ZeRO-3, bfloat16": replace(MESH, zero_stage=3, precision="bfloat16"),
-    "mesh ZeRO-3, offloaded": replace(MESH, zero_stage=3, offload_optimizer="cpu", offload_param="cpu"),
+    "mesh ZeRO-3, offloaded": replace(
+        MESH, zero_stage=3, offload_optimizer="cpu", offload_param="cpu"
+    ),
 }
 
 
@@ -220,14 +250,18 @@ def test_a_gradient_on_one_rank_alone_is_that_of_one_process(pools, name):
         assert torch.equal(weights[NEVER], wanted[NEVER])
         for key, weight in wanted.items():
             error = (weights[key].reshape(weight.shape) - weight).norm() / weight.norm()
-            assert error < (3e-2 if case.precision == "bfloat16" else 1e-5), f"{key}: {float(error):.1e}"
+            assert error < (3e-2 if case.precision == "bfloat16" else 1e-5), (
+                f"{key}: {float(error):.1e}"
+            )
 
 
 def differences(ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor]) -> list[str]:
     """The names of what is not the same, bit for bit."""
     keys = sorted(ours.keys() | theirs.keys())
     return [
-        ".".join(key) for key in keys if not (key in ours and key in theirs and torch.equal(ours[key], theirs[key]))
+        ".".join(key)
+        for key in keys
+        if not (key in ours and key in theirs and torch.equal(ours[key], theirs[key]))
     ]
 
 
@@ -257,7 +291,8 @@ def test_deepspeed_refuses_what_it_would_decay():
         deepspeed.check(spec, layout())
     assert str(caught.value) == (
         "engine deepspeed: llama: some tokens leave parameters without a gradient "
-        "(model.layers.*.mlp.sometimes.weight, ...); expected a gradient of each: DeepSpeed takes a missing one for "
+        "(model.layers.*.mlp.sometimes.weight, ...); expected a gradient of each: DeepSpeed takes "
+        "a missing one for "
         'zeros, and decays the weight. Set trainer.engine to "mesh"'
     )
 
@@ -265,5 +300,7 @@ def test_deepspeed_refuses_what_it_would_decay():
 @pytest.mark.parametrize("name", some(CASES, "mesh ZeRO-3", "deepspeed ZeRO-2, bfloat16"))
 def test_what_is_frozen_is_saved_and_loaded(pools, tmp_path, name):
     case = CASES[name]
-    for found in pools[case.world_size].run(with_and_without_saves, case=case, folder=tmp_path, change=with_frozen):
+    for found in pools[case.world_size].run(
+        with_and_without_saves, case=case, folder=tmp_path, change=with_frozen
+    ):
         assert found == [[], [], []]

@@ -19,7 +19,9 @@ TWO_RANKS = layout(pipeline=1, replicate=1, shard=1, tensor=2, micro=1, accumula
 
 
 def test_an_engine_that_comes_after_has_groups_of_its_own(pools):
-    """DeepSpeed keeps groups in its modules, and the next engine of the process would take them for its own."""
+    """DeepSpeed keeps groups in its modules, and the next engine of the process would take them for
+    its own.
+    """
     model = TIED | {"num_hidden_layers": 4}
     for case in (
         SPLIT_4,
@@ -44,7 +46,9 @@ def test_by_itself_it_is_taken_for_what_no_other_engine_has():
     config = load(Path(__file__).parent.parent.parent / "ds_configs" / "zero2.json")
     assert select("auto", TWO_RANKS, config, "cpu")[0] == "mesh"
     assert select("auto", replace(TWO_RANKS, precision="float16"), config, "cpu")[0] == "deepspeed"
-    assert select("auto", replace(TWO_RANKS, offload_optimizer="cpu"), config, "cpu")[0] == "deepspeed"
+    assert (
+        select("auto", replace(TWO_RANKS, offload_optimizer="cpu"), config, "cpu")[0] == "deepspeed"
+    )
 
 
 def test_no_rank_holds_a_whole_matrix(pools):
@@ -65,7 +69,13 @@ def held(case: Case) -> dict[str, tuple[int, ...]]:
     from tests.support.training import build
 
     block = build(case, dist.get_rank()).modules[0].get_submodule("model.model.layers.0")
-    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+    names = (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.o_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    )
     return {name: tuple(block.get_submodule(name).weight.to_local().shape) for name in names}
 
 
@@ -75,13 +85,20 @@ PLACE = "tensor_parallel.autotp_size: "
 @pytest.mark.parametrize(
     ("model", "size", "text"),
     [
-        (GPT2, 2, PLACE + "gpt2: its family has no tensor plan in transformers; expected a model with"),
+        (
+            GPT2,
+            2,
+            PLACE + "gpt2: its family has no tensor plan in transformers; expected a model with",
+        ),
         (family("llama"), 4, "llama: 2 key-value heads = 0 x 4 + 2; expected a multiple of 4"),
         (family("llama"), 3, "llama: 4 attention heads = 1 x 3 + 1; expected a multiple of 3"),
         (
             family("llama", intermediate_size=50),
             4,
-            "llama: model.layers.*.mlp.gate_proj.out_features = 50 = 12 x 4 + 2; expected a multiple of 4",
+            (
+                "llama: model.layers.*.mlp.gate_proj.out_features = 50 = 12 x 4 + 2; expected a "
+                "multiple of 4"
+            ),
         ),
         (
             family("llama", attention_dropout=0.1),
@@ -106,7 +123,9 @@ def test_what_can_not_be_split_is_refused_with_the_arithmetic(model, size, text)
 
 
 def test_recomputing_what_deepspeed_adds_up_in_place_is_refused():
-    """Before: with Qwen3's blocks gradients of the first step were wrong, and the loss of the second off by 6e-5."""
+    """Before: with Qwen3's blocks gradients of the first step were wrong, and the loss of the
+    second off by 6e-5.
+    """
     selective = replace(TWO_RANKS, recompute=Recompute("selective"))
     assert "it is added up twice" in (ENGINES["deepspeed"].refusal(selective) or "")
     assert ENGINES["deepspeed"].refusal(replace(TWO_RANKS, recompute=Recompute("full"))) is None

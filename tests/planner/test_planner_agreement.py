@@ -1,4 +1,6 @@
-"""Faults that would hang a run are found without running it, and named; what is sound is found sound."""
+"""Faults that would hang a run are found without running it, and named; what is sound is found
+sound.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from trainer.tools.planner.simulate import Trace, simulate_all
 
 SMALL = "two stages x two shards"
 CASES = LAYOUTS | {
-    SMALL: replace(LAYOUTS["pipeline x zero2"], micro_batch=2, model=LLAMA | {"num_hidden_layers": 2}),
+    SMALL: replace(
+        LAYOUTS["pipeline x zero2"], micro_batch=2, model=LLAMA | {"num_hidden_layers": 2}
+    ),
 }
 
 
@@ -42,7 +46,9 @@ def simulated(rank: int, engine: str = "mesh", name: str = SMALL) -> Trace:
 @cache
 def sound(engine: str, name: str) -> tuple[tuple[Trace, ...], Layout]:
     case = replace(CASES[name], engine=engine)
-    return tuple(simulated(rank, engine, name) for rank in range(case.world_size)), subject(case).layout
+    return tuple(simulated(rank, engine, name) for rank in range(case.world_size)), subject(
+        case
+    ).layout
 
 
 SOUND = [
@@ -75,7 +81,9 @@ SOUND = [
 ]
 
 
-@pytest.mark.parametrize(("engine", "name"), SOUND, ids=[f"{engine}-{name}" for engine, name in SOUND])
+@pytest.mark.parametrize(
+    ("engine", "name"), SOUND, ids=[f"{engine}-{name}" for engine, name in SOUND]
+)
 def test_engines_agree(engine, name):
     traces, layout = sound(engine, name)
     assert any(found.messages for found in traces)
@@ -93,7 +101,9 @@ def skips_one(monkeypatch):
 
     plain = ParallelMesh.sum
     monkeypatch.setattr(
-        ParallelMesh, "sum", lambda self, x, what: x if faulty(1) and what == "norm" else plain(self, x, what)
+        ParallelMesh,
+        "sum",
+        lambda self, x, what: x if faulty(1) and what == "norm" else plain(self, x, what),
     )
 
 
@@ -130,14 +140,18 @@ def sums_in_another_dtype(monkeypatch):
     monkeypatch.setattr(
         ParallelMesh,
         "sum",
-        lambda self, x, what: plain(self, x.view(torch.int32) if faulty(2) and what == "norm" else x, what),
+        lambda self, x, what: plain(
+            self, x.view(torch.int32) if faulty(2) and what == "norm" else x, what
+        ),
     )
 
 
 def sends_another_size(monkeypatch):
     plain = torch.distributed.send
     monkeypatch.setattr(
-        torch.distributed, "send", lambda x, **to: plain(x[:, 1:].contiguous() if faulty(0) else x, **to)
+        torch.distributed,
+        "send",
+        lambda x, **to: plain(x[:, 1:].contiguous() if faulty(0) else x, **to),
     )
 
 
@@ -149,7 +163,9 @@ def skips_a_receive(monkeypatch):
         PipelineRun,
         "_received",
         lambda self, index, batch: (
-            self._hidden(batch, self._stages[index].blocks.start) if faulty(3) else plain(self, index, batch)
+            self._hidden(batch, self._stages[index].blocks.start)
+            if faulty(3)
+            else plain(self, index, batch)
         ),
     )
 
@@ -158,7 +174,9 @@ def does_not_evaluate(monkeypatch):
     from trainer.engines.torch.engine import TorchEngine
 
     plain = TorchEngine.evaluate
-    monkeypatch.setattr(TorchEngine, "evaluate", lambda self, batches: None if faulty(3) else plain(self, batches))
+    monkeypatch.setattr(
+        TorchEngine, "evaluate", lambda self, batches: None if faulty(3) else plain(self, batches)
+    )
 
 
 def reduces_after_the_norm(monkeypatch):
@@ -173,17 +191,43 @@ def reduces_after_the_norm(monkeypatch):
 
     kept: list[Any] = []
     reduces, clips = GradientSync.reduce, GradientNorm.clip
-    monkeypatch.setattr(GradientSync, "reduce", lambda self: kept.append(self) if faulty(2) else reduces(self))
+    monkeypatch.setattr(
+        GradientSync, "reduce", lambda self: kept.append(self) if faulty(2) else reduces(self)
+    )
     monkeypatch.setattr(GradientNorm, "clip", clip)
 
 
 SUM, EVALUATE = "trainer/parallel/parallel_mesh.py", "trainer/parallel/pipeline.py"
 FAULTS = {
-    skips_one: (1, "step 1", SUM, "leaves out all-reduce of 4 bytes of float32", "as ranks 0, 2, 3 do"),
-    issues_one_more: (1, "step 1", SUM, "one more all-reduce of 4 bytes of float32", "as ranks 0, 2, 3 do"),
-    swaps_two: (3, "step 1", SUM, " sum) before all-reduce of 8 bytes of int64", "as ranks 0, 1, 2 do"),
+    skips_one: (
+        1,
+        "step 1",
+        SUM,
+        "leaves out all-reduce of 4 bytes of float32",
+        "as ranks 0, 2, 3 do",
+    ),
+    issues_one_more: (
+        1,
+        "step 1",
+        SUM,
+        "one more all-reduce of 4 bytes of float32",
+        "as ranks 0, 2, 3 do",
+    ),
+    swaps_two: (
+        3,
+        "step 1",
+        SUM,
+        " sum) before all-reduce of 8 bytes of int64",
+        "as ranks 0, 1, 2 do",
+    ),
     sums_in_another_dtype: (2, "step 1", SUM, "4 bytes of int32", "4 bytes of float32"),
-    sends_another_size: (0, "evaluation", EVALUATE, "send to rank 2 of 7,936 bytes", "receive from rank 0 of 8,192"),
+    sends_another_size: (
+        0,
+        "evaluation",
+        EVALUATE,
+        "send to rank 2 of 7,936 bytes",
+        "receive from rank 0 of 8,192",
+    ),
     skips_a_receive: (3, "evaluation", EVALUATE, "leaves out send to rank 3", "as rank 1 does"),
     does_not_evaluate: (3, "evaluation", "trainer", "leaves out", "as rank"),
     reduces_after_the_norm: (
@@ -263,11 +307,15 @@ def programs(layout: Layout, events: list[Any], ranks: list[int] | None = None) 
 
 
 def _differ_only(here: tuple[int, ...], there: tuple[int, ...], along: list[int]) -> bool:
-    return all(a == b for axis, (a, b) in enumerate(zip(here, there, strict=True)) if axis not in along)
+    return all(
+        a == b for axis, (a, b) in enumerate(zip(here, there, strict=True)) if axis not in along
+    )
 
 
 def _ends(kind: str, rank: int, at: int, stage: int, layout: Layout) -> list[tuple[str, int]]:
-    """The ends that a rank has of a message from a stage to the next, or of one in each direction."""
+    """The ends that a rank has of a message from a stage to the next, or of one in each
+    direction.
+    """
     stride = layout.world_size // layout.pipeline
     if at == stage:
         return [("send", rank + stride), ("receive", rank + stride)][: 1 + (kind == "exchange")]
@@ -281,7 +329,9 @@ def checked(layout: Layout, said: Program, ranks: Any = None) -> list[Any]:
     return disagreements([Trace(rank, (), tuple(said[rank])) for rank in chosen], layout)
 
 
-LAYOUT = st.builds(layout, *(st.sampled_from(sizes) for sizes in ((1, 2, 3), (1, 2), (1, 2, 3), (1, 2))))
+LAYOUT = st.builds(
+    layout, *(st.sampled_from(sizes) for sizes in ((1, 2, 3), (1, 2), (1, 2, 3), (1, 2)))
+)
 EVENT = st.tuples(
     st.sampled_from(("collective", "collective", "message", "exchange")),
     st.sets(st.sampled_from(AXES), min_size=1).map(sorted),
@@ -296,7 +346,9 @@ def representatives(layout: Layout) -> list[int]:
     """First and last tensor and data rank of each stage."""
     data, tensor = (0, layout.data_ranks - 1), (0, layout.tensor - 1)
     return [
-        rank for rank in range(layout.world_size) if layout.data_rank(rank) in data and rank % layout.tensor in tensor
+        rank
+        for rank in range(layout.world_size)
+        if layout.data_rank(rank) in data and rank % layout.tensor in tensor
     ]
 
 
@@ -327,19 +379,26 @@ def test_any_fault_of_one_rank_is_found(layout, events, data):
     named = re.compile(rf"ranks? (\d+, )*{rank}\b")
     # of a row of like sends, the last has no receive, whichever was left out
     place = message.place if message.peer is None else ""
-    assert [p for p in map(str, problems) if named.search(p) and message.phase in p and place in p], problems
+    assert [
+        p for p in map(str, problems) if named.search(p) and message.phase in p and place in p
+    ], problems
     if rank in representatives(layout) and _compared(layout, rank, message):
         assert checked(layout, said, representatives(layout))
 
 
 def _compared(layout: Layout, rank: int, message: Message) -> bool:
     """Whether some other representative has to be there, too."""
-    return any(other != rank and (other in message.group or other == message.peer) for other in representatives(layout))
+    return any(
+        other != rank and (other in message.group or other == message.peer)
+        for other in representatives(layout)
+    )
 
 
 @given(LAYOUT, EVENTS, st.data())
 def test_an_order_across_groups_stands_still_where_events_wait_in_a_circle(layout, events, data):
-    """Held to another way of telling: by a circle of events of which each is before the next on some rank."""
+    """Held to another way of telling: by a circle of events of which each is before the next on
+    some rank.
+    """
     said = programs(layout, [event for event in events if event[0] != "exchange"])
     able = [rank for rank in said if len(said[rank]) > 1]
     if not able:
@@ -370,7 +429,9 @@ def _circular(said: Program) -> bool:
 
 
 def test_an_exchange_needs_a_batch():
-    """Two ranks that both receive first wait for each other, unless sending is under way beside it."""
+    """Two ranks that both receive first wait for each other, unless sending is under way beside
+    it.
+    """
     two = layout(2, 1, 1, 1)
 
     def program(batch: int | None) -> Program:
@@ -385,12 +446,13 @@ def test_an_exchange_needs_a_batch():
     assert checked(two, program(7)) == []
     first, second = checked(two, program(None))
     assert first.place == "rank 0, step 1, code.py:0 receive"
-    assert (
-        first.seen
-        == "stands still at receive from rank 1 of 4 bytes of float32 (code.py:0 receive) from rank 1 to rank 0"
+    assert first.seen == (
+        "stands still at receive from rank 1 of 4 bytes of float32 (code.py:0 receive) from "
+        "rank 1 to rank 0"
     )
     assert first.expected == (
-        "there too: rank 1, which is in step 1 at receive from rank 0 of 4 bytes of float32 (code.py:1 receive)"
+        "there too: rank 1, which is in step 1 at receive from rank 0 of 4 bytes of float32 "
+        "(code.py:1 receive)"
     )
     assert second.place.startswith("rank 1,")
 
@@ -412,8 +474,13 @@ def test_one_left_out_of_a_long_row_of_like_ones_is_named():
     said = programs(three, [("collective", ["shard"], 0, FAST, 4)] * 3000)
     left_out = said[2].pop(700)
     problem = checked(three, said)[0]
-    assert problem.place == "rank 2, step 1, code.py:700 event" == f"rank 2, step 1, {left_out.place}"
-    assert problem.expected == "1500 messages among ranks 0, 1, 2 in step 1, as ranks 0, 1 do, not 1499"
+    assert (
+        problem.place == "rank 2, step 1, code.py:700 event" == f"rank 2, step 1, {left_out.place}"
+    )
+    assert (
+        problem.expected
+        == "1500 messages among ranks 0, 1, 2 in step 1, as ranks 0, 1 do, not 1499"
+    )
 
 
 def test_representatives_stand_for_a_thousand_ranks():
@@ -427,11 +494,17 @@ def test_representatives_stand_for_a_thousand_ranks():
     said = programs(large, events, chosen)
     assert checked(large, said, chosen) == []
     last = max(rank for rank in chosen if rank // 128 == 3)
-    said[last] = [replace(message, size=65) if message.size == 64 else message for message in said[last]]
+    said[last] = [
+        replace(message, size=65) if message.size == 64 else message for message in said[last]
+    ]
     problem = checked(large, said, chosen)[0]
     assert problem.place.startswith(f"rank {last}, step 2, code.py:7 event")
     assert "among 16 ranks along shard, pipeline 3, tensor 1" in problem.seen
     said = programs(large, events, chosen)
     receiver = min(rank for rank in chosen if rank // 128 == 1)
     said[receiver] = said[receiver][1:]
-    assert [p for p in checked(large, said, chosen) if p.place.startswith(f"rank {receiver}, step 1, code.py:0")]
+    assert [
+        p
+        for p in checked(large, said, chosen)
+        if p.place.startswith(f"rank {receiver}, step 1, code.py:0")
+    ]

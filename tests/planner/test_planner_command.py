@@ -1,4 +1,6 @@
-"""`meshloom plan`: what a run will take, for a person and for programs, and what it says to what can't be planned."""
+"""`meshloom plan`: what a run will take, for a person and for programs, and what it says to what
+can't be planned.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,12 @@ class WithoutBlocks(nn.Module):
 
 def config(folder: Path, **trainer: Any) -> Path:
     path = folder / "config.json"
-    section = {"steps": 3, "engine": "mesh", "model": {"config": TINY}, "data": {"sequence_length": 64}} | trainer
+    section = {
+        "steps": 3,
+        "engine": "mesh",
+        "model": {"config": TINY},
+        "data": {"sequence_length": 64},
+    } | trainer
     path.write_text(
         json.dumps(
             {
@@ -60,7 +67,9 @@ def config(folder: Path, **trainer: Any) -> Path:
 
 
 def plan(folder: Path, *arguments: str, **trainer: Any) -> Any:
-    return run("meshloom", "plan", "--config", str(config(folder, **trainer)), *arguments, timeout=120)
+    return run(
+        "meshloom", "plan", "--config", str(config(folder, **trainer)), *arguments, timeout=120
+    )
 
 
 def test_it_says_what_each_rank_takes_and_sends(tmp_path):
@@ -78,18 +87,24 @@ def test_it_says_what_each_rank_takes_and_sends(tmp_path):
 
 
 def test_a_program_is_told_the_same_and_no_more(tmp_path):
-    result = plan(tmp_path, "--json", "--gpus", "4", "pipeline.stages=2", "zero_optimization.stage=2")
+    result = plan(
+        tmp_path, "--json", "--gpus", "4", "pipeline.stages=2", "zero_optimization.stage=2"
+    )
     assert result.code == 0, result.output
     found = json.loads(result.output)
     assert [role["name"] for role in found["roles"]] == ["first stage", "last stage"]
-    assert found["memory"]["peak_bytes"] == sum(found["memory"]["by_kind"].values()) <= found["needed"]
+    assert (
+        found["memory"]["peak_bytes"] == sum(found["memory"]["by_kind"].values()) <= found["needed"]
+    )
     sends = [sent for role in found["roles"] for sent in role["sent"] if sent["what"] == "send"]
     assert [sent["count"] for sent in sends] == [4, 4]  # one for each micro-batch
     assert all(sent["bytes"] == 4 * 2 * 64 * 64 * 4 for sent in sends)
 
 
 def test_the_config_of_a_model_is_enough(tmp_path):
-    """What is trained from weights is planned without: of a model of the Hub none are downloaded."""
+    """What is trained from weights is planned without: of a model of the Hub none are
+    downloaded.
+    """
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({**TINY, "architectures": ["LlamaForCausalLM"]}))
@@ -104,7 +119,9 @@ def test_what_does_not_fit_says_by_how_much(tmp_path):
     assert result.code == 1
     assert "DOES NOT FIT" in result.output
     assert "too much" in result.output
-    assert result.lines[-1] == "propose --propose tries other layouts, for about a minute"  # each is a plan of its own
+    assert (
+        result.lines[-1] == "propose --propose tries other layouts, for about a minute"
+    )  # each is a plan of its own
 
 
 def test_a_terminal_is_told_that_it_works(capsys, monkeypatch):
@@ -129,7 +146,11 @@ def test_a_terminal_is_told_that_it_works(capsys, monkeypatch):
         (("--nodes", "0"), {}, ("--nodes, --gpus: 0 nodes",)),
         (("--gpus", "6", "tensor_parallel.autotp_size=4"), {}, ("6",)),
         ((), IMAGES, ("trainer.images.size, trainer.images.classes", "trainer.images.size=224")),
-        (("trainer.model.name_or_path=inception_v3",), SIZED, ("inception_v3", "training fails on the meta device")),
+        (
+            ("trainer.model.name_or_path=inception_v3",),
+            SIZED,
+            ("inception_v3", "training fails on the meta device"),
+        ),
         ((), {**IMAGES, "images": {"size": 32, "classes": 10**9}}, ("at most 10,000,000 classes",)),
         (
             (

@@ -17,7 +17,9 @@ from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.from_config import model_on, planned
 from trainer.tools.planner.ledger import Ledger
 
-MODEL = dict(model_type="llama", hidden_size=64, intermediate_size=160, num_attention_heads=4, vocab_size=256)
+MODEL = dict(
+    model_type="llama", hidden_size=64, intermediate_size=160, num_attention_heads=4, vocab_size=256
+)
 CASES: dict[str, dict[str, Any]] = {
     "mesh, zero3": dict(engine="mesh", stage=3),
     "mesh, zero2, full": dict(engine="mesh", stage=2, recompute="full"),
@@ -86,7 +88,9 @@ def test_what_a_plan_tries_with_values_is_tiny(monkeypatch):
 
 
 def test_what_is_simulated_does_not_grow_with_the_ranks(tmp_path, monkeypatch):
-    """DeepSpeed's ZeRO-3 makes a view of each rank's part of each parameter: minutes for a thousand ranks."""
+    """DeepSpeed's ZeRO-3 makes a view of each rank's part of each parameter: minutes for a thousand
+    ranks.
+    """
     counts = multiprocessing.Array("q", 2)
     plain = Ledger.__torch_dispatch__
     config = {

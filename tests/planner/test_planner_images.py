@@ -1,4 +1,6 @@
-"""The plan of an image classifier: what it is told of the images, and that ranks take and say what was planned."""
+"""The plan of an image classifier: what it is told of the images, and that ranks take and say what
+was planned.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,16 @@ from trainer.tools.planner.from_config import model_on
 CLASSES, SIZE = 10, 32
 MESH = Case(engine="mesh", clip=1.0, micro_batch=2)
 RESNET = ("ResNet", {"block": "Bottleneck", "layers": [1, 1, 1, 1], "width_per_group": 8})
-VIT = ("VisionTransformer", {"patch_size": 8, "num_layers": 4, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24})
-PUBLISHED = [("resnet50", 4.089e9), ("vit_b_16", 17.564e9), ("convnext_tiny", 4.456e9), ("mobilenet_v2", 0.301e9)]
+VIT = (
+    "VisionTransformer",
+    {"patch_size": 8, "num_layers": 4, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24},
+)
+PUBLISHED = [
+    ("resnet50", 4.089e9),
+    ("vit_b_16", 17.564e9),
+    ("convnext_tiny", 4.456e9),
+    ("mobilenet_v2", 0.301e9),
+]
 CASES = {
     "mesh ddp": replace(MESH, zero_stage=0),
     "mesh zero3, full": replace(MESH, zero_stage=3, recompute="full"),
@@ -48,8 +58,12 @@ def classified(case: Case, name: str, arguments: dict[str, Any], together: bool)
     from trainer.tools.planner.from_config import batches_of
 
     images = Images(tuple(map(str, range(CLASSES))), "RGB", (SIZE, SIZE), (0.0,) * 3, (1.0,) * 3)
-    spec = replace(spec_of(TrainerSection(), images, Classifier(name, arguments)), weights=NoWeights())
-    spec.constructed("")  # what the constructor gives stays on the host, and is made here before anybody counts
+    spec = replace(
+        spec_of(TrainerSection(), images, Classifier(name, arguments)), weights=NoWeights()
+    )
+    spec.constructed(
+        ""
+    )  # what the constructor gives stays on the host, and is made here before anybody counts
     task = ImageClassification(CLASSES, spec.build, spec.blocks)
     spec = spec.tried_on(task.trial([(torch.zeros(3, SIZE, SIZE), 0)] * 2))
     layout = replace(layout_of(case), sync_batch_norm=together)
@@ -58,8 +72,13 @@ def classified(case: Case, name: str, arguments: dict[str, Any], together: bool)
 
 def convolutions(num_classes: int = CLASSES, channels: int = 3) -> nn.Module:
     """Of units so small that gloo's own buffers are at no time the most."""
-    blocks = [nn.Sequential(nn.Conv2d(width, 8, 3), nn.BatchNorm2d(8), nn.ReLU()) for width in (channels, 8, 8, 8)]
-    return nn.Sequential(*blocks, nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, num_classes)))
+    blocks = [
+        nn.Sequential(nn.Conv2d(width, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        for width in (channels, 8, 8, 8)
+    ]
+    return nn.Sequential(
+        *blocks, nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, num_classes))
+    )
 
 
 def resnet(case: Case) -> Any:
@@ -84,7 +103,9 @@ COMPARED = {
     "accelerate zero3": (own,),
     "deepspeed zero2": (resnet,),
     "deepspeed zero3": (vit, own),
-    "mesh pipeline": (vit,),  # a whole model is tried on the first rank, and on processors counts as its own
+    "mesh pipeline": (
+        vit,
+    ),  # a whole model is tried on the first rank, and on processors counts as its own
     "deepspeed pipeline": (own,),
     "mesh hsdp": (synchronised,),
 }
@@ -92,23 +113,38 @@ COMPARED = {
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [pytest.param(name, kind, id=f"{name}-{kind.__name__}") for name, kinds in COMPARED.items() for kind in kinds],
+    [
+        pytest.param(name, kind, id=f"{name}-{kind.__name__}")
+        for name, kinds in COMPARED.items()
+        for kind in kinds
+    ],
 )
 def test_a_rank_takes_what_was_planned(pools, name, kind):
     assert_as_planned(pools, CASES[name], of=kind)
 
 
 def test_what_is_tried_out_is_not_on_the_device():
-    """A stage is checked on a whole classifier, on the host: all of its values, gradients and stages."""
+    """A stage is checked on a whole classifier, on the host: all of its values, gradients and
+    stages.
+    """
     peaks = planned(CASES["mesh pipeline"], 1, of=vit)[0].peaks
     assert peaks["build"].size < peaks["step 1"].size / 2
 
 
 def config_of(folder: Path, name: str, **trainer: Any) -> Path:
     path = folder / "config.json"
-    section = {"task": "image_classification", "model": {"name_or_path": name}, "steps": 3, "engine": "mesh"} | trainer
+    section = {
+        "task": "image_classification",
+        "model": {"name_or_path": name},
+        "steps": 3,
+        "engine": "mesh",
+    } | trainer
     sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}
-    path.write_text(json.dumps({**sizes, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "trainer": section}))
+    path.write_text(
+        json.dumps(
+            {**sizes, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "trainer": section}
+        )
+    )
     return path
 
 
@@ -118,9 +154,14 @@ def plan(path: Path, *arguments: str) -> Any:
 
 @pytest.mark.parametrize("where", ["by its name", "as the config says", "as it is"])
 def test_the_command_knows_the_images(tmp_path, where):
-    """A known data set is not looked for, far less downloaded; a folder that is here is looked at."""
+    """A known data set is not looked for, far less downloaded; a folder that is here is looked
+    at.
+    """
     name, small = f"{__name__}:convolutions", write_folder(tmp_path / "here", size=(16, 16))
-    grey = {"model": {"name_or_path": name, "config": {"channels": 1}}, "data": {"path": "far/away"}}
+    grey = {
+        "model": {"name_or_path": name, "config": {"channels": 1}},
+        "data": {"path": "far/away"},
+    }
     trainer, said = {
         "by its name": ({"data": {"path": "cifar10"}}, "3 x 32 x 32, 10 classes"),
         "as the config says": (
@@ -131,12 +172,18 @@ def test_the_command_knows_the_images(tmp_path, where):
     }[where]
     result = plan(config_of(tmp_path, name, **trainer))
     assert result.code == 0, result.output
-    assert f"parameters, on images of {said}" in result.output and "images/s" in result.output, result.output
+    assert f"parameters, on images of {said}" in result.output and "images/s" in result.output, (
+        result.output
+    )
 
 
-@pytest.mark.parametrize("changes", [["pipeline.stages=2"], ["zero_optimization.stage=3"]], ids=["pipeline", "zero3"])
+@pytest.mark.parametrize(
+    "changes", [["pipeline.stages=2"], ["zero_optimization.stage=3"]], ids=["pipeline", "zero3"]
+)
 def test_the_command_plans_what_torchvision_has(tmp_path, changes):
-    """A vision transformer has parameters that only its constructor fills; a layout is checked on its real values."""
+    """A vision transformer has parameters that only its constructor fills; a layout is checked on
+    its real values.
+    """
     path = config_of(tmp_path, "VisionTransformer", images={"size": 32, "classes": 10})
     model = json.dumps({**VIT[1], "image_size": 32})
     result = plan(path, *changes, f"trainer.model.config={model}")
@@ -147,10 +194,19 @@ def test_the_command_plans_what_torchvision_has(tmp_path, changes):
     ("trainer", "said"),
     [
         ({"data": {"path": "HERE", "evaluation_path": "cifar10"}}, "3 x 16 x 16, 3 classes"),
-        ({"data": {"path": "HERE", "format": "hub"}, "images": {"size": 24, "classes": 5}}, "3 x 24 x 24, 5 classes"),
-        ({"model": {"name_or_path": "FOLDER"}, "images": {"size": 24, "classes": 5}}, "3 x 24 x 24, 5 classes"),
         (
-            {"model": {"name_or_path": "resnet18", "config": {"weights": "DEFAULT"}}, "data": {"path": "mnist"}},
+            {"data": {"path": "HERE", "format": "hub"}, "images": {"size": 24, "classes": 5}},
+            "3 x 24 x 24, 5 classes",
+        ),
+        (
+            {"model": {"name_or_path": "FOLDER"}, "images": {"size": 24, "classes": 5}},
+            "3 x 24 x 24, 5 classes",
+        ),
+        (
+            {
+                "model": {"name_or_path": "resnet18", "config": {"weights": "DEFAULT"}},
+                "data": {"path": "mnist"},
+            },
             "1 channel",
         ),
     ],
@@ -171,7 +227,9 @@ def test_nothing_is_downloaded_or_read(tmp_path, monkeypatch, trainer, said):
     (tmp_path / "final" / "module.json").write_text(json.dumps({"model": own}))
     text = json.dumps(trainer).replace("HERE", str(write_folder(tmp_path / "here", size=(16, 16))))
     trainer = json.loads(text.replace("FOLDER", str(tmp_path / "final")))
-    config = load(config_of(tmp_path, f"{__name__}:convolutions", **trainer), ["train_batch_size=16"])
+    config = load(
+        config_of(tmp_path, f"{__name__}:convolutions", **trainer), ["train_batch_size=16"]
+    )
     try:
         assert said in model_on(config, Cluster(1, 2, DEVICES["h100-80gb"])).workload.sample.kind
     except DataError as error:
@@ -179,7 +237,9 @@ def test_nothing_is_downloaded_or_read(tmp_path, monkeypatch, trainer, said):
 
 
 def test_less_is_proposed_where_it_does_not_fit(tmp_path):
-    path = config_of(tmp_path, f"{__name__}:convolutions", data={"path": "cifar10"}, images={"size": 256})
+    path = config_of(
+        tmp_path, f"{__name__}:convolutions", data={"path": "cifar10"}, images={"size": 256}
+    )
     device = "memory=2.2GB,peak=1TFLOPS,bandwidth=1TB/s,link=1GB/s"
     result = plan(path, "--propose", "--device", device, "train_micro_batch_size_per_gpu=8")
     assert result.code == 1 and "propose 1. fits" in result.output, result.output
@@ -188,7 +248,8 @@ def test_less_is_proposed_where_it_does_not_fit(tmp_path):
 
 @pytest.mark.parametrize(("name", "products"), PUBLISHED)
 def test_flops_are_those_that_torchvision_publishes(tmp_path, name, products):
-    """Products of a forward pass (torchvision's tables of weights), two FLOPs each; twice as many go back.
+    """Products of a forward pass (torchvision's tables of weights), two FLOPs each; twice as many
+    go back.
 
     But none to the images.
     """

@@ -1,4 +1,6 @@
-"""The planner against what others have published: state by ZeRO stage, activations by layer, torchtitan's figures."""
+"""The planner against what others have published: state by ZeRO stage, activations by layer,
+torchtitan's figures.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from trainer.tools.planner.from_config import planned
 from trainer.tools.planner.ledger import Peak
 
 LLAMA = dict(model_type="llama", tie_word_embeddings=False)
-SMALL = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=512)
+SMALL = dict(
+    hidden_size=64,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    vocab_size=512,
+)
 LLAMA_8B = LLAMA | dict(
     hidden_size=4096,
     intermediate_size=14336,
@@ -30,7 +38,16 @@ LLAMA_8B = LLAMA | dict(
 @pytest.fixture
 def plan(tmp_path):
     def make(
-        model, nodes, devices, *, length=32, micro_batch=1, accumulation=1, zero=None, attention=None, **section
+        model,
+        nodes,
+        devices,
+        *,
+        length=32,
+        micro_batch=1,
+        accumulation=1,
+        zero=None,
+        attention=None,
+        **section,
     ) -> Plan:
         known = {"config": model} | ({"attention": attention} if attention else {})
         config = {
@@ -41,7 +58,12 @@ def plan(tmp_path):
             "bf16": {"enabled": True},
             "zero_optimization": zero or {"stage": 0},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "trainer": {"steps": 100, "data": {"sequence_length": length}, "model": known, **section},
+            "trainer": {
+                "steps": 100,
+                "data": {"sequence_length": length},
+                "model": known,
+                **section,
+            },
         }
         path = tmp_path / "config.json"
         path.write_text(json.dumps(config))
@@ -56,16 +78,22 @@ def of(plan: Plan, phase: str) -> Peak:
 
 @pytest.mark.parametrize(("stage", "published"), [(1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero(plan, stage, published):
-    """Rajbhandari et al., arXiv 1910.02054, figure 1: 7.5 billion parameters, Adam in 16 bits, N = 64, in 1e9 bytes.
+    """Rajbhandari et al., arXiv 1910.02054, figure 1: 7.5 billion parameters, Adam in 16 bits, N =
+    64, in 1e9 bytes.
 
-    Of P parameters 2P weights, 2P gradients and 12P optimizer state, the last, the last two or all over N. Held to it
-    are weights and optimizer; what the paper has for gradients is added (ours are those of the fullest moment,
-    in stage 2 and 3 mostly DeepSpeed's buckets), but in stage 1 they are held to it, too.
+    Of P parameters 2P weights, 2P gradients and 12P optimizer state, the last, the last two or all
+    over N. Held to it are weights and optimizer; what the paper has for gradients is added (ours
+    are those of the fullest moment, in stage 2 and 3 mostly DeepSpeed's buckets), but in stage 1
+    they are held to it, too.
     """
     parameters, ranks = 328_256, 64
     zero = {"stage": stage, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
-    found = plan(LLAMA | SMALL, 8, 8, zero=zero, engine="deepspeed", activation_checkpointing="full")
-    assert sum(p.numel() for p in found.workload.spec.build().parameters()) == pytest.approx(parameters, rel=0.001)
+    found = plan(
+        LLAMA | SMALL, 8, 8, zero=zero, engine="deepspeed", activation_checkpointing="full"
+    )
+    assert sum(p.numel() for p in found.workload.spec.build().parameters()) == pytest.approx(
+        parameters, rel=0.001
+    )
     kinds = of(found, "step 2").by_kind
     state = kinds["weights"] + kinds["optimizer"]
     gradients = 2 * parameters / (ranks if stage > 1 else 1)
@@ -75,9 +103,15 @@ def test_zero(plan, stage, published):
 
 
 def test_with_the_optimizer_on_the_host_a_device_keeps_the_weights(plan):
-    """Ren et al., arXiv 2101.06840, section 3.2: 2 bytes a parameter; gradients go to the host as they are made."""
+    """Ren et al., arXiv 2101.06840, section 3.2: 2 bytes a parameter; gradients go to the host as
+    they are made.
+    """
     parameters = 328_256
-    zero = {"stage": 2, "reduce_bucket_size": 50_000, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    zero = {
+        "stage": 2,
+        "reduce_bucket_size": 50_000,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+    }
     options = dict(zero=zero, engine="deepspeed", activation_checkpointing="full", accumulation=2)
     found = plan(LLAMA | SMALL, 1, 1, **options)
     kept = found.on_device(("weights", "gradients", "optimizer", "communication"))
@@ -85,28 +119,41 @@ def test_with_the_optimizer_on_the_host_a_device_keeps_the_weights(plan):
 
 
 def test_full_recomputation_keeps_what_goes_into_a_layer(plan):
-    """Korthikanti et al., arXiv 2205.05198, section 5: with full recomputation a layer keeps 2sbh bytes."""
+    """Korthikanti et al., arXiv 2205.05198, section 5: with full recomputation a layer keeps 2sbh
+    bytes.
+    """
     s, h = 512, 256
-    gpt2 = dict(model_type="gpt2", vocab_size=512, n_embd=h, n_head=4, n_positions=s, bos_token_id=0, eos_token_id=0)
+    gpt2 = dict(
+        model_type="gpt2",
+        vocab_size=512,
+        n_embd=h,
+        n_head=4,
+        n_positions=s,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     options = dict(length=s, zero={"stage": 2}, engine="mesh", activation_checkpointing="full")
     few, more = (
-        of(plan(gpt2 | {"n_layer": layers}, 1, 2, **options), "step 1").by_kind["activations"] for layers in (3, 5)
+        of(plan(gpt2 | {"n_layer": layers}, 1, 2, **options), "step 1").by_kind["activations"]
+        for layers in (3, 5)
     )
     assert (more - few) / 2 == 2 * s * h
 
 
 @pytest.mark.parametrize(("nodes", "published"), [(1, 82.4), (16, 67.0)])
 def test_torchtitan(plan, nodes, published):
-    """pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: Llama 3.1 8B under FSDP on 8 and
-    128 H100, two samples of 8,192 tokens each, selective recomputation, without compile; GiB as PyTorch's allocator has
-    reserved them.
+    """pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: Llama 3.1 8B
+    under FSDP on 8 and 128 H100, two samples of 8,192 tokens each, selective recomputation, without
+    compile; GiB as PyTorch's allocator has reserved them.
 
-    Ours is less: its loss holds a chunk of the logits where torchtitan has all of them, in 16 and in 32 bits with their
-    gradients (16,384 x 128,256: 3.9 and 7.8 GiB each); blocks are recomputed in another selection; and what an
-    allocator reserves beyond live tensors is not in it. Its peak is before gradients are there, so that from 8 to 128
-    devices it falls by 12 bytes a parameter.
+    Ours is less: its loss holds a chunk of the logits where torchtitan has all of them, in 16 and
+    in 32 bits with their gradients (16,384 x 128,256: 3.9 and 7.8 GiB each); blocks are recomputed
+    in another selection; and what an allocator reserves beyond live tensors is not in it. Its peak
+    is before gradients are there, so that from 8 to 128 devices it falls by 12 bytes a parameter.
     """
-    section = dict(engine="mesh", mesh={"replicate": 1, "shard": -1}, activation_checkpointing="selective")
+    section = dict(
+        engine="mesh", mesh={"replicate": 1, "shard": -1}, activation_checkpointing="selective"
+    )
     found = plan(LLAMA_8B, nodes, 8, length=8192, micro_batch=2, zero={"stage": 3}, **section)
     peak = found.fullest.peak
     assert 0.8 <= peak.size / GIB / published <= 1.0

@@ -10,7 +10,10 @@ from tests.support.layouts import LAYOUTS
 from tests.support.planned import assert_as_planned
 
 CASES = [
-    ("mesh", "lora, zero3"),  # before DeepSpeed's ZeRO-3, which leaves another F.linear in the pool's processes
+    (
+        "mesh",
+        "lora, zero3",
+    ),  # before DeepSpeed's ZeRO-3, which leaves another F.linear in the pool's processes
     ("mesh", "one rank"),
     ("mesh", "ddp"),
     ("accelerate", "ddp"),
@@ -37,9 +40,13 @@ CASES = [
     ("mesh", "pipeline x tensor"),
     ("mesh", "pipeline x tensor x zero3"),
 ]
-KNOWN = LAYOUTS | {"lora, zero3": replace(LAYOUTS["zero3"], adapter={"r": 4, "alpha": 16, "dropout": 0.1})}
+KNOWN = LAYOUTS | {
+    "lora, zero3": replace(LAYOUTS["zero3"], adapter={"r": 4, "alpha": 16, "dropout": 0.1})
+}
 
 
-@pytest.mark.parametrize(("engine", "name"), CASES, ids=[f"{engine}-{name}" for engine, name in CASES])
+@pytest.mark.parametrize(
+    ("engine", "name"), CASES, ids=[f"{engine}-{name}" for engine, name in CASES]
+)
 def test_a_rank_takes_what_was_planned(pools, engine, name):
     assert_as_planned(pools, replace(KNOWN[name], engine=engine))

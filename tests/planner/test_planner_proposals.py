@@ -29,21 +29,34 @@ from trainer.tools.planner.candidates import (
 from trainer.tools.planner.cluster import RESERVED, Cluster
 from trainer.tools.planner.estimate import Plan
 
-MODEL = {**LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "attention_dropout": 0.0}
+MODEL = {
+    **LLAMA,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "attention_dropout": 0.0,
+}
 RAW = {
     "train_batch_size": 32,
     "train_micro_batch_size_per_gpu": 4,
     "zero_optimization": {"stage": 2},
     "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "trainer": {"steps": 3, "engine": "mesh", "model": {"config": MODEL}, "data": {"sequence_length": 64}},
+    "trainer": {
+        "steps": 3,
+        "engine": "mesh",
+        "model": {"config": MODEL},
+        "data": {"sequence_length": 64},
+    },
 }
 """On four devices: activations are most of what it takes."""
 
 
 def cluster(room: float, **numbers: float) -> Cluster:
     """Two nodes of two devices, with so many bytes for tensors."""
-    return Cluster(2, 2, replace(DEVICES["h100-80gb"], name="small", memory=RESERVED + room, **numbers))
+    return Cluster(
+        2, 2, replace(DEVICES["h100-80gb"], name="small", memory=RESERVED + room, **numbers)
+    )
 
 
 def plan(raw, where: Cluster) -> Plan:
@@ -64,7 +77,11 @@ def close(needed):
 
     where = cluster(0.9 * needed)
     before = plan(RAW, where)
-    return where, before, proposals(load(RAW), where, before, most=2, seconds=600.0)  # few cores, many tests
+    return (
+        where,
+        before,
+        proposals(load(RAW), where, before, most=2, seconds=600.0),
+    )  # few cores, many tests
 
 
 def test_what_misses_by_a_little_needs_one_change(close):
@@ -94,7 +111,10 @@ def test_what_is_written_loads_and_plans_the_same(close, tmp_path):
     with pytest.raises(ConfigError, match="is there already"):
         write(source, [], found[0], target)
     write(source, [], found[0], source)
-    assert load(source).trainer.seed == 0 and json.loads(source.read_text())["gradient_clipping"] == 0.5
+    assert (
+        load(source).trainer.seed == 0
+        and json.loads(source.read_text())["gradient_clipping"] == 0.5
+    )
 
 
 def test_what_fits_nowhere_is_told_by_how_much():
@@ -105,19 +125,30 @@ def test_what_fits_nowhere_is_told_by_how_much():
     assert not any(proposal.plan.fits for proposal in found)
     missing = (found[0].plan.needed - 100e3) / 2**20
     tried = len([proposal for proposal in found if proposal.changes])
-    assert re.match(rf"of [{tried}-8] layouts that were tried none fits 2 x 2 small; ", found[0].reason)
+    assert re.match(
+        rf"of [{tried}-8] layouts that were tried none fits 2 x 2 small; ", found[0].reason
+    )
     assert f"misses by {missing:,.2f} MiB of 0.10 MiB, and would fit " in found[0].reason
     assert "devices of 3 GiB (t4-16gb)" in found[0].reason
     assert found[0].plan.needed == min(p.plan.needed for p in found)
 
 
 def test_more_nodes_that_would_do_are_named():
-    """State is most of it: with a long vocabulary and a short sequence, each node more holds a part of it."""
+    """State is most of it: with a long vocabulary and a short sequence, each node more holds a part
+    of it.
+    """
     from trainer.tools.planner.search import nodes_enough
 
     model = {**MODEL, "vocab_size": 20_000, "num_hidden_layers": 1, "tie_word_embeddings": False}
     raw = RAW | {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
-    raw |= {"trainer": {"steps": 3, "engine": "mesh", "model": {"config": model}, "data": {"sequence_length": 8}}}
+    raw |= {
+        "trainer": {
+            "steps": 3,
+            "engine": "mesh",
+            "model": {"config": model},
+            "data": {"sequence_length": 8},
+        }
+    }
     raw["trainer"]["mesh"] = {"shard": -1}
     alone = plan(raw, cluster(1e12))
     more = plan(raw, replace(cluster(1e12), nodes=4))
@@ -127,7 +158,9 @@ def test_more_nodes_that_would_do_are_named():
 
 
 def test_what_fits_is_told_what_is_faster(needed):
-    """Every gather of ZeRO-3 crosses a slow network once for each micro-batch; there is room for less of it."""
+    """Every gather of ZeRO-3 crosses a slow network once for each micro-batch; there is room for
+    less of it.
+    """
     from trainer.tools.planner.search import proposals
 
     raw = RAW | {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
@@ -137,7 +170,9 @@ def test_what_fits_is_told_what_is_faster(needed):
     found = proposals(load(raw), where, before, most=2)
     assert found and all(p.plan.fits and p.seconds < before.time.middle for p in found)
     assert "less time per step" in found[0].reason
-    assert [rank(p.plan, p.changes) for p in found] == sorted(rank(p.plan, p.changes) for p in found)
+    assert [rank(p.plan, p.changes) for p in found] == sorted(
+        rank(p.plan, p.changes) for p in found
+    )
 
 
 def test_after_its_time_nothing_else_is_tried(monkeypatch):
@@ -157,11 +192,20 @@ def test_after_its_time_nothing_else_is_tried(monkeypatch):
 
 
 def test_where_few_changes_do_not_fit_more_are_tried():
-    """Of 405 B on 1,024 GPUs, 16 stages of 8 tensor ranks: five changes from one stage that has all state on each."""
+    """Of 405 B on 1,024 GPUs, 16 stages of 8 tensor ranks: five changes from one stage that has all
+    state on each.
+    """
     sizes = ModelSizes(405e9, 405e9, 126, True, 8192 * 16384, 2, 8, 2.4e15 * 512)
     where = Cluster(128, 8, DEVICES["h100-80gb"])
     base = Layout(
-        **{"world_size": 1024, "pipeline": 1, "replicate": 1024, "shard": 1, "tensor": 1, "zero_stage": 0},
+        **{
+            "world_size": 1024,
+            "pipeline": 1,
+            "replicate": 1024,
+            "shard": 1,
+            "tensor": 1,
+            "zero_stage": 0,
+        },
         **{"micro_batch": 4, "accumulation": 1, "train_batch": 4096, "precision": "bfloat16"},
         **{"offload_optimizer": "none", "offload_param": "none", "recompute": Recompute()},
     )
@@ -169,7 +213,9 @@ def test_where_few_changes_do_not_fit_more_are_tried():
     few, more = promising(candidates(base, where, 126), base, room, Estimates(sizes, where))
     known = {"pipeline": 16, "tensor": 8, "shard": 8, "zero_stage": 1, "micro_batch": 1}
     assert any(
-        all(getattr(one, key) == value for key, value in known.items()) and one.recompute.mode == "full" for one in more
+        all(getattr(one, key) == value for key, value in known.items())
+        and one.recompute.mode == "full"
+        for one in more
     )
     assert all(len(differences(base, one)) <= MOST_CHANGES for one in few)
 
@@ -189,7 +235,9 @@ SMALL = st.builds(
 )
 
 
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(case=SMALL)
 def test_nothing_is_left_out_that_fits(case):
     """What can't be less than a closed form is not less in the simulation, whatever the layout."""

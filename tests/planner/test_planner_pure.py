@@ -33,7 +33,9 @@ def mesh(sizes: tuple[int, ...]):
 @given(SIZES)
 def test_ranks_are_counted_row_by_row(sizes):
     layout = mesh(sizes)
-    places = [tuple(layout.coordinates(rank)[axis] for axis in AXES) for rank in range(layout.world_size)]
+    places = [
+        tuple(layout.coordinates(rank)[axis] for axis in AXES) for rank in range(layout.world_size)
+    ]
     assert places == list(product(*(range(getattr(layout, axis)) for axis in AXES)))
     assert [layout.rank_at(*place) for place in places] == list(range(layout.world_size))
 
@@ -45,9 +47,15 @@ def test_a_group_lies_along_the_axes_in_which_its_ranks_differ(sizes, axes, data
     group = [
         rank
         for rank in range(layout.world_size)
-        if all(place == at[axis] for axis, place in layout.coordinates(rank).items() if axis not in axes)
+        if all(
+            place == at[axis]
+            for axis, place in layout.coordinates(rank).items()
+            if axis not in axes
+        )
     ]
-    assert layout.axes_of(group) == tuple(axis for axis in AXES if axis in axes and getattr(layout, axis) > 1)
+    assert layout.axes_of(group) == tuple(
+        axis for axis in AXES if axis in axes and getattr(layout, axis) > 1
+    )
 
 
 def message(name: str, ranks: int, size: int) -> Message:
@@ -56,9 +64,15 @@ def message(name: str, ranks: int, size: int) -> Message:
 
 @given(st.integers(1, 1024), st.integers(0, 2**40))
 def test_a_ring(ranks, size):
-    """An all-reduce is a reduce-scatter and an all-gather, each of which sends all but one of `ranks` parts."""
+    """An all-reduce is a reduce-scatter and an all-gather, each of which sends all but one of
+    `ranks` parts.
+    """
     gathered = message("all-gather", ranks, size).sent
-    assert gathered == message("reduce-scatter", ranks, size).sent == pytest.approx(size - size / ranks)
+    assert (
+        gathered
+        == message("reduce-scatter", ranks, size).sent
+        == pytest.approx(size - size / ranks)
+    )
     assert message("all-reduce", ranks, size).sent == 2 * gathered
     assert message("send", 2, size).sent == size
     assert message("receive", 2, size).sent == 0
@@ -94,13 +108,16 @@ def test_units_that_are_no_powers_of_ten(text, name, value):
 
 
 WRONG = (
-    "memory=80GX memory=80TFLOPS memory=1.2.3 memory= memory=0 latency=20 latency=20GB peak=20us network=400Gb/s link=0"
+    "memory=80GX memory=80TFLOPS memory=1.2.3 memory= memory=0 latency=20 latency=20GB "
+    "peak=20us network=400Gb/s link=0"
 )
 
 
 @pytest.mark.parametrize("part", WRONG.split())
 def test_a_unit_that_is_none_is_an_error(part):
-    with pytest.raises(ConfigError, match="with a number: memory=80GB, network=50GB/s or latency=20us"):
+    with pytest.raises(
+        ConfigError, match="with a number: memory=80GB, network=50GB/s or latency=20us"
+    ):
         device_of(f"{part},memory=1,peak=1,bandwidth=1,link=1")
 
 
@@ -130,11 +147,15 @@ def test_a_line_is_found_again(start, slope, low, step, goal):
     assert _straight(values, goal) == pytest.approx(start + slope * goal, abs=1e-3)
 
 
-@given(st.lists(st.integers(0, 1000), min_size=3, max_size=3), st.integers(4, 100), st.integers(2, 100))
+@given(
+    st.lists(st.integers(0, 1000), min_size=3, max_size=3), st.integers(4, 100), st.integers(2, 100)
+)
 def test_a_plane_is_found_again(parts, depth, micro):
     constant, by_depth, by_micro = parts
     values = {(d, m): constant + by_depth * d + by_micro * m for d in (4, 6) for m in (2, 3)}
-    assert _plane(values, (depth, micro)) == pytest.approx(constant + by_depth * depth + by_micro * micro)
+    assert _plane(values, (depth, micro)) == pytest.approx(
+        constant + by_depth * depth + by_micro * micro
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""A run says what it will take of its device, refuses what can't fit, and says at its end what it took."""
+"""A run says what it will take of its device, refuses what can't fit, and says at its end what it
+took.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from trainer.run.subject import ImageSubject, LanguageSubject
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SMALL = replace(DEVICES["t4-16gb"], name="a small one", memory=4 * GIB)
-CHANGE = {"changes": {"zero_optimization.stage": 3}, "fits": True, "reason": "ZeRO-3 instead of ZeRO-2: 2.0 GiB less"}
+CHANGE = {
+    "changes": {"zero_optimization.stage": 3},
+    "fits": True,
+    "reason": "ZeRO-3 instead of ZeRO-2: 2.0 GiB less",
+}
 SAID = {
     "layout": "shard 2",
     "fits": False,
@@ -33,7 +39,9 @@ SAID = {
 
 
 def prepared(tmp_path, *overrides: str) -> SimpleNamespace:
-    return SimpleNamespace(config=load(write_job(tmp_path), overrides), subject=LanguageSubject(*[None] * 3))  # type: ignore[arg-type]
+    return SimpleNamespace(
+        config=load(write_job(tmp_path), overrides), subject=LanguageSubject(*[None] * 3)
+    )  # type: ignore[arg-type]
 
 
 def machine(device: torch.device) -> Machine:
@@ -57,7 +65,10 @@ def test_a_run_refuses_what_its_device_has_no_memory_for(tmp_path, monkeypatch):
         execute(config, request, machine(CPU), Console(file=nowhere), NoSignals())
     assert caught.value.exit_code == 64 and caught.value.shared
     text = str(caught.value)
-    assert "on the fullest rank, " in text and "MiB too many; expected at most the 6.00 MiB of a small one" in text
+    assert (
+        "on the fullest rank, " in text
+        and "MiB too many; expected at most the 6.00 MiB of a small one" in text
+    )
     assert 'trainer.plan="warn" tries all the same. ' in text
     (plan,) = tmp_path.glob("runs/*/plan.json")
     memory = json.loads(plan.read_text())["memory"]
@@ -74,8 +85,13 @@ def test_the_command_and_the_python_api_hand_the_check_over(tmp_path, monkeypatc
     requests = []
     for name, value in environment_of(0, 1, 29500).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("trainer.run.run.run", lambda config, request, *rest: requests.append(request) or 0)
-    monkeypatch.setattr("trainer.run.run.train_given", lambda config, given, request, quiet: requests.append(request))
+    monkeypatch.setattr(
+        "trainer.run.run.run", lambda config, request, *rest: requests.append(request) or 0
+    )
+    monkeypatch.setattr(
+        "trainer.run.run.train_given",
+        lambda config, given, request, quiet: requests.append(request),
+    )
     path = str(write_job(tmp_path))
     assert train.command(train.options_of(["--config", path], "train"), None) == 0
     trainer.train(path)
@@ -100,10 +116,17 @@ def test_a_warning_says_by_how_much_and_what_would_do(tmp_path, monkeypatch):
     from trainer.tools.planner import memory_check
 
     monkeypatch.setattr(memory_check, "simulated", lambda *_: SAID)
-    found, lines = memory_check.predict(prepared(tmp_path, "trainer.plan=warn"), machine(GPU), tmp_path, SMALL)
+    found, lines = memory_check.predict(
+        prepared(tmp_path, "trainer.plan=warn"), machine(GPU), tmp_path, SMALL
+    )
     assert found is not None and found.needed == 5 * GIB
-    assert lines[0].startswith("memory  5.00 GiB predicted on the fullest rank, of 4.00 GiB that the device has")
-    assert "miss by 3.00 GiB" in lines[1] and "zero_optimization.stage=3 would do: ZeRO-3 instead" in lines[1]
+    assert lines[0].startswith(
+        "memory  5.00 GiB predicted on the fullest rank, of 4.00 GiB that the device has"
+    )
+    assert (
+        "miss by 3.00 GiB" in lines[1]
+        and "zero_optimization.stage=3 would do: ZeRO-3 instead" in lines[1]
+    )
     assert json.loads((tmp_path / "plan.json").read_text()) == SAID
     with pytest.raises(ConfigError, match=r"1.00 GiB too many.*zero_optimization.stage=3 would do"):
         memory_check.predict(prepared(tmp_path), machine(GPU), tmp_path, SMALL)
@@ -124,7 +147,9 @@ def test_what_cannot_be_predicted_is_a_line(tmp_path, monkeypatch, program, said
     from trainer.tools.planner import memory_check
 
     monkeypatch.setattr(memory_check, "SECONDS", 1.0 if "sleep" in program else 60.0)
-    monkeypatch.setattr(memory_check, "simulated", lambda *_: memory_check._answer([sys.executable, "-c", program]))
+    monkeypatch.setattr(
+        memory_check, "simulated", lambda *_: memory_check._answer([sys.executable, "-c", program])
+    )
     found, (line,) = memory_check.predict(prepared(tmp_path), machine(GPU), tmp_path, SMALL)
     assert found is None and line.startswith("memory  not predicted: ") and said in line
     assert not (tmp_path / "plan.json").exists()
@@ -143,16 +168,28 @@ def test_a_device_is_known_by_its_name_and_memory():
     from trainer.tools.planner.memory_check import named
 
     found = named("NVIDIA A100-SXM4-40GB", 39 * GIB)
-    assert (found.peak, found.bandwidth, found.memory) == (312e12, DEVICES["a100-40gb"].bandwidth, 39 * GIB)
+    assert (found.peak, found.bandwidth, found.memory) == (
+        312e12,
+        DEVICES["a100-40gb"].bandwidth,
+        39 * GIB,
+    )
     assert named("NVIDIA H200", 140 * GIB).bandwidth == DEVICES["h200-141gb"].bandwidth
-    assert named("NVIDIA A10", 22 * GIB).peak == 125e12  # not in the planner's table, but its peak is known
+    assert (
+        named("NVIDIA A10", 22 * GIB).peak == 125e12
+    )  # not in the planner's table, but its peak is known
     assert named("another", GIB).memory == GIB
 
 
 def test_the_simulating_process_is_no_rank():
     from trainer.tools.planner.memory_check import alone
 
-    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "TORCHELASTIC_RUN_ID": "x"}
+    launcher = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "a",
+        "TORCHELASTIC_RUN_ID": "x",
+    }
     found = alone({**launcher, "HF_HOME": "/models", "CUDA_VISIBLE_DEVICES": "3"})
     assert not launcher.keys() & found.keys()
     assert found["HF_HOME"] == "/models" and found["CUDA_VISIBLE_DEVICES"] == ""

@@ -1,4 +1,6 @@
-"""`meshloom report`: what a run leaves, as one page; looked at as a person would, in a browser where there is one."""
+"""`meshloom report`: what a run leaves, as one page; looked at as a person would, in a browser
+where there is one.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,26 @@ NASTY = "<script>alert('$x$')</script>\x1b[31m"
 
 
 def record_of(step: int, **more: Any) -> dict[str, Any]:
-    plain = {"total_steps": 40, "loss": 5 - step / 20, "learning_rate": 1e-3 / step, "gradient_norm": 1 + 1 / step}
-    return {"step": step, **plain, "tokens_per_second": 900.0 + step, "memory_gib": 1.5, "data_wait": 0.01, **more}
+    plain = {
+        "total_steps": 40,
+        "loss": 5 - step / 20,
+        "learning_rate": 1e-3 / step,
+        "gradient_norm": 1 + 1 / step,
+    }
+    return {
+        "step": step,
+        **plain,
+        "tokens_per_second": 900.0 + step,
+        "memory_gib": 1.5,
+        "data_wait": 0.01,
+        **more,
+    }
 
 
 def write_run(folder: Path, rows: list[Any], **files: Any) -> Path:
-    """A run's folder with these lines of metrics.jsonl, and other files by name: objects, lists of lines or text."""
+    """A run's folder with these lines of metrics.jsonl, and other files by name: objects, lists of
+    lines or text.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "metrics.jsonl": rows,
@@ -58,7 +74,9 @@ def write_run(folder: Path, rows: list[Any], **files: Any) -> Path:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, list):
-            content = "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in content)
+            content = "".join(
+                row if isinstance(row, str) else json.dumps(row) + "\n" for row in content
+            )
         path.write_text(content if isinstance(content, str) else json.dumps(content))
     return folder
 
@@ -68,7 +86,9 @@ def event(kind: str, step: int, at: float, **more: Any) -> dict[str, Any]:
 
 
 def logged(step: int, at: float) -> dict[str, Any]:
-    return event("logged", step, at, seconds={"waiting for data": 0.1, "training": 2.0, "logging": 0.2})
+    return event(
+        "logged", step, at, seconds={"waiting for data": 0.1, "training": 2.0, "logging": 0.2}
+    )
 
 
 TIMELINE = [
@@ -82,12 +102,25 @@ TIMELINE = [
 
 
 def full(folder: Path) -> Path:
-    """A run that has something for every section, twice interrupted, with names that are up to no good."""
+    """A run that has something for every section, twice interrupted, with names that are up to no
+    good.
+    """
     again = [record_of(step, loss=9.0) for step in range(21, 24)]
     rows = [*map(record_of, range(1, 21)), *again, *map(record_of, range(21, 41))]
     held = [{"step": step, "evaluation_loss": 4.5 - step / 30} for step in (20, 40)]
-    kinds = {"weights": 2**30, "optimizer": 2**31, NASTY: 2**28, "gradients": 2**29, "activations": 2**27}
-    kinds |= {"logits": 2**26, "communication buffers": 2**25, "temporaries": 2**24, "checkpoint copies": 2**20}
+    kinds = {
+        "weights": 2**30,
+        "optimizer": 2**31,
+        NASTY: 2**28,
+        "gradients": 2**29,
+        "activations": 2**27,
+    }
+    kinds |= {
+        "logits": 2**26,
+        "communication buffers": 2**25,
+        "temporaries": 2**24,
+        "checkpoint copies": 2**20,
+    }
     plan = {"memory": {"peak_bytes": 4 * 2**30, "by_kind": kinds}}
     files = {"plan.json": plan, "timeline.jsonl": TIMELINE}
     files |= {f"checkpoints/step-{step:06d}/manifest.json": {} for step in (30, 40)}
@@ -112,7 +145,10 @@ class Elements(HTMLParser):
     @property
     def images(self) -> list[bytes]:
         sources = [attributes["src"] or "" for tag, attributes in self.found if tag == "img"]
-        return [base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True) for source in sources]
+        return [
+            base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True)
+            for source in sources
+        ]
 
 
 def written(folder: Path, *arguments: str) -> Elements:
@@ -165,7 +201,9 @@ def test_nothing_comes_from_elsewhere_and_nothing_runs(reported):
     assert "http" not in re.sub(r"http-equiv", "", text) and "\x1b" not in text
     tags = {tag for tag, _ in elements.found}
     assert not tags & {"script", "link", "iframe", "object", "svg", "base", "a"}
-    assert all(attributes.get("src", "data:").startswith("data:") for _, attributes in elements.found)
+    assert all(
+        attributes.get("src", "data:").startswith("data:") for _, attributes in elements.found
+    )
     assert not any(name.startswith("on") for _, attributes in elements.found for name in attributes)
     assert "<script>alert(1)<" in elements.text
 
@@ -180,12 +218,22 @@ def overlaps(figure: Any) -> list[tuple[str, str]]:
         low, high = sorted(axis.get_view_interval())
         ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
         hidden |= {tick.label1 for tick in ticks if not low <= tick.get_loc() <= high}
-    visible = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+    visible = [
+        text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()
+    ]
     words = [text for text in visible if text not in hidden]
     boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in words]
     inside = [(name, box) for name, box in boxes if box.width > 0]
-    wrong = [(name, "the border") for name, box in inside if not (outer.x0 - 1 <= box.x0 and box.x1 <= outer.x1 + 1)]
-    wrong += [(name, "the border") for name, box in inside if not (outer.y0 - 1 <= box.y0 and box.y1 <= outer.y1 + 1)]
+    wrong = [
+        (name, "the border")
+        for name, box in inside
+        if not (outer.x0 - 1 <= box.x0 and box.x1 <= outer.x1 + 1)
+    ]
+    wrong += [
+        (name, "the border")
+        for name, box in inside
+        if not (outer.y0 - 1 <= box.y0 and box.y1 <= outer.y1 + 1)
+    ]
     for (one, first), (two, second) in itertools.combinations(inside, 2):
         if first.padded(-1).overlaps(second.padded(-1)):
             wrong.append((one, two))
@@ -194,7 +242,11 @@ def overlaps(figure: Any) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("steps", [40, 1])
 def test_no_words_lie_on_one_another(tmp_path, steps):
-    run = full(tmp_path / "job") if steps == 40 else write_run(tmp_path / "job", [record_of(1, total_steps=1)])
+    run = (
+        full(tmp_path / "job")
+        if steps == 40
+        else write_run(tmp_path / "job", [record_of(1, total_steps=1)])
+    )
     for section in page.sections(read(run)):
         if section.figure is not None:
             assert overlaps(section.figure) == [], section.key
@@ -203,7 +255,9 @@ def test_no_words_lie_on_one_another(tmp_path, steps):
 def test_dollars_are_no_mathematics(tmp_path):
     sections = {section.key: section.figure for section in page.sections(read(full(tmp_path)))}
     names = [text for text in sections["memory"].findobj(Text) if "$" in text.get_text()]
-    assert len({text.get_text() for text in names}) == 1 and not any(text.get_parse_math() for text in names)
+    assert len({text.get_text() for text in names}) == 1 and not any(
+        text.get_parse_math() for text in names
+    )
 
 
 # What is missing or broken
@@ -223,7 +277,9 @@ def test_a_run_that_never_logged_says_so_of_each_picture(tmp_path):
 
 def test_a_prediction_or_a_timeline_alone_is_drawn(tmp_path):
     plan = {"memory": {"peak_bytes": 2**30}}
-    run = write_run(tmp_path, [], **{"environment.json": {}, "plan.json": plan, "timeline.jsonl": TIMELINE})
+    run = write_run(
+        tmp_path, [], **{"environment.json": {}, "plan.json": plan, "timeline.jsonl": TIMELINE}
+    )
     assert "no memory yet. Predicted (plan.json): 1.00 GiB" in written(run).text
     assert {path.stem for path in (run / "report").glob("*.png")} == {"memory", "time", "history"}
 
@@ -238,16 +294,29 @@ def test_an_earlier_reports_pictures_go(tmp_path):
 
 def test_a_torn_last_line_and_other_rubbish(tmp_path):
     rows = [record_of(1), "[1, 2]\n", "\x00\x00\n", record_of(2), '{"step": 3, "lo']
-    run = write_run(tmp_path / "job", rows, **{"timeline.jsonl": '{"event": "sta', "plan.json": '{"memory": 3}'})
+    run = write_run(
+        tmp_path / "job", rows, **{"timeline.jsonl": '{"event": "sta', "plan.json": '{"memory": 3}'}
+    )
     text = written(run).text
-    assert "metrics.jsonl: 3 of 5 lines can't be read" in text and "timeline.jsonl: 1 of 1 lines" in text
+    assert (
+        "metrics.jsonl: 3 of 5 lines can't be read" in text
+        and "timeline.jsonl: 1 of 1 lines" in text
+    )
     assert "plan.json: its memory can't be read" in text
     assert [row["step"] for row in read(run).steps] == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["environment.json", "config.json", "plan.json", "status.json"])
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "null", '{"layout": {"schedule": 1}, "memory": [], "trainer": 1}', "[" * 100_000]
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"layout": {"schedule": 1}, "memory": [], "trainer": 1}',
+        "[" * 100_000,
+    ],
 )
 def test_a_broken_file_costs_its_own_section_alone(tmp_path, name, content):
     run = write_run(tmp_path / "job", [record_of(1)], **{name: content})
@@ -256,11 +325,19 @@ def test_a_broken_file_costs_its_own_section_alone(tmp_path, name, content):
 
 
 def test_losses_that_are_not_finite(tmp_path):
-    odd = {"loss": None, "gradient_norm": None, "non_finite": {"loss": "nan", "gradient_norm": "inf"}}
+    odd = {
+        "loss": None,
+        "gradient_norm": None,
+        "non_finite": {"loss": "nan", "gradient_norm": "inf"},
+    }
     some = written(write_run(tmp_path / "some", [record_of(1), record_of(2, **odd), record_of(3)]))
     assert "1 logged losses are not finite, the first at step 2" in some.text
     none = written(write_run(tmp_path / "none", [record_of(1, **odd)]))
-    assert "the first at step 1" in none.text and "No finite norm" in none.text and "not finite" in none.text
+    assert (
+        "the first at step 1" in none.text
+        and "No finite norm" in none.text
+        and "not finite" in none.text
+    )
 
 
 @pytest.mark.parametrize("kind", ["nothing", "empty", "a model", "runs", "a file"])
@@ -301,9 +378,16 @@ def test_without_matplotlib_it_says_how_to_get_it(tmp_path, capsys, monkeypatch)
 
 def test_starts_and_ends(tmp_path):
     found = sessions(read(full(tmp_path)))
-    assert [(one.first, one.last, one.how) for one in found] == [(0, 23, KILLED), (20, 30, STOPPED), (30, 40, FINISHED)]
+    assert [(one.first, one.last, one.how) for one in found] == [
+        (0, 23, KILLED),
+        (20, 30, STOPPED),
+        (30, 40, FINISHED),
+    ]
     failed = [*TIMELINE[:5], event("end", 4, 14, error="NumericsError")]
-    assert sessions(read(write_run(tmp_path, [], **{"timeline.jsonl": failed})))[0].how == "failed: NumericsError"
+    assert (
+        sessions(read(write_run(tmp_path, [], **{"timeline.jsonl": failed})))[0].how
+        == "failed: NumericsError"
+    )
 
 
 # What a run records
@@ -315,7 +399,11 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def step_through(timeline: Timeline, last: int, saves: int = 0) -> None:
     for step in range(1, last + 1):
-        for phase in (Phase.TRAINING, Phase.LOGGING, *((Phase.EVALUATING, Phase.SAVING) if step == saves else ())):
+        for phase in (
+            Phase.TRAINING,
+            Phase.LOGGING,
+            *((Phase.EVALUATING, Phase.SAVING) if step == saves else ()),
+        ):
             timeline.at(phase, step)
         timeline.at(Phase.WAITING, step + 1)
 
@@ -328,7 +416,15 @@ def test_the_timeline_of_a_start_and_of_the_next(tmp_path):
     with Timeline(tmp_path, 5, 2, tmp_path / "step-000002") as timeline:
         timeline.at(Phase.SAVING, 5)
     told = [(row["event"], row["step"]) for row in lines(tmp_path)]
-    first = [("start", 0), ("logged", 1), ("logged", 2), ("evaluated", 2), ("saved", 2), ("logged", 3), ("end", 3)]
+    first = [
+        ("start", 0),
+        ("logged", 1),
+        ("logged", 2),
+        ("evaluated", 2),
+        ("saved", 2),
+        ("logged", 3),
+        ("end", 3),
+    ]
     assert told == [*first, ("start", 2), ("saved", 5), ("end", 5)]
     found = lines(tmp_path)
     assert [row["error"] for row in found if row["event"] == "end"] == ["KeyError", None]
@@ -365,8 +461,14 @@ def test_the_steps_that_are_profiled(tmp_path, first, recorded):
     if recorded is None:
         assert not list(tmp_path.iterdir())
         return
-    events = json.loads(gzip.decompress((tmp_path / "profile" / "trace-rank-0.json.gz").read_bytes()))["traceEvents"]
-    names = [event["name"] for event in events if event["ph"] == "X" and event["cat"] != "gpu_user_annotation"]
+    events = json.loads(
+        gzip.decompress((tmp_path / "profile" / "trace-rank-0.json.gz").read_bytes())
+    )["traceEvents"]
+    names = [
+        event["name"]
+        for event in events
+        if event["ph"] == "X" and event["cat"] != "gpu_user_annotation"
+    ]
     assert names.count("meshloom: training") == len(recorded)
     assert names.count("aten::mm") == 3 * len(recorded)
 
@@ -393,7 +495,12 @@ for more in (["trainer.run.name=plain"], ['trainer.profile={"start": 2, "steps":
 @pytest.fixture(scope="module")
 def real(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("real")
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(folder)}
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(folder),
+    }
     command = [sys.executable, "-c", REAL, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -415,7 +522,10 @@ def test_a_real_run_leaves_what_is_drawn(real):
     assert (real / "profile" / "trace-rank-0.json.gz").stat().st_size > 1000
     elements = written(real)
     assert {Path(path).stem for path in (real / "report").glob("*.png")} == ALL
-    assert len(elements.images) == len(ALL) and "profile/trace-rank-0.json.gz has the steps" in elements.text
+    assert (
+        len(elements.images) == len(ALL)
+        and "profile/trace-rank-0.json.gz has the steps" in elements.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -428,7 +538,9 @@ def test_a_real_run_leaves_what_is_drawn(real):
     ],
 )
 def test_a_profile_that_can_not_be_made(tmp_path, given, words):
-    (tmp_path / "own.json").write_text(json.dumps({"train_batch_size": 8, "trainer": {"steps": 8, "profile": given}}))
+    (tmp_path / "own.json").write_text(
+        json.dumps({"train_batch_size": 8, "trainer": {"steps": 8, "profile": given}})
+    )
     with pytest.raises(ConfigError, match=re.escape(words)):
         load(str(tmp_path / "own.json"), [])
 
@@ -454,18 +566,34 @@ addEventListener("load", () => {
 </script>"""
 
 
-def browse(folder: Path, page_file: Path, *arguments: str, width: int = 1100) -> subprocess.CompletedProcess[str]:
+def browse(
+    folder: Path, page_file: Path, *arguments: str, width: int = 1100
+) -> subprocess.CompletedProcess[str]:
     assert BROWSER is not None
     own = folder / "profile-of-the-browser"
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
-    command += [f"--user-data-dir={own}", f"--window-size={width},9000", *arguments, page_file.as_uri()]
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+    ]
+    command += [
+        f"--user-data-dir={own}",
+        f"--window-size={width},9000",
+        *arguments,
+        page_file.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "CONSOLE" not in done.stderr, done.stderr
     return done
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: apt-get install chromium-headless-shell")
+@pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium on this machine: apt-get install chromium-headless-shell"
+)
 @pytest.mark.parametrize("width", [1100, pytest.param(480, marks=pytest.mark.more)])
 def test_in_a_browser(tmp_path, reported, width):
     run, _ = reported
@@ -475,12 +603,21 @@ def test_in_a_browser(tmp_path, reported, width):
     probed.write_text(text.replace(policy, "").replace("</body>", f"{PROBE}</body>"))
     elements = Elements(browse(tmp_path, probed, "--dump-dom", width=width).stdout)
     found = json.loads(
-        next(attributes["data-found"] or "" for tag, attributes in elements.found if "data-found" in attributes)
+        next(
+            attributes["data-found"] or ""
+            for tag, attributes in elements.found
+            if "data-found" in attributes
+        )
     )
     assert found["failed"] == 0 and found["wide"] <= width and len(found["images"]) == len(ALL)
     for (one, first), (two, second) in itertools.combinations(found["boxes"].items(), 2):
         within = one.startswith(f"{two}/") or two.startswith(f"{one}/")
-        apart = first[2] <= second[0] or second[2] <= first[0] or first[3] <= second[1] or second[3] <= first[1]
+        apart = (
+            first[2] <= second[0]
+            or second[2] <= first[0]
+            or first[3] <= second[1]
+            or second[3] <= first[1]
+        )
         assert within or apart, (one, first, two, second)
     shot = tmp_path / "shot.png"
     browse(tmp_path, run / "report.html", f"--screenshot={shot}", width=width)
@@ -493,7 +630,12 @@ def test_in_a_browser(tmp_path, reported, width):
 
 def test_numbers_of_hundreds_of_digits_are_left_out(tmp_path):
     huge = "9" * 400
-    rows = [record_of(1), f'{{"step": 2, "loss": {huge}}}\n', f'{{"step": {huge}, "loss": 1}}\n', "9" * 5000 + "\n"]
+    rows = [
+        record_of(1),
+        f'{{"step": 2, "loss": {huge}}}\n',
+        f'{{"step": {huge}, "loss": 1}}\n',
+        "9" * 5000 + "\n",
+    ]
     plan = f'{{"memory": {{"peak_bytes": {huge}}}}}'
     config = f'{{"gradient_clipping": {huge}}}'
     folder = write_run(tmp_path / "run", rows, **{"plan.json": plan, "config.json": config})
@@ -509,7 +651,10 @@ def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path, name):
 
 
 def test_held_out_accuracy_is_drawn(tmp_path):
-    held = [{"step": step, "evaluation_loss": 4.0, "evaluation_accuracy": step / 50} for step in (20, 40)]
+    held = [
+        {"step": step, "evaluation_loss": 4.0, "evaluation_accuracy": step / 50}
+        for step in (20, 40)
+    ]
     record = read(write_run(tmp_path / "run", [*map(record_of, range(1, 41)), *held]))
     with drawing():
         section = page.curves.losses(record)
@@ -525,7 +670,9 @@ def test_of_very_many_lines_few_are_parsed_and_all_are_counted(tmp_path, monkeyp
     monkeypatch.setattr(run_record, "parse_json", lambda text: parsed.append(1) or real(text))
     metrics = JsonLines(tmp_path / "metrics.jsonl")
     for step in range(1, 40_001):
-        metrics.write({"step": step, "samples": step, "loss": 2.0 - (step == 31_234), "gradient_norm": 1.0})
+        metrics.write(
+            {"step": step, "samples": step, "loss": 2.0 - (step == 31_234), "gradient_norm": 1.0}
+        )
     metrics.write({"step": 40_000, "evaluation_loss": 2.5, "evaluation_targets": 4})
     found = read(tmp_path)
     assert found.logged == 40_000 and [row["evaluation_loss"] for row in found.evaluations] == [2.5]
@@ -538,14 +685,20 @@ def test_many_log_lines_of_a_timeline_add_up(tmp_path):
     lines = JsonLines(tmp_path / "timeline.jsonl")
     lines.write({"event": "start", "step": 0, "time": 0.0, "steps": 30_000})
     for step in range(1, 30_001):
-        odd = {"seconds": {"training": "much"}} if step == 7 else {"seconds": {"training": 0.5, "saving": 0.25}}
+        odd = (
+            {"seconds": {"training": "much"}}
+            if step == 7
+            else {"seconds": {"training": 0.5, "saving": 0.25}}
+        )
         lines.write({"event": "logged", "step": step, "time": float(step), **odd})
     (tmp_path / "metrics.jsonl").touch()
     rows = read(tmp_path).timeline
     assert len(rows) < 20_000 and rows[-1]["step"] == 30_000
     found = [row["seconds"] for row in rows[1:]]
     assert sum(one.get("saving", 0.0) for one in found) == 0.25 * 29_999
-    assert sum(one["training"] for one in found if isinstance(one["training"], float)) == 0.5 * 29_999
+    assert (
+        sum(one["training"] for one in found if isinstance(one["training"], float)) == 0.5 * 29_999
+    )
 
 
 def test_a_report_needs_no_torch():

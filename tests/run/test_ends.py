@@ -1,4 +1,6 @@
-"""What each signal does to a run, by who gets it and who started the run: the table of docs/ends.md, row by row."""
+"""What each signal does to a run, by who gets it and who started the run: the table of
+docs/ends.md, row by row.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ COMMANDS = {
     "accelerate": ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
                    "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "PORT", TRAIN),
 }  # fmt: skip
-ROW = re.compile(r"^\| (\w+) \| (the launcher|a rank|all) \| (SIG\w+) \| (\S+) \| (yes|no) \|", re.MULTILINE)
+ROW = re.compile(
+    r"^\| (\w+) \| (the launcher|a rank|all) \| (SIG\w+) \| (\S+) \| (yes|no) \|", re.MULTILINE
+)
 TABLE = ROW.findall((ROOT / "docs" / "ends.md").read_text())
 STEPS = 100_000
 
@@ -68,18 +72,24 @@ def test_the_table_of_ends(tmp_path: Path, row: tuple[str, ...]) -> None:
     assert str(shown) in code.split("/"), output[-3000:]
     assert ("yes" if found else "no", damaged) == (saved, []), output[-3000:]
     if saved == "yes" and launcher == "meshloom":
-        assert output.splitlines()[-1].endswith("all is saved; expected to go on. Run the same command again"), output
+        assert output.splitlines()[-1].endswith(
+            "all is saved; expected to go on. Run the same command again"
+        ), output
 
 
 def test_who_has_no_launcher_left_speaks_for_itself(tmp_path: Path) -> None:
     assert Notes(tmp_path, os.getppid()).write_end(0, "the end", 75)
-    assert not Notes(tmp_path, os.getpid()).write_end(1, "the end", 75)  # somebody else is its parent now
+    assert not Notes(tmp_path, os.getpid()).write_end(
+        1, "the end", 75
+    )  # somebody else is its parent now
 
 
 def test_the_table_has_each_launcher_and_signal():
     for launcher in COMMANDS:
         rows = {(whom, name) for by, whom, name, _, _ in TABLE if by == launcher}
-        assert {("the launcher", name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGKILL")} <= rows
+        assert {
+            ("the launcher", name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGKILL")
+        } <= rows
         assert {("a rank", "SIGTERM"), ("a rank", "SIGKILL"), ("all", "SIGINT")} <= rows
 
 

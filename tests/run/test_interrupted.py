@@ -1,4 +1,6 @@
-"""Real runs of two processes that are killed or asked to stop, in every phase: the same command ends undisturbed."""
+"""Real runs of two processes that are killed or asked to stop, in every phase: the same command
+ends undisturbed.
+"""
 
 from __future__ import annotations
 
@@ -49,22 +51,34 @@ class Finder:
 sys.meta_path.insert(0, Finder())""",
     "data preparation": "import trainer.data.text.preparation as m; slow(m, 'prepare')",
     "building the model": "import trainer.parallel.apply as m; slow(m, 'materialise')",
-    "first step": "import trainer.engines.torch.engine as m; slow(m.TorchEngine, 'step', lambda _, s, *a: s == 0)",
+    "first step": (
+        "import trainer.engines.torch.engine as m; slow(m.TorchEngine, 'step', lambda "
+        "_, "
+        "s, *a: s == 0)"
+    ),
     "evaluation": "import trainer.run.hooks as m; slow(m, 'held_out_loss')",
-    "saving": "import trainer.checkpoint.faults as m; slow(m, 'at', lambda phase: phase in ('flush', 'rename'))",
+    "saving": (
+        "import trainer.checkpoint.faults as m; slow(m, 'at', lambda phase: phase in "
+        "('flush', 'rename'))"
+    ),
 }
 PHASES["saving beside the training"] = PHASES["saving"]
 
 
 def job_in(folder: Path, asynchronous: bool = False) -> Path:
     saves = {"every": 2, "asynchronous": asynchronous}
-    return write_job(folder, steps=STEPS, engine="mesh", checkpoint=saves, evaluation={"samples": 4, "every": 2})
+    return write_job(
+        folder, steps=STEPS, engine="mesh", checkpoint=saves, evaluation={"samples": 4, "every": 2}
+    )
 
 
 def command(folder: Path, job: Path, code: str = "", does: str = TRAIN) -> list[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT.format(root=str(ROOT), train=does, folder=str(folder), code=code))
-    launch = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.supervise.launcher import start; "
+    launch = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.supervise.launcher "
+        "import start; "
+    )
     if code != PHASES["imports"]:
         launch += f"sys.executable = {str(warm.PYTHON)!r}; "
     launch += f"sys.exit(start(2, {[str(script), '--config', str(job)]!r}))"
@@ -76,11 +90,17 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for path in (folder / "final").glob("*.safetensors") for name, t in load_file(path).items()}
+    return {
+        name: t
+        for path in (folder / "final").glob("*.safetensors")
+        for name, t in load_file(path).items()
+    }
 
 
 def nothing_left(folder: Path) -> bool:
-    found = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["pgrep", "-f", str(folder)], capture_output=True, text=True, check=False
+    )
     return found.stdout.split() == []
 
 
@@ -98,7 +118,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, to
     return undisturbed(folder / "runs" / "job")
 
 
-def goes_on(folder: Path, job: Path, cache: Path, whole: dict[str, torch.Tensor], step: int) -> None:
+def goes_on(
+    folder: Path, job: Path, cache: Path, whole: dict[str, torch.Tensor], step: int
+) -> None:
     """The same command once more ends as if nothing had happened."""
     again = run(*command(folder, job), **environment(cache))
     assert again.code == 0, again.output
@@ -178,7 +200,9 @@ except m.Preempted:
 """
 
 
-@pytest.mark.parametrize(("ask", "code"), [("", 0), (ASK, 75)], ids=["they alone", "before one that asks"])
+@pytest.mark.parametrize(
+    ("ask", "code"), [("", 0), (ASK, 75)], ids=["they alone", "before one that asks"]
+)
 def test_other_signals_ask_for_nothing(ask: str, code: int) -> None:
     result = run(sys.executable, "-c", OTHER_SIGNALS.format(ask=ask))
     assert (result.code, "still there" in result.output) == (code, code == 0), result.output
@@ -221,7 +245,13 @@ FULL = "resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))"
     ids=["all are killed", "one is killed", "the disk is full", "not even the log has room"],
 )
 def test_an_end_in_the_second_save(
-    tmp_path: Path, cache: Path, whole: dict[str, torch.Tensor], when: str, what: str, code: int, asynchronous: bool
+    tmp_path: Path,
+    cache: Path,
+    whole: dict[str, torch.Tensor],
+    when: str,
+    what: str,
+    code: int,
+    asynchronous: bool,
 ) -> None:
     job = job_in(tmp_path, asynchronous)
     fault = IN_THE_SECOND_SAVE.format(when=when, what=what)

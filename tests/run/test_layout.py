@@ -16,10 +16,21 @@ from trainer.errors import ConfigError
 from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute, layout_of
 
 size = st.integers(1, 5)
-AXES = ("world_size", "pipeline", "replicate", "shard", "tensor", "micro_batch", "accumulation", "train_batch")
+AXES = (
+    "world_size",
+    "pipeline",
+    "replicate",
+    "shard",
+    "tensor",
+    "micro_batch",
+    "accumulation",
+    "train_batch",
+)
 
 
-def layout(pipeline: int, replicate: int, shard: int, tensor: int, micro: int, accumulation: int) -> Layout:
+def layout(
+    pipeline: int, replicate: int, shard: int, tensor: int, micro: int, accumulation: int
+) -> Layout:
     return Layout(
         world_size=pipeline * replicate * shard * tensor,
         pipeline=pipeline,
@@ -70,7 +81,9 @@ def test_sizes_below_one_are_refused_even_where_the_product_fits() -> None:
 def laid_out(folder: Path, content: dict[str, Any], world_size: int) -> Layout:
     path = folder / "c.json"
     path.write_text(json.dumps(content))
-    facts = RuntimeFacts(world_size=world_size, hidden_size=None, total_steps=None, bf16=True, device="cuda")
+    facts = RuntimeFacts(
+        world_size=world_size, hidden_size=None, total_steps=None, bf16=True, device="cuda"
+    )
     return layout_of(resolve(load(path), facts), world_size)
 
 
@@ -86,10 +99,13 @@ def test_a_full_config(tmp_path: Path) -> None:
         "trainer": {"mesh": {"shard": 2}, "activation_checkpointing": "every:2"},
     }
     found = laid_out(tmp_path, content, 16)
-    assert found == Layout(16, 2, 2, 2, 2, 3, 2, 24, 3, "cpu", "cpu", "bfloat16", Recompute("every", 2))
+    assert found == Layout(
+        16, 2, 2, 2, 2, 3, 2, 24, 3, "cpu", "cpu", "bfloat16", Recompute("every", 2)
+    )
     assert (found.schedule, found.stages) == (PIPELINE_SCHEDULES["1F1B"], 2)
     assert found.describe() == (
-        "pipeline 2 x replicate 2 x shard 2 x tensor 2, ZeRO-3, optimizer on cpu, parameters on cpu, bfloat16, "
+        "pipeline 2 x replicate 2 x shard 2 x tensor 2, ZeRO-3, optimizer on cpu, parameters on "
+        "cpu, bfloat16, "
         "batch 24 = 3 x 2 x 4, 1F1B, recompute every 2"
     )
 
@@ -98,14 +114,20 @@ def test_a_full_config(tmp_path: Path) -> None:
     ("content", "world_size", "text"),
     [
         (
-            {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}, "gradient_accumulation_steps": 2},
+            {
+                "pipeline": {"stages": 2, "activation_checkpoint_interval": 1},
+                "gradient_accumulation_steps": 2,
+            },
             2,
             "pipeline 2, ZeRO-0, float32, batch 2 = 1 x 2 x 1, 1F1B, recompute full",
         ),
         ({}, 1, "one process, ZeRO-0, float32, batch 1 = 1 x 1 x 1"),
         ({"fp16": {"enabled": True}}, 4, "replicate 4, ZeRO-0, float16, batch 4 = 1 x 1 x 4"),
         (
-            {"activation_checkpointing": {"profile": True}, "zero_optimization": {"stage": 1, "offload_param": None}},
+            {
+                "activation_checkpointing": {"profile": True},
+                "zero_optimization": {"stage": 1, "offload_param": None},
+            },
             2,
             "shard 2, ZeRO-1, float32, batch 2 = 1 x 1 x 2, recompute full",
         ),
@@ -120,11 +142,21 @@ def test_describe(tmp_path: Path, content: dict[str, Any], world_size: int, text
     [
         ("1F1B", 3, "3 micro-batches for 4 pipeline stages under 1F1B; expected at least 4"),
         ("GPipe", 1, "1 micro-batches for 4 pipeline stages under GPipe; expected at least 4"),
-        ("DualPipeV", 7, "7 micro-batches for 8 pipeline stages under DualPipeV; expected at least 8"),
-        ("Interleaved1F1B", 9, "9 micro-batches for 8 pipeline stages under Interleaved1F1B; expected a multiple of 2"),
+        (
+            "DualPipeV",
+            7,
+            "7 micro-batches for 8 pipeline stages under DualPipeV; expected at least 8",
+        ),
+        (
+            "Interleaved1F1B",
+            9,
+            "9 micro-batches for 8 pipeline stages under Interleaved1F1B; expected a multiple of 2",
+        ),
     ],
 )
-def test_micro_batches_that_do_not_fill_a_schedule(schedule: str, micro_batches: int, text: str) -> None:
+def test_micro_batches_that_do_not_fill_a_schedule(
+    schedule: str, micro_batches: int, text: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         replace(
             layout(4, 1, 1, 1, 1, 8),
@@ -162,7 +194,11 @@ def test_pytorch_takes_what_a_schedule_takes(name: str, ranks: int, micro_batche
     ]
     wants_list = issubclass(kind, PipelineScheduleMulti)
     if ranks > 1 and schedule.problem(micro_batches, ranks) is None:
-        kind(stages if wants_list else stages[0], n_microbatches=micro_batches, loss_fn=lambda *_: None)
+        kind(
+            stages if wants_list else stages[0],
+            n_microbatches=micro_batches,
+            loss_fn=lambda *_: None,
+        )
 
 
 @pytest.mark.parametrize(
@@ -178,10 +214,15 @@ def test_fsdp_shards_within_a_machine_unless_told_otherwise(
     tmp_path: Path, engine: str, mesh: dict[str, int], sizes: tuple[int, int], says: bool
 ) -> None:
     path = tmp_path / "c.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "trainer": {"engine": engine, "mesh": mesh}}))
+    path.write_text(
+        json.dumps({"zero_optimization": {"stage": 3}, "trainer": {"engine": engine, "mesh": mesh}})
+    )
     config = resolve(load(path), RuntimeFacts(8, None, None, False, "cpu", local_world_size=4))
     found = layout_of(config, 8)
     assert (found.replicate, found.shard) == sizes
-    note = "shards within each machine (4 ranks) and replicates across 2; trainer.mesh.shard=-1 shards over all"
+    note = (
+        "shards within each machine (4 ranks) and replicates across 2; trainer.mesh.shard=-1 "
+        "shards over all"
+    )
     assert (note in config.notes) is says
     assert resolve(config, RuntimeFacts(8, 64, 10, False, "cpu", 4)).notes == config.notes

@@ -49,11 +49,18 @@ def run(
         def stop(self) -> Any:
             return stop()
 
-    loader: Any = [SimpleNamespace(step=step, micro_batches=[], ids=[]) for step in range(first, last)]
+    loader: Any = [
+        SimpleNamespace(step=step, micro_batches=[], ids=[]) for step in range(first, last)
+    ]
     every: dict[str, Any] = {"log_every": 2, "save_every": None, "evaluate_every": None} | plan
     engine: Any = FakeEngine()
     state = train(
-        engine, loader, lambda step: Update(step / 100), LoopPlan(last, 8, **every), Calls(), RunState(first, first * 8)
+        engine,
+        loader,
+        lambda step: Update(step / 100),
+        LoopPlan(last, 8, **every),
+        Calls(),
+        RunState(first, first * 8),
     )
     assert engine.rates == [step / 100 for step in range(first, min(last, state.step))]
     return state, calls
@@ -70,8 +77,9 @@ def test_an_evaluation_may_end_it():
     patience = Patience(2)
     ends = [patience.ends(step, loss) for step, loss in enumerate([3.0, 2.0, 2.5, 1.9, 1.9])]
     assert ends == [False] * 5 and patience.ends(5, float("nan"))
-    assert (
-        patience.line == "stopped: the held-out loss has not fallen in 2 evaluations; the lowest was 1.9, after step 3"
+    assert patience.line == (
+        "stopped: the held-out loss has not fallen in 2 evaluations; the lowest was 1.9, after "
+        "step 3"
     )
     assert not any(Patience(None).ends(step, 1.0) for step in range(9))
 

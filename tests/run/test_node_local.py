@@ -1,4 +1,6 @@
-"""Machines without a shared folder: each keeps all of the run, and what one has lost comes from another."""
+"""Machines without a shared folder: each keeps all of the run, and what one has lost comes from
+another.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,15 @@ CASES = {
 
 def machines(job: Path, *folders: Path, ranks: int = 1) -> list[Result]:
     """The command on two machines, whose run folders are these."""
-    common = ["torchrun", "--nnodes", "2", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1"]
+    common = [
+        "torchrun",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-addr",
+        "127.0.0.1",
+    ]
     common += ["--master-port", str(free_port())]
     first, second = (
         [*common, "--node-rank", str(node), TRAIN, "--config", job, f"trainer.run.folder={folder}"]
@@ -45,7 +55,9 @@ def machines(job: Path, *folders: Path, ranks: int = 1) -> list[Result]:
 
 def content(folder: Path) -> dict[str, bytes]:
     """What a run goes on from, and what it made; not from which step on a start of it did."""
-    kept = [path for below in ("checkpoints", "final") for path in (folder / "job" / below).rglob("*")]
+    kept = [
+        path for below in ("checkpoints", "final") for path in (folder / "job" / below).rglob("*")
+    ]
     found = {str(path.relative_to(folder)): path.read_bytes() for path in kept if path.is_file()}
     for name in found:
         if name.endswith(("trainer.json", "manifest.json")):
@@ -69,7 +81,11 @@ def test_a_lost_machine_loses_nothing(tmp_path: Path, case: str) -> None:
     ended(machines(job, a, b))
     whole = content(a)
     assert content(b) == whole
-    assert {name.split("/")[2] for name in whole if "/checkpoints/" in name} == {"step-000002", "step-000004", "latest"}
+    assert {name.split("/")[2] for name in whole if "/checkpoints/" in name} == {
+        "step-000002",
+        "step-000004",
+        "latest",
+    }
     # the first machine is another one now, and the second was ended before its last checkpoint
     for path in (a, b / "job" / "final", b / "job" / "checkpoints" / "step-000004"):
         shutil.rmtree(path)
@@ -131,7 +147,14 @@ def _whole_in_each(folder: Path) -> object:
     found, lines = newest(mine, ranks)
     loaded = read_back(path, back.state_tensors(), ranks) == STATE and same(state, back)
     assert sum(name.endswith("safetensors") for name in read_manifest(path)) > 2  # of several ranks
-    return ranks.keepers, found == path, lines, loaded, verify(path), sorted(p.name for p in mine.iterdir())
+    return (
+        ranks.keepers,
+        found == path,
+        lines,
+        loaded,
+        verify(path),
+        sorted(p.name for p in mine.iterdir()),
+    )
 
 
 def test_each_folder_holds_all(tmp_path: Path, pools: Pools) -> None:
@@ -140,7 +163,11 @@ def test_each_folder_holds_all(tmp_path: Path, pools: Pools) -> None:
     assert found == [((0, 0, 2), True, copied, True, [], ["final", "latest", "step-000100"])] * 3
     for name in ("final", "step-000100"):
         trees = [
-            {p.relative_to(tmp_path / at): p.read_bytes() for p in (tmp_path / at / name).rglob("*") if p.is_file()}
+            {
+                p.relative_to(tmp_path / at): p.read_bytes()
+                for p in (tmp_path / at / name).rglob("*")
+                if p.is_file()
+            }
             for at in "ab"
         ]
         assert trees[0] == trees[1]
@@ -153,7 +180,9 @@ def _broken(folder: Path, how: str) -> str:
         for name in names:
             (mine / name).write_bytes(name.encode() * 1000)
     ranks.barrier()
-    records = ranks.on_each(lambda: {n: hash_file(mine / n) for n in names} if ranks.rank == 1 else {})[1]
+    records = ranks.on_each(
+        lambda: {n: hash_file(mine / n) for n in names} if ranks.rank == 1 else {}
+    )[1]
     if how == "full" and ranks.rank == 2:
         (mine / "one").symlink_to("/dev/full")
     if how == "lost" and ranks.rank == 1:
@@ -178,7 +207,9 @@ def _broken(folder: Path, how: str) -> str:
         ("whole", ""),
     ],
 )
-def test_what_does_not_arrive_is_an_error_everywhere(tmp_path: Path, pools: Pools, how: str, text: str) -> None:
+def test_what_does_not_arrive_is_an_error_everywhere(
+    tmp_path: Path, pools: Pools, how: str, text: str
+) -> None:
     found = pools[3].run(_broken, timeout=60, folder=tmp_path, how=how)
     assert found[0] == found[1] == found[2] and text in found[0], found
     assert bool(text) == bool(found[0])
@@ -256,8 +287,12 @@ def _other_libraries(folder: Path) -> None:
     save(mine, STATE, live(ranks).state_tensors(), DESCRIPTION, write, ranks)
 
 
-def test_files_that_libraries_write_are_those_of_the_first_rank(tmp_path: Path, pools: Pools) -> None:
+def test_files_that_libraries_write_are_those_of_the_first_rank(
+    tmp_path: Path, pools: Pools
+) -> None:
     pools[3].run(_other_libraries, timeout=60, folder=tmp_path)
     for name in "ab":
-        assert (tmp_path / name / "step-000100" / "model" / "inner" / "config.json").read_text() == "0"
+        assert (
+            tmp_path / name / "step-000100" / "model" / "inner" / "config.json"
+        ).read_text() == "0"
         assert verify(tmp_path / name / "step-000100") == []

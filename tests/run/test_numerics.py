@@ -1,4 +1,6 @@
-"""A step whose gradient is not finite changes nothing on any rank, is told, and after three in a row ends the run."""
+"""A step whose gradient is not finite changes nothing on any rank, is told, and after three in a
+row ends the run.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ CASES = {
     "deepspeed 2-way tensor, ZeRO-2": Case(zero_stage=2, tensor=2, model=STILL),
     **{
         f"{engine} pipeline, {precision}, ZeRO-{stage}": Case(
-            engine, pipeline=2, zero_stage=stage, precision=precision, model=LLAMA | {"num_hidden_layers": 4}
+            engine,
+            pipeline=2,
+            zero_stage=stage,
+            precision=precision,
+            model=LLAMA | {"num_hidden_layers": 4},
         )
         for engine, precision, stage in (
             ("mesh", "float32", 0),
@@ -59,7 +65,8 @@ CASES = {
 def poisoned(case: Case, kind: str) -> tuple[list[bool], list[float], bool, list[float]]:
     """Three steps, the second of them poisoned on the last data rank alone. Runs on each rank.
 
-    Which steps changed a weight, the losses, whether all is finite at the end, and the optimizer's step counts.
+    Which steps changed a weight, the losses, whether all is finite at the end, and the optimizer's
+    step counts.
     """
     import torch.distributed as dist
 
@@ -83,7 +90,9 @@ def poisoned(case: Case, kind: str) -> tuple[list[bool], list[float], bool, list
     try:
         for step in range(3):
             bad[0] = step == 1
-            batches = [task.collate(share) for share in shares(case, step, data_rank_of(case, rank))]
+            batches = [
+                task.collate(share) for share in shares(case, step, data_rank_of(case, rank))
+            ]
             metrics = engine.step(step, batches, Update(1e-2))
             losses.append(float(metrics.loss()))
             after = whole_weights(engine, case)
@@ -125,24 +134,31 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(pools, name, kind
         assert case.optimizer["type"] == "SGD" or counts == [1, 1, 2]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad]
+)
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_first_step_that_is_not_finite_leaves_nothing_behind(kind, fused):
     weights = [torch.ones(3), torch.ones(3)]
     optimizers = [kind([weight], lr=0.1, fused=fused) for weight in weights]
-    for weight, optimizer, norms in zip(weights, optimizers, ([float("nan"), 1.0], [1.0]), strict=True):
+    for weight, optimizer, norms in zip(
+        weights, optimizers, ([float("nan"), 1.0], [1.0]), strict=True
+    ):
         for norm in norms:
             weight.grad = torch.full((3,), norm)
             step_if_finite(optimizer, torch.tensor(norm))
     assert torch.equal(*weights)
     for mine, theirs in zip(
-        *(optimizer.state[w].values() for w, optimizer in zip(weights, optimizers, strict=True)), strict=True
+        *(optimizer.state[w].values() for w, optimizer in zip(weights, optimizers, strict=True)),
+        strict=True,
     ):
         assert torch.equal(mine, theirs)
 
 
 def test_a_kernel_on_the_host_has_its_flag_before_it_starts(monkeypatch):
-    """With offload the norm is on the device and fused Adam on the host, which copies the flag without a wait."""
+    """With offload the norm is on the device and fused Adam on the host, which copies the flag
+    without a wait.
+    """
     weight = torch.ones(2)
     optimizer = torch.optim.AdamW([weight], fused=True)
     seen = []
@@ -191,9 +207,15 @@ def test_what_is_told_of_it():
 
 def test_a_run_whose_norm_nobody_wants(tmp_path):
     job = write_job(tmp_path, steps=2, log={"every": 1})
-    more = ("zero_optimization.compute_grad_norm=false", "gradient_clipping=0", "zero_optimization.stage=1")
+    more = (
+        "zero_optimization.compute_grad_norm=false",
+        "gradient_clipping=0",
+        "zero_optimization.stage=1",
+    )
     result = run(sys.executable, ROOT / "launch" / "train.py", "--config", job, *more)
-    assert result.code == 0 and "step 2/2 | loss" in result.output and "|g|" in result.output, result.output
+    assert result.code == 0 and "step 2/2 | loss" in result.output and "|g|" in result.output, (
+        result.output
+    )
 
 
 def test_a_row_is_counted_over_log_lines():
@@ -216,7 +238,8 @@ def test_a_run_that_goes_wrong_ends_with_76_and_keeps_its_checkpoint(tmp_path):
         "real, calls = ModelWithLoss.forward, [0]\n"
         "def forward(self, batch):\n"
         "    calls[0] += self.training\n"
-        "    return real(self, batch) * (float('nan') if os.environ['RANK'] == '1' and calls[0] > 8 else 1)\n"
+        "    return real(self, batch) * (float('nan') if os.environ['RANK'] == '1' and calls[0] > "
+        "8 else 1)\n"
         "ModelWithLoss.forward = forward\n"
         f"sys.argv[0] = {str(ROOT / 'launch' / 'train.py')!r}\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
@@ -226,7 +249,7 @@ def test_a_run_that_goes_wrong_ends_with_76_and_keeps_its_checkpoint(tmp_path):
     result = run(*launcher, script, "--config", job)
     assert "step 5 skipped: its gradient is not finite (samples " in result.output
     assert "steps 5 to 7: no finite gradient 3 times in a row" in result.output
-    assert [path.name for path in (tmp_path / "runs" / "job" / "checkpoints").iterdir() if path.is_dir()] == [
-        "step-000004"
-    ]
+    assert [
+        path.name for path in (tmp_path / "runs" / "job" / "checkpoints").iterdir() if path.is_dir()
+    ] == ["step-000004"]
     assert not (tmp_path / "runs" / "job" / "final").exists()

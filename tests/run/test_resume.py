@@ -1,4 +1,6 @@
-"""Which folder a command writes to and what it goes on from, without a model: folders, locks, damage, changes."""
+"""Which folder a command writes to and what it goes on from, without a model: folders, locks,
+damage, changes.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,11 @@ def finish(folder: Path, later: float) -> None:
 
 def test_the_first_run(config):
     start = choose(config, Request(), ALONE)
-    assert (start.folder, start.source, start.lines) == (Path(config.trainer.run.folder) / "job", None, [])
+    assert (start.folder, start.source, start.lines) == (
+        Path(config.trainer.run.folder) / "job",
+        None,
+        [],
+    )
 
 
 def test_the_same_command_goes_on(config):
@@ -62,7 +68,9 @@ def test_the_same_command_goes_on(config):
     ]
 
 
-@pytest.mark.parametrize("last", ["\0\0\0\n", '{"step": 5, "lo{"step": 6}\n', "[]\n", '{"step": null}\n', "\n", "7\n"])
+@pytest.mark.parametrize(
+    "last", ["\0\0\0\n", '{"step": 5, "lo{"step": 6}\n', "[]\n", '{"step": null}\n', "\n", "7\n"]
+)
 def test_lines_of_metrics_that_are_none(config, last):
     folder = begun(config, 10)
     (folder / "metrics.jsonl").write_text('{"step": 12}\n' + last)
@@ -88,12 +96,16 @@ def test_another_command_starts_a_run_of_its_own(config):
     folder = begun(config, 10, request={"trainer": {"seed": 1}})
     start = choose(config, Request(), ALONE)
     assert (start.folder, start.source) == (folder.with_name("job-2"), None)
-    assert start.lines == [f"{folder} was not finished and was started otherwise; --resume auto goes on with it"]
+    assert start.lines == [
+        f"{folder} was not finished and was started otherwise; --resume auto goes on with it"
+    ]
 
 
 @pytest.mark.parametrize("later", [1.0, -1.0])
 def test_a_finished_run_is_left_alone(config, later):
-    """A final model older than the run's start is that of a run which then went on with more steps."""
+    """A final model older than the run's start is that of a run which then went on with more
+    steps.
+    """
     folder = begun(config, 10)
     finish(folder, later)
     start = choose(config, Request(), ALONE)
@@ -108,14 +120,20 @@ def test_a_script_may_make_it_again(config):
 
 @pytest.mark.parametrize("key", ["log", "checkpoint", "generate", "patience"])
 def test_what_is_told_of_a_run_makes_no_other_one(config, key):
-    folder = begun(config, 10, request={**config.raw, "trainer": {**config.raw.get("trainer", {}), key: {"other": 1}}})
+    folder = begun(
+        config,
+        10,
+        request={**config.raw, "trainer": {**config.raw.get("trainer", {}), key: {"other": 1}}},
+    )
     assert choose(config, Request(), ALONE).folder == folder
 
 
 def test_auto_goes_on_with_whatever_is_there(config):
     folder = begun(config, 10, request={})
     finish(folder, 1.0)
-    assert choose(config, Request(resume="auto"), ALONE).source == folder / "checkpoints/step-000010"
+    assert (
+        choose(config, Request(resume="auto"), ALONE).source == folder / "checkpoints/step-000010"
+    )
 
 
 def test_fresh(config):
@@ -128,13 +146,19 @@ def test_a_run_at_work_is_refused_with_who_is(config, monkeypatch):
     monkeypatch.setattr(resume, "HELD_SECONDS", 0.1)
     first = begun(config, 10)
     assert choose(config, Request(), ALONE).folder == first
-    with pytest.raises(ConfigError, match="held by another process; expected a run that nobody is at work on"):
+    with pytest.raises(
+        ConfigError, match="held by another process; expected a run that nobody is at work on"
+    ):
         choose(config, Request(), ALONE)
     status_files.write(first, {"host": socket.gethostname(), "process": os.getpid()})
-    with pytest.raises(ConfigError, match=f"being trained by process {os.getpid()} on {socket.gethostname()}, last"):
+    with pytest.raises(
+        ConfigError, match=f"being trained by process {os.getpid()} on {socket.gethostname()}, last"
+    ):
         choose(config, Request(), ALONE)
     assert choose(config, Request(fresh=True), ALONE).folder == first.with_name("job-2")
-    assert choose(config, Request(fresh=True), ALONE).folder == first.with_name("job-3")  # before it wrote a config
+    assert choose(config, Request(fresh=True), ALONE).folder == first.with_name(
+        "job-3"
+    )  # before it wrote a config
 
 
 def test_without_locks_a_heartbeat_tells(config, monkeypatch):
@@ -144,7 +168,9 @@ def test_without_locks_a_heartbeat_tells(config, monkeypatch):
     monkeypatch.setattr(resume.fcntl, "flock", refused)
     folder = begun(config, 10)
     status_files.write(folder, {"host": "elsewhere", "process": 1})
-    with pytest.raises(ConfigError, match="being trained by process 1 on elsewhere, last seen 0 s ago"):
+    with pytest.raises(
+        ConfigError, match="being trained by process 1 on elsewhere, last seen 0 s ago"
+    ):
         choose(config, Request(), ALONE)
     monkeypatch.setattr(status_files, "FRESH_SECONDS", 0.0)
     assert choose(config, Request(), ALONE).folder == folder
@@ -172,7 +198,9 @@ def test_damage_is_told_and_costs_steps(config):
     start = choose(config, Request(), ALONE)
     assert start.source == folder / "checkpoints/step-000010"
     told, before, left = start.lines
-    assert told.startswith(f"step-000030 is damaged: {folder}/checkpoints/step-000030/trainer.json: SHA-256 ")
+    assert told.startswith(
+        f"step-000030 is damaged: {folder}/checkpoints/step-000030/trainer.json: SHA-256 "
+    )
     assert told.endswith("; it is now step-000030.damaged, and 20 steps are lost")
     assert before.endswith("; it is now step-000020.damaged, and 10 steps are lost")
     assert left == f"left over in {folder}/checkpoints: step-000020.damaged, step-000030.damaged"
@@ -198,7 +226,10 @@ def test_nothing_but_damage_is_an_error_until_a_person_decides(config, again):
 def test_a_path_starts_a_run_of_its_own(config):
     folder = begun(config, 10, 20)
     start = choose(config, Request(resume=str(folder / "checkpoints/step-000010")), ALONE)
-    assert (start.folder, start.source) == (folder.with_name("job-2"), folder / "checkpoints/step-000010")
+    assert (start.folder, start.source) == (
+        folder.with_name("job-2"),
+        folder / "checkpoints/step-000010",
+    )
 
 
 def test_paths_that_are_no_checkpoint(config, tmp_path):
@@ -215,7 +246,10 @@ def test_paths_that_are_no_checkpoint(config, tmp_path):
     }.items():
         with pytest.raises(ConfigError, match=f"{name}: ") as caught:
             choose(config, Request(resume=str(tmp_path / name)), ALONE)
-        assert f": {seen}; expected auto, or a folder such as runs/NAME/checkpoints/step-000100" in str(caught.value)
+        assert (
+            f": {seen}; expected auto, or a folder such as runs/NAME/checkpoints/step-000100"
+            in str(caught.value)
+        )
 
 
 def test_a_damaged_path_is_an_error_and_stays(config):
@@ -236,10 +270,17 @@ def test_changes(config):
     path = save(folder, STATE, live().state_tensors(), was, model_files, ALONE)
     assert refuse_changed(path, was) == []
     other = {**was, "config": {"optimizer": {"params": {"lr": 2.0}}}}
-    assert refuse_changed(path, other) == ["changed since the checkpoint: optimizer.params.lr 1.0 -> 2.0"]
-    with pytest.raises(DataError, match='fingerprint "a" -> "b"; samples 75 -> 74; expected what the checkpoint'):
+    assert refuse_changed(path, other) == [
+        "changed since the checkpoint: optimizer.params.lr 1.0 -> 2.0"
+    ]
+    with pytest.raises(
+        DataError, match='fingerprint "a" -> "b"; samples 75 -> 74; expected what the checkpoint'
+    ):
         refuse_changed(path, {**was, "data": {"fingerprint": "b", "samples": 74}})
-    with pytest.raises(ConfigError, match=r"model: .*rope_theta 10000.0 -> 500; expected the model of the checkpoint"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model: .*rope_theta 10000.0 -> 500; expected the model of the checkpoint",
+    ):
         refuse_changed(path, {**was, "model": {"rope_theta": 500}})
 
 

@@ -11,7 +11,9 @@ from trainer.errors import ConfigError
 from trainer.supervise.meeting import session
 
 
-def meet(store: dist.TCPStore, ranks: list[int], world_size: int, patience: float = 20.0) -> list[dist.PrefixStore]:
+def meet(
+    store: dist.TCPStore, ranks: list[int], world_size: int, patience: float = 20.0
+) -> list[dist.PrefixStore]:
     def one(rank: int) -> dist.PrefixStore:
         own = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
         return session(own, rank, world_size, patience)

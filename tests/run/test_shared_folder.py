@@ -36,7 +36,9 @@ def check(folders: list[Path]) -> list[DiskError | None]:
 
     def one(rank: int) -> DiskError | None:
         try:
-            check_shared(folders[rank], Together(rank, len(folders), meeting=meeting, values=values))
+            check_shared(
+                folders[rank], Together(rank, len(folders), meeting=meeting, values=values)
+            )
         except DiskError as error:
             return error
         return None
@@ -60,7 +62,8 @@ def test_who_sees_another_one_is_named_on_every_rank(tmp_path, monkeypatch, ther
         other.mkdir(parents=True)
     found = check([first, first, other])
     text = (
-        f"{first}: what rank 0 on node-a writes there is not there for rank 2 on node-a ({other}); expected one folder"
+        f"{first}: what rank 0 on node-a writes there is not there for rank 2 on node-a "
+        f"({other}); expected one folder"
     )
     assert all(error is not None and error.shared for error in found)
     assert str(found[0]).startswith(text)

@@ -1,4 +1,6 @@
-"""Which rank the project's launcher names, and with what code it ends, in whatever order the ranks' ends come."""
+"""Which rank the project's launcher names, and with what code it ends, in whatever order the ranks'
+ends come.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +79,13 @@ FULL = "says('rank 1: the disk is full', 74)"
 def test_the_cause_is_named_whatever_ends_first(
     tmp_path: Path, first: str, later: float, second: str, code: int, last: str
 ) -> None:
-    rank = RANK.format(root=str(ROOT), first=first, later=later, second=second, folder=str(tmp_path))
-    launch = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.supervise.launcher import start; "
+    rank = RANK.format(
+        root=str(ROOT), first=first, later=later, second=second, folder=str(tmp_path)
+    )
+    launch = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.supervise.launcher "
+        "import start; "
+    )
     result = run(sys.executable, "-c", f"{launch}sys.exit(start(2, ['-c', {rank!r}]))", timeout=60)
     assert result.code == code, result.output
     assert re.match(last, result.output.splitlines()[-1]), result.output
@@ -102,7 +109,15 @@ def test_forked_ranks_end_like_those_that_are_started(
     """As `meshloom verify` has them; and each is a session of its own, with its own rank."""
     rank = RANK.format(root=str(ROOT), first=first, later=0.5, second=second, folder=str(tmp_path))
     rank = rank.replace("came.touch()", "assert os.getsid(0) == os.getpid(); came.touch()")
-    launch = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.supervise.launcher import start; "
-    result = run(sys.executable, "-c", f"{launch}sys.exit(start(2, lambda: exec({rank!r}, {{}})))", timeout=60)
+    launch = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer.supervise.launcher "
+        "import start; "
+    )
+    result = run(
+        sys.executable,
+        "-c",
+        f"{launch}sys.exit(start(2, lambda: exec({rank!r}, {{}})))",
+        timeout=60,
+    )
     assert result.code == code, result.output
     assert re.match(last, result.output.splitlines()[-1]), result.output

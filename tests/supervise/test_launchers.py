@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import BIN, ROOT, TRAIN, Result, agents, losses, metrics, run, sample_ids, train, write_job
+from tests.support.commands import (
+    BIN,
+    ROOT,
+    TRAIN,
+    Result,
+    agents,
+    losses,
+    metrics,
+    run,
+    sample_ids,
+    train,
+    write_job,
+)
 from trainer.supervise.world import free_port
 
 
@@ -29,7 +41,10 @@ def test_its_own_processes(reference):
     folder, result = reference
     assert result.code == 0, result.output
     assert len(losses(folder)) == 4
-    assert sorted(path.name for path in (folder / "logs").glob("rank-*")) == ["rank-0.log", "rank-1.log"]
+    assert sorted(path.name for path in (folder / "logs").glob("rank-*")) == [
+        "rank-0.log",
+        "rank-1.log",
+    ]
 
 
 def test_the_console_is_quiet(reference):
@@ -53,7 +68,8 @@ def test_one_process_sees_the_same_samples(reference, tmp_path):
     [
         ("deepspeed", "--num_gpus", "2", "--master_port", "PORT"),
         ("torchrun", "--nproc-per-node", "2", "--master-port", "PORT"),
-        # without a GPU, accelerate starts several processes only when it is told that there are several GPUs
+        # without a GPU, accelerate starts several processes only when it is told that there are
+        # several GPUs
         ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision",
          "no", "--dynamo_backend", "no", "--main_process_port", "PORT"),
     ],
@@ -69,8 +85,19 @@ def test_under_a_launcher(launcher, reference, tmp_path):
 
 def test_two_torchrun_agents(reference, tmp_path):
     job, port = write_job(tmp_path), str(free_port())
-    common = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
-    commands = [["torchrun", *common, "--node-rank", str(node), TRAIN, "--config", job] for node in range(2)]
+    common = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        port,
+    ]
+    commands = [
+        ["torchrun", *common, "--node-rank", str(node), TRAIN, "--config", job] for node in range(2)
+    ]
     for result in agents(*commands):
         assert result.code == 0, result.output
     assert_same_run(tmp_path / "runs" / "job", reference[0])
@@ -81,10 +108,33 @@ def test_hsdp_over_two_nodes_of_two_ranks(tmp_path):
     folder = tmp_path / "runs"
     job, port = write_job(tmp_path, mesh={"replicate": -1, "shard": 2}), str(free_port())
     # one process and four draw other dropout
-    overrides = ["zero_optimization.stage=3", "trainer.model.config.attention_dropout=0", "train_batch_size=8"]
-    common = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    overrides = [
+        "zero_optimization.stage=3",
+        "trainer.model.config.attention_dropout=0",
+        "train_batch_size=8",
+    ]
+    common = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        port,
+    ]
     commands = [
-        ["torchrun", *common, "--node-rank", str(node), TRAIN, "--config", job, "trainer.run.name=hsdp", *overrides]
+        [
+            "torchrun",
+            *common,
+            "--node-rank",
+            str(node),
+            TRAIN,
+            "--config",
+            job,
+            "trainer.run.name=hsdp",
+            *overrides,
+        ]
         for node in range(2)
     ]
     results = agents(*commands)
@@ -100,8 +150,19 @@ def test_two_deepspeed_nodes_without_ssh(reference, tmp_path):
     job, port = write_job(tmp_path), str(free_port())
     hostfile = tmp_path / "hosts"
     hostfile.write_text("node-a slots=1\nnode-b slots=1\n")
-    common = ["--hostfile", hostfile, "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", port]
-    commands = [["deepspeed", *common, "--node_rank", str(node), TRAIN, "--config", job] for node in range(2)]
+    common = [
+        "--hostfile",
+        hostfile,
+        "--no_ssh",
+        "--master_addr",
+        "127.0.0.1",
+        "--master_port",
+        port,
+    ]
+    commands = [
+        ["deepspeed", *common, "--node_rank", str(node), TRAIN, "--config", job]
+        for node in range(2)
+    ]
     for result in agents(*commands):
         assert result.code == 0, result.output
     assert_same_run(tmp_path / "runs" / "job", reference[0])
@@ -109,7 +170,9 @@ def test_two_deepspeed_nodes_without_ssh(reference, tmp_path):
 
 def test_a_hostfile_that_is_named_and_missing(tmp_path):
     command = ("deepspeed", "--hostfile", "/nowhere/hosts", TRAIN)
-    result = run(*command, "--config", write_job(tmp_path), cold=True)  # it looks at the processes above it
+    result = run(
+        *command, "--config", write_job(tmp_path), cold=True
+    )  # it looks at the processes above it
     assert result.code != 0
     assert "--hostfile: /nowhere/hosts: no such file; expected a list of machines" in result.output
     assert not (tmp_path / "runs").exists()
@@ -139,8 +202,15 @@ def test_a_rank_is_killed_and_the_agent_starts_the_run_again(tmp_path):
     job = write_job(tmp_path, steps=7, checkpoint={"every": 2, "keep_last": 9})
     result = run(*common, script, "--config", job, timeout=100)
     assert result.code == 0, result.output
-    assert f"resumed from {tmp_path}/runs/job/checkpoints/step-000004: step 4, 32 samples seen" in result.output
-    found = [(line["step"], line["loss"]) for line in metrics(tmp_path / "runs" / "job") if "loss" in line]
+    assert (
+        f"resumed from {tmp_path}/runs/job/checkpoints/step-000004: step 4, 32 samples seen"
+        in result.output
+    )
+    found = [
+        (line["step"], line["loss"])
+        for line in metrics(tmp_path / "runs" / "job")
+        if "loss" in line
+    ]
     assert [step for step, _ in found] == [*range(1, 6), *range(5, 8)]
     assert found[4] == found[5], "a step that is made again has the same loss"
 
@@ -157,14 +227,31 @@ print(os.environ["RANK"], os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
 
 
 @pytest.mark.parametrize("given", [None, "1"])
-def test_an_optimizer_on_the_host_has_the_cores_that_torchrun_would_leave_idle(tmp_path, monkeypatch, given):
+def test_an_optimizer_on_the_host_has_the_cores_that_torchrun_would_leave_idle(
+    tmp_path, monkeypatch, given
+):
     """But not where a person has set OMP_NUM_THREADS."""
     script = tmp_path / "threads.py"
     script.write_text(THREADS.format(root=str(ROOT)))
-    environment = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "RANK")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "RANK")
+    }
     environment |= {} if given is None else {"OMP_NUM_THREADS": given}
-    command = [sys.executable, BIN / "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=True)
-    told = "4 threads for the optimizer on the CPU, this process's share of the cores; OMP_NUM_THREADS sets it"
+    command = [
+        sys.executable,
+        BIN / "torchrun",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+        script,
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=200, check=True
+    )
+    told = (
+        "4 threads for the optimizer on the CPU, this process's share of the cores; "
+        "OMP_NUM_THREADS sets it"
+    )
     expected = f"1 4 {told}" if given is None else "1 1 None"
     assert sorted(done.stdout.splitlines()) == [f"0 {expected}", f"1 {expected}"]

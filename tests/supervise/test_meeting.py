@@ -1,4 +1,6 @@
-"""How the ranks meet: who is missing is said, what is taken or out of reach is an error, nothing else listens."""
+"""How the ranks meet: who is missing is said, what is taken or out of reach is an error, nothing
+else listens.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def test_a_port_in_use_is_named() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"another program listens on 127.0.0.1:{port}; expected a free"):
+        with pytest.raises(
+            ConfigError, match=f"another program listens on 127.0.0.1:{port}; expected a free"
+        ):
             meeting.serve("127.0.0.1", port, TIMEOUT)
 
 
@@ -31,7 +35,8 @@ def test_it_listens_where_it_must_and_nowhere_else() -> None:
     store = meeting.serve("127.0.0.1", 0, TIMEOUT)
     listening = [
         line.split()[1]
-        for line in Path("/proc/net/tcp").read_text().splitlines() + Path("/proc/net/tcp6").read_text().splitlines()
+        for line in Path("/proc/net/tcp").read_text().splitlines()
+        + Path("/proc/net/tcp6").read_text().splitlines()
         if line.split()[3] == "0A" and line.split()[1].endswith(f":{store.port:04X}")
     ]
     assert listening == [f"0100007F:{store.port:04X}"]
@@ -39,7 +44,9 @@ def test_it_listens_where_it_must_and_nowhere_else() -> None:
 
 def test_a_machine_that_nobody_answers_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "REACH_SECONDS", 0.5)
-    with pytest.raises(ConfigError, match=r"rank 3 on \S+ can't reach rank 0 at no-such-host.invalid:29500"):
+    with pytest.raises(
+        ConfigError, match=r"rank 3 on \S+ can't reach rank 0 at no-such-host.invalid:29500"
+    ):
         meeting.reach("no-such-host.invalid", 29500, 3, TIMEOUT, print)
 
 
@@ -90,15 +97,24 @@ def test_notes_between_a_launcher_and_its_ranks(tmp_path: Path) -> None:
 def test_verify_names_the_rank_that_is_missing(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     script = (
-        "import sys; from trainer.supervise import meeting; meeting.TELL_SECONDS, meeting.MEET_SECONDS = 0.3, 1.0; "
+        "import sys; from trainer.supervise import meeting; meeting.TELL_SECONDS, "
+        "meeting.MEET_SECONDS = 0.3, 1.0; "
         "from trainer.command.verify import main; sys.exit(main(sys.argv[1:], 'verify'))"
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     certificate = ("--output", tmp_path / "certificate.json")
-    found = run(sys.executable, "-c", script, "--config", job, *certificate, **alone, MASTER_PORT=str(port))
+    found = run(
+        sys.executable, "-c", script, "--config", job, *certificate, **alone, MASTER_PORT=str(port)
+    )
     assert found.code == 64
     assert "waiting for rank 1 of 2 for" in found.output
     assert found.output.splitlines()[-1].startswith(

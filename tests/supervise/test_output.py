@@ -1,4 +1,6 @@
-"""Output that can't be written: its disk is full, its reader has left, or it was closed before the command began."""
+"""Output that can't be written: its disk is full, its reader has left, or it was closed before the
+command began.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def train(folder: Path, end: str, processes: int) -> Result:
     job = write_job(folder, steps=2, engine="mesh", evaluation={})
     python = sys.executable if "&-" in end else str(warm.PYTHON)  # which hands open files on
     words = shlex.join([python, TRAIN, "--config", str(job), "--processes", str(processes)])
-    return run("sh", "-c", f"{words} {end}", **{warm.SOCKET: warm_server(), "XDG_CACHE_HOME": str(folder)})
+    return run(
+        "sh", "-c", f"{words} {end}", **{warm.SOCKET: warm_server(), "XDG_CACHE_HOME": str(folder)}
+    )
 
 
 def test_a_full_disk_under_the_console_does_not_end_training(tmp_path: Path) -> None:
@@ -46,7 +50,9 @@ def test_a_pipe_in_place_of_a_file_of_the_run_is_not_waited_for(tmp_path: Path, 
     pipe.parent.mkdir(parents=True)
     os.mkfifo(pipe)
     result = train(tmp_path, "", 1)
-    assert result.code == 74 and f"{pipe}: No such device or address" in result.output, result.output
+    assert result.code == 74 and f"{pipe}: No such device or address" in result.output, (
+        result.output
+    )
 
 
 @pytest.mark.more
@@ -69,13 +75,16 @@ def test_wherever_the_output_goes_training_ends_well(tmp_path: Path, end: str) -
         (1, 0, "<&- >&- 2>&-", 0),
     ],
 )
-def test_how_a_command_ends_whose_output_is_lost(count: int, code: int, end: str, expected: int) -> None:
+def test_how_a_command_ends_whose_output_is_lost(
+    count: int, code: int, end: str, expected: int
+) -> None:
     command = shlex.join([sys.executable, "-c", SAYS.format(count=count, code=code)])
     words = ["bash", "-o", "pipefail", "-c", f"{command} {end}"]
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == expected, result.stderr
     assert result.stderr == (
-        "disk error: standard output can't be written (No space left on device)\n" * (expected == 74)
+        "disk error: standard output can't be written (No space left on device)\n"
+        * (expected == 74)
     )
 
 

@@ -1,4 +1,6 @@
-"""From the command to the first step: what it does is said, and what can be wrong is said before what takes long."""
+"""From the command to the first step: what it does is said, and what can be wrong is said before
+what takes long.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ def test_in_a_pipe_what_takes_a_while_has_a_line_and_then_another() -> None:
         shown.close()
         shown.at("nothing")
         time.sleep(0.5)
-    assert {re.sub(r"\d", "N", line) for line in lines} == {"start   long (N s)", "start   after [that] (N s)"}
+    assert {re.sub(r"\d", "N", line) for line in lines} == {
+        "start   long (N s)",
+        "start   after [that] (N s)",
+    }
     assert len(lines) >= 3 and "nothing" not in told.getvalue()
 
 
@@ -100,24 +105,31 @@ def test_data_that_is_not_there_is_named_before_torch_is_imported(tmp_path: Path
     job = write_job(tmp_path)
     script = (
         "import sys; from trainer.command.train import main; code = main(sys.argv[1:], 'train'); "
-        "print(sorted({'torch', 'transformers', 'deepspeed', 'datasets'} & sys.modules.keys())); sys.exit(code)"
+        "print(sorted({'torch', 'transformers', 'deepspeed', 'datasets'} & sys.modules.keys())); "
+        "sys.exit(code)"
     )
     command = (sys.executable, "-c", script, "--config", job)
     wrong = {
         "trainer.data.path=/nowhere/x.jsonl": "/nowhere/x.jsonl: no such file or folder",
         "trainer.data.evaluation_path=/nowhere/*.jsonl": "/nowhere/*.jsonl: matches no file",
-        'trainer.data={"sources": [{"path": "/nowhere/y.txt"}]}': "/nowhere/y.txt: no such file or folder",
+        'trainer.data={"sources": [{"path": "/nowhere/y.txt"}]}': (
+            "/nowhere/y.txt: no such file or folder"
+        ),
     }
     for override, seen in wrong.items():
         for processes in ("1", "2"):
             found = run(*command, "--processes", processes, override)
             assert found.code == 65
-            assert found.output.startswith(f"data error:\n  {seen}; expected a file, a folder, a glob or a hub id")
+            assert found.output.startswith(
+                f"data error:\n  {seen}; expected a file, a folder, a glob or a hub id"
+            )
             assert found.output.endswith("\n[]\n")
 
 
 def test_in_a_pipe_the_first_line_comes_before_the_libraries(tmp_path: Path) -> None:
-    found = run(sys.executable, TRAIN, "--config", write_job(tmp_path), "--processes", "1", cold=True)
+    found = run(
+        sys.executable, TRAIN, "--config", write_job(tmp_path), "--processes", "1", cold=True
+    )
     lines = [re.sub(r"\d+", "N", line) for line in found.output.splitlines()]
     assert found.code == 0, found.output
     assert lines[0] == "start   importing PyTorch and transformers (N s)"
@@ -143,10 +155,20 @@ def test_on_a_terminal_of_80_columns_nothing_is_wider(tmp_path: Path) -> None:
     text = re.sub(r"\x1b\[[0-9?;]*[A-Za-z]", "", written.decode())
     shown = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     assert shown[0].startswith("start   importing PyTorch and transformers (")
-    at = next(at for at, line in enumerate(shown) if line.startswith("step 3/3 | loss ") and " | ETA " in line)
+    at = next(
+        at
+        for at, line in enumerate(shown)
+        if line.startswith("step 3/3 | loss ") and " | ETA " in line
+    )
     assert re.search(r"\| data \d+\.\d%", " ".join(shown[at : at + 2])), shown  # wrapped, not cut
-    assert [line[:8] for line in shown if " | loss " in line] == ["step 1/3", "step 2/3", "step 3/3"]
-    live = [line for line in shown if line.startswith(("start", "step")) and "evaluation" not in line]
+    assert [line[:8] for line in shown if " | loss " in line] == [
+        "step 1/3",
+        "step 2/3",
+        "step 3/3",
+    ]
+    live = [
+        line for line in shown if line.startswith(("start", "step")) and "evaluation" not in line
+    ]
     assert max(map(len, live)) <= 80
     assert "Traceback" not in text
 
@@ -172,12 +194,16 @@ def layout_of(offload: str = "none") -> Any:
 @contextlib.contextmanager
 def operators_in(built: Path) -> Iterator[None]:
     compatible = {"deepspeed_shm_comm": True, "async_io": True}
-    folder = patch("torch.utils.cpp_extension._get_build_directory", lambda name, verbose: str(built / name))
+    folder = patch(
+        "torch.utils.cpp_extension._get_build_directory", lambda name, verbose: str(built / name)
+    )
     with folder, patch("deepspeed.ops.__compatible_ops__", compatible):
         yield
 
 
-def announced(built: Path, offload: str = "none", optimizer: str = "", device: torch.device = CPU) -> list[str]:
+def announced(
+    built: Path, offload: str = "none", optimizer: str = "", device: torch.device = CPU
+) -> list[str]:
     noted: Any = Noted()
     with operators_in(built):
         announce(layout_of(offload), Machine(device, Ranks(), signs=noted), optimizer)
@@ -187,13 +213,19 @@ def announced(built: Path, offload: str = "none", optimizer: str = "", device: t
 @pytest.mark.more
 def test_a_compiler_that_is_not_there_is_named_before_the_data_is_prepared(tmp_path: Path) -> None:
     (tmp_path / "python3").symlink_to(sys.executable)
-    environment = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {
+        "PATH": str(tmp_path),
+        "TORCH_EXTENSIONS_DIR": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
     job = write_job(tmp_path, engine="deepspeed")
     result = run(sys.executable, TRAIN, "--config", job, "--processes", "1", **environment)
     assert result.code == 64, result.output
     assert "engine deepspeed: no c++ in PATH" in result.output
     assert not (tmp_path / "meshloom").exists()  # no data
-    looked = run(sys.executable, TRAIN, "--config", job, "--processes", "1", "--dry-run", **environment)
+    looked = run(
+        sys.executable, TRAIN, "--config", job, "--processes", "1", "--dry-run", **environment
+    )
     assert looked.code == 0, looked.output
     plan = ("meshloom", "plan", "--config", job, "--gpus", "2")
     planned = run(*plan, **environment)
@@ -207,7 +239,10 @@ def test_an_operator_that_is_not_compiled_yet_is_announced(tmp_path: Path) -> No
     (tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").write_text("")
     assert announced(tmp_path) == []
     assert announced(tmp_path, "nvme") == [line.format("async_io")]
-    for library, operator in OF_OPTIMIZERS.items():  # of the host, wherever the model is; and of a GPU
+    for (
+        library,
+        operator,
+    ) in OF_OPTIMIZERS.items():  # of the host, wherever the model is; and of a GPU
         for device in (CPU, torch.device("cuda")):
             assert announced(tmp_path, "cpu", library, device) == [line.format(operator)]
     assert announced(tmp_path, "none", "torch.optim.AdamW") == []
@@ -219,19 +254,29 @@ def test_the_operators_of_optimizers_are_the_ones_that_deepspeed_compiles() -> N
     for library, operator in OF_OPTIMIZERS.items():
         source = inspect.getsource(attrgetter(library.removeprefix("deepspeed."))(deepspeed))
         builder = re.findall(r"(\w+Builder)\(\)\.load\(", source)
-        assert {name.removesuffix("Builder").lower() for name in builder} == {operator.replace("_", "")}
+        assert {name.removesuffix("Builder").lower() for name in builder} == {
+            operator.replace("_", "")
+        }
 
 
 def test_of_a_gpu_the_compiler_is_named_before_it_is_needed(tmp_path: Path) -> None:
-    there = patch("shutil.which", lambda name: None if name.endswith("nvcc") else f"/usr/bin/{name}")
+    there = patch(
+        "shutil.which", lambda name: None if name.endswith("nvcc") else f"/usr/bin/{name}"
+    )
     with there, operators_in(tmp_path):
-        check_compiler(layout_of("cpu"), torch.device("cuda"), "deepspeed.ops.adam.DeepSpeedCPUAdam")
-        with pytest.raises(ConfigError, match="nvcc in PATH, by which DeepSpeed compiles its operator fused_adam"):
+        check_compiler(
+            layout_of("cpu"), torch.device("cuda"), "deepspeed.ops.adam.DeepSpeedCPUAdam"
+        )
+        with pytest.raises(
+            ConfigError, match="nvcc in PATH, by which DeepSpeed compiles its operator fused_adam"
+        ):
             check_compiler(layout_of(), torch.device("cuda"), "deepspeed.ops.adam.FusedAdam")
 
 
 def test_what_an_offloaded_config_compiles_is_checked_before_its_data(tmp_path: Path) -> None:
-    """`EngineKind.ready` knows the optimizer: DeepSpeed's Adam of the host is compiled, PyTorch's is not."""
+    """`EngineKind.ready` knows the optimizer: DeepSpeed's Adam of the host is compiled, PyTorch's
+    is not.
+    """
     settings = {"optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": 2}}
     layout: Any = SimpleNamespace(
         offload_optimizer="cpu", offload_param="none", zero_stage=2, precision="float32", pipeline=1
@@ -243,7 +288,9 @@ def test_what_an_offloaded_config_compiles_is_checked_before_its_data(tmp_path: 
         KIND.ready(layout, torch.device("cuda"), settings)
 
 
-def test_environments_compile_their_operators_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_environments_compile_their_operators_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folders = []
     for prefix in (sys.prefix, "/another/environment", sys.prefix):
@@ -251,7 +298,9 @@ def test_environments_compile_their_operators_apart(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(sys, "prefix", prefix)
         place_for_operators()
         folders.append(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
-    assert folders[0] == folders[2] != folders[1] and all(folder.parent.parent == tmp_path for folder in folders)
+    assert folders[0] == folders[2] != folders[1] and all(
+        folder.parent.parent == tmp_path for folder in folders
+    )
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/chosen")
     place_for_operators()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "/chosen"
@@ -270,12 +319,16 @@ def test_on_several_gpus_it_is_said_that_no_straggler_is_told() -> None:
         prepared: Any = SimpleNamespace(layout=SimpleNamespace(precision="bfloat16"))
         return list(_gpu_notes(prepared, Machine(torch.device(device), Ranks(0, ranks))))
 
-    assert ["slower than the others is not told here" in line for line in lines("cuda", 2)] == [True]
+    assert ["slower than the others is not told here" in line for line in lines("cuda", 2)] == [
+        True
+    ]
     assert lines("cpu", 2) == lines("cuda", 1) == []
 
 
 @pytest.mark.parametrize(("tool", "package"), [("c++", "g++"), ("ninja", "ninja-build")])
-def test_a_compiler_that_is_not_there_is_named_before_it_is_needed(tmp_path: Path, tool: str, package: str) -> None:
+def test_a_compiler_that_is_not_there_is_named_before_it_is_needed(
+    tmp_path: Path, tool: str, package: str
+) -> None:
     compiler = patch("torch.utils.cpp_extension.get_cxx_compiler", lambda: "c++")
     there = patch("shutil.which", lambda name: None if name == tool else f"/usr/bin/{name}")
     with compiler, there, operators_in(tmp_path):
@@ -283,8 +336,10 @@ def test_a_compiler_that_is_not_there_is_named_before_it_is_needed(tmp_path: Pat
             check_compiler(layout_of(), CPU)
         announce(layout_of(), Machine(CPU, Ranks()))  # what only plans, compiles nothing
     assert str(caught.value) == (
-        f"engine deepspeed: no {tool} in PATH, by which DeepSpeed compiles its operator deepspeed_shm_comm; expected "
-        f'a C++ compiler and ninja. Install it (apt install {package}), or set trainer.engine to "mesh" or "accelerate"'
+        f"engine deepspeed: no {tool} in PATH, by which DeepSpeed compiles its operator "
+        "deepspeed_shm_comm; expected "
+        f"a C++ compiler and ninja. Install it (apt install {package}), or set trainer.engine to "
+        '"mesh" or "accelerate"'
     )
 
 

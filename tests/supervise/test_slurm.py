@@ -111,15 +111,29 @@ def test_a_torchrun_for_each_node(slurm):
     options = dict(zip(argv[4:18:2], argv[5:18:2], strict=True))
     assert (options["--nnodes"], options["--nproc-per-node"]) == ("2", "4")
     assert "SIGUSR1" in options["--signals-to-handle"].split(",")
-    assert argv[-4:] == [str(ROOT / "launch" / "train.py"), "--config", "job.json", "trainer.steps=3"]
+    assert argv[-4:] == [
+        str(ROOT / "launch" / "train.py"),
+        "--config",
+        "job.json",
+        "trainer.steps=3",
+    ]
     other = slurm.batch("job.json", FAKE_CODE="0", SLURM_JOB_ID="123457")[1]
     ends = [options["--rdzv-endpoint"], other[other.index("--rdzv-endpoint") + 1]]
     assert ends == ["localhost:13456", "localhost:13457"]
 
 
 def test_a_task_for_each_rank(slurm):
-    argv = slurm.batch("job.json", FAKE_CODE="0", SLURM_NTASKS_PER_NODE="4", SLURM_CPUS_PER_TASK="8")[1]
-    assert argv[1:] == ["--cpus-per-task", "8", "python", str(ROOT / "launch" / "train.py"), "--config", "job.json"]
+    argv = slurm.batch(
+        "job.json", FAKE_CODE="0", SLURM_NTASKS_PER_NODE="4", SLURM_CPUS_PER_TASK="8"
+    )[1]
+    assert argv[1:] == [
+        "--cpus-per-task",
+        "8",
+        "python",
+        str(ROOT / "launch" / "train.py"),
+        "--config",
+        "job.json",
+    ]
 
 
 def test_without_a_checkout_the_installed_one_runs(slurm):
@@ -134,7 +148,9 @@ def test_the_environment_is_sourced_first(slurm):
     assert slurm.batch("job.json", MESHLOOM_ENV=str(slurm.folder / "env"))[0] == 7
 
 
-@pytest.mark.parametrize(("code", "again"), [("0", False), ("64", False), ("70", False), ("75", True), ("137", False)])
+@pytest.mark.parametrize(
+    ("code", "again"), [("0", False), ("64", False), ("70", False), ("75", True), ("137", False)]
+)
 def test_a_stop_is_queued_again_and_a_failure_is_not(slurm, code, again):
     assert slurm.batch("job.json", FAKE_CODE=code)[0] == int(code)
     assert slurm.requeued.exists() is again
@@ -142,7 +158,9 @@ def test_a_stop_is_queued_again_and_a_failure_is_not(slurm, code, again):
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_the_signal_before_the_limit_reaches_the_ranks_and_queues_again_but_not_after_scancel(slurm, cancelled):
+def test_the_signal_before_the_limit_reaches_the_ranks_and_queues_again_but_not_after_scancel(
+    slurm, cancelled
+):
     process = slurm.start("job.json", FAKE_CODE="when asked")
     assert process.stdout is not None and process.stdout.readline() == "runs\n"
     if cancelled:
@@ -156,13 +174,18 @@ def test_the_signal_before_the_limit_reaches_the_ranks_and_queues_again_but_not_
 def test_the_lines_for_sbatch():
     lines = (ROOT / "launch" / "slurm.sbatch").read_text().splitlines()
     given = [line.split()[1] for line in lines if line.startswith("#SBATCH")]
-    assert {"--signal=B:USR1@600", "--requeue", "--open-mode=append", "--output=%x-%j.out"} <= set(given)
+    assert {"--signal=B:USR1@600", "--requeue", "--open-mode=append", "--output=%x-%j.out"} <= set(
+        given
+    )
 
 
 @pytest.mark.parametrize("ranks", ["torchrun", "srun"])
 def test_it_saves_before_the_limit_and_goes_on_when_it_is_queued_again(slurm, ranks, tmp_path):
     job = write_job(tmp_path, steps=5000)
-    environment = {"SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS_PER_NODE": "2" if ranks == "srun" else "1"}
+    environment = {
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_NTASKS_PER_NODE": "2" if ranks == "srun" else "1",
+    }
     environment |= {warm.SOCKET: warm_server(), "PYTHONPATH": str(ROOT)}
     # jobs on one machine, too, have ports of their own
     environment["SLURM_JOB_ID"] = "123456" if ranks == "srun" else "234567"
@@ -190,7 +213,11 @@ def test_it_saves_before_the_limit_and_goes_on_when_it_is_queued_again(slurm, ra
 def slurm_step(**changed: str) -> dict[str, str]:
     names = {
         **{"PROCID": "9", "LOCALID": "1", "NODEID": "4", "JOB_ID": "19999", "STEP_ID": "0"},
-        **{"STEP_NUM_TASKS": "10", "STEP_TASKS_PER_NODE": "2(x5)", "STEP_NODELIST": "gpu[003-005,9],cpu1"},
+        **{
+            "STEP_NUM_TASKS": "10",
+            "STEP_TASKS_PER_NODE": "2(x5)",
+            "STEP_NODELIST": "gpu[003-005,9],cpu1",
+        },
     }
     return {f"SLURM_{name}": value for name, value in (names | changed).items() if value}
 
@@ -200,7 +227,10 @@ def test_ranks_of_srun_are_told_as_torchrun_tells_its():
     assert world_of(environment) == World(9, 1, 10, 2)
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("gpu003", "29999")
     again = slurm_step(STEP_ID="1", STEP_TASKS_PER_NODE="2(x4),1,1", NODEID="5")
-    assert (from_slurm(again)["LOCAL_WORLD_SIZE"], from_slurm(again)["MASTER_PORT"]) == ("1", "11008")
+    assert (from_slurm(again)["LOCAL_WORLD_SIZE"], from_slurm(again)["MASTER_PORT"]) == (
+        "1",
+        "11008",
+    )
     chosen = from_slurm(slurm_step() | {"MASTER_ADDR": "head", "MASTER_PORT": "5"})
     assert (chosen["MASTER_ADDR"], chosen["MASTER_PORT"]) == ("head", "5")
 
@@ -228,7 +258,13 @@ def test_what_torchrun_says_under_srun_holds():
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("a", "a"), ("a,b", "a"), ("a[1-3],b", "a1"), ("n[007,009]", "n007"), ("r[1-2]n[03-04]-ib,x", "r1n03-ib")],
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("a[1-3],b", "a1"),
+        ("n[007,009]", "n007"),
+        ("r[1-2]n[03-04]-ib,x", "r1n03-ib"),
+    ],
 )
 def test_the_first_host_of_a_list(nodes, first):
     assert first_host(nodes) == first

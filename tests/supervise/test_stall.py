@@ -1,4 +1,6 @@
-"""Runs that stand still, each for a reason of its own: the run ends, and says which rank holds it and by what."""
+"""Runs that stand still, each for a reason of its own: the run ends, and says which rank holds it
+and by what.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ m.CausalLM.collate = collate
 STOP = "os.kill(os.getpid(), 19)"
 BARRIER = "import torch; torch.distributed.barrier(self.job.machine.ranks.on_host().group)"
 RANK_1 = r"rank 1 on HOST \(process \d+\) "
-IN_PREPARING = "import trainer.data.text.preparation as m; m.prepare = lambda *given: os.kill(os.getpid(), 19)"
+IN_PREPARING = (
+    "import trainer.data.text.preparation as m; m.prepare = lambda *given: os.kill(os.getpid(), 19)"
+)
 STANDS = {
     "a rank that stops over what the others wait for": (
         IN_PREPARING,
@@ -71,7 +75,8 @@ STANDS = {
     ),
     "a stopped rank": (AT_STEP_3.format(rank=1, what=STOP), RANK_1 + r"is stopped \(SIGSTOP\)"),
     "a stopped first rank": (  # before any beat
-        "import trainer.supervise.watch as w; w.BEAT_SECONDS = 4.0" + AT_STEP_3.format(rank=0, what=STOP),
+        "import trainer.supervise.watch as w; w.BEAT_SECONDS = 4.0"
+        + AT_STEP_3.format(rank=0, what=STOP),
         r"rank 0 on HOST \(process \d+\) is stopped \(SIGSTOP\)",
     ),
     "an endless read": (IN_DATA, RANK_1 + r"is behind, at step \d, waiting for data"),
@@ -79,7 +84,10 @@ STANDS = {
         AT_STEP_3.format(rank=1, what=BARRIER),
         RANK_1 + r"waits elsewhere than the others, at ",
     ),
-    "an endless loop": (AT_STEP_3.format(rank=1, what="while True: pass"), RANK_1 + "waits elsewhere"),
+    "an endless loop": (
+        AT_STEP_3.format(rank=1, what="while True: pass"),
+        RANK_1 + "waits elsewhere",
+    ),
 }
 
 
@@ -97,7 +105,9 @@ def test_what_holds_a_run_is_named(tmp_path: Path, cache: Path, reason: str) -> 
     code, expected = STANDS[reason]
     result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
     assert result.code == 77, result.output
-    assert re.search(expected.replace("HOST", re.escape(socket.gethostname())), result.output), result.output
+    assert re.search(expected.replace("HOST", re.escape(socket.gethostname())), result.output), (
+        result.output
+    )
     assert "stalled: the run stands still" in result.output
     assert len(result.lines) <= 20 + 5, result.output
     assert nothing_left(tmp_path)
@@ -109,7 +119,9 @@ def test_what_holds_a_certificate_is_named(tmp_path: Path, cache: Path) -> None:
     verify = command(tmp_path, job(tmp_path), code, str(ROOT / "launch" / "verify.py"))
     result = run(*verify, timeout=120, **environment(cache))
     assert result.code == 77, result.output
-    assert re.search(expected.replace("HOST", re.escape(socket.gethostname())), result.output), result.output
+    assert re.search(expected.replace("HOST", re.escape(socket.gethostname())), result.output), (
+        result.output
+    )
     assert nothing_left(tmp_path)
 
 
@@ -146,20 +158,31 @@ def test_a_crash_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
     assert result.code == 128 + signal.SIGSEGV, result.output
     last = result.output.splitlines()[-1]
     said = re.search(
-        r"was ended by SIGSEGV: a crash or an abort in native code; where it stood is at the end of (\S+)$", last
+        (
+            r"was ended by SIGSEGV: a crash or an abort in native code; where it stood is at the "
+            r"end "
+            r"of (\S+)$"
+        ),
+        last,
     )
     assert said and "Traceback" not in result.output, result.output
     log = Path(said[1]).read_text()
-    assert re.search(r"Fatal Python error: Segmentation fault.*script\.py.* in step", log, re.DOTALL), log
+    assert re.search(
+        r"Fatal Python error: Segmentation fault.*script\.py.* in step", log, re.DOTALL
+    ), log
     assert nothing_left(tmp_path)
 
 
-def test_a_rank_that_leaves_with_0_before_the_run_is_over_is_named(tmp_path: Path, cache: Path) -> None:
+def test_a_rank_that_leaves_with_0_before_the_run_is_over_is_named(
+    tmp_path: Path, cache: Path
+) -> None:
     code = AT_STEP_3.format(rank=1, what="time.sleep(1.5); os._exit(0)")
     result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
     assert result.code == 70, result.output
     where = rf"rank 1 on {re.escape(HERE)} \(process \d+, step 3, training\)"
-    assert re.match(where + " left with exit code 0 before the run was over", result.lines[-1]), result.output
+    assert re.match(where + " left with exit code 0 before the run was over", result.lines[-1]), (
+        result.output
+    )
     assert "internal error" not in result.output and nothing_left(tmp_path)
 
 
@@ -171,17 +194,24 @@ m.Ending.beat = lambda self, seen: time.sleep(600) if "ended" in seen and rank i
 
 
 @pytest.mark.parametrize("ranks", ["(1,)", "(0, 1)"])
-def test_a_rank_that_does_not_end_after_the_run_is_named_and_killed(tmp_path: Path, cache: Path, ranks: str) -> None:
+def test_a_rank_that_does_not_end_after_the_run_is_named_and_killed(
+    tmp_path: Path, cache: Path, ranks: str
+) -> None:
     words = command(tmp_path, job(tmp_path), STUCK.format(ranks=ranks))
     words[2] = f"import trainer.supervise.launcher as l; l.LEAVE_SECONDS = 3.0; {words[2]}"
     result = run(*words, timeout=120, **environment(cache))
     assert result.code == 77, result.output
-    where = rf"stalled: rank [01] on {re.escape(HERE)} \(process \d+, step \d, leaving\) had not ended 3 s after"
+    where = (
+        rf"stalled: rank [01] on {re.escape(HERE)} \(process \d+, step \d, leaving\) had not "
+        r"ended 3 s after"
+    )
     assert re.match(where, result.lines[-1]), result.output
     assert (tmp_path / "runs" / "job" / "final" / "config.json").exists() and nothing_left(tmp_path)
 
 
-def test_one_without_a_launcher_ends_by_itself_and_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
+def test_one_without_a_launcher_ends_by_itself_and_leaves_where_it_stood(
+    tmp_path: Path, cache: Path
+) -> None:
     words = command(tmp_path, job(tmp_path), STUCK.format(ranks="(0,)") + "m.LEAVE_SECONDS = 2.0")
     script, found = str(tmp_path / "script.py"), str(tmp_path / "job.json")
     result = run(words[0], script, "--config", found, timeout=120, RANK="0", **environment(cache))
@@ -193,14 +223,19 @@ def test_a_slow_rank_is_named_while_the_run_goes_on(tmp_path: Path, cache: Path)
     found = job(tmp_path, patience=None)
     result = run(*command(tmp_path, found, SLOW), "--fresh", timeout=120, **environment(cache))
     assert result.code == 0, result.output
-    named = rf"^note: the others wait for rank 1 on {re.escape(socket.gethostname())} \(process \d+\) most of the time"
+    named = (
+        rf"^note: the others wait for rank 1 on {re.escape(socket.gethostname())} \(process "
+        r"\d+\) most of the time"
+    )
     assert len(re.findall(named, result.output, re.MULTILINE)) == 1, result.output
 
 
 # What is said, from what the ranks say
 
 
-def beats(*places: tuple[Phase, int], stacks: dict[int, tuple[str, ...]] | None = None) -> list[Beat]:
+def beats(
+    *places: tuple[Phase, int], stacks: dict[int, tuple[str, ...]] | None = None
+) -> list[Beat]:
     stacks = stacks or {}
     return [
         Beat(rank, "other", 100 + rank, phase, step, 130.0, stack=stacks.get(rank, ("a.py:1 f",)))
@@ -218,7 +253,12 @@ def test_the_one_that_is_behind():
 
 
 def test_nobody_is_behind():
-    found = beats((Phase.SAVING, 7), (Phase.SAVING, 7), (Phase.SAVING, 7), stacks={1: ("a.py:1 f", "b.py:2 g")})
+    found = beats(
+        (Phase.SAVING, 7),
+        (Phase.SAVING, 7),
+        (Phase.SAVING, 7),
+        stacks={1: ("a.py:1 f", "b.py:2 g")},
+    )
     assert behind(found) == []
     assert [beat.rank for beat in elsewhere(found)] == [1]
     assert (
@@ -226,14 +266,16 @@ def test_nobody_is_behind():
         in diagnosis(found, lambda _: False)[0]
     )
     assert (
-        "all ranks stand at the same place, step 7, saving" in diagnosis(beats((Phase.SAVING, 7)), lambda _: False)[0]
+        "all ranks stand at the same place, step 7, saving"
+        in diagnosis(beats((Phase.SAVING, 7)), lambda _: False)[0]
     )
 
 
 def test_who_is_slow():
     def busy(*shares: float | None) -> list[Beat]:
         return [
-            replace(beat, busy=share) for beat, share in zip(beats(*[(Phase.TRAINING, 3)] * 4), shares, strict=True)
+            replace(beat, busy=share)
+            for beat, share in zip(beats(*[(Phase.TRAINING, 3)] * 4), shares, strict=True)
         ]
 
     assert (found := straggler(busy(0.3, 0.4, 0.95, 0.2))) and found.rank == 2
@@ -252,7 +294,9 @@ def test_preparing_tells_that_it_goes_on():
 
 
 def test_its_readers_hear_of_it_from_its_first_beat() -> None:
-    """Not only once the run's folder is known: until then a launcher could not say where a rank was."""
+    """Not only once the run's folder is known: until then a launcher could not say where a rank
+    was.
+    """
     heard: queue.Queue[Any] = queue.Queue()
     watch = Watch(0, [("here", 1)], None, 100.0, print, heard.put)
     watch.plan(5)
@@ -262,7 +306,9 @@ def test_its_readers_hear_of_it_from_its_first_beat() -> None:
 
 
 def test_each_phase_is_one_that_the_watchdog_and_its_readers_know() -> None:
-    """A word that a table lacked was a KeyError in the watchdog's thread, which then watched no more."""
+    """A word that a table lacked was a KeyError in the watchdog's thread, which then watched no
+    more.
+    """
     for phase in Phase:
         found = beats((phase, 1), (Phase.LEAVING, 1))
         assert phase.patience >= 1.0
@@ -299,26 +345,40 @@ time.sleep(600)
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
-    """What a watcher says, and then the code with which it ends its process: here its thread stays there."""
+    """What a watcher says, and then the code with which it ends its process: here its thread stays
+    there.
+    """
     said: queue.Queue[str] = queue.Queue()
 
     def leave(code: int) -> None:
         said.put(str(code))
         threading.Event().wait()
 
-    for name, seconds in {"BEAT_SECONDS": 0.5, "DOUBTFUL_SECONDS": 1.0, "SILENT_SECONDS": 2.0}.items():
+    for name, seconds in {
+        "BEAT_SECONDS": 0.5,
+        "DOUBTFUL_SECONDS": 1.0,
+        "SILENT_SECONDS": 2.0,
+    }.items():
         monkeypatch.setattr(watching, name, seconds)
     monkeypatch.setattr(watching.os, "_exit", leave)
     return said
 
 
-def watch(ended: queue.Queue[str], rank: int, store: Any, *processes: tuple[str, int], patience: float = 0.1) -> Watch:
+def watch(
+    ended: queue.Queue[str],
+    rank: int,
+    store: Any,
+    *processes: tuple[str, int],
+    patience: float = 0.1,
+) -> Watch:
     return Watch(rank, processes, store, patience, lambda lines: ended.put("\n".join(lines)))
 
 
 @pytest.fixture
 def first_rank() -> Iterator[tuple[int, Any]]:
-    """The process of one that has met the others and serves the store, and never beats; and the store."""
+    """The process of one that has met the others and serves the store, and never beats; and the
+    store.
+    """
     words = [str(warm.PYTHON), "-c", SERVES.format(root=str(ROOT))]
     inherited = {**os.environ, warm.SOCKET: warm_server()}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=inherited, cwd=ROOT)
@@ -333,14 +393,18 @@ def first_rank() -> Iterator[tuple[int, Any]]:
 HERE = socket.gethostname()
 
 
-def test_a_first_rank_that_stops_before_it_was_heard(ended: queue.Queue[str], first_rank: tuple[int, Any]) -> None:
+def test_a_first_rank_that_stops_before_it_was_heard(
+    ended: queue.Queue[str], first_rank: tuple[int, Any]
+) -> None:
     process, store = first_rank
     watcher = watch(ended, 1, store, (HERE, process), (HERE, os.getpid()))
     os.kill(process, signal.SIGSTOP)
     watcher.at(Phase.TRAINING, 3)
     said, code = ended.get(timeout=30), ended.get(timeout=30)
     watcher.close()
-    assert f"rank 0 on {HERE} (process {process}) is stopped (SIGSTOP)" in said and code == "77", said
+    assert f"rank 0 on {HERE} (process {process}) is stopped (SIGSTOP)" in said and code == "77", (
+        said
+    )
 
 
 def test_another_rank_that_stops_before_it_was_heard(ended: queue.Queue[str]) -> None:
@@ -352,7 +416,9 @@ def test_another_rank_that_stops_before_it_was_heard(ended: queue.Queue[str]) ->
     watcher.close()
     stopped.kill()
     stopped.wait()
-    assert f"rank 1 on {HERE} (process {stopped.pid}) is stopped (SIGSTOP)" in said and code == "77", said
+    assert (
+        f"rank 1 on {HERE} (process {stopped.pid}) is stopped (SIGSTOP)" in said and code == "77"
+    ), said
 
 
 def test_a_beat_from_before_it_stood_does_not_make_a_verdict(ended: queue.Queue[str]) -> None:
@@ -375,8 +441,12 @@ def test_a_beat_from_before_it_stood_does_not_make_a_verdict(ended: queue.Queue[
 
 
 @pytest.mark.parametrize("moves", [False, True], ids=["all wait for it", "the others go on"])
-def test_who_falls_silent_has_no_more_time_than_a_step(ended: queue.Queue[str], moves: bool) -> None:
-    """Whatever it did when it was heard last: a phase that may take fifteen times as long, this one and the others."""
+def test_who_falls_silent_has_no_more_time_than_a_step(
+    ended: queue.Queue[str], moves: bool
+) -> None:
+    """Whatever it did when it was heard last: a phase that may take fifteen times as long, this one
+    and the others.
+    """
     other = subprocess.Popen(["sleep", "600"])
     store = serve("127.0.0.1", 0, datetime.timedelta(seconds=20))
     watcher = watch(ended, 0, store, (HERE, os.getpid()), (HERE, other.pid), patience=3.0)
@@ -410,7 +480,9 @@ def test_a_first_rank_that_falls_silent_is_seen_where_others_serve_the_store(
     assert f"in preparing, rank 0 on {HERE} (process {process}) gives no sign of life" in said
 
 
-def test_who_is_gone_before_it_was_heard(ended: queue.Queue[str], first_rank: tuple[int, Any]) -> None:
+def test_who_is_gone_before_it_was_heard(
+    ended: queue.Queue[str], first_rank: tuple[int, Any]
+) -> None:
     process, store = first_rank
     others = ((HERE, os.getpid()), (HERE, os.getppid()), ("elsewhere", 1))
     watcher = watch(ended, 1, store, (HERE, process), *others)
@@ -430,7 +502,8 @@ def test_many_ranks_make_few_lines():
     found = beats(*[(Phase.TRAINING, 3)] * 999, (Phase.EVALUATING, 2))
     lines = diagnosis(found, lambda beat: beat.rank in (5, 17))
     assert lines[0].endswith(
-        "rank 5 on other (process 105) and 1 more gives no sign of life: its machine, its network or its process is "
+        "rank 5 on other (process 105) and 1 more gives no sign of life: its machine, its network "
+        "or its process is "
         "gone or stopped"
     )
     assert len(lines) <= 20 and all(len(line) < 200 for line in lines)

@@ -1,7 +1,8 @@
-"""GPUs that are not there: an engine is built for CUDA devices of fake tensors, over a group of fake processes.
+"""GPUs that are not there: an engine is built for CUDA devices of fake tensors, over a group of
+fake processes.
 
-Nothing is computed. What shows is where each tensor would live, and that no operation mixes devices. Autograd asks the
-driver for streams, so that a backward pass can't be run so.
+Nothing is computed. What shows is where each tensor would live, and that no operation mixes
+devices. Autograd asks the driver for streams, so that a backward pass can't be run so.
 """
 
 from __future__ import annotations
@@ -62,10 +63,17 @@ def gpus(count: int) -> Iterator[None]:
         with ExitStack() as stack:
             for name, answer in answers.items():
                 stack.enter_context(patch(f"torch.cuda.{name}", answer))
-            for engine in ("torch.mesh", "torch.accelerate", "deepspeed.engine", "deepspeed.pipeline"):
+            for engine in (
+                "torch.mesh",
+                "torch.accelerate",
+                "deepspeed.engine",
+                "deepspeed.pipeline",
+            ):
                 stack.enter_context(patch(f"trainer.engines.{engine}.parallel_mesh_of", _mesh))
             for name in ("__float__", "__bool__", "__int__"):
-                stack.enter_context(patch.object(torch.Tensor, name, _read(getattr(torch.Tensor, name))))
+                stack.enter_context(
+                    patch.object(torch.Tensor, name, _read(getattr(torch.Tensor, name)))
+                )
             stack.enter_context(patch.object(torch.Tensor, "copy_", lambda tensor, *_: tensor))
             stack.enter_context(patch("torch.distributed.all_gather_object", _gathered))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -1,4 +1,6 @@
-"""Training state made of plain tensors: what an engine's state tensors are to the checkpoint, without an engine."""
+"""Training state made of plain tensors: what an engine's state tensors are to the checkpoint,
+without an engine.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,17 @@ class Live:
 
     def blank(self) -> Live:
         """The same names and shapes, with other values."""
-        return Live({key: torch.full_like(tensor, 1) for key, tensor in self.tensors.items()}, self._ranks)
+        return Live(
+            {key: torch.full_like(tensor, 1) for key, tensor in self.tensors.items()}, self._ranks
+        )
 
     def _piece(self, index: int, name: str, part: str) -> StateTensor:
         tensor = self.tensors[name, part]
         owner = index % self._ranks.world_size
 
         def read() -> torch.Tensor | None:
-            self._ranks.barrier()  # as an engine gathers: who does not come here leaves the others waiting
+            # as an engine gathers: who does not come here leaves the others waiting
+            self._ranks.barrier()
             return tensor if owner == self._ranks.rank else None
 
         return StateTensor(name, part, tuple(tensor.shape), tensor.dtype, owner, read, tensor.copy_)
@@ -60,4 +65,6 @@ def model_files(folder: Path) -> None:
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )

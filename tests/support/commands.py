@@ -67,7 +67,10 @@ def write_job(folder: Path, **trainer: Any) -> Path:
         "gradient_clipping": 0.5,
         "zero_optimization": {"stage": 2},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "total_num_steps": "auto"}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"warmup_num_steps": 2, "total_num_steps": "auto"},
+        },
         "trainer": section | trainer,
     }
     path = folder / "job.json"
@@ -75,8 +78,12 @@ def write_job(folder: Path, **trainer: Any) -> Path:
     return path
 
 
-def run(*command: str | Path, timeout: float = 400, cold: bool = False, **environment: str) -> Result:
-    """Run a command in a process group of its own; past `timeout` seconds all of it is killed and the test fails."""
+def run(
+    *command: str | Path, timeout: float = 400, cold: bool = False, **environment: str
+) -> Result:
+    """Run a command in a process group of its own; past `timeout` seconds all of it is killed and
+    the test fails.
+    """
     process = start(*command, cold=cold, **environment)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -88,8 +95,14 @@ def run(*command: str | Path, timeout: float = 400, cold: bool = False, **enviro
 
 
 def start(*command: str | Path, cold: bool = False, **environment: str) -> subprocess.Popen[str]:
-    """Scripts of Python and launchers start warm (warm.py), but not `cold` and not with modules of their own."""
-    inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    """Scripts of Python and launchers start warm (warm.py), but not `cold` and not with modules of
+    their own.
+    """
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     words = list(map(str, command))
     if words[0] in SCRIPTS:
         words = [sys.executable, str(BIN / words[0]), *words[1:]]
@@ -104,7 +117,12 @@ def start(*command: str | Path, cold: bool = False, **environment: str) -> subpr
         text=True,
         start_new_session=True,
         cwd=ROOT,
-        env={**inherited, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **environment},
+        env={
+            **inherited,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
     )
 
 
@@ -116,7 +134,10 @@ def agents(first: list[str | Path], second: list[str | Path]) -> list[Result]:
     finally:
         for process in processes:
             process.kill()
-    return [Result(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    return [
+        Result(process.returncode, output)
+        for process, output in zip(processes, outputs, strict=True)
+    ]
 
 
 @cache

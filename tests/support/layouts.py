@@ -1,6 +1,8 @@
-"""What every engine is held to: layouts by name, each a small training run (`tests/support/training.py`).
+"""What every engine is held to: layouts by name, each a small training run
+(`tests/support/training.py`).
 
-Rows stand by their number of ranks, so that few worker pools are started. An engine runs those that it does not refuse.
+Rows stand by their number of ranks, so that few worker pools are started. An engine runs those that
+it does not refuse.
 """
 
 from __future__ import annotations
@@ -13,9 +15,15 @@ from tests.support.training import GPT2, LLAMA, Case
 HOST = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 LLAMA_4, GPT2_4 = LLAMA | {"num_hidden_layers": 4}, GPT2 | {"n_layer": 4}
 BIASED = LLAMA | {"attention_bias": True, "mlp_bias": True}
-BERT = {key: value for key, value in LLAMA_4.items() if "dropout" not in key and "key_value" not in key}
+BERT = {
+    key: value for key, value in LLAMA_4.items() if "dropout" not in key and "key_value" not in key
+}
 BERT |= {"model_type": "bert", "is_decoder": True, "max_position_embeddings": 64}
-SIZES = {key: LLAMA[key] for key in LLAMA if key not in ("attention_dropout", "model_type", "tie_word_embeddings")}
+SIZES = {
+    key: LLAMA[key]
+    for key in LLAMA
+    if key not in ("attention_dropout", "model_type", "tie_word_embeddings")
+}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -67,7 +75,9 @@ LAYOUTS = {
     "pipeline, Interleaved1F1B": replace(STAGES, schedule="Interleaved1F1B"),
     "pipeline, InterleavedZeroBubble": replace(STAGES, schedule="InterleavedZeroBubble"),
     "pipeline, ZBVZeroBubble": replace(STAGES, schedule="ZBVZeroBubble"),
-    "pipeline, ZBVZeroBubble, hidden states that are views": replace(STAGES, model=GPT2_4, schedule="ZBVZeroBubble"),
+    "pipeline, ZBVZeroBubble, hidden states that are views": replace(
+        STAGES, model=GPT2_4, schedule="ZBVZeroBubble"
+    ),
     "pipeline, DualPipeV": replace(STAGES, schedule="DualPipeV"),
     "pipeline, eight micro-batches": replace(STAGES, micro_batch=1),
     "pipeline, untied": replace(STAGES, model=LLAMA_4 | {"tie_word_embeddings": False}),
@@ -88,10 +98,16 @@ LAYOUTS = {
     "hsdp, zero3, all on the host": replace(HSDP, zero_stage=3, **HOST),
     "pipeline x ddp": STAGES_4,
     "pipeline x zero1": replace(STAGES_4, zero_stage=1),
-    "pipeline x zero1, optimizer on the host": replace(STAGES_4, zero_stage=1, offload_optimizer="cpu"),
-    "pipeline x zero1, untied": replace(STAGES_4, zero_stage=1, model=LLAMA_4 | {"tie_word_embeddings": False}),
+    "pipeline x zero1, optimizer on the host": replace(
+        STAGES_4, zero_stage=1, offload_optimizer="cpu"
+    ),
+    "pipeline x zero1, untied": replace(
+        STAGES_4, zero_stage=1, model=LLAMA_4 | {"tie_word_embeddings": False}
+    ),
     "pipeline x zero2": replace(STAGES_4, zero_stage=2),
-    "pipeline x zero2, InterleavedZeroBubble": replace(STAGES_4, zero_stage=2, schedule="InterleavedZeroBubble"),
+    "pipeline x zero2, InterleavedZeroBubble": replace(
+        STAGES_4, zero_stage=2, schedule="InterleavedZeroBubble"
+    ),
     "pipeline x zero2, ZBVZeroBubble": replace(STAGES_4, zero_stage=2, schedule="ZBVZeroBubble"),
     "pipeline x zero2, ZBVZeroBubble, full": replace(
         STAGES_4, zero_stage=2, schedule="ZBVZeroBubble", recompute="full"
@@ -101,31 +117,62 @@ LAYOUTS = {
     "pipeline x zero3, GPipe, gpt2, full": replace(
         STAGES_4, zero_stage=3, schedule="GPipe", recompute="full", model=GPT2_4
     ),
-    "pipeline x zero3, Interleaved1F1B": replace(STAGES_4, zero_stage=3, schedule="Interleaved1F1B"),
-    "four stages of five blocks": replace(STAGES_4, pipeline=4, micro_batch=2, model=LLAMA | {"num_hidden_layers": 5}),
+    "pipeline x zero3, Interleaved1F1B": replace(
+        STAGES_4, zero_stage=3, schedule="Interleaved1F1B"
+    ),
+    "four stages of five blocks": replace(
+        STAGES_4, pipeline=4, micro_batch=2, model=LLAMA | {"num_hidden_layers": 5}
+    ),
     "four stages, zero1": replace(STAGES_4, pipeline=4, zero_stage=1),
     "tensor x ddp": SPLIT_4,
-    "tensor x ddp, qwen3, selective": replace(SPLIT_4, model=FAMILIES["qwen3"], recompute="selective"),
+    "tensor x ddp, qwen3, selective": replace(
+        SPLIT_4, model=FAMILIES["qwen3"], recompute="selective"
+    ),
     "tensor x zero1": replace(SPLIT_4, zero_stage=1),
     "tensor x zero2": replace(SPLIT_4, zero_stage=2),
-    "tensor x zero2, optimizer on the host": replace(SPLIT_4, zero_stage=2, offload_optimizer="cpu"),
-    "tensor x zero2, overlapped": replace(SPLIT_4, zero_stage=2, more={"tensor_parallel": {"tp_overlap_comm": True}}),
+    "tensor x zero2, optimizer on the host": replace(
+        SPLIT_4, zero_stage=2, offload_optimizer="cpu"
+    ),
+    "tensor x zero2, overlapped": replace(
+        SPLIT_4, zero_stage=2, more={"tensor_parallel": {"tp_overlap_comm": True}}
+    ),
     "tensor x zero2, gpt_neox, selective": replace(
         SPLIT_4, zero_stage=2, model=FAMILIES["gpt_neox"], recompute="selective"
     ),
     "tensor x zero3": replace(SPLIT_4, zero_stage=3),
-    "tensor x zero3, qwen3, full": replace(SPLIT_4, zero_stage=3, model=FAMILIES["qwen3"], recompute="full"),
-    "four tensor ranks, zero2": replace(SPLIT_4, tensor=4, zero_stage=2, model=TIED | {"num_key_value_heads": 4}),
-    "pipeline x tensor": replace(SPLIT_4, pipeline=2, model=TIED | {"num_hidden_layers": 4}),
-    "pipeline x hsdp": replace(STAGES, world_size=8, replicate=2, micro_batch=1, zero_stage=3, recompute="full"),
-    "pipeline x tensor x zero3": replace(
-        SPLIT_4, world_size=8, pipeline=2, zero_stage=3, micro_batch=1, model=TIED | {"num_hidden_layers": 4}
+    "tensor x zero3, qwen3, full": replace(
+        SPLIT_4, zero_stage=3, model=FAMILIES["qwen3"], recompute="full"
     ),
-    "tensor x hsdp": replace(SPLIT_4, world_size=8, replicate=2, zero_stage=3, micro_batch=1, model=FAMILIES["qwen3"]),
+    "four tensor ranks, zero2": replace(
+        SPLIT_4, tensor=4, zero_stage=2, model=TIED | {"num_key_value_heads": 4}
+    ),
+    "pipeline x tensor": replace(SPLIT_4, pipeline=2, model=TIED | {"num_hidden_layers": 4}),
+    "pipeline x hsdp": replace(
+        STAGES, world_size=8, replicate=2, micro_batch=1, zero_stage=3, recompute="full"
+    ),
+    "pipeline x tensor x zero3": replace(
+        SPLIT_4,
+        world_size=8,
+        pipeline=2,
+        zero_stage=3,
+        micro_batch=1,
+        model=TIED | {"num_hidden_layers": 4},
+    ),
+    "tensor x hsdp": replace(
+        SPLIT_4, world_size=8, replicate=2, zero_stage=3, micro_batch=1, model=FAMILIES["qwen3"]
+    ),
 }
 
 RESUMED = (
-    *("ddp", "zero1", "zero2", "zero2, optimizer on the host", "zero3", "zero3, all on the host", "hsdp, zero3"),
+    *(
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero2, optimizer on the host",
+        "zero3",
+        "zero3, all on the host",
+        "hsdp, zero3",
+    ),
     *("pipeline x ddp", "pipeline x zero1", "pipeline x zero2, DualPipeV", "pipeline x zero3"),
     *("tensor x ddp", "tensor x zero1", "tensor x zero2", "tensor x zero3"),
 )
@@ -141,7 +188,9 @@ PRECISIONS = {
 }
 """Layouts in 16 bits."""
 PRECISIONS |= {
-    f"{name}, float32 gradients": replace(PRECISIONS[name], more={"data_types": {"grad_accum_dtype": "fp32"}})
+    f"{name}, float32 gradients": replace(
+        PRECISIONS[name], more={"data_types": {"grad_accum_dtype": "fp32"}}
+    )
     for name in ("bfloat16, pipeline x zero1", "float16, pipeline x zero1")
 }
 
@@ -151,7 +200,11 @@ def by_engine(cases: dict[str, Case]) -> dict[str, Case]:
     from tests.support.training import layout_of
     from trainer.engines import ENGINES
 
-    rows = ((name, engine, replace(case, engine=engine)) for name, case in cases.items() for engine in ENGINES)
+    rows = (
+        (name, engine, replace(case, engine=engine))
+        for name, case in cases.items()
+        for engine in ENGINES
+    )
     return {
         f"{engine}-{name}": case
         for name, engine, case in rows

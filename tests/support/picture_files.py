@@ -1,4 +1,6 @@
-"""Labelled images in the very formats that the loaders read: IDX, CIFAR's pickles, folders of PNGs, parquet."""
+"""Labelled images in the very formats that the loaders read: IDX, CIFAR's pickles, folders of PNGs,
+parquet.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,15 @@ def write_idx(root: Path, kind: str, count: int = 40) -> None:
         images, labels = pixels(count, 28, 28)
         head = struct.pack(">IIII", 0x803, count, 28, 28)
         (folder / f"{part}-images-idx3-ubyte").write_bytes(head + images.tobytes())
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + bytes(labels))
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">II", 0x801, count) + bytes(labels)
+        )
 
 
 def write_cifar(root: Path, kind: Any, count: int = 20) -> dict[str, Any]:
-    """The files of CIFAR10 or CIFAR100; returns the class's attributes with the checksums of these files."""
+    """The files of CIFAR10 or CIFAR100; returns the class's attributes with the checksums of these
+    files.
+    """
     folder = root / kind.base_folder
     folder.mkdir(parents=True)
     key = "labels" if kind.__name__ == "CIFAR10" else "fine_labels"
@@ -57,7 +63,9 @@ def write_cifar(root: Path, kind: Any, count: int = 20) -> dict[str, Any]:
     return sums
 
 
-def write_folder(root: Path, count: int = 12, size: tuple[int, int] = (10, 8), mode: str = "RGB") -> Path:
+def write_folder(
+    root: Path, count: int = 12, size: tuple[int, int] = (10, 8), mode: str = "RGB"
+) -> Path:
     """Three classes, a folder of PNGs each; `size` is height and width."""
     images, _ = pixels(count, *size, 3)
     for index, image in enumerate(images):

@@ -29,7 +29,9 @@ def subject(case: Case) -> Any:
     return subject_of(case, layout_of(case), spec, task_of(spec, case), batch)
 
 
-def subject_of(case: Case, layout: Any, spec: Any, task: Any, batch: Callable[[int], dict[str, torch.Tensor]]) -> Any:
+def subject_of(
+    case: Case, layout: Any, spec: Any, task: Any, batch: Callable[[int], dict[str, torch.Tensor]]
+) -> Any:
     from trainer.engines import ENGINES
     from trainer.optim.decay import spared
     from trainer.optim.lr_schedules import Update
@@ -73,7 +75,9 @@ def measured(case: Case, of: Callable[[Case], Any] = subject) -> Told:
     machine = Machine(torch.device("cpu"), Ranks(rank, case.world_size), case.world_size)
     messages = Messages(rank)
     with messages:
-        ledger, copied = recorded(of(case), machine, lambda phase: setattr(messages, "phase", phase))
+        ledger, copied = recorded(
+            of(case), machine, lambda phase: setattr(messages, "phase", phase)
+        )
     return Told({peak.phase: peak for peak in ledger.peaks()}, messages.found, copied)
 
 
@@ -84,11 +88,15 @@ def planned(case: Case, *ranks: int, of: Callable[[Case], Any] = subject) -> lis
     for name in PRELOADED:  # once, and not in each process that pretends to be a rank
         import_module(name)
     traces = simulate_all([(of(case), rank) for rank in ranks], case.world_size)
-    return [Told({peak.phase: peak for peak in t.peaks}, list(t.messages), t.copied) for t in traces]
+    return [
+        Told({peak.phase: peak for peak in t.peaks}, list(t.messages), t.copied) for t in traces
+    ]
 
 
 def assert_as_planned(pools: Any, case: Case, of: Callable[[Case], Any] = subject) -> None:
-    """The first and the last of real ranks take in each phase what was planned, and say what was planned."""
+    """The first and the last of real ranks take in each phase what was planned, and say what was
+    planned.
+    """
     ranks = sorted({0, case.world_size - 1})
     plans = planned(case, *ranks, of=of)
     for _ in range(3):  # the least is meant: gloo may hold on to what it has sent a moment longer
@@ -97,7 +105,9 @@ def assert_as_planned(pools: Any, case: Case, of: Callable[[Case], Any] = subjec
             (rank, phase, ours, theirs)
             for rank, plan in zip(ranks, plans, strict=True)
             for phase, (least, most) in bounds(case).items()
-            if not least <= (ours := plan.peaks[phase]).size / (theirs := real[rank].peaks[phase]).size - 1 <= most
+            if not least
+            <= (ours := plan.peaks[phase]).size / (theirs := real[rank].peaks[phase]).size - 1
+            <= most
         ]
         if not off:
             break
@@ -120,7 +130,9 @@ def bounds(case: Case) -> dict[str, tuple[float, float]]:
     """How far under and over what is measured a plan may be, by phase."""
     # hidden states that a pretended pipeline's sends hold on to, in a model this small
     most = 0.05 if case.pipeline > 1 else 0.03
-    # what a step leaves behind goes soon after; an evaluation, which takes far less, may see it or not
+    # what a step leaves behind goes soon after; an evaluation, which takes far less, may see it or
+    # not
     found = {"step 1": (-0.001, most), "step 2": (-0.001, most), "evaluation": (-0.1, most)}
-    # the list of what there is to save goes from stage to stage as a pickle, which is no tensor of the planner's
+    # the list of what there is to save goes from stage to stage as a pickle, which is no tensor of
+    # the planner's
     return found if case.pipeline > 1 else found | {"save": (-0.03, 0.03)}

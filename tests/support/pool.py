@@ -1,8 +1,10 @@
-"""Worker processes that stay alive across tests, forked from one server that has imported torch and DeepSpeed.
+"""Worker processes that stay alive across tests, forked from one server that has imported torch and
+DeepSpeed.
 
-Importing them costs each process seconds and 400 MB of its own; a fork costs neither. Gloo on CPU, one world size
-alive at a time. `pool.run(function, **arguments)` calls a module-level function on every rank and returns the
-results in rank order; a hang is an error after `timeout` seconds, and kills the pool.
+Importing them costs each process seconds and 400 MB of its own; a fork costs neither. Gloo on CPU,
+one world size alive at a time. `pool.run(function, **arguments)` calls a module-level function on
+every rank and returns the results in rank order; a hang is an error after `timeout` seconds, and
+kills the pool.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from trainer.supervise.world import environment_of, free_port
 
 
 class Pools:
-    """The pool of each world size: `pools[4]`. The one before is closed, so that memory holds one."""
+    """The pool of each world size: `pools[4]`. The one before is closed, so that memory holds
+    one.
+    """
 
     def __init__(self, backend: str = "gloo") -> None:
         self._backend = backend
@@ -44,7 +48,9 @@ class Pool:
         self._backend = backend
         self._workers: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], *, timeout: float = 400, **arguments: Any) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *, timeout: float = 400, **arguments: Any
+    ) -> list[Any]:
         if not self._workers:
             self._start()
         for _, pipe in self._workers:
@@ -52,19 +58,28 @@ class Pool:
         results: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(results) < self.world_size and time.monotonic() < deadline:
-            open_pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers) if rank not in results}
+            open_pipes = {
+                pipe: rank for rank, (_, pipe) in enumerate(self._workers) if rank not in results
+            }
             for pipe in wait(list(open_pipes), timeout=1):
                 try:
                     results[open_pipes[pipe]] = pipe.recv()
                 except EOFError:
                     process = self._workers[open_pipes[pipe]][0]
                     process.join(5)
-                    results[open_pipes[pipe]] = (True, f"the process died (exit code {process.exitcode})")
-                if results[open_pipes[pipe]][0]:  # the others may be waiting for this rank in a collective
+                    results[open_pipes[pipe]] = (
+                        True,
+                        f"the process died (exit code {process.exitcode})",
+                    )
+                if results[open_pipes[pipe]][
+                    0
+                ]:  # the others may be waiting for this rank in a collective
                     deadline = min(deadline, time.monotonic() + 3)
         for rank in range(self.world_size):
             results.setdefault(rank, (True, f"no answer from {function.__name__}"))
-        failures = [f"rank {rank}:\n{value}" for rank, (failed, value) in sorted(results.items()) if failed]
+        failures = [
+            f"rank {rank}:\n{value}" for rank, (failed, value) in sorted(results.items()) if failed
+        ]
         if failures:
             self.close()  # the ranks may be out of step with one another
             raise AssertionError("\n".join(failures))
@@ -83,7 +98,9 @@ class Pool:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, self.world_size, port, self._backend), daemon=True
+                target=_serve,
+                args=(theirs, rank, self.world_size, port, self._backend),
+                daemon=True,
             )
             process.start()
             self._workers.append((process, ours))
@@ -115,7 +132,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, backend: str
     if backend == "nccl":  # with a GPU for each rank
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    torch.distributed.init_process_group(backend, rank=rank, world_size=world_size, device_id=device)
+    torch.distributed.init_process_group(
+        backend, rank=rank, world_size=world_size, device_id=device
+    )
     while True:
         function, arguments = pipe.recv()
         try:

@@ -1,13 +1,16 @@
-"""What a first `python -m pytest` runs of the slow files: each engine, layout, launcher and kind of fault once.
+"""What a first `python -m pytest` runs of the slow files: each engine, layout, launcher and kind of
+fault once.
 
-File -> words of the names that stay; the rest is run with `--more`, which `.ci/run` does. Files that are not here are
-run whole.
+File -> words of the names that stay; the rest is run with `--more`, which `.ci/run` does. Files
+that are not here are run whole.
 """
 
 from __future__ import annotations
 
 PARTS = 12
-"""How many parts `--part` cuts what a first run leaves out into: with one of them all of `.ci/run` takes 25 minutes."""
+"""How many parts `--part` cuts what a first run leaves out into: with one of them all of `.ci/run`
+takes 25 minutes.
+"""
 
 SAMPLE: dict[str, tuple[str, ...]] = {
     "test_accelerate_environment.py": (),
@@ -33,8 +36,18 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "lines",
     ),
     "test_by_source.py": ("process[mesh-zero3", "needs"),
-    "test_checkpoint_background.py": ("state_at_the_call", "overlap", "on_two_ranks[None]", "any_soon"),
-    "test_checkpoint_faults.py": ("[flush-0-both]", "[rename-0-rank 1]", "[prune-0-rank 0]", "raised_on_both[shard-0]"),
+    "test_checkpoint_background.py": (
+        "state_at_the_call",
+        "overlap",
+        "on_two_ranks[None]",
+        "any_soon",
+    ),
+    "test_checkpoint_faults.py": (
+        "[flush-0-both]",
+        "[rename-0-rank 1]",
+        "[prune-0-rank 0]",
+        "raised_on_both[shard-0]",
+    ),
     "test_checkpoint_ranks.py": ("two_ranks_write", "index", "both[rename]", "[nan]", "each_rank"),
     "test_command.py": (
         "help",
@@ -95,7 +108,14 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "loss_of_each",
         "preview",
     ),
-    "test_from_deepspeed.py": ("[2-2-", "wrong[True-2-1", "by_hand", "[True-mp", "no_checkpoint", "wants"),
+    "test_from_deepspeed.py": (
+        "[2-2-",
+        "wrong[True-2-1",
+        "by_hand",
+        "[True-mp",
+        "no_checkpoint",
+        "wants",
+    ),
     "test_gpu_benchmark.py": (),
     "test_images.py": ("chain_is", "completed", "waits_for", "fit_says_so[channels]"),
     "test_images_verify.py": ("passes[vit, mesh pipeline", "refused"),
@@ -123,7 +143,15 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "install",
         "pefts_and",
     ),
-    "test_masks.py": ("llama-none", "mistral-selective", "gemma2-sdpa", "watch", "made_once", "written", "outside"),
+    "test_masks.py": (
+        "llama-none",
+        "mistral-selective",
+        "gemma2-sdpa",
+        "watch",
+        "made_once",
+        "written",
+        "outside",
+    ),
     "test_masters.py": ("zero3, none",),
     "test_model_checks.py": (
         "passes[llama]",
@@ -220,12 +248,35 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     ),
     "test_shapes.py": ("any_number", "readme", "nodes_are", "never_leaves"),
     "test_slurm.py": (
-        *("torchrun_for", "task_for", "checkout", "sourced", "stop_is", "signal_before", "lines_for", "told_as"),
+        *(
+            "torchrun_for",
+            "task_for",
+            "checkout",
+            "sourced",
+            "stop_is",
+            "signal_before",
+            "lines_for",
+            "told_as",
+        ),
         *("no_ranks", "torchrun_says", "first_host"),
     ),
-    "test_sharding.py": ("really_sharded", "found[mesh]", "flat_unit", "no_units", "pipeline[1F1B-2]"),
+    "test_sharding.py": (
+        "really_sharded",
+        "found[mesh]",
+        "flat_unit",
+        "no_units",
+        "pipeline[1F1B-2]",
+    ),
     "test_sparse_gradients.py": ("process[mesh DDP]", "refuses", "loaded[mesh ZeRO-3]"),
-    "test_stall.py": ("[an endless read]", "last[1]", "behind", "nobody", "who_is", "not_still", "lines"),
+    "test_stall.py": (
+        "[an endless read]",
+        "last[1]",
+        "behind",
+        "nobody",
+        "who_is",
+        "not_still",
+        "lines",
+    ),
     "test_tensor.py": ("refused", "by_itself", "no_rank", "arithmetic"),
     "test_verify.py": (
         "named[norm_of_one_rank]",
@@ -328,10 +379,28 @@ RARELY: dict[str, tuple[str, ...]] = {
         "held_in_16_bits",
     ),
     "test_ends.py": (
-        *("-SIGUSR1]", "-SIGINT]", "torchrun-a_rank", "torchrun-the_launcher-SIGKILL", "deepspeed-a_rank"),
-        *("deepspeed-the_launcher-SIGKILL", "accelerate-", "meshloom-the_launcher-SIGTERM", "meshloom-a_rank"),
+        *(
+            "-SIGUSR1]",
+            "-SIGINT]",
+            "torchrun-a_rank",
+            "torchrun-the_launcher-SIGKILL",
+            "deepspeed-a_rank",
+        ),
+        *(
+            "deepspeed-the_launcher-SIGKILL",
+            "accelerate-",
+            "meshloom-the_launcher-SIGTERM",
+            "meshloom-a_rank",
+        ),
     ),
-    "test_from_deepspeed.py": ("[2-1-bfloat16-{}", "[4-1", "[4-2", "[4-3", "wrong[False-4", "wrong[True-4"),
+    "test_from_deepspeed.py": (
+        "[2-1-bfloat16-{}",
+        "[4-1",
+        "[4-2",
+        "[4-3",
+        "wrong[False-4",
+        "wrong[True-4",
+    ),
     "test_interrupted.py": (
         "[all are killed-waited",
         "[the disk is full-beside",
@@ -386,7 +455,11 @@ RARELY: dict[str, tuple[str, ...]] = {
         "packing[tensor",
     ),
     # what an engine before them in a pool has left behind may count in these
-    "test_planner_memory.py": ("[deepspeed-tensor]", "[deepspeed-ddp]", "[mesh-pipeline, selective]"),
+    "test_planner_memory.py": (
+        "[deepspeed-tensor]",
+        "[deepspeed-ddp]",
+        "[mesh-pipeline, selective]",
+    ),
     "test_parameter_groups.py": (
         "process[deepspeed-zero1",
         "process[deepspeed-ddp",
@@ -415,11 +488,26 @@ RARELY: dict[str, tuple[str, ...]] = {
         "precision[bf16",
     ),
     "test_shapes.py": (
-        *("[ddp", "[zero1", "[zero2-2]", "[zero2_offload", "[zero3-", "[zero3_offload", "[pipeline_zero1"),
+        *(
+            "[ddp",
+            "[zero1",
+            "[zero2-2]",
+            "[zero2_offload",
+            "[zero3-",
+            "[zero3_offload",
+            "[pipeline_zero1",
+        ),
         *("[pipeline_zero2-1", "[pipeline_zero3", "[tensor"),
     ),
     "test_verify_rounding.py": (
-        *("caught[scale_in", "caught[reduced", "alarm[zero2, in", "alarm[fsdp", "alarm[pipeline", "alarm[tensor"),
+        *(
+            "caught[scale_in",
+            "caught[reduced",
+            "alarm[zero2, in",
+            "alarm[fsdp",
+            "alarm[pipeline",
+            "alarm[tensor",
+        ),
         *("alarm[zero3", "alarm[hsdp"),
     ),
     "test_optimizer_support.py": (
@@ -446,4 +534,6 @@ RARELY: dict[str, tuple[str, ...]] = {
         "tied_tables_of_pipeline_module_apart",
     ),
 }
-"""File -> words of the names that are run with `--whole` alone, unless the first run has them: like another there."""
+"""File -> words of the names that are run with `--whole` alone, unless the first run has them: like
+another there.
+"""

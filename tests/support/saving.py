@@ -48,7 +48,9 @@ def advance(state: Live, step: int) -> None:
 
 
 class Run:
-    """Both processes of a run in `folder`, up to `steps`, with a save after each; goes on where the last one was."""
+    """Both processes of a run in `folder`, up to `steps`, with a save after each; goes on where the
+    last one was.
+    """
 
     def __init__(self, folder: Path, steps: int, death: Death | None = None) -> None:
         folder.mkdir(exist_ok=True)
@@ -58,7 +60,9 @@ class Run:
         self._processes: list[Any] = []
         for rank in range(2):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=_train, args=(folder, meeting, rank, steps, death, theirs), daemon=True)
+            process = _CONTEXT.Process(
+                target=_train, args=(folder, meeting, rank, steps, death, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._ready.append(ours)
@@ -75,7 +79,9 @@ class Run:
             self._processes[rank].kill()
 
     def wait(self) -> list[int]:
-        """The exit codes. As a launcher does it: when one has failed, the other is killed if it does not leave."""
+        """The exit codes. As a launcher does it: when one has failed, the other is killed if it
+        does not leave.
+        """
         process: Any
         for process in self._processes:
             process.join(20)
@@ -88,7 +94,9 @@ class Run:
         return [process.exitcode for process in self._processes]
 
 
-def _train(folder: Path, meeting: Path, rank: int, steps: int, death: Death | None, ready: Connection) -> None:
+def _train(
+    folder: Path, meeting: Path, rank: int, steps: int, death: Death | None, ready: Connection
+) -> None:
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     dist.init_process_group("gloo", init_method=f"file://{meeting}.store", rank=rank, world_size=2)

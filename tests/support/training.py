@@ -1,7 +1,8 @@
-"""One small training run in two ways: by an engine of ours on several ranks, and by plain PyTorch in one process.
+"""One small training run in two ways: by an engine of ours on several ranks, and by plain PyTorch
+in one process.
 
-Dropout, ragged samples, very unequal target counts, accumulation and clipping are on: what these two agree on
-is what the engine is right about.
+Dropout, ragged samples, very unequal target counts, accumulation and clipping are on: what these
+two agree on is what the engine is right about.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ LLAMA: dict[str, Any] = dict(
     attention_dropout=0.1,
     tie_word_embeddings=True,
 )
-DEEPSPEED_ONLY = ("adam_w_mode", "torch_adam", "fp32_optimizer_states", "bias_correction", "set_grad_none")
+DEEPSPEED_ONLY = (
+    "adam_w_mode",
+    "torch_adam",
+    "fp32_optimizer_states",
+    "bias_correction",
+    "set_grad_none",
+)
 """Parameters of an optimizer that PyTorch's classes do not know."""
 GPT2: dict[str, Any] = dict(
     model_type="gpt2",
@@ -68,7 +75,8 @@ class Case:
     """More of the JSON, by section."""
     model: dict[str, Any] = field(default_factory=lambda: LLAMA)
     clip: float = 0.3
-    # a large eps: at 1e-8 Adam's first steps turn rounding noise of tiny gradients into differences of 1e-4
+    # a large eps: at 1e-8 Adam's first steps turn rounding noise of tiny gradients into differences
+    # of 1e-4
     optimizer: dict[str, Any] = field(
         default_factory=lambda: {
             "type": "AdamW",
@@ -120,7 +128,9 @@ class Case:
             **precision.get(self.precision, {}),
             **self.top,
         }
-        return whole | {name: {**whole.get(name, {}), **section} for name, section in self.more.items()}
+        return whole | {
+            name: {**whole.get(name, {}), **section} for name, section in self.more.items()
+        }
 
 
 @dataclass
@@ -151,7 +161,11 @@ def spec_of(model: dict[str, Any], path: str | None = None) -> Any:
     from trainer.models import huggingface
 
     options = SimpleNamespace(
-        name_or_path=path, config=None if path else model, revision=None, trust_remote_code=False, attention=None
+        name_or_path=path,
+        config=None if path else model,
+        revision=None,
+        trust_remote_code=False,
+        attention=None,
     )
     return huggingface.spec_of(huggingface.read_config(options), options)
 
@@ -165,7 +179,10 @@ def spec_in(case: Case, path: str | None = None) -> Any:
 
     spec = spec_of(case.model, path)
     if case.adapter is not None:
-        spec = adapted(replace(spec, weights=spec.weights if path else _MadeUp(spec)), AdapterSection(**case.adapter))
+        spec = adapted(
+            replace(spec, weights=spec.weights if path else _MadeUp(spec)),
+            AdapterSection(**case.adapter),
+        )
     return tuned(frozen(spec, case.freeze), [ParameterGroup(**group) for group in case.groups])
 
 
@@ -177,9 +194,13 @@ def task_of(spec: Any, case: Case | None = None) -> Any:
 
 
 def shares(case: Case, step: int, data_rank: int) -> list[list[dict[str, np.ndarray]]]:
-    """The micro-batches of one data rank: the global batch seen as [accumulation, data ranks, micro-batch]."""
+    """The micro-batches of one data rank: the global batch seen as [accumulation, data ranks,
+    micro-batch].
+    """
     batch = samples(step)
-    starts = [(m * case.data_ranks + data_rank) * case.micro_batch for m in range(case.accumulation)]
+    starts = [
+        (m * case.data_ranks + data_rank) * case.micro_batch for m in range(case.accumulation)
+    ]
     return [batch[start : start + case.micro_batch] for start in starts]
 
 
@@ -191,7 +212,11 @@ def device_here() -> torch.device:
     """This process's own GPU where the ranks meet through NCCL."""
     import torch.distributed as dist
 
-    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", dist.get_rank())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
 
 
 def layout_of(case: Case) -> Any:
@@ -234,7 +259,9 @@ def build(
     assert kind.refusal(layout) is None
     machine = Machine(device or device_here(), Ranks(rank, case.world_size))
     undecayed = spared(case.weight_decay_excludes, spec)
-    return kind.build(Job(layout, spec, task_of(spec, case), case.deepspeed(), 5, machine, undecayed, values_seed))
+    return kind.build(
+        Job(layout, spec, task_of(spec, case), case.deepspeed(), 5, machine, undecayed, values_seed)
+    )
 
 
 def collated(task: Any, samples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
@@ -256,7 +283,10 @@ def train_by_engine(case: Case, path: str | None = None) -> Outcome:
         gradients: dict[str, torch.Tensor] = {}
         batches = [collated(task, share) for share in shares(case, step, data_rank_of(case, rank))]
         metrics = engine.step(
-            step, batches, Update(1e-2), lambda name, g, into=gradients: into.update({name: g.clone().cpu()})
+            step,
+            batches,
+            Update(1e-2),
+            lambda name, g, into=gradients: into.update({name: g.clone().cpu()}),
         )
         outcome.losses.append(float(metrics.loss()))
         outcome.norms.append(float(metrics.gradient_norm))
@@ -273,10 +303,11 @@ def train_by_engine(case: Case, path: str | None = None) -> Outcome:
 def resume_by_engine(
     before: Case, after: Case, folder: Path
 ) -> tuple[list[list[float]], list[dict[str, torch.Tensor]]]:
-    """Two steps, a checkpoint, a new engine, two more steps; and beside it the same four without a pause.
+    """Two steps, a checkpoint, a new engine, two more steps; and beside it the same four without a
+    pause.
 
-    Returns the losses of the last two steps of [resumed, uninterrupted], and the final weights of both. Runs on each
-    rank of a pool. `after` is the layout that goes on, in both.
+    Returns the losses of the last two steps of [resumed, uninterrupted], and the final weights of
+    both. Runs on each rank of a pool. `after` is the layout that goes on, in both.
     """
     import torch.distributed as dist
 
@@ -306,7 +337,9 @@ def resume_by_engine(
     whole_end = whole_weights(engine, before)
     engine.close()
 
-    engine = build(after, rank, values_seed=77)  # other initial values: all that counts comes from the checkpoint
+    engine = build(
+        after, rank, values_seed=77
+    )  # other initial values: all that counts comes from the checkpoint
     engine.restore(checkpoint.read_description(path)["position"]["engine"])
     assert checkpoint.load(path, engine.state_tensors(), ranks) == state
     resumed = steps(engine, after, 2)
@@ -319,7 +352,8 @@ def allow_float16(case: Case) -> None:
     if case.precision == "float16":
         from deepspeed.accelerator import get_accelerator
 
-        # DeepSpeed allows float16 only on processors that are fast at it; PyTorch computes it on all
+        # DeepSpeed allows float16 only on processors that are fast at it; PyTorch computes it on
+        # all
         type(get_accelerator()).is_fp16_supported = lambda self: True
 
 
@@ -332,7 +366,11 @@ def whole_weights(engine: Any, case: Case) -> dict[str, torch.Tensor]:
     for entry in engine.state_tensors():
         value = entry.read()
         if entry.key == wanted:
-            value = torch.empty(entry.shape) if value is None else value.detach().float().clone().contiguous()
+            value = (
+                torch.empty(entry.shape)
+                if value is None
+                else value.detach().float().clone().contiguous()
+            )
             value = value.to(device_here())
             if case.world_size > 1:
                 dist.broadcast(value, entry.owner)
@@ -341,7 +379,9 @@ def whole_weights(engine: Any, case: Case) -> dict[str, torch.Tensor]:
 
 
 def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome:
-    """The same run with nothing of ours but the order of seeds: Hugging Face's forward, PyTorch's loss and AdamW."""
+    """The same run with nothing of ours but the order of seeds: Hugging Face's forward, PyTorch's
+    loss and AdamW.
+    """
     from trainer.distributed.seeding import step_seed
     from trainer.models.materialise import materialise
     from trainer.parallel.dropout import Dropout
@@ -361,7 +401,9 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
             return output
         draws = torch.empty(output.shape).uniform_(-1, 1)
         rows = zip(output, draws, lengths, strict=True)
-        return torch.stack([row + case.neftune_alpha / (n * row.shape[-1]) ** 0.5 * draw for row, draw, n in rows])
+        return torch.stack(
+            [row + case.neftune_alpha / (n * row.shape[-1]) ** 0.5 * draw for row, draw, n in rows]
+        )
 
     if case.neftune_alpha:
         model.get_input_embeddings().register_forward_hook(noisy)
@@ -375,11 +417,20 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
             # a pipeline gives its micro-batches one shape, on which attention dropout depends
             for index, batch in enumerate(task.padded(batches) if case.pipeline > 1 else batches):
                 dropout.start(step_seed(seed, step, data_rank), index)
-                targets, lengths[:] = batch["targets"], [len(sample["input_ids"]) for sample in parts[index]]
-                if spec.language.own_loss:  # a micro-batch's share: its own loss times its number of targets
+                targets, lengths[:] = (
+                    batch["targets"],
+                    [len(sample["input_ids"]) for sample in parts[index]],
+                )
+                if (
+                    spec.language.own_loss
+                ):  # a micro-batch's share: its own loss times its number of targets
                     own = model(input_ids=batch["input_ids"], labels=targets, shift_labels=targets)
                     logits = own.logits
-                    loss = own.loss * (targets != -100).sum() if bool((targets != -100).any()) else torch.zeros(())
+                    loss = (
+                        own.loss * (targets != -100).sum()
+                        if bool((targets != -100).any())
+                        else torch.zeros(())
+                    )
                 else:
                     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
                     loss = F.cross_entropy(
@@ -399,7 +450,9 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
     for step in range(STEPS):
         total, counted, _ = summed(step, train=True)
         outcome.losses.append(float(total / counted))
-        outcome.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        outcome.gradients.append(
+            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
         outcome.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)))
         optimizer.step()
         optimizer.zero_grad()
@@ -415,8 +468,14 @@ def plain_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer
     """PyTorch's own, with what Hugging Face's Trainer decays, or with all."""
     from transformers import Trainer
 
-    params = {name: value for name, value in case.optimizer["params"].items() if name not in DEEPSPEED_ONLY}
-    decoupled = case.optimizer["type"] == "Adam" and case.optimizer["params"].get("adam_w_mode", True)
+    params = {
+        name: value
+        for name, value in case.optimizer["params"].items()
+        if name not in DEEPSPEED_ONLY
+    }
+    decoupled = case.optimizer["type"] == "Adam" and case.optimizer["params"].get(
+        "adam_w_mode", True
+    )
     if case.optimizer["type"] == "Lion":
         from deepspeed.ops.lion import DeepSpeedCPULion as kind
     elif not case.optimizer["params"].get("bias_correction", True):
@@ -430,7 +489,14 @@ def plain_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer
         decayed = [name for name, _ in model.named_parameters()]
     groups = []
     for name, parameter in model.named_parameters():
-        own = next((g for g in case.groups if any(fnmatch(name, pattern) for pattern in as_list(g["names"]))), {})
+        own = next(
+            (
+                g
+                for g in case.groups
+                if any(fnmatch(name, pattern) for pattern in as_list(g["names"]))
+            ),
+            {},
+        )
         decay = own.get("weight_decay", None if name in decayed else 0.0)
         groups.append({"params": [parameter], "lr": params["lr"] * own.get("lr_multiplier", 1)})
         groups[-1] |= {} if decay is None else {"weight_decay": decay}
@@ -442,7 +508,9 @@ def as_list(value: str | list[str]) -> list[str]:
 
 
 def assert_same(ours: Outcome, reference: Outcome, tolerance: float) -> None:
-    """Losses, norms, every gradient by name and every weight; relative to the largest entry of each tensor."""
+    """Losses, norms, every gradient by name and every weight; relative to the largest entry of each
+    tensor.
+    """
     torch.testing.assert_close(ours.losses, reference.losses, rtol=tolerance, atol=0)
     torch.testing.assert_close(ours.norms, reference.norms, rtol=tolerance * 5, atol=0)
     torch.testing.assert_close(ours.evaluation, reference.evaluation, rtol=tolerance, atol=0)
@@ -453,27 +521,38 @@ def assert_same(ours: Outcome, reference: Outcome, tolerance: float) -> None:
 
 
 def assert_near(ours: Outcome, reference: Outcome) -> None:
-    """A gradient of low precision is a few bits of each number: wrong scaling shows, rounding does not."""
+    """A gradient of low precision is a few bits of each number: wrong scaling shows, rounding does
+    not.
+    """
     torch.testing.assert_close(ours.losses, reference.losses, rtol=0.02, atol=0)
     torch.testing.assert_close(ours.norms, reference.norms, rtol=0.05, atol=0)
-    for mine, theirs in ((ours.gradients[0], reference.gradients[0]), (ours.weights, reference.weights)):
+    for mine, theirs in (
+        (ours.gradients[0], reference.gradients[0]),
+        (ours.weights, reference.weights),
+    ):
         assert mine.keys() == theirs.keys()
         for name, value in theirs.items():
             error = (mine[name].reshape(value.shape) - value).norm() / value.norm()
             assert error < 0.05, f"{name}: {float(error):.3f}"
 
 
-def _assert_close(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float, what: str) -> None:
+def _assert_close(
+    mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float, what: str
+) -> None:
     assert mine.keys() == theirs.keys()
     layers: dict[str, torch.Tensor] = {}
     for name, value in theirs.items():
-        layers[_layer(name)] = torch.maximum(layers.get(_layer(name), torch.zeros(())), value.abs().max())
+        layers[_layer(name)] = torch.maximum(
+            layers.get(_layer(name), torch.zeros(())), value.abs().max()
+        )
     for name, value in theirs.items():
         scale, layer = value.abs().max(), layers[_layer(name)]
         # what is zero by symmetry, such as the gradient of a key's bias, is rounding alone
         scale = layer if scale < 1e-5 * layer else scale
         error = (mine[name].reshape(value.shape) - value).abs().max() / scale.clamp_min(1e-12)
-        assert error <= tolerance, f"{what} of {name}: relative error {float(error):.2e} > {tolerance:.0e}"
+        assert error <= tolerance, (
+            f"{what} of {name}: relative error {float(error):.2e} > {tolerance:.0e}"
+        )
 
 
 def _layer(name: str) -> str:

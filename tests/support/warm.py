@@ -1,9 +1,11 @@
-"""Python processes that start in a tenth of a second: forked from one that has imported torch, DeepSpeed and the rest.
+"""Python processes that start in a tenth of a second: forked from one that has imported torch,
+DeepSpeed and the rest.
 
-`python` is a script that stands in for the interpreter: it hands its arguments, folder, environment and terminal to the
-server, waits for the process that is forked for it, passes signals on, and ends as that one ends. So the code under
-test starts its processes by `sys.executable` as ever, with their own ids, exit codes and signals; only the seconds of
-importing are gone. Who measures the start itself, or replaces modules, takes the real interpreter.
+`python` is a script that stands in for the interpreter: it hands its arguments, folder, environment
+and terminal to the server, waits for the process that is forked for it, passes signals on, and ends
+as that one ends. So the code under test starts its processes by `sys.executable` as ever, with
+their own ids, exit codes and signals; only the seconds of importing are gone. Who measures the
+start itself, or replaces modules, takes the real interpreter.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ PRELOADED = [
 
 
 def serve(path: str) -> dict[str, Any] | None:
-    """Fork a process for each request; returns in those processes, with the request. Ends with its parent."""
+    """Fork a process for each request; returns in those processes, with the request. Ends with its
+    parent.
+    """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)
@@ -63,7 +67,9 @@ def serve(path: str) -> dict[str, Any] | None:
             os.read(wake, 4096)
             reap(waiting)
         for pid, connection in waiting.items():
-            if connection in ready and not connection.recv(1):  # the stand-in is gone: killed, since it waits for this
+            if connection in ready and not connection.recv(
+                1
+            ):  # the stand-in is gone: killed, since it waits for this
                 os.kill(pid, signal.SIGKILL)
         if listener in ready:
             connection, _ = listener.accept()

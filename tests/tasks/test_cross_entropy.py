@@ -13,7 +13,9 @@ from trainer.tasks.cross_entropy import linear_cross_entropy, logits_cross_entro
 
 
 def plain(hidden, weight, bias, targets):
-    return F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="sum", ignore_index=-100)
+    return F.cross_entropy(
+        F.linear(hidden, weight, bias).float(), targets, reduction="sum", ignore_index=-100
+    )
 
 
 def inputs(tokens=13, width=8, vocabulary=17, dtype=torch.float64, seed=0):
@@ -27,7 +29,12 @@ def inputs(tokens=13, width=8, vocabulary=17, dtype=torch.float64, seed=0):
 
 
 @settings(deadline=None, max_examples=40)
-@given(tokens=st.integers(1, 40), vocabulary=st.integers(2, 30), rows=st.integers(1, 9), with_bias=st.booleans())
+@given(
+    tokens=st.integers(1, 40),
+    vocabulary=st.integers(2, 30),
+    rows=st.integers(1, 9),
+    with_bias=st.booleans(),
+)
 def test_equals_pytorch_whatever_the_chunks(tokens, vocabulary, rows, with_bias):
     hidden, weight, bias, targets = inputs(tokens, 8, vocabulary)
     bias = bias if with_bias else None
@@ -35,10 +42,14 @@ def test_equals_pytorch_whatever_the_chunks(tokens, vocabulary, rows, with_bias)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "CHUNK_BYTES", rows * vocabulary * 8)
         loss = linear_cross_entropy(hidden, weight, bias, targets)
-    reference = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum", ignore_index=-100)
+    reference = F.cross_entropy(
+        F.linear(hidden, weight, bias), targets, reduction="sum", ignore_index=-100
+    )
     torch.testing.assert_close(loss, reference)
     for mine, theirs in zip(
-        torch.autograd.grad(loss * 3, wanted), torch.autograd.grad(reference * 3, wanted), strict=True
+        torch.autograd.grad(loss * 3, wanted),
+        torch.autograd.grad(reference * 3, wanted),
+        strict=True,
     ):
         torch.testing.assert_close(mine, theirs)
 
@@ -46,7 +57,9 @@ def test_equals_pytorch_whatever_the_chunks(tokens, vocabulary, rows, with_bias)
 def test_the_gradient_is_the_derivative(monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 3 * 17 * 8)
     hidden, weight, bias, targets = inputs()
-    assert torch.autograd.gradcheck(lambda h, w, b: linear_cross_entropy(h, w, b, targets), (hidden, weight, bias))
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: linear_cross_entropy(h, w, b, targets), (hidden, weight, bias)
+    )
     logits = torch.randn(7, 11, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: logits_cross_entropy(x, torch.arange(7)), logits)
 
@@ -60,7 +73,9 @@ def test_low_precision_rounds_once(dtype):
     reference = F.cross_entropy(F.linear(*exact), targets, reduction="sum", ignore_index=-100)
     assert loss.dtype == torch.float32
     assert float(loss) == pytest.approx(float(reference), rel=3e-3)
-    for mine, theirs in zip(torch.autograd.grad(loss, low), torch.autograd.grad(reference, exact), strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad(loss, low), torch.autograd.grad(reference, exact), strict=True
+    ):
         assert mine.dtype == dtype
         assert float((mine.double() - theirs).norm() / theirs.norm()) < 0.01
 

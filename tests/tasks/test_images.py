@@ -1,4 +1,6 @@
-"""Image classification by the very command: learning, accuracy, resuming, other engines, what a run leaves."""
+"""Image classification by the very command: learning, accuracy, resuming, other engines, what a run
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from trainer.models.classifiers import Classifier, Images, chain_of
 from trainer.models.materialise import materialise
 from trainer.models.own import module
 
-VIT = {"patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24, "dropout": 0.1}
+VIT = {
+    "patch_size": 4,
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_dim": 16,
+    "mlp_dim": 24,
+    "dropout": 0.1,
+}
 RESNET = {"block": "BasicBlock", "layers": [1, 1, 1, 1]}
 
 
@@ -67,7 +76,11 @@ def numbers(folder: Path) -> list[tuple[float, ...]]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+    return {
+        name: value
+        for path in folder.glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
 
 
 def test_a_run_resumes_bit_for_bit_and_leaves_what_torchvision_opens(tmp_path):
@@ -78,8 +91,15 @@ def test_a_run_resumes_bit_for_bit_and_leaves_what_torchvision_opens(tmp_path):
     path, runs = job(tmp_path), tmp_path / "runs"
     result = run(path, "whole", "trainer.images.workers=1")
     assert "29 colour images of 8 x 8, 3 classes, 7 held out" in result.output
-    assert "varied by crop_padding 1, flip 0.5" in result.output and "1 workers on each rank" in result.output
-    assert "accuracy" in result.output and "img/s" in result.output and "trainer.open_classifier" in result.output
+    assert (
+        "varied by crop_padding 1, flip 0.5" in result.output
+        and "1 workers on each rank" in result.output
+    )
+    assert (
+        "accuracy" in result.output
+        and "img/s" in result.output
+        and "trainer.open_classifier" in result.output
+    )
     run(path, "parts", "trainer.steps=2")
     again = train("--config", path, "trainer.run.name=parts", "--resume", "auto")
     assert again.code == 0 and "resumed from" in again.output, again.output
@@ -95,8 +115,12 @@ def test_a_run_resumes_bit_for_bit_and_leaves_what_torchvision_opens(tmp_path):
         scores = opened.model(opened.transform(image)[None])
         torch.testing.assert_close(plain.eval()(opened.transform(image)[None]), scores)
     inner = runs / "whole" / "checkpoints" / "step-000004" / "model"
-    torch.testing.assert_close(trainer.open_classifier(inner).model(opened.transform(image)[None]), scores)
-    tuned = run(job(tmp_path, {"name_or_path": str(runs / "whole" / "final")}), "tuned", "trainer.steps=1")
+    torch.testing.assert_close(
+        trainer.open_classifier(inner).model(opened.transform(image)[None]), scores
+    )
+    tuned = run(
+        job(tmp_path, {"name_or_path": str(runs / "whole" / "final")}), "tuned", "trainer.steps=1"
+    )
     assert "VisionTransformer" in tuned.output
 
 
@@ -108,7 +132,9 @@ LAYOUTS = {
 
 
 def test_the_same_under_every_engine_and_from_each_others_checkpoints(tmp_path):
-    """Without dropout, one run; each goes on from the other's checkpoint in its middle. Accuracy is counted exactly."""
+    """Without dropout, one run; each goes on from the other's checkpoint in its middle. Accuracy is
+    counted exactly.
+    """
     model = {"name_or_path": "VisionTransformer", "config": VIT | {"dropout": 0.0}}
     path, runs = job(tmp_path, model), tmp_path / "runs"
     run(path, "alone")
@@ -124,7 +150,9 @@ def test_the_same_under_every_engine_and_from_each_others_checkpoints(tmp_path):
         source = runs / before / "checkpoints" / "step-000002"
         crossed = [*overrides, "--processes", "2", "--resume", str(source)]
         run(path, f"{name}-from-{before}", *crossed)
-        assert numbers(runs / f"{name}-from-{before}")[-1] == pytest.approx(expected[-1], abs=2e-5), (name, before)
+        assert numbers(runs / f"{name}-from-{before}")[-1] == pytest.approx(
+            expected[-1], abs=2e-5
+        ), (name, before)
         before = name
 
 
@@ -137,17 +165,39 @@ def test_digits_are_learned(tmp_path):
 @pytest.mark.parametrize(
     ("options", "overrides", "code", "message"),
     [
-        ({}, ["trainer.model.name_or_path=resnet5"], 64, 'saw "resnet5"; expected a name of torchvision.models'),
+        (
+            {},
+            ["trainer.model.name_or_path=resnet5"],
+            64,
+            'saw "resnet5"; expected a name of torchvision.models',
+        ),
         ({}, ["trainer.model.name_or_path=nowhere:model"], 64, "No module named 'nowhere'"),
         ({}, ["trainer.images.mode=L"], 65, "grey images, with 1 channel; expected 3 channels"),
         ({}, ["trainer.data.path=nowhere/at/all"], 65, "nowhere/at/all: no such file or folder"),
-        ({}, ["trainer.model.config.num_classes=2"], 64, "its output is [4, 2]; expected scores [4, 3]"),
-        ({}, ["tensor_parallel.autotp_size=2", "--processes", "2"], 64, "nothing says how the layers of an image"),
+        (
+            {},
+            ["trainer.model.config.num_classes=2"],
+            64,
+            "its output is [4, 2]; expected scores [4, 3]",
+        ),
+        (
+            {},
+            ["tensor_parallel.autotp_size=2", "--processes", "2"],
+            64,
+            "nothing says how the layers of an image",
+        ),
         (
             {"model": {"name_or_path": "shufflenet_v2_x0_5"}},
-            ["pipeline.stages=2", "train_batch_size=8", "trainer.images.size=32", "--processes", "2"],
+            [
+                "pipeline.stages=2",
+                "train_batch_size=8",
+                "trainer.images.size=32",
+                "--processes",
+                "2",
+            ],
             64,
-            "shufflenet_v2_x0_5: cut into stages: ",  # its forward takes means itself, behind its blocks
+            # its forward takes means itself, behind its blocks
+            "shufflenet_v2_x0_5: cut into stages: ",
         ),
         ({}, ["pipeline.stages=2", "gradient_accumulation_steps=1", "--processes", "2"], 64, "2"),
         (
@@ -157,7 +207,17 @@ def test_digits_are_learned(tmp_path):
             "can take no statistics",
         ),
     ],
-    ids=["name", "import", "channels", "path", "classes", "tensor", "split", "micro-batches", "one image"],
+    ids=[
+        "name",
+        "import",
+        "channels",
+        "path",
+        "classes",
+        "tensor",
+        "split",
+        "micro-batches",
+        "one image",
+    ],
 )
 def test_what_does_not_fit_says_so(tmp_path, options, overrides, code, message):
     result = train("--config", job(tmp_path, **options), *overrides)
@@ -167,7 +227,9 @@ def test_what_does_not_fit_says_so(tmp_path, options, overrides, code, message):
 # Chains
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "vit_b_32", "convnext_tiny", "vgg11_bn", "efficientnet_b0"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "resnet50", "vit_b_32", "convnext_tiny", "vgg11_bn", "efficientnet_b0"]
+)
 def test_a_chain_is_the_model(name):
     from torchvision import models
 
@@ -188,9 +250,16 @@ def test_a_chain_is_the_model(name):
 
 def test_what_a_name_is_completed_with():
     images = Images(("a", "b"), "RGB", (32, 32), (0.0,), (1.0,))
-    assert Classifier("vit_b_16").completed(images).arguments == {"num_classes": 2, "image_size": 32}
-    assert Classifier("resnet18", {"num_classes": 7}).completed(images).arguments == {"num_classes": 7}
-    assert Classifier("torch.nn:Identity").completed(images).arguments["num_classes"] == 2  # it takes any
+    assert Classifier("vit_b_16").completed(images).arguments == {
+        "num_classes": 2,
+        "image_size": 32,
+    }
+    assert Classifier("resnet18", {"num_classes": 7}).completed(images).arguments == {
+        "num_classes": 7
+    }
+    assert (
+        Classifier("torch.nn:Identity").completed(images).arguments["num_classes"] == 2
+    )  # it takes any
     with pytest.raises(ConfigError, match='Did you mean "resnet50"'):
         classifiers.named("resnet500", {})
 
@@ -201,26 +270,36 @@ def test_who_trains_text_waits_for_no_image_library():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-                assert not {name.split(".")[0] for name in names} & {"torchvision", "PIL", "sklearn"}, path
+                assert not {name.split(".")[0] for name in names} & {
+                    "torchvision",
+                    "PIL",
+                    "sklearn",
+                }, path
 
 
 # Pretrained weights by name, and blocks of own callables
 
 
 def cached_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Where torchvision keeps what it has downloaded: a file of the name, without counts of batches as old ones are."""
+    """Where torchvision keeps what it has downloaded: a file of the name, without counts of batches
+    as old ones are.
+    """
     from torchvision import models
 
     torch.manual_seed(5)
     known = models.resnet18().state_dict()
-    state = {name: value for name, value in known.items() if not name.endswith("num_batches_tracked")}
+    state = {
+        name: value for name, value in known.items() if not name.endswith("num_batches_tracked")
+    }
     cache = folder / "torch" / "hub" / "checkpoints"
     cache.mkdir(parents=True)
     torch.save(state, cache / models.ResNet18_Weights.IMAGENET1K_V1.url.rpartition("/")[2])
     return state
 
 
-def test_pretrained_weights_are_torchvisions_but_for_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pretrained_weights_are_torchvisions_but_for_the_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     state = cached_weights(tmp_path)
     images = Images(("a", "b", "c"), "RGB", (32, 32), (0.5,) * 3, (0.5,) * 3)
@@ -230,18 +309,33 @@ def test_pretrained_weights_are_torchvisions_but_for_the_head(tmp_path: Path, mo
         model = spec.build()
         materialise(model, spec, seed=3, device=torch.device("cpu"), dtype=torch.float32)
         own = {spec.files.published[name]: value for name, value in model.state_dict().items()}
-        assert all(torch.equal(own[name], value) for name, value in state.items() if not name.startswith("fc."))
+        assert all(
+            torch.equal(own[name], value)
+            for name, value in state.items()
+            if not name.startswith("fc.")
+        )
         assert own["fc.weight"].shape == (3, 512) and own["fc.weight"].abs().sum() > 0
-        assert spec.notes == ("weights ResNet18_Weights.IMAGENET1K_V1; fc.weight, fc.bias of other classes begin anew",)
+        assert spec.notes == (
+            (
+                "weights ResNet18_Weights.IMAGENET1K_V1; fc.weight, fc.bias of other classes begin "
+                "anew"
+            ),
+        )
         assert found.normalised_by == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    whole = classifiers.spec_of(classifiers.named("resnet18", {"num_classes": 1000}, "DEFAULT"), None, seed=3)
+    whole = classifiers.spec_of(
+        classifiers.named("resnet18", {"num_classes": 1000}, "DEFAULT"), None, seed=3
+    )
     assert torch.equal(whole.weights.read("head.fc.weight"), state["fc.weight"])
 
 
 @pytest.mark.parametrize(
     ("name", "weights", "message"),
     [
-        ("resnet18", "IMAGENET", 'saw "IMAGENET" of resnet18; expected one of IMAGENET1K_V1, DEFAULT'),
+        (
+            "resnet18",
+            "IMAGENET",
+            'saw "IMAGENET" of resnet18; expected one of IMAGENET1K_V1, DEFAULT',
+        ),
         ("VisionTransformer", "DEFAULT", "none: there are no weights by name"),
         ("inception_v3", "DEFAULT", "none: there are no weights by name"),
         ("torch.nn:Identity", "DEFAULT", "none: there are no weights by name"),
@@ -252,14 +346,19 @@ def test_weights_that_there_are_not_are_named(name: str, weights: str, message: 
         classifiers.named(name, {}, weights)
 
 
-def test_weights_that_can_not_be_had_say_where_they_belong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_can_not_be_had_say_where_they_belong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
 
     def unreachable(*arguments: Any, **more: Any) -> None:
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr(torch.hub, "download_url_to_file", unreachable)
-    with pytest.raises(ConfigError, match=r"can't be had: OSError: Network .*resnet18-f37072fd.pth, or that file in "):
+    with pytest.raises(
+        ConfigError,
+        match=r"can't be had: OSError: Network .*resnet18-f37072fd.pth, or that file in ",
+    ):
         classifiers.named("resnet18", {}, "DEFAULT").state()
     hostile = tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
     torch.save({"fc.weight": Classifier("x")}, hostile)
@@ -268,14 +367,17 @@ def test_weights_that_can_not_be_had_say_where_they_belong(tmp_path: Path, monke
 
 
 @pytest.mark.more
-def test_a_run_begins_with_pretrained_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_begins_with_pretrained_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     state = cached_weights(tmp_path)
     path = job(tmp_path, {"name_or_path": "resnet18", "weights": "DEFAULT"}, steps=1)
     result = run(path, "tuned", "optimizer.params.lr=1e-8", "trainer.engine=mesh")
-    assert "another mean and deviation: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)) (trainer.images.norm" in (
-        " ".join(result.output.split())
-    )
+    assert (
+        "another mean and deviation: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)) "
+        "(trainer.images.norm"
+    ) in (" ".join(result.output.split()))
     final = load_file(tmp_path / "runs" / "tuned" / "final" / "model.safetensors")
     torch.testing.assert_close(final["conv1.weight"], state["conv1.weight"], rtol=0, atol=1e-5)
 
@@ -287,13 +389,17 @@ def wrapped(num_classes: int = 2) -> nn.Module:
 
 
 class Encoder(nn.Module):
-    """As Hugging Face's are: a list of blocks, each with modules of its own, below other modules."""
+    """As Hugging Face's are: a list of blocks, each with modules of its own, below other
+    modules.
+    """
 
     def __init__(self, num_classes: int = 2) -> None:
         super().__init__()
         self.embed = nn.Sequential(nn.Flatten(), nn.Linear(192, 16))
         self.encoder = nn.Module()
-        self.encoder.layer = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3))
+        self.encoder.layer = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)
+        )
         self.head = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, num_classes))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -304,13 +410,24 @@ class Encoder(nn.Module):
 
 
 def test_blocks_of_an_own_callables_model_are_found() -> None:
-    own = classifiers.spec_of(Classifier("tests.tasks.test_images:wrapped", {"num_classes": 2}), None, seed=3)
+    own = classifiers.spec_of(
+        Classifier("tests.tasks.test_images:wrapped", {"num_classes": 2}), None, seed=3
+    )
     named = classifiers.spec_of(Classifier("resnet18", {"num_classes": 2}), None, seed=3)
-    assert own.blocks == named.blocks and len(own.blocks) == 10 and own.files.published == named.files.published
+    assert (
+        own.blocks == named.blocks
+        and len(own.blocks) == 10
+        and own.files.published == named.files.published
+    )
     layers = tuple(f"encoder.layer.{index}" for index in range(3))
-    assert classifiers.spec_of(Classifier("tests.tasks.test_images:Encoder"), None, seed=3).blocks == layers
+    assert (
+        classifiers.spec_of(Classifier("tests.tasks.test_images:Encoder"), None, seed=3).blocks
+        == layers
+    )
     assert module.spec_of(Encoder, None, seed=3).blocks == layers
-    assert module.spec_of(wrapped, None, seed=3).blocks == tuple(f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1))
+    assert module.spec_of(wrapped, None, seed=3).blocks == tuple(
+        f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)
+    )
     assert module.spec_of(lambda: nn.Linear(2, 2), None, seed=3).blocks == ()
 
 

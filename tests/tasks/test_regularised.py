@@ -1,4 +1,6 @@
-"""Label smoothing and NEFTune's noise: as published, in training alone, the same under every engine."""
+"""Label smoothing and NEFTune's noise: as published, in training alone, the same under every
+engine.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,15 @@ LAYOUTS = {
     "zero2": replace(DATA, zero_stage=2, **BOTH),
     "zero3": replace(DATA, zero_stage=3, **BOTH),
     "zero3, gpt2": replace(DATA, zero_stage=3, model=GPT2, **BOTH),
-    "zero3, a frozen table": replace(DATA, zero_stage=3, model=UNTIED, freeze=("*embed_tokens*",), **BOTH),
+    "zero3, a frozen table": replace(
+        DATA, zero_stage=3, model=UNTIED, freeze=("*embed_tokens*",), **BOTH
+    ),
     "pipeline": replace(STAGES, **BOTH),
     "tensor": replace(SPLIT, **BOTH),
     "hsdp": replace(HSDP, zero_stage=3, **BOTH),
-    "pipeline x zero2, ZBVZeroBubble": replace(STAGES_4, zero_stage=2, schedule="ZBVZeroBubble", **BOTH),
+    "pipeline x zero2, ZBVZeroBubble": replace(
+        STAGES_4, zero_stage=2, schedule="ZBVZeroBubble", **BOTH
+    ),
 }
 CASES = by_engine(LAYOUTS)
 
@@ -62,7 +68,11 @@ def test_a_resumed_run_draws_the_same_noise(pools, tmp_path, name):
 
 
 def certified(
-    path: str, world_size: int, overrides: list[str], planted: bool = False, precision: str = "float32"
+    path: str,
+    world_size: int,
+    overrides: list[str],
+    planted: bool = False,
+    precision: str = "float32",
 ) -> tuple[bool, str]:
     """Runs on each rank of a pool. The fault: noise by the width of the padded rows, as in TRL."""
     import contextlib
@@ -87,7 +97,9 @@ def test_both_are_certified_and_a_fault_is_caught(pools, tmp_path, engine, stage
     for passed, table in pools[2].run(certified, path=path, world_size=2, overrides=[]):
         assert passed, table
     if engine == "mesh":
-        for passed, table in pools[2].run(certified, path=path, world_size=2, overrides=[], planted=True):
+        for passed, table in pools[2].run(
+            certified, path=path, world_size=2, overrides=[], planted=True
+        ):
             assert not passed
             assert "first apart at step 0" in table.splitlines()[-1], table
 
@@ -96,7 +108,10 @@ def test_both_are_certified_and_a_fault_is_caught(pools, tmp_path, engine, stage
 def test_both_are_certified_packed_and_in_low_precision(pools, tmp_path, override):
     from tests.certify.test_verify import config
 
-    path, precision = config(tmp_path, "mesh", 2, **BOTH), "config" if "bf16" in override else "float32"
+    path, precision = (
+        config(tmp_path, "mesh", 2, **BOTH),
+        "config" if "bf16" in override else "float32",
+    )
     told = {"path": path, "world_size": 2, "overrides": [override], "precision": precision}
     for passed, table in pools[2].run(certified, **told):
         assert passed, table
@@ -109,17 +124,25 @@ def test_both_are_certified_packed_and_in_low_precision(pools, tmp_path, overrid
 def test_smoothed_labels_are_those_of_pytorch_in_chunks_and_whole(monkeypatch, rows):
     torch.manual_seed(0)
     hidden, weight, bias = (
-        torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((13, 8), (17, 8), (17,))
+        torch.randn(*size, dtype=torch.float64, requires_grad=True)
+        for size in ((13, 8), (17, 8), (17,))
     )
     targets = torch.randint(17, (13,)).index_fill_(0, torch.tensor([0, 5]), -100)
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", rows * 17 * 8)
     logits = F.linear(hidden, weight, bias)
-    expected = F.cross_entropy(logits, targets, reduction="sum", ignore_index=-100, label_smoothing=0.3)
+    expected = F.cross_entropy(
+        logits, targets, reduction="sum", ignore_index=-100, label_smoothing=0.3
+    )
     wanted = torch.autograd.grad(expected * 3, (hidden, weight, bias), retain_graph=True)
-    for ours in (linear_cross_entropy(hidden, weight, bias, targets, 0.3), logits_cross_entropy(logits, targets, 0.3)):
+    for ours in (
+        linear_cross_entropy(hidden, weight, bias, targets, 0.3),
+        logits_cross_entropy(logits, targets, 0.3),
+    ):
         torch.testing.assert_close(ours, expected)
         for mine, theirs in zip(
-            torch.autograd.grad(ours * 3, (hidden, weight, bias), retain_graph=True), wanted, strict=True
+            torch.autograd.grad(ours * 3, (hidden, weight, bias), retain_graph=True),
+            wanted,
+            strict=True,
         ):
             torch.testing.assert_close(mine, theirs)
 
@@ -134,15 +157,24 @@ def test_a_routers_loss_stays_beside_smoothed_labels():
     task = task_of(spec)
     batch = task.collate([{"input_ids": [3, 4, 5], "targets": [4, 5, 6]}])
     logits = model.train()(**{"input_ids": batch["input_ids"]}).logits
-    own = model(input_ids=batch["input_ids"], labels=batch["targets"], shift_labels=batch["targets"]).loss * 3
+    own = (
+        model(
+            input_ids=batch["input_ids"], labels=batch["targets"], shift_labels=batch["targets"]
+        ).loss
+        * 3
+    )
     flat = logits.flatten(0, 1), batch["targets"].flatten()
-    moved = F.cross_entropy(*flat, reduction="sum", label_smoothing=0.2) - F.cross_entropy(*flat, reduction="sum")
+    moved = F.cross_entropy(*flat, reduction="sum", label_smoothing=0.2) - F.cross_entropy(
+        *flat, reduction="sum"
+    )
     smooth = task.regularised(spec, 0.2, 0.0)
     found = smooth.loss_sum(smooth.prepare(model), batch)
     torch.testing.assert_close(found, own + moved, rtol=1e-5, atol=0)
 
 
-def embedded(spec: Any, samples: list[dict], training: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def embedded(
+    spec: Any, samples: list[dict], training: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What the blocks are given, without noise and with it."""
     from trainer.trial.setup import drawn
 
@@ -150,7 +182,9 @@ def embedded(spec: Any, samples: list[dict], training: bool = True) -> tuple[tor
     for alpha in (0.0, 7.0):
         task = task_of(spec, Case(neftune_alpha=alpha))
         model = task.prepare(drawn(spec))
-        model.get_input_embeddings().register_forward_hook(lambda *given: found.append(given[-1].detach()))
+        model.get_input_embeddings().register_forward_hook(
+            lambda *given: found.append(given[-1].detach())
+        )
         torch.manual_seed(3)
         task.loss_sum(model.train(training), task.collate(samples))
     return found[0], found[1]
@@ -190,11 +224,15 @@ def test_images_have_smoothed_labels_in_training_alone():
     from trainer.tasks.image_classification import ImageClassification
 
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
-    task = ImageClassification(3, lambda: deepcopy(model).to("meta"), ()).regularised(spec_of(SPEC), 0.2, 0.0)
+    task = ImageClassification(3, lambda: deepcopy(model).to("meta"), ()).regularised(
+        spec_of(SPEC), 0.2, 0.0
+    )
     batch = task.collate([(torch.ones(1, 2, 2), 1), (torch.zeros(1, 2, 2), 2)])
     logits = model(batch["input"])
     for training, smoothing in ((True, 0.2), (False, 0.0)):
-        expected = F.cross_entropy(logits, batch["target"], reduction="sum", label_smoothing=smoothing)
+        expected = F.cross_entropy(
+            logits, batch["target"], reduction="sum", label_smoothing=smoothing
+        )
         torch.testing.assert_close(task.loss_sum(model.train(training), batch), expected)
     torch.testing.assert_close(task.measured(model, batch)[0], expected)
 

@@ -54,7 +54,8 @@ EVALUATION = Evaluation(step=120, loss=3.4567, targets=12_345)
 
 def test_the_line() -> None:
     assert progress_line(RECORD) == (
-        "step 120/150 | loss 3.214 | ETA 0:12 | lr 9.1e-4 | |g| 0.83 | 21.4k tok/s | MFU 41% | 1.9 GiB | data 0.3%"
+        "step 120/150 | loss 3.214 | ETA 0:12 | lr 9.1e-4 | |g| 0.83 | 21.4k tok/s | MFU 41% | 1.9 "
+        "GiB | data 0.3%"
     )
 
 
@@ -64,7 +65,8 @@ def test_the_line_leaves_out_what_is_not_known() -> None:
         loss=math.nan, loss_scale=65536.0, skipped=2,
     )  # fmt: skip
     assert progress_line(sparse) == (
-        "step 120/150 | loss nan | ETA 1:02:03 | lr 0 | 812 tok/s | 1.9 GiB | data 0.3% | scale 65536 | skipped 2"
+        "step 120/150 | loss nan | ETA 1:02:03 | lr 0 | 812 tok/s | 1.9 GiB | data 0.3% | scale "
+        "65536 | skipped 2"
     )
     assert "| ETA ? |" in progress_line(replace(RECORD, eta_seconds=math.inf))
     longest = replace(RECORD, step=999_999, total_steps=999_999, eta_seconds=360_000.0)
@@ -78,12 +80,15 @@ def run(console: Console, steps: int, every: int, start: int = 0) -> None:
     console.close()
 
 
-@pytest.mark.parametrize(("steps", "every", "start"), [(1, 1, 0), (150, 10, 0), (999, 1, 0), (150, 1, 77)])
+@pytest.mark.parametrize(
+    ("steps", "every", "start"), [(1, 1, 0), (150, 10, 0), (999, 1, 0), (150, 1, 77)]
+)
 def test_in_a_pipe_each_record_is_a_line(steps: int, every: int, start: int) -> None:
     text = StringIO()
     run(Console(Terminal(file=text, force_terminal=False, width=40)), steps, every, start)
     assert text.getvalue().splitlines() == [
-        progress_line(replace(RECORD, step=step, total_steps=steps)) for step in range(start + every, steps + 1, every)
+        progress_line(replace(RECORD, step=step, total_steps=steps))
+        for step in range(start + every, steps + 1, every)
     ]
 
 
@@ -109,7 +114,9 @@ def on_a_screen(written: str) -> list[str]:
 
 def test_on_a_terminal_each_record_stays_whole_above_one_live_line() -> None:
     text = StringIO()
-    terminal = Terminal(file=text, force_terminal=True, width=60, color_system=None, highlight=False)
+    terminal = Terminal(
+        file=text, force_terminal=True, width=60, color_system=None, highlight=False
+    )
     console, signs = Console(terminal), Signs(terminal)
     for step in (119, 120):
         for phase in (Phase.WAITING, Phase.TRAINING, Phase.LOGGING):
@@ -131,7 +138,9 @@ def test_on_a_terminal_each_record_stays_whole_above_one_live_line() -> None:
     assert "step 120/150, evaluating (0 s)" in text.getvalue()
 
 
-def test_in_a_pipe_slow_steps_print_nothing_once_the_first_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_pipe_slow_steps_print_nothing_once_the_first_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("trainer.supervise.output._MOMENT", 0.05)
     monkeypatch.setattr("trainer.supervise.output._BETWEEN", 0.05)
     text = StringIO()
@@ -151,7 +160,9 @@ def test_in_a_pipe_slow_steps_print_nothing_once_the_first_is_made(monkeypatch: 
     assert before.startswith("start   making the first step (") and text.getvalue() == before
 
 
-def test_between_logged_steps_a_pipe_has_a_line_in_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_logged_steps_a_pipe_has_a_line_in_ten_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from trainer.run import hooks
 
     now = [0.0]
@@ -213,7 +224,10 @@ def test_json_lines_go_on_after_a_killed_run(tmp_path: Path, torn: str) -> None:
     tracker.evaluation(EVALUATION)
     tracker.close()
     whole = [{"step": 4}] if "\n" in torn else []
-    assert read(path) == [*whole, {"step": 120, "evaluation_loss": 3.4567, "evaluation_targets": 12_345}]
+    assert read(path) == [
+        *whole,
+        {"step": 120, "evaluation_loss": 3.4567, "evaluation_targets": 12_345},
+    ]
 
 
 def test_sample_ids(tmp_path: Path) -> None:
@@ -251,7 +265,10 @@ def test_tensorboard(tmp_path: Path) -> None:
 
     watched(tmp_path, "tensorboard")
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, round(event.value, 4)) for event in events.Scalars("loss")] == [(120, 3.2141), (130, 3.0)]
+    assert [(event.step, round(event.value, 4)) for event in events.Scalars("loss")] == [
+        (120, 3.2141),
+        (130, 3.0),
+    ]
     assert [round(event.value, 4) for event in events.Scalars("evaluation_loss")] == [3.4567]
 
 
@@ -271,7 +288,9 @@ def test_mlflow(tmp_path: Path, no_tracking_uri: None) -> None:
     experiment = client.get_experiment_by_name("meshloom")
     [found] = client.search_runs([experiment.experiment_id])
     assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
-    assert [(point.step, point.value) for point in client.get_metric_history(found.info.run_id, "loss")] == [
+    assert [
+        (point.step, point.value) for point in client.get_metric_history(found.info.run_id, "loss")
+    ] == [
         (120, 3.2141),
         (130, 3.0),
     ]
@@ -296,12 +315,15 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("name", "package"), [("tensorboard", "tensorboard"), ("mlflow", "mlflow"), ("wandb", "wandb")]
 )
-def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
+def test_a_tracker_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
     monkeypatch.setattr(services, "find_spec", lambda wanted: None if wanted == package else sys)
     with pytest.raises(ConfigError) as caught:
         services.require([name])
     assert str(caught.value) == (
-        f'trainer.log.trackers: "{name}" without the package {package}; expected trackers that are installed. '
+        f'trainer.log.trackers: "{name}" without the package {package}; expected trackers that are '
+        "installed. "
         f"pip install meshloom[{name}]"
     )
 
@@ -315,16 +337,24 @@ def test_weights_and_biases_without_a_login_is_said_at_once(tmp_path: Path) -> N
 
     def said(**more: str) -> str:
         found = subprocess.run(
-            [sys.executable, "-c", code], env=bare | more, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", code],
+            env=bare | more,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         return found.stderr
 
     assert (
-        'trainer.log.trackers: "wandb" without a login; expected a login, or WANDB_API_KEY. Run `wandb login`, or set '
+        'trainer.log.trackers: "wandb" without a login; expected a login, or WANDB_API_KEY. Run '
+        "`wandb login`, or set "
         "WANDB_MODE=offline to keep it on this disk"
     ) in said()
     assert "Error" not in said(WANDB_MODE="offline") and "Error" not in said(WANDB_API_KEY="a" * 40)
-    code = "from pathlib import Path; from trainer.trackers import TRACKERS; TRACKERS['wandb'](Path('.'))"
+    code = (
+        "from pathlib import Path; from trainer.trackers import TRACKERS; "
+        "TRACKERS['wandb'](Path('.'))"
+    )
     assert "ConfigError: wandb: " in said(WANDB_API_KEY="short")
 
 

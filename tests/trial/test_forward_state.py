@@ -1,4 +1,6 @@
-"""What a forward pass leaves behind: refused with its place where it changes what comes later, and nothing else is."""
+"""What a forward pass leaves behind: refused with its place where it changes what comes later, and
+nothing else is.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from trainer.run.subject import _say_rotary
 from trainer.trial.language import check_model
 from trainer.trial.own_module import check_module
 
-RWKV = {"model_type": "rwkv", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 9, "intermediate_size": 48}
+RWKV = {
+    "model_type": "rwkv",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 9,
+    "intermediate_size": 48,
+}
 CALLS = 0
 
 
@@ -110,10 +118,14 @@ def hooked(seen):
 
 
 def counted_backward():
-    """The backward pass of each call is another one: its gradients grow, and forward passes show nothing."""
+    """The backward pass of each call is another one: its gradients grow, and forward passes show
+    nothing.
+    """
     passes = itertools.count()
     identity = nn.Identity()
-    identity.register_full_backward_hook(lambda module, mine, theirs: (mine[0] * (1 + next(passes)),))
+    identity.register_full_backward_hook(
+        lambda module, mine, theirs: (mine[0] * (1 + next(passes)),)
+    )
     return identity
 
 
@@ -143,16 +155,31 @@ MOVES = {
     "a count in a global": ((None, in_a_global), "CALLS ("),
     "a count in a partial": ((counted_by_a_partial,), "kept"),
     "itertools.count": ((itertools.count, after(lambda net, h: next(net.kept))), "kept"),
-    "a queue that grows": ((lambda: collections.deque(maxlen=99), after(lambda net, h: net.kept.append(1))), "kept"),
+    "a queue that grows": (
+        (lambda: collections.deque(maxlen=99), after(lambda net, h: net.kept.append(1))),
+        "kept",
+    ),
     "a module in a list": ((lambda: [Counting()], lambda net, h: net.kept[0](h)), "kept[0].n ("),
     "the first rows": ((dict, first_seen), "after other passes, by"),
     "on and off": ((dict, turned_over), "kept['on'] ("),
     "a mean that goes along": ((dict, after(averaged)), "kept['mean']"),
     "a hook that counts": ((functools.partial(hooked, []), None), "_forward_hooks"),
-    "a hook of the backward pass": ((counted_backward, None), "other gradients after other passes, by "),
-    "NumPy's generator": ((lambda: np.random.default_rng(1), lambda net, h: h * float(net.kept.random())), "kept"),
-    "Python's generator": ((lambda: random.Random(1), lambda net, h: h * net.kept.random()), "kept"),
-    "weights in evaluation": ((None, after(divided)), "a forward pass in evaluation changes b.weight"),
+    "a hook of the backward pass": (
+        (counted_backward, None),
+        "other gradients after other passes, by ",
+    ),
+    "NumPy's generator": (
+        (lambda: np.random.default_rng(1), lambda net, h: h * float(net.kept.random())),
+        "kept",
+    ),
+    "Python's generator": (
+        (lambda: random.Random(1), lambda net, h: h * net.kept.random()),
+        "kept",
+    ),
+    "weights in evaluation": (
+        (None, after(divided)),
+        "a forward pass in evaluation changes b.weight",
+    ),
 }
 
 
@@ -221,8 +248,12 @@ def test_what_rests_is_allowed(name):
 
 
 def test_a_tensor_that_nobody_knows_of_is_told_by_its_place():
-    scaled = functools.partial(Net, lambda: Record(last=torch.ones(8)), lambda net, hidden: hidden * net.kept.last)
-    with pytest.raises(ConfigError, match=r"model: kept.last is a tensor that is neither a parameter nor a buffer"):
+    scaled = functools.partial(
+        Net, lambda: Record(last=torch.ones(8)), lambda net, hidden: hidden * net.kept.last
+    )
+    with pytest.raises(
+        ConfigError, match=r"model: kept.last is a tensor that is neither a parameter nor a buffer"
+    ):
         check_module(*spec_and_task(scaled))
 
 
@@ -251,21 +282,33 @@ def test_weights_that_are_divided_in_evaluation_are_found_in_the_tiny_copy():
         return replace(small, build=build)
 
     spec = as_transformers_has_it(RWKV)
-    with pytest.raises(ConfigError, match="forward pass in evaluation changes rwkv.blocks.1.attention.output.weight"):
+    with pytest.raises(
+        ConfigError,
+        match="forward pass in evaluation changes rwkv.blocks.1.attention.output.weight",
+    ):
         check_model(spec, task_of(spec))
 
 
 def test_rotary_embeddings_that_keep_the_longest_row_are_refused():
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    spec = replace(spec_of({**LLAMA, "max_position_embeddings": 12, "rope_parameters": rope}), tiny=TinyCopies())
-    with pytest.raises(ConfigError, match=r"after other passes, by .*leaves something behind: .*model.rotary_emb."):
+    spec = replace(
+        spec_of({**LLAMA, "max_position_embeddings": 12, "rope_parameters": rope}),
+        tiny=TinyCopies(),
+    )
+    with pytest.raises(
+        ConfigError, match=r"after other passes, by .*leaves something behind: .*model.rotary_emb."
+    ):
         check_model(spec, task_of(spec))
 
 
 @pytest.mark.parametrize(("length", "says"), [(16, False), (17, True)])
 def test_rotary_embeddings_that_turn_by_the_longest_row_of_a_micro_batch_are_told(length, says):
-    """A tiny copy's rows are shorter: it is known from the config, and by the length of the run's rows."""
+    """A tiny copy's rows are shorter: it is known from the config, and by the length of the run's
+    rows.
+    """
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
-    config = AutoConfig.for_model(**LLAMA | {"max_position_embeddings": 64, "rope_parameters": rope})
+    config = AutoConfig.for_model(
+        **LLAMA | {"max_position_embeddings": 64, "rope_parameters": rope}
+    )
     assert ("more than 16 tokens" in "".join(_say_rotary(length, config))) is says

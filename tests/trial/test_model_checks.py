@@ -36,20 +36,48 @@ from trainer.trial.draws import Draws
 from trainer.trial.findings import Findings, applied
 from trainer.trial.language import check_model
 
-MOE = {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+MOE = {
+    **SMALL,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+}
 MIXTRAL = {**SMALL, "model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True}
 QWEN_MOE = {**MOE, "model_type": "qwen3_moe", "output_router_logits": True}
 OPT = {
-    **{"model_type": "opt", "vocab_size": 61, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3},
-    **{"num_attention_heads": 4, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0},
+    **{
+        "model_type": "opt",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 3,
+    },
+    **{
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 32,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    },
 }
 BERT = {
     **{"model_type": "bert", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48},
     **{"num_hidden_layers": 2, "num_attention_heads": 4},
 }
 BART = {
-    **{"vocab_size": 61, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
-    **{"encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "max_position_embeddings": 64},
+    **{
+        "vocab_size": 61,
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+    },
+    **{
+        "encoder_layers": 1,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "max_position_embeddings": 64,
+    },
 }
 UNTIED = LLAMA | {"tie_word_embeddings": False}
 WINDOWS = {**SMALL, "head_dim": 8, "sliding_window": 8}
@@ -70,8 +98,20 @@ def refused(model: dict[str, Any], task: Any = None) -> str:
 def layout(**sizes: Any) -> Layout:
     return Layout(
         **{
-            **{"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1, "micro_batch": 1, "accumulation": 2},
-            **{"zero_stage": 0, "offload_optimizer": "none", "offload_param": "none", "precision": "float32"},
+            **{
+                "pipeline": 1,
+                "replicate": 1,
+                "shard": 1,
+                "tensor": 1,
+                "micro_batch": 1,
+                "accumulation": 2,
+            },
+            **{
+                "zero_stage": 0,
+                "offload_optimizer": "none",
+                "offload_param": "none",
+                "precision": "float32",
+            },
             **{"recompute": Recompute(), "world_size": 1, "train_batch": 2},
             **sizes,
         }
@@ -91,7 +131,13 @@ PIPELINE = layout(pipeline=2, world_size=2)
         {**MOE, "model_type": "qwen3_moe"},
         QWEN_MOE,
         MIXTRAL,
-        {"model_type": "mamba", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+        {
+            "model_type": "mamba",
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "state_size": 4,
+        },
         {**BERT, "is_decoder": True},
         OPT,
     ],
@@ -116,7 +162,9 @@ def test_what_is_a_causal_model_with_our_loss_passes(model):
     ids=["bert", "roberta", "xlnet", "gemma3", "llama"],
 )
 def test_what_sees_later_tokens_is_refused_with_the_numbers(model):
-    assert "not causal: token " in (text := refused(model)) and " moves the logits of token " in text
+    assert (
+        "not causal: token " in (text := refused(model)) and " moves the logits of token " in text
+    )
 
 
 class Faulty(CausalLM):
@@ -137,7 +185,9 @@ class Faulty(CausalLM):
 
 
 @pytest.mark.parametrize("fault", ["scale", "constant", "detached", "shifted twice"])
-@pytest.mark.parametrize("model", [LLAMA, {**WINDOWS, "model_type": "gemma2"}], ids=["fused", "logits"])
+@pytest.mark.parametrize(
+    "model", [LLAMA, {**WINDOWS, "model_type": "gemma2"}], ids=["fused", "logits"]
+)
 def test_a_loss_that_is_not_the_models_own_is_an_error_with_the_numbers(model, fault):
     spec = spec_of(model)
     task = Faulty(fused_head=spec.language.plain_head and fault != "shifted twice")
@@ -169,7 +219,10 @@ def test_what_no_text_reaches_is_frozen_and_said():
     findings = check_model(spec, task_of(spec))
     assert findings.unused and all("encoder_attn" in name for name in findings.unused)
     (note,) = findings.notes
-    assert note.startswith("20 parameters (") and "stay as they are: model.decoder.layers.*.encoder_attn.*" in note
+    assert (
+        note.startswith("20 parameters (")
+        and "stay as they are: model.decoder.layers.*.encoder_attn.*" in note
+    )
     model = applied(spec, findings).build()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert len(frozen) == 2 * 10 and all("encoder_attn" in name for name in frozen)
@@ -183,15 +236,24 @@ def saved(model: Any, folder: Path) -> str:
 def test_a_folder_with_an_encoder_is_refused(tmp_path):
     config = AutoConfig.for_model("bart", **BART)
     folder = saved(AutoModelForSeq2SeqLM.from_config(config), tmp_path)
-    with pytest.raises(ConfigError, match=r"BartConfig is an encoder with a decoder, .*is_encoder_decoder"):
+    with pytest.raises(
+        ConfigError, match=r"BartConfig is an encoder with a decoder, .*is_encoder_decoder"
+    ):
         spec_of({}, folder)
 
 
 def test_a_folder_with_vision_is_trained_as_text_and_says_what_stays(tmp_path):
     text = {**SMALL, "head_dim": 8, "num_hidden_layers": 2}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     vision |= {"image_size": 8, "patch_size": 4}
-    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4
+    )
     folder = saved(AutoModelForImageTextToText.from_config(config), tmp_path)
     spec = replace(spec_of({}, folder), tiny=TinyCopies())  # it is as small as one
 
@@ -202,25 +264,44 @@ def test_a_folder_with_vision_is_trained_as_text_and_says_what_stays(tmp_path):
 
     before = read()
     (note,) = check_model(spec, task_of(spec)).notes
-    assert all(torch.equal(value, before[name]) for name, value in read().items())  # a run goes on to train these
+    assert all(
+        torch.equal(value, before[name]) for name, value in read().items()
+    )  # a run goes on to train these
     assert "stay as they are: model.vision_tower.*, model.multi_modal_projector.*" in note
     assert spec.blocks == ("model.language_model.layers.0", "model.language_model.layers.1")
 
 
 def test_what_a_folder_has_beside_the_text_model_is_said(tmp_path):
-    text = {**SMALL, "num_hidden_layers": 4, "head_dim": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2}
+    text = {
+        **SMALL,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+    }
     text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "depth": 1,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+    }
     config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
     folder = saved(AutoModelForImageTextToText.from_config(config), tmp_path)
     spec = spec_of({}, folder)
     said, left = spec.notes
-    assert said.endswith("says that it is a Qwen3_5ForConditionalGeneration; a Qwen3_5ForCausalLM is trained and saved")
+    assert said.endswith(
+        "says that it is a Qwen3_5ForConditionalGeneration; a Qwen3_5ForCausalLM is trained and "
+        "saved"
+    )
     assert "have no place in a Qwen3_5ForCausalLM and are left out: model.visual.*" in left
 
 
 def test_a_head_that_the_folder_lacks_is_not_made_up(tmp_path):
-    folder = saved(AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**UNTIED)), tmp_path)
+    folder = saved(
+        AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**UNTIED)), tmp_path
+    )
     with pytest.raises(ConfigError, match=r"lm_head.weight: absent from the weights"):
         spec_of({}, folder)
 
@@ -229,7 +310,9 @@ def test_a_tensor_of_the_file_that_nothing_reads_is_said(tmp_path):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**UNTIED))
     model.mtp = torch.nn.Linear(2, 2)
     spec = spec_of({}, saved(model, tmp_path))
-    assert spec.notes == (f"2 tensors of {tmp_path} have no place in a LlamaForCausalLM and are left out: mtp.*",)
+    assert spec.notes == (
+        f"2 tensors of {tmp_path} have no place in a LlamaForCausalLM and are left out: mtp.*",
+    )
 
 
 def test_an_expert_that_no_token_came_to_is_not_frozen():
@@ -260,7 +343,11 @@ def test_layerdrop_is_seen_where_no_blocks_are_known():
 
 
 def test_jitter_and_dropout_are_the_same_in_stages_and_recomputed():
-    for model in (MIXTRAL | {"router_jitter_noise": 0.1, "output_router_logits": False}, GPT2, LLAMA):
+    for model in (
+        MIXTRAL | {"router_jitter_noise": 0.1, "output_router_logits": False},
+        GPT2,
+        LLAMA,
+    ):
         spec = spec_of(model)
         findings = check_model(spec, task_of(spec))
         assert findings.draws.any
@@ -289,7 +376,9 @@ def with_noise(noise: Any) -> Any:
 )
 def test_random_numbers_that_nobody_replays_are_refused(noise):
     spec = with_noise(noise)
-    with pytest.raises(ConfigError, match="draws random numbers from Python, NumPy or a generator of its own"):
+    with pytest.raises(
+        ConfigError, match="draws random numbers from Python, NumPy or a generator of its own"
+    ):
         check_model(spec, task_of(spec))
 
 
@@ -321,7 +410,9 @@ def test_a_model_whose_logits_padding_moves_is_told():
 
     spec = with_mlp_of(lambda: scaled)
     (note,) = check_model(spec, task_of(spec)).notes
-    assert note.startswith("padding moves its logits: on a tiny copy, those of 20 tokens in a row of 28 by ")
+    assert note.startswith(
+        "padding moves its logits: on a tiny copy, those of 20 tokens in a row of 28 by "
+    )
 
 
 def test_a_model_that_keeps_something_from_row_to_row_is_refused():
@@ -343,7 +434,9 @@ def test_a_model_that_keeps_something_from_row_to_row_is_refused():
 def test_a_first_pass_that_draws_more_than_the_next_is_refused():
     def drawing():
         passes = iter(range(10**6))
-        return lambda module, args, output: torch.rand(1) * output if module.training and not next(passes) else output
+        return lambda module, args, output: (
+            torch.rand(1) * output if module.training and not next(passes) else output
+        )
 
     spec = with_mlp_of(drawing)
     with pytest.raises(ConfigError, match="a pass leaves something behind"):
@@ -355,7 +448,10 @@ def test_a_first_pass_that_draws_more_than_the_next_is_refused():
     [
         (lambda model, words: model.training, "where it draws random numbers"),
         (lambda model, words: "labels" in words, "whether its loss is ours"),
-        (lambda model, words: model.training and len(words["input_ids"]) > 40, "whether it is causal in training"),
+        (
+            lambda model, words: model.training and len(words["input_ids"]) > 40,
+            "whether it is causal in training",
+        ),
         (lambda model, words: len(words["input_ids"]) == 16, "which parameters have no gradient"),
     ],
 )
@@ -373,12 +469,16 @@ def test_what_a_models_own_code_raises_is_told(fails, what):
         return model
 
     spec = replace(plain, build=build, tiny=TinyCopies())
-    with pytest.raises(ConfigError, match=rf"^trainer.model: llama: .*does not show {what}: IndexError: planted;"):
+    with pytest.raises(
+        ConfigError, match=rf"^trainer.model: llama: .*does not show {what}: IndexError: planted;"
+    ):
         check_model(spec, CausalLM(fused_head=False))
 
 
 def test_a_token_is_in_the_table_and_in_the_head():
-    spec = spec_of({"model_type": "moshi", **SMALL, "head_dim": 8, "ffn_dim": 48, "num_codebooks": 1})
+    spec = spec_of(
+        {"model_type": "moshi", **SMALL, "head_dim": 8, "ffn_dim": 48, "num_codebooks": 1}
+    )
     table, head = (getattr(spec.build(), f"get_{end}_embeddings")() for end in ("input", "output"))
     assert spec.language.vocabulary == len(head.weight) < len(table.weight)
 
@@ -391,10 +491,22 @@ def test_a_norm_on_both_sides_of_the_blocks_runs_once_before_and_once_behind_all
 
 
 def test_what_text_never_runs_is_no_part_of_later_stages():
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     vision |= {"image_size": 8, "patch_size": 4}
     text = {**SMALL, "model_type": "gemma3_text", "head_dim": 8}
-    spec = spec_of({"model_type": "gemma3", "text_config": text, "vision_config": vision, "mm_tokens_per_image": 4})
+    spec = spec_of(
+        {
+            "model_type": "gemma3",
+            "text_config": text,
+            "vision_config": vision,
+            "mm_tokens_per_image": 4,
+        }
+    )
     assert {"model.vision_tower", "model.multi_modal_projector"} <= set(check_cut(spec, 2).before)
 
 
@@ -402,22 +514,31 @@ def test_what_text_never_runs_is_no_part_of_later_stages():
 
 
 def test_blocks_are_found_where_the_config_does_not_count_them():
-    llama4 = spec_of({"model_type": "llama4_text", **MOE, "num_local_experts": 2, "intermediate_size_mlp": 48})
+    llama4 = spec_of(
+        {"model_type": "llama4_text", **MOE, "num_local_experts": 2, "intermediate_size_mlp": 48}
+    )
     assert llama4.blocks == tuple(f"model.layers.{index}" for index in range(3))
     assert llama4.build().base_model is not llama4.build()
     longcat = huggingface.read_config(
         type("Options", (), {"name_or_path": None, "config": {"model_type": "longcat_flash"}})
     )
     options = type(
-        "Options", (), {"name_or_path": None, "revision": None, "trust_remote_code": False, "attention": None}
+        "Options",
+        (),
+        {"name_or_path": None, "revision": None, "trust_remote_code": False, "attention": None},
     )
-    assert huggingface.spec_of(longcat, options).blocks == tuple(f"model.layers.{i}" for i in range(28))
+    assert huggingface.spec_of(longcat, options).blocks == tuple(
+        f"model.layers.{i}" for i in range(28)
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"shard": 2, "world_size": 2, "train_batch": 4, "zero_stage": 3}, "zero_optimization.stage"),
+        (
+            {"shard": 2, "world_size": 2, "train_batch": 4, "zero_stage": 3},
+            "zero_optimization.stage",
+        ),
         ({"pipeline": 2, "world_size": 2}, "pipeline.stages"),
         ({"recompute": Recompute("full")}, "trainer.activation_checkpointing"),
         ({"tensor": 2, "world_size": 2}, "tensor_parallel.autotp_size"),
@@ -435,7 +556,9 @@ def test_blocks_that_do_not_run_once_each_are_no_blocks():
 
     def build():
         model = spec.build()
-        model.model.layers[1].register_forward_hook(lambda module, args, output: model.model.layers[2](output))
+        model.model.layers[1].register_forward_hook(
+            lambda module, args, output: model.model.layers[2](output)
+        )
         return model
 
     twice = replace(spec, build=build, tiny=TinyCopies())
@@ -452,13 +575,22 @@ def test_what_can_not_be_tried_runs_on_one_process_alone():
     spec = replace(plain, build=build, tiny=TinyCopies())
     findings = check_model(spec, task_of(spec))
     assert findings.notes == (
-        "it is not proven that llama is causal, nor that its loss is ours: ZeroDivisionError: division by zero",
+        (
+            "it is not proven that llama is causal, nor that its loss is ours: ZeroDivisionError: "
+            "division by zero"
+        ),
     )
     check_layout(spec, task_of(spec), layout(), findings)
     with pytest.raises(
-        ConfigError, match=r"processes: llama: no tiny copy of it can be tried \(ZeroDivisionError: .*one process"
+        ConfigError,
+        match=(
+            r"processes: llama: no tiny copy of it can be tried \(ZeroDivisionError: .*one "
+            r"process"
+        ),
     ):
-        check_layout(spec, task_of(spec), layout(replicate=2, world_size=2, train_batch=4), findings)
+        check_layout(
+            spec, task_of(spec), layout(replicate=2, world_size=2, train_batch=4), findings
+        )
 
 
 def only_longer(module: torch.nn.Module, args: Any, output: Any) -> Any:
@@ -483,7 +615,10 @@ def test_what_some_rows_leave_without_a_gradient_is_found(hook):
     spec = replace(plain, build=build, tiny=TinyCopies())
     findings = check_model(spec, task_of(spec))
     assert (findings.unused, findings.sparse) == ((), ("model.layers.*.mlp.extra.weight",))
-    with pytest.raises(ConfigError, match=r"engine deepspeed: llama: some tokens leave parameters without a gradient"):
+    with pytest.raises(
+        ConfigError,
+        match=r"engine deepspeed: llama: some tokens leave parameters without a gradient",
+    ):
         deepspeed.check(applied(spec, findings), layout())
 
 

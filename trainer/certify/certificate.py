@@ -43,7 +43,9 @@ from trainer.trial.setup import Alone
 
 @dataclass(frozen=True)
 class Certificate:
-    """The result of a comparison: a finding for each check, the worst, and the first that failed."""
+    """The result of a comparison: a finding for each check, the worst, and the first that
+    failed.
+    """
 
     layout: str
     engine: str
@@ -102,7 +104,9 @@ def _certified(
     def reference(small: Tiny, documents: Documents) -> Reference:
         model = initial(copy, section.seed) if base is None else opened(base, section.model)
         own = learner(model, section, copied)
-        return (PackedReference if packed else Reference)(small, spec, own, documents, machine.device)
+        return (PackedReference if packed else Reference)(
+            small, spec, own, documents, machine.device
+        )
 
     def rehearsed() -> tuple[Documents, list[float]]:
         drawn = samples.documents_of(small, spec.language.vocabulary, packed)
@@ -137,7 +141,9 @@ def compare(
         order = Order(reference.order, spec.blocks)
         found.append(compare_initial(run, reference.weights(), order, reference.held))
         expected = list[Expected]()
-        found.append(compare_schedule(small.own.config, small.own.config.trainer.steps or UNKNOWN_STEPS))
+        found.append(
+            compare_schedule(small.own.config, small.own.config.trainer.steps or UNKNOWN_STEPS)
+        )
         if found[0].error == float("inf"):  # other tensors: nothing else can be compared
             return expected, order
         for step, gradients in enumerate(run.gradients):
@@ -149,7 +155,9 @@ def compare(
                 found.extend(compare_held_out(run, step, theirs, expected[-1]))
         found.extend(compare_resumed(resumed, run, small.middle, order))
         if run.rounded is not None:
-            found.extend(compare_rounded(run, *reference.projected(run.states[-1], len(run.losses))))
+            found.extend(
+                compare_rounded(run, *reference.projected(run.states[-1], len(run.losses)))
+            )
         return [replace(one, state={}) for one in expected], order
 
     expected, order = ranks.on_first(Alone()(one_process))
@@ -159,7 +167,9 @@ def compare(
         found.append(compare_counts(run, step, one.targets, so_far, ranks.rank))
     findings = [finding for theirs in ranks.gather(found) for finding in theirs]
     sequence = {check: index for index, check in enumerate(TOLERANCES)}
-    failures = sorted((f for f in findings if not f.passed), key=lambda f: (f.step, sequence[f.check], f.rank))
+    failures = sorted(
+        (f for f in findings if not f.passed), key=lambda f: (f.step, sequence[f.check], f.rank)
+    )
     of_check = [[f for f in findings if f.check == check] for check in TOLERANCES]
     worst = tuple(max(some, key=lambda f: f.severity) for some in of_check if some)
     return Certificate(
@@ -173,17 +183,24 @@ def compare(
 
 def table(certificate: Certificate) -> str:
     """Format the certificate as a table for the user."""
-    lines = [f"{certificate.layout} (engine {certificate.engine})", *(f"  {change}" for change in certificate.changes)]
+    lines = [
+        f"{certificate.layout} (engine {certificate.engine})",
+        *(f"  {change}" for change in certificate.changes),
+    ]
     lines.append(f"{'check':<16}{'largest relative error':>24}{'tolerance':>11}        step  where")
     for finding in certificate.findings:
         verdict = "ok" if finding.passed else "FAIL"
         numbers = f"{finding.error:>24.1e}{finding.tolerance:>11.0e}"
-        lines.append(f"{finding.check:<16}{numbers}  {verdict:<4}  {finding.step:>4}  {finding.where}".rstrip())
+        row = f"{finding.check:<16}{numbers}  {verdict:<4}  {finding.step:>4}  {finding.where}"
+        lines.append(row.rstrip())
     first = certificate.first_failure
     if first is None:
         return "\n".join([*lines, "PASS: trains as one process does"])
     what = f"{first.check} {first.where}".rstrip()
-    lines.append(f"FAIL: first apart at step {first.step}, on rank {first.rank}: {what}, by {first.error:.1e}")
+    lines.append(
+        f"FAIL: first apart at step {first.step}, on rank {first.rank}: {what}, by "
+        f"{first.error:.1e}"
+    )
     return "\n".join(lines)
 
 
@@ -191,4 +208,7 @@ def write(certificate: Certificate, path: Path) -> None:
     content: dict[str, Any] = asdict(certificate)
     for finding in (*content["findings"], content["first_failure"] or {}):
         finding["error"] = repr(finding.get("error"))  # JSON has no infinity
-    path.write_text(json.dumps({"passed": certificate.passed, "versions": versions(), **content}, indent=2) + "\n")
+    path.write_text(
+        json.dumps({"passed": certificate.passed, "versions": versions(), **content}, indent=2)
+        + "\n"
+    )

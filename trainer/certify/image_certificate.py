@@ -20,38 +20,61 @@ from trainer.run.subject import Given, Subject, amended, image_classifier
 from trainer.tasks.image_classification import ImageClassification, class_loss
 
 CLASSES, SIZE = 10, 64
-"""Classes and size of made-up images: a residual network's last block still sees four places of each."""
+"""Classes and size of made-up images: a residual network's last block still sees four places of
+each.
+"""
 VIT = {"patch_size": 8, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24}
-"""Sizes so narrow that patches weigh no more than two blocks: else a cut would come before the blocks."""
+"""Sizes so narrow that patches weigh no more than two blocks: else a cut would come before the
+blocks.
+"""
 
 
 def certify_images(small: Tiny, given: Given, machine: Machine) -> Certificate:
-    """Certify the classifier of the config, or of a script. Collective; raises as `certify_given` does."""
+    """Certify the classifier of the config, or of a script. Collective; raises as `certify_given`
+    does.
+    """
     section, ranks = small.config.trainer, machine.ranks
     wanted = small.layout.train_batch * 3 // 2 + small.held_out + 3
-    if given.data is not None or given.model is not None or ":" in (section.model.name_or_path or ""):
+    if (
+        given.data is not None
+        or given.model is not None
+        or ":" in (section.model.name_or_path or "")
+    ):
         found = image_classifier(small.config, replace(given, loss=None), small.layout, ranks)
         spec, task, images, notes = found.spec, found.task, found.data.images, ("made-up images",)
     else:
-        images = Images(tuple(map(str, range(CLASSES))), "RGB", (SIZE, SIZE), (0.0,) * 3, (1.0,) * 3)
+        images = Images(
+            tuple(map(str, range(CLASSES))), "RGB", (SIZE, SIZE), (0.0,) * 3, (1.0,) * 3
+        )
         name = section.model.name_or_path or ""
         named = ranks.on_first(lambda: classifiers.named(name, arguments_of(section)))
         classifier = ranks.on_first(lambda: tiny_classifier(named, small.layout.stages))
         spec = spec_of(section, images, classifier)
         task = ImageClassification(CLASSES, spec.build, spec.blocks)
         size = " x ".join(map(str, images.size))
-        notes = (f"a small one of its kind: {spec.parameters / 1e6:.1f} M parameters, made-up images of {size}",)
+        notes = (
+            (
+                f"a small one of its kind: {spec.parameters / 1e6:.1f} M parameters, made-up "
+                "images "
+                "of "
+                f"{size}"
+            ),
+        )
     make = partial(initial, spec, section.seed)
     if given.model is not None:
         make = partial(constructed, given.model, section.seed)
     spec = amended(spec, section, ranks, copied=True)
     samples = made_up(images, wanted)
     subject = Subject(spec.tried_on(task.trial(samples[:4])), task, Pairs(samples, None, ""))
-    return certify_subject(replace(small, changes=(*small.changes, *notes)), subject, make, class_loss, machine)
+    return certify_subject(
+        replace(small, changes=(*small.changes, *notes)), subject, make, class_loss, machine
+    )
 
 
 def tiny_classifier(classifier: Classifier, stages: int) -> Classifier:
-    """Return a small classifier with the same kinds of blocks; the classifier itself if no small one is known."""
+    """Return a small classifier with the same kinds of blocks; the classifier itself if no small
+    one is known.
+    """
     from torchvision.models import ResNet, VisionTransformer
     from torchvision.models.resnet import Bottleneck
 

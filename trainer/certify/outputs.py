@@ -1,4 +1,6 @@
-"""Sums over the tokens of what modules give, by which a wrong forward pass is placed: padding and packing count not."""
+"""Sums over the tokens of what modules give, by which a wrong forward pass is placed: padding and
+packing count not.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,17 @@ from torch import nn
 from trainer.models.cut import is_whole
 
 Outputs = dict[tuple[int, int, str], torch.Tensor]
-"""By data rank, micro-batch and module, in order of execution: sums, and sums of squares, [2, features]."""
+"""By data rank, micro-batch and module, in order of execution: sums, and sums of squares, [2,
+features].
+"""
 LEAST = 1e-2
 """Features that are small are measured against this share of the largest."""
 
 
 class Listener:
-    """Keeps what modules with parameters give in a step; not what they give when activations are computed again."""
+    """Keeps what modules with parameters give in a step; not what they give when activations are
+    computed again.
+    """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._parts: list[tuple[tuple[int, int], Any]] = []
@@ -28,7 +34,9 @@ class Listener:
                 module.register_forward_hook(self._hook(name))
 
     def begin(self, parts: dict[tuple[int, int], Any]) -> None:
-        """Listen to micro-batches by data rank and number: to tokens that are not 0, [batch, sequence], or to all."""
+        """Listen to micro-batches by data rank and number: to tokens that are not 0, [batch,
+        sequence], or to all.
+        """
         self._parts, self._calls, self._found = list(parts.items()), Counter(), {}
 
     def end(self) -> Outputs:
@@ -38,15 +46,22 @@ class Listener:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            again, number = torch._C._current_graph_task_id() >= 0, self._calls[name]  # within a backward pass
-            self._calls[name] += not again  # one too many shows a module that several stages of this rank have
+            again, number = (
+                torch._C._current_graph_task_id() >= 0,
+                self._calls[name],
+            )  # within a backward pass
+            self._calls[
+                name
+            ] += not again  # one too many shows a module that several stages of this rank have
             if again or number >= len(self._parts):
                 return
             (rank, micro_batch), tokens = self._parts[number]
             value = output[0] if isinstance(output, (tuple, list)) else output
             if (rows := _rows(value, tokens)) is not None:
                 rows = rows.double()
-                self._found[rank, micro_batch, name] = torch.stack([rows.sum(0), rows.square().sum(0)]).cpu()
+                self._found[rank, micro_batch, name] = torch.stack(
+                    [rows.sum(0), rows.square().sum(0)]
+                ).cpu()
 
         return hook
 
@@ -54,7 +69,9 @@ class Listener:
 def _rows(value: Any, tokens: torch.Tensor | None) -> torch.Tensor | None:
     if not torch.is_tensor(value) or value.dim() < 2 or not value.is_floating_point():
         return None
-    value = value.detach()  # what is saved for a backward pass here would be missing when a block is computed again
+    value = (
+        value.detach()
+    )  # what is saved for a backward pass here would be missing when a block is computed again
     if tokens is None:
         return value.flatten(1)
     fits = value.dim() == 3 and len(value) == len(tokens) and value.shape[1] >= tokens.shape[1]

@@ -1,7 +1,9 @@
-"""The model of the one process: PEFT's for adapters, transformers' for weights, frozen and grouped as configured.
+"""The model of the one process: PEFT's for adapters, transformers' for weights, frozen and grouped
+as configured.
 
 Written from the description in docs/finetuning.md of `trainer.freeze`, `trainer.parameter_groups`
-and `trainer.adapter`."""
+and `trainer.adapter`.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ class Learner(NamedTuple):
     """Parameter -> the factor of its learning rate, and its own weight decay, if any."""
 
 
-def learner(base: nn.Module, section: TrainerSection, copied: tuple[ModelSpec, ModelSpec] | None = None) -> Learner:
-    """Prepare `base`, in place, for training in one process; `copied`: the config's model, and its copy."""
+def learner(
+    base: nn.Module, section: TrainerSection, copied: tuple[ModelSpec, ModelSpec] | None = None
+) -> Learner:
+    """Prepare `base`, in place, for training in one process; `copied`: the config's model, and its
+    copy.
+    """
     whole = copied[0].build() if copied else base
     model = base
     if section.adapter is not None:
@@ -40,10 +46,16 @@ def learner(base: nn.Module, section: TrainerSection, copied: tuple[ModelSpec, M
         targets = _targets(whole, copied[0].blocks, section.adapter)
         patterns = {pattern_of(name) for name in targets}
         inside = [name for name, _ in base.named_modules() if pattern_of(name) in patterns]
-        whole, model = (_adapted(of, section, names) for of, names in ((whole, targets), (base, inside)))
+        whole, model = (
+            _adapted(of, section, names) for of, names in ((whole, targets), (base, inside))
+        )
 
     def of_copy(found: Mapping[str, Any]) -> Mapping[str, Any]:
-        return found if copied is None else carried(found, copied[0].blocks, copied[1].blocks, model)[0]
+        return (
+            found
+            if copied is None
+            else carried(found, copied[0].blocks, copied[1].blocks, model)[0]
+        )
 
     held = dict.fromkeys(_matching(whole, section.freeze), True)
     _hold(model, of_copy(held))
@@ -81,16 +93,22 @@ def opened(folder: Path, options: Any) -> nn.Module:
     """Load a model by transformers, in float32."""
     from transformers import AutoModelForCausalLM
 
-    attention = {"attn_implementation": options.attention} if options.attention in ("eager", "sdpa") else {}
+    attention = (
+        {"attn_implementation": options.attention} if options.attention in ("eager", "sdpa") else {}
+    )
     trusted = options.trust_remote_code
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trusted, **attention)  # type: ignore[no-any-return]
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=trusted, **attention
+    )  # type: ignore[no-any-return]
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
     """Return the names of parameters that match; a tied parameter matches by any of its names."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
-    return {first[id(p)] for name, p in every if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    return {
+        first[id(p)] for name, p in every if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
 
 
 def _hold(model: nn.Module, names: Mapping[str, bool]) -> None:
@@ -100,15 +118,27 @@ def _hold(model: nn.Module, names: Mapping[str, bool]) -> None:
 
 
 def _targets(model: nn.Module, blocks: Sequence[str], adapter: Any) -> list[str]:
-    """List linear layers of the blocks: all, or those whose name is or ends in one of the targets."""
+    """List linear layers of the blocks: all, or those whose name is or ends in one of the
+    targets.
+    """
     inside = tuple(f"{block}." for block in blocks)
-    names = [n for n, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and n.startswith(inside or "")]
+    names = [
+        n
+        for n, m in model.named_modules()
+        if type(m) in (nn.Linear, Conv1D) and n.startswith(inside or "")
+    ]
     wanted = _lora(adapter, ()).target_modules if adapter.path else adapter.targets
-    return names if wanted == "all-linear" else [n for n in names if f".{n}".endswith(tuple(f".{w}" for w in wanted))]
+    return (
+        names
+        if wanted == "all-linear"
+        else [n for n in names if f".{n}".endswith(tuple(f".{w}" for w in wanted))]
+    )
 
 
 def _adapted(model: nn.Module, section: TrainerSection, targets: Sequence[str]) -> nn.Module:
-    """Wrap a model by PEFT; an adapter's initial values are PEFT's, each from the seed of its place."""
+    """Wrap a model by PEFT; an adapter's initial values are PEFT's, each from the seed of its
+    place.
+    """
     from peft import get_peft_model
     from peft.tuners.lora import LoraLayer
 
@@ -128,7 +158,12 @@ def _lora(adapter: Any, targets: Sequence[str]) -> Any:
         config = LoraConfig.from_pretrained(adapter.path)
         config.inference_mode = False
     else:
-        own = {"r": adapter.r, "lora_alpha": adapter.alpha, "bias": adapter.bias, "use_dora": adapter.dora}
+        own = {
+            "r": adapter.r,
+            "lora_alpha": adapter.alpha,
+            "bias": adapter.bias,
+            "use_dora": adapter.dora,
+        }
         saved = list(adapter.modules_to_save) or None
         config = LoraConfig(**own, use_rslora=adapter.rslora, modules_to_save=saved)
     config.lora_dropout = adapter.dropout

@@ -43,7 +43,9 @@ State = dict[tuple[str, str], torch.Tensor]
 
 @dataclass
 class Recording:
-    """The record of a run by steps; `states` has one more, from before training. Tensors are on the host."""
+    """The record of a run by steps; `states` has one more, from before training. Tensors are on the
+    host.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -90,14 +92,20 @@ class Recorder:
         self._task = task
         self._ranks = ranks
         self._observes = observes
-        self._listener = Listener(module.get_submodule("model") for module in engine.modules if observes)
+        self._listener = Listener(
+            module.get_submodule("model") for module in engine.modules if observes
+        )
         self.recording = Recording(states=[state_of(engine, ranks)])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def step(
-        self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
+        self,
+        step: int,
+        micro_batches: Sequence[Batch],
+        update: Update,
+        observe: Observer | None = None,
     ) -> Metrics:
         gradients: Tensors = {}
         self._task.begin(step)
@@ -105,7 +113,9 @@ class Recorder:
         job = self._engine.job
         if not job.layout.sync_batch_norm:  # which one process runs as one micro-batch
             key = "input_ids" if job.spec.language.vocabulary else ""
-            self._listener.begin({(job.data_rank, i): batch.get(key) for i, batch in enumerate(micro_batches)})
+            self._listener.begin(
+                {(job.data_rank, i): batch.get(key) for i, batch in enumerate(micro_batches)}
+            )
         metrics = self._engine.step(step, micro_batches, update, keep if self._observes else None)
         recording = self.recording
         recording.outputs.append(self._listener.end())
@@ -119,7 +129,9 @@ class Recorder:
 
 
 def engine_of(small: Tiny, device: str) -> str:
-    """Choose the run's own engine: in float32, "auto" may choose another. Raises ConfigError if there is none."""
+    """Choose the run's own engine: in float32, "auto" may choose another. Raises ConfigError if
+    there is none.
+    """
     wanted: str = small.config.trainer.engine
     if wanted == "auto":
         wanted, _ = small.own.engine(device=device)
@@ -147,7 +159,8 @@ def shared_folder(ranks: Ranks) -> Iterator[Path]:
 def record(
     small: Tiny, spec: ModelSpec, task: Task, sources: Sources, machine: Machine, folder: Path
 ) -> tuple[Recording, Recording]:
-    """Record the whole run; and its second part again, by a new engine, from the checkpoint in its middle. Collective.
+    """Record the whole run; and its second part again, by a new engine, from the checkpoint in its
+    middle. Collective.
 
     No step of the second run is observed, which shows that observing changes nothing.
     """
@@ -164,7 +177,9 @@ def record(
     return whole, resumed
 
 
-def _train(small: Tiny, kind: EngineKind, job: Job, sources: Sources, folder: Path, source: Path | None) -> Recording:
+def _train(
+    small: Tiny, kind: EngineKind, job: Job, sources: Sources, folder: Path, source: Path | None
+) -> Recording:
     """Train by the loop of a real run, from the checkpoint `source` on if there is one."""
     layout, spec, machine, ranks = job.layout, job.spec, job.machine, job.machine.ranks
     state, done = RunState(), 0 if source is None else small.total
@@ -192,14 +207,22 @@ def _train(small: Tiny, kind: EngineKind, job: Job, sources: Sources, folder: Pa
         def save(self, state: RunState) -> None:
             if source is None and state.step == small.middle:
                 recording.position = replace(state, engine=engine.scalars())
-                saved = folder / "checkpoints", recording.position, stored(spec, engine.state_tensors())
-                recording.checkpoint = checkpoint.save(*saved, {}, lambda _: None, ranks, stem=spec.files.stem)
+                saved = (
+                    folder / "checkpoints",
+                    recording.position,
+                    stored(spec, engine.state_tensors()),
+                )
+                recording.checkpoint = checkpoint.save(
+                    *saved, {}, lambda _: None, ranks, stem=spec.files.stem
+                )
 
         def at(self, phase: Phase, step: int) -> None:
             machine.watch.at(phase, done + step)  # what comes later has a higher step
 
     steps = range(state.step, small.total)
-    loader = BatchLoader(sources.training, job.task.collate, batching, steps, seed=job.seed, position=state.samples)
+    loader = BatchLoader(
+        sources.training, job.task.collate, batching, steps, seed=job.seed, position=state.samples
+    )
     plan = LoopPlan(small.total, layout.train_batch, 1, small.middle, small.middle)
     with loader:
         train(recorder, loader, _schedule(small), plan, Records(), state)
@@ -211,10 +234,14 @@ def _train(small: Tiny, kind: EngineKind, job: Job, sources: Sources, folder: Pa
 
 
 def _schedule(small: Tiny) -> LRSchedule:
-    """Return the config's schedule, followed by the probes, at a rate at which weight decay shows in float32."""
+    """Return the config's schedule, followed by the probes, at a rate at which weight decay shows
+    in float32.
+    """
     optimizer, scheduler = small.config.optimizer, small.config.scheduler
     schedule = schedule_of(vars(optimizer), None if scheduler is None else vars(scheduler))
-    return lambda step: schedule(step) if step < small.steps else replace(schedule(step), learning_rate=PROBE_RATE)
+    return lambda step: (
+        schedule(step) if step < small.steps else replace(schedule(step), learning_rate=PROBE_RATE)
+    )
 
 
 @contextmanager
@@ -229,12 +256,18 @@ def _chunks_of(size: int) -> Iterator[None]:
 
 
 def state_of(engine: Engine, ranks: Ranks) -> State:
-    """Gather all state tensors on the first rank: each is read on its owner and sent. Collective."""
+    """Gather all state tensors on the first rank: each is read on its owner and sent.
+    Collective.
+    """
     found: State = {}
     for entry in engine.state_tensors():
         value = entry.read()
         device = engine.job.machine.device
-        value = torch.empty(entry.shape, dtype=entry.dtype) if value is None else value.detach().clone().contiguous()
+        value = (
+            torch.empty(entry.shape, dtype=entry.dtype)
+            if value is None
+            else value.detach().clone().contiguous()
+        )
         if ranks.world_size > 1:
             value = value.to(device)
             dist.broadcast(value, entry.owner)

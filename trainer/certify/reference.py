@@ -1,7 +1,9 @@
-"""The same run in one process, by PyTorch, transformers and, for the schedules, DeepSpeed's own classes alone.
+"""The same run in one process, by PyTorch, transformers and, for the schedules, DeepSpeed's own
+classes alone.
 
 Written anew from the contracts: order of samples, padding, seeds of dropout, loss, clipping, decay
-groups. Only the initial values share code with the run, except those read from files or made by PEFT.
+groups. Only the initial values share code with the run, except those read from files or made by
+PEFT.
 
 Each step starts from the engine's state before it. So its error is that of one step: nothing
 accumulates from step to step, an optimizer that divides noise by noise (eps 1e-8) stays comparable,
@@ -94,7 +96,9 @@ class Reference:
     _most: tuple[int, ...] = (1,)
     """For each measure, the number of highest logits among which a correct target is."""
 
-    def __init__(self, small: Tiny, spec: ModelSpec, own: Learner, documents: Documents, device: torch.device) -> None:
+    def __init__(
+        self, small: Tiny, spec: ModelSpec, own: Learner, documents: Documents, device: torch.device
+    ) -> None:
         self._small, self._spec, self._documents, self._device = small, spec, documents, device
         self._layout, self._seed = small.layout, small.config.trainer.seed
         self._smoothing = small.config.trainer.label_smoothing
@@ -117,10 +121,14 @@ class Reference:
         self._scheduler = scheduler_of(self._optimizer, small.config)
 
     def weights(self) -> Tensors:
-        """Return every tensor that a checkpoint of the model has: parameters, and persistent buffers."""
+        """Return every tensor that a checkpoint of the model has: parameters, and persistent
+        buffers.
+        """
         tied = {alias: name for alias, name in self._spec.tied.items() if alias not in self._named}
         stored = self.model.state_dict()
-        return {name: value.detach().cpu().clone() for name, value in stored.items() if name not in tied}
+        return {
+            name: value.detach().cpu().clone() for name, value in stored.items() if name not in tied
+        }
 
     def step(self, step: int, before: State, gradients: Tensors, norm: float) -> Expected:
         """Take a step from the engine's state before it; update by the engine's gradients and norm.
@@ -137,16 +145,26 @@ class Reference:
             return Expected(math.inf, math.inf, {}, kept, counted)
         loss, own = self._gradients(self.model, step, found, counted)
         expected, outputs = norm_of(own), self._outputs
-        rounding = None if self._layout.precision == "float32" else self._rounding(step, found, counted, loss, own)
+        rounding = (
+            None
+            if self._layout.precision == "float32"
+            else self._rounding(step, found, counted, loss, own)
+        )
         self._update(step, gradients, norm)
         after = {(name, WEIGHT): value for name, value in self.weights().items()}
         for name, parameter in self._named.items():
             kept = self._optimizer.state[parameter].items()
-            after |= {(name, part): value.detach().cpu().clone() for part, value in kept if torch.is_tensor(value)}
+            after |= {
+                (name, part): value.detach().cpu().clone()
+                for part, value in kept
+                if torch.is_tensor(value)
+            }
         return Expected(loss, expected, own, after, counted, rounding, outputs)
 
     def norms(self, steps: int) -> list[float]:
-        """Return the gradient norms of the first steps of a run of its own: the engine's, up to rounding."""
+        """Return the gradient norms of the first steps of a run of its own: the engine's, up to
+        rounding.
+        """
         found = []
         for step in range(steps):
             parts = self._whole_step(step)
@@ -157,7 +175,9 @@ class Reference:
         return found
 
     def continued(self, documents: list[Encoded]) -> list[Encoded]:
-        """Replace the tokens of every other document by the model's most likely ones, so that its accuracy is not 0."""
+        """Replace the tokens of every other document by the model's most likely ones, so that its
+        accuracy is not 0.
+        """
         self.model.eval()
         found = list(documents)
         for index in range(0, len(found), 2):
@@ -171,9 +191,11 @@ class Reference:
         return found
 
     def held_out(self, state: State) -> Judged:
-        """Evaluate the held-out samples, each by itself: mean loss, number of targets, number of correct ones.
+        """Evaluate the held-out samples, each by itself: mean loss, number of targets, number of
+        correct ones.
 
-        By micro-batches if the model adds a loss of a whole micro-batch, or padding moves its logits.
+        By micro-batches if the model adds a loss of a whole micro-batch, or padding moves its
+        logits.
         """
         self._load(state)
         self.model.eval()
@@ -181,7 +203,10 @@ class Reference:
         limit, size = self._small.held_out, self._layout.micro_batch if together else 1
         documents = [self._sample(document) for document in self._documents.held_out[:limit]]
         documents += [(documents[0][0], [IGNORED] * len(documents[0][0]))] * (-limit % size)
-        return self._judged(self._padded(documents[start : start + size]) for start in range(0, len(documents), size))
+        return self._judged(
+            self._padded(documents[start : start + size])
+            for start in range(0, len(documents), size)
+        )
 
     def _judged(self, batches: Iterable[tuple[Any, Any]]) -> Judged:
         total, counted, right, unsure = 0.0, 0, [0] * len(self._most), 0
@@ -201,7 +226,9 @@ class Reference:
     def _sample(self, document: Encoded) -> tuple[list[int], list[int]]:
         return sample_of(document, self._small.row)
 
-    def _gradients(self, model: nn.Module, step: int, found: list[MicroBatch], counted: int) -> tuple[float, Tensors]:
+    def _gradients(
+        self, model: nn.Module, step: int, found: list[MicroBatch], counted: int
+    ) -> tuple[float, Tensors]:
         model.zero_grad()
         total, self._outputs = 0.0, {}
         for part in found:
@@ -215,9 +242,13 @@ class Reference:
             for key, value in self._listener.end().items():  # a packed row is several parts
                 self._outputs[key] = self._outputs.get(key, 0) + value
         named = model.named_parameters()
-        return total / counted, {n: p.grad.float().cpu().clone() for n, p in named if p.grad is not None}
+        return total / counted, {
+            n: p.grad.float().cpu().clone() for n, p in named if p.grad is not None
+        }
 
-    def _loss_sum(self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _loss_sum(
+        self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
         """Return the model's own mean loss, with all that it adds, times the number of targets."""
         smoothing = self._smoothing if model.training else 0.0
 
@@ -228,20 +259,31 @@ class Reference:
         if self._has_own_loss and bool((targets != IGNORED).any()):
             own = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
             total = own.loss * (targets != IGNORED).sum()
-            return total + plain(own.logits, smoothing) - plain(own.logits, 0.0) if smoothing else total  # type: ignore[no-any-return]
+            return (
+                total + plain(own.logits, smoothing) - plain(own.logits, 0.0)
+                if smoothing
+                else total
+            )  # type: ignore[no-any-return]
         return plain(model(input_ids=inputs, use_cache=False).logits, smoothing)
 
     def _counted(self, inputs: Any, targets: Any) -> int:
         return int((targets != IGNORED).sum())
 
     def _try_forward(self) -> tuple[bool, bool]:
-        """Return two flags: if the model has a loss over shifted labels, and if it adds anything to it."""
+        """Return two flags: if the model has a loss over shifted labels, and if it adds anything to
+        it.
+        """
         ids = torch.arange(1, 9, device=self._device)[None] % self._spec.language.vocabulary
-        logits = self._watch_order(lambda: self.model(input_ids=ids, use_cache=False).logits.float())
+        logits = self._watch_order(
+            lambda: self.model(input_ids=ids, use_cache=False).logits.float()
+        )
         with torch.no_grad():
             try:
                 shifted = {"shift_labels": ids, "use_cache": False}
-                losses = [self.model(input_ids=ids, labels=other, **shifted).loss for other in (ids, ids.roll(3))]
+                losses = [
+                    self.model(input_ids=ids, labels=other, **shifted).loss
+                    for other in (ids, ids.roll(3))
+                ]
             except Exception:  # whatever a model's own code raises for an unknown argument
                 return False, False
         known = losses[0] is not None and bool(losses[0] == losses[1])
@@ -265,8 +307,14 @@ class Reference:
         return output
 
     def _padding_counts(self) -> bool:
-        """Return True if logits depend on how many tokens follow in the row, as they do where ties are ranked."""
-        ids = torch.arange(1, LONGEST + 1, device=self._device)[None] % (LONGEST // 2) % self._spec.language.vocabulary
+        """Return True if logits depend on how many tokens follow in the row, as they do where ties
+        are ranked.
+        """
+        ids = (
+            torch.arange(1, LONGEST + 1, device=self._device)[None]
+            % (LONGEST // 2)
+            % self._spec.language.vocabulary
+        )
         moved = 0.0
         with torch.no_grad():
             long = self.model(input_ids=ids, use_cache=False).logits.float()
@@ -275,8 +323,12 @@ class Reference:
                 moved = max(moved, float((short - long[:, :length]).abs().max()))
         return moved > 1e-5 * float(long.abs().max())
 
-    def _rounding(self, step: int, found: list[MicroBatch], counted: int, loss: float, own: Tensors) -> Rounding:
-        """Repeat the step in low precision, twice: with gradients summed in low precision and in float32."""
+    def _rounding(
+        self, step: int, found: list[MicroBatch], counted: int, loss: float, own: Tensors
+    ) -> Rounding:
+        """Repeat the step in low precision, twice: with gradients summed in low precision and in
+        float32.
+        """
         dtype = getattr(torch, self._layout.precision)
         low, exact = copy.deepcopy(self.model), self._outputs
         for parameter in low.parameters():
@@ -284,30 +336,49 @@ class Reference:
         together = self._gradients(low, step, found, counted)
         outputs = {key: apart(value, exact[key]) for key, value in self._outputs.items()}
         alone = [self._gradients(low, step, [part], counted) for part in found]
-        summed = {name: torch.stack([of[name] for _, of in alone if name in of]).sum(0) for name in together[1]}
+        summed = {
+            name: torch.stack([of[name] for _, of in alone if name in of]).sum(0)
+            for name in together[1]
+        }
         runs = [together, (sum(loss for loss, _ in alone), summed)]
         return Rounding(
             max(abs(of[0] - loss) for of in runs),
             max(abs(norm_of(of[1]) - norm_of(own)) for of in runs),
-            {n: max(float((of[1][n] - value).abs().max()) for of in runs) for n, value in own.items()},
+            {
+                n: max(float((of[1][n] - value).abs().max()) for of in runs)
+                for n, value in own.items()
+            },
             outputs,
             torch.finfo(dtype).eps / 2,
         )
 
     def projected(self, state: State, step: int) -> tuple[list[Tensors], list[Tensors]]:
-        """Compute gradients of `rounding.STEPS` steps at the run's rounded weights, in float32 and as it does."""
+        """Compute gradients of `rounding.STEPS` steps at the run's rounded weights, in float32 and
+        as it does.
+        """
         self._load(state)
-        dtype, layout, size = getattr(torch, self._layout.precision), self._layout, self._spec.language.vocabulary
+        dtype, layout, size = (
+            getattr(torch, self._layout.precision),
+            self._layout,
+            self._spec.language.vocabulary,
+        )
         low, exact = copy.deepcopy(self.model), copy.deepcopy(self.model)
         for rounded, parameter in zip(low.parameters(), exact.parameters(), strict=True):
             rounded.data = parameter.data.to(dtype)
             parameter.data = rounded.data.float()
         found: tuple[list[Tensors], list[Tensors]] = ([], [])
-        places = [(rank, number) for number in range(layout.accumulation) for rank in range(layout.data_ranks)]
+        places = [
+            (rank, number)
+            for number in range(layout.accumulation)
+            for rank in range(layout.data_ranks)
+        ]
         for later in range(step, step + STEPS):
             parts = []
             for rank, number in places:
-                rows = [(i.tolist(), t.tolist()) for i, t in rows_of(self._small, size, later, rank, number)]
+                rows = [
+                    (i.tolist(), t.tolist())
+                    for i, t in rows_of(self._small, size, later, rank, number)
+                ]
                 parts.append(MicroBatch(rank, number, *self._padded(rows)))
             counted = sum(part.targets.numel() for part in parts)
             for gradients, model in zip(found, (exact, low), strict=True):
@@ -322,15 +393,26 @@ class Reference:
         layout, batch = self._layout, self._layout.train_batch
         epochs = range(step * batch // size, (step + 1) * batch // size + 1)
         stream = np.concatenate(
-            [np.random.Generator(np.random.PCG64([self._seed, e])).permutation(size) for e in epochs]
+            [
+                np.random.Generator(np.random.PCG64([self._seed, e])).permutation(size)
+                for e in epochs
+            ]
         )
         first = step * batch - epochs.start * size
-        ids = stream[first : first + batch].reshape(layout.accumulation, layout.data_ranks, layout.micro_batch)
+        ids = stream[first : first + batch].reshape(
+            layout.accumulation, layout.data_ranks, layout.micro_batch
+        )
         return ids[:, data_rank]  # type: ignore[no-any-return]
 
     def _whole_step(self, step: int) -> list[MicroBatch]:
-        """List the micro-batches of all data ranks, in the order in which running statistics include them."""
-        found = [part for rank in range(self._layout.data_ranks) for part in self._micro_batches(step, rank)]
+        """List the micro-batches of all data ranks, in the order in which running statistics
+        include them.
+        """
+        found = [
+            part
+            for rank in range(self._layout.data_ranks)
+            for part in self._micro_batches(step, rank)
+        ]
         return sorted(found, key=lambda part: (part.number, part.data_rank))
 
     def _micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
@@ -339,9 +421,14 @@ class Reference:
         parts = [[self._sample(documents[i]) for i in part] for part in numbers]
         # a pipeline pads its micro-batches to one shape, which affects attention's dropout
         width = max(len(s[0]) for part in parts for s in part) if layout.pipeline > 1 else 0
-        return [MicroBatch(data_rank, index, *self._padded(part, width)) for index, part in enumerate(parts)]
+        return [
+            MicroBatch(data_rank, index, *self._padded(part, width))
+            for index, part in enumerate(parts)
+        ]
 
-    def _padded(self, samples: list[tuple[list[int], list[int]]], width: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def _padded(
+        self, samples: list[tuple[list[int], list[int]]], width: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(width, *(len(inputs) for inputs, _ in samples))
         inputs = [row + [0] * (width - len(row)) for row, _ in samples]
         targets = [row + [IGNORED] * (width - len(row)) for _, row in samples]
@@ -391,7 +478,11 @@ class Reference:
         share = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         for name, parameter in self._named.items():
             gradient = gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.reshape(parameter.shape).to(self._device) * share
+            parameter.grad = (
+                None
+                if gradient is None
+                else gradient.reshape(parameter.shape).to(self._device) * share
+            )
         if step >= self._small.steps:
             for group in self._optimizer.param_groups:
                 group["lr"] = PROBE_RATE
@@ -406,15 +497,21 @@ class Reference:
             self._scheduler.step()
 
 
-def right_of(logits: torch.Tensor, targets: torch.Tensor, most: int, margin: float) -> tuple[int, int]:
-    """Count targets among the `most` highest logits, and those within a `margin` of being in or out."""
+def right_of(
+    logits: torch.Tensor, targets: torch.Tensor, most: int, margin: float
+) -> tuple[int, int]:
+    """Count targets among the `most` highest logits, and those within a `margin` of being in or
+    out.
+    """
     logits, targets = logits.float().flatten(0, -2), targets.flatten()
     logits, targets = logits[targets != IGNORED], targets[targets != IGNORED]
     if not len(targets):
         return 0, 0
     own = logits.gather(1, targets[:, None])[:, 0]
     others = logits.scatter(1, targets[:, None], -math.inf).topk(most).values[:, -1]
-    return int((own > others).sum()), int(((own - others).abs() <= margin * logits.abs().max()).sum())
+    return int((own > others).sum()), int(
+        ((own - others).abs() <= margin * logits.abs().max()).sum()
+    )
 
 
 def norm_of(gradients: Tensors) -> float:
@@ -424,7 +521,9 @@ def norm_of(gradients: Tensors) -> float:
 def sample_of(document: Encoded, longest: int) -> tuple[list[int], list[int]]:
     """Return inputs and targets: at each position the token that follows, if it counts."""
     tokens = list(document.tokens)[: longest + 1]
-    return tokens[:-1], [t if counts else IGNORED for t, counts in zip(tokens, document.counted, strict=False)][1:]
+    return tokens[:-1], [
+        t if counts else IGNORED for t, counts in zip(tokens, document.counted, strict=False)
+    ][1:]
 
 
 def seed_of(*parts: int | str) -> int:
@@ -433,14 +532,18 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "little") // 2
 
 
-def optimizer_of(model: nn.Module, small: Tiny, own: Mapping[str, tuple[float, float | None]]) -> torch.optim.Optimizer:
+def optimizer_of(
+    model: nn.Module, small: Tiny, own: Mapping[str, tuple[float, float | None]]
+) -> torch.optim.Optimizer:
     """Build PyTorch's optimizer, tensor by tensor, with the config's parameters, DeepSpeed's
     defaults and Trainer's groups.
     Each parameter is a group by itself."""
     from transformers import Trainer
 
     wanted, section = small.config.optimizer, small.config.trainer
-    name = "AdamW" if wanted.type == "Adam" and wanted.params.get("adam_w_mode", True) else wanted.type
+    name = (
+        "AdamW" if wanted.type == "Adam" and wanted.params.get("adam_w_mode", True) else wanted.type
+    )
     params = {key: value for key, value in wanted.params.items() if key not in NOT_OF_TORCH}
     named = dict(model.named_parameters())
     decayed = set(named)

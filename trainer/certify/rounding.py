@@ -1,8 +1,10 @@
-"""A check of low precision for errors that rounding hides in a step, over many rows at the weights after training.
+"""A check of low precision for errors that rounding hides in a step, over many rows at the weights
+after training.
 
-Rounding has no direction: over many rows, the gradient's coefficient of projection on that in float32 is 1,
-whatever the noise. And sums in float32 are exact: the gradient of a step is the sum of those of its micro-batches,
-each computed without the targets of all others. Their shares of all targets are powers of two, which round nothing.
+Rounding has no direction: over many rows, the gradient's coefficient of projection on that in
+float32 is 1, whatever the noise. And sums in float32 are exact: the gradient of a step is the sum
+of those of its micro-batches, each computed without the targets of all others. Their shares of all
+targets are powers of two, which round nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Rounded(NamedTuple):
     projected: list[Tensors]
     """The gradients of STEPS steps."""
     added: float = 0.0
-    """The largest difference of a step's gradient from the sum of its micro-batches', relative to its largest entry."""
+    """The largest difference of a step's gradient from the sum of its micro-batches', relative to
+    its largest entry.
+    """
     where: str = ""
     allowed: float = 0.0
     """The difference allowed, if the config has gradients summed in low precision."""
@@ -55,8 +59,12 @@ def measured(engine: Engine, job: Job, small: Tiny, kind: str, step: int) -> Rou
         return found
 
     def batches_of(number: int, targets: Any) -> list[Batch]:
-        parts = [rows_of(small, vocabulary, number, job.data_rank, i) for i in range(layout.accumulation)]
-        return [_batch(job, rows, targets(job.data_rank, i), packed) for i, rows in enumerate(parts)]
+        parts = [
+            rows_of(small, vocabulary, number, job.data_rank, i) for i in range(layout.accumulation)
+        ]
+        return [
+            _batch(job, rows, targets(job.data_rank, i), packed) for i, rows in enumerate(parts)
+        ]
 
     projected = [gradients(step + n, batches_of(step + n, lambda *_: None)) for n in range(STEPS)]
     shares = _shares(layout.data_ranks * layout.accumulation)
@@ -65,7 +73,9 @@ def measured(engine: Engine, job: Job, small: Tiny, kind: str, step: int) -> Rou
     whole = gradients(step, batches_of(step, lambda *place: count[place]))
     total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in whole.items()}
     for one in places:
-        part = gradients(step, batches_of(step, lambda *place, one=one: count[place] if place == one else 0))
+        part = gradients(
+            step, batches_of(step, lambda *place, one=one: count[place] if place == one else 0)
+        )
         for name, value in part.items():
             total[name] += value.double() * (count[one] / sum(shares))
     errors = {
@@ -78,16 +88,28 @@ def measured(engine: Engine, job: Job, small: Tiny, kind: str, step: int) -> Rou
 
 
 def _allowed(small: Tiny, engine: str) -> float:
-    """Return the error allowed: DeepSpeed sums gradients in the model's precision, unless both keys say float32."""
+    """Return the error allowed: DeepSpeed sums gradients in the model's precision, unless both keys
+    say float32.
+    """
     settings, layout = small.config.settings, small.layout
-    kinds = settings.get("data_types", {}).get("grad_accum_dtype"), settings.get("communication_data_type")
+    kinds = (
+        settings.get("data_types", {}).get("grad_accum_dtype"),
+        settings.get("communication_data_type"),
+    )
     if engine != "deepspeed" or all(kind in ("fp32", "float32", "float") for kind in kinds):
         return 0.0
-    return layout.accumulation * layout.data_ranks * torch.finfo(getattr(torch, layout.precision)).eps / 2
+    return (
+        layout.accumulation
+        * layout.data_ranks
+        * torch.finfo(getattr(torch, layout.precision)).eps
+        / 2
+    )
 
 
 def _shares(count: int) -> list[int]:
-    """Return numbers of targets of so many micro-batches: each is the sum of all divided by a power of two."""
+    """Return numbers of targets of so many micro-batches: each is the sum of all divided by a power
+    of two.
+    """
     full = 1 << (count.bit_length() - 1)
     halves = 2 * (count - full)
     return [FEWEST] * halves + [2 * FEWEST] * (count - halves)
@@ -99,17 +121,28 @@ def _batch(job: Job, rows: Rows, kept: int | None, packed: bool) -> Batch:
     for number, (inputs, targets) in enumerate(rows):
         counted = len(targets) if kept is None else kept if number == 0 else 0
         targets = np.where(np.arange(len(targets)) < counted, targets, IGNORED)
-        samples.append({"input_ids": inputs, "targets": targets, **({"documents": [len(inputs)]} if packed else {})})
+        samples.append(
+            {
+                "input_ids": inputs,
+                "targets": targets,
+                **({"documents": [len(inputs)]} if packed else {}),
+            }
+        )
     batch = job.task.collate(samples)
     return {name: value.to(job.machine.device) for name, value in batch.items()}
 
 
 def coefficients(found: list[Tensors], theirs: list[Tensors]) -> tuple[list[float], float]:
-    """Return the coefficients of projection on `theirs`, by steps; and the relative norm of all residuals."""
+    """Return the coefficients of projection on `theirs`, by steps; and the relative norm of all
+    residuals.
+    """
     parts, left, whole = [], 0.0, 0.0
     for ours, exact in zip(found, theirs, strict=True):
         names = ours.keys() & exact.keys()
-        g, r = (torch.cat([of[name].double().flatten() for name in sorted(names)]) for of in (ours, exact))
+        g, r = (
+            torch.cat([of[name].double().flatten() for name in sorted(names)])
+            for of in (ours, exact)
+        )
         parts.append(float(g @ r / (r @ r)))
         left, whole = left + float((g - parts[-1] * r).norm()) ** 2, whole + float(r.norm()) ** 2
     return parts, (left / whole) ** 0.5

@@ -16,11 +16,15 @@ from trainer.models.tiny_config import SIZES, Sizes
 LONGEST_ROW, LOGITS, PARAMETERS = 4096, 1 << 25, 24_000_000
 """The most tokens of a sample, entries of its logits, and parameters: seconds of a CPU."""
 FEW = 97
-"""The number of tokens among which half are drawn: a frequent token gets gradients from many places."""
+"""The number of tokens among which half are drawn: a frequent token gets gradients from many
+places.
+"""
 
 
 class Documents(NamedTuple):
-    """Documents of different lengths, one too long for a sample, with very unequal numbers of targets."""
+    """Documents of different lengths, one too long for a sample, with very unequal numbers of
+    targets.
+    """
 
     training: list[Encoded]
     held_out: list[Encoded]
@@ -49,7 +53,8 @@ def with_copy(small: Tiny, plain: ModelSpec, packed: bool) -> tuple[Tiny, ModelS
 
 
 def documents_of(small: Tiny, vocabulary: int, packed: bool = False) -> Documents:
-    """Draw one and a half steps of documents, so that steps span the ends of epochs; the same on every rank.
+    """Draw one and a half steps of documents, so that steps span the ends of epochs; the same on
+    every rank.
 
     They use as much of the vocabulary as there is room for, with its last token. There are twice as
     many if they are to be packed: fewer than two on average fit in a sample.
@@ -61,11 +66,15 @@ def documents_of(small: Tiny, vocabulary: int, packed: bool = False) -> Document
         lengths[1] = longest
         total = int(lengths.sum())
         every = np.resize(np.append(vocabulary - 1, 1 + rng.permutation(vocabulary - 2)), total)
-        tokens = np.where(rng.random(total) < 0.5, rng.integers(1, min(FEW, vocabulary), total), every)
+        tokens = np.where(
+            rng.random(total) < 0.5, rng.integers(1, min(FEW, vocabulary), total), every
+        )
         tokens[lengths[0] + 1] = vocabulary - 1
         return [
             # a third of them has a single target
-            Encoded.from_token(own.tolist(), min(len(own), small.row + 1) - 1 if i % 3 == 0 else 1 + i % 2)
+            Encoded.from_token(
+                own.tolist(), min(len(own), small.row + 1) - 1 if i % 3 == 0 else 1 + i % 2
+            )
             for i, own in enumerate(np.split(tokens, np.cumsum(lengths)[:-1]))
         ]
 

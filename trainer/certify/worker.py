@@ -27,16 +27,21 @@ PASSED, FAILED = 0, 76
 
 
 def verify(small: Tiny, world: World, device: str, certificate_path: Path, output: Output) -> int:
-    """Certify, print the table on rank 0 and write the certificate; return the exit code. Collective."""
+    """Certify, print the table on rank 0 and write the certificate; return the exit code.
+    Collective.
+    """
     signs = output.signs
     ending = Ending(world, output.terminal, notes_of(os.environ), signs.close)
     try:
-        signs.at(f"waiting for {world.world_size} ranks" if world.world_size > 1 else "making ready")
+        signs.at(
+            f"waiting for {world.world_size} ranks" if world.world_size > 1 else "making ready"
+        )
         machine = met(small, device, output.say)
         machine = replace(machine, watch=ending.start_watch(small.config, machine.ranks))
         signs.at("some steps of a small copy under the layout, and in one process")
         if device == "cuda":
-            # a resumed run is compared bit for bit; some kernels sum in any order unless set otherwise
+            # a resumed run is compared bit for bit; some kernels sum in any order unless set
+            # otherwise
             torch.use_deterministic_algorithms(True, warn_only=True)
         if small.config.trainer.task == "image_classification":
             if device == "cuda":
@@ -47,7 +52,11 @@ def verify(small: Tiny, world: World, device: str, certificate_path: Path, outpu
         if world.rank == 0:
             signs.close()
             write(certificate, certificate_path)
-            print(f"{table(certificate)}\nwritten to {certificate_path}", file=output.terminal, flush=True)
+            print(
+                f"{table(certificate)}\nwritten to {certificate_path}",
+                file=output.terminal,
+                flush=True,
+            )
         machine.watch.at(Phase.LEAVING)
         machine.ranks.barrier()
         return ending.end(PASSED if certificate.passed else FAILED)

@@ -1,4 +1,6 @@
-"""Saving in the background: the loop waits until the state is copied, and a thread writes the copy."""
+"""Saving in the background: the loop waits until the state is copied, and a thread writes the
+copy.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ Write = Callable[[Sequence[StateTensor], Ranks], None]
 
 class Background:
     """Saves in the background, one at a time; each rank's copy of its part of the state is in host
-    memory, and is reused.
-    `ranks` have a process group of their own, since a thread uses it. Leaving the context waits for the save."""
+    memory, and is reused. `ranks` have a process group of their own, since a thread uses it.
+    Leaving the context waits for the save.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -37,14 +40,18 @@ class Background:
         Waits for the previous save, and raises its error.
         """
         self.wait()
-        own = [replace(entry, read=entry.local.shard) if entry.local else entry for entry in entries]
+        own = [
+            replace(entry, read=entry.local.shard) if entry.local else entry for entry in entries
+        ]
         self._ranks.on_each(lambda: read_all(own, self._copy))
         if any(tensor.is_pinned() for tensor in self._copies.values()):
             import torch
 
             torch.cuda.current_stream().synchronize()
         frozen = [replace(entry, read=partial(self._read, entry)) for entry in entries]
-        self._thread = Thread(target=self._run, args=(frozen, write), name="checkpoint", daemon=True)
+        self._thread = Thread(
+            target=self._run, args=(frozen, write), name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> None:
@@ -59,7 +66,9 @@ class Background:
     def __enter__(self) -> Background:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.wait()
         elif self._thread is not None:

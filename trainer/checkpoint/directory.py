@@ -7,12 +7,20 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 from trainer.checkpoint import faults
 from trainer.checkpoint.folders import PARTIAL, supply
-from trainer.checkpoint.manifest import ALL, MANIFEST, STEP_FOLDER, check_sizes, read_description, verify_each
+from trainer.checkpoint.manifest import (
+    ALL,
+    MANIFEST,
+    STEP_FOLDER,
+    check_sizes,
+    read_description,
+    verify_each,
+)
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import DiskError, Problem, listed, shared
 from trainer.storage import disk_errors, rename_folder, replace_file
@@ -28,15 +36,21 @@ def step_name(step: int) -> str:
 
 def published(folder: Path) -> list[Path]:
     """List the published checkpoints in `folder`, oldest first, without checking them."""
-    found = [path for path in folder.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
+    found = [
+        path for path in folder.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir()
+    ]
     return sorted(found, key=step_of)
 
 
-def newest(folder: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> tuple[Path | None, list[str]]:
-    """Find the newest checkpoint that verifies; set newer ones aside, and describe each damage. Collective.
+def newest(
+    folder: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL
+) -> tuple[Path | None, list[str]]:
+    """Find the newest checkpoint that verifies; set newer ones aside, and describe each damage.
+    Collective.
 
-    `below` is as for `verify`. If machines have folders of their own, a checkpoint that is good in any of them is
-    copied to those where it is not. Raises DiskError if the ranks do not see the same folder, or it can't be written.
+    `below` is as for `verify`. If machines have folders of their own, a checkpoint that is good in
+    any of them is copied to those where it is not. Raises DiskError if the ranks do not see the
+    same folder, or it can't be written.
     """
     damaged: list[tuple[Path, Path, list[Problem]]] = []
     found, copied = None, []
@@ -45,42 +59,66 @@ def newest(folder: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> 
         _seen_beside(path, there, ranks)
         wrong = verify_each(path, ranks, below)
         bad = [keeper for keeper, problems in wrong.items() if problems and there[keeper]]
-        aside = ranks.on_each(lambda path=path, bad=bad: _out_of_the_way(path) if ranks.rank in bad else path)  # type: ignore[misc]
+        aside = ranks.on_each(partial(_out_of_the_way if ranks.rank in bad else Path, path))
         damaged += [(path, aside[keeper], wrong[keeper]) for keeper in bad]
         if good := [keeper for keeper, problems in wrong.items() if not problems]:
             found = path
             check_same(path, good, ranks)
             if lacking := [keeper for keeper in wrong if keeper not in good]:
                 supply(path, good[0], ranks.keeper in lacking, ranks)
-                copied = [f"{path.name} was copied from rank {good[0]} to {listed([f'rank {k}' for k in lacking])}"]
+                copied = [
+                    (
+                        f"{path.name} was copied from rank {good[0]} to "
+                        f"{listed([f'rank {k}' for k in lacking])}"
+                    )
+                ]
             break
-    return found, [*(_told(path, aside, problems, found) for path, aside, problems in damaged), *copied]
+    return found, [
+        *(_told(path, aside, problems, found) for path, aside, problems in damaged),
+        *copied,
+    ]
 
 
 def _published_anywhere(folder: Path, ranks: Ranks) -> list[Path]:
     """List the checkpoints that any run folder has, newest first. Collective."""
-    names = {path.name for paths in ranks.each_keeper(lambda: published(folder)).values() for path in paths}
+    names = {
+        path.name
+        for paths in ranks.each_keeper(lambda: published(folder)).values()
+        for path in paths
+    }
     return sorted((folder / name for name in names), key=step_of, reverse=True)
 
 
 def leftovers(folder: Path) -> list[Path]:
     """List the folders that killed runs, and damage, left beside the checkpoints."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir() and not STEP_FOLDER.fullmatch(path.name))
+    return sorted(
+        path
+        for path in folder.glob("step-*")
+        if path.is_dir() and not STEP_FOLDER.fullmatch(path.name)
+    )
 
 
 def _told(path: Path, aside: Path, problems: list[Problem], found: Path | None) -> str:
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     cost = step_of(path) - (step_of(found) if found else 0)
     fault = replace(problems[0], mend="")
-    return f"{path.name} is damaged: {fault}{more}; it is now {aside.name}, and {cost} steps are lost"
+    return (
+        f"{path.name} is damaged: {fault}{more}; it is now {aside.name}, and {cost} steps are lost"
+    )
 
 
 def _seen_beside(path: Path, there: Sequence[bool], ranks: Ranks) -> None:
     """Raise DiskError if a rank does not see the same files as the keeper of its folder."""
     keepers = ranks.keepers or (0,) * ranks.world_size
-    if missing := [rank for rank, keeper in enumerate(keepers) if there[keeper] and not there[rank]]:
+    if missing := [
+        rank for rank, keeper in enumerate(keepers) if there[keeper] and not there[rank]
+    ]:
         seen, expected = f"not there for rank {missing[0]}", "a folder that all machines share"
-        raise shared(DiskError(Problem(str(path), seen, expected, "Put trainer.run.folder on a shared file system")))
+        raise shared(
+            DiskError(
+                Problem(str(path), seen, expected, "Put trainer.run.folder on a shared file system")
+            )
+        )
 
 
 def check_same(path: Path, keepers: Sequence[int], ranks: Ranks) -> None:
@@ -95,7 +133,10 @@ def check_same(path: Path, keepers: Sequence[int], ranks: Ranks) -> None:
 
 def _out_of_the_way(path: Path) -> Path:
     """Rename a damaged checkpoint, for the user to inspect: nothing here ever removes it."""
-    names = (path.with_name(f"{path.name}{DAMAGED}{f'-{number}' if number > 1 else ''}") for number in count(1))
+    names = (
+        path.with_name(f"{path.name}{DAMAGED}{f'-{number}' if number > 1 else ''}")
+        for number in count(1)
+    )
     aside = next(name for name in names if not name.exists())
     with disk_errors(path):
         rename_folder(path, aside)
@@ -103,13 +144,19 @@ def _out_of_the_way(path: Path) -> Path:
 
 
 def prune(folder: Path, keep_last: int, keep_best: bool = False) -> list[Path]:
-    """Remove all but the last `keep_last` checkpoints and, if `keep_best`, the one with the lowest held-out loss.
+    """Remove all but the last `keep_last` checkpoints and, if `keep_best`, the one with the lowest
+    held-out loss.
 
-    At least one whose files are all there stays. Runs on one rank; returns the removed. Raises DiskError.
+    At least one whose files are all there stays. Runs on one rank; returns the removed. Raises
+    DiskError.
     """
     directory = published(folder)
-    stay = set(directory[-max(keep_last, 1) :]) | {path for path in [_best(directory)] if path and keep_best}
-    whole = (path for path in sorted(stay, key=step_of)[::-1] + directory[::-1] if not check_sizes(path))
+    stay = set(directory[-max(keep_last, 1) :]) | {
+        path for path in [_best(directory)] if path and keep_best
+    }
+    whole = (
+        path for path in sorted(stay, key=step_of)[::-1] + directory[::-1] if not check_sizes(path)
+    )
     stay |= {path for path in [next(whole, None)] if path}
     gone = [path for path in directory if path not in stay]
     for path in gone:
@@ -145,7 +192,9 @@ def sweep(folder: Path) -> None:
 
 
 def point_at(path: Path) -> None:
-    """Write the name of `path` to `latest`, a file for users and scripts: resuming looks at the folders themselves."""
+    """Write the name of `path` to `latest`, a file for users and scripts: resuming looks at the
+    folders themselves.
+    """
     replace_file(path.parent / LATEST, f"{path.name}\n".encode())
 
 

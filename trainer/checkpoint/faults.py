@@ -7,6 +7,7 @@ def at(phase: str) -> None:
     """Do nothing; a test puts its own function here.
 
     Every rank calls it with `before`, with `shard` before each tensor that it writes, and with
-    `flush`; rank 0 then with `manifest`, `rename` (the manifest is written), `latest` (the checkpoint
-    is published), and with `prune` when an older one is out of sight and not yet removed.
+    `flush`; rank 0 then with `manifest`, `rename` (the manifest is written), `latest` (the
+    checkpoint is published), and with `prune` when an older one is out of sight and not yet
+    removed.
     """

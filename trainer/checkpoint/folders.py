@@ -23,11 +23,15 @@ CHUNK = 16 * 2**20
 """Bytes sent over the network at a time."""
 
 
-def spread(folder: Path | None, records: Mapping[str, FileRecord], writers: Mapping[str, int], ranks: Ranks) -> None:
-    """Copy each file of `records` from the folder of the rank that wrote it, `writers`, to all others. Collective.
+def spread(
+    folder: Path | None, records: Mapping[str, FileRecord], writers: Mapping[str, int], ranks: Ranks
+) -> None:
+    """Copy each file of `records` from the folder of the rank that wrote it, `writers`, to all
+    others. Collective.
 
-    `folder` is the one that this rank sees; None if it wants no copy. Copies are flushed, and have the hash
-    of their record. Raises DiskError everywhere if a file can't be read or written, after all were sent.
+    `folder` is the one that this rank sees; None if it wants no copy. Copies are flushed, and have
+    the hash of their record. Raises DiskError everywhere if a file can't be read or written, after
+    all were sent.
     """
     if len(set(ranks.keepers)) < 2:
         return
@@ -47,7 +51,8 @@ def spread(folder: Path | None, records: Mapping[str, FileRecord], writers: Mapp
 
 
 def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
-    """Copy the checkpoint at `path` in the folder of rank `giver` to the folders that want it. Collective.
+    """Copy the checkpoint at `path` in the folder of rank `giver` to the folders that want it.
+    Collective.
 
     Raises DiskError everywhere.
     """
@@ -72,7 +77,9 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
             flush(partial)
             rename_folder(partial, path)
 
-    manifest, records = ranks.on_each(lambda: described() if ranks.rank == giver else (b"", {}))[giver]
+    manifest, records = ranks.on_each(lambda: described() if ranks.rank == giver else (b"", {}))[
+        giver
+    ]
     ranks.on_keepers(disk_errors(partial)(prepare))
     here = path if ranks.rank == giver else partial if wants and at_work else None
     try:
@@ -85,7 +92,9 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
 
 
 def _pass_on(path: Path | None, record: FileRecord, giver: int, ranks: Ranks) -> None:
-    """Send one file: the keeper `giver` reads `path`, the others write it. Sending goes on after a failure."""
+    """Send one file: the keeper `giver` reads `path`, the others write it. Sending goes on after a
+    failure.
+    """
     import torch
     import torch.distributed as dist
 

@@ -9,7 +9,14 @@ from typing import Any
 
 from safetensors import safe_open
 
-from trainer.checkpoint.manifest import ALL, MEND_OPTIMIZER, WEIGHTS_ALONE, check_sizes, read_description, read_manifest
+from trainer.checkpoint.manifest import (
+    ALL,
+    MEND_OPTIMIZER,
+    WEIGHTS_ALONE,
+    check_sizes,
+    read_description,
+    read_manifest,
+)
 from trainer.checkpoint.safetensors_stream import read_types
 from trainer.checkpoint.slots import MODEL, OPTIMIZER, optimizer_name
 from trainer.distributed.ranks import Ranks
@@ -20,13 +27,16 @@ Stored = dict[tuple[str, str], tuple[str, tuple[int, ...]]]
 """File and shape of each tensor of a checkpoint, by (model or optimizer, name)."""
 
 
-def load(path: Path, entries: Sequence[StateTensor], ranks: Ranks, weights_only: bool = False) -> RunState:
+def load(
+    path: Path, entries: Sequence[StateTensor], ranks: Ranks, weights_only: bool = False
+) -> RunState:
     """Read the verified checkpoint at `path` into `entries`, and return its position. Collective.
 
-    One tensor at a time. The optimizer then keeps the state that the checkpoint has, and no other. A float32
-    run takes the exact masters of a 16-bit one as its weights, and the reverse. `weights_only` reads the
-    model's files alone, and leaves the optimizer's state unchanged. Raises DiskError if a file is missing or
-    cut, and ConfigError if names or shapes differ from those of `entries`: on every rank, before any write.
+    One tensor at a time. The optimizer then keeps the state that the checkpoint has, and no other.
+    A float32 run takes the exact masters of a 16-bit one as its weights, and the reverse.
+    `weights_only` reads the model's files alone, and leaves the optimizer's state unchanged. Raises
+    DiskError if a file is missing or cut, and ConfigError if names or shapes differ from those of
+    `entries`: on every rank, before any write.
     """
     below = WEIGHTS_ALONE if weights_only else ALL
 
@@ -59,8 +69,11 @@ def load(path: Path, entries: Sequence[StateTensor], ranks: Ranks, weights_only:
     return position
 
 
-def _lost(entries: Sequence[StateTensor], stored: Stored, stateless: Sequence[str] | None) -> list[str]:
-    """List parameters that had optimizer state, with a count of updates, when saved, and now lack some of it.
+def _lost(
+    entries: Sequence[StateTensor], stored: Stored, stateless: Sequence[str] | None
+) -> list[str]:
+    """List parameters that had optimizer state, with a count of updates, when saved, and now lack
+    some of it.
 
     Old checkpoints do not say which parameters had none.
     """
@@ -70,26 +83,42 @@ def _lost(entries: Sequence[StateTensor], stored: Stored, stateless: Sequence[st
             keys.setdefault(name.rpartition(".")[0], set()).add(name.rpartition(".")[2])
     states = {name: found - {WEIGHT, MASTER} for name, found in keys.items()}
     wanted = {STEP} if any(STEP in found for found in states.values()) else set[str]()
-    names = {entry.name for entry in entries if (MODEL, entry.name) in stored} - set(stateless or ())
-    return [] if stateless is None else sorted(n for n in names if not states.get(n) or not wanted <= states[n])
+    names = {entry.name for entry in entries if (MODEL, entry.name) in stored} - set(
+        stateless or ()
+    )
+    return (
+        []
+        if stateless is None
+        else sorted(n for n in names if not states.get(n) or not wanted <= states[n])
+    )
 
 
 def _kept(entries: Sequence[StateTensor], stored: Stored, position: RunState) -> list[StateTensor]:
-    """Return the state tensors, with the checkpoint's optimizer state in place of the present one."""
+    """Return the state tensors, with the checkpoint's optimizer state in place of the present
+    one.
+    """
     states: dict[str, dict[str, tuple[int, ...]]] = {}
     for (location, name), (_, shape) in stored.items():
         owner, _, key = name.rpartition(".")
         if location == OPTIMIZER and key not in (WEIGHT, MASTER):
             states.setdefault(owner, {})[key] = shape
     # one parameter may lack state; if all do after a step of the optimizer, that is an error
-    lost: dict[str, tuple[int, ...]] = {} if states or not position.engine.get("optimizer_step") else {STEP: ()}
+    lost: dict[str, tuple[int, ...]] = (
+        {} if states or not position.engine.get("optimizer_step") else {STEP: ()}
+    )
     own = {entry.name for entry in entries if entry.keep}
     found = [entry for entry in entries if entry.key in (WEIGHT, MASTER) or entry.name not in own]
-    return found + [made for entry in found if entry.keep for made in entry.keep(states.get(entry.name, lost))]
+    return found + [
+        made for entry in found if entry.keep for made in entry.keep(states.get(entry.name, lost))
+    ]
 
 
 def _stored(path: Path, below: tuple[str, ...]) -> Stored:
-    files = [name for name in read_manifest(path) if name.endswith(".safetensors") and name.startswith(below)]
+    files = [
+        name
+        for name in read_manifest(path)
+        if name.endswith(".safetensors") and name.startswith(below)
+    ]
     return {
         (file.partition("/")[0], name): (file, kind.shape)
         for file in files
@@ -121,7 +150,9 @@ def _misfits(path: Path, entries: Sequence[StateTensor], stored: Stored) -> list
         "missing in the checkpoint": [
             f"{location}: {name}" for location, name in locations if (location, name) not in stored
         ],
-        "not part of this run": [f"{location}: {name}" for location, name in stored if (location, name) not in known],
+        "not part of this run": [
+            f"{location}: {name}" for location, name in stored if (location, name) not in known
+        ],
         "of another shape": [
             f"{location[0]}: {location[1]} {list(stored[location][1])}, here {list(entry.shape)}"
             for location, entry in locations.items()
@@ -132,7 +163,12 @@ def _misfits(path: Path, entries: Sequence[StateTensor], stored: Stored) -> list
     if any(name.startswith(OPTIMIZER) for name in kinds["missing in the checkpoint"]):
         mend += ", or with --resume-weights-only"
     return [
-        Problem(str(path), f"{len(names)} tensors {kind} ({listed(names)})", "the tensors of this run", mend)
+        Problem(
+            str(path),
+            f"{len(names)} tensors {kind} ({listed(names)})",
+            "the tensors of this run",
+            mend,
+        )
         for kind, names in kinds.items()
         if names
     ]

@@ -1,4 +1,6 @@
-"""The manifest and description of a checkpoint: its files with sizes and SHA-256, and the run that wrote it."""
+"""The manifest and description of a checkpoint: its files with sizes and SHA-256, and the run that
+wrote it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ _POSITION = {"step": int, "samples": int, "tokens": int, "engine": dict}
 _DESCRIPTION: dict[str, tuple[type, ...]] = {
     name: (dict, NoneType) for name in ("code", "config", "data", "layout", "model", "versions")
 }
-_DESCRIPTION |= {"evaluation_loss": (float, int, NoneType), "stateless": (list, NoneType), "since": (dict, NoneType)}
+_DESCRIPTION |= {
+    "evaluation_loss": (float, int, NoneType),
+    "stateless": (list, NoneType),
+    "since": (dict, NoneType),
+}
 """The types of the entries of a description that are read, if present."""
 _MEND = "Resume from an older checkpoint"
 MEND_OPTIMIZER = f"{_MEND}, or without the optimizer's state by --resume-weights-only"
@@ -53,7 +59,8 @@ def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return the files of a checkpoint by their path below `folder`.
 
-    Raises OSError if there is no manifest, and ValueError if it differs from what `write_manifest` wrote.
+    Raises OSError if there is no manifest, and ValueError if it differs from what `write_manifest`
+    wrote.
     """
     content = read_file(folder / MANIFEST)
     parsed = parse_json(content)
@@ -70,29 +77,45 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
             raise ValueError(f"a path that leaves the folder: {name!r:.200}")
         if PurePosixPath(name).suffix in PICKLES:
             raise ValueError(f"a pickle, which is never opened: {name!r:.200}")
-    if DESCRIPTION not in parsed["files"] and any(name.startswith("model/") for name in parsed["files"]):
+    if DESCRIPTION not in parsed["files"] and any(
+        name.startswith("model/") for name in parsed["files"]
+    ):
         raise ValueError(f"damaged (no {DESCRIPTION})")
     return {name: FileRecord(**record) for name, record in parsed["files"].items()}
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Return the description of the run that `save` was given, and its `position`. Raises DiskError."""
+    """Return the description of the run that `save` was given, and its `position`. Raises
+    DiskError.
+    """
     place = path / DESCRIPTION
     try:
         found = parse_json(read_file(place))
     except (OSError, ValueError) as error:
-        raise DiskError(Problem(str(place), str(error), "the description that was saved")) from error
+        raise DiskError(
+            Problem(str(place), str(error), "the description that was saved")
+        ) from error
     whole = isinstance(found, dict) and _is(found.get("position"), _POSITION)
-    if not whole or not all(isinstance(found.get(key), kinds) for key, kinds in _DESCRIPTION.items()):
-        raise DiskError(Problem(str(place), "not the description of a run", "the description that was saved"))
+    if not whole or not all(
+        isinstance(found.get(key), kinds) for key, kinds in _DESCRIPTION.items()
+    ):
+        raise DiskError(
+            Problem(str(place), "not the description of a run", "the description that was saved")
+        )
     if wrong := _wrong_position(path, found):
-        raise DiskError(Problem(str(place), f"position.{wrong}", "where the run stood when it was saved"))
+        raise DiskError(
+            Problem(str(place), f"position.{wrong}", "where the run stood when it was saved")
+        )
     return found
 
 
 def _wrong_position(path: Path, description: Mapping[str, Any]) -> str:
     """Return the first impossible field of a position with the reason, or an empty string."""
-    position, since, layout = description["position"], description.get("since"), description.get("layout") or {}
+    position, since, layout = (
+        description["position"],
+        description.get("since"),
+        description.get("layout") or {},
+    )
     step, samples = position["step"], position["samples"]
     for key in ("step", "samples", "tokens"):
         if not 0 <= position[key] < 2**63:
@@ -104,11 +127,18 @@ def _wrong_position(path: Path, description: Mapping[str, Any]) -> str:
         return f"step is {step}, in a folder of another name"
     if samples < step or (step == 0 and samples):
         return f"samples is {samples} after {step} steps"
-    if not _is(since, {"step": int, "samples": int}) or type(batch := layout.get("train_batch")) is not int:
+    if (
+        not _is(since, {"step": int, "samples": int})
+        or type(batch := layout.get("train_batch")) is not int
+    ):
         return ""
     # a resumed run with another batch size counts from where it was resumed
     expected = since["samples"] + (step - since["step"]) * batch  # type: ignore[index]
-    return "" if samples == expected else f"samples is {samples}, where steps of {batch} make {expected}"
+    return (
+        ""
+        if samples == expected
+        else f"samples is {samples}, where steps of {batch} make {expected}"
+    )
 
 
 def _is(value: object, kinds: Mapping[str, type]) -> bool:
@@ -125,15 +155,24 @@ def verify(path: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> li
 
     Checks only paths that begin with one of `below`. Collective: each rank hashes its share.
     """
-    return [problem for problems in verify_each(path, ranks, below).values() for problem in problems]
+    return [
+        problem for problems in verify_each(path, ranks, below).values() for problem in problems
+    ]
 
 
 def verify_each(path: Path, ranks: Ranks, below: tuple[str, ...] = ALL) -> dict[int, list[Problem]]:
-    """Verify each run folder as `verify` does; the problems are by the rank that keeps the folder."""
+    """Verify each run folder as `verify` does; the problems are by the rank that keeps the
+    folder.
+    """
     found: dict[int, set[Problem]] = {}
-    for keeper, problems in ranks.gather((ranks.keeper, _check(path, _wrong_content, ranks, below))):
+    for keeper, problems in ranks.gather(
+        (ranks.keeper, _check(path, _wrong_content, ranks, below))
+    ):
         found.setdefault(keeper, set()).update(problems)
-    return {keeper: sorted(problems, key=lambda problem: problem.place) for keeper, problems in found.items()}
+    return {
+        keeper: sorted(problems, key=lambda problem: problem.place)
+        for keeper, problems in found.items()
+    }
 
 
 def check_sizes(path: Path, below: tuple[str, ...] = ALL) -> list[Problem]:
@@ -142,11 +181,18 @@ def check_sizes(path: Path, below: tuple[str, ...] = ALL) -> list[Problem]:
 
 
 def _check(
-    path: Path, wrong: Callable[[Path, FileRecord], tuple[str, str] | None], ranks: Ranks, below: tuple[str, ...]
+    path: Path,
+    wrong: Callable[[Path, FileRecord], tuple[str, str] | None],
+    ranks: Ranks,
+    below: tuple[str, ...],
 ) -> list[Problem]:
-    """List the problems of this rank's share of the manifest; `wrong` returns (seen, expected) for a faulty file."""
+    """List the problems of this rank's share of the manifest; `wrong` returns (seen, expected) for
+    a faulty file.
+    """
     try:
-        records = {name: record for name, record in read_manifest(path).items() if name.startswith(below)}
+        records = {
+            name: record for name, record in read_manifest(path).items() if name.startswith(below)
+        }
     except (OSError, ValueError) as error:
         seen = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return [Problem(str(path / MANIFEST), seen, "the manifest that was saved", _MEND)]
@@ -193,4 +239,8 @@ def _wrong_content(path: Path, record: FileRecord) -> tuple[str, str] | None:
     if fault := _wrong_size(path, record):
         return fault
     digest = hash_file(path).sha256
-    return None if digest == record.sha256 else (f"SHA-256 {digest[:12]}...", f"{record.sha256[:12]}...")
+    return (
+        None
+        if digest == record.sha256
+        else (f"SHA-256 {digest[:12]}...", f"{record.sha256[:12]}...")
+    )

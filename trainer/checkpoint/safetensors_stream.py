@@ -35,7 +35,9 @@ _NAMES = {
     "torch.uint8": "U8",
     "torch.bool": "BOOL",
 }
-"""The format's name of each dtype. By name, so that checkpoints can be listed and verified without torch."""
+"""The format's name of each dtype. By name, so that checkpoints can be listed and verified without
+torch.
+"""
 _DTYPES = {name: dtype.removeprefix("torch.") for dtype, name in _NAMES.items()}
 
 _NOT_FINITE = (
@@ -68,7 +70,8 @@ class FileRecord:
 
 
 class TensorWriter:
-    """A safetensors file that is being written. `types` are all its tensors, in the order of writing.
+    """A safetensors file that is being written. `types` are all its tensors, in the order of
+    writing.
 
     Raises ConfigError for a dtype that the format does not have, and OSError.
     """
@@ -91,17 +94,25 @@ class TensorWriter:
 
         expected, kind = self._waiting.pop()
         if (name, tuple(tensor.shape)) != (expected, kind.shape):
-            raise ValueError(f"{name} {tuple(tensor.shape)} came where {expected} {kind.shape} was announced")
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} came where {expected} {kind.shape} was announced"
+            )
         flat = tensor.detach().to("cpu", kind.dtype).contiguous().reshape(-1)
         # an infinity or NaN shows in the extremes: one pass, and no mask as large as the tensor
-        if kind.dtype.is_floating_point and len(flat) and not all(end.isfinite() for end in flat.aminmax()):
+        if (
+            kind.dtype.is_floating_point
+            and len(flat)
+            and not all(end.isfinite() for end in flat.aminmax())
+        ):
             raise NumericsError(Problem(name, *_NOT_FINITE))
         self._write(flat.view(torch.uint8).numpy().data)
 
     def finish(self) -> FileRecord:
         """Flush the file to the disk; return its size and hash."""
         if self._waiting:
-            raise ValueError(f"{self._file.name}: {len(self._waiting)} tensors were announced and not written")
+            raise ValueError(
+                f"{self._file.name}: {len(self._waiting)} tensors were announced and not written"
+            )
         os.fsync(self._file.fileno())
         self._file.close()
         return FileRecord(self._size, self._hash.hexdigest())
@@ -121,7 +132,8 @@ class TensorWriter:
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Return dtype (`float32`), shape and size in bytes of each tensor of a file, read without torch.
+    """Return dtype (`float32`), shape and size in bytes of each tensor of a file, read without
+    torch.
 
     Raises OSError, and ValueError for a file that is not whole.
     """
@@ -132,7 +144,9 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
         header = parse_json(file.read(length))
     try:
         found = {name: _entry(**entry) for name, entry in header.items() if name != "__metadata__"}
-        places = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
+        places = sorted(
+            entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"
+        )
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"no header of tensors ({error!r:.100})") from error
     if (data := sum(size for _, _, size in found.values())) != there - 8 - length:
@@ -140,12 +154,17 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
     end = 0
     for place in places:
         if place[0] != end:
-            raise ValueError(f"tensors that overlap or leave a gap: one begins at {place[0]}, the last ended at {end}")
+            raise ValueError(
+                f"tensors that overlap or leave a gap: one begins at {place[0]}, the last ended at "
+                f"{end}"
+            )
         end = place[1]
     return found
 
 
-def _entry(dtype: str, shape: Sequence[int], data_offsets: Sequence[int]) -> tuple[str, tuple[int, ...], int]:
+def _entry(
+    dtype: str, shape: Sequence[int], data_offsets: Sequence[int]
+) -> tuple[str, tuple[int, ...], int]:
     start, end = data_offsets
     kind = _DTYPES[dtype]
     if end - start != math.prod(shape) * _itemsize(dtype):
@@ -162,16 +181,27 @@ def read_types(path: Path) -> dict[str, TensorType]:
     """Return the types of a file's tensors, from its header. Raises as `read_header` does."""
     import torch
 
-    return {name: TensorType(shape, getattr(torch, dtype)) for name, (dtype, shape, _) in read_header(path).items()}
+    return {
+        name: TensorType(shape, getattr(torch, dtype))
+        for name, (dtype, shape, _) in read_header(path).items()
+    }
 
 
 def _header(types: Mapping[str, TensorType]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+    entries: dict[str, object] = {
+        "__metadata__": {"format": "pt"}
+    }  # without it transformers refuses the file
     end = 0
     for name, kind in types.items():
         if str(kind.dtype) not in _NAMES:
-            raise ConfigError(Problem(name, f"a tensor of {kind.dtype}", f"one of {', '.join(_NAMES)}"))
+            raise ConfigError(
+                Problem(name, f"a tensor of {kind.dtype}", f"one of {', '.join(_NAMES)}")
+            )
         start, end = end, end + kind.size
-        entries[name] = {"dtype": _NAMES[str(kind.dtype)], "shape": list(kind.shape), "data_offsets": [start, end]}
+        entries[name] = {
+            "dtype": _NAMES[str(kind.dtype)],
+            "shape": list(kind.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)

@@ -1,4 +1,6 @@
-"""Writing a checkpoint: in a folder of its own, flushed, agreed by all ranks, manifest last, one rename."""
+"""Writing a checkpoint: in a folder of its own, flushed, agreed by all ranks, manifest last, one
+rename.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,14 @@ def save(
     weight_dtype: torch.dtype | None = None,
     stem: str = MODEL,
 ) -> Path:
-    """Publish the checkpoint of `state.step` in `folder`, complete on each machine; return its path. Collective.
+    """Publish the checkpoint of `state.step` in `folder`, complete on each machine; return its
+    path. Collective.
 
-    `description` is the content of `trainer.json` besides the position. `weight_dtype` is that of the model's files
-    (None: the weights' own); if it differs, the exact weights are kept with the optimizer's state. `stem` begins
-    the names of the model's files; if not the default, its readers need one file, and the shards are joined.
-    Raises DiskError on every rank, with nothing published, if it can't be written or the step is there already.
+    `description` is the content of `trainer.json` besides the position. `weight_dtype` is that of
+    the model's files (None: the weights' own); if it differs, the exact weights are kept with the
+    optimizer's state. `stem` begins the names of the model's files; if not the default, its readers
+    need one file, and the shards are joined. Raises DiskError on every rank, with nothing
+    published, if it can't be written or the step is there already.
     """
     final = folder / step_name(state.step)
     partial = final.with_name(final.name + PARTIAL)
@@ -60,7 +64,11 @@ def save(
     @disk_errors(partial)
     def publish(records: Mapping[str, FileRecord], text: bytes) -> None:
         (partial / DESCRIPTION).write_bytes(text)
-        _seal(partial, planned, _joined(partial, f"{MODEL}/{stem}", records) if stem != MODEL else records)
+        _seal(
+            partial,
+            planned,
+            _joined(partial, f"{MODEL}/{stem}", records) if stem != MODEL else records,
+        )
         faults.at("rename")
         rename_folder(partial, final)
         faults.at("latest")
@@ -101,7 +109,11 @@ def export(
 
     @disk_errors(partial)
     def publish(records: Mapping[str, FileRecord]) -> None:
-        _seal(partial, planned, _joined(partial, stem, records) if joined or stem != MODEL else records)
+        _seal(
+            partial,
+            planned,
+            _joined(partial, stem, records) if joined or stem != MODEL else records,
+        )
         if folder.exists():
             set_aside(folder)
         rename_folder(partial, folder)
@@ -118,7 +130,9 @@ def export(
 def _refuse_published(final: Path) -> None:
     if final.exists():
         mend = "Resume from it, or choose another run name"
-        raise DiskError(Problem(str(final), "already published", "a step that was not saved before", mend))
+        raise DiskError(
+            Problem(str(final), "already published", "a step that was not saved before", mend)
+        )
 
 
 def _make(partial: Path, planned: SavePlan) -> None:
@@ -132,21 +146,30 @@ def _make(partial: Path, planned: SavePlan) -> None:
 def _write_shards(
     partial: Path, planned: SavePlan, entries: Sequence[StateTensor], ranks: Ranks
 ) -> dict[str, FileRecord]:
-    """Write the tensors that each rank owns, to every folder; return the records of all files. Collective."""
+    """Write the tensors that each rank owns, to every folder; return the records of all files.
+    Collective.
+    """
     mine = [slot for slot in _slots(planned) if slot.owner == ranks.rank]
     shards = _Shards(partial, mine)
 
     @disk_errors(partial, _size(mine))
     def write() -> dict[str, FileRecord]:
         try:
-            read_all(entries, lambda entry, tensor: shards.write(planned[entry.name, entry.key], tensor))
+            read_all(
+                entries, lambda entry, tensor: shards.write(planned[entry.name, entry.key], tensor)
+            )
             return shards.finish()
         finally:
             shards.abandon()
 
     written = ranks.on_each(write)
     found = {name: record for records in written for name, record in records.items()}
-    spread(partial, found, {name: rank for rank, records in enumerate(written) for name in records}, ranks)
+    spread(
+        partial,
+        found,
+        {name: rank for rank, records in enumerate(written) for name in records},
+        ranks,
+    )
     return found
 
 
@@ -184,7 +207,9 @@ class _Shards:
     def finish(self) -> dict[str, FileRecord]:
         self._wait()
         if missing := {slot.file for slot in self._slots} - set(self._writers):
-            raise ValueError(f"no state tensor of {', '.join(sorted(missing))} was read on its owner")
+            raise ValueError(
+                f"no state tensor of {', '.join(sorted(missing))} was read on its owner"
+            )
         faults.at("flush")
         return {name: writer.finish() for name, writer in self._writers.items()}
 
@@ -194,8 +219,11 @@ class _Shards:
             writer.abandon()
 
 
-def read_all(entries: Sequence[StateTensor], write: Callable[[StateTensor, torch.Tensor], None]) -> None:
-    """Read every state tensor and write it at once. Goes on reading after a failure, which is raised at the end.
+def read_all(
+    entries: Sequence[StateTensor], write: Callable[[StateTensor, torch.Tensor], None]
+) -> None:
+    """Read every state tensor and write it at once. Goes on reading after a failure, which is
+    raised at the end.
 
     Reading is collective: a rank that stopped because its disk is full would make the others hang.
     """
@@ -212,7 +240,9 @@ def read_all(entries: Sequence[StateTensor], write: Callable[[StateTensor, torch
 
 
 def _joined(partial: Path, stem: str, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """Join the files whose paths begin with `stem` into one; return the records with it in their place."""
+    """Join the files whose paths begin with `stem` into one; return the records with it in their
+    place.
+    """
     parts = sorted(name for name in records if name.startswith(f"{stem}-"))
     if not parts:
         return dict(records)
@@ -230,16 +260,28 @@ def _joined(partial: Path, stem: str, records: Mapping[str, FileRecord]) -> dict
 
 
 def _write_others(
-    partial: Path, model: Path, write: WriteModelFiles, records: Mapping[str, FileRecord], ranks: Ranks
+    partial: Path,
+    model: Path,
+    write: WriteModelFiles,
+    records: Mapping[str, FileRecord],
+    ranks: Ranks,
 ) -> None:
-    """Write the model's files that hold no tensors, by rank 0: libraries of other ranks may differ."""
+    """Write the model's files that hold no tensors, by rank 0: libraries of other ranks may
+    differ.
+    """
 
     @disk_errors(partial)
     def written() -> dict[str, FileRecord]:
         write(model)
-        files = {path.relative_to(partial).as_posix(): path for path in model.rglob("*") if path.is_file()}
+        files = {
+            path.relative_to(partial).as_posix(): path
+            for path in model.rglob("*")
+            if path.is_file()
+        }
         apart = len(set(ranks.keepers)) > 1
-        return {name: hash_file(path) for name, path in files.items() if apart and name not in records}
+        return {
+            name: hash_file(path) for name, path in files.items() if apart and name not in records
+        }
 
     others = ranks.on_first(written)
     spread(partial, others, dict.fromkeys(others, 0), ranks)

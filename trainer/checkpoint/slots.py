@@ -32,23 +32,32 @@ SavePlan = dict[tuple[str, str], list[Slot]]
 
 
 def optimizer_name(entry: StateTensor) -> str:
-    """Return a state tensor's name in `optimizer/`. Keys have no dot, so no two state tensors share a name."""
+    """Return a state tensor's name in `optimizer/`. Keys have no dot, so no two state tensors share
+    a name.
+    """
     return f"{entry.name}.{entry.key}"
 
 
 def stateless(entries: Sequence[StateTensor]) -> list[str]:
-    """List the tensors without optimizer state: buffers, frozen parameters, those that had no gradient yet."""
+    """List the tensors without optimizer state: buffers, frozen parameters, those that had no
+    gradient yet.
+    """
     learned = {entry.name for entry in entries if entry.key not in (WEIGHT, MASTER)}
     return sorted({entry.name for entry in entries} - learned)
 
 
 def plan(
-    entries: Sequence[StateTensor], weight_dtype: torch.dtype | None, resumable: bool, stem: str = MODEL
+    entries: Sequence[StateTensor],
+    weight_dtype: torch.dtype | None,
+    resumable: bool,
+    stem: str = MODEL,
 ) -> SavePlan:
-    """Assign weights to the model's files and all else to the optimizer's; each rank that owns some has one file.
+    """Assign weights to the model's files and all else to the optimizer's; each rank that owns some
+    has one file.
 
-    If `resumable`, the model has a folder of its own, and a weight that `weight_dtype` narrows goes to
-    both, since resuming must be exact, bit for bit. The names of the model's files begin with `stem`.
+    If `resumable`, the model has a folder of its own, and a weight that `weight_dtype` narrows goes
+    to both, since resuming must be exact, bit for bit. The names of the model's files begin with
+    `stem`.
     """
     locations: list[tuple[StateTensor, str, TensorType]] = []
     for entry in entries:
@@ -77,7 +86,9 @@ def plan(
 
 
 def indexes(slots: Sequence[Slot]) -> dict[str, dict[str, object]]:
-    """Return path and content of an index for each set of several files, as Hugging Face writes them."""
+    """Return path and content of an index for each set of several files, as Hugging Face writes
+    them.
+    """
     sets: dict[str, list[Slot]] = {}
     for slot in slots:
         if "-of-" in slot.file:
@@ -96,5 +107,6 @@ def _file_names(stem: str, owners: set[int]) -> dict[int, str]:
         return dict.fromkeys(owners, f"{stem}.safetensors")
     count = len(owners)
     return {
-        owner: f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number, owner in enumerate(sorted(owners), start=1)
+        owner: f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+        for number, owner in enumerate(sorted(owners), start=1)
     }

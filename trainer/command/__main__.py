@@ -30,11 +30,17 @@ def main() -> NoReturn:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "command", choices=("plan", "train", "verify", "status", "report", "checkpoint", "import"), help="what to do"
+        "command",
+        choices=("plan", "train", "verify", "status", "report", "checkpoint", "import"),
+        help="what to do",
     )
     command = parser.parse_args(sys.argv[1:2]).command  # the rest is parsed by the command
-    module = {"import": "import_config"}.get(command, command)  # `import` is a keyword, so no module has that name
-    run_command(import_module(f"trainer.command.{module}").main, sys.argv[2:], f"meshloom {command}")
+    module = {"import": "import_config"}.get(
+        command, command
+    )  # `import` is a keyword, so no module has that name
+    run_command(
+        import_module(f"trainer.command.{module}").main, sys.argv[2:], f"meshloom {command}"
+    )
 
 
 if __name__ == "__main__":

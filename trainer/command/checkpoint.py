@@ -20,8 +20,8 @@ what is in one of them:
 one from a ZeRO checkpoint of DeepSpeed, to go on from with --resume:
   %(prog)s import old/checkpoint-500 imported --model my-llama
 
-PATH is a run's folder, its folder of checkpoints, or one checkpoint. Exit codes: 0 good, 64 nothing there, 65 not data,
-74 damaged.
+PATH is a run's folder, its folder of checkpoints, or one checkpoint.
+Exit codes: 0 good, 64 nothing there, 65 not data, 74 damaged.
 """
 
 
@@ -35,11 +35,17 @@ def main(arguments: Sequence[str], name: str) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, work in COMMANDS.items():
-        commands.add_parser(command, help=work.__doc__).add_argument("path", type=Path, metavar="PATH")
+        commands.add_parser(command, help=work.__doc__).add_argument(
+            "path", type=Path, metavar="PATH"
+        )
     importing = commands.add_parser("import", help=import_deepspeed.__doc__)
-    importing.add_argument("path", type=Path, metavar="PATH", help="global_stepN, or the folder above it")
+    importing.add_argument(
+        "path", type=Path, metavar="PATH", help="global_stepN, or the folder above it"
+    )
     importing.add_argument("target", type=Path, metavar="TARGET", help="where step-N is made")
-    importing.add_argument("--model", help="folder or name with config and tokenizer, if PATH has none")
+    importing.add_argument(
+        "--model", help="folder or name with config and tokenizer, if PATH has none"
+    )
     options = parser.parse_args(arguments)
     from trainer.errors import MeshloomError
 
@@ -87,11 +93,22 @@ def import_deepspeed(path: Path, target: Path, model: str | None) -> int:
     from trainer.tools.importers.deepspeed_checkpoint import read_deepspeed
 
     found = read_deepspeed(path)
-    source = model or next((str(p) for p in (path, path.parent) if (p / "config.json").is_file()), None)
+    source = model or next(
+        (str(p) for p in (path, path.parent) if (p / "config.json").is_file()), None
+    )
     if source is None:
         mend = "Give its folder or name with --model"
-        raise ConfigError(Problem(str(path), "no config.json", "the model's config and tokenizer", mend))
-    made = save(target, found.state, found.state_tensors, found.description, partial(_copy_model_files, source), ALONE)
+        raise ConfigError(
+            Problem(str(path), "no config.json", "the model's config and tokenizer", mend)
+        )
+    made = save(
+        target,
+        found.state,
+        found.state_tensors,
+        found.description,
+        partial(_copy_model_files, source),
+        ALONE,
+    )
     print(f"{made}: go on from it with meshloom train --config ... --resume {made}")
     return 0
 
@@ -107,7 +124,9 @@ def _copy_model_files(source: str, folder: Path) -> None:
         AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
     except (OSError, ValueError) as error:
         expected = "a folder or name with the model's config and tokenizer"
-        raise ConfigError(Problem(f"--model: {source}", str(error).splitlines()[0], expected)) from error
+        raise ConfigError(
+            Problem(f"--model: {source}", str(error).splitlines()[0], expected)
+        ) from error
 
 
 def checkpoints(path: Path) -> list[Path]:
@@ -146,7 +165,9 @@ def verify(path: Path) -> Said:
     from trainer.checkpoint import verify as wrong
 
     problems = wrong(path)
-    return 74 if problems else 0, [f"{path.name}  {'; '.join(map(str, problems)) if problems else 'good'}"]
+    return 74 if problems else 0, [
+        f"{path.name}  {'; '.join(map(str, problems)) if problems else 'good'}"
+    ]
 
 
 def show(path: Path) -> Said:
@@ -160,7 +181,9 @@ def show(path: Path) -> Said:
         return code, lines
     if (path / DESCRIPTION).exists():
         description = read_description(path)
-        told = {key: description[key] for key in ("position", "seed", "versions") if key in description}
+        told = {
+            key: description[key] for key in ("position", "seed", "versions") if key in description
+        }
         lines.append(json.dumps(told, indent=2))
     return 0, [*lines, *(f"  {line}  {size(count)}" for line, count in _tensors(path))]
 
@@ -169,8 +192,15 @@ def _saved_by(description: dict[str, object]) -> str:
     layout = description.get("layout")
     if not isinstance(layout, dict):
         return ""
-    axes = [f"{name} {layout[name]}" for name in ("pipeline", "replicate", "shard", "tensor") if layout[name] > 1]
-    return f"{description.get('engine')}: {' x '.join(axes) or 'one process'}, ZeRO-{layout['zero_stage']}"
+    axes = [
+        f"{name} {layout[name]}"
+        for name in ("pipeline", "replicate", "shard", "tensor")
+        if layout[name] > 1
+    ]
+    return (
+        f"{description.get('engine')}: {' x '.join(axes) or 'one process'}, "
+        f"ZeRO-{layout['zero_stage']}"
+    )
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, int]]:

@@ -17,9 +17,10 @@ EPILOG = """
   %(prog)s --from llamafactory llama3_full_sft.yaml --output full.json
   %(prog)s --output clm.json -- --model_name_or_path gpt2 --learning_rate 1e-5
 
-FILE is their YAML or JSON; after -- stand the Trainer's arguments, or with --from those of another. Each key is named
-with what became of it. One that changes what is trained and has no key here is an error, and nothing is written; with
---partial the rest is. Another training (preferences, inference, ...) is always an error. Exit codes: 0 written, 64 not.
+FILE is their YAML or JSON. After -- come the Trainer's arguments, or with --from another trainer's.
+Each key is listed with what became of it. A key that changes what is trained and has no counterpart
+here is an error, and nothing is written; --partial writes the rest. Another kind of training
+(preferences, inference, ...) is always an error. Exit codes: 0 written, 64 not.
 """
 
 
@@ -38,9 +39,18 @@ def main(arguments: Sequence[str], name: str) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--from", dest="system", choices=sorted(SYSTEMS), help="whose it is; arguments: the Trainer's")
-    parser.add_argument("--output", type=Path, metavar="OUT.json", help="where ours goes; else it is printed")
-    parser.add_argument("--partial", action="store_true", help="write what can be carried over, and list the rest")
+    parser.add_argument(
+        "--from",
+        dest="system",
+        choices=sorted(SYSTEMS),
+        help="whose it is; arguments: the Trainer's",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="OUT.json", help="where ours goes; else it is printed"
+    )
+    parser.add_argument(
+        "--partial", action="store_true", help="write what can be carried over, and list the rest"
+    )
     parser.add_argument("file", type=Path, nargs="?", metavar="FILE")
     options = parser.parse_args(arguments[:at])
     if (options.file is None) == (at is None) or (at is None and options.system is None):
@@ -67,13 +77,21 @@ def _report(draft: Draft) -> Iterator[str]:
     """Yield a line for each foreign key that makes a difference, and the names of the others."""
     from trainer.errors import printable
 
-    for title, lines in (("carried over", draft.carried), ("lost, and changes what is trained", draft.lost)):
+    for title, lines in (
+        ("carried over", draft.carried),
+        ("lost, and changes what is trained", draft.lost),
+    ):
         yield f"{title} ({len(lines)})"
         width = min(44, max(map(len, lines), default=0))
         for key, texts in lines.items():
-            yield printable(f"  {key:<{width}}  {'; '.join(dict.fromkeys(filter(None, texts)))}".rstrip())
+            yield printable(
+                f"  {key:<{width}}  {'; '.join(dict.fromkeys(filter(None, texts)))}".rstrip()
+            )
     if draft.listed:
-        title = f"ask for nothing, or change nothing of what is trained beside the others ({len(draft.listed)})"
+        title = (
+            "ask for nothing, or change nothing of what is trained beside the others "
+            f"({len(draft.listed)})"
+        )
         yield printable(f"{title}: {', '.join(draft.listed)}")
     data, model = (draft.made["trainer"].get(name, {}) for name in ("data", "model"))
     missing = {

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from trainer.tools.planner.search import Proposal
 
 DESCRIPTION = """
-Says how much memory each rank will take and for what, what goes over which wire, and about how long a step takes: the
-engines' own code, run on tensors without values, as each kind of rank of a cluster that need not be there.
+Says how much memory each rank will take and for what, what goes over which wire, and about how long
+a step takes: the engines' own code, run on tensors without values, as each kind of rank of a
+cluster that need not be there.
 Exit codes: 0 it fits, 1 it does not fit, 64 the config is wrong.
 """
 DOES_NOT_FIT = 1
@@ -51,19 +52,30 @@ def _sign_of_life() -> Iterator[None]:
     from rich.console import Console
 
     console = Console(stderr=True)
-    with console.status("planning: engines run on tensors without values") if console.is_terminal else nullcontext():
+    with (
+        console.status("planning: engines run on tensors without values")
+        if console.is_terminal
+        else nullcontext()
+    ):
         yield
 
 
 def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=name, description=DESCRIPTION)
     parser.add_argument(
-        "--config", required=True, metavar="JSON", help="a DeepSpeed config, or the name of one that is shipped"
+        "--config",
+        required=True,
+        metavar="JSON",
+        help="a DeepSpeed config, or the name of one that is shipped",
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="N")
-    parser.add_argument("--gpus", type=int, default=8, metavar="N", help="devices of each node (default: 8)")
     parser.add_argument(
-        "--device", default="h100-80gb", help="by name (default: h100-80gb), or memory=..,peak=..,bandwidth=..,link=.."
+        "--gpus", type=int, default=8, metavar="N", help="devices of each node (default: 8)"
+    )
+    parser.add_argument(
+        "--device",
+        default="h100-80gb",
+        help="by name (default: h100-80gb), or memory=..,peak=..,bandwidth=..,link=..",
     )
     parser.add_argument(
         "--propose",
@@ -73,9 +85,16 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
         metavar="SECONDS",
         help="try other layouts; none is begun after so many seconds (default: 60)",
     )
-    parser.add_argument("--write", type=Path, metavar="JSON", help="write the config with the best proposal's changes")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="JSON",
+        help="write the config with the best proposal's changes",
+    )
     parser.add_argument("--json", action="store_true", help="for programs: bytes and seconds")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides a key of the config")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="overrides a key of the config"
+    )
     return parser.parse_intermixed_args(arguments)
 
 
@@ -96,7 +115,9 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
     proposed = [*_proposed(options, found)] if searches else []
     if options.json:
         tried = [{"changes": p.changes, "fits": p.plan.fits, "reason": p.reason} for p in found]
-        return json.dumps(as_json(plan) | ({"proposals": tried} if searches else {}), indent=2), code
+        return json.dumps(
+            as_json(plan) | ({"proposals": tried} if searches else {}), indent=2
+        ), code
     if not searches and not plan.fits:
         proposed = ["propose --propose tries other layouts, for about a minute"]
     return "\n".join([*lines(plan), *proposed]), code
@@ -126,4 +147,6 @@ def _proposal(number: int, proposal: Proposal) -> Iterator[str]:
     fits = "fits" if plan.fits else "does not fit"
     verdict = f"{fits}, {gib(plan.needed)}, {in_seconds(plan.time.least)} a step at least"
     yield f"propose {number}. {verdict}: {proposal.reason}"
-    yield from (f"          + {path}: {json.dumps(value)}" for path, value in proposal.changes.items())
+    yield from (
+        f"          + {path}: {json.dumps(value)}" for path, value in proposal.changes.items()
+    )

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 EPILOG = """
-exit codes: 0 it runs or has finished, 1 it has ended otherwise or gives no sign of life, 64 no such run
+exit codes: 0 it runs or has finished, 1 it has ended otherwise or gives no sign of life,
+            64 no such run
 """
 
 
@@ -56,7 +57,9 @@ def lines(folder: Path, found: Mapping[str, Any], lives: bool) -> Iterator[str]:
     from trainer.supervise.status_files import whose
 
     of = f" of {found['steps']}" if found.get("steps") else ""
-    state = {None: "" if lives else "no sign of life: ", 0: "finished: "}.get(found.get("ended"), "ended: ")
+    state = {None: "" if lives else "no sign of life: ", 0: "finished: "}.get(
+        found.get("ended"), "ended: "
+    )
     yield f"{state}{found['place'].replace(',', f'{of},', 1) if found['step'] else found['place']}"
     if found.get("ended") is not None:
         yield f"exit    {found['ended']}"
@@ -64,7 +67,10 @@ def lines(folder: Path, found: Mapping[str, Any], lives: bool) -> Iterator[str]:
     if lives:
         yield f"still   {found['still']:.0f} s, of at most {found['limit']:.0f} s"
         for one in found["waits_for"]:
-            yield f"waits   for rank {one['rank']} on {one['host']}: {one['place']}, for {one['still']:.0f} s"
+            yield (
+                f"waits   for rank {one['rank']} on {one['host']}: {one['place']}, for "
+                f"{one['still']:.0f} s"
+            )
     saved, age = list((folder / "checkpoints").glob("step-*/manifest.json")), ""
     last = max(saved, key=lambda path: (len(path.parent.name), path.parent.name), default=None)
     with suppress(OSError):  # pruned meanwhile

@@ -46,26 +46,56 @@ def options_of(arguments: Sequence[str], name: str) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--config", required=True, metavar="JSON", help="a DeepSpeed config, or the name of one that is shipped"
+        "--config",
+        required=True,
+        metavar="JSON",
+        help="a DeepSpeed config, or the name of one that is shipped",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides a key of the config")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="overrides a key of the config"
+    )
     whence = parser.add_mutually_exclusive_group()
     whence.add_argument(
         "--resume",
         metavar="auto|PATH",
-        help="go on from the newest good checkpoint of the newest run of this name, or from the one at PATH; without "
+        help="go on from the newest good checkpoint of the newest run of this name, or from the "
+        "one at PATH; without "
         "it, the same command goes on with a run that was not finished",
     )
-    whence.add_argument("--fresh", action="store_true", help="start a run of its own, and leave an unfinished one")
-    parser.add_argument(
-        "--resume-anyway", action="store_true", help="also where data, tokenizer, model or code changed since"
+    whence.add_argument(
+        "--fresh", action="store_true", help="start a run of its own, and leave an unfinished one"
     )
-    parser.add_argument("--resume-weights-only", action="store_true", help="leave the checkpoint's optimizer state out")
-    parser.add_argument("--dry-run", action="store_true", help="show the plan and the data; train nothing")
-    parser.add_argument("--preview", type=int, metavar="N", help="show N samples as the model sees them, and leave")
-    parser.add_argument("--engines", action=ShowEngines, nargs=0, help="show which engine runs which layout, and leave")
-    parser.add_argument("--processes", type=int, metavar="N", help="how many processes to start (default: one per GPU)")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
+    parser.add_argument(
+        "--resume-anyway",
+        action="store_true",
+        help="also where data, tokenizer, model or code changed since",
+    )
+    parser.add_argument(
+        "--resume-weights-only",
+        action="store_true",
+        help="leave the checkpoint's optimizer state out",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the plan and the data; train nothing"
+    )
+    parser.add_argument(
+        "--preview", type=int, metavar="N", help="show N samples as the model sees them, and leave"
+    )
+    parser.add_argument(
+        "--engines",
+        action=ShowEngines,
+        nargs=0,
+        help="show which engine runs which layout, and leave",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="how many processes to start (default: one per GPU)",
+    )
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
+    )  # deepspeed passes it
     return parser.parse_intermixed_args(arguments)
 
 
@@ -97,7 +127,9 @@ def main(arguments: Sequence[str], name: str) -> int:
 def command(options: argparse.Namespace, signals) -> int:  # type: ignore[no-untyped-def]
     world = world_of(os.environ)
     count = options.processes or gpu_count() or 1
-    config = checked_config(options, world.world_size if world else count, world.local_world_size if world else count)
+    config = checked_config(
+        options, world.world_size if world else count, world.local_world_size if world else count
+    )
     if world is None or world.rank == 0:
         check_data(config)
     if world is None:
@@ -136,14 +168,22 @@ def check_data(config) -> None:  # type: ignore[no-untyped-def]
     data = config.trainer.data
     if config.trainer.task != "causal_lm" or (data.path is None and not data.sources):
         return
-    held_out = data.evaluation_path.values() if isinstance(data.evaluation_path, dict) else [data.evaluation_path]
-    named = [(source.path, source.format or data.format) for source in data.sources] or [(data.path, data.format)]
+    held_out = (
+        data.evaluation_path.values()
+        if isinstance(data.evaluation_path, dict)
+        else [data.evaluation_path]
+    )
+    named = [(source.path, source.format or data.format) for source in data.sources] or [
+        (data.path, data.format)
+    ]
     for path, format in (*named, *((path, data.format) for path in held_out)):
         locate(path, format)
 
 
 def checked_config(options: argparse.Namespace, world_size: int, local_world_size: int):  # type: ignore[no-untyped-def]
-    """Compile the config, and check that batch sizes and mesh fit, before torch is imported. Raises ConfigError."""
+    """Compile the config, and check that batch sizes and mesh fit, before torch is imported. Raises
+    ConfigError.
+    """
     from trainer.config import RuntimeFacts, load
     from trainer.errors import ConfigError, Problem
     from trainer.run.compose import compose

@@ -21,7 +21,29 @@ from trainer.config.sections import (
     TrainerSection,
 )
 
-__all__ = ["AugmentSection", "CheckpointSection", "Choice", "Config", "DataSection", "EvaluationSection"]
-__all__ += ["RuntimeFacts", "GenerateSection", "ImagesSection", "LogSection", "MeshSection", "MeshSizes"]
-__all__ += ["ModelSection", "RunSection", "TrainerSection", "leaves", "load", "mesh_sizes", "origin_table"]
+__all__ = [
+    "AugmentSection",
+    "CheckpointSection",
+    "Choice",
+    "Config",
+    "DataSection",
+    "EvaluationSection",
+]
+__all__ += [
+    "RuntimeFacts",
+    "GenerateSection",
+    "ImagesSection",
+    "LogSection",
+    "MeshSection",
+    "MeshSizes",
+]
+__all__ += [
+    "ModelSection",
+    "RunSection",
+    "TrainerSection",
+    "leaves",
+    "load",
+    "mesh_sizes",
+    "origin_table",
+]
 __all__ += ["resolve", "shipped", "support"]

@@ -1,4 +1,6 @@
-"""Checks a config against a key table: unknown keys, wrong values, removed keys, keys without effect."""
+"""Checks a config against a key table: unknown keys, wrong values, removed keys, keys without
+effect.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,13 @@ class Checked:
         return [f"{place} has no effect here: {why}" for place, why in self.idle.items()]
 
 
-def check(values: Json, table: Mapping[str, Key], elsewhere: Sequence[str] = (), path: str = "") -> Checked:
+def check(
+    values: Json, table: Mapping[str, Key], elsewhere: Sequence[str] = (), path: str = ""
+) -> Checked:
     """Check the section at `path` and all below it; `elsewhere` are known keys outside the table.
 
-    Keys that start with "_" or "//" are comments. Keys without effect, and removed keys that are off, are left out.
+    Keys that start with "_" or "//" are comments. Keys without effect, and removed keys that are
+    off, are left out.
     """
     found = Checked()
     for name, value in values.items():
@@ -43,13 +48,22 @@ def check(values: Json, table: Mapping[str, Key], elsewhere: Sequence[str] = (),
 
 
 def _check_one(
-    found: Checked, name: str, value: Any, table: Mapping[str, Key], elsewhere: Sequence[str], place: str
+    found: Checked,
+    name: str,
+    value: Any,
+    table: Mapping[str, Key],
+    elsewhere: Sequence[str],
+    place: str,
 ) -> None:
     key = table.get(place)
     if key is None or "." in name:
         # finding similar keys takes time, and nobody reads more than the first few
         known = (*table, *elsewhere) if len(found.problems) < MOST_SHOWN else ()
-        idle = {} if not known else {path: why for path, why in useless(table).items() if RECOMPUTES not in path}
+        idle = (
+            {}
+            if not known
+            else {path: why for path, why in useless(table).items() if RECOMPUTES not in path}
+        )
         found.problems.append(unknown(place, value, known, idle))
         return
     whole = value
@@ -88,6 +102,8 @@ def _check_one(
 
 
 def _is_off(value: Any, place: str, table: Mapping[str, Key]) -> bool:
-    """Return True if a refused key asks for nothing; for DeepSpeed, a section without "enabled" is off."""
+    """Return True if a refused key asks for nothing; for DeepSpeed, a section without "enabled" is
+    off.
+    """
     named = isinstance(value, dict) and f"{place}.enabled" in table
     return is_off({"enabled": False, **value} if named else value)

@@ -21,26 +21,44 @@ DEFAULT_OPTIMIZER: Json = {
 
 
 def choose_optimizer(section: Json) -> tuple[Json, list[Problem], list[str]]:
-    """Return the optimizer section with DeepSpeed's spelling of the type and checked parameters, problems and notes."""
+    """Return the optimizer section with DeepSpeed's spelling of the type and checked parameters,
+    problems and notes.
+    """
     if "max_grad_norm" in section.get("params", {}):
-        params = {name: value for name, value in section["params"].items() if name != "max_grad_norm"}
+        params = {
+            name: value for name, value in section["params"].items() if name != "max_grad_norm"
+        }
         chosen, problems, notes = choose_optimizer(section | {"params": params})
         seen = f"saw {show(section['params']['max_grad_norm'])}"
         mend = 'Use the top-level "gradient_clipping".'
-        return chosen, [*problems, Problem("optimizer.params.max_grad_norm", seen, "no clipping here", mend)], notes
+        return (
+            chosen,
+            [*problems, Problem("optimizer.params.max_grad_norm", seen, "no clipping here", mend)],
+            notes,
+        )
     chosen, problems, notes = _choose("optimizer", section, OPTIMIZERS)
     params = chosen["params"]
     problems += [Problem(f"optimizer.params.{name}", *found) for name, *found in _misuse(params)]
     if not problems:
-        defaults = {name: key.default for name, key in OPTIMIZERS[chosen["type"]].items() if key.default is not None}
-        if params.get("torch_adam") and (chosen["type"] == "AdamW" or params.get("adam_w_mode", True)):
-            defaults["weight_decay"] = 0.01  # the default of torch.optim.AdamW, which DeepSpeed then builds
+        defaults = {
+            name: key.default
+            for name, key in OPTIMIZERS[chosen["type"]].items()
+            if key.default is not None
+        }
+        if params.get("torch_adam") and (
+            chosen["type"] == "AdamW" or params.get("adam_w_mode", True)
+        ):
+            defaults["weight_decay"] = (
+                0.01  # the default of torch.optim.AdamW, which DeepSpeed then builds
+            )
         params |= {name: value for name, value in defaults.items() if name not in params}
     return chosen, problems, notes
 
 
 def _misuse(params: Json) -> Iterator[tuple[str, str, str]]:
-    """Yield (parameter, seen, expected) for values of the right type that the optimizers' own checks reject."""
+    """Yield (parameter, seen, expected) for values of the right type that the optimizers' own
+    checks reject.
+    """
     betas = params.get("betas", "auto")
     if betas != "auto" and not _are_betas(betas):
         yield "betas", f"saw {show(betas)}", "two numbers from 0 to below 1"
@@ -51,21 +69,31 @@ def _misuse(params: Json) -> Iterator[tuple[str, str, str]]:
 
 
 def choose_scheduler(section: Json) -> tuple[Json, list[Problem], list[str]]:
-    """Return the scheduler section with DeepSpeed's spelling of the type and checked parameters, problems and notes."""
+    """Return the scheduler section with DeepSpeed's spelling of the type and checked parameters,
+    problems and notes.
+    """
     chosen, problems, notes = _choose("scheduler", section, SCHEDULERS)
     params = chosen["params"]
     if section.get("type") is not None and chosen["type"] in SCHEDULERS:
         for name in NEEDED.get(chosen["type"], ()):
             if name not in params:
                 mend = f'Set "{name}"' + (' to "auto".' if name == "total_num_steps" else ".")
-                problems.append(Problem("scheduler.params", f"saw no {name}", f"{name} for {chosen['type']}", mend))
+                problems.append(
+                    Problem(
+                        "scheduler.params", f"saw no {name}", f"{name} for {chosen['type']}", mend
+                    )
+                )
     if params.get("warmup_num_steps") == 0 and chosen["type"].startswith("Warmup"):
         params["warmup_num_steps"] = 1
-        notes.append("scheduler.params.warmup_num_steps: 0 is read as 1, the least that DeepSpeed takes")
+        notes.append(
+            "scheduler.params.warmup_num_steps: 0 is read as 1, the least that DeepSpeed takes"
+        )
     return chosen, problems, notes
 
 
-def _choose(place: str, section: Json, types: Mapping[str, Mapping[str, Key]]) -> tuple[Json, list[Problem], list[str]]:
+def _choose(
+    place: str, section: Json, types: Mapping[str, Mapping[str, Key]]
+) -> tuple[Json, list[Problem], list[str]]:
     kind, params = section.get("type"), section.get("params", {})
     # DeepSpeed ignores the case of optimizer names, but not of scheduler names
     name = {known.lower(): known for known in types}.get(str(kind).lower())
@@ -87,7 +115,9 @@ def _unknown_type(place: str, kind: Any, types: list[str]) -> Problem:
     elif bare in map(str.lower, UNBUILT):
         mend = "No engine here runs it."
     elif bare in near:
-        mend = f'Write "{near[bare]}": which kernel runs it follows from the device and the offload.'
+        mend = (
+            f'Write "{near[bare]}": which kernel runs it follows from the device and the offload.'
+        )
     else:
         mend = f'Did you mean "{near[match[0]]}"?' if match else ""
     return Problem(f"{place}.type", seen, f"one of {', '.join(types)}", mend)
@@ -95,4 +125,6 @@ def _unknown_type(place: str, kind: Any, types: list[str]) -> Problem:
 
 def _are_betas(betas: Any) -> bool:
     found = betas if isinstance(betas, list) else []
-    return len(found) == 2 and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in found)
+    return len(found) == 2 and all(
+        isinstance(beta, int | float) and 0 <= beta < 1 for beta in found
+    )

@@ -1,4 +1,6 @@
-"""The compiled config, and `load`, which makes it from a JSON file or reports everything that is wrong with it."""
+"""The compiled config, and `load`, which makes it from a JSON file or reports everything that is
+wrong with it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Config:
-    """The user's config, complete and checked. Compiled by `load`, its "auto" values filled by `resolve`."""
+    """The user's config, complete and checked. Compiled by `load`, its "auto" values filled by
+    `resolve`.
+    """
 
     path: Path
     raw: Json
@@ -40,7 +44,9 @@ class Config:
     settings: Json
     """All of DeepSpeed's keys under their present names, with the scheduler."""
     origins: dict[str, str]
-    """The origin of each value, by key path: `config file`, `override`, `default` or `auto: from ...`."""
+    """The origin of each value, by key path: `config file`, `override`, `default` or `auto: from
+    ...`.
+    """
     notes: tuple[str, ...] = ()
     """A line for each key that was accepted and has no effect here."""
 
@@ -51,15 +57,20 @@ class Config:
 
     @property
     def optimizer(self) -> Choice:
-        return Choice(**deepcopy({key: self.settings["optimizer"][key] for key in ("type", "params")}))
+        return Choice(
+            **deepcopy({key: self.settings["optimizer"][key] for key in ("type", "params")})
+        )
 
     @property
     def scheduler(self) -> Choice | None:
-        return Choice(**deepcopy(self.settings["scheduler"])) if "scheduler" in self.settings else None
+        return (
+            Choice(**deepcopy(self.settings["scheduler"])) if "scheduler" in self.settings else None
+        )
 
 
 def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
-    """Compile a DeepSpeed JSON, at a path, shipped under a name or as a dictionary, with `key.path=value` overrides.
+    """Compile a DeepSpeed JSON, at a path, shipped under a name or as a dictionary, with
+    `key.path=value` overrides.
 
     Raises one ConfigError with every problem of the file, the overrides and the values.
     """
@@ -72,7 +83,11 @@ def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
     raw, overridden, problems = override(given, overrides)
     gone, gone_notes = give_way(raw, overridden)
     trainer, trainer_problems = validate(raw.get("trainer", {}))
-    checked = check({key: value for key, value in raw.items() if key != "trainer"}, KEYS, ("trainer", *known_keys()))
+    checked = check(
+        {key: value for key, value in raw.items() if key != "trainer"},
+        KEYS,
+        ("trainer", *known_keys()),
+    )
     problems += [*trainer_problems, *checked.problems]
     upgraded = upgrade(checked, trainer)
     problems += [*upgraded.problems, *conflicts(upgraded.settings)]
@@ -83,10 +98,14 @@ def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
     origins |= dict.fromkeys((name for name, _ in leaves(upgraded.settings)), FILE)
     origins |= {name: FILE for name, _ in leaves(raw)}
     origins |= {
-        name: OVERRIDE for name in origins if any(name == over or name.startswith(over + ".") for over in overridden)
+        name: OVERRIDE
+        for name in origins
+        if any(name == over or name.startswith(over + ".") for over in overridden)
     }
     notes = (*gone_notes, *checked.notes, *upgraded.notes, *notes_of(upgraded.settings, trainer))
-    return Config(path, raw, upgraded.trainer, upgraded.settings, origins | upgraded.origins | gone, notes)
+    return Config(
+        path, raw, upgraded.trainer, upgraded.settings, origins | upgraded.origins | gone, notes
+    )
 
 
 def path_of(source: str | Path) -> Path:

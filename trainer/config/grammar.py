@@ -1,17 +1,18 @@
-"""The grammar of a key table: the values that a JSON key may hold, and the checks of a value against it.
+"""The grammar of a key table: the values that a JSON key may hold, and the checks of a value
+against it.
 
 A table is text, one row per key or per group of keys that take the same values:
 
     [section]                                         starts a section; `[]` is the top level
-    name name ... : type range auto null = default    the default is JSON; where it is not given, the key is left out
+    name name ... : type range auto null = default    a JSON default; without, the key is left out
     name : type ; why                                 `; why`: accepted, without effect here
     name : type ! why                                 `! why`: an error unless it is switched off
-    name : type =value @ why                          `@ why`: DeepSpeed alone honours it; the others say so
-    name : type =value @! why                         `@! why`: it changes numbers; the others refuse it
+    name : type =value @ why                          `@ why`: DeepSpeed alone honours it
+    name : type =value @! why                         `@! why`: as `@`, and the others refuse it
 
-with the types bool, int, float, str, dtype, list, any and section, and ranges as `>=1`, `>0`, `0..3` or `a|b|c`. The
-engines that do not honour a key do as if it were `=value` (several by commas), or switched off; 0 is a value. A
-section's `@` goes for its keys.
+with the types bool, int, float, str, dtype, list, any and section, and ranges as `>=1`, `>0`,
+`0..3` or `a|b|c`. The engines that do not honour a key do as if it were `=value` (several by
+commas), or switched off; 0 is a value. A section's `@` goes for its keys.
 """
 
 from __future__ import annotations
@@ -98,7 +99,11 @@ def _key(spec: str) -> Key:
     spec, mark, own = re.fullmatch(r"(.*?)(?: @(!?) (.*))?", spec).groups(default="")  # type: ignore[union-attr]
     spec, _, default = spec.partition(" = ")
     kind, *words = spec.split()
-    fields: dict[str, Any] = {"idle": idle, "refused": refused, "default": json.loads(default or "null")}
+    fields: dict[str, Any] = {
+        "idle": idle,
+        "refused": refused,
+        "default": json.loads(default or "null"),
+    }
     fields |= {"own": own, "numbers": mark == "!"}
     for word in words:
         if word in ("auto", "null"):
@@ -115,7 +120,8 @@ def _key(spec: str) -> Key:
 
 
 def coerce(value: Any, key: Key) -> Any:
-    """Convert `value` to the key's type, as DeepSpeed's pydantic models do (5e8 for an int, "1e-5" for a float).
+    """Convert `value` to the key's type, as DeepSpeed's pydantic models do (5e8 for an int, "1e-5"
+    for a float).
 
     Raises ValueError if the value does not fit.
     """
@@ -150,14 +156,18 @@ def show(value: Any, most: int = 60) -> str:
     return text
 
 
-def unknown(path: str, value: Any, known: Sequence[str], useless: Mapping[str, str] = MappingProxyType({})) -> Problem:
+def unknown(
+    path: str, value: Any, known: Sequence[str], useless: Mapping[str, str] = MappingProxyType({})
+) -> Problem:
     """Build the problem of a key that is not in the table, with the nearest of the `known` paths.
 
     `useless` holds known paths that must not be suggested, each with the reason.
     """
     section = path.rpartition(".")[0]
     where = f'the section "{section}"' if section else "the top level"
-    return Problem(path, f"saw {show(value)}", f"a known key of {where}", _mend(path, known, useless))
+    return Problem(
+        path, f"saw {show(value)}", f"a known key of {where}", _mend(path, known, useless)
+    )
 
 
 def useless(table: Mapping[str, Key]) -> dict[str, str]:
@@ -176,17 +186,30 @@ def _mend(path: str, known: Sequence[str], useless: Mapping[str, str]) -> str:
         return "Remove it."
     if path in known:
         return "Write it as a section in a section, without the dot."
-    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
-    owning_stages = [other for other in known if other.rpartition(".")[2] == name and other not in useless]
+    siblings = {
+        other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section
+    }
+    owning_stages = [
+        other for other in known if other.rpartition(".")[2] == name and other not in useless
+    ]
     near = get_close_matches(name, siblings, n=2, cutoff=0.5)
     if near and (not owning_stages or get_close_matches(name, near, cutoff=0.8)):
         likeness = [SequenceMatcher(None, name, other).ratio() for other in near]
-        best = [other for other, ratio in zip(near, likeness, strict=True) if ratio == max(likeness)]
+        best = [
+            other for other, ratio in zip(near, likeness, strict=True) if ratio == max(likeness)
+        ]
         useful = [f'"{other}"' for other in best if siblings[other] not in useless]
         if not useful:
-            return f'Remove it: "{best[0]}", which is like it, does nothing here ({useless[siblings[best[0]]]}).'
+            return (
+                f'Remove it: "{best[0]}", which is like it, does nothing here '
+                f"({useless[siblings[best[0]]]})."
+            )
         return f"Did you mean {' or '.join(useful)}?"
-    return f"Did you mean {' or '.join(owning_stages)}?" if 1 <= len(owning_stages) <= 3 else "Remove it."
+    return (
+        f"Did you mean {' or '.join(owning_stages)}?"
+        if 1 <= len(owning_stages) <= 3
+        else "Remove it."
+    )
 
 
 def misfit(path: str, value: Any, key: Key) -> Problem:
@@ -207,7 +230,8 @@ _NOUNS = {
     "any": "anything",
     "section": "a section {...}",
 }
-_FLAGS = {word: truth for truth, words in ((True, "1 true t yes y on"), (False, "0 false f no n off"))
+_FLAGS = {word: truth for truth, words in ((True, "1 true t yes y on"), (False, ("0 false f no n "
+                                                                                "off")))
           for word in words.split()}  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """DeepSpeed's JSON keys, as of DeepSpeed 0.19.8, in the notation of `grammar`.
 
-Sources: deepspeed/runtime/{config,constants,precision_config,lr_schedules}.py, runtime/zero/{config,offload_config}.py,
-runtime/{activation_checkpointing,tensor_parallel,data_pipeline,model_checkpointing}/config.py, runtime/swap_tensor,
-monitor/config.py, comm/config.py, profiling/config.py, compile/config.py, and `_configure_basic_optimizer`.
+Sources: deepspeed/runtime/{config,constants,precision_config,lr_schedules}.py,
+runtime/zero/{config,offload_config}.py,
+runtime/{activation_checkpointing,tensor_parallel,data_pipeline,model_checkpointing}/config.py,
+runtime/swap_tensor, monitor/config.py, comm/config.py, profiling/config.py, compile/config.py, and
+`_configure_basic_optimizer`.
 """
 
 from __future__ import annotations
@@ -14,17 +16,20 @@ KEYS: dict[str, Key] = parse("""
 train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps : int 1..1e9 auto null
 gradient_clipping : float >=0 auto = 1.0
 gradient_allreduce_op : str mean
-managed_gradient_accumulation : bool =true ! gradient_accumulation_steps says when to update. Remove it
+managed_gradient_accumulation : bool =true ! gradient_accumulation_steps says when to update. \
+Remove it
 prescale_gradients : bool @ they are averaged as they are added up
 gradient_predivide_factor : float >0 =1 @ they are averaged as they are added up
 zero_allow_untested_optimizer : bool @ the optimizers are PyTorch's own
-zero_force_ds_cpu_optimizer : bool =true ; DeepSpeed asks it of optimizers made in code, and the JSON names this one
+zero_force_ds_cpu_optimizer : bool =true ; DeepSpeed asks it of optimizers made in code, and the \
+JSON names this one
 wall_clock_breakdown : bool @ metrics.jsonl has the time of each step
 memory_breakdown : bool @ metrics.jsonl has the memory of each step
 disable_python_gc : bool @ Python collects its garbage
 communication_data_type : str fp32|fp16|bf16 auto null =fp32 @! gradients are added up in float32
 log_level : str debug|info|warning|error|critical null @ it is for DeepSpeed's own log
-sequence_parallel_size : int =1 ! It is not offered yet. Remove it; trainer.activation_checkpointing saves memory too
+sequence_parallel_size : int =1 ! It is not offered yet. Remove it; \
+trainer.activation_checkpointing saves memory too
 disable_allgather : bool ; DeepSpeed does not read it
 seq_parallel_communication_data_type : str fp32|fp16|bf16 null ; there is no sequence parallelism
 dump_state : bool ; config.json in the run's folder has every resolved value
@@ -41,7 +46,8 @@ log : any ; DeepSpeed does not read it; use trainer.log
 cuda_visible_devices : any ; DeepSpeed does not read it; set the variable CUDA_VISIBLE_DEVICES
 amp : any ! Apex AMP was removed from DeepSpeed. Use "bf16" or "fp16"
 elasticity : any ! Elastic training was removed from DeepSpeed. Set the batch sizes themselves
-nebula : any ! Nebula checkpoints were removed from DeepSpeed. Remove it; checkpoints are written by this trainer
+nebula : any ! Nebula checkpoints were removed from DeepSpeed. Remove it; checkpoints are written \
+by this trainer
 compression_training : any ! The compression library was removed from DeepSpeed. Remove it
 quantize_training : any ! Mixture-of-Quantization was removed from DeepSpeed. Remove it
 eigenvalue : any ! Mixture-of-Quantization was removed from DeepSpeed. Remove it
@@ -79,9 +85,11 @@ auto_cast loss_scale initial_scale_power loss_scale_window : any ; bf16 needs no
 hysteresis consecutive_hysteresis min_loss_scale : any ; bf16 needs no loss scale
 
 [bfloat16]
-enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states : bool auto
+enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads \
+bf16_optimizer_states : bool auto
 
-[torch_autocast] ! It picks a precision for each operator, which no engine here proves. Set bf16.enabled in its place
+[torch_autocast] ! It picks a precision for each operator, which no engine here proves. Set \
+bf16.enabled in its place
 enabled : bool
 dtype : str float16|bfloat16|fp16|bf16|half|torch.float16|torch.bfloat16
 lower_precision_safe_modules : list null
@@ -106,26 +114,36 @@ ignore_unused_parameters : bool auto =true @ a parameter without a gradient stay
 load_from_fp32_weights : bool auto =true ; checkpoints are this trainer's own
 elastic_checkpoint pipeline_loading_checkpoint : bool auto ; checkpoints are this trainer's own
 legacy_stage1 : bool ! It was removed from DeepSpeed. Remove it
-round_robin_gradients : bool auto ; with it DeepSpeed takes one parameter's state for another's, also in checkpoints
-parameter_alignment save_muon_momentum_buffer_in_memory : bool auto @ it is for DeepSpeed's own buffers
+round_robin_gradients : bool auto ; with it DeepSpeed takes one parameter's state for another's, \
+also in checkpoints
+parameter_alignment save_muon_momentum_buffer_in_memory : bool auto @ it is for DeepSpeed's own \
+buffers
 memory_efficient_linear override_module_apply : bool auto =true @ it is for DeepSpeed's own ZeRO-3
 log_trace_cache_warnings enable_sanity_checks : bool auto @ it is for DeepSpeed's own ZeRO-3
-stage3_prefetch_bucket_size stage3_param_persistence_threshold : int >=0 auto @ FSDP2 gathers a block ahead
+stage3_prefetch_bucket_size stage3_param_persistence_threshold : int >=0 auto @ FSDP2 gathers a \
+block ahead
 stage3_max_live_parameters stage3_max_reuse_distance : int >=0 auto @ FSDP2 gathers a block ahead
 stage3_model_persistence_threshold : int >=0 auto @ FSDP2 gathers a block ahead
 stage3_module_granularity_threshold : int >=0 auto =0 @ FSDP2 gathers a block ahead
-stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential : bool auto @ FSDP2 gathers a block ahead
-stage3_gather_16bit_weights_on_model_save : bool auto ; the model's files are always whole: see trainer.checkpoint.dtype
-stage3_gather_fp16_weights_on_model_save : bool auto ; the model's files are always whole: see trainer.checkpoint.dtype
-gather_16bit_weights_on_model_save : bool auto ; the model's files are always whole: see trainer.checkpoint.dtype
+stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential : bool auto @ FSDP2 gathers a \
+block ahead
+stage3_gather_16bit_weights_on_model_save : bool auto ; the model's files are always whole: see \
+trainer.checkpoint.dtype
+stage3_gather_fp16_weights_on_model_save : bool auto ; the model's files are always whole: see \
+trainer.checkpoint.dtype
+gather_16bit_weights_on_model_save : bool auto ; the model's files are always whole: see \
+trainer.checkpoint.dtype
 prefetch_bucket_size param_persistence_threshold model_persistence_threshold : int >=0 auto
 max_live_parameters max_reuse_distance module_granularity_threshold : int >=0 auto
 use_all_reduce_for_fetch_params allgather_sequential : bool auto
-zero_hpz_partition_size : int 0..1e6 auto =0,1 @ trainer.mesh.shard keeps the traffic within machines
-zero_quantized_weights zero_quantized_nontrainable_weights : bool auto @! weights are sent as they are
+zero_hpz_partition_size : int 0..1e6 auto =0,1 @ trainer.mesh.shard keeps the traffic within \
+machines
+zero_quantized_weights zero_quantized_nontrainable_weights : bool auto @! weights are sent as they \
+are
 zero_quantized_gradients : bool auto @! gradients are added up in float32
 cpu_offload cpu_offload_param : bool null
-cpu_offload_use_pin_memory : bool null =true ; DeepSpeed does not read it; use offload_optimizer.pin_memory
+cpu_offload_use_pin_memory : bool null =true ; DeepSpeed does not read it; use \
+offload_optimizer.pin_memory
 mics_shard_size : int -1..1e6 =-1,0
 mics_hierarchical_params_gather : bool ! MiCS was removed from DeepSpeed. Remove it
 zeropp_loco_param : any ! LoCo was removed from DeepSpeed. Remove it
@@ -182,7 +200,8 @@ injection_policy_tuple : list null ; the model's own plan says what is split
 preset_model : str null ; the model's own plan says what is split
 
 [activation_checkpointing]
-partition_activations cpu_checkpointing contiguous_memory_optimization : bool ; only deepspeed.checkpointing reads it
+partition_activations cpu_checkpointing contiguous_memory_optimization : bool ; only \
+deepspeed.checkpointing reads it
 profile synchronize_checkpoint_boundary : bool ; only deepspeed.checkpointing reads it
 number_checkpoints : int >=0 null ; only deepspeed.checkpointing reads it
 
@@ -239,9 +258,12 @@ data_parallel : str replica|socket|machine null
 pipeline_stage : bool
 
 [compile] ; the model is not compiled
-disable deepcompile autoep_non_moe free_activation offload_activation offload_activation_pin_memory : bool
-offload_opt_states double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce : bool
-sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors : bool
+disable deepcompile autoep_non_moe free_activation offload_activation \
+offload_activation_pin_memory : bool
+offload_opt_states double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce \
+: bool
+sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors \
+keep_all_input_tensors : bool
 free_activation_threshold : int
 passes : list null
 enabled : bool
@@ -260,12 +282,14 @@ seed : int
 enabled pin_memory : bool
 num_epochs num_workers : int >=0
 
-[data_efficiency.data_sampling.curriculum_learning] ! It is not offered here. Set its "enabled" to false
+[data_efficiency.data_sampling.curriculum_learning] ! It is not offered here. Set its "enabled" to \
+false
 enabled : bool
 data_cluster_path : str null
 curriculum_metrics : section
 
-[data_efficiency.data_sampling.dynamic_batching] ! It is not offered here. Set its "enabled" to false
+[data_efficiency.data_sampling.dynamic_batching] ! It is not offered here. Set its "enabled" to \
+false
 enabled verbose : bool
 metrics_path lr_scaling_method sequence_picking_order : str null
 min_batch_size max_batch_size max_tokens : int null
@@ -273,7 +297,8 @@ min_batch_size max_batch_size max_tokens : int null
 [data_efficiency.data_routing]
 enabled : bool
 
-[data_efficiency.data_routing.random_ltd] ! It drops tokens, which is not offered here. Set its "enabled" to false
+[data_efficiency.data_routing.random_ltd] ! It drops tokens, which is not offered here. Set its \
+"enabled" to false
 enabled : bool
 total_layer_num random_ltd_layer_num micro_batch_size global_batch_size sample_idx : int null
 random_ltd_layer_id : list
@@ -294,8 +319,10 @@ warmup_type : str
 [autotuning] ; run DeepSpeed's autotuner on its own
 enabled fast overwrite tuner_early_stopping zero_optimization : any
 results_dir exps_dir metric_path metric tuner_type model_info_path arg_mappings : any
-start_profile_step end_profile_step tuner_num_trials max_train_batch_size min_train_batch_size mp_size : any
-max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes : any
+start_profile_step end_profile_step tuner_num_trials max_train_batch_size min_train_batch_size \
+mp_size : any
+max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes \
+: any
 
 [autotuning.model_info] null
 profile : bool
@@ -314,7 +341,9 @@ RECOMPUTES = "activation_checkpointing."
 LOW_PRECISION = ("communication_data_type", "data_types.grad_accum_dtype")
 DIFFERS = {
     "optimizer": "Hugging Face's; DeepSpeed has none",
-    **dict.fromkeys(LOW_PRECISION, "mesh and accelerate add up in float32, DeepSpeed in the model's precision"),
+    **dict.fromkeys(
+        LOW_PRECISION, "mesh and accelerate add up in float32, DeepSpeed in the model's precision"
+    ),
 }
 """Keys whose default differs from DeepSpeed's, with the reason; `--dry-run` shows it."""
 
@@ -355,7 +384,11 @@ bias_correction amsgrad adam_w_mode torch_adam fp32_optimizer_states : bool
 foreach : bool null
 """
 )
-_SGD = _TORCH + _usual(1e-3, eps=None, betas=False) + "momentum dampening : float >=0 = 0\nnesterov : bool\n"
+_SGD = (
+    _TORCH
+    + _usual(1e-3, eps=None, betas=False)
+    + "momentum dampening : float >=0 = 0\nnesterov : bool\n"
+)
 
 OPTIMIZERS: dict[str, dict[str, Key]] = {
     name: parse(table)
@@ -363,12 +396,19 @@ OPTIMIZERS: dict[str, dict[str, Key]] = {
         "AdamW": _ADAM,
         "Adam": _ADAM,
         "Lamb": _usual(1e-3)
-        + "max_coeff : float >=0 = 10\nmin_coeff : float >=0 = 0.01\nbias_correction eps_inside_sqrt : bool",
+        + (
+            "max_coeff : float >=0 = 10\nmin_coeff : float >=0 = 0.01\nbias_correction "
+            "eps_inside_sqrt : bool"
+        ),
         "Lion": _usual(1e-3, eps=None) + _FREED + "fp32_optimizer_states : bool",
         "Adagrad": _TORCH
         + _usual(1e-2, eps=1e-10, betas=False)
         + "lr_decay initial_accumulator_value : float >=0 = 0\nfp32_optimizer_states : bool",
-        "Muon": _ADAM + "muon_lr adam_lr momentum : float >=0\nns_method : str\nns_steps : int >=1\nnesterov : bool",
+        "Muon": _ADAM
+        + (
+            "muon_lr adam_lr momentum : float >=0\nns_method : str\nns_steps : int >=1\nnesterov : "
+            "bool"
+        ),
         "MuAdam": _TORCH + _usual(1e-3) + "impl : str",
         "MuAdamW": _TORCH + _usual(1e-3) + "impl : str",
         "MuSGD": _SGD + "impl : str",
@@ -377,7 +417,9 @@ OPTIMIZERS: dict[str, dict[str, Key]] = {
         + _usual(1e-2, betas=False)
         + "alpha : float >=0 = 0.99\nmomentum : float >=0 = 0\ncentered : bool",
         "Adamax": _TORCH + _usual(2e-3),
-        "NAdam": _TORCH + _usual(2e-3) + "momentum_decay : float >=0 = 0.004\ndecoupled_weight_decay : bool",
+        "NAdam": _TORCH
+        + _usual(2e-3)
+        + "momentum_decay : float >=0 = 0.004\ndecoupled_weight_decay : bool",
         "RAdam": _TORCH + _usual(1e-3) + "decoupled_weight_decay : bool",
         "Adadelta": _TORCH + _usual(1.0, eps=1e-6, betas=False) + "rho : float 0..1 = 0.9",
     }.items()
@@ -424,7 +466,10 @@ SCHEDULERS: dict[str, dict[str, Key]] = {
             lr_range_test_staircase : bool
             {_START}""",
         "linear": "warmup_num_steps : int >=0 auto\ntotal_num_steps : int >=1 auto",
-        "cosine": "warmup_num_steps : int >=0 auto\ntotal_num_steps : int >=1 auto\ncos_min_ratio : float 0..1",
+        "cosine": (
+            "warmup_num_steps : int >=0 auto\ntotal_num_steps : int >=1 auto\ncos_min_ratio "
+            ": float 0..1"
+        ),
         "constant_with_warmup": "warmup_num_steps : int >=0 auto",
     }.items()
 }

@@ -26,7 +26,9 @@ class Upgraded:
 
 
 def upgrade(checked: Checked, trainer: TrainerSection) -> Upgraded:
-    """Return the settings under present names, with the optimizer and gradient clipping of a default run."""
+    """Return the settings under present names, with the optimizer and gradient clipping of a
+    default run.
+    """
     upgraded = Upgraded(deepcopy(checked.values), trainer)
     _zero_section(upgraded)
     _rename(upgraded)
@@ -34,10 +36,13 @@ def upgrade(checked: Checked, trainer: TrainerSection) -> Upgraded:
     _mics(upgraded)
     upgraded.notes.extend(unswitched(upgraded.settings))
     if upgraded.settings.get("comms_logger", {}).get("enabled") is not True:
-        upgraded.settings.pop("comms_logger", None)  # if it is present, DeepSpeed logs, and waits for each operation
+        upgraded.settings.pop(
+            "comms_logger", None
+        )  # if it is present, DeepSpeed logs, and waits for each operation
     idle = any(place.startswith(RECOMPUTES) for place in checked.idle)
     _recompute(upgraded, "the activation_checkpointing section", idle)
-    # DeepSpeed recomputes groups of so many layers as one; here each block is one, for the same gradient
+    # DeepSpeed recomputes groups of so many layers as one; here each block is one, for the same
+    # gradient
     interval = upgraded.settings.get("pipeline", {}).pop("activation_checkpoint_interval", 0)
     _recompute(upgraded, "pipeline.activation_checkpoint_interval", interval > 0)
     _fill(upgraded)
@@ -48,7 +53,9 @@ def _zero_section(upgraded: Upgraded) -> None:
     zero = upgraded.settings.get("zero_optimization")
     if isinstance(zero, bool):
         upgraded.settings["zero_optimization"] = {"stage": int(zero)}
-        upgraded.origins["zero_optimization.stage"] = f"auto: from zero_optimization {str(zero).lower()}"
+        upgraded.origins["zero_optimization.stage"] = (
+            f"auto: from zero_optimization {str(zero).lower()}"
+        )
 
 
 def _rename(upgraded: Upgraded) -> None:
@@ -59,7 +66,9 @@ def _rename(upgraded: Upgraded) -> None:
             continue
         target = new.rpartition(".")[2]
         if target in values:
-            upgraded.problems.append(Problem(old, f'saw it beside "{new}"', "one name for one key", f"Remove {old}."))
+            upgraded.problems.append(
+                Problem(old, f'saw it beside "{new}"', "one name for one key", f"Remove {old}.")
+            )
         values[target] = values.pop(name)
         upgraded.origins[new] = f"auto: from {old}"
 
@@ -71,13 +80,17 @@ def _offload(upgraded: Upgraded) -> None:
             continue
         place = f"zero_optimization.{old}"
         if new in zero:
-            upgraded.problems.append(Problem(place, f'saw it beside "{new}"', "one of the two", f"Remove {old}."))
+            upgraded.problems.append(
+                Problem(place, f'saw it beside "{new}"', "one of the two", f"Remove {old}.")
+            )
         zero[new] = {"device": "cpu"}
         upgraded.origins[f"zero_optimization.{new}.device"] = f"auto: from {place}"
     stage, section = zero.get("stage", 0), zero.get("offload_param") or {}
     if stage != 3 and section.get("device", "none") not in ("none", "auto"):
         del zero["offload_param"]
-        upgraded.notes.append(f"zero_optimization.offload_param has no effect here: the ZeRO stage is {stage}")
+        upgraded.notes.append(
+            f"zero_optimization.offload_param has no effect here: the ZeRO stage is {stage}"
+        )
 
 
 def _mics(upgraded: Upgraded) -> None:
@@ -89,7 +102,9 @@ def _mics(upgraded: Upgraded) -> None:
     if mesh.shard not in (None, size):
         seen = f"saw {size} beside trainer.mesh.shard {mesh.shard}"
         upgraded.problems.append(Problem(place, seen, "one size of a shard"))
-    upgraded.trainer = upgraded.trainer.model_copy(update={"mesh": mesh.model_copy(update={"shard": size})})
+    upgraded.trainer = upgraded.trainer.model_copy(
+        update={"mesh": mesh.model_copy(update={"shard": size})}
+    )
     upgraded.origins["trainer.mesh.shard"] = f"auto: from {place}"
 
 
@@ -105,7 +120,11 @@ def _fill(upgraded: Upgraded) -> None:
     settings["optimizer"], problems, notes = choose_optimizer(deepcopy(given or DEFAULT_OPTIMIZER))
     upgraded.problems.extend(problems)
     upgraded.notes.extend(notes)
-    names = set(settings["optimizer"]["params"]) - set((given or {}).get("params", {})) if not problems else set()
+    names = (
+        set(settings["optimizer"]["params"]) - set((given or {}).get("params", {}))
+        if not problems
+        else set()
+    )
     origin = "default" if given else f"default: {DIFFERS['optimizer']}"
     upgraded.origins.update({f"optimizer.params.{name}": origin for name in names})
     if not given:

@@ -43,9 +43,14 @@ def read(path: Path) -> Json:
         text = _COMMENT.sub(_blank, text)
         raw = _parse(text)
     except UnicodeDecodeError as error:
-        raise ConfigError(Problem(str(path), f"byte {error.start} is not UTF-8", "a UTF-8 text file")) from None
+        raise ConfigError(
+            Problem(str(path), f"byte {error.start} is not UTF-8", "a UTF-8 text file")
+        ) from None
     except json.JSONDecodeError as error:
-        seen = f"{error.msg} at {show(text[error.pos : error.pos + 20]) if text[error.pos :].strip() else 'the end'}"
+        seen = (
+            f"{error.msg} at "
+            f"{show(text[error.pos : error.pos + 20]) if text[error.pos :].strip() else 'the end'}"
+        )
         raise ConfigError(Problem(f"{path}:{error.lineno}:{error.colno}", seen, "JSON")) from None
     except RecursionError:
         raise ConfigError(_too_deep(str(path))) from None
@@ -58,7 +63,9 @@ def read(path: Path) -> Json:
     return raw
 
 
-_COMMENT = re.compile(r'(?P<text>"(?:\\.|[^"\\])*(?:"|\\?\Z))|//[^\n]*|#[^\n]*|/\*.*?(?P<closed>\*/|\Z)', re.DOTALL)
+_COMMENT = re.compile(
+    r'(?P<text>"(?:\\.|[^"\\])*(?:"|\\?\Z))|//[^\n]*|#[^\n]*|/\*.*?(?P<closed>\*/|\Z)', re.DOTALL
+)
 """Text or a comment, up to the end where it is not closed."""
 
 
@@ -73,11 +80,17 @@ def _bytes(path: Path) -> bytes:
     try:
         return read_file(path, LARGEST)
     except FileNotFoundError:
-        seen = f"a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "no such file"
+        seen = (
+            f"a link to {os.readlink(path)}, which is not there"
+            if path.is_symlink()
+            else "no such file"
+        )
         mend = [_nearby(path), f"Shipped: {', '.join(shipped_names())}"]
         raise ConfigError(Problem(place, seen, wanted, ". ".join(filter(None, mend)))) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(Problem(place, getattr(error, "strerror", "") or str(error), wanted)) from None
+        raise ConfigError(
+            Problem(place, getattr(error, "strerror", "") or str(error), wanted)
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,9 @@ def _parse(text: str) -> Any:
     return json.loads(
         text,
         parse_constant=lambda name: _NoNumber(name, next(order)),
-        parse_int=lambda digits: int(digits) if len(digits) <= DIGITS else _NoNumber(digits, next(order)),
+        parse_int=lambda digits: (
+            int(digits) if len(digits) <= DIGITS else _NoNumber(digits, next(order))
+        ),
     )
 
 
@@ -111,7 +126,9 @@ def _lines(text: str) -> Iterator[int]:
 
 
 def unfit(raw: Json, place: str, text: str = "") -> Iterator[Problem]:
-    """Yield the problems of a tree: too deep, or with values that no float, file system or terminal takes."""
+    """Yield the problems of a tree: too deep, or with values that no float, file system or terminal
+    takes.
+    """
     waiting: deque[tuple[str, Any, int]] = deque([("", raw, 0)])
     lines = dict(enumerate(islice(_lines(text), MOST_SHOWN)))
     while waiting:
@@ -120,12 +137,23 @@ def unfit(raw: Json, place: str, text: str = "") -> Iterator[Problem]:
             if depth > DEEPEST:
                 yield _too_deep(place)
                 return
-            named = value.items() if isinstance(value, dict) else ((f"[{at}]", it) for at, it in enumerate(value))
+            named = (
+                value.items()
+                if isinstance(value, dict)
+                else ((f"[{at}]", it) for at, it in enumerate(value))
+            )
             start = f"{path[:SHOWN]}." if path else ""
-            waiting += [(f"{start}{str(name)[:SHOWN]}".replace(".[", "["), it, depth + 1) for name, it in named]
+            waiting += [
+                (f"{start}{str(name)[:SHOWN]}".replace(".[", "["), it, depth + 1)
+                for name, it in named
+            ]
         if isinstance(value, _NoNumber):
             line = f":{lines[value.order]}" if value.order in lines else ""
-            seen = value.text if len(value.text) < DIGITS else f"a number of {len(value.text):,} digits"
+            seen = (
+                value.text
+                if len(value.text) < DIGITS
+                else f"a number of {len(value.text):,} digits"
+            )
             yield Problem(f"{place}{line}: {path}", f"saw {seen}", "a finite number")
         elif isinstance(value, float) and not text and not math.isfinite(value):
             yield Problem(f"{place}: {path}", f"saw {show(value)}", "a finite number")
@@ -136,7 +164,11 @@ def unfit(raw: Json, place: str, text: str = "") -> Iterator[Problem]:
 
 
 def _too_deep(place: str) -> Problem:
-    return Problem(place, f"sections nested more than {DEEPEST} deep", "the few levels of a DeepSpeed JSON config")
+    return Problem(
+        place,
+        f"sections nested more than {DEEPEST} deep",
+        "the few levels of a DeepSpeed JSON config",
+    )
 
 
 def _double(place: str, key: str) -> Problem:
@@ -160,7 +192,9 @@ def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list
             section = section.setdefault(name, {})
             if not isinstance(section, dict):
                 seen = f'"{".".join(names[:depth])}" is {show(section)}'
-                problems.append(Problem(text, seen, "a section {...}", "Set that key itself instead."))
+                problems.append(
+                    Problem(text, seen, "a section {...}", "Set that key itself instead.")
+                )
                 break
         else:
             found = {names[-1]: (read := _value(value))}
@@ -221,14 +255,25 @@ def _nearby(path: Path) -> str:
 # keys that identify a file -> its kind, and the mend
 _KINDS = {
     ("model_type", "architectures"): ("a model's config", "Name it in trainer.model.config."),
-    ("tokenizer_class", "added_tokens_decoder"): ("a tokenizer's config", "trainer.data.tokenizer names its folder."),
-    ("compute_environment", "distributed_type"): ("an Accelerate config", "Give its deepspeed_config_file."),
-    ("per_device_train_batch_size", "output_dir"): ("arguments of Hugging Face's Trainer", 'Give their "deepspeed".'),
+    ("tokenizer_class", "added_tokens_decoder"): (
+        "a tokenizer's config",
+        "trainer.data.tokenizer names its folder.",
+    ),
+    ("compute_environment", "distributed_type"): (
+        "an Accelerate config",
+        "Give its deepspeed_config_file.",
+    ),
+    ("per_device_train_batch_size", "output_dir"): (
+        "arguments of Hugging Face's Trainer",
+        'Give their "deepspeed".',
+    ),
 }
 
 
 def other_config(path: Path, raw: dict[str, Any], known: Collection[str]) -> ConfigError | None:
-    """Build the error for the JSON config of something else, without any key of DeepSpeed or this trainer."""
+    """Build the error for the JSON config of something else, without any key of DeepSpeed or this
+    trainer.
+    """
     if any(key in known for key in raw):
         return None
     for keys, (seen, mend) in _KINDS.items():
@@ -243,7 +288,9 @@ _FOLDERS = (_PACKAGE / "ds_configs", _PACKAGE.parent / "ds_configs")
 
 
 def shipped(name: str) -> Path | None:
-    """Return the shipped config called `name`, with or without its ".json"; None if there is none."""
+    """Return the shipped config called `name`, with or without its ".json"; None if there is
+    none.
+    """
     return _paths().get(name.removesuffix(".json"))
 
 

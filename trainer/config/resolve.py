@@ -16,7 +16,9 @@ from trainer.config.rules import ACCUMULATION, BATCH, MICRO, WARMUP, conflicts
 from trainer.errors import ConfigError, Problem
 
 MICRO_BATCH = 8
-"""Hugging Face's `per_device_train_batch_size`, for a config that leaves its batch sizes to "auto"."""
+"""Hugging Face's `per_device_train_batch_size`, for a config that leaves its batch sizes to
+"auto".
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ def resolve(config: Config, facts: RuntimeFacts) -> Config:
     until then. Raises ConfigError if the mesh or the batch sizes do not fit the world size.
     """
     config = _within_machines(config, facts)
-    decisions = _values(config, facts) | _batch(config.settings, mesh_sizes(config, facts.world_size).data_ranks)
+    decisions = _values(config, facts) | _batch(
+        config.settings, mesh_sizes(config, facts.world_size).data_ranks
+    )
     settings, origins = deepcopy(config.settings), dict(config.origins)
     for path, (value, reason) in decisions.items():
         _put(settings, path, value)
@@ -58,7 +62,9 @@ def resolve(config: Config, facts: RuntimeFacts) -> Config:
 
 
 def _in_steps(config: Config, steps: int | None) -> Config:
-    """Convert intervals that are shares of all steps to steps, once those are known; rounded up, as by Trainer."""
+    """Convert intervals that are shares of all steps to steps, once those are known; rounded up, as
+    by Trainer.
+    """
     if steps is None:
         return config
     update: dict[str, Any] = {"warmup_ratio": None}
@@ -76,7 +82,9 @@ def _share_of(share: float, steps: int) -> int:
 
 
 def _within_machines(config: Config, facts: RuntimeFacts) -> Config:
-    """Let FSDP over several machines shard within each and replicate across, unless `trainer.mesh` says otherwise."""
+    """Let FSDP over several machines shard within each and replicate across, unless `trainer.mesh`
+    says otherwise.
+    """
     local, mesh = facts.local_world_size or facts.world_size, config.trainer.mesh
     sizes, machines = mesh_sizes(config, facts.world_size, local), facts.world_size // local
     config = _with_note(config, _crossing(sizes.tensor, local, machines))
@@ -84,7 +92,12 @@ def _within_machines(config: Config, facts: RuntimeFacts) -> Config:
     if mesh.shard == "node":
         lone = machines > 1 and inside == sizes.data_ranks > 1
         note = f"a node has no two ranks to shard over: shards over all {inside}" if lone else None
-    elif config.trainer.engine not in ("accelerate", "mesh") or mesh.replicate or mesh.shard or sizes.pipeline > 1:
+    elif (
+        config.trainer.engine not in ("accelerate", "mesh")
+        or mesh.replicate
+        or mesh.shard
+        or sizes.pipeline > 1
+    ):
         return config
     elif sizes.shard == 1 or inside == sizes.data_ranks or facts.world_size % local:
         return config  # nothing to shard over within one; or machines of other sizes, refused later
@@ -100,17 +113,25 @@ def _crossing(tensor: int, local: int, machines: int) -> str | None:
     if tensor == 1 or machines == 1 or local % tensor == 0:
         return None
     return (
-        f"tensor parallel groups of {tensor} cross machines of {local} processes: each block waits for the "
-        "network four times; tensor_parallel.autotp_size is best a divisor of the processes on a machine"
+        f"tensor parallel groups of {tensor} cross machines of {local} processes: each block waits "
+        "for the "
+        "network four times; tensor_parallel.autotp_size is best a divisor of the processes on a "
+        "machine"
     )
 
 
 def _with_note(config: Config, note: str | None) -> Config:
-    return config if note is None or note in config.notes else replace(config, notes=(*config.notes, note))
+    return (
+        config
+        if note is None or note in config.notes
+        else replace(config, notes=(*config.notes, note))
+    )
 
 
 def origin_table(config: Config) -> list[tuple[str, str, str]]:
-    """Return (key, value, origin) of every value that was decided rather than written, for printing."""
+    """Return (key, value, origin) of every value that was decided rather than written, for
+    printing.
+    """
     values = dict(leaves(config.settings)) | dict(leaves({"trainer": config.trainer.model_dump()}))
     low = LOW_PRECISION if values.get("bf16.enabled") is True else ()
     differing = {path: f"default: {DIFFERS[path]}" for path in low if values.get(path) is None}
@@ -143,7 +164,9 @@ def _values(config: Config, facts: RuntimeFacts) -> Decisions:
         **_from_steps(facts.total_steps, config.trainer.warmup_ratio),
     }
     autos = {path for path, value in leaves(config.settings) if value == AUTO}
-    return {path: decision for path, decision in known.items() if path in autos and decision[0] != AUTO}
+    return {
+        path: decision for path, decision in known.items() if path in autos and decision[0] != AUTO
+    }
 
 
 def _precision(settings: Json, facts: RuntimeFacts) -> Decisions:
@@ -155,7 +178,10 @@ def _precision(settings: Json, facts: RuntimeFacts) -> Decisions:
         (facts.device == "cpu", "from the device cpu: float32"),
     ]
     reason = next((text for holds, text in reasons if holds), "from a CUDA device without bfloat16")
-    return {"fp16.enabled": (False, "Hugging Face's default"), "bf16.enabled": (able and not fp16, reason)}
+    return {
+        "fp16.enabled": (False, "Hugging Face's default"),
+        "bf16.enabled": (able and not fp16, reason),
+    }
 
 
 def _from_hidden_size(settings: Json, hidden: int | None) -> Decisions:
@@ -164,7 +190,10 @@ def _from_hidden_size(settings: Json, hidden: int | None) -> Decisions:
     origin = f"from hidden size {hidden}"
     found: Decisions = {"zero_optimization.reduce_bucket_size": (hidden * hidden, origin)}
     if settings.get("zero_optimization", {}).get("stage", 0) == 3:
-        found["zero_optimization.stage3_prefetch_bucket_size"] = (int(0.9 * hidden * hidden), origin)
+        found["zero_optimization.stage3_prefetch_bucket_size"] = (
+            int(0.9 * hidden * hidden),
+            origin,
+        )
         found["zero_optimization.stage3_param_persistence_threshold"] = (10 * hidden, origin)
     return found
 
@@ -174,7 +203,10 @@ def _from_steps(steps: int | None, warmup_ratio: float | None) -> Decisions:
         return {} if warmup_ratio is None else {WARMUP: (AUTO, "")}
     found: Decisions = {"scheduler.params.total_num_steps": (steps, f"from {steps} steps")}
     if warmup_ratio is not None:
-        found[WARMUP] = (_share_of(warmup_ratio, steps), f"{warmup_ratio:g} of {steps:,} steps (trainer.warmup_ratio)")
+        found[WARMUP] = (
+            _share_of(warmup_ratio, steps),
+            f"{warmup_ratio:g} of {steps:,} steps (trainer.warmup_ratio)",
+        )
     return found
 
 
@@ -200,11 +232,17 @@ def _batch(settings: Json, ranks: int) -> Decisions:
     if train != micro * accumulation * ranks or not train:
         raise ConfigError(_misfit(given, ranks, (train, micro, accumulation)))
     decided = {BATCH: train, MICRO: micro, ACCUMULATION: accumulation}
-    return {name: (value, reasons[name]) for name, value in decided.items() if given[name] in (None, AUTO)}
+    return {
+        name: (value, reasons[name])
+        for name, value in decided.items()
+        if given[name] in (None, AUTO)
+    }
 
 
 def _reason(given: Json, name: str, ranks: int) -> str:
-    others = [other for other, value in given.items() if other != name and value not in (None, AUTO)]
+    others = [
+        other for other, value in given.items() if other != name and value not in (None, AUTO)
+    ]
     if name == MICRO and BATCH not in others and AUTO in given.values():
         return "Hugging Face's default"
     if (name == ACCUMULATION and len(others) < 2) or (name == MICRO and BATCH not in others):
@@ -215,7 +253,10 @@ def _reason(given: Json, name: str, ranks: int) -> str:
 def _misfit(given: Json, ranks: int, found: tuple[int, int, int]) -> Problem:
     train, micro, accumulation = found
     if all(value not in (None, AUTO) for value in given.values()):
-        seen = f"saw {train}, but {micro} (micro-batch) x {accumulation} (accumulation) x {ranks} (data ranks)"
+        seen = (
+            f"saw {train}, but {micro} (micro-batch) x {accumulation} (accumulation) x {ranks} "
+            "(data ranks)"
+        )
         seen += f" = {micro * accumulation * ranks}"
         others = {MICRO: accumulation * ranks, ACCUMULATION: micro * ranks}
         free = [BATCH, *(name for name, rest in others.items() if train % rest == 0)]
@@ -229,7 +270,9 @@ def _misfit(given: Json, ranks: int, found: tuple[int, int, int]) -> Problem:
     product = ranks
     for name, _ in factors:
         product *= given[name] if given[name] not in (None, AUTO) else 1
-    return Problem(BATCH, f"saw {train}", f"a multiple of {divisor} = {product}, {nearest(train, product)}")
+    return Problem(
+        BATCH, f"saw {train}", f"a multiple of {divisor} = {product}, {nearest(train, product)}"
+    )
 
 
 def _put(tree: Json, path: str, value: Any) -> None:

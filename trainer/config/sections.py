@@ -1,4 +1,6 @@
-"""The `trainer` section: keys that DeepSpeed does not have. It is removed before DeepSpeed sees the config."""
+"""The `trainer` section: keys that DeepSpeed does not have. It is removed before DeepSpeed sees the
+config.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def _axis(value: int) -> int:
 
 
 def _interval(value: Any) -> Any:
-    if type(value) in (int, float) and (0 < value < 1 or (1 <= value <= 1e9 and value == int(value))):
+    if type(value) in (int, float) and (
+        0 < value < 1 or (1 <= value <= 1e9 and value == int(value))
+    ):
         return value if value < 1 else int(value)
     raise ValueError("a whole number of at least 1, or a share of all steps below 1")
 
@@ -48,7 +52,9 @@ def _pattern(value: str) -> str:
     try:
         re.compile(value)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f'"all-linear", names in a list, or a regular expression ({error})') from None
+        raise ValueError(
+            f'"all-linear", names in a list, or a regular expression ({error})'
+        ) from None
     return value
 
 
@@ -69,13 +75,16 @@ Paths = str | Annotated[list[str], Field(min_length=1, max_length=100_000)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class ModelSection(Section):
     """The model. With neither a name nor a config: the embedded default.
 
-    For images: a name of torchvision.models, "package.module:callable", or a folder that a run left.
+    For images: a name of torchvision.models, "package.module:callable", or a folder that a run
+    left.
     """
 
     name_or_path: str | None = None
@@ -85,9 +94,13 @@ class ModelSection(Section):
     For images: keyword arguments of the callable that builds the model.
     """
     blocks: str | None = None
-    """The pattern of an own classifier's modules that run once each, in order, such as "layers.*"."""
+    """The pattern of an own classifier's modules that run once each, in order, such as
+    "layers.*".
+    """
     weights: str | None = None
-    """The pretrained weights of a torchvision model: "DEFAULT", or a name such as "IMAGENET1K_V2"."""
+    """The pretrained weights of a torchvision model: "DEFAULT", or a name such as
+    "IMAGENET1K_V2".
+    """
     revision: str | None = None
     trust_remote_code: bool = False
     attention: Literal["sdpa", "eager", "flash_attention_2"] | None = None
@@ -102,7 +115,9 @@ class Rows(Section):
     name: str | None = None
     """The subset of a hub data set."""
     records: Literal["auto", "text", "prompt_completion", "instruction", "alpaca", "chat"] = "auto"
-    """The kind of a row; auto: decided by its columns; alpaca: an instruction in Stanford Alpaca's own prompt."""
+    """The kind of a row; auto: decided by its columns; alpaca: an instruction in Stanford Alpaca's
+    own prompt.
+    """
     text_column: str = "text"
     prompt_column: str | None = None
     completion_column: str | None = None
@@ -113,7 +128,9 @@ class Rows(Section):
 
 
 class SourceSection(Rows):
-    """One of several sources; its share of an epoch is set by a weight, or by passes over it, by default one."""
+    """One of several sources; its share of an epoch is set by a weight, or by passes over it, by
+    default one.
+    """
 
     path: Paths
     label: Annotated[str, AfterValidator(_file_name)] | None = None
@@ -135,24 +152,38 @@ class DataSection(Rows):
     chat_template: str | None = None
     """A file with a Jinja template; None: the tokenizer's own, or a plain one."""
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    """The part of a chat that is label tokens: all of the assistant's turns, the last, or all of it."""
+    """The part of a chat that is label tokens: all of the assistant's turns, the last, or all of
+    it.
+    """
     too_long: Literal["truncate", "drop", "error"] = "truncate"
-    """The handling of a document of more than `sequence_length` tokens, unless documents are concatenated."""
+    """The handling of a document of more than `sequence_length` tokens, unless documents are
+    concatenated.
+    """
     corrupt: Literal["error", "skip"] = "error"
-    """The handling of a row that is not JSON, lacks a column, or is no text and no chat; skipped ones are counted."""
+    """The handling of a row that is not JSON, lacks a column, or is no text and no chat; skipped
+    ones are counted.
+    """
     sequence_length: Annotated[Whole, Field(ge=2, le=2**24)] = 512
     """Tokens per sample."""
     documents: Literal["concatenate", "pad", "pack"] = "concatenate"
-    """Samples are cut from one stream; one document each; or several whole ones, which do not see one another."""
+    """Samples are cut from one stream; one document each; or several whole ones, which do not see
+    one another.
+    """
     isolate: bool = False
     """True if concatenated documents do not see one another, as padded and packed ones never do."""
-    evaluation_path: Paths | Annotated[dict[str, Paths], Field(min_length=1, max_length=100)] | None = None
-    """Other data for evaluation; several sets by name: {"code": "code.jsonl", "chat": "chat.jsonl"}."""
+    evaluation_path: (
+        Paths | Annotated[dict[str, Paths], Field(min_length=1, max_length=100)] | None
+    ) = None
+    """Other data for evaluation; several sets by name: {"code": "code.jsonl", "chat":
+    "chat.jsonl"}.
+    """
     evaluation_fraction: Annotated[Number, Field(ge=0, le=0.5)] = 0.01
     """The share of the training documents held out if there is no `evaluation_path`."""
     tokenizer: str | None = None
     workers: Annotated[Whole, Field(ge=1, le=1024)] | None = None
-    """Processes that prepare the data, on one rank; None: one for each core, or one alone for little data."""
+    """Processes that prepare the data, on one rank; None: one for each core, or one alone for
+    little data.
+    """
 
     @property
     def packs(self) -> bool:
@@ -161,12 +192,16 @@ class DataSection(Rows):
 
 
 class AugmentSection(Section):
-    """The augmentation of training images, different in each epoch and applied in this order; by default none."""
+    """The augmentation of training images, different in each epoch and applied in this order; by
+    default none.
+    """
 
     crop_padding: Annotated[Whole, Field(ge=0, le=4096)] = 0
     """Pixels of black border, from which a part of the image's own size is cut out at random."""
     crop_scale: Annotated[list[Number], AfterValidator(_range)] | None = None
-    """The smallest and largest share of the image's area that is cut out and scaled to `size`: [0.08, 1]."""
+    """The smallest and largest share of the image's area that is cut out and scaled to `size`:
+    [0.08, 1].
+    """
     flip: Share = 0.0
     """The probability of exchanging left and right."""
     rotate: Annotated[Number, Field(ge=0, le=180)] = 0.0
@@ -183,13 +218,19 @@ class ImagesSection(Section):
     """The reading and preparation of images for the task `image_classification`."""
 
     root: str | None = None
-    """The folder of torchvision's data sets, into which they are downloaded; None: in the cache folder."""
+    """The folder of torchvision's data sets, into which they are downloaded; None: in the cache
+    folder.
+    """
     image_column: str = "image"
     label_column: str = "label"
     classes: Count | None = None
-    """The number of classes, if an own data set does not give it, or a plan can't read the images."""
+    """The number of classes, if an own data set does not give it, or a plan can't read the
+    images.
+    """
     size: Annotated[list[Count], AfterValidator(_pair)] | Count | None = None
-    """The size of images for the model, one number or [height, width]; None: as they are, all alike."""
+    """The size of images for the model, one number or [height, width]; None: as they are, all
+    alike.
+    """
     mode: Literal["auto", "RGB", "L"] = "auto"
     """Colour or grey; auto: as the images are."""
     normalize: Literal["data", "imagenet", "none"] = "data"
@@ -199,7 +240,9 @@ class ImagesSection(Section):
     std: list[Annotated[Number, Field(gt=0)]] | None = None
     augment: AugmentSection = AugmentSection()
     workers: Annotated[Whole, Field(ge=0, le=1024)] | None = None
-    """Processes of each rank that load images; 0: a thread of its own; None: by the cores, on a GPU up to 8."""
+    """Processes of each rank that load images; 0: a thread of its own; None: by the cores, on a GPU
+    up to 8.
+    """
     corrupt: Literal["error", "skip"] = "error"
     """The handling of an image that can't be read; a skipped one counts for nothing."""
 
@@ -218,7 +261,9 @@ class CheckpointSection(Section):
     keep_best: bool = False
     """True to keep the checkpoint with the lowest held-out loss, too."""
     asynchronous: bool = False
-    """True to train while a checkpoint is written; takes host memory for a copy of the state over all ranks."""
+    """True to train while a checkpoint is written; takes host memory for a copy of the state over
+    all ranks.
+    """
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The dtype of the model's files; None: that of the weights."""
 
@@ -242,7 +287,9 @@ class LogSection(Section):
 
 
 class ProfileSection(Section):
-    """The steps that PyTorch's profiler records on the first rank into the run's folder: `start` and those after it."""
+    """The steps that PyTorch's profiler records on the first rank into the run's folder: `start`
+    and those after it.
+    """
 
     start: Count = 5
     """The first step, from 1; the first few are slower than the others."""
@@ -251,7 +298,9 @@ class ProfileSection(Section):
 
 class GenerateSection(Section):
     prompt: str | None = None
-    """The beginning of the sample at the end; auto: as the data, for a chat up to the first answer; None: no sample."""
+    """The beginning of the sample at the end; auto: as the data, for a chat up to the first answer;
+    None: no sample.
+    """
     tokens: Count = 48
 
 
@@ -270,7 +319,9 @@ class AdapterSection(Section):
         Annotated[str, Field(min_length=1, max_length=10_000), AfterValidator(_pattern)]
         | Annotated[list[str], Field(min_length=1, max_length=10_000)]
     ) = "all-linear"
-    """Names of linear layers of the blocks, or their ends: ["q_proj", "v_proj"]; a text is a regular expression."""
+    """Names of linear layers of the blocks, or their ends: ["q_proj", "v_proj"]; a text is a
+    regular expression.
+    """
     bias: Literal["none", "all", "lora_only"] = "none"
     modules_to_save: Annotated[list[str], Field(max_length=1000)] = []
     """Modules that are trained whole, and saved with the adapter."""
@@ -296,7 +347,9 @@ class ParameterGroup(Section):
 
 
 class MeshSection(Section):
-    """Sizes of the data-parallel mesh axes; -1: the rest; None: by the ZeRO stage; "node": a node's processes."""
+    """Sizes of the data-parallel mesh axes; -1: the rest; None: by the ZeRO stage; "node": a node's
+    processes.
+    """
 
     replicate: Axis | None = None
     shard: Axis | Literal["node"] | None = None
@@ -316,7 +369,9 @@ class TrainerSection(Section):
     """The share of all steps for `scheduler.params.warmup_num_steps` "auto"; None: no warm-up."""
     adapter: AdapterSection | None = None
     freeze: Annotated[list[str], Field(max_length=10_000)] = []
-    """Patterns of names of parameters that are not trained, * for any letters: "model.embed_tokens.*"."""
+    """Patterns of names of parameters that are not trained, * for any letters:
+    "model.embed_tokens.*".
+    """
     parameter_groups: Annotated[list[ParameterGroup], Field(max_length=1000)] = []
     """The parameter groups; the first that matches a parameter counts."""
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
@@ -336,19 +391,28 @@ class TrainerSection(Section):
     label_smoothing: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """The share of each target that is spread evenly over all classes or tokens, in training."""
     neftune_alpha: Annotated[Number, Field(ge=0, le=1e6)] = 0.0
-    """The alpha of noise on input embeddings in training, at most alpha / sqrt(tokens x width) (arXiv 2310.05914)."""
+    """The alpha of noise on input embeddings in training, at most alpha / sqrt(tokens x width)
+    (arXiv 2310.05914).
+    """
     sync_batch_norm: bool = False
-    """True to normalise by the statistics of all data ranks' micro-batches together, not of each by itself."""
+    """True to normalise by the statistics of all data ranks' micro-batches together, not of each by
+    itself.
+    """
     weight_decay_excludes: Literal["norms_and_biases", "nothing"] = "norms_and_biases"
-    """The parameters without weight decay; by default those that Hugging Face's Trainer leaves out."""
+    """The parameters without weight decay; by default those that Hugging Face's Trainer leaves
+    out.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     plan: Literal["refuse", "warn", "off"] = "refuse"
-    """The reaction to predicted memory that the device does not have: refuse, or warn; "off" predicts nothing.
+    """The reaction to predicted memory that the device does not have: refuse, or warn; "off"
+    predicts nothing.
 
     On GPUs; on a CPU if the key is given.
     """
     patience: Annotated[Number, Field(gt=0, le=86_400)] | None = None
-    """Seconds for which a step may stand still before the run ends; None: ten median steps, at least two minutes."""
+    """Seconds for which a step may stand still before the run ends; None: ten median steps, at
+    least two minutes.
+    """
 
 
 def known_keys(model: type[BaseModel] = TrainerSection, prefix: str = "trainer") -> list[str]:

@@ -1,4 +1,6 @@
-"""The user's keys that an engine does not honour: a note, or a refusal if it would compute other numbers."""
+"""The user's keys that an engine does not honour: a note, or a refusal if it would compute other
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,13 @@ OTHERS = ("accelerate", "mesh")
 
 
 def refusals(config: Config) -> dict[str, str]:
-    """Return a sentence for each engine that would compute other numbers than the config asks for."""
+    """Return a sentence for each engine that would compute other numbers than the config asks
+    for.
+    """
     strange = [
-        f"It does not honour {path} {show(value)}: {key.own}." for path, value, key in _own(config) if key.numbers
+        f"It does not honour {path} {show(value)}: {key.own}."
+        for path, value, key in _own(config)
+        if key.numbers
     ]
     return dict.fromkeys(OTHERS, " ".join(strange)) if strange else {}
 
@@ -28,16 +34,27 @@ def notes(config: Config, engine: str) -> list[str]:
     for path, _, key in _own(config):
         if engine in OTHERS:
             reasons.setdefault(key.own, []).append(path)
-        elif path == "wall_clock_breakdown" and config.settings.get("pipeline", {}).get("stages", 1) > 1:
-            reasons["DeepSpeed's pipeline prints none; metrics.jsonl has the time of each step"] = [path]
-    return [f"the {engine} engine goes without {', '.join(paths)}: {why}" for why, paths in reasons.items()]
+        elif (
+            path == "wall_clock_breakdown"
+            and config.settings.get("pipeline", {}).get("stages", 1) > 1
+        ):
+            reasons["DeepSpeed's pipeline prints none; metrics.jsonl has the time of each step"] = [
+                path
+            ]
+    return [
+        f"the {engine} engine goes without {', '.join(paths)}: {why}"
+        for why, paths in reasons.items()
+    ]
 
 
 def has_reports(config: Config) -> bool:
     """Return True if DeepSpeed is asked to print where time, memory or communication goes."""
     settings = config.settings
     flags = settings.get("wall_clock_breakdown") or settings.get("memory_breakdown")
-    return bool(flags or any(settings.get(name, {}).get("enabled") for name in ("comms_logger", "flops_profiler")))
+    return bool(
+        flags
+        or any(settings.get(name, {}).get("enabled") for name in ("comms_logger", "flops_profiler"))
+    )
 
 
 def _own(config: Config) -> Iterator[tuple[str, Any, Key]]:
@@ -51,7 +68,9 @@ def _own(config: Config) -> Iterator[tuple[str, Any, Key]]:
 
 
 def _is_on(settings: Json, path: str) -> bool:
-    """Return True if the sections around a key are on; `stage3_` keys below ZeRO-3 have a note of their own."""
+    """Return True if the sections around a key are on; `stage3_` keys below ZeRO-3 have a note of
+    their own.
+    """
     *sections, name = path.split(".")
     inner, on = settings, True
     for depth, section in enumerate(sections, start=1):
@@ -59,4 +78,6 @@ def _is_on(settings: Json, path: str) -> bool:
         within = ".".join(sections[:depth])
         on &= f"{within}.enabled" not in KEYS or inner.get("enabled") is True
         on &= f"{within}.device" not in KEYS or inner.get("device", "none") != "none"
-    return on and (not name.startswith("stage3_") or settings["zero_optimization"].get("stage", 0) == 3)
+    return on and (
+        not name.startswith("stage3_") or settings["zero_optimization"].get("stage", 0) == 3
+    )

@@ -1,4 +1,6 @@
-"""The validation of a `trainer` section: each key by itself, then contradictions; problems in words."""
+"""The validation of a `trainer` section: each key by itself, then contradictions; problems in
+words.
+"""
 
 from __future__ import annotations
 
@@ -30,36 +32,67 @@ def _conflicts(section: TrainerSection) -> list[Problem]:
         mend = "name_or_path loads weights, config starts from scratch."
         found.append(Problem("trainer.model", seen, "one of the two", mend))
     if section.steps is not None and section.epochs is not None:
-        found.append(Problem("trainer", f"saw steps {section.steps} and epochs {section.epochs:g}", "one of the two"))
+        found.append(
+            Problem(
+                "trainer",
+                f"saw steps {section.steps} and epochs {section.epochs:g}",
+                "one of the two",
+            )
+        )
     if (data.prompt_column is None) != (data.completion_column is None):
-        seen = f"saw prompt_column {show(data.prompt_column)} and completion_column {show(data.completion_column)}"
+        seen = (
+            f"saw prompt_column {show(data.prompt_column)} and completion_column "
+            f"{show(data.completion_column)}"
+        )
         found.append(Problem("trainer.data", seen, "both or neither"))
     if section.adapter is not None and (section.task != "causal_lm" or model.name_or_path is None):
-        seen, expected = f'saw one, with the task "{section.task}"', 'the task "causal_lm", and its base'
-        found.append(Problem("trainer.adapter", seen, expected, "Name the base as trainer.model.name_or_path."))
+        seen, expected = (
+            f'saw one, with the task "{section.task}"',
+            'the task "causal_lm", and its base',
+        )
+        found.append(
+            Problem(
+                "trainer.adapter", seen, expected, "Name the base as trainer.model.name_or_path."
+            )
+        )
     if section.mesh.replicate == -1 and section.mesh.shard == -1:
         found.append(Problem("trainer.mesh", "saw -1 for both axes", "-1 for at most one of them"))
     saves, evaluates = section.checkpoint.every, section.evaluation.every
     if section.checkpoint.keep_best and saves and not evaluated_at(saves, evaluates):
-        seen = f"saw true, with trainer.checkpoint.every {saves} and trainer.evaluation.every {show(evaluates)}"
-        found.append(Problem("trainer.checkpoint.keep_best", seen, "an evaluation at each checkpoint"))
+        seen = (
+            f"saw true, with trainer.checkpoint.every {saves} and trainer.evaluation.every "
+            f"{show(evaluates)}"
+        )
+        found.append(
+            Problem("trainer.checkpoint.keep_best", seen, "an evaluation at each checkpoint")
+        )
     for index, group in enumerate(section.parameter_groups):
         if group.lr_multiplier == 1 and group.weight_decay is None:
             place = f"trainer.parameter_groups[{index}]"
-            found.append(Problem(place, f"saw {show(group.names)} alone", "an lr_multiplier or a weight_decay"))
+            found.append(
+                Problem(
+                    place, f"saw {show(group.names)} alone", "an lr_multiplier or a weight_decay"
+                )
+            )
     if section.log.by_source and len(data.sources) < 2:
         found.append(Problem("trainer.log.by_source", "saw true", "several trainer.data.sources"))
     found += _mixing(data)
     if data.too_long != "truncate" and data.documents == "concatenate":
         seen = f'saw {show(data.too_long)}, with trainer.data.documents "concatenate"'
-        found.append(Problem("trainer.data.too_long", seen, "documents that are not cut wherever a window ends"))
+        found.append(
+            Problem(
+                "trainer.data.too_long", seen, "documents that are not cut wherever a window ends"
+            )
+        )
     if section.evaluation.patience is not None and evaluates is None:
         seen = f"saw {section.evaluation.patience}, with one evaluation at the end"
         found.append(Problem("trainer.evaluation.patience", seen, "trainer.evaluation.every"))
     found += profile_problems(section, section.steps)
     if data.path is None and data.prompt_column is not None and data.completion_column is not None:
         seen = f"saw {show(data.prompt_column)} without trainer.data.path"
-        found.append(Problem("trainer.data.prompt_column", seen, "data of yours that has such a column"))
+        found.append(
+            Problem("trainer.data.prompt_column", seen, "data of yours that has such a column")
+        )
     return found
 
 
@@ -72,7 +105,9 @@ def profile_problems(section: TrainerSection, steps: int | None) -> list[Problem
 
 
 def evaluated_at(saves: float, evaluates: float | None) -> bool:
-    """Return True if each checkpoint has an evaluation: shares of all steps are rounded, so they must be equal."""
+    """Return True if each checkpoint has an evaluation: shares of all steps are rounded, so they
+    must be equal.
+    """
     if evaluates is None or min(saves, evaluates) < 1:
         return saves == evaluates
     return saves % evaluates == 0
@@ -85,10 +120,19 @@ def _mixing(data: DataSection) -> Iterator[Problem]:
         return
     for name in Rows.model_fields:
         if (value := getattr(data, name)) != getattr(DataSection(), name):
-            yield Problem(f"trainer.data.{name}", f"saw {show(value)}, and sources", "it in each of the sources")
+            yield Problem(
+                f"trainer.data.{name}",
+                f"saw {show(value)}, and sources",
+                "it in each of the sources",
+            )
     weighted = [source.weight is not None for source in data.sources]
-    if any(weighted) and (not all(weighted) or any(source.epochs is not None for source in data.sources)):
-        seen = f"saw {sum(weighted)} with a weight, {sum(s.epochs is not None for s in data.sources)} with epochs"
+    if any(weighted) and (
+        not all(weighted) or any(source.epochs is not None for source in data.sources)
+    ):
+        seen = (
+            f"saw {sum(weighted)} with a weight, "
+            f"{sum(s.epochs is not None for s in data.sources)} with epochs"
+        )
         yield Problem(place, seen, "a weight for each of them, or epochs")
     labels = [source.label or str(source.path) for source in data.sources]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
@@ -119,29 +163,53 @@ OF_IMAGES = {"model": ("blocks", "weights")}
 def _strange(section: TrainerSection) -> list[Problem]:
     """List the problems of keys that belong to another task."""
     task, plain = section.task, TrainerSection()
-    wanted, others = ("causal_lm", OF_TEXT) if task != "causal_lm" else ("image_classification", OF_IMAGES)
+    wanted, others = (
+        ("causal_lm", OF_TEXT) if task != "causal_lm" else ("image_classification", OF_IMAGES)
+    )
     found = [
-        Problem(f"trainer.{name}.{key}", f"saw {show(value)}", f'the task "{wanted}"; this one is "{task}"')
+        Problem(
+            f"trainer.{name}.{key}",
+            f"saw {show(value)}",
+            f'the task "{wanted}"; this one is "{task}"',
+        )
         for name, keys in others.items()
         for key in keys
         if (value := getattr(getattr(section, name), key)) != getattr(getattr(plain, name), key)
     ]
     if task == "causal_lm" and section.images != plain.images:
-        found.append(Problem("trainer.images", "saw keys", 'the task "image_classification"', "Set trainer.task."))
+        found.append(
+            Problem(
+                "trainer.images", "saw keys", 'the task "image_classification"', "Set trainer.task."
+            )
+        )
     if task != "causal_lm" and section.data.format not in ("auto", "parquet", "hub"):
         seen = f"saw {show(section.data.format)}"
         found.append(Problem("trainer.data.format", seen, '"auto", "parquet" or "hub" of images'))
     if task != "causal_lm" and isinstance(section.data.evaluation_path, dict):
-        found.append(Problem("trainer.data.evaluation_path", "saw several by name", "one of images"))
+        found.append(
+            Problem("trainer.data.evaluation_path", "saw several by name", "one of images")
+        )
     if task != "causal_lm" and isinstance(section.model.config, str):
-        found.append(Problem("trainer.model.config", "saw text", "a section {...} of keyword arguments of the model"))
+        found.append(
+            Problem(
+                "trainer.model.config",
+                "saw text",
+                "a section {...} of keyword arguments of the model",
+            )
+        )
     return found
 
 
 def _image_conflicts(images: ImagesSection) -> list[Problem]:
     found = []
     if (images.mean is None) != (images.std is None):
-        found.append(Problem("trainer.images", f"saw mean {show(images.mean)}, std {show(images.std)}", "both or none"))
+        found.append(
+            Problem(
+                "trainer.images",
+                f"saw mean {show(images.mean)}, std {show(images.std)}",
+                "both or none",
+            )
+        )
     if images.augment.crop_padding and images.augment.crop_scale is not None:
         seen = "saw crop_padding and crop_scale"
         found.append(Problem("trainer.images.augment", seen, "at most one of the two"))
@@ -164,13 +232,17 @@ def _problems(error: ValidationError) -> list[Problem]:
         if item["type"] == "extra_forbidden":
             section = place.rpartition(".")[0]
             plain = re.sub(r"\[\d+\]", "", section)
-            near = [name.replace(plain, section, 1) for name in known] if plain != section else known
+            near = (
+                [name.replace(plain, section, 1) for name in known] if plain != section else known
+            )
             strange.append(unknown(place, item["input"], near if len(strange) < MOST_SHOWN else ()))
         else:
             expected.setdefault(place, []).append(_expectation(dict(item)))
             seen[place] = item["input"]
     texts = {place: " or ".join(dict.fromkeys(branches)) for place, branches in expected.items()}
-    return strange + [Problem(place, f"saw {show(seen[place])}", text) for place, text in texts.items()]
+    return strange + [
+        Problem(place, f"saw {show(seen[place])}", text) for place, text in texts.items()
+    ]
 
 
 def _expectation(item: dict[str, Any]) -> str:
@@ -180,7 +252,9 @@ def _expectation(item: dict[str, Any]) -> str:
         return str(context["error"])
     if kind == "literal_error":
         return str(context["expected"]).replace("'", '"')
-    return next(text for prefix, text in _EXPECTATIONS.items() if kind.startswith(prefix)).format(**context)
+    return next(text for prefix, text in _EXPECTATIONS.items() if kind.startswith(prefix)).format(
+        **context
+    )
 
 
 _EXPECTATIONS = {

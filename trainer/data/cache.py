@@ -1,7 +1,7 @@
 """Folders that are written once, appear whole or not at all, and are only read afterwards.
 
-At each use, a folder is compared with the sizes, times and some of the hashes that were written with it, and
-a damaged one is made again; the other hashes are compared beside the first steps.
+At each use, a folder is compared with the sizes, times and some of the hashes that were written
+with it, and a damaged one is made again; the other hashes are compared beside the first steps.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ _OLD_SECONDS = 7 * 86_400
 
 
 def cached_folder(cache: Path, name: str, write: Write, progress: Progress = QUIET) -> Path:
-    """Return the folder `cache / name`; if there is none, `write(folder)` fills one that is then renamed to it.
+    """Return the folder `cache / name`; if there is none, `write(folder)` fills one that is then
+    renamed to it.
 
-    One process writes; the others wait (`progress` says so), and one begins anew if the writer dies,
-    which leaves no such folder. If this user can't write there, it is in a cache of the user's own,
-    with a note. Raises DiskError if neither place can be used; errors of `write` are not caught.
+    One process writes; the others wait (`progress` says so), and one begins anew if the writer
+    dies, which leaves no such folder. If this user can't write there, it is in a cache of the
+    user's own, with a note. Raises DiskError if neither place can be used; errors of `write` are
+    not caught.
     """
     return _somewhere(cache, lambda place: _one_at_a_time(place, name, write, progress), progress)
 
@@ -53,7 +55,9 @@ def _one_at_a_time(cache: Path, name: str, write: Write, progress: Progress) -> 
         if not lock.is_locked:
             progress.waits()
             lock.acquire()
-    except OSError:  # no locks on this file system, or another process has just ended: each for itself
+    except (
+        OSError
+    ):  # no locks on this file system, or another process has just ended: each for itself
         with tempfile.TemporaryDirectory(dir=cache, prefix=".partial-") as own:
             _write(Path(own), cache / name, write, progress)
         return cache / name
@@ -66,7 +70,9 @@ def _one_at_a_time(cache: Path, name: str, write: Write, progress: Progress) -> 
 
 
 def _write(begun: Path, final: Path, write: Write, progress: Progress) -> None:
-    """Write the folder anew below `begun`, over the rest of a killed process, unless another process has written it."""
+    """Write the folder anew below `begun`, over the rest of a killed process, unless another
+    process has written it.
+    """
     if _is_whole(final, progress):
         return
     if os.path.lexists(final):
@@ -143,7 +149,9 @@ class Check:
     """
 
     def __init__(self, folders: Sequence[Path] = (), begins: bool = False) -> None:
-        """Note what was opened; unless it `begins` with the context, only such an error starts it."""
+        """Note what was opened; unless it `begins` with the context, only such an error starts
+        it.
+        """
         self._opened = [(folder, stamp(folder)) for folder in folders]
         self._begins = begins
         self._problems: list[Problem] = []
@@ -154,7 +162,9 @@ class Check:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if not isinstance(error, Exception) or isinstance(error, MeshloomError) or not self._opened:
             return
         if self._thread.ident is None:
@@ -191,7 +201,9 @@ class Check:
             ours = stamp(folder) == opened
             if seen := seen if ours else "another process has replaced it":
                 mend = "Remove it if it is still there; the same command then prepares it again"
-                self._problems.append(Problem(str(folder), f"damaged: {seen}", "what was written", mend))
+                self._problems.append(
+                    Problem(str(folder), f"damaged: {seen}", "what was written", mend)
+                )
             if seen and ours:
                 try:
                     _discard(folder)
@@ -211,11 +223,17 @@ def _somewhere(cache: Path, work: Callable[[Path], Path], progress: Progress) ->
         try:
             return work(cache)
         except OSError as error:
-            if os.path.isdir(cache) and os.access(cache, os.W_OK) and not isinstance(error, PermissionError):
+            if (
+                os.path.isdir(cache)
+                and os.access(cache, os.W_OK)
+                and not isinstance(error, PermissionError)
+            ):
                 raise  # the disk is full, or fails
             private = private_folder()
             seen = f"{cache} can't be used ({error.strerror})"
-    progress.note(f"cache: {seen}: prepared data goes to {private}; XDG_CACHE_HOME names another place")
+    progress.note(
+        f"cache: {seen}: prepared data goes to {private}; XDG_CACHE_HOME names another place"
+    )
     with _disk(private):
         return work(private)
 
@@ -227,4 +245,6 @@ def _disk(cache: Path) -> Iterator[None]:
     except OSError as error:
         seen = f"{error.strerror or error}"
         mend = "Free space there, mend its permissions, or set XDG_CACHE_HOME to another folder"
-        raise DiskError(Problem(str(cache), seen, "a cache folder that can be written", mend)) from error
+        raise DiskError(
+            Problem(str(cache), seen, "a cache folder that can be written", mend)
+        ) from error

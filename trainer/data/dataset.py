@@ -52,10 +52,14 @@ class Pairs:
 
 
 def pairs_of(data: Any, evaluation: Any, fraction: float) -> Pairs:
-    """Split own data; without `evaluation` data, `fraction` of it is held out. Raises DataError for no data set."""
+    """Split own data; without `evaluation` data, `fraction` of it is held out. Raises DataError for
+    no data set.
+    """
     for name, given in (("data", data), ("evaluation_data", evaluation)):
         if given is not None and not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
-            raise DataError(Problem(name, type(given).__name__, "an object with __len__ and __getitem__"))
+            raise DataError(
+                Problem(name, type(given).__name__, "an object with __len__ and __getitem__")
+            )
         if given is not None and not len(given):
             raise DataError(Problem(name, "no samples", "at least one"))
     fingerprint = _fingerprint(data)
@@ -63,11 +67,17 @@ def pairs_of(data: Any, evaluation: Any, fraction: float) -> Pairs:
         return Pairs(data, evaluation, fingerprint)
     held = [index for index in range(len(data)) if held_out(index, fraction)]
     chosen = set(held)
-    return Pairs(Subset(data, [i for i in range(len(data)) if i not in chosen]), Subset(data, held), fingerprint)
+    return Pairs(
+        Subset(data, [i for i in range(len(data)) if i not in chosen]),
+        Subset(data, held),
+        fingerprint,
+    )
 
 
 def _fingerprint(data: Any) -> str:
-    """Hash the number of samples and some of them: it shows that data changed, though not every change."""
+    """Hash the number of samples and some of them: it shows that data changed, though not every
+    change.
+    """
     digest = hashlib.sha256(str(len(data)).encode())
     for index in range(0, len(data), max(1, len(data) // LOOKED_AT)):
         digest.update(pickle.dumps(data[index]))

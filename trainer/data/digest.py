@@ -14,12 +14,16 @@ from trainer.errors import DataError, Problem
 from trainer.storage import replace_file
 
 _QUICK = 1 << 26
-"""The bytes below which a file is read again instead of remembering its digest: a few hundredths of a second."""
+"""The bytes below which a file is read again instead of remembering its digest: a few hundredths of
+a second.
+"""
 _RACY_SECONDS = 5
 """The age in seconds below which a file may still change without a new size or time."""
 
 
-def digests(files: Sequence[Path], cache: Path, progress: Callable[[int], object] = lambda _: None) -> list[str]:
+def digests(
+    files: Sequence[Path], cache: Path, progress: Callable[[int], object] = lambda _: None
+) -> list[str]:
     """Return the SHA-256 of each file; that of a large, unchanged file is taken from the cache.
 
     `progress` is called with the number of files done. Raises DataError for an unreadable file.

@@ -1,7 +1,8 @@
 """Rows of local files in several formats, or of the hub.
 
-Local files are streamed by the standard library and pyarrow, not through `datasets`: nothing is copied
-into a second cache, strings that look like dates stay strings, and a bad row is named by file and line.
+Local files are streamed by the standard library and pyarrow, not through `datasets`: nothing is
+copied into a second cache, strings that look like dates stay strings, and a bad row is named by
+file and line.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Format(NamedTuple):
 
 @dataclass(frozen=True)
 class Location:
-    """The place of the documents: files of one format, a hub id or, without either, the embedded corpus."""
+    """The place of the documents: files of one format, a hub id or, without either, the embedded
+    corpus.
+    """
 
     format: str = ""
     files: tuple[Path, ...] = ()
@@ -55,11 +58,14 @@ class Location:
     def __str__(self) -> str:
         if self.hub or not self.files:
             return self.hub or "the embedded corpus"
-        return str(self.files[0]) + (f" and {len(self.files) - 1} more files" if len(self.files) > 1 else "")
+        return str(self.files[0]) + (
+            f" and {len(self.files) - 1} more files" if len(self.files) > 1 else ""
+        )
 
 
 def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
-    """Find what `trainer.data.path` names: a file, a folder, a glob, a list of these, a hub id, or None.
+    """Find what `trainer.data.path` names: a file, a folder, a glob, a list of these, a hub id, or
+    None.
 
     Raises DataError if nothing matches, or if the files are of an unknown format or of several.
     """
@@ -70,16 +76,29 @@ def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
         return Location(hub=names[0])
     files = tuple(dict.fromkeys(file for name in names for file in _matching(name, format)))
     if not files:
-        raise DataError(Problem("trainer.data", "an empty list of paths", "a file, a folder, a glob or a hub id"))
+        raise DataError(
+            Problem(
+                "trainer.data", "an empty list of paths", "a file, a folder, a glob or a hub id"
+            )
+        )
     formats = {file: _format_of(file) if format == "auto" else format for file in files}
     if len(set(formats.values())) > 1:
         examples = {kind: file for file, kind in reversed(formats.items())}
         seen = " and ".join(f"{file} ({kind})" for kind, file in sorted(examples.items()))
-        raise DataError(Problem(", ".join(names), seen, "files of one format", "Name one with a glob such as *.jsonl"))
+        raise DataError(
+            Problem(
+                ", ".join(names),
+                seen,
+                "files of one format",
+                "Name one with a glob such as *.jsonl",
+            )
+        )
     return Location(formats[files[0]], files)
 
 
-def rows_of(where: Location, options: Any, columns: Sequence[str], progress: Report = lambda _: None) -> Iterator[Row]:
+def rows_of(
+    where: Location, options: Any, columns: Sequence[str], progress: Report = lambda _: None
+) -> Iterator[Row]:
     """Yield the rows in order, with at least those of the wanted columns that they have.
 
     Raises DataError at the first row that can't be read.
@@ -106,8 +125,12 @@ def _share_of_all(progress: Report, before: float, part: float, share: float) ->
 
 
 def _may_be_hub_id(name: str) -> bool:
-    looks_local = name.startswith((".", "/", "~", os.sep)) or bool(_GLOB & set(name)) or name.count("/") > 1
-    return not looks_local and not Path(name).exists() and Path(_plain(name)).suffix not in _SUFFIXES
+    looks_local = (
+        name.startswith((".", "/", "~", os.sep)) or bool(_GLOB & set(name)) or name.count("/") > 1
+    )
+    return (
+        not looks_local and not Path(name).exists() and Path(_plain(name)).suffix not in _SUFFIXES
+    )
 
 
 def _matching(name: str, format: str) -> list[Path]:
@@ -118,13 +141,23 @@ def _matching(name: str, format: str) -> list[Path]:
         return saved
     if path.is_dir():
         inside = (file for file in sorted(path.rglob("*")) if file.is_file())
-        shown = [file for file in inside if not any(p.startswith((".", "_")) for p in file.relative_to(path).parts)]
+        shown = [
+            file
+            for file in inside
+            if not any(p.startswith((".", "_")) for p in file.relative_to(path).parts)
+        ]
         # `format: text` takes every file of a folder, whatever its name
         found = shown if format == "text" else [file for file in shown if _fits(file, format)]
-        expected = "a file ending in " + ", ".join(_SUFFIXES if format == "auto" else FORMATS[format].suffixes)
+        expected = "a file ending in " + ", ".join(
+            _SUFFIXES if format == "auto" else FORMATS[format].suffixes
+        )
         seen = "a folder without data files"
     else:
-        found = sorted(file for match in glob.glob(str(path), recursive=True) if (file := Path(match)).is_file())
+        found = sorted(
+            file
+            for match in glob.glob(str(path), recursive=True)
+            if (file := Path(match)).is_file()
+        )
         expected = "a file, a folder, a glob or a hub id"
         seen = "matches no file" if _GLOB & set(name) else "no such file or folder"
     if not found:
@@ -137,10 +170,14 @@ def _saved_by_datasets(folder: Path) -> list[Path]:
     parts = folder / "dataset_dict.json"
     if parts.is_file() and (splits := _listed(parts, lambda found: found["splits"])):
         mend = f"Name one of them, such as {folder / splits[0]}"
-        raise DataError(Problem(str(folder), f"a folder of the parts {', '.join(splits)}", "one part", mend))
+        raise DataError(
+            Problem(str(folder), f"a folder of the parts {', '.join(splits)}", "one part", mend)
+        )
     if not (folder / "state.json").is_file() or not any(folder.glob("*.arrow")):
         return []
-    names = _listed(folder / "state.json", lambda found: [part["filename"] for part in found["_data_files"]])
+    names = _listed(
+        folder / "state.json", lambda found: [part["filename"] for part in found["_data_files"]]
+    )
     return [folder / name for name in names]
 
 
@@ -152,7 +189,9 @@ def _listed(path: Path, names_in: Callable[[Any], Any]) -> list[str]:
             raise ValueError(f"{odd[0]!r} in place of a name in this folder")
     except (OSError, ValueError, LookupError, TypeError) as error:
         mend = "Save the data set again, or name its files in trainer.data.path"
-        raise DataError(Problem(str(path), f"{named_line(error)}", "what Dataset.save_to_disk writes", mend)) from error
+        raise DataError(
+            Problem(str(path), f"{named_line(error)}", "what Dataset.save_to_disk writes", mend)
+        ) from error
     return names
 
 
@@ -178,7 +217,9 @@ def _plain(name: str) -> str:
 
 
 def _lines(file: Path, progress: Report) -> Iterator[tuple[int, str]]:
-    """Yield numbered lines with their ends, of a file that may be compressed. Raises DataError if it is not UTF-8."""
+    """Yield numbered lines with their ends, of a file that may be compressed. Raises DataError if
+    it is not UTF-8.
+    """
     for number, line in _decoded(file, progress):
         if isinstance(line, DataError):
             raise line
@@ -196,7 +237,12 @@ def _decoded(file: Path, progress: Report) -> Iterator[tuple[int, str | DataErro
             except UnicodeDecodeError as error:
                 seen = f"byte 0x{error.object[error.start]:02x}, which is not UTF-8"
                 place = f"{file}: byte {offset + error.start}"
-                yield number, DataError(Problem(place, seen, "text in UTF-8", "Convert the file, e.g. with iconv"))
+                yield (
+                    number,
+                    DataError(
+                        Problem(place, seen, "text in UTF-8", "Convert the file, e.g. with iconv")
+                    ),
+                )
             offset += len(line)
 
 
@@ -231,10 +277,14 @@ def _json(file: Path, text: str, number: int) -> Any:
         return parse_json(text)
     except ValueError as error:
         lines = text.rstrip("\n").split("\n")
-        at = min(getattr(error, "lineno", 1), len(lines)) - 1  # an early end is reported on the line after the last
+        at = (
+            min(getattr(error, "lineno", 1), len(lines)) - 1
+        )  # an early end is reported on the line after the last
         why = "not JSON" if isinstance(error, json.JSONDecodeError) else str(error)
         seen = f"{why}: {short(lines[at])}"
-        raise DataError(Problem(f"{file}:{number + at}", seen, "one JSON object on each line")) from error
+        raise DataError(
+            Problem(f"{file}:{number + at}", seen, "one JSON object on each line")
+        ) from error
 
 
 def _object(place: str, value: Any) -> Row:
@@ -252,13 +302,17 @@ def _csv(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row]:
             place = f"{file}:{reader.line_num}"
             if None in row or None in row.values():
                 names = reader.fieldnames or ()
-                problem = Problem(place, "a row with more or fewer fields", f"{len(names)}, as the header has")
+                problem = Problem(
+                    place, "a row with more or fewer fields", f"{len(names)}, as the header has"
+                )
                 yield Row(place, {}, DataError(problem))
             else:
                 yield Row(place, row)
     except csv.Error as error:
         raise DataError(
-            Problem(f"{file}:{reader.reader.line_num}", f"not CSV: {error}", "comma-separated fields")
+            Problem(
+                f"{file}:{reader.reader.line_num}", f"not CSV: {error}", "comma-separated fields"
+            )
         ) from error
 
 
@@ -308,7 +362,9 @@ def _table(file: Path, batches: Callable[[], Iterator[Any]], expected: str) -> I
         for number, row in enumerate(rows):
             yield Row(f"{file}: row {number}", row)
     except pa.ArrowException as error:
-        raise DataError(Problem(str(file), f"not {expected}: {short(str(error))}", expected)) from error
+        raise DataError(
+            Problem(str(file), f"not {expected}: {short(str(error))}", expected)
+        ) from error
 
 
 def _hub(name: str, options: Any, columns: Sequence[str], progress: Report) -> Iterator[Row]:
@@ -317,9 +373,13 @@ def _hub(name: str, options: Any, columns: Sequence[str], progress: Report) -> I
     try:
         rows = load_dataset(name, options.name, split=options.split)
     except Exception as error:  # datasets and huggingface_hub raise a dozen kinds
-        seen = f"no such file or folder, and the hub says: {short(str(error) or type(error).__name__)}"
+        seen = (
+            f"no such file or folder, and the hub says: {short(str(error) or type(error).__name__)}"
+        )
         mend = "Mend path, name or split in trainer.data"
-        raise DataError(Problem(name, seen, "a file, a folder, a glob or a hub id", mend)) from error
+        raise DataError(
+            Problem(name, seen, "a file, a folder, a glob or a hub id", mend)
+        ) from error
     wanted = [column for column in columns if column in rows.column_names] or rows.column_names
     for number, row in enumerate(rows.select_columns(wanted)):
         if number % _OFTEN == 0:

@@ -38,7 +38,9 @@ BLANK = -1
 
 @dataclass(frozen=True)
 class StepBatches:
-    """The micro-batches of one data rank in one step; `ids[i]` [micro_batch] are the samples of `micro_batches[i]`."""
+    """The micro-batches of one data rank in one step; `ids[i]` [micro_batch] are the samples of
+    `micro_batches[i]`.
+    """
 
     step: int
     ids: list[np.ndarray]
@@ -71,12 +73,21 @@ class BatchLoader:
     """
 
     def __init__(
-        self, source: Source, collate: Collate, batching: Batching, steps: range, *, seed: int, position: int
+        self,
+        source: Source,
+        collate: Collate,
+        batching: Batching,
+        steps: range,
+        *,
+        seed: int,
+        position: int,
     ) -> None:
         self.waited_seconds = 0.0
         """Seconds that the consumer spent waiting for data."""
         self.positions = 0
-        """Tokens in the steps read so far on this data rank, with padding and with tokens that are no targets."""
+        """Tokens in the steps read so far on this data rank, with padding and with tokens that are
+        no targets.
+        """
         self._device = batching.device
         self._closing = threading.Event()
         self._ready: queue.Queue[StepBatches | BaseException | None] = queue.Queue(_AHEAD - 1)
@@ -105,14 +116,19 @@ class BatchLoader:
         made = collated(source, collate, parts(), batching.workers, lambda sample: sample)
         self._workers = made if isinstance(made, _Made) else None
         arguments = (steps, batching.accumulation, sent, made)
-        self._thread = threading.Thread(target=self._produce, args=arguments, name="loader", daemon=True)
+        self._thread = threading.Thread(
+            target=self._produce, args=arguments, name="loader", daemon=True
+        )
         self._thread.start()
 
     def __enter__(self) -> BatchLoader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -125,8 +141,14 @@ class BatchLoader:
                 return
             if isinstance(item, BaseException):
                 raise item
-            self.positions += sum(next(iter(batch.values())).numel() for batch in item.micro_batches)
-            yield StepBatches(item.step, item.ids, [_on_device(batch, self._device) for batch in item.micro_batches])
+            self.positions += sum(
+                next(iter(batch.values())).numel() for batch in item.micro_batches
+            )
+            yield StepBatches(
+                item.step,
+                item.ids,
+                [_on_device(batch, self._device) for batch in item.micro_batches],
+            )
 
     def close(self) -> None:
         """End the thread and the workers; steps that were prepared and not read are dropped."""
@@ -138,7 +160,9 @@ class BatchLoader:
         if self._workers is not None:
             self._workers.close()
 
-    def _produce(self, steps: range, accumulation: int, sent: deque[Part], made: Iterator[Batch]) -> None:
+    def _produce(
+        self, steps: range, accumulation: int, sent: deque[Part], made: Iterator[Batch]
+    ) -> None:
         last: BaseException | None = None
         try:
             if self._device.type == "cuda":
@@ -154,23 +178,33 @@ class BatchLoader:
         self._ready.put(last)
 
 
-def collated(source: Source, collate: Collate, parts: Iterable[Part], workers: int, blank: Blank) -> Iterator[Batch]:
-    """Return the micro-batches in order, made by `workers` processes, or by this one on demand if there are none.
+def collated(
+    source: Source, collate: Collate, parts: Iterable[Part], workers: int, blank: Blank
+) -> Iterator[Batch]:
+    """Return the micro-batches in order, made by `workers` processes, or by this one on demand if
+    there are none.
 
-    The processes exist when this returns; an error in one of them is raised here."""
+    The processes exist when this returns; an error in one of them is raised here.
+    """
     made = _Collated(source, collate, blank)
     if not workers:
         return map(made.batch, parts)
     # a generator of its own: the default one belongs to the steps
     loader: DataLoader[Any] = DataLoader(
-        made, None, sampler=_Parts(parts), num_workers=workers, worker_init_fn=_quiet, generator=torch.Generator()
+        made,
+        None,
+        sampler=_Parts(parts),
+        num_workers=workers,
+        worker_init_fn=_quiet,
+        generator=torch.Generator(),
     )
     return _Made(loader)
 
 
 class _Made:
-    """The micro-batches that worker processes make. The workers ignore signals, so a process that did not close them
-    would wait for them at its end forever."""
+    """The micro-batches that worker processes make. The workers ignore signals, so a process that
+    did not close them would wait for them at its end forever.
+    """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._made: Any = iter(loader)
@@ -211,7 +245,9 @@ class _Collated(Dataset[Any]):
     def __getitem__(self, part: Part) -> Batch | MeshloomError:
         try:
             return self.batch(part)
-        except MeshloomError as error:  # as a value: PyTorch would change the text of an error raised here
+        except (
+            MeshloomError
+        ) as error:  # as a value: PyTorch would change the text of an error raised here
             return error
 
     def _sample(self, number: int, epoch: int | None) -> Any:
@@ -231,14 +267,19 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Yield this data rank's micro-batches of the first `limit` samples, in order.
 
-    Over all ranks every sample is counted once. All ranks get equally many micro-batches of `micro_batch`
-    samples, so that collectives match: the tail is filled with `blank(sample)`, of which no target counts.
+    Over all ranks every sample is counted once. All ranks get equally many micro-batches of
+    `micro_batch` samples, so that collectives match: the tail is filled with `blank(sample)`, of
+    which no target counts.
     """
-    size, micro_batch = len(source) if limit is None else min(limit, len(source)), batching.micro_batch
+    size, micro_batch = (
+        len(source) if limit is None else min(limit, len(source)),
+        batching.micro_batch,
+    )
     together = micro_batch * batching.data_ranks
     starts = range(batching.data_rank * micro_batch, _round_up(size, together), together)
     parts: list[Part] = [
-        [(i if i < size else BLANK, None) for i in range(start, start + micro_batch)] for start in starts
+        [(i if i < size else BLANK, None) for i in range(start, start + micro_batch)]
+        for start in starts
     ]
     made = collated(source, collate, parts, min(batching.workers, len(parts)), blank)
     try:
@@ -254,7 +295,11 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _pinned(batch: Batch, device: torch.device) -> Batch:
-    return {key: value.pin_memory() for key, value in batch.items()} if device.type == "cuda" else batch
+    return (
+        {key: value.pin_memory() for key, value in batch.items()}
+        if device.type == "cuda"
+        else batch
+    )
 
 
 def _on_device(batch: Batch, device: torch.device) -> Batch:

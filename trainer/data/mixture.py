@@ -13,8 +13,9 @@ from trainer.data.source import Source
 class Mixture:
     """A source in which an epoch has `counts[i]` samples of source `i`.
 
-    These are whole passes over the source, then a part of a shuffled stream, so that over the epochs the counts
-    of any two samples of a source differ by one at most. A function of seed, epoch and number alone (contract 2).
+    These are whole passes over the source, then a part of a shuffled stream, so that over the
+    epochs the counts of any two samples of a source differ by one at most. A function of seed,
+    epoch and number alone (contract 2).
     """
 
     def __init__(self, sources: Sequence[Source], counts: Sequence[int], seed: int) -> None:
@@ -61,6 +62,8 @@ def by_epochs(sizes: Sequence[int], epochs: Sequence[float]) -> list[int]:
 
 
 def by_weights(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Split an epoch of as many samples as all sources have by the sources' weights; at least one of each."""
+    """Split an epoch of as many samples as all sources have by the sources' weights; at least one
+    of each.
+    """
     total, whole = sum(sizes), sum(weights)
     return [max(1, round(total * weight / whole)) for weight in weights]

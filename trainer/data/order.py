@@ -1,7 +1,8 @@
 """The samples of each step: a pure function of seed and position (contract 2).
 
-The stream of sample ids is the permutation of epoch 0, then that of epoch 1, and so on; a run's position in it is
-one number, the samples seen. World size, micro-batch size and layout only decide which rank takes which part.
+The stream of sample ids is the permutation of epoch 0, then that of epoch 1, and so on; a run's
+position in it is one number, the samples seen. World size, micro-batch size and layout only decide
+which rank takes which part.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import numpy as np
 
 
 def sample_ids(seed: int, position: int, count: int, size: int) -> np.ndarray:
-    """Return the `count` ids after the first `position` ones of the stream over `size` samples: int64 [count]."""
+    """Return the `count` ids after the first `position` ones of the stream over `size` samples:
+    int64 [count].
+    """
     parts = []
     while count > 0:
         epoch, offset = divmod(position, size)
@@ -35,7 +38,8 @@ def micro_batches(
 
 
 def held_out(index: int, fraction: float) -> bool:
-    """Return True if document `index` is held out: evenly spaced, `fraction` of all, the second document always.
+    """Return True if document `index` is held out: evenly spaced, `fraction` of all, the second
+    document always.
 
     Even of two documents one is held out, and no seed affects the choice.
     """

@@ -20,7 +20,9 @@ _OF_OTHERS = 7 * 86_400.0
 
 
 class Progress:
-    """A display of progress: one changing line on a terminal, else a line now and then; none in the first moment."""
+    """A display of progress: one changing line on a terminal, else a line now and then; none in the
+    first moment.
+    """
 
     def __init__(
         self,
@@ -28,7 +30,9 @@ class Progress:
         moves: Callable[[float], None] = lambda seconds: None,
         signs: Signs | None = None,
     ) -> None:
-        """Create it; `moves(seconds)` is called on progress, with the seconds for which none may follow."""
+        """Create it; `moves(seconds)` is called on progress, with the seconds for which none may
+        follow.
+        """
         self._console, self._moves, self._signs = console, moves, signs or Signs()
         self._bar: Bar | None = None
         self._name, self._begun, self._shown = "", math.inf, 0.0
@@ -52,7 +56,9 @@ class Progress:
 
     def checks(self, done: int, all: int) -> None:
         """Show the bytes whose hashes have been compared or written."""
-        self._show(f"checking what is prepared, {done / 1e9:.1f} of {all / 1e9:.1f} GB", done / max(all, 1))
+        self._show(
+            f"checking what is prepared, {done / 1e9:.1f} of {all / 1e9:.1f} GB", done / max(all, 1)
+        )
 
     def note(self, line: str) -> None:
         """Print a line about something unexpected, at once, and only once."""
@@ -80,12 +86,21 @@ class Progress:
         self._signs.hide()
         if self._console.is_terminal:
             if self._bar is None:
-                columns = TextColumn("prepare {task.description}"), BarColumn(), TextColumn("{task.fields[text]}")
-                self._bar = Bar(*columns, console=self._console, transient=True, refresh_per_second=4)
+                columns = (
+                    TextColumn("prepare {task.description}"),
+                    BarColumn(),
+                    TextColumn("{task.fields[text]}"),
+                )
+                self._bar = Bar(
+                    *columns, console=self._console, transient=True, refresh_per_second=4
+                )
                 self._bar.add_task(self._name, total=None, text="")
                 self._bar.start()
             self._bar.update(
-                self._bar.task_ids[0], total=None if share is None else 1.0, completed=share or 0.0, text=text
+                self._bar.task_ids[0],
+                total=None if share is None else 1.0,
+                completed=share or 0.0,
+                text=text,
             )
         elif now - self._shown >= _BETWEEN:
             self._shown = now

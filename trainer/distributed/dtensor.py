@@ -1,4 +1,6 @@
-"""A process's shard of a DTensor: cut from the whole tensor, and gathered into it on one process."""
+"""A process's shard of a DTensor: cut from the whole tensor, and gathered into it on one
+process.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def own_shard(value: torch.Tensor, like: DTensor) -> torch.Tensor:
 def shard_at(value: torch.Tensor, like: DTensor, coordinate: Sequence[int]) -> torch.Tensor:
     """Return the view of a whole tensor that is the part of `like` at a coordinate of its mesh.
 
-    The innermost axis divides first: FSDP shards the part that tensor parallelism leaves (DTensor's strided sharding).
+    The innermost axis divides first: FSDP shards the part that tensor parallelism leaves (DTensor's
+    strided sharding).
     """
     for axis in reversed(range(like.device_mesh.ndim)):
         dim = getattr(like.placements[axis], "dim", None)
@@ -41,7 +44,8 @@ def shard_at(value: torch.Tensor, like: DTensor, coordinate: Sequence[int]) -> t
 
 
 def gather(part: torch.Tensor, like: DTensor, owner: int, ranks: Ranks) -> torch.Tensor | None:
-    """Gather the whole tensor on `owner` from each process's `part` on the host; None elsewhere. Collective.
+    """Gather the whole tensor on `owner` from each process's `part` on the host; None elsewhere.
+    Collective.
 
     Parts are sent to `owner` only, and only one of several equal ones.
     """
@@ -66,7 +70,9 @@ def gather(part: torch.Tensor, like: DTensor, owner: int, ranks: Ranks) -> torch
             target.copy_(part)
         elif target.numel():
             received = (
-                target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+                target
+                if target.is_contiguous()
+                else torch.empty_like(target, memory_format=torch.contiguous_format)
             )
             dist.recv(received, rank, group=ranks.group)
             if received is not target:
@@ -75,23 +81,35 @@ def gather(part: torch.Tensor, like: DTensor, owner: int, ranks: Ranks) -> torch
 
 
 def gather_by_device(like: DTensor, owner: int, rank: int) -> torch.Tensor | None:
-    """Gather the whole tensor on the host of `owner`; None elsewhere. Collective over the mesh of `like`.
+    """Gather the whole tensor on the host of `owner`; None elsewhere. Collective over the mesh of
+    `like`.
 
-    Uses the devices' own groups, which gather on all their ranks, a buffer at a time: only the host holds the whole.
+    Uses the devices' own groups, which gather on all their ranks, a buffer at a time: only the host
+    holds the whole.
     """
     mesh, part = like.device_mesh, like.to_local().detach()
     coordinates = {int(mesh.mesh[at]): at for at in product(*map(range, mesh.mesh.shape))}
     divided = [axis for axis, placement in enumerate(like.placements) if hasattr(placement, "dim")]
     if owner not in coordinates:
         return None
-    if any(coordinates[owner][axis] != coordinates[rank][axis] for axis in range(mesh.ndim) if axis not in divided):
+    if any(
+        coordinates[owner][axis] != coordinates[rank][axis]
+        for axis in range(mesh.ndim)
+        if axis not in divided
+    ):
         return None  # another replica
     whole = torch.empty(like.shape, dtype=part.dtype, device="meta" if rank != owner else None)
     senders = product(
-        *(range(mesh.size(axis)) if axis in divided else [coordinates[owner][axis]] for axis in range(mesh.ndim))
+        *(
+            range(mesh.size(axis)) if axis in divided else [coordinates[owner][axis]]
+            for axis in range(mesh.ndim)
+        )
     )
     targets = [shard_at(whole, like, at) for at in senders]
-    parts = [target.view(-1) if target.is_contiguous() else target.new_empty(target.numel()) for target in targets]
+    parts = [
+        target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
+        for target in targets
+    ]
     most, step = max(map(len, parts)), max(1, BUFFER_BYTES // (len(parts) * part.itemsize))
     for start in range(0, most, step):
         mine = part.reshape(-1)[start : start + step]

@@ -1,4 +1,6 @@
-"""The processes of a run, with the host-side operations that code outside the engines needs of them."""
+"""The processes of a run, with the host-side operations that code outside the engines needs of
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,16 @@ class Ranks:
     group: Any = None
     """The process group in which they communicate; None: that of the run."""
     keepers: tuple[int, ...] = ()
-    """For each rank, the first rank that sees the same run folder; empty: all share that of rank 0."""
+    """For each rank, the first rank that sees the same run folder; empty: all share that of rank
+    0.
+    """
     among_keepers: Any = None
     """The process group, on the host, of the keepers, if there are several."""
 
     def on_host(self) -> Ranks:
-        """Return the same processes with a group of their own on the host, which a thread may use. Collective."""
+        """Return the same processes with a group of their own on the host, which a thread may use.
+        Collective.
+        """
         if self.world_size == 1:
             return self
         import torch.distributed as dist
@@ -51,7 +57,11 @@ class Ranks:
     @property
     def beside(self) -> list[int]:
         """The ranks that see the same run folder as this one."""
-        return [rank for rank in range(self.world_size) if not self.keepers or self.keepers[rank] == self.keeper]
+        return [
+            rank
+            for rank in range(self.world_size)
+            if not self.keepers or self.keepers[rank] == self.keeper
+        ]
 
     def barrier(self) -> None:
         self.gather(None)
@@ -93,20 +103,28 @@ class Ranks:
         return self.on_each(lambda: work() if self.first else None)[0]  # type: ignore[return-value]
 
     def on_keepers(self, work: Callable[[], T]) -> T:
-        """Run `work` once for each run folder, and return this folder's result. Raises as `on_each` does."""
+        """Run `work` once for each run folder, and return this folder's result. Raises as `on_each`
+        does.
+        """
         return self.each_keeper(work)[self.keeper]
 
     def each_keeper(self, work: Callable[[], T]) -> dict[int, T]:
-        """Run `work` once for each run folder, and return all results, by keeper. Raises as `on_each` does."""
+        """Run `work` once for each run folder, and return all results, by keeper. Raises as
+        `on_each` does.
+        """
         found = self.on_each(lambda: work() if self.rank == self.keeper else None)
         return {keeper: found[keeper] for keeper in sorted({*self.keepers} or {0})}  # type: ignore[misc]
 
     def on_each(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return all results; raises everywhere the error of the lowest failing rank."""
+        """Run `work` on every rank and return all results; raises everywhere the error of the
+        lowest failing rank.
+        """
         return self._agree(_outcome(work))
 
     def on_own(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank and return this rank's own result, without sending it. Raises as `on_each` does."""
+        """Run `work` on every rank and return this rank's own result, without sending it. Raises as
+        `on_each` does.
+        """
         failed, result = _outcome(work)
         self._agree((failed, result if failed else None))
         return result  # type: ignore[no-any-return]
@@ -146,10 +164,11 @@ def _outcome(work: Callable[[], Any]) -> tuple[bool, Any]:
 
 
 def _await_all_done(rank: int, world_size: int) -> None:
-    """Wait over the store, without a collective and its timeout, until all have come here as often as this rank.
+    """Wait over the store, without a collective and its timeout, until all have come here as often
+    as this rank.
 
-    The watcher ends a run in which one can't any more. Raises RuntimeError where the store is gone, and with it the
-    rank that has it.
+    The watcher ends a run in which one can't any more. Raises RuntimeError where the store is gone,
+    and with it the rank that has it.
     """
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -163,7 +182,9 @@ def _await_all_done(rank: int, world_size: int) -> None:
             pause = min(2 * pause, LONGEST_PAUSE)
             done = store.add(key, 0)
     except RuntimeError as error:
-        raise RuntimeError(f"the store of the ranks is gone, and so is the rank that has it: {error}") from error
+        raise RuntimeError(
+            f"the store of the ranks is gone, and so is the rank that has it: {error}"
+        ) from error
 
 
 ALONE = Ranks()

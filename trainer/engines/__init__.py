@@ -10,29 +10,43 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.optim.recipes import No
 
-ENGINES: dict[str, EngineKind] = {"deepspeed": deepspeed.KIND, "accelerate": accelerate.KIND, "mesh": mesh.KIND}
+ENGINES: dict[str, EngineKind] = {
+    "deepspeed": deepspeed.KIND,
+    "accelerate": accelerate.KIND,
+    "mesh": mesh.KIND,
+}
 
 __all__ = ["ENGINES", "Engine", "EngineKind", "Job", "Machine", "Metrics", "select"]
 
 
 def select(wanted: str, layout: Layout, config: Config, device: str) -> tuple[str, EngineKind]:
-    """Choose the engine `wanted`; for "auto", the first that can run the layout with the config's optimizer.
+    """Choose the engine `wanted`; for "auto", the first that can run the layout with the config's
+    optimizer.
 
-    DeepSpeed comes last for pipelines and tensor parallelism. Raises ConfigError with each engine's reason if none can.
+    DeepSpeed comes last for pipelines and tensor parallelism. Raises ConfigError with each engine's
+    reason if none can.
     """
-    order = sorted(ENGINES, key=lambda name: name == "deepspeed" and layout.pipeline * layout.tensor > 1)
+    order = sorted(
+        ENGINES, key=lambda name: name == "deepspeed" and layout.pipeline * layout.tensor > 1
+    )
     candidates = {name: ENGINES[name] for name in (order if wanted == "auto" else [wanted])}
     decays = config.optimizer.params.get("weight_decay", 0) > 0
-    grouped = bool(config.trainer.parameter_groups) or (decays and config.trainer.weight_decay_excludes != "nothing")
+    grouped = bool(config.trainer.parameter_groups) or (
+        decays and config.trainer.weight_decay_excludes != "nothing"
+    )
     problems, strange = [], support.refusals(config)
     for name, kind in candidates.items():
         refusal = kind.refusal(layout) or strange.get(name)
         recipe = kind.optimizer(config.settings, layout, device, grouped)
         if refusal is not None:
-            problems.append(Problem(f"engine {name}", layout.describe(), "a layout that it can run", refusal))
+            problems.append(
+                Problem(f"engine {name}", layout.describe(), "a layout that it can run", refusal)
+            )
         elif isinstance(recipe, No):
             seen = f"the optimizer {config.optimizer.type}, ZeRO-{layout.zero_stage}, on {device}"
-            problems.append(Problem(f"engine {name}", seen, "an optimizer that it can build", f"{recipe}."))
+            problems.append(
+                Problem(f"engine {name}", seen, "an optimizer that it can build", f"{recipe}.")
+            )
         else:
             return name, kind
     raise ConfigError(*problems)

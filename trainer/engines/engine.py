@@ -60,7 +60,9 @@ class Metrics:
     """The result of one optimizer step, as tensors on the device; reading them synchronises."""
 
     loss_sum: torch.Tensor
-    """The summed loss of this rank's share of the global batch; of all of it after a call of `loss`."""
+    """The summed loss of this rank's share of the global batch; of all of it after a call of
+    `loss`.
+    """
     targets: torch.Tensor
     """The number of targets (label tokens) in the global batch."""
     gradient_norm: torch.Tensor
@@ -71,7 +73,9 @@ class Metrics:
     """The ranks that hold the rest of `loss_sum`."""
 
     def loss(self) -> torch.Tensor:
-        """Return the mean loss of the global batch, nats per target (contract 1). Collective, and only if called."""
+        """Return the mean loss of the global batch, nats per target (contract 1). Collective, and
+        only if called.
+        """
         if self.group is not None:
             dist.all_reduce(self.loss_sum, group=self.group)
             self.group = None
@@ -86,11 +90,17 @@ class Engine(Protocol):
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """The modules on this rank: the whole model, or its pipeline stages. Parameters are named `model.<name>`."""
+        """The modules on this rank: the whole model, or its pipeline stages. Parameters are named
+        `model.<name>`.
+        """
         ...
 
     def step(
-        self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
+        self,
+        step: int,
+        micro_batches: Sequence[Batch],
+        update: Update,
+        observe: Observer | None = None,
     ) -> Metrics:
         """Take one optimizer step over this rank's micro-batches. Collective.
 
@@ -99,7 +109,8 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the summed loss with the task's measures, [1 + measures], and the number of targets, over all ranks.
+        """Return the summed loss with the task's measures, [1 + measures], and the number of
+        targets, over all ranks.
 
         Collective; every rank has the same number of micro-batches.
         """
@@ -110,7 +121,9 @@ class Engine(Protocol):
         ...
 
     def scalars(self) -> dict[str, float]:
-        """Return what a resumed run needs besides the state tensors: step counts, the loss scale."""
+        """Return what a resumed run needs besides the state tensors: step counts, the loss
+        scale.
+        """
         ...
 
     def restore(self, scalars: Mapping[str, float]) -> None:
@@ -129,26 +142,38 @@ class EngineKind:
     optimizer: Callable[[Mapping[str, Any], Layout, str, bool], Recipe | No]
     """Returns the recipe for the config's optimizer, or a sentence why the engine can't build it.
 
-    Arguments: the resolved DeepSpeed JSON, the layout, the device, True if there are several parameter groups."""
+    Arguments: the resolved DeepSpeed JSON, the layout, the device, True if there are several
+    parameter groups.
+    """
     build: Callable[[Job], Engine]
     check: Callable[[ModelSpec, Layout], None] = lambda spec, layout: None
     """Raises ConfigError for a model that it can't run in a layout; allocates next to nothing."""
-    ready: Callable[[Layout, torch.device, Mapping[str, Any]], None] = lambda layout, device, settings: None
+    ready: Callable[[Layout, torch.device, Mapping[str, Any]], None] = (
+        lambda layout, device, settings: None
+    )
     """Raises ConfigError if this machine lacks something that the engine needs."""
 
 
 def recipe_of(kind: EngineKind, job: Job) -> Recipe:
-    """Return the recipe by which a job's optimizer is built. Raises ConfigError if the engine can't build it."""
+    """Return the recipe by which a job's optimizer is built. Raises ConfigError if the engine can't
+    build it.
+    """
     decays = job.deepspeed["optimizer"]["params"].get("weight_decay", 0) > 0
     grouped = bool(job.spec.training.tuned) or (decays and bool(job.undecayed))
     recipe = kind.optimizer(job.deepspeed, job.layout, job.machine.device.type, grouped)
     if isinstance(recipe, No):
-        raise ConfigError(Problem("optimizer.type", job.deepspeed["optimizer"]["type"], "one that it builds", recipe))
+        raise ConfigError(
+            Problem(
+                "optimizer.type", job.deepspeed["optimizer"]["type"], "one that it builds", recipe
+            )
+        )
     return recipe
 
 
 def set_update(groups: Iterable[dict[str, Any]], update: Update) -> None:
-    """Set the schedule's values in an optimizer's parameter groups, scaled by each group's `lr_multiplier`."""
+    """Set the schedule's values in an optimizer's parameter groups, scaled by each group's
+    `lr_multiplier`.
+    """
     for group in groups:
         group["lr"] = update.learning_rate * group.get("lr_multiplier", 1.0)
         if update.betas is not None:

@@ -1,4 +1,6 @@
-"""The state that an optimizer keeps for parameters: read, removed, or created without a step over them."""
+"""The state that an optimizer keeps for parameters: read, removed, or created without a step over
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class OptimizerState:
         """The step count in old checkpoints, which lack a count for each parameter."""
 
     def of(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the numbers kept for a tensor, by name; other values, such as None, are left out."""
+        """Return the numbers kept for a tensor, by name; other values, such as None, are left
+        out.
+        """
         return {
             key: value if torch.is_tensor(value) else torch.tensor(value, dtype=torch.float64)
             for key, value in sorted(self._optimizer.state.get(tensor, {}).items())
@@ -30,8 +34,12 @@ class OptimizerState:
         }
 
     def step(self) -> float:
-        """Return the step count of the first parameter that has one: reading each would wait for the device."""
-        return next((float(state[STEP]) for state in self._optimizer.state.values() if STEP in state), 0.0)
+        """Return the step count of the first parameter that has one: reading each would wait for
+        the device.
+        """
+        return next(
+            (float(state[STEP]) for state in self._optimizer.state.values() if STEP in state), 0.0
+        )
 
     def keep(self, tensors: Sequence[torch.Tensor], wanted: bool) -> None:
         """Create state for these tensors, as after a first step, or remove it unless `wanted`."""
@@ -52,9 +60,11 @@ class OptimizerState:
 
 
 def made(optimizer: torch.optim.Optimizer, like: torch.Tensor, steps: int = 1) -> dict[str, Any]:
-    """Create the state kept for `like` after some steps with zero gradients; tensors of its shape are zero.
+    """Create the state kept for `like` after some steps with zero gradients; tensors of its shape
+    are zero.
 
-    The optimizer makes it in steps over a stand-in of one entry: the state of other tensors does not change.
+    The optimizer makes it in steps over a stand-in of one entry: the state of other tensors does
+    not change.
     """
     groups, states = optimizer.param_groups, optimizer.state
     group = next((g for g in groups if any(p is like for p in g["params"])), groups[0])
@@ -81,6 +91,8 @@ def _is_like(value: Any, tensor: torch.Tensor) -> bool:
 def elsewhere(name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[StateTensor]:
     """List the state tensors of a parameter that other ranks hold."""
     return [
-        StateTensor(name, part, shape, torch.float32, 0, read=lambda: None, write=lambda value: None)
+        StateTensor(
+            name, part, shape, torch.float32, 0, read=lambda: None, write=lambda value: None
+        )
         for part, shape in shapes.items()
     ]

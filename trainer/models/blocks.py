@@ -27,13 +27,19 @@ def blocks_by_run(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def blocks_of(model: nn.Module, ids: torch.Tensor) -> tuple[str, ...]:
-    """Return the names of the blocks: the members of the module list whose modules run once each, in order.
+    """Return the names of the blocks: the members of the module list whose modules run once each,
+    in order.
 
-    Each must give a tensor of the shape it is given. Of several such lists, the outermost counts; of
-    several outermost ones, that with the most parameters. Empty if there is none. `ids`: [batch, sequence].
+    Each must give a tensor of the shape it is given. Of several such lists, the outermost counts;
+    of several outermost ones, that with the most parameters. Empty if there is none. `ids`: [batch,
+    sequence].
     """
     modules = dict(model.named_modules())
-    lists = {name: list(module) for name, module in modules.items() if isinstance(module, nn.ModuleList) and module}
+    lists = {
+        name: list(module)
+        for name, module in modules.items()
+        if isinstance(module, nn.ModuleList) and module
+    }
     calls: dict[str, list[int]] = {name: [] for name in lists}
     hooks = []
 
@@ -41,7 +47,9 @@ def blocks_of(model: nn.Module, ids: torch.Tensor) -> tuple[str, ...]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             given = args[0] if args else next(iter(kwargs.values()), None)
             result = output[0] if isinstance(output, tuple) else output
-            alike = torch.is_tensor(given) and torch.is_tensor(result) and given.shape == result.shape
+            alike = (
+                torch.is_tensor(given) and torch.is_tensor(result) and given.shape == result.shape
+            )
             calls[name].append(index if alike and result.shape[:2] == ids.shape else -1)
 
         return hook

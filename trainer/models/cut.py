@@ -1,8 +1,9 @@
-"""A model cut into pipeline stages: each is the model itself, with a stand-in for every block of another stage.
+"""A model cut into pipeline stages: each is the model itself, with a stand-in for every block of
+another stage.
 
-So rotary embeddings, masks, windows and soft caps stay the model's own code, and no parameter changes its name.
-Every stage runs the whole forward on the micro-batch's ids; the output of the stage before takes the place of
-whatever stands in front of its first block.
+So rotary embeddings, masks, windows and soft caps stay the model's own code, and no parameter
+changes its name. Every stage runs the whole forward on the micro-batch's ids; the output of the
+stage before takes the place of whatever stands in front of its first block.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class StageBoundary:
 
 
 class StageInput:
-    """The place where a stage finds the hidden state [batch, sequence, hidden] that the stage before it sent."""
+    """The place where a stage finds the hidden state [batch, sequence, hidden] that the stage
+    before it sent.
+    """
 
     hidden: torch.Tensor | None = None
 
@@ -52,7 +55,9 @@ class _Passed(nn.Module):
 
 
 class _UntilBlocks(nn.Module):
-    """A stand-in for a module on both sides of the blocks: behind this stage's last block it returns its input."""
+    """A stand-in for a module on both sides of the blocks: behind this stage's last block it
+    returns its input.
+    """
 
     def __init__(self, module: nn.Module, whole: nn.Module, last_block: nn.Module) -> None:
         super().__init__()
@@ -70,7 +75,9 @@ class _UntilBlocks(nn.Module):
 
 
 class _Blank(nn.Module):
-    """A stand-in for an input table or projection: gives zeros in its shape, which nothing of this stage reads."""
+    """A stand-in for an input table or projection: gives zeros in its shape, which nothing of this
+    stage reads.
+    """
 
     def __init__(self, stage_input: StageInput, width: int, table: bool) -> None:
         super().__init__()
@@ -83,11 +90,15 @@ class _Blank(nn.Module):
 
     def forward(self, given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self._stage_input.hidden is not None
-        return self._stage_input.hidden.new_zeros(*(given.shape if self._table else given.shape[:-1]), self._width)
+        return self._stage_input.hidden.new_zeros(
+            *(given.shape if self._table else given.shape[:-1]), self._width
+        )
 
 
 class _Received(_Passed):
-    """A stand-in for the block right before this stage's first: gives the hidden state that was received."""
+    """A stand-in for the block right before this stage's first: gives the hidden state that was
+    received.
+    """
 
     def __init__(self, stage_input: StageInput, tuples: int = 0) -> None:
         super().__init__(tuples)
@@ -103,51 +114,76 @@ def is_whole(module: nn.Module) -> bool:
 
 
 def cut(model: nn.Module, spec: ModelSpec, boundary: StageBoundary, blocks: range) -> StageInput:
-    """Reduce `model`, in place, to the stage of these `blocks`; the first keeps the tables, the last norm and head.
+    """Reduce `model`, in place, to the stage of these `blocks`; the first keeps the tables, the
+    last norm and head.
 
-    The last stage keeps an input table, too, if the head is tied to it: the parameter is then on both stages.
+    The last stage keeps an input table, too, if the head is tied to it: the parameter is then on
+    both stages.
     """
     stage_input, first, last = StageInput(), blocks.start == 0, blocks.stop == len(spec.blocks)
     for index, name in enumerate(spec.blocks):
         if index not in blocks:
             block = model.get_submodule(name)
             kind: nn.Module = (
-                _Received(stage_input, boundary.tuples) if index == blocks.start - 1 else _Passed(boundary.tuples)
+                _Received(stage_input, boundary.tuples)
+                if index == blocks.start - 1
+                else _Passed(boundary.tuples)
             )
             # a model may ask a block what kind of mask it wants
-            words = {k: v for part in (*reversed(type(block).__mro__), block) for k, v in vars(part).items()}
-            vars(kind).update({k: v for k, v in words.items() if isinstance(v, str) and not k.startswith("_")})
+            words = {
+                k: v
+                for part in (*reversed(type(block).__mro__), block)
+                for k, v in vars(part).items()
+            }
+            vars(kind).update(
+                {k: v for k, v in words.items() if isinstance(v, str) and not k.startswith("_")}
+            )
             model.set_submodule(name, kind)
     kept = kept_for_the_head(spec, boundary)
     for name in boundary.before if not first else ():
         if not (last and name in kept):
             module = model.get_submodule(name)
             width = getattr(module, "embedding_dim", None) or getattr(module, "out_features", None)
-            kind = _Blank(stage_input, width, isinstance(module, nn.Embedding)) if isinstance(width, int) else _Passed()
+            kind = (
+                _Blank(stage_input, width, isinstance(module, nn.Embedding))
+                if isinstance(width, int)
+                else _Passed()
+            )
             model.set_submodule(name, kind)
     for name in boundary.after if not last else ():
         model.set_submodule(name, _Passed())
     for name in boundary.around if not last else ():
-        whole, last_block = getattr(model, "base_model", model), model.get_submodule(spec.blocks[blocks.stop - 1])
+        whole, last_block = (
+            getattr(model, "base_model", model),
+            model.get_submodule(spec.blocks[blocks.stop - 1]),
+        )
         model.set_submodule(name, _UntilBlocks(model.get_submodule(name), whole, last_block))
     return stage_input
 
 
 def kept_for_the_head(spec: ModelSpec, boundary: StageBoundary) -> set[str]:
-    """Return the modules before the blocks that the last stage keeps, too, since its head is tied to them."""
+    """Return the modules before the blocks that the last stage keeps, too, since its head is tied
+    to them.
+    """
     after = tuple(f"{name}." for name in boundary.after)
-    needed = {owner.rpartition(".")[0] for alias, owner in spec.tied.items() if alias.startswith(after)}
+    needed = {
+        owner.rpartition(".")[0] for alias, owner in spec.tied.items() if alias.startswith(after)
+    }
     return needed & set(boundary.before)
 
 
 def check_cut(spec: ModelSpec, stages: int) -> StageBoundary:
-    """Check on a tiny copy, cut into one stage a block, that the stages compute the whole model's logits and gradients.
+    """Check on a tiny copy, cut into one stage a block, that the stages compute the whole model's
+    logits and gradients.
 
-    Raises ConfigError, with the reason, for a model that can't be cut so or has fewer blocks than `stages`.
+    Raises ConfigError, with the reason, for a model that can't be cut so or has fewer blocks than
+    `stages`.
     """
     if len(spec.blocks) < stages:
         seen = f"{len(spec.blocks)} blocks for {stages} pipeline stages"
-        raise ConfigError(Problem(f"pipeline.stages: {spec.name}", seen, "at least one block for each stage"))
+        raise ConfigError(
+            Problem(f"pipeline.stages: {spec.name}", seen, "at least one block for each stage")
+        )
     try:
         small = spec.tiny.copy() if spec.tiny.copy else spec
         boundary, wrong = _try(small)
@@ -157,12 +193,16 @@ def check_cut(spec: ModelSpec, stages: int) -> StageBoundary:
         wrong = named_line(error)
     if wrong:
         place, mend = f"pipeline.stages: {spec.name}", "Set pipeline.stages to 1."
-        raise ConfigError(Problem(place, f"cut into stages: {wrong}", "the same logits and gradients", mend))
+        raise ConfigError(
+            Problem(place, f"cut into stages: {wrong}", "the same logits and gradients", mend)
+        )
     return boundary
 
 
 def _try(spec: ModelSpec) -> tuple[StageBoundary, str]:
-    """Compare stages of one block each with the whole model, forward and backward; return what differs, if anything."""
+    """Compare stages of one block each with the whole model, forward and backward; return what
+    differs, if anything.
+    """
     whole, trial = _real(spec), spec.tiny.input or of_tokens(spec)
     boundary, expected = _survey(whole, spec, trial)
     found: dict[str, torch.Tensor] = {}
@@ -172,32 +212,46 @@ def _try(spec: ModelSpec) -> tuple[StageBoundary, str]:
     for index in range(len(spec.blocks)):
         stages.append(spec.build())
         stage_input = cut(stages[-1], spec, boundary, range(index, index + 1))
-        _fill(stages[-1], spec)  # after the cut, as engines do: an initialiser may refer to a module that was cut away
+        _fill(
+            stages[-1], spec
+        )  # after the cut, as engines do: an initialiser may refer to a module that was cut away
         stage_input.hidden = made[-1].detach().requires_grad_() if made else None
         given.append(stage_input.hidden)
         if index + 1 < len(spec.blocks):
             made.append(trial.hidden(stages[-1]))
             if not isinstance(made[-1], torch.Tensor):
-                return boundary, f"what it gives is a {type(made[-1]).__name__}, and a stage sends one tensor"
+                return (
+                    boundary,
+                    f"what it gives is a {type(made[-1]).__name__}, and a stage sends one tensor",
+                )
         else:
             made.append(trial.output(stages[-1]))
     if not torch.equal(made[-1], expected):
-        return boundary, "other logits than the whole model: a block reads more than the block before it gives"
+        return (
+            boundary,
+            "other logits than the whole model: a block reads more than the block before it gives",
+        )
     weight = torch.sin(torch.arange(expected.numel()).reshape(expected.shape))
     (expected * weight).sum().backward()
     gradient: torch.Tensor | None = weight
-    for stage, hidden, output in zip(reversed(stages), reversed(given), reversed(made), strict=True):
+    for stage, hidden, output in zip(
+        reversed(stages), reversed(given), reversed(made), strict=True
+    ):
         if output.requires_grad:  # else every parameter up to here is frozen
             output.backward(gradient)
         gradient = None if hidden is None else hidden.grad
         for name, parameter in stage.named_parameters():
             earlier = found.get(name, 0.0)
-            found[name] = earlier + (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            found[name] = earlier + (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
     for name, parameter in whole.named_parameters():
         if name not in found:
             return boundary, f"no stage for {name}"
         theirs = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if not torch.allclose(found[name], theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()) + 1e-7):
+        if not torch.allclose(
+            found[name], theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()) + 1e-7
+        ):
             return boundary, f"another gradient of {name} than the whole model"
     return boundary, ""
 
@@ -230,7 +284,9 @@ def _fill(model: nn.Module, spec: ModelSpec) -> nn.Module:
 
 
 def _survey(model: nn.Module, spec: ModelSpec, trial: Trial) -> tuple[StageBoundary, torch.Tensor]:
-    """Run the whole model, and note when each module outside the blocks is called; return that and the output."""
+    """Run the whole model, and note when each module outside the blocks is called; return that and
+    the output.
+    """
     blocks = {model.get_submodule(name): index for index, name in enumerate(spec.blocks)}
     called: dict[str, set[str]] = {}
     place, tuples = "before", 0
@@ -245,8 +301,16 @@ def _survey(model: nn.Module, spec: ModelSpec, trial: Trial) -> tuple[StageBound
 
     for block in blocks:
         block.register_forward_hook(leave)
-    outside = {name: module for name, module in model.named_modules() if _is_outside(name, module, spec.blocks)}
-    owners = {name for name, module in outside.items() if any(p is not None for p in module._parameters.values())}
+    outside = {
+        name: module
+        for name, module in model.named_modules()
+        if _is_outside(name, module, spec.blocks)
+    }
+    owners = {
+        name
+        for name, module in outside.items()
+        if any(p is not None for p in module._parameters.values())
+    }
     for name, module in outside.items():
         module.register_forward_pre_hook(enter(name))
     output = trial.output(model)
@@ -254,13 +318,28 @@ def _survey(model: nn.Module, spec: ModelSpec, trial: Trial) -> tuple[StageBound
         if any(block.startswith(f"{name}.") for block in spec.blocks) or not name:
             raise _CannotCut(f"{name or spec.name} has parameters beside its blocks")
         if (places := called.get(name, set())) not in ({"before"}, {"after"}, set()):
-            raise _CannotCut(f"{name} runs {' and '.join(sorted(places))}, not once before or after all blocks")
-    # modules that text never runs stay with the first stage, whole: their parts may read one another's weights
-    idle = [name for name, _ in model.named_modules() if name and not _holds(name, (*called, *spec.blocks))]
-    before = [name for name in outside if called.get(name, set()) in ({"before"}, set()) and name in owners]
+            raise _CannotCut(
+                f"{name} runs {' and '.join(sorted(places))}, not once before or after all blocks"
+            )
+    # modules that text never runs stay with the first stage, whole: their parts may read one
+    # another's weights
+    idle = [
+        name
+        for name, _ in model.named_modules()
+        if name and not _holds(name, (*called, *spec.blocks))
+    ]
+    before = [
+        name
+        for name in outside
+        if called.get(name, set()) in ({"before"}, set()) and name in owners
+    ]
     before = [name for name in dict.fromkeys((*idle, *before)) if _holds(name, tuple(owners))]
     after = [name for name, places in called.items() if places == {"after"}]
-    around = tuple(name for name, places in called.items() if places == {"before", "after"} and name not in owners)
+    around = tuple(
+        name
+        for name, places in called.items()
+        if places == {"before", "after"} and name not in owners
+    )
     return StageBoundary(_outermost(before), _outermost(after), tuples, around), output
 
 
@@ -270,7 +349,9 @@ def _outermost(names: Sequence[str]) -> tuple[str, ...]:
 
 def _holds(name: str, others: Sequence[str]) -> bool:
     """Return True if one of the other modules is this one, holds it or is held by it."""
-    return any(f"{other}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other}.") for other in others)
+    return any(
+        f"{other}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other}.") for other in others
+    )
 
 
 def _is_outside(name: str, module: nn.Module, blocks: Sequence[str]) -> bool:

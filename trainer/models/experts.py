@@ -8,13 +8,16 @@ from torch import nn
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
-"""Transformers' config keys, by family, for the routed experts of a layer and the experts chosen for a token."""
+"""Transformers' config keys, by family, for the routed experts of a layer and the experts chosen
+for a token.
+"""
 
 
 def idle_parameters(model: nn.Module, config: Any) -> int:
     """Count the parameters of the experts that a token is not routed to; 0 for a dense model.
 
-    Routed experts are a module named `experts`, or parameters stacked over all experts; shared experts see every token.
+    Routed experts are a module named `experts`, or parameters stacked over all experts; shared
+    experts see every token.
     """
     configs = (config, getattr(config, "ffn_config", None))
     experts, chosen = (_first(configs, names) for names in (EXPERTS, CHOSEN))

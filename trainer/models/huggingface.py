@@ -49,7 +49,9 @@ NOT_ARCHITECTURE = ("_name_or_path", "architectures", "dtype", "transformers_ver
 
 
 def read_config(options: Any) -> PreTrainedConfig:
-    """Read and check the architecture that `trainer.model` names, building nothing. Raises ConfigError."""
+    """Read and check the architecture that `trainer.model` names, building nothing. Raises
+    ConfigError.
+    """
     if options.name_or_path is not None:
         return _pretrained_config(options)
     values = EMBEDDED if options.config is None else options.config
@@ -57,23 +59,34 @@ def read_config(options: Any) -> PreTrainedConfig:
     if isinstance(values, str):
         place, values = f"trainer.model.config: {values}", _read_json(Path(values))
     if "model_type" not in values:
-        raise ConfigError(Problem(place, "no model_type", 'an architecture, such as "model_type": "llama"'))
+        raise ConfigError(
+            Problem(place, "no model_type", 'an architecture, such as "model_type": "llama"')
+        )
     try:
         config = AutoConfig.for_model(**values)
     except Exception as error:  # transformers raises many kinds for a bad value
-        raise ConfigError(Problem(place, first_line(error), "a config that transformers accepts")) from error
+        raise ConfigError(
+            Problem(place, first_line(error), "a config that transformers accepts")
+        ) from error
     check_kernels(config, place)
     return config
 
 
 def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> ModelSpec:
-    """Build the spec of an architecture, with its weights where `trainer.model.name_or_path` names some.
+    """Build the spec of an architecture, with its weights where `trainer.model.name_or_path` names
+    some.
 
-    Without `weights`, none are looked for or downloaded. Raises ConfigError for an architecture that can't be built.
+    Without `weights`, none are looked for or downloaded. Raises ConfigError for an architecture
+    that can't be built.
     """
     name, build = options.name_or_path or config.model_type, _builder(config, options)
-    if getattr(config, "is_encoder_decoder", False):  # checked before the model is built, which changes the config
-        seen = f"{type(config).__name__} is an encoder with a decoder, of which the decoder alone would be trained"
+    if getattr(
+        config, "is_encoder_decoder", False
+    ):  # checked before the model is built, which changes the config
+        seen = (
+            f"{type(config).__name__} is an encoder with a decoder, of which the decoder alone "
+            "would be trained"
+        )
         mend = 'Set "is_encoder_decoder": false in its config if that is what you want.'
         raise ConfigError(Problem(f"trainer.model: {name}", seen, "a decoder", mend))
     stated = list(getattr(config, "architectures", None) or ())
@@ -82,15 +95,22 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
     except Exception as error:  # whatever the family's own code raises for the config
         seen, expected = first_line(error), "an architecture with a causal language model head"
         if not isinstance(error, ValueError | ImportError):
-            seen, expected = f"{type(error).__name__}: {error}", "a config that the family's own code builds a model of"
+            seen, expected = (
+                f"{type(error).__name__}: {error}",
+                "a config that the family's own code builds a model of",
+            )
         raise ConfigError(Problem(f"trainer.model: {name}", seen[:200], expected)) from error
-    given, dropped = weights_of(model, options) if options.name_or_path and weights else (NoWeights(), "")
+    given, dropped = (
+        weights_of(model, options) if options.name_or_path and weights else (NoWeights(), "")
+    )
     kind = type(model).__name__
     notes = [dropped] if dropped else []
     if options.name_or_path and stated and kind not in stated:
         notes.insert(0, f"{name} says that it is a {stated[0]}; a {kind} is trained and saved")
     elif type(model.config) is not type(config):
-        notes.insert(0, f"of {config.model_type} the text model alone is trained and saved, a {kind}")
+        notes.insert(
+            0, f"of {config.model_type} the text model alone is trained and saved, a {kind}"
+        )
 
     @cache
     def tiny_copy(layers: int = 3, split: int = 1, sizes: Sizes = SIZES) -> ModelSpec:
@@ -110,37 +130,53 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
     )
 
 
-def _tiny_copy(config: PreTrainedConfig, options: Any, name: str, layers: int, split: int, sizes: Sizes) -> ModelSpec:
+def _tiny_copy(
+    config: PreTrainedConfig, options: Any, name: str, layers: int, split: int, sizes: Sizes
+) -> ModelSpec:
     def spec_of_tiny(small: Any) -> ModelSpec:
         build = _builder(small, options, on_cpu=True)
         return describe(build(), name, build, NoWeights())
 
     try:
         full = _builder(config, options)()
-        blocks = _blocks(full) or _alike(full, tiny(config, spec_of_tiny, full, (), layers, split, sizes)[0].blocks)
+        blocks = _blocks(full) or _alike(
+            full, tiny(config, spec_of_tiny, full, (), layers, split, sizes)[0].blocks
+        )
         small, lacks = tiny(config, spec_of_tiny, full, blocks, layers, split, sizes)
     except ConfigError:
         raise
     except Exception as error:  # whatever the family's own code raises
         seen = f"no tiny copy of it runs: {type(error).__name__}: {first_line(error)}"
-        raise ConfigError(Problem(f"trainer.model: {name}", seen, "an architecture that can be tried out")) from error
+        raise ConfigError(
+            Problem(f"trainer.model: {name}", seen, "an architecture that can be tried out")
+        ) from error
     return replace(small, tiny=replace(small.tiny, lacks=lacks))
 
 
-def _builder(config: PreTrainedConfig, options: Any, on_cpu: bool = False) -> Callable[[], nn.Module]:
+def _builder(
+    config: PreTrainedConfig, options: Any, on_cpu: bool = False
+) -> Callable[[], nn.Module]:
     runs = options.attention in ("eager", "sdpa") or not on_cpu
     attention = {"attn_implementation": options.attention} if options.attention and runs else {}
 
     def build() -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=options.trust_remote_code, dtype=torch.float32, **attention
+                config,
+                trust_remote_code=options.trust_remote_code,
+                dtype=torch.float32,
+                **attention,
             )
-        bodies = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
-        if model.base_model is model and len(bodies) == 1:  # Llama-4's text model states another prefix than it has
+        bodies = [
+            name for name, child in model.named_children() if isinstance(child, PreTrainedModel)
+        ]
+        if (
+            model.base_model is model and len(bodies) == 1
+        ):  # Llama-4's text model states another prefix than it has
             model.base_model_prefix = bodies[0]  # type: ignore[assignment]
         if getattr(config, "rescale_every", 0):
-            # RWKV would divide weights in place when it evaluates, for float16, and what is saved then would be wrong
+            # RWKV would divide weights in place when it evaluates, for float16, and what is saved
+            # then would be wrong
             unscaled = copy.deepcopy(model.base_model.config)  # type: ignore[union-attr]
             unscaled.rescale_every = 0  # type: ignore[union-attr]
             model.base_model.config = unscaled  # type: ignore[union-attr]
@@ -178,7 +214,9 @@ def describe(
             embedding_parameters=0 if is_tied or table is None else table.weight.numel(),
             idle_parameters=idle_parameters(model, text),
             # target ids must be in the table, too
-            vocabulary=min((len(module.weight) for module in (table, head) if module is not None), default=0),
+            vocabulary=min(
+                (len(module.weight) for module in (table, head) if module is not None), default=0
+            ),
             positions=_positions(model, text),
             hidden_size=hidden,
             layers=getattr(text, "num_hidden_layers", 0),
@@ -212,10 +250,15 @@ def _text_config(model: Any) -> Any:
 
 
 def _heads(text: Any, hidden: int) -> tuple[int, int, int]:
-    """Return query heads, key-value heads and heads x head size: greatest common divisors and mean over layers."""
+    """Return query heads, key-value heads and heads x head size: greatest common divisors and mean
+    over layers.
+    """
     layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
     heads = [getattr(layer, "num_attention_heads", 0) or 0 for layer in layers]
-    kv_heads = [getattr(layer, "num_key_value_heads", None) or many for layer, many in zip(layers, heads, strict=True)]
+    kv_heads = [
+        getattr(layer, "num_key_value_heads", None) or many
+        for layer, many in zip(layers, heads, strict=True)
+    ]
     sizes = [
         getattr(layer, "head_dim", None) or (hidden // many if many else 0)
         for layer, many in zip(layers, heads, strict=True)
@@ -228,17 +271,23 @@ def _alike(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
     """Return the model's blocks: the members of the lists that hold the blocks of its tiny copy."""
     lists = {block.rpartition(".")[0] for block in blocks}
     return tuple(
-        f"{name}.{index}" for name in lists for index in range(len(list(model.get_submodule(name).children())))
+        f"{name}.{index}"
+        for name in lists
+        for index in range(len(list(model.get_submodule(name).children())))
     )
 
 
 def _blocks(model: Any) -> tuple[str, ...]:
-    """Return the members of the one module list under the base model that has as many as the config has layers."""
+    """Return the members of the one module list under the base model that has as many as the config
+    has layers.
+    """
     layers = getattr(_text_config(model), "num_hidden_layers", 0)
     lists = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == layers and name.startswith(model.base_model_prefix)
+        if isinstance(module, nn.ModuleList)
+        and len(module) == layers
+        and name.startswith(model.base_model_prefix)
     ]
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     return tuple(f"{outermost[0]}.{i}" for i in range(layers)) if len(outermost) == 1 else ()
@@ -246,8 +295,12 @@ def _blocks(model: Any) -> tuple[str, ...]:
 
 def _positions(model: nn.Module, text: Any) -> int | None:
     """Return the most tokens of a row; RoBERTa's kin number them from behind the padding's."""
-    tables = (m for name, m in model.named_modules() if "position" in name and isinstance(m, nn.Embedding))
-    before = max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
+    tables = (
+        m for name, m in model.named_modules() if "position" in name and isinstance(m, nn.Embedding)
+    )
+    before = max(
+        (table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0
+    )
     stated = getattr(text, "max_position_embeddings", None)
     return stated and stated - before
 
@@ -297,7 +350,10 @@ def _has_plain_head(model: PreTrainedModel) -> bool:
     finally:
         hook.remove()
         del base.forward
-    same_input = "input" in seen and seen["input"].untyped_storage()._cdata == hidden.untyped_storage()._cdata
+    same_input = (
+        "input" in seen
+        and seen["input"].untyped_storage()._cdata == hidden.untyped_storage()._cdata
+    )
     return same_input and logits is seen["output"]
 
 
@@ -312,14 +368,18 @@ def _initialise(root: nn.Module, name: str) -> None:
 
 
 def weights_of(model: nn.Module, options: Any) -> tuple[Weights, str]:
-    """Open the weights of the folder or hub id; also return a line on tensors that the model has no place for."""
+    """Open the weights of the folder or hub id; also return a line on tensors that the model has no
+    place for.
+    """
     folder = Path(options.name_or_path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
         folder = Path(
             snapshot_download(
-                options.name_or_path, revision=options.revision, allow_patterns=["*.json", "*.safetensors", "*.model"]
+                options.name_or_path,
+                revision=options.revision,
+                allow_patterns=["*.json", "*.safetensors", "*.model"],
             )
         )
     parameters, state = {name for name, _ in model.named_parameters()}, model.state_dict().keys()
@@ -334,11 +394,20 @@ def weights_of(model: nn.Module, options: Any) -> tuple[Weights, str]:
             output_loading_info=True,
         )
         place, expected = f"{options.name_or_path}: {{}}", "every parameter of the model"
-        if absent := sorted(parameters & set(info["missing_keys"])):  # transformers fills these with initial values
-            raise ConfigError(*(Problem(place.format(name), "absent from the weights", expected) for name in absent))
+        if absent := sorted(
+            parameters & set(info["missing_keys"])
+        ):  # transformers fills these with initial values
+            raise ConfigError(
+                *(
+                    Problem(place.format(name), "absent from the weights", expected)
+                    for name in absent
+                )
+            )
         unread.update(info["unexpected_keys"])
         silent = [re.compile(pattern) for pattern in whole._keys_to_ignore_on_load_unexpected or ()]
-        unread.update(name for name in names_in(folder) if any(pattern.search(name) for pattern in silent))
+        unread.update(
+            name for name in names_in(folder) if any(pattern.search(name) for pattern in silent)
+        )
         return whole.state_dict()  # type: ignore[no-any-return]
 
     weights = open_weights(folder, parameters, load_whole)
@@ -346,16 +415,23 @@ def weights_of(model: nn.Module, options: Any) -> tuple[Weights, str]:
         unread.update(weights.names() - state)
     if not unread:
         return weights, ""
-    said = f"{len(unread)} tensors of {options.name_or_path} have no place in a {type(model).__name__} and are left out"
+    said = (
+        f"{len(unread)} tensors of {options.name_or_path} have no place in a "
+        f"{type(model).__name__} and are left out"
+    )
     return weights, f"{said}: {in_short(sorted(unread), state)}"
 
 
 def _pretrained_config(options: Any) -> PreTrainedConfig:
     place = f"trainer.model.name_or_path: {options.name_or_path}"
     folder = Path(options.name_or_path)
-    looks_local = options.name_or_path.startswith(("/", ".", "~")) or options.name_or_path.count("/") > 1
+    looks_local = (
+        options.name_or_path.startswith(("/", ".", "~")) or options.name_or_path.count("/") > 1
+    )
     if not folder.is_dir() and looks_local:
-        raise ConfigError(Problem(place, "no such folder", "a folder that save_pretrained wrote, or a hub id"))
+        raise ConfigError(
+            Problem(place, "no such folder", "a folder that save_pretrained wrote, or a hub id")
+        )
     if folder.is_dir() and not (folder / "config.json").is_file():
         seen, mend = "no config.json in it", ""
         if (folder / "adapter_config.json").is_file():
@@ -364,10 +440,14 @@ def _pretrained_config(options: Any) -> PreTrainedConfig:
         raise ConfigError(Problem(place, seen, "a folder that save_pretrained wrote", mend))
     try:
         config = AutoConfig.from_pretrained(
-            options.name_or_path, revision=options.revision, trust_remote_code=options.trust_remote_code
+            options.name_or_path,
+            revision=options.revision,
+            trust_remote_code=options.trust_remote_code,
         )
     except Exception as error:  # network, JSON and value errors alike
-        raise ConfigError(Problem(place, first_line(error), "a folder or hub id that transformers opens")) from error
+        raise ConfigError(
+            Problem(place, first_line(error), "a folder or hub id that transformers opens")
+        ) from error
     check_kernels(config, place)
     return config
 
@@ -376,9 +456,13 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         values = parse_json(read_file(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(Problem(f"trainer.model.config: {path}", first_line(error), "a JSON file")) from error
+        raise ConfigError(
+            Problem(f"trainer.model.config: {path}", first_line(error), "a JSON file")
+        ) from error
     if not isinstance(values, dict):
-        raise ConfigError(Problem(f"trainer.model.config: {path}", type(values).__name__, "a JSON object"))
+        raise ConfigError(
+            Problem(f"trainer.model.config: {path}", type(values).__name__, "a JSON object")
+        )
     return values
 
 

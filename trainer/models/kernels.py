@@ -1,4 +1,6 @@
-"""The kernels that a model's config may name: those of PyTorch and transformers, and none from elsewhere."""
+"""The kernels that a model's config may name: those of PyTorch and transformers, and none from
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ NAMES = {
     ),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
 }
-"""The implementations in transformers itself; any other name is a repository whose compiled code it loads."""
+"""The implementations in transformers itself; any other name is a repository whose compiled code it
+loads.
+"""
 
 
 def check_kernels(config: PreTrainedConfig, place: str) -> None:

@@ -31,13 +31,15 @@ def materialise(
     base_dtype: torch.dtype | None = None,
     after_unit: Callable[[nn.Module, list[nn.Parameter]], None] = lambda module, parameters: None,
 ) -> None:
-    """Give every parameter and buffer of `root` its value: pretrained where there is one, else initial.
+    """Give every parameter and buffer of `root` its value: pretrained where there is one, else
+    initial.
 
-    Initial values depend on `seed` and the module's name alone. Of a DTensor parameter, this process
-    keeps its own shard, and reads no more than that of a pretrained one. Parameters live on `storage`, or
-    on `device` if that is None. `base_dtype` is the dtype of those that checkpoints leave out.
-    `after_unit` is called with each unit and its new parameters, in order; they may be empty shards
-    afterwards. Raises ConfigError if the pretrained weights lack a parameter or have it in another shape.
+    Initial values depend on `seed` and the module's name alone. Of a DTensor parameter, this
+    process keeps its own shard, and reads no more than that of a pretrained one. Parameters live on
+    `storage`, or on `device` if that is None. `base_dtype` is the dtype of those that checkpoints
+    leave out. `after_unit` is called with each unit and its new parameters, in order; they may be
+    empty shards afterwards. Raises ConfigError if the pretrained weights lack a parameter or have
+    it in another shape.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}  # meta -> real: a tied parameter is made once
     missing: list[Problem] = []
@@ -53,15 +55,23 @@ def materialise(
             with torch.no_grad(), seeded_init(seed, name):
                 spec.initialise(root, name)
                 for key, version in before.items():
-                    _fill_untouched(f"{name}.{key}".lstrip("."), module, key, held[key], version, spec, missing)
+                    _fill_untouched(
+                        f"{name}.{key}".lstrip("."), module, key, held[key], version, spec, missing
+                    )
         own = {
-            value: _own(value, meta, storage or device, base_dtype if base_dtype and meta in base else dtype)
+            value: _own(
+                value, meta, storage or device, base_dtype if base_dtype and meta in base else dtype
+            )
             for meta, value in whole.items()
         }
         made |= {meta: own[value] for meta, value in whole.items()}
         for _, module in unit:
-            module._parameters.update({k: own[value] for k, value in module._parameters.items() if value in own})
-            module._buffers.update({key: b.to(device) for key, b in module._buffers.items() if b is not None})
+            module._parameters.update(
+                {k: own[value] for k, value in module._parameters.items() if value in own}
+            )
+            module._buffers.update(
+                {key: b.to(device) for key, b in module._buffers.items() if b is not None}
+            )
         after_unit(unit[-1][1], list(own.values()))
     if missing:
         raise ConfigError(*missing)
@@ -88,10 +98,20 @@ def _allocate(
 
 def _filled(name: str, meta: nn.Parameter, spec: ModelSpec, missing: list[Problem]) -> nn.Parameter:
     value = spec.weights.read(name)
-    if value is None and not isinstance(spec.weights, NoWeights) and name not in spec.training.fresh:
-        missing.append(Problem(f"{spec.name}: {name}", "absent from the weights", "every parameter of the model"))
+    if (
+        value is None
+        and not isinstance(spec.weights, NoWeights)
+        and name not in spec.training.fresh
+    ):
+        missing.append(
+            Problem(
+                f"{spec.name}: {name}", "absent from the weights", "every parameter of the model"
+            )
+        )
     elif value is not None and value.shape != meta.shape:
-        missing.append(Problem(f"{spec.name}: {name}", f"shape {tuple(value.shape)}", f"{tuple(meta.shape)}"))
+        missing.append(
+            Problem(f"{spec.name}: {name}", f"shape {tuple(value.shape)}", f"{tuple(meta.shape)}")
+        )
         value = None
     dtype = meta.dtype if meta.dtype.is_floating_point else torch.float32
     # a pretrained value stays mapped from its file until it is known which part this process keeps
@@ -102,8 +122,12 @@ def _filled(name: str, meta: nn.Parameter, spec: ModelSpec, missing: list[Proble
     return parameter
 
 
-def _own(value: nn.Parameter, meta: nn.Parameter, storage: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """Return the parameter that this process keeps: of a DTensor, the shard that its placements give it."""
+def _own(
+    value: nn.Parameter, meta: nn.Parameter, storage: torch.device, dtype: torch.dtype
+) -> nn.Parameter:
+    """Return the parameter that this process keeps: of a DTensor, the shard that its placements
+    give it.
+    """
     if isinstance(meta, DTensor):
         # `from_local` would move offloaded parameters to the mesh's device
         kept: torch.Tensor = torch.empty_like(meta.detach(), dtype=dtype, device=storage)
@@ -126,16 +150,30 @@ def _buffer(name: str, meta: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
 
 
 def _fill_untouched(
-    name: str, module: nn.Module, key: str, old: Any, version: int, spec: ModelSpec, missing: list[Problem]
+    name: str,
+    module: nn.Module,
+    key: str,
+    old: Any,
+    version: int,
+    spec: ModelSpec,
+    missing: list[Problem],
 ) -> None:
-    """Fill a tensor that the family's initialisation did not write with the constructor's value of it."""
+    """Fill a tensor that the family's initialisation did not write with the constructor's value of
+    it.
+    """
     tensor = {**module._parameters, **module._buffers}.get(key)
-    if tensor is not old or tensor._version != version or getattr(tensor, "_is_hf_initialized", False):
+    if (
+        tensor is not old
+        or tensor._version != version
+        or getattr(tensor, "_is_hf_initialized", False)
+    ):
         return
     value = spec.constructed(name)
     if value is not None and value.shape == tensor.shape and not value.is_meta:
         tensor.copy_(value)
-    elif isinstance(tensor, nn.Parameter) and callable(reset := getattr(module, "reset_parameters", None)):
+    elif isinstance(tensor, nn.Parameter) and callable(
+        reset := getattr(module, "reset_parameters", None)
+    ):
         reset()
     else:
         missing.append(_uninitialised(spec, name))
@@ -156,7 +194,9 @@ SMALL = 65_536
 
 
 def built_tensor(build: Callable[[], nn.Module], name: str) -> torch.Tensor | None:
-    """Return a tensor as `build` makes it; None if it, or one it is computed from, has over SMALL values."""
+    """Return a tensor as `build` makes it; None if it, or one it is computed from, has over SMALL
+    values.
+    """
     return _all(build).get(name)
 
 
@@ -168,7 +208,11 @@ def _all(build: Callable[[], nn.Module]) -> Mapping[str, torch.Tensor]:
             model = build()
         except Exception:  # small and large tensors may not go together
             return {}
-    return {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta}
+    return {
+        name: t.detach()
+        for name, t in (*model.named_parameters(), *model.named_buffers())
+        if not t.is_meta
+    }
 
 
 class _BuiltOnHost(TorchFunctionMode):

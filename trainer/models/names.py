@@ -16,7 +16,9 @@ def pattern_of(name: str) -> str:
 
 
 def layer_of(name: str) -> str:
-    """Return the layer around an adapter's part of it (`.base_layer`, `.lora_A.default`, ...); else `name` itself."""
+    """Return the layer around an adapter's part of it (`.base_layer`, `.lora_A.default`, ...); else
+    `name` itself.
+    """
     return re.sub(r"\.(base_layer|lora_[AB]\.\w+)$", "", name)
 
 
@@ -28,13 +30,17 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 
 
 def in_short(names: Collection[str], others: Collection[str]) -> str:
-    """List the largest modules, by pattern, whose tensors are among `names` and never among `others`; at most SHOWN."""
+    """List the largest modules, by pattern, whose tensors are among `names` and never among
+    `others`; at most SHOWN.
+    """
     kept = {pattern_of(name) for name in others}
     shown: dict[str, None] = {}
     for pattern in map(pattern_of, names):
         parts = pattern.split(".")
         heads = (".".join(parts[:depth]) + "." for depth in range(1, len(parts)))
-        whole = next((head for head in heads if not any(name.startswith(head) for name in kept)), None)
+        whole = next(
+            (head for head in heads if not any(name.startswith(head) for name in kept)), None
+        )
         shown[f"{whole}*" if whole else pattern] = None
     more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
     return ", ".join(list(shown)[:SHOWN]) + more

@@ -19,29 +19,43 @@ EXPECTED = "runs/NAME/final, or a checkpoint such as runs/NAME/checkpoints/step-
 
 
 def opened(folder: Path, build: Callable[[], nn.Module] | None) -> nn.Module:
-    """Load the model of `final/` or of a checkpoint, in evaluation mode. Raises ConfigError where there is none."""
+    """Load the model of `final/` or of a checkpoint, in evaluation mode. Raises ConfigError where
+    there is none.
+    """
     if (inner := folder / "model").is_dir():
         folder = inner
     known = [
-        name for name in (classifiers.DESCRIPTION, "adapter_config.json", "config.json") if (folder / name).exists()
+        name
+        for name in (classifiers.DESCRIPTION, "adapter_config.json", "config.json")
+        if (folder / name).exists()
     ]
     if not known:
         raise ConfigError(Problem(f"open: {folder}", "a folder without a model", EXPECTED))
     if known[0] != classifiers.DESCRIPTION and build is None:
         return _pretrained(folder, adapter=known[0] == "adapter_config.json")
     if known[0] != classifiers.DESCRIPTION:
-        raise ConfigError(Problem(f"open: {folder}", "model=, and a folder that says it", "the folder alone"))
+        raise ConfigError(
+            Problem(f"open: {folder}", "model=, and a folder that says it", "the folder alone")
+        )
     content = json.loads((folder / classifiers.DESCRIPTION).read_bytes())
     name = content.get("module") or content["model"]["name"].rpartition(":")[2]
     if build is None and "model" in content:
         return classifiers.opened(folder)[0]
     if build is None:
-        raise ConfigError(Problem(f"open: {folder}", "the weights of an own module", f"model=, which builds {name}"))
+        raise ConfigError(
+            Problem(
+                f"open: {folder}", "the weights of an own module", f"model=, which builds {name}"
+            )
+        )
     return _filled(build(), folder, name)
 
 
 def _pretrained(folder: Path, *, adapter: bool) -> nn.Module:
-    library, name = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
+    library, name = (
+        ("peft", "AutoPeftModelForCausalLM")
+        if adapter
+        else ("transformers", "AutoModelForCausalLM")
+    )
     try:
         return getattr(import_module(library), name).from_pretrained(folder).eval()  # type: ignore[no-any-return]
     except (OSError, ValueError) as error:
@@ -49,7 +63,9 @@ def _pretrained(folder: Path, *, adapter: bool) -> nn.Module:
 
 
 def _filled(model: nn.Module, folder: Path, name: str) -> nn.Module:
-    """Load the folder's values into an own module. Raises ConfigError if they belong to another module."""
+    """Load the folder's values into an own module. Raises ConfigError if they belong to another
+    module.
+    """
     weights, own = SafetensorsFolder(folder), model.state_dict()
     first = aliases_of(model)  # a tied tensor has one name in the files
     stored = {key: weights.read(first.get(key, key)) for key in own} | {
@@ -61,5 +77,7 @@ def _filled(model: nn.Module, folder: Path, name: str) -> nn.Module:
         model.load_state_dict({key: value for key, value in stored.items() if value is not None})
     except RuntimeError as error:
         expected = f"the tensors of a {class_of(model)}, which model= builds"
-        raise ConfigError(Problem(f"open: {folder}", " ".join(str(error).split())[:400], expected)) from error
+        raise ConfigError(
+            Problem(f"open: {folder}", " ".join(str(error).split())[:400], expected)
+        ) from error
     return model.eval()

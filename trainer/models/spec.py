@@ -1,4 +1,6 @@
-"""`ModelSpec`: the one description of a model that all engines share, and how its values are made."""
+"""`ModelSpec`: the one description of a model that all engines share, and how its values are
+made.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from trainer.distributed.ranks import Ranks
 from trainer.state import WEIGHT, StateTensor, renamed
 
 WHOLE = "whole"
-"""The word, besides transformers' own, for a tensor plan entry that every rank holds whole, with its whole gradient."""
+"""The word, besides transformers' own, for a tensor plan entry that every rank holds whole, with
+its whole gradient.
+"""
 
 
 class Weights(Protocol):
@@ -68,7 +72,9 @@ class LanguageModel:
     head_parameters: int = 0
     """The number of parameters of the output head's matrix (0 without one)."""
     embedding_parameters: int = 0
-    """The number of parameters of the input table, which is in no matrix product (0 if it is also the head)."""
+    """The number of parameters of the input table, which is in no matrix product (0 if it is also
+    the head).
+    """
     idle_parameters: int = 0
     """The number of parameters of experts that a token is not routed to (0 for a dense model)."""
     vocabulary: int = 0
@@ -81,11 +87,15 @@ class LanguageModel:
     heads: int = 0
     kv_heads: int = 0
     tensor_plan: dict[str, str] = field(default_factory=dict)
-    """Names of modules and parameters in blocks that tensor parallelism splits -> transformers' word for how."""
+    """Names of modules and parameters in blocks that tensor parallelism splits -> transformers'
+    word for how.
+    """
     plain_head: bool = False
     """True if the logits are the head's product with the last hidden state and nothing else."""
     own_loss: bool = False
-    """True if its own `forward(labels=...)` adds a router's loss to the token losses (`output_router_logits`)."""
+    """True if its own `forward(labels=...)` adds a router's loss to the token losses
+    (`output_router_logits`).
+    """
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,9 @@ class Training:
     tuned: Mapping[str, Tuning] = field(default_factory=dict)
     """Parameters with a learning rate or a weight decay of their own, by name."""
     sparse: tuple[str, ...] = ()
-    """Patterns (numbers replaced by `*`) of the names of parameters that only some rows give a gradient."""
+    """Patterns (numbers replaced by `*`) of the names of parameters that only some rows give a
+    gradient.
+    """
     fresh: frozenset[str] = frozenset()
     """Parameters that pretrained weights need not have: they get initial values."""
     unsaved: frozenset[str] = frozenset()
@@ -109,12 +121,16 @@ class TinyCopies:
     """Smaller models of the same architecture, and the input on which they are tried."""
 
     input: Trial | None = None
-    """The input on which a module that is no language model is tried; language models are tried on tokens."""
+    """The input on which a module that is no language model is tried; language models are tried on
+    tokens.
+    """
     copy: Callable[..., ModelSpec] | None = None
-    """`copy(layers=3, split=1)` makes a tiny copy of the architecture with at least so many blocks, to try things on.
+    """`copy(layers=3, split=1)` makes a tiny copy of the architecture with at least so many blocks,
+    to try things on.
 
     Numbers that are multiples of `split` stay multiples of it; language models also take `sizes`.
-    Raises ConfigError if no copy runs."""
+    Raises ConfigError if no copy runs.
+    """
     first_blocks: Callable[[int], ModelSpec] | None = None
     """`first_blocks(n)` is the same model with its first n blocks alone, without weights."""
     lacks: tuple[str, ...] = ()
@@ -132,9 +148,13 @@ class ModelFiles:
     opens: str = "safetensors"
     """The function or format by which a trained model's folder is opened."""
     save_config: Callable[[Any, torch.dtype | None], None] = lambda folder, dtype: None
-    """Writes config.json, with the dtype if one is given, and generation_config.json into a folder."""
+    """Writes config.json, with the dtype if one is given, and generation_config.json into a
+    folder.
+    """
     merged: Callable[[Path], ModelSpec] | None = None
-    """Returns, if an adapter is to be merged, the spec of the base with a folder's adapter merged into it."""
+    """Returns, if an adapter is to be merged, the spec of the base with a folder's adapter merged
+    into it.
+    """
     revision: str | None = None
     """The revision asked for of a model on the hub."""
 
@@ -148,7 +168,9 @@ class ModelSpec:
     build: Callable[[], nn.Module]
     """Builds the module on the meta device."""
     initialise: Callable[[nn.Module, str], None]
-    """`initialise(root, module_name)` fills one module's own parameters and buffers with initial values."""
+    """`initialise(root, module_name)` fills one module's own parameters and buffers with initial
+    values.
+    """
     blocks: tuple[str, ...]
     """Dotted names of the repeated blocks, in order; empty if none are known."""
     parameters: int
@@ -157,7 +179,9 @@ class ModelSpec:
     """Parameter name -> the name of the parameter that it is tied to."""
     weights: Weights = field(default_factory=NoWeights)
     constructed: Callable[[str], torch.Tensor | None] = lambda name: None
-    """Returns the constructor's value of a small parameter or buffer that `initialise` does not fill, or None."""
+    """Returns the constructor's value of a small parameter or buffer that `initialise` does not
+    fill, or None.
+    """
     training: Training = field(default_factory=Training)
     tiny: TinyCopies = field(default_factory=TinyCopies)
     files: ModelFiles = field(default_factory=ModelFiles)
@@ -172,31 +196,47 @@ class ModelSpec:
 
     @property
     def one_file(self) -> bool:
-        """True if a trained model is saved as a single file, whichever ranks held its shards: a small own module."""
+        """True if a trained model is saved as a single file, whichever ranks held its shards: a
+        small own module.
+        """
         return self.files.opens == "safetensors" and self.parameters <= ONE_FILE
 
 
 def stored(spec: ModelSpec, entries: Sequence[StateTensor]) -> list[StateTensor]:
     """Select an engine's state tensors that files hold, under their names in the files."""
-    return renamed([entry for entry in entries if entry.name not in spec.training.unsaved], spec.files.published)
+    return renamed(
+        [entry for entry in entries if entry.name not in spec.training.unsaved],
+        spec.files.published,
+    )
 
 
 def given_tensors(spec: ModelSpec, ranks: Ranks) -> list[StateTensor]:
-    """Return the model's tensors from its weights, without an engine; each rank reads its share, one at a time."""
+    """Return the model's tensors from its weights, without an engine; each rank reads its share,
+    one at a time.
+    """
     model = spec.build()
     stateful = model.state_dict().keys()
-    tensors = {name: t for name, t in (*model.named_parameters(), *model.named_buffers()) if name in stateful}
+    tensors = {
+        name: t
+        for name, t in (*model.named_parameters(), *model.named_buffers())
+        if name in stateful
+    }
 
     def entry(name: str, owner: int, like: torch.Tensor) -> StateTensor:
         dtype = value.dtype if (value := spec.weights.read(name)) is not None else like.dtype
         read = lambda: spec.weights.read(name) if owner == ranks.rank else None  # noqa: E731
-        return StateTensor(name, WEIGHT, tuple(like.shape), dtype, owner, read, write=lambda value: None)
+        return StateTensor(
+            name, WEIGHT, tuple(like.shape), dtype, owner, read, write=lambda value: None
+        )
 
-    return [entry(name, index % ranks.world_size, tensors[name]) for index, name in enumerate(tensors)]
+    return [
+        entry(name, index % ranks.world_size, tensors[name]) for index, name in enumerate(tensors)
+    ]
 
 
 def units(root: nn.Module, blocks: tuple[str, ...]) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Split the model into units that are materialised one at a time: each block whole, every other module alone.
+    """Split the model into units that are materialised one at a time: each block whole, every other
+    module alone.
 
     Yields the named modules of each unit, children before parents.
     """
@@ -215,9 +255,11 @@ def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Modu
 
 
 def counted_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor]) -> float:
-    """Count the FLOPs of a forward and a backward pass of a loss, with PyTorch's counter on the meta device.
+    """Count the FLOPs of a forward and a backward pass of a loss, with PyTorch's counter on the
+    meta device.
 
-    Matrix products, convolutions and attention are counted; `loss(model)` makes its own input on that device.
+    Matrix products, convolutions and attention are counted; `loss(model)` makes its own input on
+    that device.
     """
     ours = {torch.ops.aten.convolution_backward: _convolution_backward}
     with FlopCounterMode(display=False, custom_mapping=ours) as counter:
@@ -226,7 +268,9 @@ def counted_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor]) ->
 
 
 def _convolution_backward(grad: Any, given: Any, weight: Any, *rest: Any, **_: Any) -> int:
-    """Count as many FLOPs for the input and for the weight as forward; PyTorch's own formula ignores groups."""
+    """Count as many FLOPs for the input and for the weight as forward; PyTorch's own formula
+    ignores groups.
+    """
     transposed, wanted = rest[4], rest[7]
     return conv_flop_count(given, weight, grad, transposed) * sum(wanted[:2])
 
@@ -240,4 +284,8 @@ def flops_per_token(spec: ModelSpec, sequence: int) -> float:
     """
     matrix = spec.parameters - spec.language.embedding_parameters - spec.language.idle_parameters
     learned = min(matrix, spec.parameters - sum(spec.training.frozen.values()))
-    return 4.0 * matrix + 2.0 * learned + 6.0 * spec.language.layers * spec.language.attention_width * sequence
+    return (
+        4.0 * matrix
+        + 2.0 * learned
+        + 6.0 * spec.language.layers * spec.language.attention_width * sequence
+    )

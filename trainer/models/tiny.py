@@ -1,4 +1,6 @@
-"""A tiny copy of an architecture that keeps its kinds of blocks and the transitions between them."""
+"""A tiny copy of an architecture that keeps its kinds of blocks and the transitions between
+them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Structure:
     def lacks(self, copy: Structure) -> Iterator[str]:
         """Yield each feature of this structure that `copy` does not have, for the user."""
         there, steps = set(copy.blocks), set(pairwise(copy.blocks))
-        yield from sorted(f"{part.split(':')[0]} outside the blocks" for part in self.around - copy.around)
+        yield from sorted(
+            f"{part.split(':')[0]} outside the blocks" for part in self.around - copy.around
+        )
         for kind in dict.fromkeys(kind for kind in self.blocks if kind not in there):
             yield f"a block like {self.names[self.blocks.index(kind)]}"
         for index, step in enumerate(pairwise(self.blocks)):
@@ -43,7 +47,9 @@ class Structure:
 
 
 def structure_of(model: nn.Module, blocks: Sequence[str]) -> Structure:
-    """Read the structure from the modules: classes, parameters, flags and words of each block, and which are shared."""
+    """Read the structure from the modules: classes, parameters, flags and words of each block, and
+    which are shared.
+    """
     owners = {id(parameter): name for name, parameter in model.named_parameters()}
     inside = tuple(f"{block}." for block in blocks)
     around = frozenset(
@@ -60,11 +66,17 @@ def _kind(model: nn.Module, block: str, owners: dict[int, str]) -> Kind:
         flags = sorted(
             f"{key}={_pattern(str(value))}"
             for key, value in vars(module).items()
-            if isinstance(value, bool | str | None) and not key.startswith("_") and key != "training"
+            if isinstance(value, bool | str | None)
+            and not key.startswith("_")
+            and key != "training"
         )
         parameters = {key: p for key, p in module._parameters.items() if p is not None}
-        foreign = sorted(key for key, p in parameters.items() if not owners[id(p)].startswith(f"{block}."))
-        found.add(f"{_pattern(name)}: {type(module).__name__} {flags} {sorted(parameters)} {foreign}")
+        foreign = sorted(
+            key for key, p in parameters.items() if not owners[id(p)].startswith(f"{block}.")
+        )
+        found.add(
+            f"{_pattern(name)}: {type(module).__name__} {flags} {sorted(parameters)} {foreign}"
+        )
     return frozenset(found)
 
 
@@ -81,7 +93,8 @@ def tiny(
     split: int,
     sizes: Sizes = SIZES,
 ) -> tuple[ModelSpec, tuple[str, ...]]:
-    """Make a copy of `full` with at least `layers` of its `blocks`, if it has as many, and list what the copy lacks.
+    """Make a copy of `full` with at least `layers` of its `blocks`, if it has as many, and list
+    what the copy lacks.
 
     Numbers that are multiples of `split` stay so. The copy runs, and is as small as that allows.
     Raises the last attempt's error if no copy runs.
@@ -92,7 +105,11 @@ def tiny(
     for keep in _choices(whole.blocks, layers):
         built = False
         lacks: tuple[str, ...] = ()
-        for scale in (scale_of(config, split, head_sizes=True), scale_of(config, split, head_sizes=False), None):
+        for scale in (
+            scale_of(config, split, head_sizes=True),
+            scale_of(config, split, head_sizes=False),
+            None,
+        ):
             try:
                 spec = spec_of(tiny_config(config, scale, keep, count, sizes))
                 if spec.parameters > LARGEST:
@@ -123,7 +140,9 @@ def _run(spec: ModelSpec) -> None:
 
 
 def _choices(kinds: Sequence[Kind], layers: int) -> Iterator[Sequence[int]]:
-    """Yield choices of layers to keep: first those that make all transitions, then ever more of the first layers."""
+    """Yield choices of layers to keep: first those that make all transitions, then ever more of the
+    first layers.
+    """
     if not kinds:
         yield range(layers)
         return
@@ -133,7 +152,9 @@ def _choices(kinds: Sequence[Kind], layers: int) -> Iterator[Sequence[int]]:
         if len(fewer) >= layers and set(pairwise(kinds[kept] for kept in fewer)) == steps:
             keep = fewer
     yield keep
-    least = max(layers, next(n for n in range(1, len(kinds) + 1) if set(pairwise(kinds[:n])) == steps))
+    least = max(
+        layers, next(n for n in range(1, len(kinds) + 1) if set(pairwise(kinds[:n])) == steps)
+    )
     while least < len(kinds):
         yield range(least)
         least *= 2

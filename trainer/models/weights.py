@@ -28,10 +28,18 @@ class SafetensorsFolder:
             try:
                 self._file_of: dict[str, str] = dict(parse_json(read_file(index))["weight_map"])
             except (OSError, ValueError, LookupError, TypeError) as error:
-                raise ConfigError(Problem(str(index), named_line(error), "a weight_map of names to files")) from error
+                raise ConfigError(
+                    Problem(str(index), named_line(error), "a weight_map of names to files")
+                ) from error
             names = map(str, self._file_of.values())
-            if strange := [name for name in names if not re.fullmatch(r"[^/\\]+\.safetensors", name)]:
-                raise ConfigError(Problem(str(index), repr(strange[0]), "names of safetensors files in this folder"))
+            if strange := [
+                name for name in names if not re.fullmatch(r"[^/\\]+\.safetensors", name)
+            ]:
+                raise ConfigError(
+                    Problem(
+                        str(index), repr(strange[0]), "names of safetensors files in this folder"
+                    )
+                )
         else:
             with safe_open(folder / "model.safetensors", "pt") as file:
                 self._file_of = dict.fromkeys(file.keys(), "model.safetensors")
@@ -64,8 +72,9 @@ class StateDict:
 
 def fingerprint(weights: Any, names: Iterable[str]) -> str:
     """Return the SHA-256 of the names, shapes and dtypes, and of the first, middle and last SAMPLED
-    values of each tensor.
-    It distinguishes bases without reading them whole; it misses a single value changed by hand in between."""
+    values of each tensor. It distinguishes bases without reading them whole; it misses a single
+    value changed by hand in between.
+    """
     digest = hashlib.sha256()
     for name in names:
         value = weights.read(name)
@@ -93,7 +102,9 @@ def open_weights(
     merged experts) transformers converts them, which holds the whole model in memory on every rank.
     Raises ConfigError if the folder has no weights.
     """
-    if (folder / "model.safetensors.index.json").is_file() or (folder / "model.safetensors").is_file():
+    if (folder / "model.safetensors.index.json").is_file() or (
+        folder / "model.safetensors"
+    ).is_file():
         direct = SafetensorsFolder(folder)
         if needed <= direct.names():
             return direct
@@ -109,5 +120,10 @@ def open_weights(
     try:
         return StateDict(load_whole())
     except UnpicklingError as error:
-        place, mend = f"trainer.model.name_or_path: {folder}", "Have who made them save them as safetensors"
-        raise ConfigError(Problem(place, f"weights in a file {REFUSED_PICKLE}", "tensors alone", mend)) from error
+        place, mend = (
+            f"trainer.model.name_or_path: {folder}",
+            "Have who made them save them as safetensors",
+        )
+        raise ConfigError(
+            Problem(place, f"weights in a file {REFUSED_PICKLE}", "tensors alone", mend)
+        ) from error

@@ -1,4 +1,6 @@
-"""The optimizer's parameter groups, and those without weight decay: by default norms and biases, as in Trainer."""
+"""The optimizer's parameter groups, and those without weight decay: by default norms and biases, as
+in Trainer.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,18 @@ from trainer.models.spec import ModelSpec, Tuning
 from trainer.tasks.task import bare_name
 
 _SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
-"""Patterns in lower-case parameter names; `Trainer.get_decay_parameter_names` spares all of a LayerNorm, too."""
+"""Patterns in lower-case parameter names; `Trainer.get_decay_parameter_names` spares all of a
+LayerNorm, too.
+"""
 
 
 def norms_and_biases(model: nn.Module) -> dict[str, int]:
     """Return the trainable norms and biases, which are not decayed, by name, with their sizes."""
-    norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm) and name)
+    norms = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm) and name
+    )
     return {
         name: parameter.numel()
         for name, parameter in model.named_parameters()
@@ -31,7 +39,9 @@ def spared(excludes: str, spec: ModelSpec) -> dict[str, int]:
     model = spec.build()
     found = {} if excludes == "nothing" else norms_and_biases(model)
     own = {name for name, tuning in spec.training.tuned.items() if tuning.weight_decay is not None}
-    return found | {name: parameter.numel() for name, parameter in model.named_parameters() if name in own}
+    return found | {
+        name: parameter.numel() for name, parameter in model.named_parameters() if name in own
+    }
 
 
 def groups_of(
@@ -40,7 +50,8 @@ def groups_of(
     weight_decay: float,
     tuned: Mapping[str, Tuning],
 ) -> list[dict[str, Any]]:
-    """Group the trainable parameters of `named` (a `ModelWithLoss`'s) by mesh, learning rate and weight decay.
+    """Group the trainable parameters of `named` (a `ModelWithLoss`'s) by mesh, learning rate and
+    weight decay.
 
     One call of a fused kernel takes tensors of one mesh. The schedule's rate is multiplied by a
     group's `lr_multiplier`.
@@ -52,6 +63,9 @@ def groups_of(
             if decay is None and weight_decay > 0 and bare_name(name) in undecayed:
                 decay = 0.0
             key = (getattr(parameter, "device_mesh", None), multiplier, decay)
-            own = {"lr_multiplier": multiplier, "weight_decay": weight_decay if decay is None else decay}
+            own = {
+                "lr_multiplier": multiplier,
+                "weight_decay": weight_decay if decay is None else decay,
+            }
             groups.setdefault(key, {"params": [], **own})["params"].append(parameter)
     return list(groups.values())

@@ -1,9 +1,10 @@
 """The learning rate of each step: learning-rate schedules as pure functions of the step.
 
-DeepSpeed steps its schedulers after each update, so update `step` (from 0) runs at the rate that the
-scheduler computes for iteration `step - 1`, and update 0 at the start value. These functions return those
-very numbers (`deepspeed/runtime/lr_schedules.py`), without a state that would have to be saved; and those of
-transformers, under its own names, where update `step` runs at the rate of `step`.
+DeepSpeed steps its schedulers after each update, so update `step` (from 0) runs at the rate that
+the scheduler computes for iteration `step - 1`, and update 0 at the start value. These functions
+return those very numbers (`deepspeed/runtime/lr_schedules.py`), without a state that would have to
+be saved; and those of transformers, under its own names, where update `step` runs at the rate of
+`step`.
 """
 
 from __future__ import annotations
@@ -43,20 +44,28 @@ def warmup(
     warmup_type: str = "log",
     after: Callable[[int, int], float] = lambda iteration, warmup_steps: 1.0,
 ) -> LRSchedule:
-    """Build WarmupLR; `after(iteration, warmup_steps)` is the share of the maximum after the warm-up."""
+    """Build WarmupLR; `after(iteration, warmup_steps)` is the share of the maximum after the
+    warm-up.
+    """
     top = base if warmup_max_lr is None else warmup_max_lr
     steps = max(2, warmup_num_steps)
 
     def at(step: int) -> Update:
         if step == 0:
             return Update(warmup_min_lr)
-        share = _warmup_share(step - 1, steps, warmup_type) if step - 1 < steps else after(step - 1, steps)
+        share = (
+            _warmup_share(step - 1, steps, warmup_type)
+            if step - 1 < steps
+            else after(step - 1, steps)
+        )
         return Update(warmup_min_lr + (top - warmup_min_lr) * share)
 
     return at
 
 
-def warmup_decay(base: float, *, total_num_steps: int, warmup_max_lr: float = 0.001, **params: Any) -> LRSchedule:
+def warmup_decay(
+    base: float, *, total_num_steps: int, warmup_max_lr: float = 0.001, **params: Any
+) -> LRSchedule:
     """Build WarmupDecayLR: linear to zero at `total_num_steps`."""
 
     def after(iteration: int, warmup_steps: int) -> float:
@@ -99,7 +108,9 @@ def of_transformers(
     total_num_steps: int = 0,
     cos_min_ratio: float = 0.0,
 ) -> LRSchedule:
-    """Those of `transformers/optimization.py`; `after(progress)` is the share of the maximum after a linear warm-up."""
+    """Those of `transformers/optimization.py`; `after(progress)` is the share of the maximum after
+    a linear warm-up.
+    """
 
     def at(step: int) -> Update:
         if step < warmup_num_steps:
@@ -126,10 +137,14 @@ def one_cycle(
     cycle_max_mom: float = 0.9,
     decay_mom_rate: float = 0.0,
 ) -> LRSchedule:
-    """Build OneCycle (arXiv 1803.09820): the rate up and down once, the first beta down and up, then decay."""
+    """Build OneCycle (arXiv 1803.09820): the rate up and down once, the first beta down and up,
+    then decay.
+    """
     first = float(cycle_first_step_size)
     second = first if cycle_second_step_size is None else float(cycle_second_step_size)
-    second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+    second_stairs = (
+        cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+    )
     decays_lr = decay_step_size != 0 and not math.isclose(decay_lr_rate, 0)
     decays_momentum = decay_step_size != 0 and not math.isclose(decay_mom_rate, 0)
 
@@ -144,10 +159,20 @@ def one_cycle(
         past = step - (first + second)  # updates since the cycle ended
         if step - 1 < first + second:
             rate = cycle_min_lr + (cycle_max_lr - cycle_min_lr) * height(step)
-            momentum = cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height(step) if step else cycle_min_mom
+            momentum = (
+                cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height(step)
+                if step
+                else cycle_min_mom
+            )
         else:
-            rate = cycle_min_lr / (1 + decay_lr_rate * past / decay_step_size) if decays_lr else cycle_min_lr
-            momentum = cycle_max_mom * ((1 + decay_mom_rate * past / decay_step_size) if decays_momentum else 1)
+            rate = (
+                cycle_min_lr / (1 + decay_lr_rate * past / decay_step_size)
+                if decays_lr
+                else cycle_min_lr
+            )
+            momentum = cycle_max_mom * (
+                (1 + decay_mom_rate * past / decay_step_size) if decays_momentum else 1
+            )
         return Update(rate, (momentum, 0.99) if cycle_momentum else None)
 
     return at
@@ -165,7 +190,9 @@ def range_test(
 
     def at(step: int) -> Update:
         interval = step / lr_range_test_step_size
-        increase = 1 + lr_range_test_step_rate * (math.floor(interval) if lr_range_test_staircase else interval)
+        increase = 1 + lr_range_test_step_rate * (
+            math.floor(interval) if lr_range_test_staircase else interval
+        )
         return Update(lr_range_test_min_lr * increase)
 
     return at
@@ -182,6 +209,8 @@ SCHEDULES: dict[str, Callable[..., LRSchedule]] = {
     "OneCycle": one_cycle,
     "LRRangeTest": range_test,
     "linear": partial(of_transformers, after=lambda progress: 1.0 - progress),
-    "cosine": partial(of_transformers, after=lambda progress: (1.0 + math.cos(math.pi * progress)) / 2),
+    "cosine": partial(
+        of_transformers, after=lambda progress: (1.0 + math.cos(math.pi * progress)) / 2
+    ),
     "constant_with_warmup": partial(of_transformers, after=lambda progress: 1.0),
 }

@@ -13,23 +13,32 @@ from trainer.optim.recipes import Recipe
 
 
 def optimizer_of(
-    recipe: Recipe, named: Iterable[tuple[str, nn.Parameter]], undecayed: Mapping[str, int], tuned: Mapping[str, Tuning]
+    recipe: Recipe,
+    named: Iterable[tuple[str, nn.Parameter]],
+    undecayed: Mapping[str, int],
+    tuned: Mapping[str, Tuning],
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of a recipe from `torch.optim` over the trainable parameters of a model."""
+    """Build the optimizer of a recipe from `torch.optim` over the trainable parameters of a
+    model.
+    """
     kind = getattr(torch.optim, recipe.library.rpartition(".")[2])
     groups = groups_of(named, undecayed, recipe.params["weight_decay"], tuned)
-    made: torch.optim.Optimizer = kind(groups or [{"params": []}], **recipe.params)  # a stage may be frozen as a whole
+    made: torch.optim.Optimizer = kind(
+        groups or [{"params": []}], **recipe.params
+    )  # a stage may be frozen as a whole
     return made
 
 
 def step_if_finite(
     optimizer: torch.optim.Optimizer, norm: torch.Tensor, step: Callable[[], object] | None = None
 ) -> None:
-    """Take a step, unless the gradient's norm is not finite: then no weights, moments or step counts change.
+    """Take a step, unless the gradient's norm is not finite: then no weights, moments or step
+    counts change.
 
     Fused kernels of Adam and AdamW decide that on the device; for others the host waits for the
     norm (SGD's fused kernel leaves momentum buffers uninitialised in a step that it skips). `step`
-    is called in place of `optimizer.step`."""
+    is called in place of `optimizer.step`.
+    """
     step = step or optimizer.step
     if not optimizer.param_groups[0]["params"]:
         return

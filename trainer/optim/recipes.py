@@ -1,4 +1,5 @@
-"""The class and parameters that each engine uses for a config's optimizer, or the reason why it can't.
+"""The class and parameters that each engine uses for a config's optimizer, or the reason why it
+can't.
 
 Facts of DeepSpeed 0.19.8 (`_configure_basic_optimizer` and `_do_optimizer_sanity_check` of
 runtime/engine.py) and of PyTorch 2.15.
@@ -52,15 +53,24 @@ class Classes:
 
 _PER_MATRIX = "Muon orthogonalises whole matrices, and a rank has a shard of each"
 _CLIPS_MUON = (
-    "under ZeRO DeepSpeed clips Muon's orthogonalised update in place of the gradient, and one learning-rate "
+    "under ZeRO DeepSpeed clips Muon's orthogonalised update in place of the gradient, and one "
+    "learning-rate "
     "schedule is set for both of its halves"
 )
-_MUP = "it scales rates by base shapes that the package mup has to be told for each model, which a JSON can't"
+_MUP = (
+    "it scales rates by base shapes that the package mup has to be told for each model, which "
+    "a "
+    "JSON can't"
+)
 _LAMB = (
-    "Lamb takes its trust ratio from each whole tensor, of which a rank has but a part under ZeRO; without ZeRO "
+    "Lamb takes its trust ratio from each whole tensor, of which a rank has but a part under ZeRO; "
+    "without ZeRO "
     "DeepSpeed's kernel is for GPUs, and not proven here"
 )
-_LION = No("PyTorch has no Lion; the deepspeed engine runs DeepSpeed's on GPUs, and on a CPU with offload_optimizer")
+_LION = No(
+    "PyTorch has no Lion; the deepspeed engine runs DeepSpeed's on GPUs, and on a CPU with "
+    "offload_optimizer"
+)
 _CPU_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
 _PASSED = ("SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
 """Optimizers of PyTorch that DeepSpeed passes through."""
@@ -68,7 +78,9 @@ _PASSED = ("SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
 ROWS: dict[str, Classes] = {
     "AdamW": Classes("torch.optim.AdamW", "torch.optim.AdamW", _CPU_ADAM),
     "Adam": Classes("torch.optim.Adam", "torch.optim.Adam", _CPU_ADAM),
-    "Adagrad": Classes("torch.optim.Adagrad", "torch.optim.Adagrad", "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad"),
+    "Adagrad": Classes(
+        "torch.optim.Adagrad", "torch.optim.Adagrad", "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad"
+    ),
     **{name: Classes(*[f"torch.optim.{name}"] * 3) for name in _PASSED},
     "Lion": Classes(_LION, "deepspeed.ops.lion.FusedLion", "deepspeed.ops.lion.DeepSpeedCPULion"),
     "Lamb": Classes(*[No(_LAMB)] * 3),
@@ -82,16 +94,23 @@ _FLOAT32 = Lack("its state is float32, as what it updates", True, refused=False)
 _AMSGRAD = Lack("DeepSpeed's kernel has no AMSGrad; torch_adam true has PyTorch's", False)
 _TORCH_ADAM = {
     "bias_correction": Lack(
-        "PyTorch's Adam always corrects its bias; the deepspeed engine without torch_adam need not", True
+        "PyTorch's Adam always corrects its bias; the deepspeed engine without torch_adam need not",
+        True,
     ),
     "fp32_optimizer_states": _FLOAT32,
 }
 LACKS: dict[str, dict[str, Lack]] = {
     "torch.optim.AdamW": _TORCH_ADAM,
     "torch.optim.Adam": _TORCH_ADAM,
-    "deepspeed.ops.adam.FusedAdam": {"amsgrad": _AMSGRAD, "foreach": _KERNEL, "fp32_optimizer_states": _FLOAT32},
+    "deepspeed.ops.adam.FusedAdam": {
+        "amsgrad": _AMSGRAD,
+        "foreach": _KERNEL,
+        "fp32_optimizer_states": _FLOAT32,
+    },
     _CPU_ADAM: {"amsgrad": _AMSGRAD, "foreach": _KERNEL},
-    "torch.optim.SGD": {"fused": Lack("shards have no fused SGD, and the update is the same", False, refused=False)},
+    "torch.optim.SGD": {
+        "fused": Lack("shards have no fused SGD, and the update is the same", False, refused=False)
+    },
     "torch.optim.Adagrad": {"fp32_optimizer_states": _FLOAT32},
     "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad": {
         "foreach": _KERNEL,
@@ -104,14 +123,20 @@ LACKS: dict[str, dict[str, Lack]] = {
 """Parameters in the config's table that a class does not take, by class; it takes all others."""
 
 
-def in_torch(settings: Mapping[str, Any], layout: Layout, device: str, grouped: bool) -> Recipe | No:
-    """Return the recipe of `mesh` and `accelerate` for a config's optimizer, or why they can't build it."""
+def in_torch(
+    settings: Mapping[str, Any], layout: Layout, device: str, grouped: bool
+) -> Recipe | No:
+    """Return the recipe of `mesh` and `accelerate` for a config's optimizer, or why they can't
+    build it.
+    """
     kind, params = settings["optimizer"]["type"], settings["optimizer"]["params"]
     library = ROWS[kind].torch
     return library if isinstance(library, No) else _recipe(_adam(library, params), params)
 
 
-def in_deepspeed(settings: Mapping[str, Any], layout: Layout, device: str, grouped: bool) -> Recipe | No:
+def in_deepspeed(
+    settings: Mapping[str, Any], layout: Layout, device: str, grouped: bool
+) -> Recipe | No:
     """Return DeepSpeed's recipe for a config's optimizer on a device, or why it can't build it.
 
     `grouped`: True if parameters have different learning rates or weight decays.
@@ -123,29 +148,43 @@ def in_deepspeed(settings: Mapping[str, Any], layout: Layout, device: str, group
         return library
     if offloaded and kind in ("Adam", "AdamW") and params.get("torch_adam"):
         library = ROWS[kind].deepspeed
-    if kind in ("Adam", "AdamW") and not (offloaded or params.get("bias_correction", True) or params.get("torch_adam")):
+    if kind in ("Adam", "AdamW") and not (
+        offloaded or params.get("bias_correction", True) or params.get("torch_adam")
+    ):
         library = "deepspeed.ops.adam.FusedAdam"
     if library == "deepspeed.ops.lion.FusedLion" and device != "cuda":
-        return No("DeepSpeed's FusedLion is for GPUs; on a CPU offload_optimizer brings its DeepSpeedCPULion")
-    sharded = layout.zero_stage > 0 or layout.precision != "float32"
-    if kind in _PASSED and layout.zero_stage > 0 and not settings.get("zero_allow_untested_optimizer"):
         return No(
-            f'DeepSpeed takes {kind} under ZeRO only with "zero_allow_untested_optimizer": true; the mesh engine runs '
+            "DeepSpeed's FusedLion is for GPUs; on a CPU offload_optimizer brings its "
+            "DeepSpeedCPULion"
+        )
+    sharded = layout.zero_stage > 0 or layout.precision != "float32"
+    if (
+        kind in _PASSED
+        and layout.zero_stage > 0
+        and not settings.get("zero_allow_untested_optimizer")
+    ):
+        return No(
+            f'DeepSpeed takes {kind} under ZeRO only with "zero_allow_untested_optimizer": true; '
+            "the mesh engine runs "
             "it without"
         )
     if library == "torch.optim.Adagrad" and sharded and grouped:
         return No(
-            "under ZeRO DeepSpeed makes Adagrad anew with one weight decay and one rate for all parameters; set "
-            'trainer.weight_decay_excludes to "nothing", without trainer.parameter_groups, or use the mesh engine'
+            "under ZeRO DeepSpeed makes Adagrad anew with one weight decay and one rate for all "
+            "parameters; set "
+            'trainer.weight_decay_excludes to "nothing", without trainer.parameter_groups, or use '
+            "the mesh engine"
         )
     if library == "torch.optim.Adagrad" and _has_bfloat16_optimizer(settings, layout):
         return No(
-            "DeepSpeed's optimizer of bfloat16 with float32 gradients leaves out Adagrad's first state; use ZeRO-2"
+            "DeepSpeed's optimizer of bfloat16 with float32 gradients leaves out Adagrad's first "
+            "state; use ZeRO-2"
         )
     offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
     if device == "cuda" and offload.get("ratio", 1) < 1:
         return No(
-            "below an offload_optimizer.ratio of 1 DeepSpeed steps what stays on the GPU by an AdamW that no "
+            "below an offload_optimizer.ratio of 1 DeepSpeed steps what stays on the GPU by an "
+            "AdamW that no "
             "learning-rate schedule reaches; set it to 1"
         )
     return _recipe(_adam(library, params), params)
@@ -154,7 +193,12 @@ def in_deepspeed(settings: Mapping[str, Any], layout: Layout, device: str, group
 def _has_bfloat16_optimizer(settings: Mapping[str, Any], layout: Layout) -> bool:
     """Return True if DeepSpeed uses its BF16_Optimizer in place of ZeRO-1's optimizer."""
     float32 = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    return float32 and layout.precision == "bfloat16" and layout.zero_stage <= 1 and layout.offload_optimizer == "none"
+    return (
+        float32
+        and layout.precision == "bfloat16"
+        and layout.zero_stage <= 1
+        and layout.offload_optimizer == "none"
+    )
 
 
 def _adam(library: str, params: Mapping[str, Any]) -> str:
@@ -164,8 +208,12 @@ def _adam(library: str, params: Mapping[str, Any]) -> str:
 
 
 def _recipe(library: str, params: Mapping[str, Any]) -> Recipe | No:
-    """Build a recipe from `params`, without those that choose the class, and those that the class lacks."""
-    taken = {name: value for name, value in params.items() if name not in ("adam_w_mode", "torch_adam")}
+    """Build a recipe from `params`, without those that choose the class, and those that the class
+    lacks.
+    """
+    taken = {
+        name: value for name, value in params.items() if name not in ("adam_w_mode", "torch_adam")
+    }
     notes = []
     for name, lack in LACKS.get(library, {}).items():
         value = taken.pop(name, None)
@@ -176,6 +224,9 @@ def _recipe(library: str, params: Mapping[str, Any]) -> Recipe | No:
         notes.append(f"optimizer.params.{name} has no effect here: {lack.why}")
     if library in ("torch.optim.AdamW", "torch.optim.Adam"):
         if params.get("torch_adam") is False:
-            notes.append("optimizer.params.torch_adam has no effect here: PyTorch's kernel makes the same update")
+            notes.append(
+                "optimizer.params.torch_adam has no effect here: PyTorch's kernel makes the same "
+                "update"
+            )
         taken = {"fused": not taken.get("foreach"), **taken}
     return Recipe(library, taken, tuple(notes))

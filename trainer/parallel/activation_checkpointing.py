@@ -1,4 +1,6 @@
-"""Activation checkpointing: the choice of activations that are kept, and of those recomputed in the backward pass."""
+"""Activation checkpointing: the choice of activations that are kept, and of those recomputed in the
+backward pass.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from trainer.layout import Recompute
 from trainer.models.spec import ModelSpec
 
-# The operators that cost most to recompute: matrix products and attention. All others are recomputed.
+# The operators that cost most to recompute: matrix products and attention. All others are
+# recomputed.
 KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -44,7 +51,9 @@ def _recomputed(forward: Callable[..., Any], selective: bool, *args: Any, **kwar
     contexts: dict[str, Any] = (
         {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
     )
-    return checkpoint(forward, *args, **contexts, **kwargs, use_reentrant=False, preserve_rng_state=True)
+    return checkpoint(
+        forward, *args, **contexts, **kwargs, use_reentrant=False, preserve_rng_state=True
+    )
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

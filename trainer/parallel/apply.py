@@ -1,19 +1,23 @@
 """The order in which a model on the meta device is wrapped, with the reason for each position.
 
-1. the task turns the head into one that returns the loss: all later steps wrap modules, which have their final
-   class by then;
-2. tensor parallelism splits matrices: FSDP then shards the rest on each tensor rank, and a recomputed block runs
-   its collectives again;
-3. activation checkpointing wraps the forward of blocks: outside of the split matrices, inside the hooks of dropout and
-   FSDP, so that recomputing gathers and seeds nothing twice;
-4. compile would come here: after checkpointing, which it has to see through, and before FSDP, which it must not;
-5. dropout's hooks seed each block by its place in the model: before the recomputed forward, which replays them;
+1. the task turns the head into one that returns the loss: all later steps wrap modules, which have
+   their final class by then;
+2. tensor parallelism splits matrices: FSDP then shards the rest on each tensor rank, and a
+   recomputed block runs its collectives again;
+3. activation checkpointing wraps the forward of blocks: outside of the split matrices, inside the
+   hooks of dropout and FSDP, so that recomputing gathers and seeds nothing twice;
+4. compile would come here: after checkpointing, which it has to see through, and before FSDP, which
+   it must not;
+5. dropout's hooks seed each block by its place in the model: before the recomputed forward, which
+   replays them;
 6. the cut leaves a pipeline stage's own blocks: whole blocks, with all that was done to them;
-7. FSDP shards block by block, then the rest: on the meta device, so that no rank ever holds the whole model;
+7. FSDP shards block by block, then the rest: on the meta device, so that no rank ever holds the
+   whole model;
 8. values: each rank makes or reads its shard alone.
 
-DDP comes after all of it, since it sends real values. DeepSpeed does 2, 7 and 8 in its own way, and takes the rest from
-`wrap_blocks`: its AutoTP splits real values, and its ZeRO-3 partitions each unit as it is made.
+DDP comes after all of it, since it sends real values. DeepSpeed does 2, 7 and 8 in its own way, and
+takes the rest from `wrap_blocks`: its AutoTP splits real values, and its ZeRO-3 partitions each
+unit as it is made.
 """
 
 from __future__ import annotations
@@ -39,7 +43,9 @@ from trainer.tasks.task import ModelWithLoss, Task
 def wrap_blocks(
     spec: ModelSpec, task: Task, layout: Layout, mesh: ParallelMesh | None = None
 ) -> tuple[nn.Module, Dropout]:
-    """Return the model on the meta device after the steps 1 to 5, split over `mesh`'s tensor ranks; its dropout."""
+    """Return the model on the meta device after the steps 1 to 5, split over `mesh`'s tensor ranks;
+    its dropout.
+    """
     model = task.prepare(spec.build())
     if mesh is not None and layout.tensor > 1:
         tensor.apply(model, spec, mesh)
@@ -48,9 +54,14 @@ def wrap_blocks(
 
 
 def stages_of_rank(
-    spec: ModelSpec, task: Task, mesh: ParallelMesh, ranks: Ranks, finish: Callable[[Stage, ModelSpec], None]
+    spec: ModelSpec,
+    task: Task,
+    mesh: ParallelMesh,
+    ranks: Ranks,
+    finish: Callable[[Stage, ModelSpec], None],
 ) -> tuple[list[Stage], str]:
-    """Build the pipeline stages of this rank by the steps 1 to 6, and a line on how the model was cut. Collective.
+    """Build the pipeline stages of this rank by the steps 1 to 6, and a line on how the model was
+    cut. Collective.
 
     `finish` gives a stage its values; it is called with a spec that has the stage's blocks alone.
     """
@@ -61,12 +72,19 @@ def stages_of_rank(
     for index in mesh.stages:
         model, dropout = wrap_blocks(spec, task, layout, mesh)
         stage_input = cut(model, spec, boundary, ranges[index])
-        stage = Stage(model, task, stage_input, dropout, ranges[index], last=index + 1 == layout.stages)
+        stage = Stage(
+            model, task, stage_input, dropout, ranges[index], last=index + 1 == layout.stages
+        )
         finish(stage, replace(spec, blocks=tuple(spec.blocks[i] for i in ranges[index])))
         stages.append(stage)
     blocks = " | ".join(str(len(blocks)) for blocks in ranges)
-    bubble = (layout.pipeline - 1) / (layout.accumulation * layout.schedule.stages_per_rank + layout.pipeline - 1)
-    note = f"{layout.stages} pipeline stages of {blocks} blocks; idle for about {bubble:.0%} of a step by {{}}"
+    bubble = (layout.pipeline - 1) / (
+        layout.accumulation * layout.schedule.stages_per_rank + layout.pipeline - 1
+    )
+    note = (
+        f"{layout.stages} pipeline stages of {blocks} blocks; idle for about {bubble:.0%} of a "
+        f"step by {{}}"
+    )
     return stages, note.format(layout.schedule.name)
 
 
@@ -82,10 +100,17 @@ def shard_and_materialise(
     give_values(module.model, spec, mesh.layout, seed, device)
 
 
-def give_values(model: nn.Module, spec: ModelSpec, layout: Layout, seed: int, device: torch.device) -> None:
+def give_values(
+    model: nn.Module, spec: ModelSpec, layout: Layout, seed: int, device: torch.device
+) -> None:
     """Run step 8: materialise this rank's parameters in float32; offloaded ones stay on the host.
 
     The base of an adapter is kept in the precision in which it computes.
     """
-    storage, low = torch.device("cpu") if layout.offloads else device, getattr(torch, layout.precision)
-    materialise(model, spec, seed=seed, device=device, dtype=torch.float32, storage=storage, base_dtype=low)
+    storage, low = (
+        torch.device("cpu") if layout.offloads else device,
+        getattr(torch, layout.precision),
+    )
+    materialise(
+        model, spec, seed=seed, device=device, dtype=torch.float32, storage=storage, base_dtype=low
+    )

@@ -1,8 +1,10 @@
-"""Batch norm over several micro-batches and data ranks: running statistics as one process would have them.
+"""Batch norm over several micro-batches and data ranks: running statistics as one process would
+have them.
 
-A micro-batch is normalised by its own statistics, whatever rank it runs on, so that the same micro-batches give the
-same gradients in any layout. The running statistics, which evaluation uses, include each micro-batch once, in the
-order of the global batch (contract 2): they are the same on every rank, and not only those of its own samples.
+A micro-batch is normalised by its own statistics, whatever rank it runs on, so that the same
+micro-batches give the same gradients in any layout. The running statistics, which evaluation uses,
+include each micro-batch once, in the order of the global batch (contract 2): they are the same on
+every rank, and not only those of its own samples.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class _Norm:
 
     def __init__(self, module: _NormBase) -> None:
         self._module, self._momentum = module, module.momentum
-        module.momentum = 1.0  # its running statistics are then those of the last forward pass alone
+        module.momentum = (
+            1.0  # its running statistics are then those of the last forward pass alone
+        )
         self._found: list[torch.Tensor] = []
         module.register_forward_hook(self._note)
 
@@ -76,7 +80,8 @@ class _Norm:
     def weighted(self, micro_batches: int, ranks: int, rank: int) -> torch.Tensor:
         """Return this rank's share of what the step adds, [mean and variance, features], float64.
 
-        An exponential average of n more values is (1 - m)^n of the old average, plus m (1 - m)^(n - 1 - i) of value i.
+        An exponential average of n more values is (1 - m)^n of the old average, plus m (1 - m)^(n -
+        1 - i) of value i.
         """
         passes, rest = divmod(len(self._found), micro_batches)
         if rest:
@@ -86,7 +91,9 @@ class _Norm:
         for index, value in enumerate(self._found):
             micro_batch, turn = divmod(index, passes)
             later = len(self._found) * ranks - 1 - ((micro_batch * ranks + rank) * passes + turn)
-            total += value.double() * (1.0 if momentum is None else momentum * (1 - momentum) ** later)
+            total += value.double() * (
+                1.0 if momentum is None else momentum * (1 - momentum) ** later
+            )
         return total
 
     def take_up(self, added: torch.Tensor, ranks: int) -> None:
@@ -101,7 +108,9 @@ class _Norm:
         self._found = []
 
     def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        again = torch._C._current_graph_task_id() != -1  # in a backward pass: it was counted already
+        again = (
+            torch._C._current_graph_task_id() != -1
+        )  # in a backward pass: it was counted already
         if module.training and not again:
             self._found.append(self._kept().clone())
 
@@ -128,7 +137,8 @@ def _replace_forward(root: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 class _Forward:
     """Batch norm in float32, which not every device has for 16-bit weights, and over a group's
-    micro-batches together if there is a group: PyTorch's own SyncBatchNorm does that on GPUs only."""
+    micro-batches together if there is a group: PyTorch's own SyncBatchNorm does that on GPUs only.
+    """
 
     def __init__(self, module: _BatchNorm, group: dist.ProcessGroup | None) -> None:
         self._module, self._group = module, group
@@ -137,20 +147,30 @@ class _Forward:
         module, kind = self._module, torch.promote_types(given.dtype, torch.float32)
         module._check_input_dim(given)
         wide = given.to(kind)
-        weight, bias = (None if value is None else value.to(kind) for value in (module.weight, module.bias))
+        weight, bias = (
+            None if value is None else value.to(kind) for value in (module.weight, module.bias)
+        )
         if module.training and self._group is not None:
             return self._together(wide, weight, bias, self._group).to(given.dtype)
         by_batch = module.training or module.running_mean is None
         kept = module.running_mean, module.running_var
-        found = F.batch_norm(wide, *kept, weight, bias, by_batch, module.momentum or 0.0, module.eps)
+        found = F.batch_norm(
+            wide, *kept, weight, bias, by_batch, module.momentum or 0.0, module.eps
+        )
         return found.to(given.dtype)
 
     def _together(
-        self, wide: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, group: dist.ProcessGroup
+        self,
+        wide: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
         module, dims = self._module, [dim for dim in range(wide.dim()) if dim != 1]
         shape = [1, -1] + [1] * (wide.dim() - 2)
-        total = _Sum.apply(torch.cat([wide.sum(dims), wide.new_tensor([wide.numel() // wide.shape[1]])]), group)
+        total = _Sum.apply(
+            torch.cat([wide.sum(dims), wide.new_tensor([wide.numel() // wide.shape[1]])]), group
+        )
         count = total[-1].detach()
         mean = total[:-1] / count
         centred = wide - mean.view(shape)
@@ -160,7 +180,11 @@ class _Forward:
                 module.running_mean.copy_(mean)
                 module.running_var.copy_(variance * count / (count - 1))
         found = centred * (variance + module.eps).rsqrt().view(shape)
-        return found if weight is None or bias is None else found * weight.view(shape) + bias.view(shape)
+        return (
+            found
+            if weight is None or bias is None
+            else found * weight.view(shape) + bias.view(shape)
+        )
 
 
 class _Sum(torch.autograd.Function):

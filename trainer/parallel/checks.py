@@ -1,4 +1,6 @@
-"""The requirements of a layout on a model, checked on a tiny copy before any of the model is allocated."""
+"""The requirements of a layout on a model, checked on a tiny copy before any of the model is
+allocated.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,24 @@ def checked(
         return findings
 
     findings = ranks.on_first(tried)
-    return applied(spec, findings), (*spec.notes, *findings.notes, *_say_statistics(layout, findings))
+    return applied(spec, findings), (
+        *spec.notes,
+        *findings.notes,
+        *_say_statistics(layout, findings),
+    )
 
 
-def check_layout(spec: ModelSpec, task: TrialTask, layout: Layout, findings: Findings, packed: bool = False) -> None:
-    """Raise ConfigError, with the reason, for a layout that can't train the model as one process does."""
+def check_layout(
+    spec: ModelSpec, task: TrialTask, layout: Layout, findings: Findings, packed: bool = False
+) -> None:
+    """Raise ConfigError, with the reason, for a layout that can't train the model as one process
+    does.
+    """
     if findings.unproven and layout.world_size > 1:
         seen = (
-            f"no tiny copy of it can be tried ({findings.unproven}), so that nothing shows what ranks would differ in"
+            f"no tiny copy of it can be tried ({findings.unproven}), so that nothing shows "
+            "what "
+            "ranks would differ in"
         )
         raise _refused(spec, "processes", seen, "one process")
     if findings.moves_buffers and layout.world_size > 1:
@@ -57,39 +69,67 @@ def check_layout(spec: ModelSpec, task: TrialTask, layout: Layout, findings: Fin
         raise _refused(spec, "processes", seen, "one process, or a module without such buffers")
     if layout.sync_batch_norm and findings.normalises:
         norms = running_norms(spec.build()).items()
-        if other := [f"{name} ({type(norm).__name__})" for name, norm in norms if not isinstance(norm, _BatchNorm)]:
+        if other := [
+            f"{name} ({type(norm).__name__})"
+            for name, norm in norms
+            if not isinstance(norm, _BatchNorm)
+        ]:
             seen = f"it keeps running statistics in {other[0]}, which is no batch norm"
             raise _refused(spec, "trainer.sync_batch_norm", seen, "false, or batch norms alone")
     if findings.normalises and layout.micro_batch == 1:
-        _try("train_micro_batch_size_per_gpu", spec, lambda: _check_single(spec, task, findings.normalises))
+        _try(
+            "train_micro_batch_size_per_gpu",
+            spec,
+            lambda: _check_single(spec, task, findings.normalises),
+        )
     check_blocks(spec, layout)
     if layout.world_size > 1 and findings.draws.skips:
         seen = "it leaves out blocks at random (layerdrop), and each process would leave out others"
-        raise _refused(spec, "processes", seen, "one process, or a layerdrop of 0 in the model's config")
+        raise _refused(
+            spec, "processes", seen, "one process, or a layerdrop of 0 in the model's config"
+        )
     if layout.pipeline > 1:
         if spec.language.own_loss:
-            seen = "the router's loss (output_router_logits) is a product of means over all layers: no sum over stages"
+            seen = (
+                "the router's loss (output_router_logits) is a product of means over all "
+                "layers: no sum over stages"
+            )
             raise _refused(spec, "pipeline.stages", seen, "1 stage, or output_router_logits false")
         if findings.draws.between:
-            seen = "it draws random numbers between its blocks, which a stage could only repeat by running those before"
-            raise _refused(spec, "pipeline.stages", seen, "1 stage, or a model config without that dropout")
+            seen = (
+                "it draws random numbers between its blocks, which a stage could only repeat "
+                "by "
+                "running those before"
+            )
+            raise _refused(
+                spec, "pipeline.stages", seen, "1 stage, or a model config without that dropout"
+            )
         if findings.draws.any:
             _try("pipeline.stages", spec, lambda: _check_stages(spec))
     if layout.recompute.mode != "none":
-        _try("trainer.activation_checkpointing", spec, lambda: _check_recompute(spec, task, layout, packed))
+        _try(
+            "trainer.activation_checkpointing",
+            spec,
+            lambda: _check_recompute(spec, task, layout, packed),
+        )
 
 
 def check_blocks(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError for a layout that needs blocks if none are known."""
     needs = {
         "pipeline.stages": layout.pipeline > 1 and "stages are cut between blocks",
-        "zero_optimization.stage": layout.zero_stage == 3 and "ZeRO-3 gathers parameters block by block",
-        "trainer.activation_checkpointing": layout.recompute.mode != "none" and "it recomputes block by block",
+        "zero_optimization.stage": layout.zero_stage == 3
+        and "ZeRO-3 gathers parameters block by block",
+        "trainer.activation_checkpointing": layout.recompute.mode != "none"
+        and "it recomputes block by block",
         "tensor_parallel.autotp_size": layout.tensor > 1 and "tensor parallelism splits blocks",
     }
     for key, need in needs.items():
         if need and not spec.blocks:
-            seen = "it has no list of modules that run once each, in order, from hidden state to hidden state"
+            seen = (
+                "it has no list of modules that run once each, in order, from hidden state to "
+                "hidden state"
+            )
             raise _refused(spec, key, f"{need}, and {seen}", "a model of repeated blocks")
 
 
@@ -97,23 +137,41 @@ def _say_statistics(layout: Layout, findings: Findings) -> tuple[str, ...]:
     """Say which samples are normalised together, unless they are all of a step."""
     if not findings.normalises or layout.accumulation * layout.data_ranks == 1:
         return ()
-    own = f"batch norm ({findings.normalises}, ...) takes statistics of {layout.micro_batch} samples at a time"
+    own = (
+        f"batch norm ({findings.normalises}, ...) takes statistics of {layout.micro_batch} "
+        "samples at a time"
+    )
     if layout.data_ranks == 1:
         return (f"{own}, a micro-batch",)
     if layout.sync_batch_norm:
-        return (f"{own} on each of {layout.data_ranks} data ranks together (trainer.sync_batch_norm)",)
-    return (f"{own}, a micro-batch of one data rank (trainer.sync_batch_norm takes those of all data ranks together)",)
+        return (
+            f"{own} on each of {layout.data_ranks} data ranks together (trainer.sync_batch_norm)",
+        )
+    return (
+        (
+            f"{own}, a micro-batch of one data rank (trainer.sync_batch_norm takes those of all "
+            "data "
+            "ranks together)"
+        ),
+    )
 
 
 def _check_single(spec: ModelSpec, task: TrialTask, name: str) -> None:
-    """Raise ConfigError for batch norm on one sample, unless that has several positions for its statistics."""
+    """Raise ConfigError for batch norm on one sample, unless that has several positions for its
+    statistics.
+    """
     small, model = tiny(spec)
     assert small.tiny.input is not None
     try:
         task.loss_sum(model.train(), small.tiny.input.batches[1])
     except ValueError as error:
-        seen = f"a micro-batch of 1 sample, of which batch norm ({name}, ...) can take no statistics: {error}"
-        raise _refused(spec, "train_micro_batch_size_per_gpu", seen, "at least 2 samples") from error
+        seen = (
+            f"a micro-batch of 1 sample, of which batch norm ({name}, ...) can take no "
+            f"statistics: {error}"
+        )
+        raise _refused(
+            spec, "train_micro_batch_size_per_gpu", seen, "at least 2 samples"
+        ) from error
 
 
 def _try(key: str, spec: ModelSpec, check: Callable[[], None]) -> None:
@@ -122,12 +180,16 @@ def _try(key: str, spec: ModelSpec, check: Callable[[], None]) -> None:
     except ConfigError:
         raise
     except Exception as error:  # whatever a model's own code raises
-        seen = f"a tiny copy of the model fails so: {type(error).__name__}: {error}".splitlines()[0][:200]
+        seen = f"a tiny copy of the model fails so: {type(error).__name__}: {error}".splitlines()[
+            0
+        ][:200]
         raise _refused(spec, key, seen, "a model that runs") from error
 
 
 def _check_stages(spec: ModelSpec) -> None:
-    """Check that one-block stages in training, each block seeded by its place, compute what the whole model does."""
+    """Check that one-block stages in training, each block seeded by its place, compute what the
+    whole model does.
+    """
     small, whole = tiny(spec)
     boundary, trial = check_cut(small, 1), small.tiny.input or of_tokens(small)
     dropout = Dropout(whole, small)
@@ -143,12 +205,19 @@ def _check_stages(spec: ModelSpec) -> None:
             dropout.start(1, 0)
             hidden = trial.hidden(stage) if index + 1 < len(small.blocks) else trial.output(stage)
     if not (error := float((hidden - expected).abs().max() / expected.abs().max())) <= TOLERANCE:
-        seen = f"stages that start from their own seeds give other logits than the whole model, by {error:.1e}"
-        raise _refused(spec, "pipeline.stages", seen, "1 stage, or a model config without what is random in it")
+        seen = (
+            "stages that start from their own seeds give other logits than the whole model, by "
+            f"{error:.1e}"
+        )
+        raise _refused(
+            spec, "pipeline.stages", seen, "1 stage, or a model config without what is random in it"
+        )
 
 
 def _check_recompute(spec: ModelSpec, task: TrialTask, layout: Layout, packed: bool) -> None:
-    """Check that the gradients of a model with recomputed blocks are those of one that keeps all activations."""
+    """Check that the gradients of a model with recomputed blocks are those of one that keeps all
+    activations.
+    """
     models = []
     for again in (False, True):
         small, model = tiny(spec)
@@ -158,10 +227,15 @@ def _check_recompute(spec: ModelSpec, task: TrialTask, layout: Layout, packed: b
         dropout = Dropout(model, small)
         dropout.start(1, 0)
         language = packed_batch if packed else lambda spec, task: next(batches(spec, task))
-        task.loss_sum(model, small.tiny.input.batches[0] if small.tiny.input else language(small, task)).backward()
+        task.loss_sum(
+            model, small.tiny.input.batches[0] if small.tiny.input else language(small, task)
+        ).backward()
         models.append(model)
     if found := differing_gradient(models[1], models[0], TOLERANCE):
-        seen = f"the gradient of {found[0]} is another when its block is computed again, by {found[1]:.1e}"
+        seen = (
+            f"the gradient of {found[0]} is another when its block is computed again, by "
+            f"{found[1]:.1e}"
+        )
         raise _refused(spec, "trainer.activation_checkpointing", seen, '"none"')
 
 

@@ -1,4 +1,6 @@
-"""Dropout that depends on the place of a block in the model, not on the process that runs it (contract 3)."""
+"""Dropout that depends on the place of a block in the model, not on the process that runs it
+(contract 3).
+"""
 
 from __future__ import annotations
 

@@ -16,11 +16,14 @@ from trainer.tasks.task import Batch
 class ForwardBackward(Protocol):
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """The modules on this rank: the whole model, or its pipeline stages. Parameters are named `model.<name>`."""
+        """The modules on this rank: the whole model, or its pipeline stages. Parameters are named
+        `model.<name>`.
+        """
         ...
 
     def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
-        """Compute the gradients of `scale` x summed loss; return the summed loss of this rank, detached.
+        """Compute the gradients of `scale` x summed loss; return the summed loss of this rank,
+        detached.
 
         `seed` is that of the step's dropout on this data rank.
         """
@@ -57,6 +60,8 @@ class GradientAccumulation:
             return torch.stack([self._module(batch) for batch in micro_batches]).sum(0)
 
     def _without_sync(self) -> Any:
-        """Keep DDP from reducing until the last micro-batch; FSDP reduces each, so as to hold only its shard."""
+        """Keep DDP from reducing until the last micro-batch; FSDP reduces each, so as to hold only
+        its shard.
+        """
         no_sync = getattr(self._module, "no_sync", None)
         return no_sync() if no_sync is not None else nullcontext()

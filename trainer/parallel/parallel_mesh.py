@@ -1,4 +1,6 @@
-"""The ranks of a layout as one DeviceMesh, the groups of them that reduce together, and the check of replicas."""
+"""The ranks of a layout as one DeviceMesh, the groups of them that reduce together, and the check
+of replicas.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ REDUCTIONS: dict[str, tuple[str, ...]] = {
     "replica": ("replicate",),
     "norm": ("pipeline", "shard", "tensor"),
 }
-"""Reduction -> the mesh axes along which it runs. Another axis is added here, not as a division elsewhere.
+"""Reduction -> the mesh axes along which it runs. Another axis is added here, not as a division
+elsewhere.
 
 `batch`: ranks with different samples, whose gradients are averaged. `loss`: ranks among which each
 token's loss and each target is on one. `shard`: ranks that share one copy of each parameter.
@@ -35,7 +38,9 @@ token's loss and each target is on one. `shard`: ranks that share one copy of ea
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """The mesh pipeline x replicate x shard x tensor, row-major, with the groups of its reductions."""
+    """The mesh pipeline x replicate x shard x tensor, row-major, with the groups of its
+    reductions.
+    """
 
     layout: Layout
     device_mesh: DeviceMesh
@@ -78,8 +83,14 @@ class ParallelMesh:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """The mesh over which FSDP shards; two-dimensional (HSDP) if `replicate` > 1, `shard` innermost."""
-        return self.device_mesh["replicate", "shard"] if self.layout.replicate > 1 else self.device_mesh["shard"]
+        """The mesh over which FSDP shards; two-dimensional (HSDP) if `replicate` > 1, `shard`
+        innermost.
+        """
+        return (
+            self.device_mesh["replicate", "shard"]
+            if self.layout.replicate > 1
+            else self.device_mesh["shard"]
+        )
 
 
 def parallel_mesh_of(layout: Layout, device: torch.device) -> ParallelMesh:
@@ -103,7 +114,9 @@ def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
 
 def ranks_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> list[list[int]]:
     """List the groups of ranks that differ along these axes alone."""
-    moved = mesh.mesh.movedim([_names(mesh).index(axis) for axis in axes], list(range(-len(axes), 0)))
+    moved = mesh.mesh.movedim(
+        [_names(mesh).index(axis) for axis in axes], list(range(-len(axes), 0))
+    )
     rows = moved.reshape(-1, math.prod(moved.shape[-len(axes) :]))
     return [[int(rank) for rank in row] for row in rows]
 
@@ -125,7 +138,9 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def check_replicas(modules: Sequence[nn.Module], mesh: ParallelMesh, ranks: Ranks) -> None:
-    """Raise NumericsError, on all ranks, unless the ranks of each `replica` hold the same parameters. Collective."""
+    """Raise NumericsError, on all ranks, unless the ranks of each `replica` hold the same
+    parameters. Collective.
+    """
     with torch.no_grad():
         sums = torch.stack([_checksum(local(p)) for module in modules for p in module.parameters()])
     found = ranks.gather([float(value) for value in sums])
@@ -138,4 +153,6 @@ def check_replicas(modules: Sequence[nn.Module], mesh: ParallelMesh, ranks: Rank
 
 def _checksum(values: torch.Tensor) -> torch.Tensor:
     """Sum the values in float64, a part at a time: this is where a rank's memory is fullest."""
-    return torch.stack([part.sum(dtype=torch.float64) for part in values.reshape(-1).split(1 << 20)]).sum()
+    return torch.stack(
+        [part.sum(dtype=torch.float64) for part in values.reshape(-1).split(1 << 20)]
+    ).sum()

@@ -11,34 +11,45 @@ from trainer.models.spec import ModelSpec
 
 
 def divide(costs: Sequence[float], first: float, last: float, stages: int) -> list[range]:
-    """Divide blocks with these costs into `stages` runs of at least one, such that the costliest stage is cheapest.
+    """Divide blocks with these costs into `stages` runs of at least one, such that the costliest
+    stage is cheapest.
 
-    `first` and `last` are the costs of the first and last stage besides their blocks. Among equal divisions,
-    it is the one with the smallest sum of squares. Raises ValueError for fewer blocks than stages.
+    `first` and `last` are the costs of the first and last stage besides their blocks. Among equal
+    divisions, it is the one with the smallest sum of squares. Raises ValueError for fewer blocks
+    than stages.
     """
     if len(costs) < stages:
         raise ValueError(f"{len(costs)} blocks for {stages} stages")
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[b]: (costliest stage, sum of squares, starts of the stages) for the blocks before b in the stages so far
+    # best[b]: (costliest stage, sum of squares, starts of the stages) for the blocks before b in
+    # the stages so far
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
         extra = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
         left = stages - stage - 1
         best = {
             stop: min(
-                (max(dearest, cost := sums[stop] - sums[start] + extra), squares + cost * cost, (*starts, start))
+                (
+                    max(dearest, cost := sums[stop] - sums[start] + extra),
+                    squares + cost * cost,
+                    (*starts, start),
+                )
                 for start, (dearest, squares, starts) in best.items()
                 if start < stop
             )
             for stop in range(stage + 1, len(costs) - left + 1)
         }
     starts = best[len(costs)][2]
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(costs)], strict=True)]
+    return [
+        range(start, stop) for start, stop in zip(starts, [*starts[1:], len(costs)], strict=True)
+    ]
 
 
-def block_ranges(model: nn.Module, spec: ModelSpec, partition: Partition, stages: int) -> list[range]:
+def block_ranges(
+    model: nn.Module, spec: ModelSpec, partition: Partition, stages: int
+) -> list[range]:
     """Return the blocks of each stage.
 
     `uniform`: equal numbers of blocks. `parameters`: equal numbers of parameters, with the input
@@ -46,6 +57,11 @@ def block_ranges(model: nn.Module, spec: ModelSpec, partition: Partition, stages
     token in blocks and head; a look-up is free."""
     if partition == "uniform":
         return divide([1.0] * len(spec.blocks), 0.0, 0.0, stages)
-    costs = [float(sum(p.numel() for p in model.get_submodule(name).parameters())) for name in spec.blocks]
+    costs = [
+        float(sum(p.numel() for p in model.get_submodule(name).parameters()))
+        for name in spec.blocks
+    ]
     table = spec.language.embedding_parameters or spec.language.head_parameters
-    return divide(costs, table if partition == "parameters" else 0.0, spec.language.head_parameters, stages)
+    return divide(
+        costs, table if partition == "parameters" else 0.0, spec.language.head_parameters, stages
+    )

@@ -1,4 +1,6 @@
-"""Pipeline stages by `torch.distributed.pipelining`: a step's micro-batches run through all of them at once."""
+"""Pipeline stages by `torch.distributed.pipelining`: a step's micro-batches run through all of them
+at once.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,19 @@ class Stage(ModelWithLoss):
     """One stage of a model that was cut, with the loss if it is the last.
 
     It takes the hidden state of the stage before (`Task.hidden_shape`; the first takes none), and
-    returns its own, or the summed loss, shape [1], followed in an evaluation by the task's measures.
+    returns its own, or the summed loss, shape [1], followed in an evaluation by the task's
+    measures.
     """
 
     def __init__(
-        self, model: nn.Module, task: Task, stage_input: StageInput, dropout: Dropout, blocks: range, *, last: bool
+        self,
+        model: nn.Module,
+        task: Task,
+        stage_input: StageInput,
+        dropout: Dropout,
+        blocks: range,
+        *,
+        last: bool,
     ) -> None:
         super().__init__(model, task)
         self.blocks = blocks
@@ -35,13 +45,16 @@ class Stage(ModelWithLoss):
         self._stage_input = stage_input
         self.last = last
 
-    def forward(self, *hidden: torch.Tensor, batch: Batch, seed: int, micro_batch: int) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, *hidden: torch.Tensor, batch: Batch, seed: int, micro_batch: int
+    ) -> torch.Tensor:
         self._stage_input.hidden = hidden[0] if hidden else None
         self.dropout.start(seed, micro_batch)
         output = super().forward(batch) if self.last else self._task.hidden(self.model, batch)
         self._stage_input.hidden = None
         if torch.is_grad_enabled() and not output.requires_grad:
-            output.requires_grad_()  # everything up to here is frozen; a schedule sends gradients back to every stage
+            # everything up to here is frozen; a schedule sends gradients back to every stage
+            output.requires_grad_()
         if self.last:
             return torch.stack([output]) if self.training else output
         # schedules and FSDP change it in place, and only contiguous tensors can be sent
@@ -52,10 +65,14 @@ class Stage(ModelWithLoss):
 class PipelineRun:
     """The stages of this rank, and the schedule by which micro-batches pass through them."""
 
-    def __init__(self, stages: Sequence[Stage], task: Task, mesh: ParallelMesh, device: torch.device) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], task: Task, mesh: ParallelMesh, device: torch.device
+    ) -> None:
         self._layout = mesh.layout
         self._stages = dict(zip(mesh.stages, stages, strict=True))
-        self._units = [unit for stage in stages for unit in stage.modules() if isinstance(unit, FSDPModule)]
+        self._units = [
+            unit for stage in stages for unit in stage.modules() if isinstance(unit, FSDPModule)
+        ]
         self._task = task
         self._group = mesh.axis("pipeline")
         self._device = device
@@ -71,22 +88,30 @@ class PipelineRun:
         for stage in self._stages.values():
             stage.train()
         for unit in self._units:
-            # an evaluation leaves units gathered, and a schedule's first step frees them: data ranks that meet a new
-            # shape would gather them again alone, and hang
+            # an evaluation leaves units gathered, and a schedule's first step frees them: data
+            # ranks that meet a new shape would gather them again alone, and hang
             unit.reshard()
         batches = self._task.padded(micro_batches)
         losses: list[torch.Tensor] = []
         self._schedule(batches).step(
             arg_mbs=[()] * len(batches),
-            kwarg_mbs=[{"batch": batch, "seed": seed, "micro_batch": i} for i, batch in enumerate(batches)],
+            kwarg_mbs=[
+                {"batch": batch, "seed": seed, "micro_batch": i} for i, batch in enumerate(batches)
+            ],
             target_mbs=[None] * len(batches),
             losses=losses,
             return_outputs=False,
         )
-        return torch.stack(losses).sum().detach() / scale if losses else torch.zeros((), device=self._device)
+        return (
+            torch.stack(losses).sum().detach() / scale
+            if losses
+            else torch.zeros((), device=self._device)
+        )
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Run micro-batches one after the other; a stage starts the next while later stages still work on the last."""
+        """Run micro-batches one after the other; a stage starts the next while later stages still
+        work on the last.
+        """
         total = torch.zeros(1 + len(self._task.measures), device=self._device)
         for stage in self._stages.values():
             stage.eval()
@@ -101,7 +126,11 @@ class PipelineRun:
                         elif index + 1 in self._stages:
                             self._kept = output
                         else:
-                            dist.send(output.contiguous(), group=self._group, group_dst=self._rank_of(index + 1))
+                            dist.send(
+                                output.contiguous(),
+                                group=self._group,
+                                group_dst=self._rank_of(index + 1),
+                            )
         return total
 
     def _received(self, index: int, batch: Batch) -> torch.Tensor:
@@ -113,7 +142,9 @@ class PipelineRun:
 
     def _rank_of(self, stage: int) -> int:
         """Return the pipeline rank that holds a stage."""
-        return next(rank for rank in range(self._layout.pipeline) if stage in self._layout.stages_of(rank))
+        return next(
+            rank for rank in range(self._layout.pipeline) if stage in self._layout.stages_of(rank)
+        )
 
     def _hidden(self, batch: Batch, block: int) -> torch.Tensor:
         """Make an empty hidden state, as it enters a block."""

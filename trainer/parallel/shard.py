@@ -1,4 +1,6 @@
-"""FSDP2 over the `shard` axis, or over `replicate` x `shard` (HSDP): one unit per block, the rest in the root."""
+"""FSDP2 over the `shard` axis, or over `replicate` x `shard` (HSDP): one unit per block, the rest
+in the root.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parameter import UninitializedParameter
 
 from trainer.errors import ConfigError, NumericsError, Problem
@@ -18,14 +26,20 @@ from trainer.parallel.parallel_mesh import ParallelMesh
 
 
 def policy_of(layout: Layout) -> MixedPrecisionPolicy:
-    """Return FSDP's policy: forward and backward in the layout's precision, gradients reduced in float32."""
+    """Return FSDP's policy: forward and backward in the layout's precision, gradients reduced in
+    float32.
+    """
     if layout.precision == "float32":
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=getattr(torch, layout.precision), reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, layout.precision), reduce_dtype=torch.float32
+    )
 
 
 def offload_of(layout: Layout, device: str) -> OffloadPolicy:
-    """Return FSDP2's policy, one for a rank's weights, gradients and optimizer state: all offloaded or none."""
+    """Return FSDP2's policy, one for a rank's weights, gradients and optimizer state: all offloaded
+    or none.
+    """
     if not layout.offloads:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device != "cpu")
@@ -47,22 +61,42 @@ def apply(module: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def check_shardable(spec: ModelSpec, layout: Layout) -> None:
-    """Raise ConfigError if FSDP2 would gather the whole model at once, or can't gather a block alone."""
+    """Raise ConfigError if FSDP2 would gather the whole model at once, or can't gather a block
+    alone.
+    """
     if layout.zero_stage > 0 and not spec.blocks:
-        mend = 'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed" (stages 1 and 2).'
+        mend = (
+            'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed" (stages 1 and 2).'
+        )
         seen = "FSDP2 shards block by block, and no blocks were found"
-        raise ConfigError(Problem(f"zero_optimization.stage: {spec.name}", seen, "a model of repeated blocks", mend))
+        raise ConfigError(
+            Problem(
+                f"zero_optimization.stage: {spec.name}", seen, "a model of repeated blocks", mend
+            )
+        )
     blocks = tuple(f"{block}." for block in spec.blocks)
-    shared = [(alias, name) for alias, name in spec.tied.items() if alias.startswith(blocks) or name.startswith(blocks)]
+    shared = [
+        (alias, name)
+        for alias, name in spec.tied.items()
+        if alias.startswith(blocks) or name.startswith(blocks)
+    ]
     if layout.zero_stage > 0 and shared:
         alias, name = shared[0]
         mend = 'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed".'
         seen = f"FSDP2 shards block by block, and {alias} is one with {name}"
-        raise ConfigError(Problem(f"zero_optimization.stage: {spec.name}", seen, "blocks that share nothing", mend))
+        raise ConfigError(
+            Problem(
+                f"zero_optimization.stage: {spec.name}", seen, "blocks that share nothing", mend
+            )
+        )
     if layout.zero_stage > 0 and spec.tiny.input and _uses_weights_outside(spec, spec.tiny.input):
         mend = 'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed".'
         seen = "FSDP2 shards block by block, and a block's weight is used outside it"
-        raise ConfigError(Problem(f"zero_optimization.stage: {spec.name}", seen, "blocks that share nothing", mend))
+        raise ConfigError(
+            Problem(
+                f"zero_optimization.stage: {spec.name}", seen, "blocks that share nothing", mend
+            )
+        )
 
 
 def _uses_weights_outside(spec: ModelSpec, trial: Trial) -> bool:
@@ -73,7 +107,8 @@ def _uses_weights_outside(spec: ModelSpec, trial: Trial) -> bool:
         block = model.get_submodule(name)
         own = [(inner, dict(inner._parameters)) for inner in block.modules()]
         empty = [
-            (inner, {k: None if p is None else UninitializedParameter() for k, p in of.items()}) for inner, of in own
+            (inner, {k: None if p is None else UninitializedParameter() for k, p in of.items()})
+            for inner, of in own
         ]
 
         def put(*_: Any, parts: Any) -> None:
@@ -92,9 +127,14 @@ def _uses_weights_outside(spec: ModelSpec, trial: Trial) -> bool:
 
 
 def check_units(module: nn.Module, spec: ModelSpec) -> None:
-    """Raise NumericsError unless every block is an FSDP unit of its own: one flat unit would gather all at once."""
+    """Raise NumericsError unless every block is an FSDP unit of its own: one flat unit would gather
+    all at once.
+    """
     units = {name for name, inner in module.named_modules() if isinstance(inner, FSDPModule)}
     missing = [name for name in spec.blocks if f"model.{name}" not in units]
     if missing:
-        seen = f"{len(missing)} of {len(spec.blocks)} blocks are no unit of their own ({missing[0]}, ...)"
+        seen = (
+            f"{len(missing)} of {len(spec.blocks)} blocks are no unit of their own "
+            f"({missing[0]}, ...)"
+        )
         raise NumericsError(Problem("FSDP", seen, "one unit per block"))

@@ -1,4 +1,5 @@
-"""Parameters that some tokens leave without a gradient: an expert that none chose, a tower that text never enters.
+"""Parameters that some tokens leave without a gradient: an expert that none chose, a tower that
+text never enters.
 
 One process leaves such a parameter unchanged, which for Adam differs from a gradient of zero. So in
 each step the data ranks agree on the parameters that have a gradient on any of them.
@@ -26,16 +27,22 @@ class Used:
         self._sharded = False
         self._group = _data_ranks(mesh)
         index = {parameter: i for i, parameter in enumerate(self._parameters)}
-        for unit in (m for module in modules for m in module.modules() if isinstance(m, FSDPModule)):
+        for unit in (
+            m for module in modules for m in module.modules() if isinstance(m, FSDPModule)
+        ):
             self._sharded = True
-            unit.set_reduce_scatter_unused_params(True, recurse=False)  # then every rank reduces the same parameters
+            unit.set_reduce_scatter_unused_params(
+                True, recurse=False
+            )  # then every rank reduces the same parameters
             self._watch(unit, index)
 
     def agree(self) -> None:
-        """Give all ranks a gradient, if only zeros, of each parameter that one rank has a gradient of. Collective.
+        """Give all ranks a gradient, if only zeros, of each parameter that one rank has a gradient
+        of. Collective.
 
         Called after the last backward pass; other parameters get none. It runs on the host, which
-        knows its own flags, so that nothing waits for the device."""
+        knows its own flags, so that nothing waits for the device.
+        """
         mine = self._flags if self._sharded else [p.grad is not None for p in self._parameters]
         found = torch.tensor(mine, dtype=torch.uint8)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
@@ -47,7 +54,9 @@ class Used:
         self._flags = [False] * len(self._parameters)
 
     def _watch(self, unit: nn.Module, index: dict[nn.Parameter, int]) -> None:
-        """Watch the gradients of a unit's gathered parameters: its shards have a zero gradient where there was none."""
+        """Watch the gradients of a unit's gathered parameters: its shards have a zero gradient
+        where there was none.
+        """
         inner = {
             m
             for child in unit.modules()
@@ -68,13 +77,17 @@ class Used:
                 whole = owner._parameters[key]
                 if whole is not None and whole not in watched:
                     watched.add(whole)
-                    whole.register_post_accumulate_grad_hook(lambda _, i=i: self._flags.__setitem__(i, True))
+                    whole.register_post_accumulate_grad_hook(
+                        lambda _, i=i: self._flags.__setitem__(i, True)
+                    )
 
         unit.register_forward_pre_hook(hook)
 
 
 def _data_ranks(mesh: ParallelMesh) -> Any:
-    """Make a group, on the host, of the ranks with the same parameters and different samples. Collective."""
+    """Make a group, on the host, of the ranks with the same parameters and different samples.
+    Collective.
+    """
     rows = ranks_along(mesh.device_mesh, REDUCTIONS["batch"])
     group, _ = dist.new_subgroups_by_enumeration(rows, backend="gloo")
     return group

@@ -24,11 +24,20 @@ class Composed:
     layout: Layout
     facts: RuntimeFacts
 
-    def engine(self, wanted: str | None = None, device: str | None = None) -> tuple[str, EngineKind]:
-        """The engine `wanted`, else the config's, by its name. Raises ConfigError if it can't run the layout."""
+    def engine(
+        self, wanted: str | None = None, device: str | None = None
+    ) -> tuple[str, EngineKind]:
+        """The engine `wanted`, else the config's, by its name. Raises ConfigError if it can't run
+        the layout.
+        """
         from trainer.engines import select
 
-        return select(wanted or self.config.trainer.engine, self.layout, self.config, device or self.facts.device)
+        return select(
+            wanted or self.config.trainer.engine,
+            self.layout,
+            self.config,
+            device or self.facts.device,
+        )
 
     def knowing(self, **facts: Any) -> Composed:
         """The same with more facts known."""

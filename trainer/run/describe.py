@@ -22,16 +22,28 @@ from trainer.storage import disk_errors, replace_file
 
 PREVIEWED = 4000
 """The most characters of a run of tokens."""
-PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
+PACKAGES = (
+    "torch",
+    "deepspeed",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+)
 
 
 def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
-    """Describe the run to come, a line each; `in_full` adds every resolved value, the whole config and samples."""
+    """Describe the run to come, a line each; `in_full` adds every resolved value, the whole config
+    and samples.
+    """
     config, subject = prepared.config, prepared.subject
     section, spec, data = config.trainer, subject.spec, subject.data
     samples = prepared.steps * prepared.layout.train_batch
     yield f"layout  {prepared.layout.describe()} (engine {prepared.engine_name})"
-    yield f"model   {spec.name}: {spec.parameters / 1e6:,.1f} M parameters, {len(spec.blocks)} blocks"
+    yield (
+        f"model   {spec.name}: {spec.parameters / 1e6:,.1f} M parameters, {len(spec.blocks)} blocks"
+    )
     yield f"data    {data.describe()}"
     yield from subject.lines(prepared.workers)
     epochs = samples / len(data.train)
@@ -70,7 +82,11 @@ def _update_line(prepared: Prepared) -> str:
         return f"{optimizer.type} without weight decay"
     excludes = show(prepared.config.trainer.weight_decay_excludes)
     decayed = f"{prepared.learned - sum(prepared.undecayed.values()):,} of {whole:,} parameters"
-    return f"{optimizer.type}, weight decay {decay:g} on {decayed} (trainer.weight_decay_excludes: {excludes})"
+    return (
+        f"{optimizer.type}, weight decay {decay:g} on {decayed} "
+        "(trainer.weight_decay_excludes: "
+        f"{excludes})"
+    )
 
 
 def resolved(prepared: Prepared) -> dict[str, Any]:
@@ -85,7 +101,10 @@ def run_description(prepared: Prepared) -> dict[str, Any]:
         "engine": prepared.engine_name,
         "layout": asdict(prepared.layout),
         "config": resolved(prepared),
-        "data": {"fingerprint": prepared.subject.data.fingerprint, **prepared.subject.data.description()},
+        "data": {
+            "fingerprint": prepared.subject.data.fingerprint,
+            **prepared.subject.data.description(),
+        },
         "model": prepared.subject.spec.config,
         "code": dict(prepared.code),
         "versions": versions(),
@@ -135,7 +154,12 @@ _OFFERED: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"shard": 4, "zero_stage": 2},
     "ZeRO-3": {"shard": 4, "zero_stage": 3},
     "ZeRO-2, optimizer on the CPU": {"shard": 4, "zero_stage": 2, "offload_optimizer": "cpu"},
-    "ZeRO-3, all on the CPU": {"shard": 4, "zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+    "ZeRO-3, all on the CPU": {
+        "shard": 4,
+        "zero_stage": 3,
+        "offload_optimizer": "cpu",
+        "offload_param": "cpu",
+    },
     "HSDP": {"replicate": 2, "shard": 2, "zero_stage": 3},
     "pipeline": {"pipeline": 2, "replicate": 2},
     "pipeline x ZeRO-1": {"pipeline": 2, "shard": 2, "zero_stage": 1},
@@ -151,18 +175,30 @@ _OFFERED: dict[str, dict[str, Any]] = {
     "tensor parallel": {"tensor": 2, "replicate": 2},
     "tensor parallel x ZeRO-2": {"tensor": 2, "shard": 2, "zero_stage": 2},
     "tensor parallel x ZeRO-3": {"tensor": 2, "shard": 2, "zero_stage": 3},
-    "pipeline x tensor parallel x ZeRO-2": {"pipeline": 2, "tensor": 2, "shard": 2, "zero_stage": 2},
+    "pipeline x tensor parallel x ZeRO-2": {
+        "pipeline": 2,
+        "tensor": 2,
+        "shard": 2,
+        "zero_stage": 2,
+    },
 }
 
 
 def layout_table() -> str:
-    """Return the table of which engine runs which layout, as Markdown, from the engines' own refusals."""
-    lines = ["| layout | " + " | ".join(f"`{name}`" for name in ENGINES) + " |", "| --- |" + " --- |" * len(ENGINES)]
+    """Return the table of which engine runs which layout, as Markdown, from the engines' own
+    refusals.
+    """
+    lines = [
+        "| layout | " + " | ".join(f"`{name}`" for name in ENGINES) + " |",
+        "| --- |" + " --- |" * len(ENGINES),
+    ]
     reasons: dict[str, int] = {}
     for name, given in _OFFERED.items():
         layout = _plain_layout(given)
         cells = [
-            f"no [{reasons.setdefault(reason, len(reasons) + 1)}]" if (reason := kind.refusal(layout)) else "yes"
+            f"no [{reasons.setdefault(reason, len(reasons) + 1)}]"
+            if (reason := kind.refusal(layout))
+            else "yes"
             for kind in ENGINES.values()
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -171,9 +207,19 @@ def layout_table() -> str:
 
 def _plain_layout(given: dict[str, Any]) -> Layout:
     sizes: dict[str, Any] = dict.fromkeys((*AXES, "micro_batch"), 1)
-    sizes |= {"zero_stage": 0, "offload_optimizer": "none", "offload_param": "none", "precision": "float32", **given}
+    sizes |= {
+        "zero_stage": 0,
+        "offload_optimizer": "none",
+        "offload_param": "none",
+        "precision": "float32",
+        **given,
+    }
     ranks, accumulation = sizes["replicate"] * sizes["shard"], 2 * sizes["pipeline"]
     world_size, train_batch = ranks * sizes["pipeline"] * sizes["tensor"], accumulation * ranks
     return Layout(
-        **sizes, world_size=world_size, accumulation=accumulation, train_batch=train_batch, recompute=Recompute()
+        **sizes,
+        world_size=world_size,
+        accumulation=accumulation,
+        train_batch=train_batch,
+        recompute=Recompute(),
     )

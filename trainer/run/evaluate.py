@@ -36,7 +36,9 @@ def held_out_loss(
     samples: int,
     moves: Callable[[], None] = lambda: None,
 ) -> HeldOut:
-    """Evaluate the first `samples` held-out samples; `moves` is called for each batch. Collective."""
+    """Evaluate the first `samples` held-out samples; `moves` is called for each batch.
+    Collective.
+    """
     batches = evaluation_batches(source, task.collate, task.blank, batching, samples)
     sums, targets = engine.evaluate(_told(batches, moves))
     loss, *measures = (sums / targets).tolist()
@@ -52,28 +54,40 @@ def _told(batches: Iterable[Batch], moves: Callable[[], None]) -> Iterator[Batch
 def together(found: Sequence[HeldOut]) -> HeldOut:
     """Combine several results, weighted by their targets."""
     targets = sum(one.targets for one in found)
-    mean = lambda values: sum(v * one.targets for v, one in zip(values, found, strict=True)) / targets  # noqa: E731
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(v * one.targets for v, one in zip(values, found, strict=True)) / targets
+
     measures = {name: mean([one.measures[name] for one in found]) for name in found[0].measures}
     return HeldOut(mean([one.loss for one in found]), targets, measures)
 
 
 def beginning(source: Source, most: int) -> list[int]:
-    """Return the tokens of the first sample before its first target: at least a few, and at most the last `most`."""
+    """Return the tokens of the first sample before its first target: at least a few, and at most
+    the last `most`.
+    """
     sample = source[0]
     counted = np.flatnonzero(sample["targets"] != IGNORED)
     first = int(counted[0]) + 1 if len(counted) else 0
     return [int(token) for token in sample["input_ids"][: max(first, FEW)]][-max(most, 1) :]
 
 
-def continuation(folder: Path, tokenizer: Any, prompt: str | list[int], tokens: int, seed: int) -> str:
-    """Return the text with which the model in `folder`, a Hugging Face model, continues `prompt` (temperature 0.8)."""
+def continuation(
+    folder: Path, tokenizer: Any, prompt: str | list[int], tokens: int, seed: int
+) -> str:
+    """Return the text with which the model in `folder`, a Hugging Face model, continues `prompt`
+    (temperature 0.8).
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     else:
-        inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt), dtype=torch.long)}
+        inputs = {
+            "input_ids": torch.tensor([prompt]),
+            "attention_mask": torch.ones(1, len(prompt), dtype=torch.long),
+        }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         written = model.generate(

@@ -32,11 +32,17 @@ MERGED = "final-merged"
 SLOW = 0.1
 """The share of the time spent waiting for data above which the user is told."""
 SIGN_SECONDS = 600.0
-"""Seconds without a line, after which one is printed if nothing else shows that the run continues."""
+"""Seconds without a line, after which one is printed if nothing else shows that the run
+continues.
+"""
 SLOW_DISK = 50e6
-"""The lowest speed, in bytes/s, assumed for a save: at that speed its time without a sign of life is no hang."""
+"""The lowest speed, in bytes/s, assumed for a save: at that speed its time without a sign of life
+is no hang.
+"""
 Saver = Callable[[Sequence[StateTensor], Callable[[Sequence[StateTensor], Ranks], None]], None]
-"""Saves state tensors by the given function, called with the ranks to agree with: at once, or in the background."""
+"""Saves state tensors by the given function, called with the ranks to agree with: at once, or in
+the background.
+"""
 
 
 @dataclass
@@ -59,7 +65,9 @@ class RunHooks(Hooks):
         prepared, ranks, state = self.prepared, self.machine.ranks, self.meter.state
         section = prepared.config.trainer
         self.patience = Patience(section.evaluation.patience)
-        self._samples = SampleLog(self.folder / "logs", ranks.rank) if section.log.sample_ids else None
+        self._samples = (
+            SampleLog(self.folder / "logs", ranks.rank) if section.log.sample_ids else None
+        )
         self._skipped = Skipped(ranks, watching=prepared.layout.precision != "float16")
         self._slow_data = SlowData(prepared)
         self._sign_of_life = SignOfLife(self.console, prepared.steps)
@@ -72,7 +80,9 @@ class RunHooks(Hooks):
             say(self.console, line)
         by_source = self.prepared.subject.losses_by_source(metrics, self.machine.device)
         state = replace(state, engine=self.engine.scalars())
-        record = replace(self.meter.record(state, metrics, update, self._skipped.total), by_source=by_source)
+        record = replace(
+            self.meter.record(state, metrics, update, self._skipped.total), by_source=by_source
+        )
         for tracker in self.trackers:
             tracker.record(record)
         for line in self._slow_data.lines(record):
@@ -84,7 +94,8 @@ class RunHooks(Hooks):
         batching = Batching.of(layout, machine.ranks.rank, machine.device, self.prepared.workers)
         given = (subject.task, batching, limit, machine.watch.moves)
         by_source = {
-            name: held_out_loss(self.engine, source, *given) for name, source in subject.data.evaluations.items()
+            name: held_out_loss(self.engine, source, *given)
+            for name, source in subject.data.evaluations.items()
         }
         if not by_source:
             return False
@@ -94,7 +105,9 @@ class RunHooks(Hooks):
         losses = {name: one.loss for name, one in by_source.items() if name}
         measures = found.measures | subject.measures(found.loss)
         for tracker in self.trackers:
-            tracker.evaluation(Evaluation(state.step, found.loss, found.targets, **measures, by_source=losses))
+            tracker.evaluation(
+                Evaluation(state.step, found.loss, found.targets, **measures, by_source=losses)
+            )
         return self.patience.ends(state.step, found.loss)
 
     def save(self, state: RunState) -> None:
@@ -103,7 +116,9 @@ class RunHooks(Hooks):
         moves = partial(self.machine.watch.moves, saved_bytes(prepared) / SLOW_DISK)
         moves()
         if prepared.subject.check.goes_on:
-            say(self.console, "note: the checkpoint waits until all prepared data has been compared")
+            say(
+                self.console, "note: the checkpoint waits until all prepared data has been compared"
+            )
         position = replace(state, engine=self.engine.scalars())
         description = {
             **describe.run_description(prepared),
@@ -114,7 +129,9 @@ class RunHooks(Hooks):
         def write(entries: Sequence[StateTensor], agreeing: Ranks) -> None:
             files, dtype = partial(write_model_files, prepared), stored_dtype(prepared)
             agreeing.await_each(lambda: prepared.subject.check.wait(moves))
-            checkpoint.save(directory, position, entries, description, files, agreeing, dtype, spec.files.stem)
+            checkpoint.save(
+                directory, position, entries, description, files, agreeing, dtype, spec.files.stem
+            )
             agreeing.on_keepers(lambda: checkpoint.prune(directory, kept.keep_last, kept.keep_best))
 
         self.saver(stored(spec, self.engine.state_tensors()), write)
@@ -137,7 +154,8 @@ class RunHooks(Hooks):
 
 
 class Patience:
-    """Ends a run after so many evaluations in a row without a lower held-out loss (`trainer.evaluation.patience`).
+    """Ends a run after so many evaluations in a row without a lower held-out loss
+    (`trainer.evaluation.patience`).
 
     A resumed run starts counting anew.
     """
@@ -147,7 +165,9 @@ class Patience:
         self._lowest, self._at, self._since = math.inf, 0, 0
 
     def ends(self, step: int, loss: float) -> bool:
-        """Return True if this evaluation was one too many. The same on every rank, as the loss is."""
+        """Return True if this evaluation was one too many. The same on every rank, as the loss
+        is.
+        """
         if loss < self._lowest:
             self._lowest, self._at, self._since = loss, step, 0
         else:
@@ -164,21 +184,29 @@ class Patience:
 
 
 def saved_bytes(prepared: Prepared) -> int:
-    """Return the bytes of a checkpoint: weights, and float32 masters and two moments of trained parameters."""
+    """Return the bytes of a checkpoint: weights, and float32 masters and two moments of trained
+    parameters.
+    """
     spec = prepared.subject.spec
     weights = prepared.learned if spec.training.unsaved else spec.parameters
     return 4 * weights + 12 * prepared.learned
 
 
 class SignOfLife:
-    """Prints now and then which step is in progress, without a terminal and if logged steps are far apart."""
+    """Prints now and then which step is in progress, without a terminal and if logged steps are far
+    apart.
+    """
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console, self._steps, self._spoken = console, steps, time.monotonic()
 
     def at(self, phase: Phase, step: int) -> None:
         now = time.monotonic()
-        if phase is Phase.TRAINING and not self._console.is_terminal and now - self._spoken > SIGN_SECONDS:
+        if (
+            phase is Phase.TRAINING
+            and not self._console.is_terminal
+            and now - self._spoken > SIGN_SECONDS
+        ):
             self._spoken = now
             say(self._console, f"step {step}/{self._steps} is made")
         elif phase in (Phase.LOGGING, Phase.EVALUATING):
@@ -194,10 +222,13 @@ class SlowData:
 
     def lines(self, record: Record) -> Iterator[str]:
         self._logged += 1
-        if record.data_wait > SLOW and self._logged > 1 and not self._noted:  # the first steps wait for the start
+        if (
+            record.data_wait > SLOW and self._logged > 1 and not self._noted
+        ):  # the first steps wait for the start
             self._noted = True
             yield (
-                f"note: {record.data_wait:.0%} of the time goes by waiting for data: the loader is slower than the "
+                f"note: {record.data_wait:.0%} of the time goes by waiting for data: the loader is "
+                "slower than the "
                 f"device{self._advice}"
             )
 
@@ -219,7 +250,9 @@ def export(prepared: Prepared, engine: Engine, folder: Path, ranks: Ranks) -> No
     checkpoint.export(final, weights, files, ranks, dtype, spec.files.stem, spec.one_file)
     if spec.files.merged is not None:
         merged = spec.files.merged(final)
-        files = partial(write_model_files, replace(prepared, subject=replace(prepared.subject, spec=merged)))
+        files = partial(
+            write_model_files, replace(prepared, subject=replace(prepared.subject, spec=merged))
+        )
         checkpoint.export(folder / MERGED, given_tensors(merged, ranks), files, ranks, dtype)
 
 

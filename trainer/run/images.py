@@ -1,4 +1,6 @@
-"""The subject of an image classification run: a classifier, by name or given, on labelled images."""
+"""The subject of an image classification run: a classifier, by name or given, on labelled
+images.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,17 @@ def expected(section: TrainerSection, cache: Path) -> Images:
         training = section.data.model_copy(update={"evaluation_path": None})
         return open_images(training, options, section.seed, cache, ALONE).images
     known = SHAPES.get(name)
-    count, mode = known[:2] if known else (options.classes or arguments_of(section).get("num_classes"), "RGB")
+    count, mode = (
+        known[:2] if known else (options.classes or arguments_of(section).get("num_classes"), "RGB")
+    )
     size = options.size or (known[2] if known else None)
     if size is None or type(count) is not int or not 1 <= count <= MOST_CLASSES:
         seen = f"not said, and images of {path} can't be looked at here"
         mend = "Set both, such as trainer.images.size=224 trainer.images.classes=1000"
         expected = f"numbers, and at most {MOST_CLASSES:,} classes"
-        raise ConfigError(Problem("trainer.images.size, trainer.images.classes", seen, expected, mend))
+        raise ConfigError(
+            Problem("trainer.images.size, trainer.images.classes", seen, expected, mend)
+        )
     height, width = (size, size) if isinstance(size, int) else size
     mode = mode if options.mode == "auto" else options.mode
     plain = Images(tuple(map(str, range(count))), mode, (height, width), (), ())
@@ -55,7 +61,9 @@ def expected(section: TrainerSection, cache: Path) -> Images:
 
 
 def named_in(section: TrainerSection) -> Classifier:
-    """Return the classifier that the config names. Raises ConfigError for none, or an unknown name."""
+    """Return the classifier that the config names. Raises ConfigError for none, or an unknown
+    name.
+    """
     if (name := section.model.name_or_path) is None:
         raise ConfigError(Problem("trainer.model.name_or_path", "nothing", classifiers.NAMES))
     return classifiers.named(name, arguments_of(section), section.model.weights)
@@ -73,7 +81,9 @@ def spec_of(
     model: Callable[[], nn.Module] | None = None,
     blocks: str | None = None,
 ) -> ModelSpec:
-    """Build the spec of the config's classifier, completed from the images; or of a given `model`."""
+    """Build the spec of the config's classifier, completed from the images; or of a given
+    `model`.
+    """
     pattern = blocks or section.model.blocks
     if classifier is None:
         assert model is not None
@@ -83,30 +93,52 @@ def spec_of(
         classifier = classifier.completed(images)
         spec = classifiers.spec_of(classifier, pattern, section.seed)
         if (trained_on := classifier.normalised_by) not in (None, (images.mean, images.std)):
-            note = f"{section.model.weights} was trained on images of another mean and deviation: {trained_on}"
+            note = (
+                f"{section.model.weights} was trained on images of another mean and deviation: "
+                f"{trained_on}"
+            )
             mend = 'trainer.images.normalize="imagenet"'
             spec = replace(spec, notes=(*spec.notes, f"{note} ({mend})"))
 
     def save(folder: Any, dtype: torch.dtype | None) -> None:
-        (Path(folder) / classifiers.DESCRIPTION).write_text(classifiers.describe(classifier, images))
+        (Path(folder) / classifiers.DESCRIPTION).write_text(
+            classifiers.describe(classifier, images)
+        )
 
     files = replace(spec.files, save_config=save, opens="trainer.open_classifier")
     return replace(spec, files=files)
 
 
 def check(
-    spec: ModelSpec, task: ImageClassification, images: Images, path: str, layout: Layout, first: list[Any]
+    spec: ModelSpec,
+    task: ImageClassification,
+    images: Images,
+    path: str,
+    layout: Layout,
+    first: list[Any],
 ) -> None:
-    """Raise for an unsupported layout, for images that the model can't take, and for other numbers of classes."""
+    """Raise for an unsupported layout, for images that the model can't take, and for other numbers
+    of classes.
+    """
     model = spec.build()
     if layout.tensor > 1:
-        seen = f"{layout.tensor}, and nothing says how the layers of an image classifier are split over ranks"
+        seen = (
+            f"{layout.tensor}, and nothing says how the layers of an image classifier are "
+            "split "
+            "over ranks"
+        )
         mend = "Use ZeRO-3, FSDP or pipeline.stages for a model that is too large."
         raise ConfigError(Problem(f"tensor_parallel.autotp_size: {spec.name}", seen, "1", mend))
     convolution = next((inner for inner in model.modules() if isinstance(inner, nn.Conv2d)), None)
     if convolution is not None and convolution.in_channels != images.channels:
-        kind = "grey images, with 1 channel" if images.mode == "L" else "colour images, with 3 channels"
+        kind = (
+            "grey images, with 1 channel"
+            if images.mode == "L"
+            else "colour images, with 3 channels"
+        )
         mend = f'Set trainer.images.mode="{"RGB" if images.mode == "L" else "L"}"'
-        expected = f"{convolution.in_channels} channels, which the first convolution of {spec.name} takes"
+        expected = (
+            f"{convolution.in_channels} channels, which the first convolution of {spec.name} takes"
+        )
         raise DataError(Problem(f"trainer.data: {path}", kind, expected, mend))
     task.check_output(first, spec.name)

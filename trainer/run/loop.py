@@ -14,7 +14,9 @@ from trainer.supervise.phase import Phase
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """The length of a run, and the intervals of its events, in optimizer steps; None: only at the end."""
+    """The length of a run, and the intervals of its events, in optimizer steps; None: only at the
+    end.
+    """
 
     steps: int
     train_batch: int
@@ -24,7 +26,9 @@ class LoopPlan:
 
 
 class Hooks:
-    """The methods that the loop calls. All are collective: all ranks call them at the same steps."""
+    """The methods that the loop calls. All are collective: all ranks call them at the same
+    steps.
+    """
 
     def log(self, state: RunState, metrics: Metrics, update: Update) -> None:
         """Report a step; the host may wait for the device here."""
@@ -40,7 +44,9 @@ class Hooks:
         """Note a step, each time, without waiting for the device."""
 
     def stop(self) -> Callable[[], bool]:
-        """Begin to ask, before a step, if the run must save and stop; the result is called after it."""
+        """Begin to ask, before a step, if the run must save and stop; the result is called after
+        it.
+        """
         return lambda: False
 
     def at(self, phase: Phase, step: int) -> None:
@@ -48,9 +54,16 @@ class Hooks:
 
 
 def train(
-    engine: Engine, loader: BatchLoader, schedule: LRSchedule, plan: LoopPlan, hooks: Hooks, state: RunState
+    engine: Engine,
+    loader: BatchLoader,
+    schedule: LRSchedule,
+    plan: LoopPlan,
+    hooks: Hooks,
+    state: RunState,
 ) -> RunState:
-    """Train from `state` to `plan.steps`; return the last state. The only host synchronisation is in the hooks."""
+    """Train from `state` to `plan.steps`; return the last state. The only host synchronisation is
+    in the hooks.
+    """
     tokens = None
     hooks.at(Phase.WAITING, state.step + 1)
     for batches in loader:
@@ -64,7 +77,11 @@ def train(
         logs, saves = due(done, plan.steps, plan.log_every), due(done, plan.steps, plan.save_every)
         evaluates, stops = due(done, plan.steps, plan.evaluate_every), stop()
         if logs or saves or evaluates or stops:
-            state = RunState(done, state.samples + (done - state.step) * plan.train_batch, state.tokens + int(tokens))
+            state = RunState(
+                done,
+                state.samples + (done - state.step) * plan.train_batch,
+                state.tokens + int(tokens),
+            )
             tokens = None
         if logs:
             hooks.at(Phase.LOGGING, done)

@@ -1,4 +1,6 @@
-"""The `Record` of a logged step from the loop's metrics, where the host waits, and steps that changed nothing."""
+"""The `Record` of a logged step from the loop's metrics, where the host waits, and steps that
+changed nothing.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class Meter:
     positions: int = 0
 
     def record(self, state: RunState, metrics: Metrics, update: Update, skipped: int) -> Record:
-        """Record the steps since the last call; `skipped` is the number so far that changed nothing. Collective.
+        """Record the steps since the last call; `skipped` is the number so far that changed
+        nothing. Collective.
 
         Raises NumericsError if the loss is not finite but the gradient is: the step was then taken.
         """
@@ -79,7 +82,9 @@ class Meter:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return the bytes that torch allocated on a GPU at the peak, or the process's largest resident set."""
+    """Return the bytes that torch allocated on a GPU at the peak, or the process's largest resident
+    set.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -123,14 +128,24 @@ class Skipped:
             self.total += 1
             mine = [int(index) for part in batches.ids for index in part]
             samples = sorted({index for theirs in self._ranks.gather(mine) for index in theirs})
-            names = ", ".join(map(str, samples[:_NAMED])) + (", ..." if len(samples) > _NAMED else "")
-            found.append(f"step {batches.step + 1} skipped: its gradient is not finite (samples {names})")
+            names = ", ".join(map(str, samples[:_NAMED])) + (
+                ", ..." if len(samples) > _NAMED else ""
+            )
+            found.append(
+                f"step {batches.step + 1} skipped: its gradient is not finite (samples {names})"
+            )
             if self._row == IN_A_ROW:
                 raise self._too_many(batches.step + 1, names)
         self._recent = []
         return found
 
     def _too_many(self, step: int, names: str) -> MeshloomError:
-        place, actual = f"steps {step - IN_A_ROW + 1} to {step}", f"no finite gradient {IN_A_ROW} times in a row"
-        hint = f"Lower the learning rate, or look at the last samples ({names}); the last checkpoint is good"
+        place, actual = (
+            f"steps {step - IN_A_ROW + 1} to {step}",
+            f"no finite gradient {IN_A_ROW} times in a row",
+        )
+        hint = (
+            f"Lower the learning rate, or look at the last samples ({names}); the last "
+            "checkpoint is good"
+        )
         return shared(NumericsError(Problem(place, actual, "a finite gradient", hint)))

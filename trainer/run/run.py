@@ -6,7 +6,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, redirect_stdout, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    nullcontext,
+    redirect_stdout,
+    suppress,
+)
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -78,7 +85,9 @@ class History:
     def close(self) -> None: ...
 
 
-def run(config: Config, request: Request, world: World, output: Output, signals: StopSignals) -> int:
+def run(
+    config: Config, request: Request, world: World, output: Output, signals: StopSignals
+) -> int:
     """Train, or with `dry_run` show what would be trained; return the exit code. Collective."""
     console, signs = output.console, output.signs
     notes = notes_of(os.environ)
@@ -87,12 +96,16 @@ def run(config: Config, request: Request, world: World, output: Output, signals:
     if world_of(os.environ) is not None:
         leave_with_launcher(own=notes is not None)
     try:
-        signs.at(f"waiting for {world.world_size} ranks" if world.world_size > 1 else "making ready")
+        signs.at(
+            f"waiting for {world.world_size} ranks" if world.world_size > 1 else "making ready"
+        )
         machine = join(config, world, output.say)
         watch = ending.start_watch(config, machine.ranks, lambda line: say(console, line))
         quiet_libraries()
         log_to = lambda folder: output.log_to(ending.begin_in(folder))  # noqa: E731
-        execute(config, request, replace(machine, watch=watch, signs=signs), console, signals, log_to)
+        execute(
+            config, request, replace(machine, watch=watch, signs=signs), console, signals, log_to
+        )
         if machine.ranks.world_size > 1:
             watch.at(Phase.LEAVING)
             dist.barrier()
@@ -100,7 +113,9 @@ def run(config: Config, request: Request, world: World, output: Output, signals:
     except BaseException as error:  # the last place where it can become an exit code
         with suppress(OSError):  # the disk that holds the log may be full
             traceback.print_exc()
-        if not isinstance(error, MeshloomError) and signals.explain_failure(others=world.world_size > 1):
+        if not isinstance(error, MeshloomError) and signals.explain_failure(
+            others=world.world_size > 1
+        ):
             error = preempted(0)
         signals.release()
         return ending.after(error)
@@ -128,10 +143,16 @@ def execute(
     log_to: Callable[[Path], None] = lambda folder: None,
     given: Given | None = None,
 ) -> Result | None:
-    """Run in processes that have met; None for a dry run. `log_to` is called with the run's folder. Collective."""
+    """Run in processes that have met; None for a dry run. `log_to` is called with the run's folder.
+    Collective.
+    """
     signs = machine.signs
     signs.at("looking at the run's folder")
-    start = None if request.dry_run or request.preview is not None else resume.choose(config, request, machine.ranks)
+    start = (
+        None
+        if request.dry_run or request.preview is not None
+        else resume.choose(config, request, machine.ranks)
+    )
     if start is not None and start.finished:
         again = "--fresh starts one like it, more trainer.steps make it longer with --resume auto"
         say(console, f"finished: {start.folder / 'final'} is there already; {again}")
@@ -165,15 +186,21 @@ def _train(
     signals: StopSignals | NoSignals,
     trackers: list[Tracker],
 ) -> None:
-    """Train and export the model. `trackers` are used on every rank; those of the config on rank 0."""
+    """Train and export the model. `trackers` are used on every rank; those of the config on rank
+    0.
+    """
     config, ranks = prepared.config, machine.ranks
     section, folder, source = config.trainer, start.folder, start.source
     changed = []
     if source is not None and not request.resume_anyway:
-        changed = ranks.on_first(lambda: resume.refuse_changed(source, describe.run_description(prepared)))
+        changed = ranks.on_first(
+            lambda: resume.refuse_changed(source, describe.run_description(prepared))
+        )
     for line in [*start.lines, *changed]:
         say(console, f"resume  {line}")
-    ranks.on_keepers(lambda: checkpoint.ensure_writable(folder / "checkpoints", saved_bytes(prepared)))
+    ranks.on_keepers(
+        lambda: checkpoint.ensure_writable(folder / "checkpoints", saved_bytes(prepared))
+    )
     ranks.on_keepers(lambda: describe.write(folder, prepared, machine, request.overrides))
     machine.watch.plan(prepared.steps)
     compared = request.memory_check(prepared, machine, folder, console)
@@ -189,15 +216,27 @@ def _train(
         loader = stack.enter_context(_loader(prepared, machine, position))
         flops = prepared.subject.flops(section)
         sharers = prepared.layout.world_size // prepared.layout.data_ranks
-        meter = Meter(prepared.steps, machine.device, sharers, flops, peak_of(machine.device), loader, position)
+        meter = Meter(
+            prepared.steps,
+            machine.device,
+            sharers,
+            flops,
+            peak_of(machine.device),
+            loader,
+            position,
+        )
         saver: Saver = lambda entries, write: write(entries, ranks)  # noqa: E731
         if section.checkpoint.asynchronous:
             saver = stack.enter_context(checkpoint.Background(ranks.on_host())).save
         watchers = _watchers(stack, prepared, machine, folder, position, source)
-        hooks = RunHooks(prepared, machine, folder, engine, meter, trackers, console, saver, signals, watchers)
+        hooks = RunHooks(
+            prepared, machine, folder, engine, meter, trackers, console, saver, signals, watchers
+        )
         signals.saving()
         machine.signs.at("making the first step")
-        schedule = schedule_of(vars(config.optimizer), vars(config.scheduler) if config.scheduler else None)
+        schedule = schedule_of(
+            vars(config.optimizer), vars(config.scheduler) if config.scheduler else None
+        )
         with _reports(config, ranks, console), prepared.subject.check:
             position = loop(engine, loader, schedule, _plan(prepared), hooks, position)
     machine.signs.hide()
@@ -226,11 +265,21 @@ def _plan(prepared: Prepared) -> LoopPlan:
 def _built(
     prepared: Prepared, request: Request, machine: Machine, source: Path | None, console: Console
 ) -> tuple[Engine, RunState]:
-    """Build the engine, with the state of checkpoint `source` if any; return it and the position. Collective."""
+    """Build the engine, with the state of checkpoint `source` if any; return it and the position.
+    Collective.
+    """
     config, ranks, position = prepared.config, machine.ranks, RunState()
     seed, deepspeed = config.trainer.seed, config.deepspeed
     engine = prepared.engine.build(
-        Job(prepared.layout, prepared.subject.spec, prepared.subject.task, deepspeed, seed, machine, prepared.undecayed)
+        Job(
+            prepared.layout,
+            prepared.subject.spec,
+            prepared.subject.task,
+            deepspeed,
+            seed,
+            machine,
+            prepared.undecayed,
+        )
     )
     prepared.subject.spec.weights.release()
     for note in engine.notes:
@@ -238,19 +287,33 @@ def _built(
     if source is not None:
         machine.signs.at(f"reading {source}")
         if not request.weights_only:
-            engine.restore(ranks.on_first(lambda: checkpoint.read_description(source)["position"]["engine"]))
+            engine.restore(
+                ranks.on_first(lambda: checkpoint.read_description(source)["position"]["engine"])
+            )
         entries = stored(prepared.subject.spec, engine.state_tensors())
         position = checkpoint.load(source, entries, ranks, request.weights_only)
-        say(console, f"resumed from {source}: step {position.step}, {position.samples:,} samples seen")
+        say(
+            console,
+            f"resumed from {source}: step {position.step}, {position.samples:,} samples seen",
+        )
     return engine, position
 
 
 def _watchers(
-    stack: ExitStack, prepared: Prepared, machine: Machine, folder: Path, position: RunState, source: Path | None
+    stack: ExitStack,
+    prepared: Prepared,
+    machine: Machine,
+    folder: Path,
+    position: RunState,
+    source: Path | None,
 ) -> list[Callable[[Phase, int], None]]:
-    """Return the watchers of the loop's phases on this rank: the timeline and, if requested, a profiler."""
+    """Return the watchers of the loop's phases on this rank: the timeline and, if requested, a
+    profiler.
+    """
     wanted, first = prepared.config.trainer.profile, machine.ranks.first
-    timeline = stack.enter_context(Timeline(folder if first else None, prepared.steps, position.step, source))
+    timeline = stack.enter_context(
+        Timeline(folder if first else None, prepared.steps, position.step, source)
+    )
     if wanted is None or not first:
         return [timeline.at]
     profiler = StepProfiler(wanted, folder, machine.device)
@@ -260,14 +323,25 @@ def _watchers(
 
 def _reports(config: Config, ranks: Ranks, console: Console) -> AbstractContextManager[Any]:
     """Send the config's breakdowns to the user: DeepSpeed prints them on the first rank."""
-    return redirect_stdout(console.file) if ranks.first and support.has_reports(config) else nullcontext()
+    return (
+        redirect_stdout(console.file)
+        if ranks.first and support.has_reports(config)
+        else nullcontext()
+    )
 
 
 def _loader(prepared: Prepared, machine: Machine, position: RunState) -> BatchLoader:
     subject, seed = prepared.subject, prepared.config.trainer.seed
     batching = Batching.of(prepared.layout, machine.ranks.rank, machine.device, prepared.workers)
     steps = range(position.step, prepared.steps)
-    return BatchLoader(subject.data.train, subject.task.collate, batching, steps, seed=seed, position=position.samples)
+    return BatchLoader(
+        subject.data.train,
+        subject.task.collate,
+        batching,
+        steps,
+        seed=seed,
+        position=position.samples,
+    )
 
 
 def _gpu_notes(prepared: Prepared, machine: Machine) -> Iterator[str]:
@@ -276,11 +350,14 @@ def _gpu_notes(prepared: Prepared, machine: Machine) -> Iterator[str]:
         return
     if prepared.layout.precision == "float32" and torch.get_float32_matmul_precision() == "highest":
         yield (
-            "note    float32 on a GPU, without TF32: matrix products take several times as long as they could. Set "
-            "bf16.enabled=true, or TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in the environment for TF32's 10-bit mantissas"
+            "note    float32 on a GPU, without TF32: matrix products take several times as long as "
+            "they could. Set "
+            "bf16.enabled=true, or TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in the environment for "
+            "TF32's 10-bit mantissas"
         )
     if machine.ranks.world_size > 1:
         yield (
-            "note    a rank that is slower than the others is not told here: it is found by whose host waits in "
+            "note    a rank that is slower than the others is not told here: it is found by whose "
+            "host waits in "
             "collectives, and NCCL's wait on the device"
         )

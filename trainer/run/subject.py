@@ -60,7 +60,9 @@ class Given:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, its task and its data: here an own module on pairs (input, target), with its own loss."""
+    """A model, its task and its data: here an own module on pairs (input, target), with its own
+    loss.
+    """
 
     spec: ModelSpec
     task: Task
@@ -108,14 +110,18 @@ class Subject:
         return None not in (section.model.name_or_path, section.data.path)
 
     def describe_to(self, planned: dict[str, Any]) -> None:
-        """Add to the `trainer` section of a config to be planned what is known of the data since it was opened."""
+        """Add to the `trainer` section of a config to be planned what is known of the data since it
+        was opened.
+        """
 
     def measures(self, loss: float) -> dict[str, float]:
         """Further figures of an evaluation, by name."""
         return {}
 
     def losses_by_source(self, metrics: Metrics, device: torch.device) -> dict[str, float] | None:
-        """Training losses since the last call, by source; None unless asked for. Before the loss. Collective."""
+        """Training losses since the last call, by source; None unless asked for. Before the loss.
+        Collective.
+        """
         return None
 
     def save(self, folder: Path) -> None:
@@ -202,11 +208,17 @@ class ImageSubject(Subject):
 
     def describe_to(self, planned: dict[str, Any]) -> None:
         found = self.data.images
-        planned["images"] |= {"size": list(found.size), "mode": found.mode, "classes": len(found.classes)}
+        planned["images"] |= {
+            "size": list(found.size),
+            "mode": found.mode,
+            "classes": len(found.classes),
+        }
         planned["data"]["path"] = None
 
 
-def subject_of(config: Config, given: Given | None, layout: Layout, ranks: Ranks, progress: Progress) -> Subject:
+def subject_of(
+    config: Config, given: Given | None, layout: Layout, ranks: Ranks, progress: Progress
+) -> Subject:
     """The subject that a config names or a script hands in. Collective.
 
     Raises ConfigError or DataError for what does not fit together.
@@ -214,11 +226,18 @@ def subject_of(config: Config, given: Given | None, layout: Layout, ranks: Ranks
     if config.trainer.task == "image_classification":
         found = image_classifier(config, given or Given(), layout, ranks)
         return replace(found, spec=amended(found.spec, config.trainer, ranks))
-    return language_model(config, ranks, progress) if given is None else own_module(config, given, ranks)
+    return (
+        language_model(config, ranks, progress)
+        if given is None
+        else own_module(config, given, ranks)
+    )
 
 
-def amended(spec: ModelSpec, section: TrainerSection, ranks: Ranks, *, copied: bool = False) -> ModelSpec:
-    """Apply the config's changes to a model's spec; `copied` if the config means a larger model. Collective.
+def amended(
+    spec: ModelSpec, section: TrainerSection, ranks: Ranks, *, copied: bool = False
+) -> ModelSpec:
+    """Apply the config's changes to a model's spec; `copied` if the config means a larger model.
+    Collective.
 
     Raises ConfigError for changes that do not fit the model.
     """
@@ -232,7 +251,9 @@ def amended(spec: ModelSpec, section: TrainerSection, ranks: Ranks, *, copied: b
 
 
 def own_module(config: Config, given: Given, ranks: Ranks) -> Subject:
-    """Build the subject of an own module on own data. Raises ConfigError if the config names one, too. Collective."""
+    """Build the subject of an own module on own data. Raises ConfigError if the config names one,
+    too. Collective.
+    """
     section = config.trainer
     named = {
         "trainer.model.name_or_path": section.model.name_or_path,
@@ -241,7 +262,9 @@ def own_module(config: Config, given: Given, ranks: Ranks) -> Subject:
     }
     for key, value in named.items():
         if value is not None:
-            raise ConfigError(Problem(key, str(value), "nothing: the model and the data are handed in"))
+            raise ConfigError(
+                Problem(key, str(value), "nothing: the model and the data are handed in")
+            )
     if given.model is None or given.data is None or given.loss is None:
         expected = 'a model, data and a loss, or the task "image_classification"'
         raise ConfigError(Problem("train", "not all of what is trained", expected))
@@ -249,7 +272,9 @@ def own_module(config: Config, given: Given, ranks: Ranks) -> Subject:
     spec = module.spec_of(given.model, given.blocks, section.seed)
     task = Supervised(given.loss, spec.build, spec.blocks)
     first = [data.train[i] for i in range(min(4, len(data.train)))]
-    ranks.on_first(Alone()(lambda: task.collate(first) and None))  # an error in them is reported once
+    ranks.on_first(
+        Alone()(lambda: task.collate(first) and None)
+    )  # an error in them is reported once
     return Subject(amended(spec, section, ranks).tried_on(task.trial(first)), task, data)
 
 
@@ -258,16 +283,23 @@ def image_classifier(config: Config, given: Given, layout: Layout, ranks: Ranks)
     section = config.trainer
     if given.loss is not None:
         seen = 'a loss, with the task "image_classification"'
-        raise ConfigError(Problem("loss", seen, "none: it is the cross entropy", "Leave trainer.task out."))
+        raise ConfigError(
+            Problem("loss", seen, "none: it is the cross entropy", "Leave trainer.task out.")
+        )
     own = None if given.data is None else (given.data, given.evaluation_data)
     name, path = section.model.name_or_path, section.data.path
-    for key, handed, named in (("trainer.model.name_or_path", given.model, name), ("trainer.data.path", own, path)):
+    for key, handed, named in (
+        ("trainer.model.name_or_path", given.model, name),
+        ("trainer.data.path", own, path),
+    ):
         if handed is not None and named is not None:
             raise ConfigError(Problem(key, str(named), "nothing: it is handed in"))
     classifier = None
     if given.model is None:
         classifier = pretrained = ranks.on_own(lambda: images.named_in(section))
-        ranks.await_first(lambda: pretrained.state() and None)  # where it is downloaded, that is done once
+        ranks.await_first(
+            lambda: pretrained.state() and None
+        )  # where it is downloaded, that is done once
     data = open_images(section.data, section.images, section.seed, cache_folder(), ranks, own)
     spec = images.spec_of(section, data.images, classifier, given.model, given.blocks)
     task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)
@@ -287,7 +319,9 @@ def language_model(config: Config, ranks: Ranks, progress: Progress) -> Subject:
     spec = amended(huggingface.spec_of(architecture, section.model), section, ranks)
     _check_vocabulary(data.largest_token_id, spec)
     _check_length(section.data.sequence_length, spec.language.positions)
-    spec = replace(spec, notes=(*spec.notes, *_say_rotary(section.data.sequence_length, architecture)))
+    spec = replace(
+        spec, notes=(*spec.notes, *_say_rotary(section.data.sequence_length, architecture))
+    )
     task = CausalLM.of(spec, tokenizer.pad_token_id or 0)
     return LanguageSubject(spec, task, data, tokenizer, section.data.packs, data.check)
 
@@ -309,7 +343,10 @@ def _check_vocabulary(largest: int, spec: ModelSpec) -> None:
                 "tokenizer",
                 f"the data has token id {largest}",
                 f"ids below {spec.language.vocabulary}, the rows of the embedding of {spec.name}",
-                "Use the model's own tokenizer (trainer.data.tokenizer), or a vocab_size that holds all ids",
+                (
+                    "Use the model's own tokenizer (trainer.data.tokenizer), or a vocab_size that "
+                    "holds all ids"
+                ),
             )
         )
 
@@ -317,18 +354,29 @@ def _check_vocabulary(largest: int, spec: ModelSpec) -> None:
 def _check_length(sequence: int, longest: int | None) -> None:
     if longest is not None and sequence > longest:
         raise ConfigError(
-            Problem("trainer.data.sequence_length", str(sequence), f"at most the model's {longest} positions")
+            Problem(
+                "trainer.data.sequence_length",
+                str(sequence),
+                f"at most the model's {longest} positions",
+            )
         )
 
 
 def _say_rotary(sequence: int, architecture: Any) -> tuple[str, ...]:
-    """Warn if rotary embeddings depend on the longest row of a micro-batch: a tiny copy's rows are too short."""
+    """Warn if rotary embeddings depend on the longest row of a micro-batch: a tiny copy's rows are
+    too short.
+    """
     rope = getattr(architecture.get_text_config(), "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
-    limits = [kind.get("original_max_position_embeddings") for kind in kinds if kind.get("rope_type") == "longrope"]
+    limits = [
+        kind.get("original_max_position_embeddings")
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    ]
     if not (reached := [limit for limit in limits if limit and sequence > limit]):
         return ()
     line = (
-        f"its rotary embeddings (longrope) turn otherwise in a micro-batch with a row of more than {reached[0]} tokens"
+        "its rotary embeddings (longrope) turn otherwise in a micro-batch with a row of more "
+        f"than {reached[0]} tokens"
     )
     return (f"{line}: its loss depends on which samples share a micro-batch",)

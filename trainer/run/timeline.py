@@ -18,19 +18,23 @@ if TYPE_CHECKING:
     import torch
 
 NAME, PROFILE, TRACE = "timeline.jsonl", "profile", "trace-rank-0.json.gz"
-"""In the run's folder: the lines, and the folder of what `trainer.profile` records, with its file."""
+"""In the run's folder: the lines, and the folder of what `trainer.profile` records, with its
+file.
+"""
 ALONE = {Phase.EVALUATING: "evaluated", Phase.SAVING: "saved"}
 """Phases that have a line each, by its event; the others are summed between log lines."""
 
 
 class Timeline:
-    """Writes a line for each start, log line, evaluation, save and end, on the first rank; nothing if `folder` is None.
+    """Writes a line for each start, log line, evaluation, save and end, on the first rank; nothing
+    if `folder` is None.
 
     Each has `event`, `step` (the last that was taken), `time` (seconds since 1970); "start" has
     `steps`, and in `source` the checkpoint it resumes from, after the run's earlier lines; "logged"
     has the `seconds` of each phase since the last line; "evaluated" and "saved" have their
     `seconds`; "end" has the class of the exception in `error`. Seconds are the host's: on a GPU a
-    step is launched in "training", and waited for in "logging". A killed run has no end."""
+    step is launched in "training", and waited for in "logging". A killed run has no end.
+    """
 
     def __init__(self, folder: Path | None, steps: int, step: int, source: Path | None) -> None:
         self._lines = JsonLines(folder / NAME) if folder is not None else None
@@ -56,10 +60,14 @@ class Timeline:
     def __enter__(self) -> Timeline:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.at(None, self._step)
-        with nullcontext() if kind is None else suppress(DiskError):  # the original error is reported, not this one
+        with (
+            nullcontext() if kind is None else suppress(DiskError)
+        ):  # the original error is reported, not this one
             self._write("end", error=None if kind is None else kind.__name__)
         if self._lines is not None:
             self._lines.close()
@@ -87,14 +95,21 @@ class StepProfiler:
 
     def at(self, phase: Phase, step: int) -> None:
         """Begin `phase` of step `step`, from 1."""
-        from torch.profiler import ProfilerActivity, profile, record_function  # late: the report needs no torch
+        from torch.profiler import (
+            ProfilerActivity,
+            profile,
+            record_function,
+        )  # late: the report needs no torch
 
         self._phase.close()
         if step > self._last:
             self.close()
         elif step >= self._first:
             if self._profile is None:
-                kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
+                kinds = [
+                    ProfilerActivity.CPU,
+                    *([ProfilerActivity.CUDA] if self._device.type == "cuda" else []),
+                ]
                 self._profile = profile(activities=kinds)
                 self._profile.start()
             self._phase.enter_context(record_function(PREFIX + phase))

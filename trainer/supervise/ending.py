@@ -29,7 +29,8 @@ from trainer.supervise.world import World
 OTHERS_SECONDS = 4.0
 """Seconds for which a rank that lost its connection waits for the rank that knows why."""
 FOLLOWS = re.compile(
-    r"^rank \d+ failed:|closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|aborted)|timed out|"
+    r"^rank \d+ failed:|closed by peer|reset by peer|broken pipe|connection (was "
+    r")?(closed|refused|aborted)|timed out|"
     r"wait timeout|pair closure|NCCL|store of the ranks is gone|failed to (recv|send)|socket",
     re.IGNORECASE,
 )
@@ -38,7 +39,11 @@ FOLLOWS = re.compile(
 
 class Ending:
     def __init__(
-        self, world: World, terminal: TextIO, notes: Notes | None, hush: Callable[[], object] = lambda: None
+        self,
+        world: World,
+        terminal: TextIO,
+        notes: Notes | None,
+        hush: Callable[[], object] = lambda: None,
     ) -> None:
         """Prepare the end of this process; `hush` stops other output on the terminal."""
         self._world, self._terminal, self._notes, self._hush = world, terminal, notes, hush
@@ -71,7 +76,11 @@ class Ending:
         if isinstance(error, MeshloomError):
             self.tell(error.render(), error.exit_code, shared=error.shared)
             return self.end(error.exit_code)
-        where = f"; the whole trace is in {self.log}" if self.log else "\n" + "".join(traceback.format_exception(error))
+        where = (
+            f"; the whole trace is in {self.log}"
+            if self.log
+            else "\n" + "".join(traceback.format_exception(error))
+        )
         at = f", {self.watch.place}" if self.watch else ""
         place = f"rank {self._world.rank} on {socket.gethostname()}{at}"
         message = f"{type(error).__name__}: {error}"
@@ -94,7 +103,9 @@ class Ending:
         return code
 
     def tell(self, text: str, code: int, shared: bool = False, follows: bool = False) -> None:
-        """Report the end; `code`: exit code; `shared`: all ranks report it; `follows`: another rank is the cause."""
+        """Report the end; `code`: exit code; `shared`: all ranks report it; `follows`: another rank
+        is the cause.
+        """
         text = printable(text)
         self._hush()
         if self._notes is not None and self.watch is not None:
@@ -113,11 +124,15 @@ class Ending:
             self._tell_who_is_gone(self.watch, text, code)
         elif self.watch.fails_first() and self._leave_word(text, code):
             self._print(text)
-            if self._world.rank == 0:  # the store ends with it, and with the store the note that it has reported
+            if (
+                self._world.rank == 0
+            ):  # the store ends with it, and with the store the note that it has reported
                 time.sleep(OTHERS_SECONDS / 2)
 
     def _leave_word(self, text: str, code: int) -> bool:
-        """Record the end; return False if another rank has: the store that would tell may be gone."""
+        """Record the end; return False if another rank has: the store that would tell may be
+        gone.
+        """
         with suppress(OSError):  # a full disk may be the reason
             return self.folder is None or status_files.end(self.folder, code, text)
         return True
@@ -128,7 +143,11 @@ class Ending:
         while not gone and not watch.somebody_failed() and time.monotonic() < deadline:
             time.sleep(0.2)
             gone = watch.gone()
-        lost = f"{who(gone)} is gone, at {gone[0].place}: it was killed, or left without a word\n  " if gone else ""
+        lost = (
+            f"{who(gone)} is gone, at {gone[0].place}: it was killed, or left without a word\n  "
+            if gone
+            else ""
+        )
         if watch.fails_first() and self._leave_word(f"{lost}{text}", code):
             self._print(f"{lost}{text}")
 
@@ -153,7 +172,9 @@ def _end_at_last(code: int) -> None:
 
 
 def write_flight_record(path: Path) -> None:
-    """Write the record of this process's NCCL collectives, if PyTorch kept one (TORCH_FR_BUFFER_SIZE)."""
+    """Write the record of this process's NCCL collectives, if PyTorch kept one
+    (TORCH_FR_BUFFER_SIZE).
+    """
     import torch.distributed as dist
     from torch._C import _distributed_c10d
 
@@ -174,7 +195,8 @@ def watched(config: Config, ranks: Ranks, *reports: Callable[..., None]) -> Watc
 
 @contextmanager
 def watched_in_script(config: Config, machine: Machine) -> Iterator[Machine]:
-    """Yield `machine` with a watchdog, which reports a hang on standard error and ends the process. Collective.
+    """Yield `machine` with a watchdog, which reports a hang on standard error and ends the process.
+    Collective.
 
     A process alone waits for nobody and has its user before it, so it is not watched.
     """

@@ -1,4 +1,6 @@
-"""Work of the user's own script in each rank: in the processes of a launcher, or in processes forked here."""
+"""Work of the user's own script in each rank: in the processes of a launcher, or in processes
+forked here.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def _forked(work: Callable[[], T], environments: Sequence[dict[str, str]]) -> T:
     answers: dict[int, Any] = {}
 
     def pass_on(number: int, frame: Any) -> None:
-        """Send a signal to the ranks, which save; a notebook's interrupt reaches this process alone."""
+        """Send a signal to the ranks, which save; a notebook's interrupt reaches this process
+        alone.
+        """
         for child, _ in children:
             if child.exitcode is None:
                 os.kill(child.pid, number)
@@ -62,7 +66,9 @@ def _forked(work: Callable[[], T], environments: Sequence[dict[str, str]]) -> T:
         try:
             for environment in environments:
                 ours, theirs = context.Pipe(duplex=False)
-                child = context.Process(target=_child, args=(work, environment, theirs), daemon=True)
+                child = context.Process(
+                    target=_child, args=(work, environment, theirs), daemon=True
+                )
                 child.start()
                 theirs.close()
                 children.append((child, ours))
@@ -95,7 +101,10 @@ def _silent_end(rank: int, child: Any) -> Exception:
     if -(child.exitcode or 0) in StopSignals.NUMBERS or child.exitcode == Preempted.exit_code:
         return preempted(0)
     if child.exitcode == Stalled.exit_code:
-        actual, hint = "they stood still", "What they waited for stands above (trainer.patience: how long a run may)"
+        actual, hint = (
+            "they stood still",
+            "What they waited for stands above (trainer.patience: how long a run may)",
+        )
         return Stalled(Problem("processes", actual, "ranks that go on", hint))
     return RuntimeError(f"rank {rank} ended without a word, with {child.exitcode}")
 
@@ -114,7 +123,9 @@ def _child(work: Callable[[], Any], environment: dict[str, str], pipe: Connectio
     except MeshloomError as error:
         pipe.send((True, error))
     except BaseException as error:
-        pipe.send((True, RuntimeError(f"rank {environment['RANK']}: {error}\n{traceback.format_exc()}")))
+        pipe.send(
+            (True, RuntimeError(f"rank {environment['RANK']}: {error}\n{traceback.format_exc()}"))
+        )
 
 
 def _refuse_cuda() -> None:
@@ -122,4 +133,8 @@ def _refuse_cuda() -> None:
 
     if torch.cuda.is_initialized():
         actual = "CUDA is in use in this process, which can't be forked then"
-        raise ConfigError(Problem("processes", actual, "a call before CUDA is used, or a launcher such as torchrun"))
+        raise ConfigError(
+            Problem(
+                "processes", actual, "a call before CUDA is used, or a launcher such as torchrun"
+            )
+        )

@@ -1,4 +1,6 @@
-"""The project's own launcher: starts a process per rank, passes signals on, waits for all, and reports the end."""
+"""The project's own launcher: starts a process per rank, passes signals on, waits for all, and
+reports the end.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from trainer.supervise.world import environment_of, free_port
 GRACE_SECONDS = 2.0
 """Seconds in which the others may end by themselves after one process has failed."""
 CAUSE_SECONDS = 10.0
-"""The same, while the failed ones only report that they lost another rank: its process may take long to end."""
+"""The same, while the failed ones only report that they lost another rank: its process may take
+long to end.
+"""
 POLL_SECONDS = 0.05
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 
@@ -68,7 +72,9 @@ class _Forked(ForkProcess):
 
 
 class _Launcher:
-    def __init__(self, count: int, arguments: Sequence[str] | Callable[[], NoReturn], folder: Path) -> None:
+    def __init__(
+        self, count: int, arguments: Sequence[str] | Callable[[], NoReturn], folder: Path
+    ) -> None:
         self._count, self._arguments, self._folder = count, arguments, folder
         self._notes = Notes(folder)
         self._children: list[subprocess.Popen[bytes] | _Forked] = []
@@ -82,10 +88,16 @@ class _Launcher:
         port = free_port()
         for rank in range(self._count):
             if not self._received:
-                environment = {**os.environ, **environment_of(rank, self._count, port), FOLDER: str(self._folder)}
+                environment = {
+                    **os.environ,
+                    **environment_of(rank, self._count, port),
+                    FOLDER: str(self._folder),
+                }
                 self._children.append(self._begun(environment))
         complete = len(self._children) == self._count
-        while complete and self._running() and not any(child.returncode for child in self._children):
+        while (
+            complete and self._running() and not any(child.returncode for child in self._children)
+        ):
             if self._overdue():
                 break
             time.sleep(POLL_SECONDS)
@@ -104,7 +116,11 @@ class _Launcher:
         text, code = self._text(failed, code), 128 - code if code < 0 else code
         if len(self._received) > 1:
             name, code = signal.Signals(self._received[1]).name, 128 + self._received[1]
-            text = f"a second signal, {name}, ended the run at once; the same command goes on from its checkpoint"
+            text = (
+                f"a second signal, {name}, ended the run at once; the same command goes on "
+                "from "
+                "its checkpoint"
+            )
         if text:
             self._say(text)
         if code and (folder := self._notes.folder()) is not None:
@@ -116,7 +132,9 @@ class _Launcher:
         """Start a process in a session of its own, so that Ctrl-C comes once, from here."""
         if callable(self._arguments):
             return _Forked(self._arguments, environment)
-        return subprocess.Popen([sys.executable, *self._arguments], env=environment, start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, *self._arguments], env=environment, start_new_session=True
+        )
 
     def _receive(self, number: int, frame: FrameType | None = None) -> None:
         self._received.append(number)
@@ -144,8 +162,14 @@ class _Launcher:
         return [rank for rank, at in since.items() if time.time() - at > LEAVE_SECONDS]
 
     def _left(self) -> list[int]:
-        """List the ranks that ended with 0 without reporting their end, as when a library ends the process."""
-        return [r for r in self._ended if self._children[r].returncode == 0 and self._notes.over(r) is None]
+        """List the ranks that ended with 0 without reporting their end, as when a library ends the
+        process.
+        """
+        return [
+            r
+            for r in self._ended
+            if self._children[r].returncode == 0 and self._notes.over(r) is None
+        ]
 
     def _failures(self) -> list[Failure]:
         """List the ranks that failed, or reported why they will."""
@@ -154,7 +178,9 @@ class _Launcher:
             if (words := self._notes.end(rank)) is not None:
                 found.append(Failure(rank, words.code, words.at, words))
             elif (child.returncode or rank in self._left()) and rank in self._ended:
-                found.append(Failure(rank, child.returncode or MeshloomError.exit_code, self._ended[rank]))
+                found.append(
+                    Failure(rank, child.returncode or MeshloomError.exit_code, self._ended[rank])
+                )
         return found or [Failure(rank, Stalled.exit_code, self._looked) for rank in self._overdue()]
 
     def _too_young(self, code: int) -> bool:
@@ -172,22 +198,38 @@ class _Launcher:
             time.sleep(POLL_SECONDS)
 
     def _text(self, failed: Failure | None, code: int) -> str:
-        """Return the last line; empty after a good end, and if a process has reported for itself."""
+        """Return the last line; empty after a good end, and if a process has reported for
+        itself.
+        """
         if failed is not None and failed.words is not None:
             return failed.words.text
         if code == Preempted.exit_code:
-            reasons = (failure.words.text for failure in self._failures() if failure.words and failure.code == code)
+            reasons = (
+                failure.words.text
+                for failure in self._failures()
+                if failure.words and failure.code == code
+            )
             return next(reasons, "preempted: a signal asked the run to stop while it started")
         if failed is None:
             return ""
         if code < 0:
-            return f"{self._who(failed.rank)} was ended by {signal.Signals(-code).name}{self._why(failed.rank, -code)}"
+            return (
+                f"{self._who(failed.rank)} was ended by "
+                f"{signal.Signals(-code).name}{self._why(failed.rank, -code)}"
+            )
         if failed.rank in self._left():
             return f"{self._who(failed.rank)} left with exit code 0 before the run was over"
         if failed.rank not in self._ended:
-            after = f"{LEAVE_SECONDS:.0f} s after its last word, and was killed: what the run saved is whole"
+            after = (
+                f"{LEAVE_SECONDS:.0f} s after its last word, and was killed: what the run "
+                "saved is whole"
+            )
             return f"{Stalled.kind}: {self._who(failed.rank)} had not ended {after}"
-        return f"{self._who(failed.rank)} ended with exit code {code}" if self._notes.place(failed.rank) else ""
+        return (
+            f"{self._who(failed.rank)} ended with exit code {code}"
+            if self._notes.place(failed.rank)
+            else ""
+        )
 
     def _why(self, rank: int, number: int) -> str:
         if number == signal.SIGKILL:
@@ -199,7 +241,9 @@ class _Launcher:
 
     def _who(self, rank: int) -> str:
         place = self._notes.place(rank) or "while it started"
-        return f"rank {rank} on {socket.gethostname()} (process {self._children[rank].pid}, {place})"
+        return (
+            f"rank {rank} on {socket.gethostname()} (process {self._children[rank].pid}, {place})"
+        )
 
     def _say(self, text: str) -> None:
         """Print in a thread: nobody may read the pipe any more."""
@@ -226,7 +270,8 @@ class Failure:
 
 
 def cause(failures: Sequence[Failure]) -> Failure | None:
-    """Return the first rank that failed by itself: processes neither end nor are seen to end in the order of causes.
+    """Return the first rank that failed by itself: processes neither end nor are seen to end in the
+    order of causes.
 
     Those are the ranks that report an error, and those that a signal ended. Next are SIGABRT, with
     which libraries end a process, some when another rank is gone, and exit codes without a report.

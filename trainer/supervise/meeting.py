@@ -1,4 +1,6 @@
-"""The rendezvous of a run's processes: a store on rank 0's machine that listens on no more addresses than needed."""
+"""The rendezvous of a run's processes: a store on rank 0's machine that listens on no more
+addresses than needed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ POLL_SECONDS = 0.02
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Listen on this machine's address that `host` names, or on all if it names none, as behind a load balancer.
+    """Listen on this machine's address that `host` names, or on all if it names none, as behind a
+    load balancer.
 
     Raises ConfigError if the port is taken.
     """
@@ -45,14 +48,22 @@ def listening_socket(host: str, port: int) -> socket.socket:
                 hint = "Give the launcher another port (--master-port, MASTER_PORT)"
                 raise ConfigError(Problem("rendezvous", actual, "a free port", hint)) from error
     bound.close()
-    raise ConfigError(Problem("rendezvous", f"{host}:{port} can't be listened on", "an address of this machine"))
+    raise ConfigError(
+        Problem("rendezvous", f"{host}:{port} can't be listened on", "an address of this machine")
+    )
 
 
 def serve(host: str, port: int, timeout: datetime.timedelta) -> Any:
     """Serve the store from this process. Raises ConfigError as `listening_socket` does."""
     bound = listening_socket(host, port)
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": bound.detach()}
-    return dist.TCPStore(host, port or bound_port(options["master_listen_fd"]), None, timeout=timeout, **options)
+    options: dict[str, Any] = {
+        "is_master": True,
+        "wait_for_workers": False,
+        "master_listen_fd": bound.detach(),
+    }
+    return dist.TCPStore(
+        host, port or bound_port(options["master_listen_fd"]), None, timeout=timeout, **options
+    )
 
 
 def bound_port(descriptor: int) -> int:
@@ -60,7 +71,9 @@ def bound_port(descriptor: int) -> int:
         return int(copy.getsockname()[1])
 
 
-def reach(host: str, port: int, rank: int, timeout: datetime.timedelta, say: Callable[[str], None]) -> Any:
+def reach(
+    host: str, port: int, rank: int, timeout: datetime.timedelta, say: Callable[[str], None]
+) -> Any:
     """Connect to the store that rank 0, or the launcher, serves.
 
     Raises ConfigError after a minute if a machine can't be reached; one that refuses may not have
@@ -70,14 +83,22 @@ def reach(host: str, port: int, rank: int, timeout: datetime.timedelta, say: Cal
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
-            return dist.TCPStore(host, port, None, is_master=False, wait_for_workers=False, timeout=timeout)
+            return dist.TCPStore(
+                host, port, None, is_master=False, wait_for_workers=False, timeout=timeout
+            )
         except (OSError, dist.DistError) as error:
             actual, refused = str(error), isinstance(error, ConnectionRefusedError)
         now = time.monotonic()
         here = f"rank {rank} on {socket.gethostname()} can't reach rank 0 at {host}:{port}"
         if now - begun > (MEET_SECONDS if refused else REACH_SECONDS):
-            hint = "Look at that machine's log, its name (MASTER_ADDR) and the firewall between them"
-            raise ConfigError(Problem("rendezvous", f"{here}: {actual}", f"an answer within {now - begun:.0f} s", hint))
+            hint = (
+                "Look at that machine's log, its name (MASTER_ADDR) and the firewall between them"
+            )
+            raise ConfigError(
+                Problem(
+                    "rendezvous", f"{here}: {actual}", f"an answer within {now - begun:.0f} s", hint
+                )
+            )
         if now - reported > REACH_SECONDS:
             reported = now
             say(f"{here} for {now - begun:.0f} s: {actual}")
@@ -92,14 +113,19 @@ def await_all(store: Any, rank: int, world_size: int, say: Callable[[str], None]
 
 
 def session(
-    store: Any, rank: int, world_size: int, patience: float, say: Callable[[str], None] = lambda line: None
+    store: Any,
+    rank: int,
+    world_size: int,
+    patience: float,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Any:
     """Return the part of `store` that belongs to this start of the run alone. Collective.
 
-    The agent of torchrun keeps its store when it restarts the ranks, with the addresses of those that died, and
-    its nodes do not agree on the number of the start. So rank 0 makes up a name, and answers each rank's request
-    with it: a rank's own word, which comes back, proves that the answer is not an old one. Raises ConfigError if
-    ranks don't come in `patience` seconds; meanwhile `say` is called with those that are missing.
+    The agent of torchrun keeps its store when it restarts the ranks, with the addresses of those
+    that died, and its nodes do not agree on the number of the start. So rank 0 makes up a name, and
+    answers each rank's request with it: a rank's own word, which comes back, proves that the answer
+    is not an old one. Raises ConfigError if ranks don't come in `patience` seconds; meanwhile `say`
+    is called with those that are missing.
     """
     word = uuid.uuid4().hex
     if rank != 0:
@@ -107,7 +133,9 @@ def session(
 
     def came(other: int) -> bool:
         if other and store.check([f"meshloom/asks/{other}"]):
-            store.set(f"meshloom/told/{other}", f"{store.get(f'meshloom/asks/{other}').decode()} {word}")
+            store.set(
+                f"meshloom/told/{other}", f"{store.get(f'meshloom/asks/{other}').decode()} {word}"
+            )
         return other == 0 or store.check([f"meshloom/came/{word}/{other}"])
 
     _await(came, world_size, patience, say)
@@ -128,7 +156,9 @@ def _ask(store: Any, rank: int, word: str, patience: float) -> str:
     raise _late(f"rank {rank} heard nothing of rank 0", patience)
 
 
-def _await(came: Callable[[int], bool], world_size: int, patience: float, say: Callable[[str], None]) -> None:
+def _await(
+    came: Callable[[int], bool], world_size: int, patience: float, say: Callable[[str], None]
+) -> None:
     """Wait until all ranks came. Raises ConfigError if some don't in `patience` seconds."""
     begun = reported = time.monotonic()
     missing = list(range(world_size))

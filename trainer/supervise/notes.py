@@ -1,4 +1,6 @@
-"""Notes that this project's launcher and its processes leave for one another, in a folder of their machine."""
+"""Notes that this project's launcher and its processes leave for one another, in a folder of their
+machine.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class LastWords:
 
 class Notes:
     def __init__(self, folder: Path, reader: int | None = None) -> None:
-        """Use `folder`; `reader` is the process that must still be the parent, else nobody reads this one's end."""
+        """Use `folder`; `reader` is the process that must still be the parent, else nobody reads
+        this one's end.
+        """
         self._folder, self._reader = folder, reader
 
     def write_port(self, port: int) -> None:
@@ -67,7 +71,9 @@ class Notes:
             (self._folder / f"place-{rank}").rename(self._folder / f"left-{rank}")
 
     def over(self, rank: int) -> float | None:
-        """Return the time at which the rank announced its end, good or bad, by the machine's clock."""
+        """Return the time at which the rank announced its end, good or bad, by the machine's
+        clock.
+        """
         if (words := self.end(rank)) is not None:
             return words.at
         with suppress(OSError):
@@ -75,7 +81,9 @@ class Notes:
         return None
 
     def write_end(self, rank: int, text: str, code: int, follows: bool = False) -> bool:
-        """Write the end; return True if the launcher will find it: it may be gone, or the disk may be full."""
+        """Write the end; return True if the launcher will find it: it may be gone, or the disk may
+        be full.
+        """
         if self.end(rank) is None:
             self._write(f"end-{rank}", asdict(LastWords(text, code, time.time(), follows)))
         return self._reader in (None, os.getppid()) and self.end(rank) is not None
@@ -86,7 +94,9 @@ class Notes:
 
     def _write(self, name: str, value: Any) -> None:
         partial = self._folder / f".{name}.{os.getpid()}"
-        with suppress(OSError):  # a launcher that is gone took its folder along; a full disk is reported elsewhere
+        with suppress(
+            OSError
+        ):  # a launcher that is gone took its folder along; a full disk is reported elsewhere
             partial.write_text(json.dumps(value))
             partial.rename(self._folder / name)
 

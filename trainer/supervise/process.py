@@ -1,4 +1,6 @@
-"""This process among those of the run: its device, its process group, and the output of its libraries."""
+"""This process among those of the run: its device, its process group, and the output of its
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from trainer.supervise.watch import NoWatch, Watch
 from trainer.supervise.world import World, launchers_above
 
 TIMEOUT = datetime.timedelta(minutes=30)
-"""The timeout of collectives, longer than any step or save; a lost rank is detected then at the latest."""
+"""The timeout of collectives, longer than any step or save; a lost rank is detected then at the
+latest.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,14 @@ class Machine:
 
 
 def join(config: Config, world: World, say: Callable[[str], None] = lambda line: None) -> Machine:
-    """Choose this process's device, and join all processes' group; `say` is called with a note on missing ranks."""
+    """Choose this process's device, and join all processes' group; `say` is called with a note on
+    missing ranks.
+    """
     section = config.trainer.device
     cuda = section == "cuda" or (section == "auto" and torch.cuda.is_available())
-    own = cuda and torch.cuda.device_count() == 1  # as with Slurm's --gpus-per-task=1: each process sees its own
+    own = (
+        cuda and torch.cuda.device_count() == 1
+    )  # as with Slurm's --gpus-per-task=1: each process sees its own
     if cuda and not own and torch.cuda.device_count() < world.local_world_size:
         raise ConfigError(
             Problem(
@@ -63,8 +71,12 @@ def join(config: Config, world: World, say: Callable[[str], None] = lambda line:
     device = torch.device("cuda", index) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # set for forks after use, which warn otherwise
-    os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed and Accelerate take it for the number of the GPU
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # set for forks after use, which warn otherwise
+    os.environ["LOCAL_RANK"] = str(
+        index
+    )  # DeepSpeed and Accelerate take it for the number of the GPU
     if not cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     place_for_operators()
@@ -83,26 +95,41 @@ def join(config: Config, world: World, say: Callable[[str], None] = lambda line:
     except dist.DistBackendError as error:
         if "Duplicate GPU" not in str(error):
             raise
-        actual, hint = "several processes on one GPU", "Start fewer, or give each its own (CUDA_VISIBLE_DEVICES)"
-        raise ConfigError(Problem("processes on this machine", actual, "at most one process per GPU", hint)) from error
+        actual, hint = (
+            "several processes on one GPU",
+            "Start fewer, or give each its own (CUDA_VISIBLE_DEVICES)",
+        )
+        raise ConfigError(
+            Problem("processes on this machine", actual, "at most one process per GPU", hint)
+        ) from error
     ranks.on_first(lambda: _check_even(sizes))
     return Machine(device, ranks, world.local_world_size)
 
 
 def _store(world: World, say: Callable[[str], None]) -> Any:
-    """Return the rendezvous store, of torchrun's agent or rank 0. Raises ConfigError if ranks don't come."""
+    """Return the rendezvous store, of torchrun's agent or rank 0. Raises ConfigError if ranks don't
+    come.
+    """
     if world.world_size == 1:
         return dist.HashStore()
-    host, port, notes = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", ""), notes_of(os.environ)
+    host, port, notes = (
+        os.environ.get("MASTER_ADDR"),
+        os.environ.get("MASTER_PORT", ""),
+        notes_of(os.environ),
+    )
     if not host or not port.isdecimal():
         actual = f"RANK={world.rank} with MASTER_ADDR={host!r} and MASTER_PORT={port!r}"
-        raise ConfigError(Problem("environment", actual, "a host and a port, as a launcher sets them"))
+        raise ConfigError(
+            Problem("environment", actual, "a host and a port, as a launcher sets them")
+        )
     if world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = meeting.serve(host, 0 if notes else int(port), TIMEOUT)
         if notes:
             notes.write_port(store.port)
     else:
-        listens = int(port) if notes is None else notes.await_port(meeting.MEET_SECONDS) or int(port)
+        listens = (
+            int(port) if notes is None else notes.await_port(meeting.MEET_SECONDS) or int(port)
+        )
         store = meeting.reach(host, listens, world.rank, TIMEOUT, say)
     os.environ["MASTER_PORT"] = str(store.port)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # which outlives the ranks
@@ -112,7 +139,8 @@ def _store(world: World, say: Callable[[str], None]) -> Any:
 
 
 def place_for_operators() -> None:
-    """Choose a folder for each environment's compiled operators: else environments would recompile each other's.
+    """Choose a folder for each environment's compiled operators: else environments would recompile
+    each other's.
 
     Compilers get the environment's paths. If the home can't be written, the folder is elsewhere.
     """
@@ -130,9 +158,13 @@ def place_for_operators() -> None:
 
 
 def _check_even(sizes: Sequence[int]) -> None:
-    """Raise ConfigError unless all machines run equally many processes: each would build another mesh."""
+    """Raise ConfigError unless all machines run equally many processes: each would build another
+    mesh.
+    """
     if len(set(sizes)) > 1:
-        found = ", ".join(f"{size} on that of rank {sizes.index(size)}" for size in dict.fromkeys(sizes))
+        found = ", ".join(
+            f"{size} on that of rank {sizes.index(size)}" for size in dict.fromkeys(sizes)
+        )
         hint = "Start as many on each (--nproc-per-node, slots of the hostfile)"
         raise ConfigError(Problem("processes on a machine", found, "equally many on all", hint))
 
@@ -155,27 +187,42 @@ def share_of_cores(local_world_size: int) -> str | None:
     torchrun and Accelerate set OMP_NUM_THREADS to 1 if it is unset, and an Adam on the host is then
     slower by the number of cores. The launcher's own environment shows if the user had set it.
     """
-    if local_world_size < 2 or os.environ.get("OMP_NUM_THREADS") != "1" or not _by_launcher("OMP_NUM_THREADS"):
+    if (
+        local_world_size < 2
+        or os.environ.get("OMP_NUM_THREADS") != "1"
+        or not _by_launcher("OMP_NUM_THREADS")
+    ):
         return None
     share = len(os.sched_getaffinity(0)) // local_world_size
     if share < 2:
         return None
     torch.set_num_threads(share)
-    return f"{share} threads for the optimizer on the CPU, this process's share of the cores; OMP_NUM_THREADS sets it"
+    return (
+        f"{share} threads for the optimizer on the CPU, this process's share of the cores; "
+        "OMP_NUM_THREADS sets it"
+    )
 
 
 def _by_launcher(name: str) -> bool:
-    """Return True if the launcher above set a variable that it was not given. Only Linux shows that."""
+    """Return True if the launcher above set a variable that it was not given. Only Linux shows
+    that.
+    """
     above = launchers_above(os.getpid())
     try:
-        given = Path(f"/proc/{above[-1][1]}/environ").read_bytes().split(b"\0") if above else [f"{name}=".encode()]
+        given = (
+            Path(f"/proc/{above[-1][1]}/environ").read_bytes().split(b"\0")
+            if above
+            else [f"{name}=".encode()]
+        )
     except OSError:
         return False
     return not any(word.startswith(f"{name}=".encode()) for word in given)
 
 
 def unheard() -> int:
-    """Discard the output and warnings of libraries from now on; return a descriptor of the former standard output."""
+    """Discard the output and warnings of libraries from now on; return a descriptor of the former
+    standard output.
+    """
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     terminal = os.dup(1)

@@ -13,13 +13,19 @@ from types import FrameType
 from trainer.errors import MeshloomError, Preempted, Problem, shared
 
 PATIENCE_SECONDS = 3.0
-"""Seconds in which the main thread must notice a signal: one that waits for another rank does not."""
+"""Seconds in which the main thread must notice a signal: one that waits for another rank does
+not.
+"""
 SAME_SECONDS = 5.0
-"""Seconds within which another signal means the same: launchers pass on a terminal's, or send two."""
+"""Seconds within which another signal means the same: launchers pass on a terminal's, or send
+two.
+"""
 
 
 class StopSignals:
-    """Handles signals once made: the first asks the run to stop, one later than SAME_SECONDS ends the process."""
+    """Handles signals once made: the first asks the run to stop, one later than SAME_SECONDS ends
+    the process.
+    """
 
     NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -35,7 +41,9 @@ class StopSignals:
         self.deliver_to(self._receive)
 
     @classmethod
-    def deliver_to(cls, receive: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    def deliver_to(
+        cls, receive: Callable[[int, FrameType | None], object] | signal.Handlers
+    ) -> None:
         """Call `receive` for signals from now on; not for SIGHUP if nohup had it ignored."""
         for number in cls.NUMBERS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -50,13 +58,16 @@ class StopSignals:
         self._saving = True
 
     def saving(self) -> None:
-        """Let the run check `received` and save from now on; until now a signal raised Preempted, on its rank alone."""
+        """Let the run check `received` and save from now on; until now a signal raised Preempted,
+        on its rank alone.
+        """
         self._saving = True
         if self.received:  # a library swallowed the exception
             raise preempted(0)
 
     def explain_failure(self, others: bool) -> bool:
-        """Return True if a failure has its cause in a request to stop, on this or another rank, with nothing to save.
+        """Return True if a failure has its cause in a request to stop, on this or another rank,
+        with nothing to save.
 
         A launcher passes the signal to all ranks, but a lost connection may be noticed before it.
         """
@@ -67,7 +78,9 @@ class StopSignals:
         return self.received and not self._saving
 
     def release(self) -> None:
-        """End the handling: a signal now ends the process at once, except one that repeats the first."""
+        """End the handling: a signal now ends the process at once, except one that repeats the
+        first.
+        """
         for number in self.NUMBERS:
             signal.signal(number, signal.SIG_IGN if self.received else signal.SIG_DFL)
 
@@ -87,7 +100,8 @@ class StopSignals:
             raise preempted(0)
 
     def _watch(self, wakes: int) -> None:
-        # written by the interpreter, whatever the main thread waits for; also for signals of libraries
+        # written by the interpreter, whatever the main thread waits for; also for signals of
+        # libraries
         while (written := os.read(wakes, 1)) and written[0] not in self.NUMBERS:
             pass
         if not written:
@@ -109,7 +123,9 @@ class NoSignals:
 
 @contextmanager
 def borrowed() -> Iterator[bool]:
-    """Restore signal handlers at the end; yields False outside the main thread, which alone gets signals."""
+    """Restore signal handlers at the end; yields False outside the main thread, which alone gets
+    signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield False
         return
@@ -141,4 +157,6 @@ def preempted(saved_step: int) -> Preempted:
     """Build the error of a run that was asked to stop; step 0: before its first step."""
     actual = "a signal asked the run to stop" + ", and all is saved" * bool(saved_step)
     place = f"step {saved_step}" if saved_step else "before the first step"
-    return shared(Preempted(Problem(place, actual, "to go on", "Run the same command again")))  # rank 0 reports it
+    return shared(
+        Preempted(Problem(place, actual, "to go on", "Run the same command again"))
+    )  # rank 0 reports it

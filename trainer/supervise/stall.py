@@ -12,7 +12,9 @@ from trainer.supervise.phase import Phase
 
 MOST_LINES = 6
 BUSY, IDLE = 0.8, 0.5
-"""A rank is slow if it is busy for more than the first share of its time, and most others for less than the second."""
+"""A rank is slow if it is busy for more than the first share of its time, and most others for less
+than the second.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,9 @@ class Beat:
     """Seconds since it last made progress."""
     number: int = 0
     busy: float | None = None
-    """The share of the last minute in which it did not wait for other ranks; None: too early to say."""
+    """The share of the last minute in which it did not wait for other ranks; None: too early to
+    say.
+    """
     stack: tuple[str, ...] = ()
     """The stack of its main thread, innermost last; empty until it has stood still for long."""
 
@@ -54,8 +58,12 @@ def behind(beats: Sequence[Beat]) -> list[Beat]:
 
 
 def straggler(beats: Sequence[Beat]) -> Beat | None:
-    """Return the rank that all others wait for half of the time, while it hardly waits itself, if there is one."""
-    found = sorted((beat for beat in beats if beat.busy is not None), key=lambda beat: -(beat.busy or 0.0))
+    """Return the rank that all others wait for half of the time, while it hardly waits itself, if
+    there is one.
+    """
+    found = sorted(
+        (beat for beat in beats if beat.busy is not None), key=lambda beat: -(beat.busy or 0.0)
+    )
     if len(found) < max(2, len(beats)):
         return None
     usual = found[(len(found) + 1) // 2].busy or 0.0
@@ -63,18 +71,30 @@ def straggler(beats: Sequence[Beat]) -> Beat | None:
 
 
 def diagnosis(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str]:
-    """Say in one sentence which rank holds the run up, and why; then list the ranks by phase, and that rank's stack."""
+    """Say in one sentence which rank holds the run up, and why; then list the ranks by phase, and
+    that rank's stack.
+    """
     quiet, late, apart = [beat for beat in beats if silent(beat)], behind(beats), elsewhere(beats)
     if quiet:
         cause, named = f"in {quiet[0].place}, {who(quiet)} {described(quiet[0])}", quiet
     elif late:
-        cause, named = f"{who(late)} {'is' if len(late) == 1 else 'are'} behind, at {late[0].place}", late
+        cause, named = (
+            f"{who(late)} {'is' if len(late) == 1 else 'are'} behind, at {late[0].place}",
+            late,
+        )
     elif apart:
-        cause, named = f"{who(apart)} waits elsewhere than the others, at {apart[0].stack[-1]}", apart
+        cause, named = (
+            f"{who(apart)} waits elsewhere than the others, at {apart[0].stack[-1]}",
+            apart,
+        )
     else:
         cause, named = f"all ranks stand at the same place, {beats[0].place}", list(beats[:1])
     still = min(beat.still for beat in beats)
-    return [f"the run stands still for {still:.0f} s: {cause}", *table(beats, silent), *_stack(named)]
+    return [
+        f"the run stands still for {still:.0f} s: {cause}",
+        *table(beats, silent),
+        *_stack(named),
+    ]
 
 
 def table(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str]:
@@ -82,18 +102,27 @@ def table(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str]:
     for beat in beats:
         groups.setdefault((beat.place, silent(beat)), []).append(beat)
     return [
-        f"  {_numbers(group)}: {name}, for {min(beat.still for beat in group):.0f} s{', silent' if mute else ''}"
+        (
+            f"  {_numbers(group)}: {name}, for {min(beat.still for beat in group):.0f} "
+            f"s{', silent' if mute else ''}"
+        )
         for (name, mute), group in list(groups.items())[:MOST_LINES]
     ]
 
 
 def _stack(named: Sequence[Beat]) -> list[str]:
     shown = next((beat for beat in named if beat.stack), None)
-    return [] if shown is None else [f"  rank {shown.rank} stands at", *(f"    {frame}" for frame in shown.stack)]
+    return (
+        []
+        if shown is None
+        else [f"  rank {shown.rank} stands at", *(f"    {frame}" for frame in shown.stack)]
+    )
 
 
 def elsewhere(beats: Sequence[Beat]) -> list[Beat]:
-    """Return the ranks whose stacks differ from most others'; empty if there are none, or it is not known."""
+    """Return the ranks whose stacks differ from most others'; empty if there are none, or it is not
+    known.
+    """
     groups: dict[tuple[str, ...], list[Beat]] = {}
     for beat in beats:
         groups.setdefault(beat.stack, []).append(beat)
@@ -102,11 +131,15 @@ def elsewhere(beats: Sequence[Beat]) -> list[Beat]:
 
 
 def state_of(process: int) -> str | None:
-    """Return Linux's letter for the state of a process; None if it is gone, "?" where it can't be seen."""
+    """Return Linux's letter for the state of a process; None if it is gone, "?" where it can't be
+    seen.
+    """
     if not Path("/proc/self/stat").exists():
         return "?"
     with suppress(OSError, IndexError):
-        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        return (
+            Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        )
     return None
 
 
@@ -118,7 +151,12 @@ def is_gone(process: int) -> bool:
 def described(beat: Beat) -> str:
     if beat.host != socket.gethostname():
         return "gives no sign of life: its machine, its network or its process is gone or stopped"
-    known = {None: "is gone", "Z": "is gone", "T": "is stopped (SIGSTOP)", "D": "waits for a disk (state D)"}
+    known = {
+        None: "is gone",
+        "Z": "is gone",
+        "T": "is stopped (SIGSTOP)",
+        "D": "waits for a disk (state D)",
+    }
     return known.get(state_of(beat.process), "gives no sign of life, though its process is there")
 
 
@@ -132,5 +170,7 @@ def _numbers(beats: Sequence[Beat]) -> str:
     numbers = [beat.rank for beat in beats]
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"ranks {numbers[0]}-{numbers[-1]}"
-    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    shown = ", ".join(map(str, numbers[:8])) + (
+        f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    )
     return f"rank{'s' if len(numbers) > 1 else ''} {shown}"

@@ -1,4 +1,6 @@
-"""The watchdog in each rank, which reports what the rank does, and ends a run that hangs, naming the culprit."""
+"""The watchdog in each rank, which reports what the rank does, and ends a run that hangs, naming
+the culprit.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,33 @@ from typing import Any, NoReturn
 
 from trainer.errors import Stalled
 from trainer.supervise.phase import Phase
-from trainer.supervise.stall import Beat, behind, described, diagnosis, is_gone, place, straggler, table, who
+from trainer.supervise.stall import (
+    Beat,
+    behind,
+    described,
+    diagnosis,
+    is_gone,
+    place,
+    straggler,
+    table,
+    who,
+)
 
 FIRST_STEP = 5.0
 """The factor by which the first step may take longer: kernels are compiled and buffers made."""
 LEAST_SECONDS, STEPS = 120.0, 10.0
-"""The patience if none is given: this many times the median step, and at least this many seconds."""
+"""The patience if none is given: this many times the median step, and at least this many
+seconds.
+"""
 BEAT_SECONDS, DOUBTFUL_SECONDS, SILENT_SECONDS = 1.0, 4.0, 10.0
 ANSWER_SECONDS = 8.0
 """Seconds that the rank that reports for all may take."""
 READERS = (0, 1)
 """The ranks that read all beats each second: the first, and one that sees the first fall silent."""
 SILENT_PHASES = {Phase.PREPARING: 5.0, Phase.BUILDING: 5.0}
-"""Multiples of its patience for which a rank may be silent: parsing a huge file holds the interpreter."""
+"""Multiples of its patience for which a rank may be silent: parsing a huge file holds the
+interpreter.
+"""
 KEY = "meshloom/watch"
 SAMPLES = 60
 """The number of beats over which slow ranks are found."""
@@ -41,12 +57,13 @@ FRAMES = 8
 
 
 class Watch:
-    """Sends beats from a thread of its own, over its own connection to the store: no step waits for it.
+    """Sends beats from a thread of its own, over its own connection to the store: no step waits for
+    it.
 
     `processes`: host and process of each rank, exchanged at the rendezvous, which name one that is
-    silent later. `stalled` is called once with the diagnosis, in the one process that reports for all,
-    before each process ends; `progress` at each beat with the status for outside readers, on rank 0
-    of all ranks; `slow` on rank 0, once for each rank that the others wait for.
+    silent later. `stalled` is called once with the diagnosis, in the one process that reports for
+    all, before each process ends; `progress` at each beat with the status for outside readers, on
+    rank 0 of all ranks; `slow` on rank 0, once for each rank that the others wait for.
     """
 
     def __init__(
@@ -72,7 +89,9 @@ class Watch:
             for other, (host, process) in enumerate(processes)
             if other != rank
         }
-        """Each other rank's last beat, and when it was read; before its first beat, the time of the rendezvous."""
+        """Each other rank's last beat, and when it was read; before its first beat, the time of the
+        rendezvous.
+        """
         self._complete = False
         """True once all beats were read."""
         self._answered = time.monotonic()
@@ -135,7 +154,9 @@ class Watch:
             return False
 
     def gone(self) -> list[Beat]:
-        """Return the ranks whose process on this machine has ended, or that have fallen silent on another machine."""
+        """Return the ranks whose process on this machine has ended, or that have fallen silent on
+        another machine.
+        """
         answered = False
         with suppress(Exception):  # earlier beats still count
             self._read()
@@ -156,8 +177,14 @@ class Watch:
         return self._patience() * max(phase.patience, FIRST_STEP if step == self._first else 1.0)
 
     def _patience(self) -> float:
-        """Return the seconds for which a usual step may stand still, and a training rank may be silent."""
-        usual = max(LEAST_SECONDS, STEPS * statistics.median(self._steps)) if self._steps else LEAST_SECONDS
+        """Return the seconds for which a usual step may stand still, and a training rank may be
+        silent.
+        """
+        usual = (
+            max(LEAST_SECONDS, STEPS * statistics.median(self._steps))
+            if self._steps
+            else LEAST_SECONDS
+        )
         return self._given or usual
 
     def _mine(self) -> Beat:
@@ -168,10 +195,15 @@ class Watch:
         return Beat(*me, self._phase, self._step, still, self._number, busy, stack)
 
     def _sample(self) -> None:
-        """Note if the main thread works, or waits for other ranks in a collective, which blocks it on the host."""
+        """Note if the main thread works, or waits for other ranks in a collective, which blocks it
+        on the host.
+        """
         frame = sys._current_frames().get(self._main or 0)
         if self._phase in (Phase.TRAINING, Phase.WAITING):
-            files = (os.path.basename(found.f_code.co_filename) for found, _ in traceback.walk_stack(frame))
+            files = (
+                os.path.basename(found.f_code.co_filename)
+                for found, _ in traceback.walk_stack(frame)
+            )
             self._samples.append(not any(file in COLLECTIVES for file in files))
 
     def _stack(self) -> tuple[str, ...]:
@@ -205,7 +237,10 @@ class Watch:
         found = straggler(self._beats())
         if found is not None and found.rank not in self._slow:
             self._slow.add(found.rank)
-            self._report_slow(f"note: the others wait for {who([found])} most of the time: it is slower than they are")
+            self._report_slow(
+                f"note: the others wait for {who([found])} most of the time: it is slower than "
+                "they are"
+            )
 
     def _read(self) -> None:
         """Read the beats of all ranks, the last known of silent ones. Raises the store's errors."""
@@ -227,7 +262,10 @@ class Watch:
     def _beats(self) -> list[Beat]:
         """Return each rank's last beat, with its seconds without progress up to now."""
         now = time.monotonic()
-        known = {rank: replace(beat, still=beat.still + now - heard) for rank, (beat, heard) in self._others.items()}
+        known = {
+            rank: replace(beat, still=beat.still + now - heard)
+            for rank, (beat, heard) in self._others.items()
+        }
         return [beat for _, beat in sorted((known | {self._rank: self._mine()}).items())]
 
     def _silent(self, beat: Beat) -> bool:
@@ -243,23 +281,31 @@ class Watch:
         return 0.0 if beat.rank == self._rank else time.monotonic() - heard
 
     def _lost(self, beats: Sequence[Beat]) -> bool:
-        """Return True if a rank is silent for longer than allowed; only READERS, which read all beats, can tell."""
+        """Return True if a rank is silent for longer than allowed; only READERS, which read all
+        beats, can tell.
+        """
         patience = self._patience()
         return self._rank in READERS and any(
-            self._unheard(beat) > max(SILENT_SECONDS, patience * SILENT_PHASES.get(beat.phase, 1.0)) for beat in beats
+            self._unheard(beat) > max(SILENT_SECONDS, patience * SILENT_PHASES.get(beat.phase, 1.0))
+            for beat in beats
         )
 
     def status(self) -> dict[str, Any]:
         """Return the status for outside readers, of all ranks as far as this one knows."""
         beats = self._beats()
         return {
-            **{name: value for name, value in asdict(self._mine()).items() if name not in ("stack", "number", "rank")},
+            **{
+                name: value
+                for name, value in asdict(self._mine()).items()
+                if name not in ("stack", "number", "rank")
+            },
             "place": self.place,
             "steps": self._planned,
             "ranks": self._world_size,
             "limit": self._limit(self._phase, self._step),
             "waits_for": [
-                {"rank": b.rank, "host": b.host, "place": b.place, "still": b.still} for b in behind(beats)[:5]
+                {"rank": b.rank, "host": b.host, "place": b.place, "still": b.still}
+                for b in behind(beats)[:5]
             ],
         }
 
@@ -276,16 +322,26 @@ class Watch:
             beats = self._beats()
             lost = self._lost(beats)  # then nobody has to wait for as long as its phase may take
             limits = [patience if lost else self._limit(beat.phase, beat.step) for beat in beats]
-            if self._knows(beats) and all(beat.still > limit for beat, limit in zip(beats, limits, strict=True)):
+            if self._knows(beats) and all(
+                beat.still > limit for beat, limit in zip(beats, limits, strict=True)
+            ):
                 self._verdict(beats)
 
     def _knows(self, beats: Sequence[Beat]) -> bool:
-        """Return True if the store has answered lately, and each rank that is not silent has reported its stack."""
-        answers = self._store is None or (self._complete and time.monotonic() - self._answered < DOUBTFUL_SECONDS)
-        return answers and all(self._silent(beat) or (beat.stack and not self._doubtful(beat)) for beat in beats)
+        """Return True if the store has answered lately, and each rank that is not silent has
+        reported its stack.
+        """
+        answers = self._store is None or (
+            self._complete and time.monotonic() - self._answered < DOUBTFUL_SECONDS
+        )
+        return answers and all(
+            self._silent(beat) or (beat.stack and not self._doubtful(beat)) for beat in beats
+        )
 
     def _no_answer(self) -> list[str]:
-        """Describe a store that is gone or hangs: it is in rank 0's process, or in the launcher's beside it."""
+        """Describe a store that is gone or hangs: it is in rank 0's process, or in the launcher's
+        beside it.
+        """
         first = next(beat for beat in self._beats() if beat.rank == 0)
         held = f"in {first.place}, {who([first])} {described(first)}"
         return [f"the run stands still: {held}", *table([self._mine()], self._silent)]
@@ -326,7 +382,9 @@ class NoWatch:
 
 
 def _in_time(work: Callable[[], None]) -> bool:
-    """Return True if done in ANSWER_SECONDS: a store that does not answer, or a full pipe, would block forever."""
+    """Return True if done in ANSWER_SECONDS: a store that does not answer, or a full pipe, would
+    block forever.
+    """
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)

@@ -1,4 +1,5 @@
-"""The place of this process among the run's processes, from the environment; the launcher above it; its GPUs.
+"""The place of this process among the run's processes, from the environment; the launcher above it;
+its GPUs.
 
 Does not import torch. Only Linux shows other processes.
 """
@@ -16,13 +17,21 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
 
-LAUNCHERS = ("torchrun", "deepspeed", "accelerate", "torch.distributed.run", "torch.distributed.launch")
+LAUNCHERS = (
+    "torchrun",
+    "deepspeed",
+    "accelerate",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+)
 LOOK_SECONDS = 1.0
 MOST = 4
 """The most levels of a launcher's processes: script, launcher, runner, shell."""
 
 ACCELERATE = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "FP8_")
-"""The beginnings of the names of variables by which `accelerate launch` tells its library how to train."""
+"""The beginnings of the names of variables by which `accelerate launch` tells its library how to
+train.
+"""
 IDLE = ("", "no", "none", "false", "0", "1", "default")
 """Values of such variables that ask for nothing."""
 
@@ -51,18 +60,31 @@ def world_of(environment: MutableMapping[str, str]) -> World | None:
         rank=int(environment["RANK"]),
         local_rank=int(environment.get("LOCAL_RANK", 0)),
         world_size=world_size,
-        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", world_size))),
+        local_world_size=int(
+            environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", world_size))
+        ),
     )
 
 
-SLURM = ("PROCID", "LOCALID", "NODEID", "JOB_ID", "STEP_ID", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE", "STEP_NODELIST")
+SLURM = (
+    "PROCID",
+    "LOCALID",
+    "NODEID",
+    "JOB_ID",
+    "STEP_ID",
+    "STEP_NUM_TASKS",
+    "STEP_TASKS_PER_NODE",
+    "STEP_NODELIST",
+)
 """Names after `SLURM_`, with some that only srun sets: a batch script has the others, too."""
 PORTS = range(10_000, 30_000)
 """Ports for the rendezvous: no system uses these for outgoing connections."""
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what torchrun would set if srun started several ranks; empty elsewhere, as in an interactive shell."""
+    """Return what torchrun would set if srun started several ranks; empty elsewhere, as in an
+    interactive shell.
+    """
     found = [environment.get(f"SLURM_{name}", "") for name in SLURM]
     if not all(found) or "SLURM_PTY_PORT" in environment or found[5] == "1":
         return {}
@@ -73,7 +95,9 @@ def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": str(_tasks_per_node(tasks)[int(node)]),
         "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(nodes)),
-        "MASTER_PORT": environment.get("MASTER_PORT", str(PORTS[(int(job) + 1009 * int(step)) % len(PORTS)])),
+        "MASTER_PORT": environment.get(
+            "MASTER_PORT", str(PORTS[(int(job) + 1009 * int(step)) % len(PORTS)])
+        ),
     }
 
 
@@ -90,7 +114,9 @@ def first_host(nodes: str) -> str:
 
 
 def environment_of(rank: int, count: int, port: int) -> dict[str, str]:
-    """Return the variables that a launcher would set for process `rank` of `count` on this machine."""
+    """Return the variables that a launcher would set for process `rank` of `count` on this
+    machine.
+    """
     threads = max(1, (os.cpu_count() or 1) // count)
     return {
         "RANK": str(rank),
@@ -120,7 +146,9 @@ def parent_of(pid: int) -> int:
 
 
 def is_launcher(arguments: list[str]) -> bool:
-    """Return True if a process with these arguments starts ranks: its program, or the script or module Python runs."""
+    """Return True if a process with these arguments starts ranks: its program, or the script or
+    module Python runs.
+    """
     program = Path(arguments[0]).name if arguments else ""
     if program.startswith("python"):
         program = Path(next((word for word in arguments[1:] if not word.startswith("-")), "")).name
@@ -143,7 +171,8 @@ def launchers_above(pid: int) -> list[tuple[int, int]]:
 
 
 def leave_with_launcher(own: bool) -> None:
-    """Ask this process to stop once its launcher is gone, whatever ended it: nobody waits for its training.
+    """Ask this process to stop once its launcher is gone, whatever ended it: nobody waits for its
+    training.
 
     `own`: the parent is this project's launcher; others are recognised by their command.
     """
@@ -168,7 +197,8 @@ def _is_below(child: int, parent: int) -> bool:
 
 
 def missing_hostfile(pid: int) -> str | None:
-    """Return the hostfile given to the `deepspeed` command above process `pid`, if it does not exist.
+    """Return the hostfile given to the `deepspeed` command above process `pid`, if it does not
+    exist.
 
     DeepSpeed itself would then train on this machine alone and exit with 0.
     """
@@ -193,19 +223,31 @@ def gpu_count() -> int:
 
 
 def _named(visible: str) -> int:
-    """Count the GPUs that CUDA sees: numbers or UUIDs up to the first other name; of slices (MIG) a single one."""
-    names = list(takewhile(re.compile(r"\d+|GPU-[\w-]+|MIG-.+").fullmatch, map(str.strip, visible.split(","))))
+    """Count the GPUs that CUDA sees: numbers or UUIDs up to the first other name; of slices (MIG) a
+    single one.
+    """
+    names = list(
+        takewhile(
+            re.compile(r"\d+|GPU-[\w-]+|MIG-.+").fullmatch, map(str.strip, visible.split(","))
+        )
+    )
     return min(len(names), 1) if any(name.startswith("MIG-") for name in names) else len(names)
 
 
 def drop_accelerate(environment: MutableMapping[str, str]) -> str | None:
-    """Remove the training settings of `accelerate launch`, which Accelerate would follow; the JSON has them here.
+    """Remove the training settings of `accelerate launch`, which Accelerate would follow; the JSON
+    has them here.
 
     Returns a line for the user if one of them asked for something, else None.
     """
-    found = {name: environment.pop(name) for name in sorted(environment) if name.startswith(ACCELERATE)}
+    found = {
+        name: environment.pop(name) for name in sorted(environment) if name.startswith(ACCELERATE)
+    }
     wanted = [f"{name}={value}" for name, value in found.items() if value.lower() not in IDLE]
     if not wanted:
         return None
     more = f" and {len(wanted) - 4} more" if len(wanted) > 4 else ""
-    return f"left aside, the JSON says what is trained: {', '.join(wanted[:4])}{more} (from accelerate's launcher)"
+    return (
+        f"left aside, the JSON says what is trained: {', '.join(wanted[:4])}{more} (from "
+        "accelerate's launcher)"
+    )

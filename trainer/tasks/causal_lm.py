@@ -21,7 +21,8 @@ from trainer.tasks.task import IGNORED, Batch, changed
 
 
 class CausalLM:
-    """The task of samples with `input_ids` [n] and `targets` [n], already shifted: targets[t] follows input_ids[t].
+    """The task of samples with `input_ids` [n] and `targets` [n], already shifted: targets[t]
+    follows input_ids[t].
 
     No attention mask is needed: padding is at the end, where a causal model's real tokens never
     look. A sample of several documents that must not see one another has their lengths, `documents`
@@ -31,7 +32,12 @@ class CausalLM:
     measures: tuple[str, ...] = ("accuracy",)
 
     def __init__(
-        self, *, fused_head: bool, padding_id: int = 0, own_loss: bool = False, hidden_size: int | None = None
+        self,
+        *,
+        fused_head: bool,
+        padding_id: int = 0,
+        own_loss: bool = False,
+        hidden_size: int | None = None,
     ) -> None:
         self._fused_head = fused_head
         self._hidden_size = hidden_size
@@ -42,23 +48,33 @@ class CausalLM:
         self._noise: EmbeddingNoise | None = None
         self.by_source: LossBySource | None = None
         self.right: torch.Tensor | None = None
-        """The number of the last targets with the highest logit, if the model's own forward computed them."""
+        """The number of the last targets with the highest logit, if the model's own forward
+        computed them.
+        """
 
     @classmethod
     def of(cls, spec: ModelSpec, padding_id: int = 0) -> CausalLM:
         """Build the task of training this model."""
         model = spec.language
         return cls(
-            fused_head=model.plain_head, padding_id=padding_id, own_loss=model.own_loss, hidden_size=model.hidden_size
+            fused_head=model.plain_head,
+            padding_id=padding_id,
+            own_loss=model.own_loss,
+            hidden_size=model.hidden_size,
         )
 
-    def regularised(self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float) -> CausalLM:
+    def regularised(
+        self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float
+    ) -> CausalLM:
         """Return the same task with smoothed labels and noisy embeddings in training, if requested.
 
         Raises ConfigError for noise where the model has no table of input embeddings.
         """
         if neftune_alpha and not has_table(spec):
-            seen = f"{spec.name} has no table of input embeddings that a forward pass would look tokens up in"
+            seen = (
+                f"{spec.name} has no table of input embeddings that a forward pass would look "
+                "tokens up in"
+            )
             raise ConfigError(Problem("trainer.neftune_alpha", seen, "a model with one"))
         noise = EmbeddingNoise(neftune_alpha) if neftune_alpha else None
         return changed(self, _smoothing=label_smoothing, _noise=noise)
@@ -94,7 +110,10 @@ class CausalLM:
         batch = {"input_ids": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
         if "documents" in samples[0]:
             most = max(len(sample["documents"]) for sample in samples)
-            rows = [np.pad(sample["documents"], (0, most - len(sample["documents"]))) for sample in samples]
+            rows = [
+                np.pad(sample["documents"], (0, most - len(sample["documents"])))
+                for sample in samples
+            ]
             batch["documents"] = torch.from_numpy(np.stack(rows).astype(np.int64))
         if self.by_source is not None and "source" in samples[0]:
             batch["sources"] = torch.tensor([[sample["source"]] for sample in samples])
@@ -120,7 +139,9 @@ class CausalLM:
         fills = {"input_ids": self._padding_id, "targets": IGNORED}
         return [
             {
-                name: F.pad(value, (0, longest - value.shape[1]), value=fills[name]) if name in fills else value
+                name: F.pad(value, (0, longest - value.shape[1]), value=fills[name])
+                if name in fills
+                else value
                 for name, value in batch.items()
             }
             for batch in batches
@@ -137,10 +158,12 @@ class CausalLM:
         return self._run(model, model, batch).logits  # type: ignore[no-any-return]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the summed loss; under `own_loss`, the model's own `forward(labels=...)` times the number of targets.
+        """Return the summed loss; under `own_loss`, the model's own `forward(labels=...)` times the
+        number of targets.
 
         So a router's loss, which the model adds to the mean of the token losses, is weighted by the
-        micro-batch's targets."""
+        micro-batch's targets.
+        """
         if self.by_source is not None and model.training:
             self.by_source.tell(batch)
         if self._own_loss:
@@ -162,8 +185,12 @@ class CausalLM:
         found = self.by_source
         return None if found is None else lambda rows, losses: found.add(rows, losses)
 
-    def _run(self, model: nn.Module, forward: Callable[..., Any], batch: Batch, **labels: torch.Tensor) -> Any:
-        """Call the model's forward, whole or below the head, such that packed documents do not see one another."""
+    def _run(
+        self, model: nn.Module, forward: Callable[..., Any], batch: Batch, **labels: torch.Tensor
+    ) -> Any:
+        """Call the model's forward, whole or below the head, such that packed documents do not see
+        one another.
+        """
         ids, lengths, arguments = batch["input_ids"], batch.get("documents"), dict[str, Any](labels)
         documents = None if lengths is None else documents_of(lengths, ids.shape[1])
         if documents:
@@ -178,10 +205,14 @@ class CausalLM:
             return forward(input_ids=ids, use_cache=False, **arguments)
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the summed loss and the number of targets with the highest logit. The model is in evaluation mode."""
+        """Return the summed loss and the number of targets with the highest logit. The model is in
+        evaluation mode.
+        """
         if not self._fused_head and not self._own_loss:
             logits = self.logits(model, batch)
-            return torch.stack([logits_cross_entropy(logits, batch["targets"]), right(logits, batch["targets"])])
+            return torch.stack(
+                [logits_cross_entropy(logits, batch["targets"]), right(logits, batch["targets"])]
+            )
         place = model.get_output_embeddings() if self._fused_head else self  # type: ignore[operator]
         loss = self.loss_sum(model, batch)
         assert place.right is not None
@@ -189,7 +220,9 @@ class CausalLM:
         return torch.stack([loss, found])
 
     def _mean(self, logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Replace the model's own mean over `labels`, which are shifted already; a fused head has summed the loss."""
+        """Replace the model's own mean over `labels`, which are shifted already; a fused head has
+        summed the loss.
+        """
         if not self._fused_head:
             self.right = right(logits, labels)
         more = (self._smoothing, self._observe) if self._trains else ()

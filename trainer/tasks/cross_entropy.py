@@ -31,11 +31,13 @@ def linear_cross_entropy(
     smoothing: float = 0.0,
     observe: LossObserver | None = None,
 ) -> torch.Tensor:
-    """Return the sum over the tokens of -log softmax(hidden @ weight.T + bias)[target], in nats, float32 or wider.
+    """Return the sum over the tokens of -log softmax(hidden @ weight.T + bias)[target], in nats,
+    float32 or wider.
 
     hidden [..., h], weight [v, h], bias [v], targets [...]. `smoothing` is the share of each target
     that is spread evenly over all v, as by PyTorch's `label_smoothing` (arXiv 1512.00567, section
-    7). `observe` is called with each token's loss."""
+    7). `observe` is called with each token's loss.
+    """
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     grads = torch.is_grad_enabled()
     return _LinearCrossEntropy.apply(flat, weight, bias, flat_targets, grads, smoothing, observe)  # type: ignore[no-any-return]
@@ -57,16 +59,25 @@ def linear_measured(
 
 
 def right(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Count the targets [...] that have the highest of the logits [..., v]; of equal logits, the first counts."""
+    """Count the targets [...] that have the highest of the logits [..., v]; of equal logits, the
+    first counts.
+    """
     return ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum()
 
 
 def logits_cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, smoothing: float = 0.0, observe: LossObserver | None = None
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    smoothing: float = 0.0,
+    observe: LossObserver | None = None,
 ) -> torch.Tensor:
-    """Return the same sum from logits [..., v] that a model has computed; only a chunk at a time becomes float32."""
+    """Return the same sum from logits [..., v] that a model has computed; only a chunk at a time
+    becomes float32.
+    """
     flat, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    return _LogitsCrossEntropy.apply(flat, flat_targets, torch.is_grad_enabled(), smoothing, observe)  # type: ignore[no-any-return]
+    return _LogitsCrossEntropy.apply(
+        flat, flat_targets, torch.is_grad_enabled(), smoothing, observe
+    )  # type: ignore[no-any-return]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -90,10 +101,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # summed over chunks in full precision, rounded once at the end
         weight_grad = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         bias_grad = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
-        # each chunk passes over the whole weight gradient: with h / 2 rows its product costs more than that
+        # each chunk passes over the whole weight gradient: with h / 2 rows its product costs more
+        # than that
         for rows in _chunks(hidden.shape[0], weight.shape[0], wide, at_least=hidden.shape[1] // 2):
             part = hidden[rows]
-            losses, grad = _chunk_loss(F.linear(part, weight, bias).to(wide), targets[rows], smoothing)
+            losses, grad = _chunk_loss(
+                F.linear(part, weight, bias).to(wide), targets[rows], smoothing
+            )
             total += losses.sum()
             if observe is not None:
                 observe(rows, losses)
@@ -123,7 +137,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _LogitsCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, with_gradients: bool, smoothing: float, observe: Any
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        with_gradients: bool,
+        smoothing: float,
+        observe: Any,
     ) -> torch.Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=logits.device)
@@ -145,7 +164,9 @@ class _LogitsCrossEntropy(torch.autograd.Function):
 
 
 def _times(saved: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply in the dtype of `saved`, by a wide scale: a rounded one would shift every gradient of a step alike."""
+    """Multiply in the dtype of `saved`, by a wide scale: a rounded one would shift every gradient
+    of a step alike.
+    """
     return torch.mul(saved, scale.reshape(1), out=torch.empty_like(saved))
 
 
@@ -157,7 +178,9 @@ def _chunks(tokens: int, vocabulary: int, dtype: torch.dtype, at_least: int = 1)
 def _chunk_loss(
     logits: torch.Tensor, targets: torch.Tensor, smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses of one chunk [n], and the gradient of their sum in the memory of the logits [n, v]."""
+    """Return the losses of one chunk [n], and the gradient of their sum in the memory of the logits
+    [n, v].
+    """
     counted = targets != IGNORED
     index = targets.clamp_min(0).unsqueeze(1)
     log_total = torch.logsumexp(logits, dim=1, keepdim=True)

@@ -1,4 +1,6 @@
-"""Image classification: cross-entropy, and the number of images that the model classifies correctly."""
+"""Image classification: cross-entropy, and the number of images that the model classifies
+correctly.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,25 @@ TOP = 5
 
 
 class ImageClassification(Supervised):
-    """The task of samples that are pairs of an image [channels, height, width], float32, and the number of its class.
+    """The task of samples that are pairs of an image [channels, height, width], float32, and the
+    number of its class.
 
     An image whose class is IGNORED, which stands for one that can't be read, counts for nothing.
     """
 
-    def __init__(self, classes: int, build: Callable[[], nn.Module], blocks: Sequence[str] = ()) -> None:
+    def __init__(
+        self, classes: int, build: Callable[[], nn.Module], blocks: Sequence[str] = ()
+    ) -> None:
         super().__init__(class_loss, build, blocks)
         self._classes, self._smoothing = classes, 0.0
         self.measures = ("accuracy", "accuracy_top5") if classes > TOP else ("accuracy",)
 
-    def regularised(self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float) -> ImageClassification:
-        """Return the same task with smoothed labels in training. Raises ConfigError for noise on embeddings."""
+    def regularised(
+        self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float
+    ) -> ImageClassification:
+        """Return the same task with smoothed labels in training. Raises ConfigError for noise on
+        embeddings.
+        """
         super().regularised(spec, 0.0, neftune_alpha)
         return changed(self, _smoothing=label_smoothing)
 
@@ -38,7 +47,9 @@ class ImageClassification(Supervised):
         return class_loss(self.output(model, batch), batch["target"], smoothing)[0] * batch["share"]
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the summed loss, and the numbers of images whose class scores highest, and among the highest five."""
+        """Return the summed loss, and the numbers of images whose class scores highest, and among
+        the highest five.
+        """
         logits, target = self.output(model, batch).float(), batch["target"]
         # ties count against the model: else a constant one would be right by their order
         own = logits.gather(1, target.clamp_min(0)[:, None])
@@ -56,10 +67,20 @@ class ImageClassification(Supervised):
         if not torch.is_tensor(output) or tuple(output.shape) != wanted:
             seen = str(list(output.shape)) if torch.is_tensor(output) else type(output).__name__
             expected = f"scores {list(wanted)}: [batch, classes of the data]"
-            raise ConfigError(Problem(f"trainer.model: {name}", f"its output is {seen}", expected, "Set num_classes."))
+            raise ConfigError(
+                Problem(
+                    f"trainer.model: {name}", f"its output is {seen}", expected, "Set num_classes."
+                )
+            )
 
 
-def class_loss(output: Any, target: torch.Tensor, smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of `output` [batch, classes] for `target` [batch], and the number that counts."""
-    total = cross_entropy(output.float(), target, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
+def class_loss(
+    output: Any, target: torch.Tensor, smoothing: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed loss of `output` [batch, classes] for `target` [batch], and the number that
+    counts.
+    """
+    total = cross_entropy(
+        output.float(), target, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing
+    )
     return total, (target != IGNORED).sum()

@@ -1,4 +1,6 @@
-"""NEFTune: noise on the input embeddings while a language model is fine-tuned (arXiv 2310.05914, algorithm 1)."""
+"""NEFTune: noise on the input embeddings while a language model is fine-tuned (arXiv 2310.05914,
+algorithm 1).
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ from trainer.models.spec import ModelSpec
 class EmbeddingNoise:
     """Adds to each entry a uniform random number between -1 and 1, times alpha / sqrt(L d).
 
-    L is the number of tokens of the document, without padding, as in the authors' code; d is the width
-    of an embedding. It is drawn first in a forward pass, from the seed of the micro-batch (contract 3),
-    and in float32, so that it is the same in every precision. There is none in evaluation.
+    L is the number of tokens of the document, without padding, as in the authors' code; d is the
+    width of an embedding. It is drawn first in a forward pass, from the seed of the micro-batch
+    (contract 3), and in float32, so that it is the same in every precision. There is none in
+    evaluation.
     """
 
     def __init__(self, alpha: float) -> None:
@@ -44,6 +47,8 @@ class EmbeddingNoise:
 
 def has_table(spec: ModelSpec) -> bool:
     """True if the model looks tokens up in a table of embeddings, to which noise can be added."""
-    with suppress(NotImplementedError, AttributeError):  # transformers' own, for a family that it does not know
+    with suppress(
+        NotImplementedError, AttributeError
+    ):  # transformers' own, for a family that it does not know
         return isinstance(spec.build().get_input_embeddings(), nn.Embedding)  # type: ignore[operator]
     return False

@@ -15,9 +15,11 @@ from trainer.models.spec import ModelSpec, Trial
 from trainer.tasks.task import Batch
 
 Loss = Callable[[Any, Any], tuple[torch.Tensor, int | torch.Tensor]]
-"""`loss(output, target)` of a micro-batch returns the sum over its targets, a scalar tensor, and their number.
+"""`loss(output, target)` of a micro-batch returns the sum over its targets, a scalar tensor, and
+their number.
 
-The number must not depend on the values of `output`: it is computed before the forward pass, with zeros.
+The number must not depend on the values of `output`: it is computed before the forward pass, with
+zeros.
 """
 
 
@@ -29,7 +31,8 @@ class Blank:
 
 
 class Supervised:
-    """The task of samples that are pairs (input, target): tensors, numbers, or dictionaries of them.
+    """The task of samples that are pairs (input, target): tensors, numbers, or dictionaries of
+    them.
 
     The module is called with the input, or with a dictionary's entries as keyword arguments.
     `build` makes it on the meta device; `blocks` are its blocks' names.
@@ -37,35 +40,51 @@ class Supervised:
 
     measures: tuple[str, ...] = ()
 
-    def __init__(self, loss: Loss, build: Callable[[], nn.Module], blocks: Sequence[str] = ()) -> None:
+    def __init__(
+        self, loss: Loss, build: Callable[[], nn.Module], blocks: Sequence[str] = ()
+    ) -> None:
         self._loss = loss
         self._build = build
         self._blocks = tuple(blocks)
         self._shapes: dict[Any, tuple[Any, dict[int, tuple[int, ...]]]] = {}
-        """The output of a batch on the meta device, and the shapes that enter the blocks, by the batch's shapes."""
+        """The output of a batch on the meta device, and the shapes that enter the blocks, by the
+        batch's shapes.
+        """
 
-    def regularised(self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float) -> Supervised:
+    def regularised(
+        self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float
+    ) -> Supervised:
         """The same task. Raises ConfigError for smoothed labels, and for noise on embeddings."""
         if neftune_alpha:
             seen = f"saw {neftune_alpha:g}, and no language model"
-            raise ConfigError(Problem("trainer.neftune_alpha", seen, "noise on the embeddings of tokens"))
+            raise ConfigError(
+                Problem("trainer.neftune_alpha", seen, "noise on the embeddings of tokens")
+            )
         if label_smoothing:
             seen = f"saw {label_smoothing:g}, and a loss that is handed in"
-            raise ConfigError(Problem("trainer.label_smoothing", seen, "0: an own loss smooths its labels itself"))
+            raise ConfigError(
+                Problem("trainer.label_smoothing", seen, "0: an own loss smooths its labels itself")
+            )
         return self
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return model
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        """Stack `input` (or `input.KEY`) and `target` by `default_collate`; add targets' `count`, `share` 0 or 1."""
+        """Stack `input` (or `input.KEY`) and `target` by `default_collate`; add targets' `count`,
+        `share` 0 or 1.
+        """
         kept = [sample for sample in samples if not isinstance(sample, Blank)]
         pairs = kept or [samples[0].sample]
         try:
             given, target = default_collate([tuple(pair) for pair in pairs])
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(
-                Problem("data: samples", named_line(error), "pairs (input, target) that stack to a batch")
+                Problem(
+                    "data: samples",
+                    named_line(error),
+                    "pairs (input, target) that stack to a batch",
+                )
             ) from error
         batch = {**_flat("input", given), **_flat("target", target)}
         count = self._count(batch) if kept else 0
@@ -78,7 +97,11 @@ class Supervised:
         def output(model: nn.Module) -> torch.Tensor:
             return torch.cat([value.flatten() for value in _tensors(self.output(model, batch))])
 
-        return Trial(output, lambda stage: self.hidden(stage, batch), [batch, *(self.collate([s]) for s in samples)])
+        return Trial(
+            output,
+            lambda stage: self.hidden(stage, batch),
+            [batch, *(self.collate([s]) for s in samples)],
+        )
 
     def blank(self, sample: Any) -> Blank:
         return Blank(sample)
@@ -90,10 +113,14 @@ class Supervised:
         return self._on_meta(batch)[1][block]
 
     def padded(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return the micro-batches. Raises DataError if they differ in shape: how to pad them is unknown."""
+        """Return the micro-batches. Raises DataError if they differ in shape: how to pad them is
+        unknown.
+        """
         if len({self.shape(batch) for batch in batches}) > 1:
             seen = "micro-batches of several shapes in a step"
-            raise DataError(Problem("data: samples", seen, "one shape, which a pipeline's buffers have"))
+            raise DataError(
+                Problem("data: samples", seen, "one shape, which a pipeline's buffers have")
+            )
         return list(batches)
 
     def targets(self, batch: Batch) -> torch.Tensor:
@@ -102,7 +129,10 @@ class Supervised:
     def output(self, model: nn.Module, batch: Batch) -> Any:
         """Run the module on a batch's input."""
         kind = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        given = _map(_nested("input", batch), lambda value: value.to(kind) if value.is_floating_point() else value)
+        given = _map(
+            _nested("input", batch),
+            lambda value: value.to(kind) if value.is_floating_point() else value,
+        )
         return model(**given) if isinstance(given, dict) else model(given)
 
     def hidden(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -121,14 +151,18 @@ class Supervised:
         return int(_checked(self._loss(self.output(model, batch), _nested("target", batch)))[1])
 
     def _count(self, batch: Batch) -> int:
-        zeros = _map(self._on_meta(batch)[0], lambda value: torch.zeros(value.shape, dtype=value.dtype))
+        zeros = _map(
+            self._on_meta(batch)[0], lambda value: torch.zeros(value.shape, dtype=value.dtype)
+        )
         total, count = _checked(self._loss(zeros, _nested("target", batch)))
         return int(count)
 
     def _on_meta(self, batch: Batch) -> tuple[Any, dict[int, tuple[int, ...]]]:
         key = tuple((name, value.dtype, *value.shape) for name, value in sorted(batch.items()))
         if key not in self._shapes:
-            self._shapes[key] = self._run_on_meta({name: value.to("meta") for name, value in batch.items()})
+            self._shapes[key] = self._run_on_meta(
+                {name: value.to("meta") for name, value in batch.items()}
+            )
         return self._shapes[key]
 
     def _run_on_meta(self, batch: Batch) -> tuple[Any, dict[int, tuple[int, ...]]]:
@@ -145,15 +179,28 @@ class Supervised:
             with torch.no_grad():
                 return self.output(model, batch), entered
         except Exception as error:  # whatever the module's own code raises
-            seen = f"its forward pass fails on the meta device: {type(error).__name__}: {error}".splitlines()[0][:200]
+            seen = (
+                f"its forward pass fails on the meta device: {type(error).__name__}: {error}"
+            ).splitlines()[0][:200]
             expected = "a forward pass over this input whose shapes do not depend on values"
             raise ConfigError(Problem("model", seen, expected)) from error
 
 
 def _checked(found: Any) -> tuple[torch.Tensor, Any]:
-    if not (isinstance(found, tuple) and len(found) == 2 and torch.is_tensor(found[0]) and found[0].ndim == 0):
-        seen = f"{type(found).__name__} of {len(found)}" if isinstance(found, tuple) else type(found).__name__
-        raise ConfigError(Problem("loss", seen, "(sum over the targets as a scalar tensor, number of targets)"))
+    if not (
+        isinstance(found, tuple)
+        and len(found) == 2
+        and torch.is_tensor(found[0])
+        and found[0].ndim == 0
+    ):
+        seen = (
+            f"{type(found).__name__} of {len(found)}"
+            if isinstance(found, tuple)
+            else type(found).__name__
+        )
+        raise ConfigError(
+            Problem("loss", seen, "(sum over the targets as a scalar tensor, number of targets)")
+        )
     return found
 
 
@@ -161,14 +208,22 @@ def _flat(name: str, value: Any) -> Batch:
     if isinstance(value, Mapping):
         return {f"{name}.{key}": part for key, part in value.items()}
     if not torch.is_tensor(value):
-        raise DataError(Problem("data: samples", f"an {name} of {type(value).__name__}", "a tensor, or a dictionary"))
+        raise DataError(
+            Problem(
+                "data: samples", f"an {name} of {type(value).__name__}", "a tensor, or a dictionary"
+            )
+        )
     return {name: value}
 
 
 def _nested(name: str, batch: Batch) -> Any:
     if name in batch:
         return batch[name]
-    return {key.removeprefix(f"{name}."): value for key, value in batch.items() if key.startswith(f"{name}.")}
+    return {
+        key.removeprefix(f"{name}."): value
+        for key, value in batch.items()
+        if key.startswith(f"{name}.")
+    }
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -184,4 +239,8 @@ def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         return {key: _map(part, change) for key, part in value.items()}
-    return type(value)(_map(part, change) for part in value) if isinstance(value, list | tuple) else value
+    return (
+        type(value)(_map(part, change) for part in value)
+        if isinstance(value, list | tuple)
+        else value
+    )

@@ -40,7 +40,9 @@ class MLflow:
 
         for chatty in ("mlflow.store.db.utils", "alembic"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
-        local = None if mlflow.is_tracking_uri_set() else f"sqlite:///{folder.absolute() / 'mlflow.db'}"
+        local = (
+            None if mlflow.is_tracking_uri_set() else f"sqlite:///{folder.absolute() / 'mlflow.db'}"
+        )
         self._metric = Metric
         self._client = MlflowClient(tracking_uri=local)
         found = self._client.get_experiment_by_name(_EXPERIMENT)
@@ -59,7 +61,9 @@ class MLflow:
 
 
 class WeightsAndBiases:
-    """Logs a run `name` as WANDB_* variables and `wandb login` say; `WANDB_MODE=offline` keeps it in `FOLDER/wandb`."""
+    """Logs a run `name` as WANDB_* variables and `wandb login` say; `WANDB_MODE=offline` keeps it
+    in `FOLDER/wandb`.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         import wandb
@@ -67,11 +71,17 @@ class WeightsAndBiases:
         # neither the console nor the config: both may hold what the user does not want to send
         settings = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
         try:
-            self._run = wandb.init(project=_EXPERIMENT, name=name, dir=str(folder), settings=settings)
+            self._run = wandb.init(
+                project=_EXPERIMENT, name=name, dir=str(folder), settings=settings
+            )
         except wandb.Error as error:  # a bad key, or a server that does not answer
             mend = "WANDB_MODE=offline keeps it on this disk"
-            raise ConfigError(Problem("wandb", first_line(error), "a login that its server takes", mend)) from error
-        self._run.define_metric("*", step_metric="step")  # its own counter can't go back to an earlier step
+            raise ConfigError(
+                Problem("wandb", first_line(error), "a login that its server takes", mend)
+            ) from error
+        self._run.define_metric(
+            "*", step_metric="step"
+        )  # its own counter can't go back to an earlier step
 
     def record(self, item: Record | Evaluation, /) -> None:
         self._run.log({"step": item.step, **numbers(item)})
@@ -89,7 +99,11 @@ TRACKERS: dict[str, Callable[[Path], Tracker]] = {
 }
 """The trackers that `trainer.log.trackers` may name; each is also the extra that installs it."""
 
-_PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
+_PACKAGES = {
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+    "wandb": ("wandb",),
+}
 _EXPERIMENT = "meshloom"
 
 
@@ -100,21 +114,31 @@ def require(names: Sequence[str]) -> None:
         if missing:
             seen = f'"{name}" without the package {missing[0]}'
             mend = f"pip install meshloom[{name}]"
-            raise ConfigError(Problem("trainer.log.trackers", seen, "trackers that are installed", mend))
+            raise ConfigError(
+                Problem("trainer.log.trackers", seen, "trackers that are installed", mend)
+            )
         if name == "wandb" and not _logged_in():
             seen, mend = (
                 '"wandb" without a login',
                 "Run `wandb login`, or set WANDB_MODE=offline to keep it on this disk",
             )
-            raise ConfigError(Problem("trainer.log.trackers", seen, "a login, or WANDB_API_KEY", mend))
+            raise ConfigError(
+                Problem("trainer.log.trackers", seen, "a login, or WANDB_API_KEY", mend)
+            )
 
 
 def _logged_in() -> bool:
-    """Return True if logged in or if nothing is sent; also for an old package that would ask, and for a bad key."""
+    """Return True if logged in or if nothing is sent; also for an old package that would ask, and
+    for a bad key.
+    """
     import wandb
 
     settings = wandb.setup().settings
     try:
-        return settings.mode in ("offline", "disabled") or bool(settings.api_key) or wandb.login(prompt=False)
+        return (
+            settings.mode in ("offline", "disabled")
+            or bool(settings.api_key)
+            or wandb.login(prompt=False)
+        )
     except (TypeError, wandb.Error):
         return True

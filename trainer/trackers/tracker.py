@@ -49,7 +49,9 @@ class Evaluation:
     perplexity: float | None = None
     """exp(loss), of a language model."""
     by_source: dict[str, float] | None = None
-    """The loss on each of several named sources; `loss` is that on all of their targets together."""
+    """The loss on each of several named sources; `loss` is that on all of their targets
+    together.
+    """
 
 
 class Tracker(Protocol):
@@ -63,10 +65,18 @@ class Tracker(Protocol):
 def fields(item: Record | Evaluation) -> dict[str, Any]:
     """Return the known values of a record, by the names under which they are logged."""
     prefix = "evaluation_" if isinstance(item, Evaluation) else ""
-    known = {key: value for key, value in asdict(item).items() if value is not None and key != "step"}
-    named = {f"{prefix}loss/{name}": loss for name, loss in (known.pop("by_source", None) or {}).items()}
+    known = {
+        key: value for key, value in asdict(item).items() if value is not None and key != "step"
+    }
+    named = {
+        f"{prefix}loss/{name}": loss for name, loss in (known.pop("by_source", None) or {}).items()
+    }
     return {"step": item.step} | {prefix + key: value for key, value in known.items()} | named
 
 
 def numbers(item: Record | Evaluation) -> dict[str, float]:
-    return {key: float(value) for key, value in fields(item).items() if key not in ("step", "total_steps")}
+    return {
+        key: float(value)
+        for key, value in fields(item).items()
+        if key not in ("step", "total_steps")
+    }

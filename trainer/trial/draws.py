@@ -30,12 +30,18 @@ class Draws:
 
 
 def observe_draws(model: nn.Module, spec: ModelSpec) -> Draws:
-    """Find where the model draws random numbers. Raises ConfigError if they are not from torch's default generator."""
+    """Find where the model draws random numbers. Raises ConfigError if they are not from torch's
+    default generator.
+    """
     model.train()
     outside = _outside_torch()
     _, places, private, _ = _watched(model, spec, None)
     if private or _outside_torch() != outside:
-        seen = "draws random numbers from Python, NumPy or a generator of its own: no other layout could replay them"
+        seen = (
+            "draws random numbers from Python, NumPy or a generator of its own: no other "
+            "layout "
+            "could replay them"
+        )
         raise ConfigError(Problem(f"trainer.model: {spec.name}", seen, "torch's default generator"))
     if "between" not in places:
         return Draws(any=bool(places))
@@ -44,8 +50,11 @@ def observe_draws(model: nn.Module, spec: ModelSpec) -> Draws:
     return Draws(True, skips or not torch.equal(ends[0][0], ends[1][0]), skips)
 
 
-def _watched(model: nn.Module, spec: ModelSpec, held: float | None) -> tuple[torch.Tensor, set[str], bool, list[str]]:
-    """Run one forward pass; return its output, where it drew, if a private generator did, and the modules that ran.
+def _watched(
+    model: nn.Module, spec: ModelSpec, held: float | None
+) -> tuple[torch.Tensor, set[str], bool, list[str]]:
+    """Run one forward pass; return its output, where it drew, if a private generator did, and the
+    modules that ran.
 
     Where no blocks are known, the whole model counts as between them.
     """
@@ -61,16 +70,24 @@ def _watched(model: nn.Module, spec: ModelSpec, held: float | None) -> tuple[tor
         place = "between" if left < len(spec.blocks) else "after"
 
     hooks = [
-        module.register_forward_hook(lambda *_, name=name: ran.append(name)) for name, module in model.named_modules()
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
+        for name, module in model.named_modules()
     ]
     for name in spec.blocks:
         block = model.get_submodule(name)
         hooks += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
     ids = None if spec.tiny.input else row_of(spec)[None]
-    run = spec.tiny.input.output if spec.tiny.input else lambda model: model(input_ids=ids, use_cache=False).logits
+    run = (
+        spec.tiny.input.output
+        if spec.tiny.input
+        else lambda model: model(input_ids=ids, use_cache=False).logits
+    )
     seed_generators(1)
     try:
-        with torch.no_grad(), DrawWatch(lambda: place, {"between": held} if held is not None else {}) as watch:
+        with (
+            torch.no_grad(),
+            DrawWatch(lambda: place, {"between": held} if held is not None else {}) as watch,
+        ):
             output = run(model)
     finally:
         for hook in hooks:
@@ -79,7 +96,9 @@ def _watched(model: nn.Module, spec: ModelSpec, held: float | None) -> tuple[tor
 
 
 class DrawWatch(TorchDispatchMode):
-    """A dispatch mode that notes where random numbers are drawn, and in places of `held` sets them to its value."""
+    """A dispatch mode that notes where random numbers are drawn, and in places of `held` sets them
+    to its value.
+    """
 
     def __init__(self, place: Callable[[], str], held: Mapping[str, float] | None = None) -> None:
         super().__init__()

@@ -22,7 +22,9 @@ class Findings:
     blocks: bool = True
     """True if the spec's blocks run once each, in their order."""
     moves_buffers: str = ""
-    """The name of a buffer, no running statistic, that a training forward pass changes; else empty."""
+    """The name of a buffer, no running statistic, that a training forward pass changes; else
+    empty.
+    """
     normalises: str = ""
     """The name of a module that keeps running statistics of its input (batch norm); else empty."""
     unproven: str = ""
@@ -32,7 +34,9 @@ class Findings:
 
 
 def applied(spec: ModelSpec, findings: Findings) -> ModelSpec:
-    """Return the spec with gradient-less parameters frozen, and without blocks that do not run once, in order."""
+    """Return the spec with gradient-less parameters frozen, and without blocks that do not run
+    once, in order.
+    """
 
     def build() -> nn.Module:
         model = spec.build()
@@ -53,7 +57,9 @@ def say_unused(spec: ModelSpec, patterns: Sequence[str]) -> Iterator[str]:
     sizes = {name: parameter.numel() for name, parameter in spec.build().named_parameters()}
     names = [name for name in sizes if pattern_of(name) in patterns]
     if names:
-        values = f"{len(names)} parameters ({sum(sizes[name] for name in names) / 1e6:,.1f} M values)"
+        values = (
+            f"{len(names)} parameters ({sum(sizes[name] for name in names) / 1e6:,.1f} M values)"
+        )
         where = in_short(names, sizes.keys() - names)
         source = " from text" if spec.tiny.input is None else ""
         yield f"{values} get no gradient{source}; they stay as they are: {where}"

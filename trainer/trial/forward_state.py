@@ -1,4 +1,6 @@
-"""Checks on a copy of the model that a forward pass leaves nothing that changes a later one or what is saved."""
+"""Checks on a copy of the model that a forward pass leaves nothing that changes a later one or what
+is saved.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,15 @@ from trainer.errors import ConfigError, Problem, listed
 from trainer.models.own.python_state import snapshot
 
 TOLERANCE = 1e-5
-"""The error allowed of an output, relative to its largest value: a library may sum in another order."""
+"""The error allowed of an output, relative to its largest value: a library may sum in another
+order.
+"""
 TRAIN, EVAL = True, False
 ALONE = ((TRAIN, 0), (EVAL, 1), (TRAIN, 1), (TRAIN, 0), (EVAL, 0), (TRAIN, 0))
-"""The passes of the first copy: training or evaluation, and the rows. Some over rows 0 are an odd number
-of passes apart, which shows what alternates; changes in the last two in training never settle."""
+"""The passes of the first copy: training or evaluation, and the rows. Some over rows 0 are an odd
+number of passes apart, which shows what alternates; changes in the last two in training never
+settle.
+"""
 AFTER_OTHERS = ((TRAIN, 1), (TRAIN, 0), (EVAL, 0))
 """The passes of another copy, which show a module that keeps the first rows that it sees."""
 
@@ -31,34 +37,57 @@ class Pass(NamedTuple):
     before: dict[str, Any]
     after: dict[str, Any]
     found: dict[str, torch.Tensor]
-    """The output, and in training the norm of each gradient: a hook of the backward pass may leave things, too."""
+    """The output, and in training the norm of each gradient: a hook of the backward pass may leave
+    things, too.
+    """
 
 
-def check_forward_state(name: str, make: Callable[[], nn.Module], run: Run, *beside: tuple[str, Any]) -> list[str]:
-    """Return the persistent buffers that a forward pass in training changes; each pass starts from their first values.
+def check_forward_state(
+    name: str, make: Callable[[], nn.Module], run: Run, *beside: tuple[str, Any]
+) -> list[str]:
+    """Return the persistent buffers that a forward pass in training changes; each pass starts from
+    their first values.
 
-    `make` gives the same model each time. Raises ConfigError, with the place, if a pass changes a parameter, if
-    one in evaluation changes a persistent buffer, if anything left behind changes a later output, and if an
-    attribute never settles, such as a count. State that settles and changes no output is allowed, such as a mask.
+    `make` gives the same model each time. Raises ConfigError, with the place, if a pass changes a
+    parameter, if one in evaluation changes a persistent buffer, if anything left behind changes a
+    later output, and if an attribute never settles, such as a count. State that settles and changes
+    no output is allowed, such as a mask.
     """
     alone, moved = _passes(name, make(), run, ALONE, beside)
     others, _ = _passes(name, make(), run, AFTER_OTHERS, beside)
     for training in (TRAIN, EVAL):
-        first, *later = [one for one in (*alone, *others) if (one.training, one.rows) == (training, 0)]
+        first, *later = [
+            one for one in (*alone, *others) if (one.training, one.rows) == (training, 0)
+        ]
         for one in later:
             _compare(name, first, one)
     before, after = alone[3].after, alone[5].after
     if restless := _changed(before, after):
-        seen = f"each forward pass leaves something behind, and never rests: {_shown(restless, before, after)}"
-        mend = "What is counted in training alone can be a buffer (register_buffer), which checkpoints have"
-        raise _refused(name, f"{seen}. No checkpoint has it, and ranks that make other passes have another. {mend}")
+        seen = (
+            "each forward pass leaves something behind, and never rests: "
+            f"{_shown(restless, before, after)}"
+        )
+        mend = (
+            "What is counted in training alone can be a buffer (register_buffer), which "
+            "checkpoints have"
+        )
+        raise _refused(
+            name,
+            f"{seen}. No checkpoint has it, and ranks that make other passes have another. {mend}",
+        )
     return moved
 
 
 def _passes(
-    name: str, model: nn.Module, run: Run, order: Sequence[tuple[bool, int]], beside: Sequence[tuple[str, Any]]
+    name: str,
+    model: nn.Module,
+    run: Run,
+    order: Sequence[tuple[bool, int]],
+    beside: Sequence[tuple[str, Any]],
 ) -> tuple[list[Pass], list[str]]:
-    """Run the passes; return their results, and the persistent buffers that those in training change."""
+    """Run the passes; return their results, and the persistent buffers that those in training
+    change.
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False)).keys()
     buffers = {key: value for key, value in model.state_dict().items() if key not in parameters}
     first = {key: value.clone() for key, value in buffers.items()}
@@ -73,15 +102,23 @@ def _passes(
         found = {"something else": output.detach().clone()}
         if output.requires_grad:
             output.square().sum().backward()
-            norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+            norms = [
+                parameter.grad.norm()
+                for parameter in model.parameters()
+                if parameter.grad is not None
+            ]
             found["other gradients"] = torch.stack(norms)
             model.zero_grad()
         after = snapshot(model, *beside)
         changed = _changed(before, after)
-        if wrong := [key for key in changed if key in parameters or (key in buffers and not training)]:
+        if wrong := [
+            key for key in changed if key in parameters or (key in buffers and not training)
+        ]:
             mode = "training" if training else "evaluation"
             seen = f"a forward pass in {mode} changes {_shown(wrong, before, after)}"
-            raise _refused(name, f"{seen}. What is trained and saved would depend on when it is evaluated")
+            raise _refused(
+                name, f"{seen}. What is trained and saved would depend on when it is evaluated"
+            )
         moved |= dict.fromkeys(key for key in changed if key in buffers)
         passes.append(Pass(training, rows, before, after, found))
     return passes, list(moved)
@@ -107,7 +144,10 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 def _shown(places: Sequence[str], before: dict[str, Any], after: dict[str, Any]) -> str:
     values = {key: (before.get(key, "nothing"), after.get(key, "nothing")) for key in places}
     tensors = {key for key, pair in values.items() if pair[1].startswith("a tensor")}
-    return listed([key if key in tensors else f"{key} ({' -> '.join(values[key]):.80})" for key in places], most=3)
+    return listed(
+        [key if key in tensors else f"{key} ({' -> '.join(values[key]):.80})" for key in places],
+        most=3,
+    )
 
 
 def _refused(name: str, actual: str) -> ConfigError:

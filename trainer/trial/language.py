@@ -35,7 +35,8 @@ from trainer.trial.setup import (
 
 
 def check_model(spec: ModelSpec, task: TrialTask) -> Findings:
-    """Try a tiny copy: is it causal, is the task's loss its own, which parameters get no gradient, where is it random?
+    """Try a tiny copy: is it causal, is the task's loss its own, which parameters get no gradient,
+    where is it random?
 
     Takes about a second, and leaves the random generators as they were.
     Raises ConfigError, with the numbers, for a model that can't be trained on next tokens as it is.
@@ -45,11 +46,19 @@ def check_model(spec: ModelSpec, task: TrialTask) -> Findings:
             small, model = tiny(spec)
             with torch.no_grad():
                 logits = model.eval()(input_ids=row_of(small)[None], use_cache=False).logits
-            reason = "" if float(logits.std(1).max()) > 0 else "its logits are not finite, or all the same"
-        except Exception as error:  # whatever a model's own code raises about sizes it does not expect
+            reason = (
+                ""
+                if float(logits.std(1).max()) > 0
+                else "its logits are not finite, or all the same"
+            )
+        except (
+            Exception
+        ) as error:  # whatever a model's own code raises about sizes it does not expect
             reason = named_line(error)
         if reason:
-            note = f"it is not proven that {spec.name} is causal, nor that its loss is ours: {reason}"
+            note = (
+                f"it is not proven that {spec.name} is causal, nor that its loss is ours: {reason}"
+            )
             return Findings(unproven=reason, notes=(note,))
         with _trying(spec, "whether it is causal"):
             check_causal(model, small)
@@ -66,7 +75,9 @@ def check_model(spec: ModelSpec, task: TrialTask) -> Findings:
         with _trying(spec, "which parameters have no gradient"):
             patterns, sometimes = unused(model, small, task)
         with _trying(spec, "what its blocks are"):
-            found = bool(small.blocks) and blocks_of(model.eval(), row_of(small)[None]) == small.blocks
+            found = (
+                bool(small.blocks) and blocks_of(model.eval(), row_of(small)[None]) == small.blocks
+            )
     said = (*notes, *say_unused(spec, patterns))
     return Findings(patterns, sometimes, draws, found, moves, notes=said)
 
@@ -102,16 +113,24 @@ def check_causal(model: nn.Module, spec: ModelSpec) -> None:
     if not (worst := float(moved.max())) <= TOLERANCE * spread:
         later, earlier = divmod(int(moved.nan_to_num(torch.inf).argmax()), LENGTH)
         seen = (
-            f"token {later % LENGTH} moves the logits of token {earlier} by {worst:.1e}; their spread is {spread:.1e}"
+            f"token {later % LENGTH} moves the logits of token {earlier} by {worst:.1e}; their "
+            f"spread is {spread:.1e}"
         )
-        expected, mend = "a causal model", 'Set "is_decoder": true where the family has it, or take a decoder.'
-        raise ConfigError(Problem(f"trainer.model: {spec.name}", f"not causal: {seen}", expected, mend))
+        expected, mend = (
+            "a causal model",
+            'Set "is_decoder": true where the family has it, or take a decoder.',
+        )
+        raise ConfigError(
+            Problem(f"trainer.model: {spec.name}", f"not causal: {seen}", expected, mend)
+        )
 
 
 def _say_padding(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
-    """Yield a line if padding changes the logits: if the beginning of a row alone has other logits than within the row.
+    """Yield a line if padding changes the logits: if the beginning of a row alone has other logits
+    than within the row.
 
-    Models that select by rank do this: how a tie is broken depends on the width. Repeated tokens make ties.
+    Models that select by rank do this: how a tie is broken depends on the width. Repeated tokens
+    make ties.
     """
     row = row_of(spec)[: WIDER // 2].repeat(2)[None]
     moved: dict[int, float] = {}
@@ -123,13 +142,16 @@ def _say_padding(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
     worst, spread = max(moved, key=lambda length: moved[length]), float(logits[0].std(0).max())
     if not moved[worst] <= TOLERANCE * spread:
         yield (
-            f"padding moves its logits: on a tiny copy, those of {worst} tokens in a row of {WIDER} by "
-            f"{moved[worst]:.1e}; their spread is {spread:.1e}. Its loss depends on which samples share a micro-batch"
+            f"padding moves its logits: on a tiny copy, those of {worst} tokens in a row of "
+            f"{WIDER} by "
+            f"{moved[worst]:.1e}; their spread is {spread:.1e}. Its loss depends on which samples "
+            "share a micro-batch"
         )
 
 
 def check_again(spec: ModelSpec) -> str:
-    """Return the name of a persistent buffer that a forward pass in training changes, or an empty string.
+    """Return the name of a persistent buffer that a forward pass in training changes, or an empty
+    string.
 
     Raises ConfigError if a pass leaves anything else behind. Rows have several lengths, which shows
     a module that keeps the longest it has seen.
@@ -147,9 +169,11 @@ def check_again(spec: ModelSpec) -> str:
 
 
 def check_loss(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[str, ...]:
-    """Raise ConfigError unless the task's loss and gradients are those of the model's own `forward(labels=...)`.
+    """Raise ConfigError unless the task's loss and gradients are those of the model's own
+    `forward(labels=...)`.
 
-    Both run in training with the same random numbers; the model's mean loss is multiplied by its targets.
+    Both run in training with the same random numbers; the model's mean loss is multiplied by its
+    targets.
     """
     ours = task.prepare(copy.deepcopy(model)).train()
     own = copy.deepcopy(model).train()
@@ -163,9 +187,13 @@ def check_loss(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[str,
         mine = task.loss_sum(ours, batch)
         mine.backward()
         if not counted:  # the model's own mean of nothing is NaN
-            wrong = [p for p in ours.parameters() if p.grad is not None and bool((p.grad != 0).any())]
+            wrong = [
+                p for p in ours.parameters() if p.grad is not None and bool((p.grad != 0).any())
+            ]
             if wrong or bool(mine != 0):
-                raise _other(spec, f"{float(mine.detach()):g} without a target", "0, and no gradient")
+                raise _other(
+                    spec, f"{float(mine.detach()):g} without a target", "0, and no gradient"
+                )
             continue
         seed_generators(1)
         loss = own(input_ids=ids, labels=labels, use_cache=False).loss
@@ -173,8 +201,14 @@ def check_loss(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[str,
             return (f"{spec.name} has no loss of its own that ours could be compared with",)
         theirs = loss * counted
         theirs.backward()
-        if not abs(float(mine.detach() - theirs.detach())) <= TOLERANCE * abs(float(theirs.detach())):
-            raise _other(spec, f"loss {float(mine.detach()) / counted:.6g}", f"its own, {float(loss.detach()):.6g}")
+        if not abs(float(mine.detach() - theirs.detach())) <= TOLERANCE * abs(
+            float(theirs.detach())
+        ):
+            raise _other(
+                spec,
+                f"loss {float(mine.detach()) / counted:.6g}",
+                f"its own, {float(loss.detach()):.6g}",
+            )
         if found := differing_gradient(ours, own):
             seen = f"the gradient of {found[0]} is off by {found[1]:.1%} of its largest entry"
             raise _other(spec, seen, "that of its own loss")
@@ -184,23 +218,37 @@ def check_loss(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[str,
 
 
 def _shifts_labels(model: nn.Module, spec: ModelSpec) -> bool:
-    """Return True if the model's own loss shifts labels and so ignores the first one (BART's does not)."""
+    """Return True if the model's own loss shifts labels and so ignores the first one (BART's does
+    not).
+    """
     ids = row_of(spec)[None]
     with torch.no_grad():
-        loss = model(input_ids=ids, labels=torch.where(torch.arange(LENGTH) > 0, IGNORED, ids), use_cache=False).loss
+        loss = model(
+            input_ids=ids,
+            labels=torch.where(torch.arange(LENGTH) > 0, IGNORED, ids),
+            use_cache=False,
+        ).loss
     return loss is None or not bool(loss.isfinite())
 
 
 def _other(spec: ModelSpec, actual: str, expected: str) -> ConfigError:
-    mend = "It adds what this trainer does not know (a router's loss, a scale); it is not trained without it."
-    return ConfigError(Problem(f"trainer.model: {spec.name}", f"on a tiny copy of it: {actual}", expected, mend))
+    mend = (
+        "It adds what this trainer does not know (a router's loss, a scale); it is not trained "
+        "without it."
+    )
+    return ConfigError(
+        Problem(f"trainer.model: {spec.name}", f"on a tiny copy of it: {actual}", expected, mend)
+    )
 
 
 # Parameters without a gradient
 
 
-def unused(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return patterns of the names of parameters that no row gives a gradient, and of those that some rows do not.
+def unused(
+    model: nn.Module, spec: ModelSpec, task: TrialTask
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return patterns of the names of parameters that no row gives a gradient, and of those that
+    some rows do not.
 
     Tried with single tokens and with short and long rows; a parameter without a gradient then is
     tried with many more tokens and other weights, since a token may be routed to it.
@@ -221,7 +269,9 @@ def unused(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[tuple[st
         seed := next(seeds, None)
     ) is not None:
         spread(ours, seed)
-        tokens = torch.randint(1, spec.language.vocabulary, (16, LENGTH), generator=torch.Generator().manual_seed(seed))
+        tokens = torch.randint(
+            1, spec.language.vocabulary, (16, LENGTH), generator=torch.Generator().manual_seed(seed)
+        )
         found = _with_gradient(ours, {"input_ids": tokens, "targets": tokens}, task)
         with_gradient |= {pattern_of(name) for name in found}
     return tuple(never), tuple(name for name in sometimes if name in with_gradient)

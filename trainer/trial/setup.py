@@ -1,4 +1,6 @@
-"""The tiny copy of a model, rows of tokens for it, and the comparison of gradients, for all trials."""
+"""The tiny copy of a model, rows of tokens for it, and the comparison of gradients, for all
+trials.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ WIDER = LENGTH + 8
 SINGLE = 4
 """The number of rows of one token, tried for parameters that they leave without a gradient."""
 TOLERANCE = 1e-4
-"""The relative error allowed of logits, losses and gradients in float32: rounding is smaller, a mistake is larger."""
+"""The relative error allowed of logits, losses and gradients in float32: rounding is smaller, a
+mistake is larger.
+"""
 
 
 class TrialTask(Protocol):
@@ -51,39 +55,63 @@ def drawn(small: ModelSpec) -> nn.Module:
 
 
 def spread(model: nn.Module, seed: int) -> None:
-    """Draw the weights anew, such that activations keep their scale; what they were read from stays as it is."""
+    """Draw the weights anew, such that activations keep their scale; what they were read from stays
+    as it is.
+    """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        scaled = noise / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else parameter.data + 0.1 * noise
+        scaled = (
+            noise / parameter.shape[-1] ** 0.5
+            if parameter.dim() > 1
+            else parameter.data + 0.1 * noise
+        )
         parameter.data = scaled.to(parameter.dtype)
 
 
 def row_of(spec: ModelSpec) -> torch.Tensor:
     """Draw the ids of one row, [LENGTH], none of them 0, which is the padding."""
-    return 1 + torch.randint(spec.language.vocabulary - 1, (LENGTH,), generator=torch.Generator().manual_seed(2))
+    return 1 + torch.randint(
+        spec.language.vocabulary - 1, (LENGTH,), generator=torch.Generator().manual_seed(2)
+    )
 
 
 def batches(spec: ModelSpec, task: TrialTask) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield ragged rows, one of them without a target; then one row alone; then a micro-batch without a target."""
+    """Yield ragged rows, one of them without a target; then one row alone; then a micro-batch
+    without a target.
+    """
     ids = np.asarray(row_of(spec))
     for lengths, silent in (((LENGTH, 3, 11, 7), {2}), ((LENGTH,), set[int]()), ((5, 9), {0, 1})):
-        targets = [np.full(n, IGNORED) if row in silent else np.roll(ids, -1)[:n] for row, n in enumerate(lengths)]
-        targets = [np.append(t[:-1], IGNORED) for t in targets]  # labels are as long as the ids: no place for the last
+        targets = [
+            np.full(n, IGNORED) if row in silent else np.roll(ids, -1)[:n]
+            for row, n in enumerate(lengths)
+        ]
+        targets = [
+            np.append(t[:-1], IGNORED) for t in targets
+        ]  # labels are as long as the ids: no place for the last
         batch = task.collate([{"input_ids": ids[: len(t)], "targets": t} for t in targets])
-        yield {**batch, "input_ids": batch["input_ids"] % spec.language.vocabulary}  # the task's padding may be larger
+        yield {
+            **batch,
+            "input_ids": batch["input_ids"] % spec.language.vocabulary,
+        }  # the task's padding may be larger
 
 
-def differing_gradient(ours: nn.Module, theirs: nn.Module, most: float = 10 * TOLERANCE) -> tuple[str, float] | None:
+def differing_gradient(
+    ours: nn.Module, theirs: nn.Module, most: float = 10 * TOLERANCE
+) -> tuple[str, float] | None:
     """Return the first parameter whose gradients differ, and by what share of its largest entry.
 
     Returns None if no share is above `most`. A parameter's largest entry counts as at least a
     thousandth of the model's.
     """
     mine, other = (
-        {name: p.grad for name, p in model.named_parameters() if p.grad is not None} for model in (ours, theirs)
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for model in (ours, theirs)
     )
-    largest = max((float(gradient.abs().max()) for gradient in other.values() if gradient.numel()), default=0.0)
+    largest = max(
+        (float(gradient.abs().max()) for gradient in other.values() if gradient.numel()),
+        default=0.0,
+    )
     for name in dict.fromkeys([*other, *mine]):
         a, b = (found.get(name, torch.zeros(())) for found in (mine, other))
         error, scale = float((a - b).abs().max()), max(float(b.abs().max()), 1e-3 * largest)
@@ -105,11 +133,17 @@ def own_randomness() -> Iterator[None]:
 
 
 class Alone(ContextDecorator, TorchDispatchMode):
-    """A dispatch mode that refuses collective operations where one rank runs alone: no other would join."""
+    """A dispatch mode that refuses collective operations where one rank runs alone: no other would
+    join.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             seen = f"a collective operation ({func}) in a forward pass or a loss"
-            mend = "The sum of the loss and the number of targets are added up over the ranks for it."
-            raise ConfigError(Problem("model, loss", seen, "what each rank computes by itself", mend))
+            mend = (
+                "The sum of the loss and the number of targets are added up over the ranks for it."
+            )
+            raise ConfigError(
+                Problem("model, loss", seen, "what each rank computes by itself", mend)
+            )
         return func(*args, **(kwargs or {}))

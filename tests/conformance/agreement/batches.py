@@ -15,7 +15,9 @@ from trainer.tools.planner import simulate
 from trainer.tools.planner.messages import Message, Messages
 
 BATCHES = ((dist, "batch_isend_irecv"), (schedules, "_batch_p2p"))
-"""Functions that send and receive several at once; PyTorch's schedules wait for all that the second one issued."""
+"""Functions that send and receive several at once; PyTorch's schedules wait for all that the second
+one issued.
+"""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,9 @@ class InBatch(Message):
     """A message, and which others are under way beside it."""
 
     batch: int | None = None
-    """Sends and receives of a rank that are under way together have the same number; None: it is alone."""
+    """Sends and receives of a rank that are under way together have the same number; None: it is
+    alone.
+    """
 
 
 class BatchedMessages(Messages):
@@ -33,7 +37,9 @@ class BatchedMessages(Messages):
         self._batches = self._depth = 0
         self._patches = ExitStack()
         for owner, name in BATCHES:
-            self._patches.enter_context(mock.patch.object(owner, name, self._batched(getattr(owner, name))))
+            self._patches.enter_context(
+                mock.patch.object(owner, name, self._batched(getattr(owner, name)))
+            )
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -1,9 +1,10 @@
 """The messages of all ranks, let run against each other: who stands still for good, and for whom.
 
-Each rank goes through its messages in the order in which it issues them, and past none before all who have to meet in
-it are at it: no collective overlaps another, and no send is buffered. Sends and receives of one batch are under way
-together. What gets through like this gets through wherever messages may overtake one another, be buffered or overlap
-with others, since that only takes conditions away.
+Each rank goes through its messages in the order in which it issues them, and past none before all
+who have to meet in it are at it: no collective overlaps another, and no send is buffered. Sends and
+receives of one batch are under way together. What gets through like this gets through wherever
+messages may overtake one another, be buffered or overlap with others, since that only takes
+conditions away.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from trainer.errors import Problem, listed
 from trainer.tools.planner.messages import Message
 from trainer.tools.planner.simulate import Trace
 
-MEND = "Ranks that are in two groups have to come to both in one order, and to a send as to its receive."
+MEND = (
+    "Ranks that are in two groups have to come to both in one order, and to a send as to its "
+    "receive."
+)
 
 
 class _Rank:
@@ -69,13 +73,17 @@ def standing_still(traces: Sequence[Trace], meetings: Meetings) -> list[Problem]
 
 def _together(messages: Sequence[Message]) -> Iterator[tuple[Message, ...]]:
     """Message by message, those of a batch at once."""
-    numbered = ((at, getattr(message, "batch", None), message) for at, message in enumerate(messages))
+    numbered = (
+        (at, getattr(message, "batch", None), message) for at, message in enumerate(messages)
+    )
     for _, batch in groupby(numbered, lambda row: -1 - row[0] if row[1] is None else row[1]):
         yield tuple(message for *_, message in batch)
 
 
 def _alike(ranks: Sequence[_Rank], meeting: Meeting) -> bool:
-    """Whether all wait for the same here: a collective of other sizes or of another phase is another."""
+    """Whether all wait for the same here: a collective of other sizes or of another phase is
+    another.
+    """
     heads = [rank.waits[meeting][0] for rank in ranks]
     return len({(said(message), message.phase) for message in heads}) <= 1
 

@@ -1,4 +1,6 @@
-"""Who has to be at a message together: the members of a group, or the two ends of a pair of ranks, in one direction."""
+"""Who has to be at a message together: the members of a group, or the two ends of a pair of ranks,
+in one direction.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,16 @@ from trainer.layout import AXES, Layout
 from trainer.tools.planner.messages import POINT_TO_POINT, Message
 
 SYMMETRIC = ("replicate", "shard")
-"""Axes along which groups say the same: data ranks. Stages differ, and tensor ranks may hold unequal parts."""
+"""Axes along which groups say the same: data ranks. Stages differ, and tensor ranks may hold
+unequal parts.
+"""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """A group, or one direction between two ranks; of representatives, all that differ in their data rank alone."""
+    """A group, or one direction between two ranks; of representatives, all that differ in their
+    data rank alone.
+    """
 
     key: tuple[object, ...]
     name: str = field(compare=False)
@@ -56,14 +62,27 @@ class Meetings:
     def _exact(self, group: tuple[int, ...], ends: tuple[int, ...]) -> Meeting:
         along = self._layout.axes_of(group)
         if ends:
-            return Meeting(("pair", *ends), f"from rank {ends[0]} to rank {ends[1]}", along, tuple(sorted(ends)))
+            return Meeting(
+                ("pair", *ends),
+                f"from rank {ends[0]} to rank {ends[1]}",
+                along,
+                tuple(sorted(ends)),
+            )
         return Meeting(("group", *group), f"among {ranks_named(group)}", along, group)
 
     def _like(self, group: tuple[int, ...], ends: tuple[int, ...]) -> Meeting:
-        """By coordinates: those along which the members differ, and those outside that make a difference."""
+        """By coordinates: those along which the members differ, and those outside that make a
+        difference.
+        """
         along = self._layout.axes_of(group)
-        fixed = {axis: self._coordinate(group[0], axis) for axis in AXES if axis not in along and axis not in SYMMETRIC}
-        outside = "".join(f", {axis} {at}" for axis, at in fixed.items() if getattr(self._layout, axis) > 1)
+        fixed = {
+            axis: self._coordinate(group[0], axis)
+            for axis in AXES
+            if axis not in along and axis not in SYMMETRIC
+        }
+        outside = "".join(
+            f", {axis} {at}" for axis, at in fixed.items() if getattr(self._layout, axis) > 1
+        )
         if ends:
             return self._pair_like(ends, along)
         within = frozenset(self._projected(rank, along) for rank in group)
@@ -73,14 +92,18 @@ class Meetings:
             if self._projected(rank, along) in within
             and all(self._coordinate(rank, axis) == at for axis, at in fixed.items())
         )
-        name = f"among {len(group):,} ranks along {' x '.join(along)}{outside}, as {ranks_named(group)}"
+        name = (
+            f"among {len(group):,} ranks along {' x '.join(along)}{outside}, as "
+            f"{ranks_named(group)}"
+        )
         return Meeting(("group", along, within, *fixed.items()), name, along, members)
 
     def _pair_like(self, ends: tuple[int, ...], along: tuple[str, ...]) -> Meeting:
         kept = tuple(axis for axis in AXES if axis not in SYMMETRIC)
         sides = tuple(self._projected(rank, kept) for rank in ends)
         steps = tuple(
-            (self._coordinate(ends[1], axis) - self._coordinate(ends[0], axis)) % getattr(self._layout, axis)
+            (self._coordinate(ends[1], axis) - self._coordinate(ends[0], axis))
+            % getattr(self._layout, axis)
             for axis in SYMMETRIC
         )
         members = tuple(rank for rank in self._ranks if self._projected(rank, kept) in sides)
@@ -108,9 +131,16 @@ def described(message: Message) -> str:
     kind = str(message.dtype).removeprefix("torch.") if message.dtype is not None else "nothing"
     to = {"send": " to", "receive": " from"}.get(message.name)
     peer = f"{to} rank {message.peer}" if to else ""
-    return f"{message.name}{peer} of {message.size:,} bytes of {kind} ({message.place or 'outside of this package'})"
+    return (
+        f"{message.name}{peer} of {message.size:,} bytes of {kind} "
+        f"({message.place or 'outside of this package'})"
+    )
 
 
 def said(message: Message) -> tuple[object, ...]:
     """What all who meet have to say alike."""
-    return "message" if message.name in POINT_TO_POINT else message.name, message.dtype, message.size
+    return (
+        "message" if message.name in POINT_TO_POINT else message.name,
+        message.dtype,
+        message.size,
+    )

@@ -2,7 +2,8 @@
 
     python -m tests.conformance.families.sweep [FAMILY...]
 
-Writes table.json beside this file and docs/families.md, of all families or with the rows of those that are named.
+Writes table.json beside this file and docs/families.md, of all families or with the rows of those
+that are named.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
     "cohere_compass_text": {
         "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("full_attention", "sliding_attention")
         }
     },
     "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
@@ -46,7 +48,15 @@ NEEDED: dict[str, dict[str, Any]] = {
     **{
         family: {"is_decoder": True}
         for family in ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie")
-        + ("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta")
+        + (
+            "megatron-bert",
+            "rembert",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "roformer",
+            "xlm-roberta",
+        )
         + ("xlm-roberta-xl", "reformer")
     },
 }
@@ -132,7 +142,8 @@ def page(table: dict[str, dict[str, str]]) -> str:
         return f"{kind} [{reasons.setdefault(shortened(why), len(reasons) + 1)}]"
 
     rows = [
-        f"| {family} | {' | '.join(cell(row[layout]) for layout in LAYOUTS)} |" for family, row in sorted(table.items())
+        f"| {family} | {' | '.join(cell(row[layout]) for layout in LAYOUTS)} |"
+        for family, row in sorted(table.items())
     ]
     summary = ", ".join(f"{layout} {count}" for layout, count in counts.items())
     return "\n".join(
@@ -140,7 +151,10 @@ def page(table: dict[str, dict[str, str]]) -> str:
             "# Families",
             "",
             "Families that transformers lists as causal language models, made small",
-            "from the default config of each class, and certified (`launch/verify.py`) on two processes",
+            (
+                "from the default config of each class, and certified (`launch/verify.py`) on two "
+                "processes"
+            ),
             "under ZeRO-3, two stages of a pipeline, and two tensor ranks, by the engine `mesh`.",
             "A family is refused for the reason at the bottom, before anything is trained.",
             "Made by `python -m tests.conformance.families.sweep`;",

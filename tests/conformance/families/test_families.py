@@ -1,4 +1,6 @@
-"""The table of families says what is so: a few of each kind by default, every one of it with --whole."""
+"""The table of families says what is so: a few of each kind by default, every one of it with
+--whole.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ SAMPLE = {
 }
 
 
-@pytest.mark.parametrize(("family", "layout"), [pair for pair in SAMPLE.items() if pair[0] in COMMITTED])
+@pytest.mark.parametrize(
+    ("family", "layout"), [pair for pair in SAMPLE.items() if pair[0] in COMMITTED]
+)
 def test_a_sampled_row_is_so(pools, family, layout):
     assert verdict(pools[2], family, layout) == COMMITTED[family][layout]
 
@@ -35,7 +39,11 @@ def test_every_row_is_so(pools, family):
 
 
 def test_no_family_crashes_or_trains_otherwise():
-    wrong = [name for name, row in COMMITTED.items() if {"CRASH", "FAIL"} & {c.split(":")[0] for c in row.values()}]
+    wrong = [
+        name
+        for name, row in COMMITTED.items()
+        if {"CRASH", "FAIL"} & {c.split(":")[0] for c in row.values()}
+    ]
     assert wrong == []
 
 

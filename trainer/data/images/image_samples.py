@@ -15,7 +15,14 @@ import torch
 
 from trainer.config import AugmentSection, DataSection, ImagesSection
 from trainer.data.images import transforms
-from trainer.data.images.image_sets import KNOWN, Labelled, check_labels, handed_in, has_own_evaluation, open_set
+from trainer.data.images.image_sets import (
+    KNOWN,
+    Labelled,
+    check_labels,
+    handed_in,
+    has_own_evaluation,
+    open_set,
+)
 from trainer.data.order import held_out
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem, named_line
@@ -36,7 +43,9 @@ Both = tuple[Labelled, Labelled | None]
 
 @dataclass(frozen=True)
 class ImageSource:
-    """A part of a data set as samples: (image [channels, height, width], float32; number of the class)."""
+    """A part of a data set as samples: (image [channels, height, width], float32; number of the
+    class).
+    """
 
     labelled: Labelled
     indices: Sequence[int]
@@ -50,7 +59,9 @@ class ImageSource:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        """Return a sample as in evaluation. Raises DataError, which names the file, if it can't be read or used."""
+        """Return a sample as in evaluation. Raises DataError, which names the file, if it can't be
+        read or used.
+        """
         return self._sample(index, None)
 
     def in_epoch(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
@@ -98,20 +109,43 @@ class ImageData:
         held = f", {len(self.evaluation):,} held out" if self.evaluation else ""
         kind = "grey" if images.mode == "L" else "colour"
         size = f"{images.size[0]} x {images.size[1]}"
-        return f"{self.path}: {len(self.train):,} {kind} images of {size}, {len(images.classes)} classes{held}"
+        return (
+            f"{self.path}: {len(self.train):,} {kind} images of {size}, {len(images.classes)} "
+            f"classes{held}"
+        )
 
     def lines(self) -> list[str]:
         """Describe the preparation of images for the user, a line each."""
         options, images = self.train.options, self.images
-        mean, std = (" ".join(f"{value:.3f}" for value in values) for values in (images.mean, images.std))
+        mean, std = (
+            " ".join(f"{value:.3f}" for value in values) for values in (images.mean, images.std)
+        )
         varied = ", ".join(f"{key} {value}" for key, value in _changes(options.augment).items())
-        lines = [f"normalised by mean {mean}, deviation {std}; training images are varied by {varied or 'nothing'}"]
-        return lines + (["images that can't be read are skipped, and named in logs/"] * (options.corrupt == "skip"))
+        lines = [
+            (
+                f"normalised by mean {mean}, deviation {std}; training images are varied by "
+                f"{varied or 'nothing'}"
+            )
+        ]
+        return lines + (
+            ["images that can't be read are skipped, and named in logs/"]
+            * (options.corrupt == "skip")
+        )
 
     def description(self) -> dict[str, Any]:
         images, augment = self.images, _changes(self.train.options.augment)
-        given = {"mode": images.mode, "size": list(images.size), "mean": list(images.mean), "std": list(images.std)}
-        return {"samples": len(self.train), "classes": list(images.classes), "images": given, "augment": augment}
+        given = {
+            "mode": images.mode,
+            "size": list(images.size),
+            "mean": list(images.mean),
+            "std": list(images.std),
+        }
+        return {
+            "samples": len(self.train),
+            "classes": list(images.classes),
+            "images": given,
+            "augment": augment,
+        }
 
 
 def _changes(augment: AugmentSection) -> dict[str, Any]:
@@ -120,7 +154,12 @@ def _changes(augment: AugmentSection) -> dict[str, Any]:
 
 
 def open_images(
-    data: DataSection, images: ImagesSection, seed: int, cache: Path, ranks: Ranks, own: tuple[Any, Any] | None = None
+    data: DataSection,
+    images: ImagesSection,
+    seed: int,
+    cache: Path,
+    ranks: Ranks,
+    own: tuple[Any, Any] | None = None,
 ) -> ImageData:
     """Open the config's data, or a script's `own` (training, and evaluation or None). Collective.
 
@@ -129,14 +168,18 @@ def open_images(
 
     def opened() -> Both:
         if own is not None:
-            return handed_in(own[0], images.classes), None if own[1] is None else handed_in(own[1], images.classes)
+            return handed_in(own[0], images.classes), None if own[1] is None else handed_in(
+                own[1], images.classes
+            )
         if data.path is None:
             raise DataError(Problem("trainer.data.path", "nothing", KNOWN))
         train = open_set(data.path, data, images, cache, train=True)
         if data.evaluation_path is not None:
             assert not isinstance(data.evaluation_path, dict)
             return train, open_set(data.evaluation_path, data, images, cache, train=False)
-        return train, open_set(data.path, data, images, cache, False) if has_own_evaluation(data.path) else None
+        return train, open_set(data.path, data, images, cache, False) if has_own_evaluation(
+            data.path
+        ) else None
 
     def looked_at() -> tuple[Images, str]:
         found = _look(both[0], training, images)
@@ -172,7 +215,9 @@ def _each(opened: Callable[[], Both], ranks: Ranks) -> Both:
 def _parts(
     train: Labelled, own: Labelled | None, fraction: float
 ) -> tuple[Sequence[int], tuple[Labelled, Sequence[int]] | None]:
-    """Split off the evaluation images; return training indices, and the held-out data set with its indices."""
+    """Split off the evaluation images; return training indices, and the held-out data set with its
+    indices.
+    """
     if own is not None:
         return range(train.count), (own, range(own.count))
     if not fraction or train.count < 2:
@@ -183,11 +228,15 @@ def _parts(
 
 
 def _spaced(indices: Sequence[int], most: int) -> list[int]:
-    return [indices[i] for i in np.linspace(0, len(indices) - 1, min(most, len(indices))).astype(int)]
+    return [
+        indices[i] for i in np.linspace(0, len(indices) - 1, min(most, len(indices))).astype(int)
+    ]
 
 
 def _look(found: Labelled, indices: Sequence[int], options: ImagesSection) -> Images:
-    """Determine mode, size and normalisation from some images. Raises DataError where they differ."""
+    """Determine mode, size and normalisation from some images. Raises DataError where they
+    differ.
+    """
     numbers = _readable(found, indices, options)
     mode = _mode(found, numbers, options)
     readable = [(number, read(found, number, options.mode, mode)[0]) for number in numbers]
@@ -211,7 +260,9 @@ def _mode(found: Labelled, readable: Sequence[int], options: ImagesSection) -> s
 
 
 def _readable(found: Labelled, indices: Sequence[int], options: ImagesSection) -> list[int]:
-    """Choose some images to look at. Raises DataError for one that can't be read, unless skipped, and if none can."""
+    """Choose some images to look at. Raises DataError for one that can't be read, unless skipped,
+    and if none can.
+    """
     kept = []
     for number in _spaced(indices, LOOKED_AT):
         try:
@@ -221,7 +272,9 @@ def _readable(found: Labelled, indices: Sequence[int], options: ImagesSection) -
             if options.corrupt == "error":
                 raise
     if not kept:
-        raise DataError(Problem("trainer.data", f"none of {LOOKED_AT} images can be read", "images"))
+        raise DataError(
+            Problem("trainer.data", f"none of {LOOKED_AT} images can be read", "images")
+        )
     return kept
 
 
@@ -241,7 +294,9 @@ def _normalisation(
     if options.mean is not None and options.std is not None:
         if len(options.mean) != channels or len(options.std) != channels:
             seen = f"{len(options.mean)} and {len(options.std)} numbers"
-            raise DataError(Problem("trainer.images.mean, std", seen, f"{channels}: one for each channel"))
+            raise DataError(
+                Problem("trainer.images.mean, std", seen, f"{channels}: one for each channel")
+            )
         return tuple(options.mean), tuple(options.std)
     if options.normalize == "none":
         return (0.0,) * channels, (1.0,) * channels
@@ -257,14 +312,19 @@ def _normalisation(
             if options.corrupt == "error":
                 raise
             continue
-        total, squares, count = total + values.sum(1), squares + (values**2).sum(1), count + values.shape[1]
+        total, squares, count = (
+            total + values.sum(1),
+            squares + (values**2).sum(1),
+            count + values.shape[1],
+        )
     centre = total / count
     spread = (squares / count - centre**2).clamp_min(1e-6).sqrt()
     return tuple(round(v, 4) for v in centre.tolist()), tuple(round(v, 4) for v in spread.tolist())
 
 
 def read(found: Labelled, number: int, wanted: str, mode: str) -> tuple[torch.Tensor, int]:
-    """Read image `number` as uint8 [channels, height, width], with its label. Raises DataError, which names it.
+    """Read image `number` as uint8 [channels, height, width], with its label. Raises DataError,
+    which names it.
 
     A tensor of floats from 0 to 1 stays one. `mode` is the mode of the result; `wanted` is the
     config's: under "auto", a colour image among grey ones is an error.
@@ -279,13 +339,17 @@ def read(found: Labelled, number: int, wanted: str, mode: str) -> tuple[torch.Te
         pixels = pil_to_tensor(image.convert(mode))
     except Exception as error:  # Pillow raises whatever its decoders do
         mend = 'Remove it, or set trainer.images.corrupt="skip"'
-        raise DataError(Problem(found.name(number), f"can't be read: {named_line(error)}", "an image", mend)) from error
+        raise DataError(
+            Problem(found.name(number), f"can't be read: {named_line(error)}", "an image", mend)
+        ) from error
     if kind.startswith(("I", "F")):
         seen = f"an image with values of more than 8 bits (Pillow's mode {kind})"
         raise DataError(Problem(found.name(number), seen, "8 bits a channel", "Convert it first"))
     if wanted == "auto" and mode == "L" and kind not in GREY:
         seen = f"a colour image (Pillow's mode {kind}) among grey ones"
-        raise DataError(Problem(found.name(number), seen, "images of one kind", "Set trainer.images.mode"))
+        raise DataError(
+            Problem(found.name(number), seen, "images of one kind", "Set trainer.images.mode")
+        )
     return pixels, int(label)
 
 
@@ -295,7 +359,10 @@ def _of_tensor(image: torch.Tensor, mode: str) -> torch.Tensor:
 
     image = image[None] if image.ndim == 2 else image
     if image.ndim != 3 or image.shape[0] not in (1, 3):
-        raise ValueError(f"a tensor of shape {list(image.shape)} is no [channels, height, width] with 1 or 3 channels")
+        raise ValueError(
+            f"a tensor of shape {list(image.shape)} is no [channels, height, width] with 1 or 3 "
+            "channels"
+        )
     if image.is_floating_point() and not (float(image.min()) >= 0 and float(image.max()) <= 1):
         raise ValueError("a tensor with values outside of 0 to 1")
     if not image.is_floating_point() and image.dtype != torch.uint8:
@@ -308,7 +375,11 @@ def _of_tensor(image: torch.Tensor, mode: str) -> torch.Tensor:
 
 def _other_size(name: str, pixels: torch.Tensor, size: tuple[int, ...]) -> DataError:
     seen = f"{pixels.shape[1]} x {pixels.shape[2]}, where others are {size[0]} x {size[1]}"
-    return DataError(Problem(name, seen, "images of one size", "Set trainer.images.size, to which all are brought"))
+    return DataError(
+        Problem(
+            name, seen, "images of one size", "Set trainer.images.size, to which all are brought"
+        )
+    )
 
 
 def _fingerprint(found: Labelled, indices: Sequence[int]) -> str:

@@ -1,4 +1,6 @@
-"""Sources of labelled images: data sets by name, a folder with a folder for each class, tables with a column."""
+"""Sources of labelled images: data sets by name, a folder with a folder for each class, tables with
+a column.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +31,29 @@ class Labelled:
     """The class of each image; None if only reading the image tells it."""
     count: int
     load: Callable[[int], tuple[Any, Any]]
-    """Returns the image (Pillow's, or a tensor [channels, height, width]) and its label; raises the reader's errors."""
+    """Returns the image (Pillow's, or a tensor [channels, height, width]) and its label; raises the
+    reader's errors.
+    """
     name: Callable[[int], str]
     """Names an image for the user: the file, or the table and the row."""
 
 
-def open_set(path: str | list[str], data: DataSection, images: ImagesSection, cache: Path, train: bool) -> Labelled:
-    """Open what `trainer.data.path` names. Raises DataError if it does not exist or has no classes."""
+def open_set(
+    path: str | list[str], data: DataSection, images: ImagesSection, cache: Path, train: bool
+) -> Labelled:
+    """Open what `trainer.data.path` names. Raises DataError if it does not exist or has no
+    classes.
+    """
     one = path if isinstance(path, str) else path[0]
     if one == "digits":
         return _digits()
     if one in TORCHVISION:
         return _torchvision(one, Path(images.root) if images.root else cache / "images", train)
-    if data.format == "auto" and (folder := Path(one)).is_dir() and not [*folder.rglob("*.parquet")]:
+    if (
+        data.format == "auto"
+        and (folder := Path(one)).is_dir()
+        and not [*folder.rglob("*.parquet")]
+    ):
         return _saved(folder, data, images) if (folder / "state.json").exists() else _folder(folder)
     return _table(path, data, images)
 
@@ -52,7 +64,9 @@ def _digits() -> Labelled:
         from sklearn.datasets import load_digits
     except ImportError:
         seen, mend = "digits without the package scikit-learn", "pip install meshloom[digits]"
-        raise DataError(Problem("trainer.data.path", seen, "a data set whose package is installed", mend)) from None
+        raise DataError(
+            Problem("trainer.data.path", seen, "a data set whose package is installed", mend)
+        ) from None
     from PIL import Image
 
     found = load_digits()
@@ -63,7 +77,12 @@ def _digits() -> Labelled:
     return Labelled(classes, labels, len(labels), load, lambda index: f"digits: image {index}")
 
 
-TORCHVISION = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
+TORCHVISION = {
+    "mnist": "MNIST",
+    "fashion_mnist": "FashionMNIST",
+    "cifar10": "CIFAR10",
+    "cifar100": "CIFAR100",
+}
 """Name -> torchvision's class, for data sets that have a part for evaluation."""
 SHAPES: dict[str, tuple[int, str, tuple[int, int]]] = {
     "digits": (10, "L", (8, 8)),
@@ -93,11 +112,20 @@ def _torchvision(name: str, root: Path, train: bool) -> Labelled:
                 found = kind(root, train=train, download=True)
     except Exception as error:  # whatever a network, a server or a wrong file raises
         seen = f"no files of it, and none came by download: {first_line(error)}"
-        mend = f"Place them there (from {_sources(kind)}), or set trainer.images.root to where they are"
+        mend = (
+            f"Place them there (from {_sources(kind)}), or set trainer.images.root to where "
+            "they are"
+        )
         raise DataError(Problem(f"{name}: {root}", seen, _files(kind), mend)) from error
     labels = [int(label) for label in found.targets]
     where = f"{name}, {'training' if train else 'test'} part: image"
-    return Labelled(tuple(found.classes), labels, len(found), found.__getitem__, lambda index: f"{where} {index}")
+    return Labelled(
+        tuple(found.classes),
+        labels,
+        len(found),
+        found.__getitem__,
+        lambda index: f"{where} {index}",
+    )
 
 
 @contextmanager
@@ -126,28 +154,44 @@ def _sources(kind: Any) -> str:
 
 
 def _folder(folder: Path) -> Labelled:
-    """Open a folder with a folder for each class, sorted, so that classes have the same numbers everywhere."""
+    """Open a folder with a folder for each class, sorted, so that classes have the same numbers
+    everywhere.
+    """
     from PIL import Image
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
-    inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    parts = [path.name for path in inside if path.name.lower() in ("train", "val", "valid", "validation", "test")]
+    inside = sorted(
+        path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
+    )
+    parts = [
+        path.name
+        for path in inside
+        if path.name.lower() in ("train", "val", "valid", "validation", "test")
+    ]
     expected = "a folder for each class, with its images in it"
     if not inside:
         found = sum(path.suffix.lower() in IMG_EXTENSIONS for path in folder.iterdir())
         seen = f"a folder without classes: no folders in it, {found} images"
-        raise DataError(Problem(str(folder), seen, expected, "Put each image into a folder named like its class"))
+        raise DataError(
+            Problem(
+                str(folder), seen, expected, "Put each image into a folder named like its class"
+            )
+        )
     if len(parts) == len(inside):
         mend = f"Set trainer.data.path={folder / parts[0]}"
         mend += f" and trainer.data.evaluation_path={folder / parts[1]}" if len(parts) > 1 else ""
-        raise DataError(Problem(str(folder), f"the parts of a data set: {', '.join(parts)}", expected, mend))
+        raise DataError(
+            Problem(str(folder), f"the parts of a data set: {', '.join(parts)}", expected, mend)
+        )
     classes = tuple(path.name for path in inside)
     numbers = {name: label for label, name in enumerate(classes)}
     files = make_dataset(folder, numbers, IMG_EXTENSIONS, allow_empty=True)
     labels = [label for _, label in files]
     if empty := set(numbers.values()).difference(labels):
         endings = ", ".join(IMG_EXTENSIONS)
-        raise DataError(Problem(str(inside[min(empty)]), "a class without images", f"files ending in {endings}"))
+        raise DataError(
+            Problem(str(inside[min(empty)]), "a class without images", f"files ending in {endings}")
+        )
     load = lambda index: (Image.open(files[index][0]), labels[index])  # noqa: E731
     return Labelled(classes, labels, len(files), load, lambda index: files[index][0])
 
@@ -170,7 +214,9 @@ def _table(path: str | list[str], data: DataSection, images: ImagesSection) -> L
             rows = load_dataset(location.format, data_files=files, split="train")
     except Exception as error:  # datasets, pyarrow and huggingface_hub raise a dozen kinds
         seen = f"can't be opened: {first_line(error)}"
-        raise DataError(Problem(str(location), seen, KNOWN, "Mend path, name or split in trainer.data")) from error
+        raise DataError(
+            Problem(str(location), seen, KNOWN, "Mend path, name or split in trainer.data")
+        ) from error
     return _rows(rows, str(location), images)
 
 
@@ -187,9 +233,17 @@ def _rows(rows: Any, table: str, images: ImagesSection) -> Labelled:
     names = getattr(rows.features[images.label_column], "names", None)
     strange = [index for index, label in enumerate(given) if not isinstance(label, int | str)]
     if strange or len({type(label) for label in given}) > 1:
-        row = strange[0] if strange else next(i for i, label in enumerate(given) if type(label) is not type(given[0]))
-        seen = f'column "{images.label_column}" holds {type(given[row]).__name__} {given[row]!r}'[:100]
-        raise DataError(Problem(f"{table}: row {row}", seen, "numbers from 0, or names, in every row"))
+        row = (
+            strange[0]
+            if strange
+            else next(i for i, label in enumerate(given) if type(label) is not type(given[0]))
+        )
+        seen = f'column "{images.label_column}" holds {type(given[row]).__name__} {given[row]!r}'[
+            :100
+        ]
+        raise DataError(
+            Problem(f"{table}: row {row}", seen, "numbers from 0, or names, in every row")
+        )
     if given and isinstance(given[0], str):
         names = sorted(set(given))
         number = {name: index for index, name in enumerate(names)}
@@ -203,9 +257,13 @@ def _rows(rows: Any, table: str, images: ImagesSection) -> Labelled:
 
 
 def handed_in(data: Any, classes: int | None) -> Labelled:
-    """Wrap an own data set of pairs (image, label). Raises DataError if the number of classes is unknown."""
+    """Wrap an own data set of pairs (image, label). Raises DataError if the number of classes is
+    unknown.
+    """
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise DataError(Problem("data", type(data).__name__, "an object with __len__ and __getitem__"))
+        raise DataError(
+            Problem("data", type(data).__name__, "an object with __len__ and __getitem__")
+        )
     labels = getattr(data, "targets", None)
     labels = None if labels is None else [int(label) for label in labels]
     names = getattr(data, "classes", None)
@@ -221,7 +279,11 @@ def check_labels(found: Labelled) -> None:
     """Raise DataError if there are no images, or for a label that is not a class."""
     if not found.count:
         raise DataError(Problem("trainer.data.path", "no images", "at least one"))
-    strange = [i for i, label in enumerate(found.labels or ()) if not 0 <= label < len(found.classes)]
+    strange = [
+        i for i, label in enumerate(found.labels or ()) if not 0 <= label < len(found.classes)
+    ]
     if strange and found.labels is not None:
-        seen = listed([f"{found.name(index)} has label {found.labels[index]}" for index in strange], 3)
+        seen = listed(
+            [f"{found.name(index)} has label {found.labels[index]}" for index in strange], 3
+        )
         raise DataError(Problem("trainer.data", seen, f"labels from 0 to {len(found.classes) - 1}"))

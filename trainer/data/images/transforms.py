@@ -1,7 +1,8 @@
 """Image transforms; the random ones depend on seed, epoch and sample alone.
 
-torchvision's transforms (v2) draw from torch's default generator, which the whole process shares. Here each image
-has a generator of its own, so that an image looks the same in any worker, thread, rank and layout (contract 3).
+torchvision's transforms (v2) draw from torch's default generator, which the whole process shares.
+Here each image has a generator of its own, so that an image looks the same in any worker, thread,
+rank and layout (contract 3).
 """
 
 from __future__ import annotations
@@ -21,9 +22,19 @@ from trainer.models import classifiers
 from trainer.models.classifiers import Images
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
-"""[channels, height, width], uint8 or float from 0 to 1 -> the same shape in float32, normalised."""
+"""[channels, height, width], uint8 or float from 0 to 1 -> the same shape in float32,
+normalised.
+"""
 _T = torch.Tensor
-DRAWING = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.multinomial, torch.bernoulli}
+DRAWING = {
+    torch.rand,
+    torch.randn,
+    torch.randint,
+    torch.randperm,
+    torch.normal,
+    torch.multinomial,
+    torch.bernoulli,
+}
 DRAWING |= {_T.uniform_, _T.normal_, _T.random_, _T.bernoulli_, _T.exponential_, _T.multinomial}
 
 
@@ -63,7 +74,9 @@ class Varied:
 
 
 def sized(size: Sequence[int] | None) -> list[Any]:
-    """Return transforms to `size` (height, width): scale the short side, and cut off the rest on both sides."""
+    """Return transforms to `size` (height, width): scale the short side, and cut off the rest on
+    both sides.
+    """
     from torchvision.transforms import v2
 
     return [] if size is None else [_Shorter(size), v2.CenterCrop(list(size))]
@@ -82,7 +95,10 @@ class _Shorter:
         scale = max(self._size[0] / height, self._size[1] / width)
         if scale == 1:
             return image
-        wanted = [max(self._size[0], round(height * scale)), max(self._size[1], round(width * scale))]
+        wanted = [
+            max(self._size[0], round(height * scale)),
+            max(self._size[1], round(width * scale)),
+        ]
         return resize(image, wanted, antialias=True)  # type: ignore[no-any-return]
 
 
@@ -92,7 +108,9 @@ def for_evaluation(images: Images, size: Sequence[int] | None) -> Transform:
     return v2.Compose([*sized(size), Normal(images)])  # type: ignore[no-any-return]
 
 
-def for_training(images: Images, size: Sequence[int] | None, augment: AugmentSection) -> Varied | None:
+def for_training(
+    images: Images, size: Sequence[int] | None, augment: AugmentSection
+) -> Varied | None:
     """Return the augmentation, or None if no option asks for any."""
     from torchvision.transforms import v2
 
@@ -100,11 +118,19 @@ def for_training(images: Images, size: Sequence[int] | None, augment: AugmentSec
         return None
     most = augment.colour
     if augment.crop_scale is not None:
-        first: list[Any] = [v2.RandomResizedCrop(images.size, scale=augment.crop_scale, antialias=True)]
+        first: list[Any] = [
+            v2.RandomResizedCrop(images.size, scale=augment.crop_scale, antialias=True)
+        ]
     else:
-        padding = [v2.RandomCrop(images.size, padding=augment.crop_padding)] if augment.crop_padding else []
+        padding = (
+            [v2.RandomCrop(images.size, padding=augment.crop_padding)]
+            if augment.crop_padding
+            else []
+        )
         first = [*sized(size), *padding]
-    colour = v2.ColorJitter(most, most, most) if images.mode == "RGB" else v2.ColorJitter(most, most)
+    colour = (
+        v2.ColorJitter(most, most, most) if images.mode == "RGB" else v2.ColorJitter(most, most)
+    )
     chosen = [
         (augment.flip, v2.RandomHorizontalFlip(augment.flip)),
         (augment.rotate, v2.RandomRotation(augment.rotate, v2.InterpolationMode.BILINEAR)),
@@ -116,7 +142,9 @@ def for_training(images: Images, size: Sequence[int] | None, augment: AugmentSec
 
 
 class Normal:
-    """The conversion to float32 and normalisation, by kernels only: a third of the cost of the full transforms."""
+    """The conversion to float32 and normalisation, by kernels only: a third of the cost of the full
+    transforms.
+    """
 
     def __init__(self, images: Images) -> None:
         self._mean, self._std = list(images.mean), list(images.std)
@@ -137,9 +165,13 @@ class OpenedClassifier(NamedTuple):
 
 
 def opened(folder: Path) -> OpenedClassifier:
-    """Open a run's classifier with the transform of its evaluation. Raises ConfigError if there is none."""
+    """Open a run's classifier with the transform of its evaluation. Raises ConfigError if there is
+    none.
+    """
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     model, images = classifiers.opened(folder)
     transform = for_evaluation(images, images.size)
-    return OpenedClassifier(model, lambda image: transform(pil_to_tensor(image.convert(images.mode))), images.classes)
+    return OpenedClassifier(
+        model, lambda image: transform(pil_to_tensor(image.convert(images.mode))), images.classes
+    )

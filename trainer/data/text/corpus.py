@@ -1,4 +1,6 @@
-"""The default data: the sources of Python's standard library, which every machine with Python has."""
+"""The default data: the sources of Python's standard library, which every machine with Python
+has.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_CHARACTERS = 8_000_000
-_SKIPPED = frozenset({"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "dist-packages"})
+_SKIPPED = frozenset(
+    {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "dist-packages"}
+)
 _TABLES = frozenset({"encodings"})  # character tables: long, and nothing to learn in them
 
 
@@ -39,6 +43,8 @@ def _sources(root: Path) -> list[Path]:
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped]
         # _sysconfigdata has paths of the machine that built this Python
-        sources = [file for file in files if file.endswith(".py") and not file.startswith("_sysconfigdata")]
+        sources = [
+            file for file in files if file.endswith(".py") and not file.startswith("_sysconfigdata")
+        ]
         found += [Path(folder, file) for file in sources]
     return sorted(found)

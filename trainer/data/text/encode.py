@@ -79,7 +79,9 @@ class Tokenising:
     def __call__(self, chunk: Chunk) -> Tokenised:
         train, held, error = CutDocuments(), CutDocuments(), chunk.error
         try:
-            for number, encoded in enumerate(encode(chunk.documents, self.template, self.skips), chunk.first):
+            for number, encoded in enumerate(
+                encode(chunk.documents, self.template, self.skips), chunk.first
+            ):
                 if isinstance(encoded, DataError):
                     train.counts.skip(encoded)
                     continue
@@ -90,11 +92,15 @@ class Tokenising:
         return Tokenised(len(chunk.documents), train, held, error)
 
 
-def encode(documents: Sequence[Document], template: Template, skips: bool = False) -> Iterator[Encoded | DataError]:
-    """Encode each document: the tokenizer's beginning of text, prompt, text, end-of-text; or a rendered chat.
+def encode(
+    documents: Sequence[Document], template: Template, skips: bool = False
+) -> Iterator[Encoded | DataError]:
+    """Encode each document: the tokenizer's beginning of text, prompt, text, end-of-text; or a
+    rendered chat.
 
-    Targets are the text and its end. Prompt and text are tokenised separately, as in inference. Raises DataError
-    at the first document that can't be encoded, after all before it; if `skips`, yields the error instead.
+    Targets are the text and its end. Prompt and text are tokenised separately, as in inference.
+    Raises DataError at the first document that can't be encoded, after all before it; if `skips`,
+    yields the error instead.
     """
     for kind, run in groupby(documents, type):
         alike: list[Any] = list(run)
@@ -127,7 +133,13 @@ def _texts(batch: list[Text], tokenizer: Any) -> Iterator[Encoded]:
 
 
 def _beginning(tokenizer: Any) -> list[int]:
-    """Return [bos] if the tokenizer itself begins texts with it and does not end them with it; else []."""
+    """Return [bos] if the tokenizer itself begins texts with it and does not end them with it; else
+    [].
+    """
     bos = tokenizer.bos_token_id
-    begins = bos is not None and bos != tokenizer.eos_token_id and tokenizer("")["input_ids"][:1] == [bos]
+    begins = (
+        bos is not None
+        and bos != tokenizer.eos_token_id
+        and tokenizer("")["input_ids"][:1] == [bos]
+    )
     return [bos] if begins else []

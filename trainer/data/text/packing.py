@@ -1,8 +1,9 @@
 """Documents packed into samples: best fit, the longest first.
 
-A document goes into the sample that it leaves the least room in, or into a new one. The algorithm works on
-counts of lengths, so that a million documents take seconds: all documents of one length that go into samples of
-equal room are placed at once. Best-fit decreasing: D. S. Johnson, Near-optimal bin packing algorithms, 1973.
+A document goes into the sample that it leaves the least room in, or into a new one. The algorithm
+works on counts of lengths, so that a million documents take seconds: all documents of one length
+that go into samples of equal room are placed at once. Best-fit decreasing: D. S. Johnson,
+Near-optimal bin packing algorithms, 1973.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numpy as np
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack documents into samples by their lengths alone, int64 [documents], each 1 to `capacity`.
 
-    Returns `order` int64 [documents], their numbers sample by sample, and `borders` int64 [samples + 1]: sample s
-    has the documents order[borders[s]:borders[s + 1]], in their original order. Samples are sorted by their first
-    documents. Of samples with equal room, the one begun first is filled first; so are documents of equal length.
+    Returns `order` int64 [documents], their numbers sample by sample, and `borders` int64 [samples
+    + 1]: sample s has the documents order[borders[s]:borders[s + 1]], in their original order.
+    Samples are sorted by their first documents. Of samples with equal room, the one begun first is
+    filled first; so are documents of equal length.
     """
     by_length = np.argsort(-lengths, kind="stable")
     samples = np.empty(len(lengths), np.int64)
@@ -34,7 +36,9 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 def _filled(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the sample of each document, documents in falling order of length."""
     begun = 0
-    open_samples: dict[int, list[np.ndarray]] = {}  # room -> samples with so much left, by when they came to it
+    open_samples: dict[
+        int, list[np.ndarray]
+    ] = {}  # room -> samples with so much left, by when they came to it
     rooms: list[int] = []  # in rising order
     placed = []
     sizes, counts = np.unique(lengths, return_counts=True)
@@ -42,11 +46,15 @@ def _filled(lengths: np.ndarray, capacity: int) -> np.ndarray:
         while count:
             at = bisect_left(rooms, length)
             room = rooms[at] if at < len(rooms) else capacity
-            each = room // length  # a sample that has just taken a document has the least room, and takes the next
+            each = (
+                room // length
+            )  # a sample that has just taken a document has the least room, and takes the next
             wanted = -(-count // each)
             if at < len(rooms):
                 parts = open_samples.pop(room)
-                chosen, rest = np.split(parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts)), [wanted])
+                chosen, rest = np.split(
+                    parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts)), [wanted]
+                )
                 del rooms[at]
                 _add(open_samples, rooms, room, rest)
             else:
@@ -60,7 +68,9 @@ def _filled(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return np.concatenate(placed) if placed else np.empty(0, np.int64)
 
 
-def _add(open_samples: dict[int, list[np.ndarray]], rooms: list[int], room: int, samples: np.ndarray) -> None:
+def _add(
+    open_samples: dict[int, list[np.ndarray]], rooms: list[int], room: int, samples: np.ndarray
+) -> None:
     if not room or not len(samples):
         return
     if room not in open_samples:

@@ -43,15 +43,28 @@ class Share(NamedTuple):
     samples: int
 
     def describe(self, whole: int) -> str:
-        often = f"{self.samples / whole:.1%} of it, each {self.samples / len(self.source):.2f} times"
-        return f"{self.label}: {self.samples:,} samples an epoch ({often}), from {self.source.summary.describe()}"
+        often = (
+            f"{self.samples / whole:.1%} of it, each {self.samples / len(self.source):.2f} times"
+        )
+        return (
+            f"{self.label}: {self.samples:,} samples an epoch ({often}), from "
+            f"{self.source.summary.describe()}"
+        )
 
     def description(self) -> dict[str, Any]:
-        """Describe the samples without labels; defaults are left out, since old checkpoints lack newer fields."""
+        """Describe the samples without labels; defaults are left out, since old checkpoints lack
+        newer fields.
+        """
         summary = self.source.summary
-        told = {field.name: (getattr(summary, field.name), field.default) for field in fields(summary)}
+        told = {
+            field.name: (getattr(summary, field.name), field.default) for field in fields(summary)
+        }
         names = told.keys() - {"kind", "first_dropped", "empty", "corrupt", "first_corrupt"}
-        return {name: value for name, (value, default) in told.items() if name in names and value != default}
+        return {
+            name: value
+            for name, (value, default) in told.items()
+            if name in names and value != default
+        }
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,9 @@ class Data:
     shares: tuple[Share, ...]
     """The parts of `train`; a single one is all of it."""
     fingerprint: str
-    """A digest of the training samples: the same wherever, and from whatever file name, the same data was prepared."""
+    """A digest of the training samples: the same wherever, and from whatever file name, the same
+    data was prepared.
+    """
     check: Check
     """The comparison of what this process has opened with what was written."""
 
@@ -84,17 +99,27 @@ class Data:
         if len(self.shares) == 1:
             return self.summary.describe()
         have = sum(len(share.source) for share in self.shares)
-        return f"{len(self.shares)} sources, {len(self.train):,} samples an epoch, from {have:,} that they have"
+        return (
+            f"{len(self.shares)} sources, {len(self.train):,} samples an epoch, from {have:,} "
+            "that they have"
+        )
 
     def lines(self) -> list[str]:
         """Describe each source of a mixture, a line each; empty for a single source."""
-        return [share.describe(len(self.train)) for share in self.shares] if len(self.shares) > 1 else []
+        return (
+            [share.describe(len(self.train)) for share in self.shares]
+            if len(self.shares) > 1
+            else []
+        )
 
     def description(self) -> dict[str, Any]:
         """Return what a checkpoint says about the data besides the fingerprint."""
         if len(self.shares) == 1:
             return self.shares[0].description()
-        return {share.label: {**share.description(), "samples_an_epoch": share.samples} for share in self.shares}
+        return {
+            share.label: {**share.description(), "samples_an_epoch": share.samples}
+            for share in self.shares
+        }
 
     @property
     def largest_token_id(self) -> int:
@@ -104,7 +129,12 @@ class Data:
 
 
 def open_data(
-    options: DataSection, tokenizer: Any, cache_folder: Path, ranks: Ranks, seed: int = 0, progress: Progress = QUIET
+    options: DataSection,
+    tokenizer: Any,
+    cache_folder: Path,
+    ranks: Ranks,
+    seed: int = 0,
+    progress: Progress = QUIET,
 ) -> Data:
     """Prepare the data on rank 0, or find it prepared, and open it on every rank. Collective.
 
@@ -129,24 +159,44 @@ def open_data(
     if (paths := options.evaluation_path) is not None:
         options = options.model_copy(update={"evaluation_fraction": 0.0})
         named = paths if isinstance(paths, dict) else {"": paths}
-        evaluations = {name: opened(options.model_copy(update={"path": path}))[0] for name, path in named.items()}
+        evaluations = {
+            name: opened(options.model_copy(update={"path": path}))[0]
+            for name, path in named.items()
+        }
     if not options.sources:
         train, own = opened(options)
         found = {"": own} if own is not None else {}
         return Data(
-            train, evaluations or found, (Share("", train, len(train)),), train.summary.fingerprint, Check(folders)
+            train,
+            evaluations or found,
+            (Share("", train, len(train)),),
+            train.summary.fingerprint,
+            Check(folders),
         )
     labels = [source.label or str(source.path) for source in options.sources]
-    settings = [source.model_dump(exclude={"label", "weight", "epochs"}) for source in options.sources]
+    settings = [
+        source.model_dump(exclude={"label", "weight", "epochs"}) for source in options.sources
+    ]
     parts = [opened(options.model_copy(update=own)) for own in settings]
     sizes = [len(train) for train, _ in parts]
     weights = [source.weight for source in options.sources if source.weight is not None]
-    counts = by_weights(sizes, weights) if weights else by_epochs(sizes, [s.epochs or 1 for s in options.sources])
-    shares = tuple(Share(label, part[0], count) for label, part, count in zip(labels, parts, counts, strict=True))
+    counts = (
+        by_weights(sizes, weights)
+        if weights
+        else by_epochs(sizes, [s.epochs or 1 for s in options.sources])
+    )
+    shares = tuple(
+        Share(label, part[0], count)
+        for label, part, count in zip(labels, parts, counts, strict=True)
+    )
     found = {label: own for label, (_, own) in zip(labels, parts, strict=True) if own is not None}
-    digest = hashlib.sha256(json.dumps([[s.source.summary.fingerprint, s.samples] for s in shares]).encode())
+    digest = hashlib.sha256(
+        json.dumps([[s.source.summary.fingerprint, s.samples] for s in shares]).encode()
+    )
     mixture = Mixture([share.source for share in shares], counts, seed)
-    return Data(mixture, evaluations or found, shares, digest.hexdigest(), Check(folders, bool(looked_at)))
+    return Data(
+        mixture, evaluations or found, shares, digest.hexdigest(), Check(folders, bool(looked_at))
+    )
 
 
 def _located(options: DataSection, prepared: Callable[[DataSection], Path], ranks: Ranks) -> Path:
@@ -169,15 +219,22 @@ def _located(options: DataSection, prepared: Callable[[DataSection], Path], rank
     own = ranks.await_each(found)[speaks]
     assert own is not None
     fingerprints = ranks.gather(PreparedSource(own / "train").summary.fingerprint)
-    if others := [str(rank) for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
+    if others := [
+        str(rank) for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]
+    ]:
         seen = f"other samples on rank {', '.join(others)} than on rank 0"
-        expected = "the same files, and the same versions of Python and the tokenizer, on every machine"
+        expected = (
+            "the same files, and the same versions of Python and the tokenizer, on every machine"
+        )
         raise DataError(Problem(str(locate(options.path, options.format)), seen, expected))
     return own
 
 
-def prepare(options: DataSection, tokenizer: Any, cache_folder: Path, progress: Progress = QUIET) -> Path:
-    """Return the folder of a prepared source: `train`, and `evaluation` if any is held out; written if missing.
+def prepare(
+    options: DataSection, tokenizer: Any, cache_folder: Path, progress: Progress = QUIET
+) -> Path:
+    """Return the folder of a prepared source: `train`, and `evaluation` if any is held out; written
+    if missing.
 
     Deterministic; the folder appears whole or not at all, and a killed process's work is begun
     anew. Its name is a digest of the input: the files' content, the tokenizer, the options. A data
@@ -187,10 +244,21 @@ def prepare(options: DataSection, tokenizer: Any, cache_folder: Path, progress: 
     location = locate(options.path, options.format)
     cut = Cut(options.sequence_length, options.documents, options.isolate, options.too_long)
     shape = [*astuple(cut), options.evaluation_fraction, options.name, options.split]
-    columns = [options.text_column, options.prompt_column, options.completion_column, options.chat_column]
+    columns = [
+        options.text_column,
+        options.prompt_column,
+        options.completion_column,
+        options.chat_column,
+    ]
     template = Template.of(tokenizer, options.chat_template, options.loss_on)
     skips = options.corrupt == "skip"
-    read = [options.records, columns, template.key, *(["skip"] if skips else []), *filter(None, [options.max_rows])]
+    read = [
+        options.records,
+        columns,
+        template.key,
+        *(["skip"] if skips else []),
+        *filter(None, [options.max_rows]),
+    ]
     before = stamps(location.files)
     progress.begin(str(location))
     looked = partial(_looked_at, progress, len(location.files))
@@ -204,7 +272,9 @@ def prepare(options: DataSection, tokenizer: Any, cache_folder: Path, progress: 
         work = Tokenising(template, cut, options.evaluation_fraction, skips)
         _write(folder, location, options, work, progress)
         if stamps(location.files) != before:
-            raise DataError(Problem(str(location), "changed while it was read", "files that stay as they are"))
+            raise DataError(
+                Problem(str(location), "changed while it was read", "files that stay as they are")
+            )
 
     try:
         return cached_folder(cache_folder, name, write, progress)
@@ -216,9 +286,14 @@ def _looked_at(progress: Progress, files: int, done: int) -> None:
     progress.say(f"looked at {done:,} of {files:,} files, whether they are known")
 
 
-def _write(folder: Path, location: Location, options: DataSection, work: Tokenising, progress: Progress) -> None:
+def _write(
+    folder: Path, location: Location, options: DataSection, work: Tokenising, progress: Progress
+) -> None:
     found, done = Found(), 0
-    parts = [PartWriter(folder / name) for name in (("train", "evaluation") if work.fraction else ("train",))]
+    parts = [
+        PartWriter(folder / name)
+        for name in (("train", "evaluation") if work.fraction else ("train",))
+    ]
     given = chunks(_documents(location, options, found))
     results: Generator[Tokenised, None, None] = in_order(work, given, options.workers)
     with closing(results):
@@ -240,12 +315,16 @@ def _origin(found: Found, template: Template) -> Origin:
     chats = bool(found.roles)
     if not chats:
         return Origin(found.describe(), empty=found.empty)
-    learned = {"assistant": "the answers", "last_assistant": "the last answer"}.get(template.loss_on, "all tokens")
+    learned = {"assistant": "the answers", "last_assistant": "the last answer"}.get(
+        template.loss_on, "all tokens"
+    )
     return Origin(f"{found.describe()}, by {template.origin}, loss on {learned}", True, found.empty)
 
 
 def _documents(location: Location, options: DataSection, found: Found) -> Iterator[Document]:
-    """Yield the documents that are not empty, and errors of skipped ones. Raises DataError if there are none."""
+    """Yield the documents that are not empty, and errors of skipped ones. Raises DataError if there
+    are none.
+    """
     rows = used = 0
     skipped: DataError | None = None
     for document in read_documents(location, options, found):

@@ -1,4 +1,6 @@
-"""Rows to documents: texts, prompts with completions, instructions, chats. The rows themselves decide which."""
+"""Rows to documents: texts, prompts with completions, instructions, chats. The rows themselves
+decide which.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ class Found:
         if not self.roles:
             return self.kind
         unread = f"; templates alone may read {', '.join(self.unread)}" if self.unread else ""
-        return f"{self.kind}, {len(self.roles)} roles ({', '.join(self.roles)}), {self.turns} turns at most{unread}"
+        return (
+            f"{self.kind}, {len(self.roles)} roles ({', '.join(self.roles)}), {self.turns} "
+            f"turns at most{unread}"
+        )
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,15 @@ class Kind:
         return all(row.columns.get(column) is not None for column in self.columns)
 
 
-def read_documents(location: Location, options: Any, found: Found | None = None) -> Iterator[Document | None]:
-    """Yield the documents in order, or None for a row with nothing to train on; `found` is filled in.
+def read_documents(
+    location: Location, options: Any, found: Found | None = None
+) -> Iterator[Document | None]:
+    """Yield the documents in order, or None for a row with nothing to train on; `found` is filled
+    in.
 
-    A row that can't be read, lacks a column, is of another kind than the first, or is no chat, raises
-    DataError, or is yielded as that error if corrupt rows are skipped (`trainer.data.corrupt`).
+    A row that can't be read, lacks a column, is of another kind than the first, or is no chat,
+    raises DataError, or is yielded as that error if corrupt rows are skipped
+    (`trainer.data.corrupt`).
     """
     found = found or Found()
     if not location.hub and not location.files:
@@ -90,7 +99,9 @@ def read_documents(location: Location, options: Any, found: Found | None = None)
     kinds = _kinds(options)
     columns = list(dict.fromkeys(name for kind in kinds for name in (*kind.columns, *kind.also)))
     chosen: Kind | None = kinds[0] if len(kinds) == 1 else None
-    for row in islice(rows_of(location, options, columns, partial(setattr, found, "share")), options.max_rows):
+    for row in islice(
+        rows_of(location, options, columns, partial(setattr, found, "share")), options.max_rows
+    ):
         try:
             if row.error is not None:
                 raise row.error
@@ -115,14 +126,27 @@ def read_documents(location: Location, options: Any, found: Found | None = None)
 
 def _kinds(options: Any) -> list[Kind]:
     """List the kinds that rows may be of; one alone if the config names it."""
-    prompt, completion = options.prompt_column or "prompt", options.completion_column or "completion"
+    prompt, completion = (
+        options.prompt_column or "prompt",
+        options.completion_column or "completion",
+    )
     kinds = {
         "text": Kind("text", (options.text_column,), lambda row: _plain(row, options.text_column)),
         "prompt_completion": Kind(
-            "prompts and completions", (prompt, completion), lambda row: _prompted(row, prompt, completion), ("tools",)
+            "prompts and completions",
+            (prompt, completion),
+            lambda row: _prompted(row, prompt, completion),
+            ("tools",),
         ),
-        "instruction": Kind("instructions", ("instruction", "output"), _instruction, ("input", "system", "history")),
-        "chat": Kind("chats", (options.chat_column,), lambda row: _chat(row, options.chat_column), ("tools", "system")),
+        "instruction": Kind(
+            "instructions", ("instruction", "output"), _instruction, ("input", "system", "history")
+        ),
+        "chat": Kind(
+            "chats",
+            (options.chat_column,),
+            lambda row: _chat(row, options.chat_column),
+            ("tools", "system"),
+        ),
     }
     wanted = options.records
     if wanted == "alpaca":
@@ -132,24 +156,37 @@ def _kinds(options: Any) -> list[Kind]:
     elif wanted == "auto" and options.text_column != "text":
         wanted = "text"
     if wanted == "auto" and options.chat_column == "messages":
-        shared = Kind("chats", ("conversations",), lambda row: _chat(row, "conversations"), ("tools", "system"))
+        shared = Kind(
+            "chats",
+            ("conversations",),
+            lambda row: _chat(row, "conversations"),
+            ("tools", "system"),
+        )
         return [*kinds.values(), shared]
     return [kinds["chat" if wanted == "auto" else wanted]]
 
 
 def _kind_of(row: Row, kinds: Sequence[Kind], chosen: Kind | None, found: Found) -> Kind | None:
-    """Choose the kind of a row. Raises DataError if several kinds fit, none, or another than before."""
+    """Choose the kind of a row. Raises DataError if several kinds fit, none, or another than
+    before.
+    """
     fitting = [kind for kind in kinds if kind.fits(row)]
     names = [f"{kind.name} ({', '.join(kind.columns)})" for kind in fitting]
     if len(fitting) > 1:
-        raise DataError(Problem(row.place, f"{' and '.join(names)}", "one of them", "Set trainer.data.records"))
+        raise DataError(
+            Problem(row.place, f"{' and '.join(names)}", "one of them", "Set trainer.data.records")
+        )
     if chosen is not None and fitting:
         seen = f"{names[0]}, where {found.where} has {chosen.name} ({', '.join(chosen.columns)})"
-        raise DataError(Problem(row.place, seen, "rows of one kind", "Give them as two trainer.data.sources"))
+        raise DataError(
+            Problem(row.place, seen, "rows of one kind", "Give them as two trainer.data.sources")
+        )
     if fitting:
         return fitting[0]
     text = next(kind for kind in kinds if kind.name == "text")
-    known = chosen or next((kind for kind in kinds if all(name in row.columns for name in kind.columns)), text)
+    known = chosen or next(
+        (kind for kind in kinds if all(name in row.columns for name in kind.columns)), text
+    )
     known.read(row)  # raises for a missing column
     return chosen
 
@@ -190,15 +227,23 @@ def _instruction(row: Row) -> Chat | None:
     pairs = [*(row.columns.get("history") or ()), (asked, texts["output"])]
     messages = [{"role": "system", "content": more["system"]}] if more.get("system") else []
     for turn, pair in enumerate(pairs):
-        if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+        if not (
+            isinstance(pair, list | tuple)
+            and len(pair) == 2
+            and all(isinstance(text, str) for text in pair)
+        ):
             seen = f'column "history", turn {turn}: {short(repr(pair))}'
             raise DataError(Problem(row.place, seen, "a pair of texts"))
-        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+        messages += [
+            {"role": "user", "content": pair[0]},
+            {"role": "assistant", "content": pair[1]},
+        ]
     return Chat(messages, None, 0, row.place)
 
 
 ALPACA = (
-    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+    "Below is an instruction that describes a task{}. Write a response that appropriately "
+    "completes the request.\n\n"
     "### Instruction:\n{}\n\n{}### Response:\n"
 )
 """github.com/tatsu-lab/stanford_alpaca, as Axolotl has it: with a line break at the end."""
@@ -207,7 +252,11 @@ ALPACA = (
 def _alpaca(row: Row) -> Text | None:
     asked, answer = _text(row, "instruction") or "", _text(row, "output")
     more = _text(row, "input") if "input" in row.columns else None
-    paired = (", paired with an input that provides further context", f"### Input:\n{more}\n\n") if more else ("", "")
+    paired = (
+        (", paired with an input that provides further context", f"### Input:\n{more}\n\n")
+        if more
+        else ("", "")
+    )
     prompt = ALPACA.format(paired[0], asked, paired[1])
     return Text(answer, prompt, row.place) if answer and answer.strip() else None
 
@@ -218,7 +267,9 @@ def _chat(row: Row, column: str) -> Chat:
     messages = _messages(row, column, row.columns[column])
     if system := row.columns.get("system"):
         if not isinstance(system, str) or messages[0]["role"] == "system":
-            raise DataError(Problem(row.place, f'column "system": {short(repr(system))}', "one system text"))
+            raise DataError(
+                Problem(row.place, f'column "system": {short(repr(system))}', "one system text")
+            )
         messages = [{"role": "system", "content": system}, *messages]
     _check_turns(row.place, messages)
     return Chat(messages, _tools(row), 0, row.place)
@@ -254,7 +305,11 @@ def _message(place: str, given: Any) -> dict[str, Any]:
     message = {key: value for key, value in given.items() if value is not None}
     role = message.pop("from", None) if "role" not in message else message.pop("role")
     if not isinstance(role, str) or not role:
-        seen = f"the keys {', '.join(map(str, given))}" if role is None else f"the role {short(repr(role))}"
+        seen = (
+            f"the keys {', '.join(map(str, given))}"
+            if role is None
+            else f"the role {short(repr(role))}"
+        )
         raise DataError(Problem(place, seen, '"role" (or "from") with a name'))
     content = message.pop("value", None) if "content" not in message else message.pop("content")
     if content is None and "tool_calls" in message:
@@ -262,7 +317,12 @@ def _message(place: str, given: Any) -> dict[str, Any]:
     counts = _counts(place, message)
     if "tool_calls" in message:
         message["tool_calls"] = _calls(place, _parsed(message["tool_calls"]))
-    return {"role": _ROLES.get(role, role), "content": _content(place, content), **message, **counts}
+    return {
+        "role": _ROLES.get(role, role),
+        "content": _content(place, content),
+        **message,
+        **counts,
+    }
 
 
 def _content(place: str, content: Any) -> str:
@@ -270,16 +330,26 @@ def _content(place: str, content: Any) -> str:
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
-                raise DataError(Problem(place, f"a part of type {kind}", "text: images and sounds are not trained on"))
+                raise DataError(
+                    Problem(
+                        place,
+                        f"a part of type {kind}",
+                        "text: images and sounds are not trained on",
+                    )
+                )
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        seen = "no content" if content is None else f"{type(content).__name__} {short(repr(content))}"
+        seen = (
+            "no content" if content is None else f"{type(content).__name__} {short(repr(content))}"
+        )
         raise DataError(Problem(place, seen, "text"))
     return checked_text(place, content)
 
 
 def _counts(place: str, message: dict[str, Any]) -> dict[str, bool]:
-    """Return the data's own mark that a turn counts in the loss or not: OpenAI's `weight`, Axolotl's `train`."""
+    """Return the data's own mark that a turn counts in the loss or not: OpenAI's `weight`,
+    Axolotl's `train`.
+    """
     for key, values in (("weight", {0: False, 1: True}), ("train", {False: False, True: True})):
         if key in message:
             value = message.pop(key)
@@ -290,7 +360,9 @@ def _counts(place: str, message: dict[str, Any]) -> dict[str, bool]:
 
 
 def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
-    """Return tool calls with arguments as objects, as templates expect them: OpenAI has them as JSON text."""
+    """Return tool calls with arguments as objects, as templates expect them: OpenAI has them as
+    JSON text.
+    """
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise DataError(Problem(f"{place}.tool_calls", short(repr(calls)), "a list of calls"))
     found = []
@@ -308,7 +380,9 @@ def _tools(row: Row) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(Problem(f"{row.place}: tools", short(repr(tools)), "a list of JSON schemas"))
+        raise DataError(
+            Problem(f"{row.place}: tools", short(repr(tools)), "a list of JSON schemas")
+        )
     return tools
 
 

@@ -1,9 +1,10 @@
 """Prepared samples: tokens on disk, memory-mapped, and cut into samples.
 
-A part of the data (training, or held out) is a folder with five files, written once, by a `PartWriter`:
-`tokens.bin` int32 [tokens], `counted.bin` bool [tokens] (True if predicting the token counts in the
-loss), `spans.npy` int64 [spans, 2] (first input token, last target token), `samples.npy` int64 [samples
-+ 1] (sample s is the spans from samples[s] to samples[s + 1], one after the other), `summary.json`.
+A part of the data (training, or held out) is a folder with five files, written once, by a
+`PartWriter`: `tokens.bin` int32 [tokens], `counted.bin` bool [tokens] (True if predicting the token
+counts in the loss), `spans.npy` int64 [spans, 2] (first input token, last target token),
+`samples.npy` int64 [samples + 1] (sample s is the spans from samples[s] to samples[s + 1], one
+after the other), `summary.json`.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ class Sample(TypedDict):
     targets: np.ndarray
     """The targets, int64 [n]."""
     documents: NotRequired[np.ndarray]
-    """int64 [documents]: the lengths of the sample's documents, if they must not see one another."""
+    """int64 [documents]: the lengths of the sample's documents, if they must not see one
+    another.
+    """
 
 
 class Encoded(NamedTuple):
-    """A document's tokens, with end-of-text, and a mask of those that are targets. The first never is."""
+    """A document's tokens, with end-of-text, and a mask of those that are targets. The first never
+    is.
+    """
 
     tokens: Sequence[int] | np.ndarray
     counted: Sequence[bool] | np.ndarray
@@ -80,7 +85,9 @@ class Summary:
     """The number of label tokens, whose prediction counts in the loss, each once per epoch."""
     samples: int
     unigram_entropy: float
-    """The entropy of the targets, in nats: the loss of a model that knows only token frequencies."""
+    """The entropy of the targets, in nats: the loss of a model that knows only token
+    frequencies.
+    """
     largest_token_id: int
     fingerprint: str
     """SHA-256 of the samples; the same wherever the same data is prepared."""
@@ -97,7 +104,9 @@ class Summary:
     first_corrupt: str = ""
     """The number of rows that were skipped, and the error of the first."""
     fill: float | None = None
-    """The share of `sequence_length` that is filled, if documents of a sample do not see one another; else None."""
+    """The share of `sequence_length` that is filled, if documents of a sample do not see one
+    another; else None.
+    """
 
     def describe(self) -> str:
         """Describe the part for the user, on one line."""
@@ -129,8 +138,12 @@ class PreparedSource:
         self.summary = Summary(**json.loads((folder / "summary.json").read_text(encoding="utf-8")))
         self._spans = np.load(folder / "spans.npy", mmap_mode="r")
         self._samples = np.load(folder / "samples.npy", mmap_mode="r")
-        self._tokens = np.memmap(folder / "tokens.bin", np.int32, mode="r", shape=(self.summary.tokens,))
-        self._counted = np.memmap(folder / "counted.bin", np.bool_, mode="r", shape=(self.summary.tokens,))
+        self._tokens = np.memmap(
+            folder / "tokens.bin", np.int32, mode="r", shape=(self.summary.tokens,)
+        )
+        self._counted = np.memmap(
+            folder / "counted.bin", np.bool_, mode="r", shape=(self.summary.tokens,)
+        )
 
     def __len__(self) -> int:
         return self.summary.samples
@@ -139,7 +152,10 @@ class PreparedSource:
         begin, end = self._samples[index : index + 2]
         spans = [slice(first, last) for first, last in self._spans[begin:end].tolist()]
         following = [slice(span.start + 1, span.stop + 1) for span in spans]
-        targets = [np.where(self._counted[at], self._tokens[at].astype(np.int64), IGNORED) for at in following]
+        targets = [
+            np.where(self._counted[at], self._tokens[at].astype(np.int64), IGNORED)
+            for at in following
+        ]
         inputs = [self._tokens[span] for span in spans]
         sample: Sample = {"input_ids": np.concatenate(inputs), "targets": np.concatenate(targets)}
         if self.summary.fill is not None:
@@ -180,7 +196,9 @@ class Counts:
 
     def skip(self, error: DataError) -> None:
         self.corrupt += 1
-        self.first_corrupt = self.first_corrupt or f"{error.problems[0].place}: {error.problems[0].seen}"
+        self.first_corrupt = (
+            self.first_corrupt or f"{error.problems[0].place}: {error.problems[0].seen}"
+        )
 
     def add(self, other: Counts) -> None:
         for name in ("documents", "truncated", "too_long", "dropped", "corrupt"):
@@ -249,7 +267,9 @@ class PartWriter:
         if cut.arrangement == "concatenate":
             spans, samples, tokens = _windows(self.folder, edges, cut.sequence_length, cut.isolate)
         else:
-            spans, samples = _documents(edges, cut.sequence_length if cut.arrangement == "pack" else None)
+            spans, samples = _documents(
+                edges, cut.sequence_length if cut.arrangement == "pack" else None
+            )
         np.save(self.folder / "spans.npy", spans)
         np.save(self.folder / "samples.npy", samples)
         known = {**asdict(self.counts), **origin._asdict()}
@@ -274,10 +294,10 @@ def write_part(
 ) -> Summary:
     """Write a part from its documents; a part without samples is only a summary.
 
-    A sample without a target is left out.
-    concatenate: the stream of documents is cut every `sequence_length` tokens, and each window predicts the token
-    after it, so that every token is a target once, except a document's first, which nothing predicts. An incomplete
-    last window is dropped unless it is the only one. With `isolate`, documents of a window do not see one another.
+    A sample without a target is left out. concatenate: the stream of documents is cut every
+    `sequence_length` tokens, and each window predicts the token after it, so that every token is a
+    target once, except a document's first, which nothing predicts. An incomplete last window is
+    dropped unless it is the only one. With `isolate`, documents of a window do not see one another.
     pad: a sample is one document of at most `sequence_length` inputs; one that is `too_long` is cut
     ("truncate"), left out ("drop") or a DataError ("error"). pack: a sample is several such
     documents, by best fit, which do not see one another.
@@ -292,13 +312,18 @@ def write_part(
 
 
 def _too_long(document: Encoded, longest: int) -> DataError:
-    seen, expected = f"{len(document.tokens) - 1:,} tokens", f"at most {longest:,} (trainer.data.sequence_length)"
+    seen, expected = (
+        f"{len(document.tokens) - 1:,} tokens",
+        f"at most {longest:,} (trainer.data.sequence_length)",
+    )
     mend = 'Raise it, or set trainer.data.too_long to "truncate" or "drop"'
     return DataError(Problem(document.place or "a document", seen, expected, mend))
 
 
 def _documents(edges: np.ndarray, capacity: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return spans and samples of documents that begin and end at `edges`: one each, or packed to a capacity."""
+    """Return spans and samples of documents that begin and end at `edges`: one each, or packed to a
+    capacity.
+    """
     spans = np.stack([edges[:-1], edges[1:] - 1], axis=1)
     if capacity is None:
         return spans, np.arange(len(spans) + 1)
@@ -306,8 +331,12 @@ def _documents(edges: np.ndarray, capacity: int | None) -> tuple[np.ndarray, np.
     return spans[order], samples
 
 
-def _windows(folder: Path, edges: np.ndarray, length: int, isolate: bool) -> tuple[np.ndarray, np.ndarray, int]:
-    """Cut the stream into windows; return spans (one for each window, or each document in it), samples, and tokens."""
+def _windows(
+    folder: Path, edges: np.ndarray, length: int, isolate: bool
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Cut the stream into windows; return spans (one for each window, or each document in it),
+    samples, and tokens.
+    """
     tokens = int(edges[-1])
     if tokens <= length:
         length = max(tokens - 1, 1)
@@ -317,7 +346,9 @@ def _windows(folder: Path, edges: np.ndarray, length: int, isolate: bool) -> tup
         file.seek(1)
         for at in range(0, count, step):
             some = min(step, count - at)
-            used[at : at + some] = np.fromfile(file, np.bool_, some * length).reshape(some, length).any(axis=1)
+            used[at : at + some] = (
+                np.fromfile(file, np.bool_, some * length).reshape(some, length).any(axis=1)
+            )
     cuts = np.arange(count + 1, dtype=np.int64) * length
     if isolate:
         cuts = np.union1d(cuts, edges[edges < cuts[-1]])
@@ -335,7 +366,10 @@ def _summarise(
     digest = hashlib.sha256(np.ascontiguousarray(spans).data)
     if isolated:  # else a sample is a span
         digest.update(np.ascontiguousarray(samples).data)
-    with open(folder / "tokens.bin", "rb") as token_file, open(folder / "counted.bin", "rb") as counted_file:
+    with (
+        open(folder / "tokens.bin", "rb") as token_file,
+        open(folder / "counted.bin", "rb") as counted_file,
+    ):
         for at in range(0, tokens, _CHUNK):
             part = np.fromfile(token_file, np.int32, min(_CHUNK, tokens - at))
             counted = np.fromfile(counted_file, np.bool_, len(part))

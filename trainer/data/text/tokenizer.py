@@ -1,4 +1,6 @@
-"""Tokenizers: one that the user names, or a small one trained on the embedded corpus at first use."""
+"""Tokenizers: one that the user names, or a small one trained on the embedded corpus at first
+use.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +19,44 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool = False) -> Any:
-    """Tokenise each text without special tokens: `input_ids`, and their `offset_mapping` if `offsets`.
+    """Tokenise each text without special tokens: `input_ids`, and their `offset_mapping` if
+    `offsets`.
 
     Takes about 160 bytes of memory per character.
     """
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    return tokenizer(list(texts), **options, **({"return_offsets_mapping": True} if offsets else {}))
+    return tokenizer(
+        list(texts), **options, **({"return_offsets_mapping": True} if offsets else {})
+    )
 
 
-def load_tokenizer(name_or_path: str, trust_remote_code: bool = False, revision: str | None = None) -> Any:
-    """Load the tokenizer of a folder or hub id. Raises DataError if there is none, or it has no end-of-text token."""
+def load_tokenizer(
+    name_or_path: str, trust_remote_code: bool = False, revision: str | None = None
+) -> Any:
+    """Load the tokenizer of a folder or hub id. Raises DataError if there is none, or it has no
+    end-of-text token.
+    """
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, revision=revision)
-    except Exception as error:  # from a dozen libraries: OSError, ValueError, KeyError, bare Exception
+        tokenizer = AutoTokenizer.from_pretrained(
+            name_or_path, trust_remote_code=trust_remote_code, revision=revision
+        )
+    except (
+        Exception
+    ) as error:  # from a dozen libraries: OSError, ValueError, KeyError, bare Exception
         seen = f"no tokenizer could be loaded ({first_line(error)})"
         expected = "a folder with a tokenizer, or a hub id"
-        raise DataError(Problem(name_or_path, seen, expected, "Set trainer.data.tokenizer")) from error
+        raise DataError(
+            Problem(name_or_path, seen, expected, "Set trainer.data.tokenizer")
+        ) from error
     end_of_text(tokenizer)
     return tokenizer
 
 
-def embedded_tokenizer(cache_folder: Path, vocabulary: int = 4096, progress: Progress = QUIET) -> Any:
+def embedded_tokenizer(
+    cache_folder: Path, vocabulary: int = 4096, progress: Progress = QUIET
+) -> Any:
     """Return a byte-level BPE of `vocabulary` tokens for the embedded corpus, trained at first use
     (seconds) and cached.
     Deterministic. Raises DiskError if it can't be stored."""
@@ -51,17 +68,27 @@ def embedded_tokenizer(cache_folder: Path, vocabulary: int = 4096, progress: Pro
 
 
 def end_of_text(tokenizer: Any) -> int:
-    """Return the id of the token that ends a document; raises DataError if the tokenizer has none."""
+    """Return the id of the token that ends a document; raises DataError if the tokenizer has
+    none.
+    """
     if tokenizer.eos_token_id is None:
         mend = "Set eos_token in its tokenizer_config.json"
-        raise DataError(Problem(_name(tokenizer), "a tokenizer without an end-of-text token", "eos_token", mend))
+        raise DataError(
+            Problem(_name(tokenizer), "a tokenizer without an end-of-text token", "eos_token", mend)
+        )
     return int(tokenizer.eos_token_id)
 
 
 def tokenizer_key(tokenizer: Any) -> str:
-    """Return a digest that two tokenizers share only if they turn the same text into the same tokens."""
+    """Return a digest that two tokenizers share only if they turn the same text into the same
+    tokens.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = backend.to_str() if backend is not None else json.dumps([_name(tokenizer), tokenizer.get_vocab()])
+    content = (
+        backend.to_str()
+        if backend is not None
+        else json.dumps([_name(tokenizer), tokenizer.get_vocab()])
+    )
     parts = (content, str(tokenizer.bos_token_id), str(tokenizer.eos_token_id))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

@@ -1,4 +1,6 @@
-"""The DeepSpeed engine: ZeRO 0 to 3, offload, mixed precision; PipelineModule to ZeRO-1, AutoTP to ZeRO-2."""
+"""The DeepSpeed engine: ZeRO 0 to 3, offload, mixed precision; PipelineModule to ZeRO-1, AutoTP to
+ZeRO-2.
+"""
 
 from __future__ import annotations
 
@@ -49,19 +51,32 @@ def refusal(layout: Layout) -> str | None:
     if layout.pipeline > 1 and (reason := pipeline.refusal(layout)):
         return reason
     if layout.replicate > 1 and layout.shard > 1:
-        return "DeepSpeed removed MiCS, and hpZ replicates weights only: it has no sharding within replicas (HSDP)."
+        return (
+            "DeepSpeed removed MiCS, and hpZ replicates weights only: it has no sharding "
+            "within "
+            "replicas (HSDP)."
+        )
     if layout.zero_stage > 0 and layout.replicate > 1:
         return f"ZeRO-{layout.zero_stage} shards over all data ranks; replicate must be 1."
     return None
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raise ConfigError if a model can't be cut or split so, or DeepSpeed would put zeros for missing gradients."""
+    """Raise ConfigError if a model can't be cut or split so, or DeepSpeed would put zeros for
+    missing gradients.
+    """
     if spec.training.sparse:
-        # it takes a missing gradient for zeros, which decays the weight and, under ZeRO-2 and 3, may hang
+        # it takes a missing gradient for zeros, which decays the weight and, under ZeRO-2 and 3,
+        # may hang
         seen = f"some tokens leave parameters without a gradient ({spec.training.sparse[0]}, ...)"
-        expected = "a gradient of each: DeepSpeed takes a missing one for zeros, and decays the weight"
-        raise ConfigError(Problem(f"engine deepspeed: {spec.name}", seen, expected, 'Set trainer.engine to "mesh"'))
+        expected = (
+            "a gradient of each: DeepSpeed takes a missing one for zeros, and decays the weight"
+        )
+        raise ConfigError(
+            Problem(
+                f"engine deepspeed: {spec.name}", seen, expected, 'Set trainer.engine to "mesh"'
+            )
+        )
     if layout.tensor > 1:
         tensor.check(spec, layout)
     if layout.pipeline > 1:
@@ -80,7 +95,9 @@ def build(job: Job) -> DeepSpeedEngine:
     deepspeed.init_distributed(dist.get_backend())
     job.machine.signs.at("building the engine, and the model's values")
     config = runtime_config(job, recipe)
-    runner: StepRunner = pipeline.build(job, config) if job.layout.pipeline > 1 else _whole(job, config)
+    runner: StepRunner = (
+        pipeline.build(job, config) if job.layout.pipeline > 1 else _whole(job, config)
+    )
     patches.link_group_by_group(runner.engine.optimizer)
     patches.skip_steps_that_are_not_finite(runner.engine.optimizer)
     return DeepSpeedEngine(runner, job, recipe.notes)
@@ -113,7 +130,9 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     module = ModelWithLoss(model, job.task)
     decay = config["optimizer"]["params"]["weight_decay"]
     learned = groups_of(module.named_parameters(), job.undecayed, decay, job.spec.training.tuned)
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=learned, config=config, mpu=mpu)
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=learned, config=config, mpu=mpu
+    )
     if layout.tensor > 1:
         engine.first_dataloader_check.remove()  # can't compare batches that are dictionaries
     split = Split(module, job.spec, mesh) if layout.tensor > 1 else None
@@ -134,18 +153,24 @@ class DeepSpeedEngine:
     """Runs `deepspeed.DeepSpeedEngine` by contract 1 (`engines/normalise.py`)."""
 
     def __init__(self, runner: StepRunner, job: Job, notes: tuple[str, ...]) -> None:
-        from trainer.engines.deepspeed.state import MasterState  # seconds of imports that other engines skip
+        from trainer.engines.deepspeed.state import (
+            MasterState,
+        )  # seconds of imports that other engines skip
 
         self.job = job
         self._runner = runner
         self._engine = runner.engine
         self._mesh = runner.mesh
-        self._state = MasterState(runner.engine, runner.module, job.machine.ranks, runner.mesh, runner.split)
+        self._state = MasterState(
+            runner.engine, runner.module, job.machine.ranks, runner.mesh, runner.split
+        )
         if self._state.low_precision:
             self._state.start_masters(*runner.blank, job.seed_of_values)
         self._statistics = RunningStatistics([runner.module], runner.mesh, job.data_rank)
         self._own_norm: GradientNorm | None = None
-        """The norm, if it is taken here: DeepSpeed reports none or, of a ZeRO-0 pipeline, the first stage's."""
+        """The norm, if it is taken here: DeepSpeed reports none or, of a ZeRO-0 pipeline, the first
+        stage's.
+        """
         self._norm = torch.zeros(())
         """The norm that `_own_norm` found in the last step."""
         if has_plain_optimizer(job.layout):
@@ -153,20 +178,32 @@ class DeepSpeedEngine:
             counted = [p for p in learned if _counts(p, runner)]
             self._own_norm = GradientNorm(learned, counted, runner.mesh, job.machine.device)
             optimizer = runner.engine.optimizer
-            patches.replace_step(optimizer, lambda update: step_if_finite(optimizer, self._norm, update))
+            patches.replace_step(
+                optimizer, lambda update: step_if_finite(optimizer, self._norm, update)
+            )
         self._clip = float(job.deepspeed["gradient_clipping"])
         plain = job.layout.zero_stage > 0 or self._own_norm is not None
-        self.notes = (*runner.notes, *notes, *(() if plain else (STAGE_0_NOTE.format(job.layout.precision),)))
+        self.notes = (
+            *runner.notes,
+            *notes,
+            *(() if plain else (STAGE_0_NOTE.format(job.layout.precision),)),
+        )
 
     def step(
-        self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
+        self,
+        step: int,
+        micro_batches: Sequence[Batch],
+        update: Update,
+        observe: Observer | None = None,
     ) -> Metrics:
         job, mesh, engine = self.job, self._mesh, self._engine
         set_update(engine.optimizer.param_groups, update)
         targets = counted_here(job.task, micro_batches, mesh)
         # overlaps with the first forward pass
         group = mesh.group("loss")
-        counting = dist.all_reduce(targets, group=group, async_op=True) if group is not None else None
+        counting = (
+            dist.all_reduce(targets, group=group, async_op=True) if group is not None else None
+        )
 
         @cache
         def scale() -> torch.Tensor:
@@ -176,7 +213,9 @@ class DeepSpeedEngine:
 
         seed = step_seed(job.seed, step, job.data_rank)
         with self._statistics.of_step(len(micro_batches)):
-            loss_sum = self._runner.train(micro_batches, Step(seed, scale, lambda: self._before_update(observe)))
+            loss_sum = self._runner.train(
+                micro_batches, Step(seed, scale, lambda: self._before_update(observe))
+            )
         scale()  # otherwise only the last pipeline stage waits for it
         norm = self._norm if self._own_norm else engine.get_global_grad_norm()
         skipped = bool(getattr(engine.optimizer, "overflow", False))

@@ -34,7 +34,9 @@ class StepRunner(Protocol):
     engine: Any
     """The `deepspeed.DeepSpeedEngine`."""
     module: nn.Module
-    """The module on this rank: the whole model, its tensor parallel shard, or its pipeline stage."""
+    """The module on this rank: the whole model, its tensor parallel shard, or its pipeline
+    stage.
+    """
     mesh: ParallelMesh
     split: Split | None
     notes: tuple[str, ...]
@@ -56,7 +58,9 @@ class StepRunner(Protocol):
 class AccumulatedStep:
     """A step that runs each micro-batch forward and backward through all blocks before the next."""
 
-    def __init__(self, engine: Any, job: Job, dropout: Dropout, mesh: ParallelMesh, split: Split | None) -> None:
+    def __init__(
+        self, engine: Any, job: Job, dropout: Dropout, mesh: ParallelMesh, split: Split | None
+    ) -> None:
         self.engine = engine
         self._job = job
         self.module: nn.Module = engine.module
@@ -88,6 +92,7 @@ class AccumulatedStep:
         with torch.no_grad():
             measured = torch.stack([self.engine(batch) for batch in micro_batches]).double().sum(0)
         if self._job.layout.zero_stage == 3:
-            # it has prefetched weights for a backward pass that does not follow, and would refuse to have them read
+            # it has prefetched weights for a backward pass that does not follow, and would refuse
+            # to have them read
             self.engine.optimizer.empty_partition_cache()
         return measured

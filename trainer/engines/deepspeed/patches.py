@@ -16,12 +16,14 @@ from torch import nn
 def forget_earlier_engines() -> None:
     """Reset what earlier engines of this process left in globals.
 
-    Symptom: a second engine takes the first one's groups for its own, and ZeRO-3's linear function stays in
-    PyTorch. Can go when `DeepSpeedEngine.destroy` undoes both.
+    Symptom: a second engine takes the first one's groups for its own, and ZeRO-3's linear function
+    stays in PyTorch. Can go when `DeepSpeedEngine.destroy` undoes both.
     """
     from deepspeed.utils import groups
 
-    groups.mpu = groups._TENSOR_MODEL_PARALLEL_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    groups.mpu = groups._TENSOR_MODEL_PARALLEL_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = (
+        None
+    )
     torch.nn.functional.linear = torch._C._nn.linear
 
 
@@ -37,18 +39,25 @@ def skip_steps_that_are_not_finite(optimizer: Any) -> None:
 def link_group_by_group(optimizer: Any) -> None:
     """Link parameters to their optimizer state group by group.
 
-    Symptom: ZeRO links all groups after the first one's step; those after it have no state then, and can't
-    be saved. Can go when `_optimizer_step` links the group that it has stepped.
+    Symptom: ZeRO links all groups after the first one's step; those after it have no state then,
+    and can't be saved. Can go when `_optimizer_step` links the group that it has stepped.
     """
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
-    names = ("bit16_groups", "single_partition_of_fp32_groups"), ("bf16_groups", "fp32_groups_flat_partition")
-    found = [attributes for attributes in names if all(hasattr(optimizer, name) for name in attributes)]
+    names = (
+        ("bit16_groups", "single_partition_of_fp32_groups"),
+        ("bf16_groups", "fp32_groups_flat_partition"),
+    )
+    found = [
+        attributes for attributes in names if all(hasattr(optimizer, name) for name in attributes)
+    ]
     linked: set[int] = set()
 
     def link() -> None:
         state = optimizer.optimizer.state
-        for index, (group, flat) in enumerate(zip(*(getattr(optimizer, name) for name in found[0]), strict=True)):
+        for index, (group, flat) in enumerate(
+            zip(*(getattr(optimizer, name) for name in found[0]), strict=True)
+        ):
             if index not in linked and state.get(flat):
                 lazy_init_hp_params_optimizer_state(group, flat, state)
                 linked.add(index)
@@ -66,12 +75,15 @@ def replace_step(optimizer: Any, step: Callable[[Callable[[], object]], object])
     optimizer.step = lambda: step(update)
 
 
-def tie_stages(module: Any, optimizer: Any, copies: Sequence[nn.Parameter], group: Any, *, is_copy: bool) -> None:
+def tie_stages(
+    module: Any, optimizer: Any, copies: Sequence[nn.Parameter], group: Any, *, is_copy: bool
+) -> None:
     """Sum the gradients of parameters that two pipeline stages hold, without a `TiedLayerSpec`.
 
-    `copies` are this stage's, and `group` the two stages' ranks; `is_copy` is True on the later one, which
-    norms do not count. Symptom: PipelineModule ties layers that it builds itself, not parameters of a stage,
-    and with `grad_accum` it sums an empty `grad`. Can go when it takes parameters.
+    `copies` are this stage's, and `group` the two stages' ranks; `is_copy` is True on the later
+    one, which norms do not count. Symptom: PipelineModule ties layers that it builds itself, not
+    parameters of a stage, and with `grad_accum` it sums an empty `grad`. Can go when it takes
+    parameters.
     """
     for parameter in copies:
         parameter.ds_pipe_replicated = is_copy  # type: ignore[attr-defined]

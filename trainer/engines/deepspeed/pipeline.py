@@ -40,7 +40,9 @@ def refusal(layout: Layout) -> str | None:
 
 
 def is_copy(parameter: nn.Parameter) -> bool:
-    """Return True if an earlier stage holds the parameter, too, and counts it in norms: DeepSpeed's own mark."""
+    """Return True if an earlier stage holds the parameter, too, and counts it in norms: DeepSpeed's
+    own mark.
+    """
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
@@ -58,7 +60,13 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
 
     def finish(stage: Stage, spec: ModelSpec) -> None:
         blank.append((copy.deepcopy(stage.model), spec))
-        materialise(stage.model, spec, seed=job.seed_of_values, device=device, dtype=DTYPES[layout.precision])
+        materialise(
+            stage.model,
+            spec,
+            seed=job.seed_of_values,
+            device=device,
+            dtype=DTYPES[layout.precision],
+        )
 
     [stage], note = stages_of_rank(job.spec, job.task, mesh, job.machine.ranks, finish)
     job.machine.ranks.on_each(lambda: _check_learns(stage, rank, job.spec))
@@ -81,7 +89,9 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
 
     held = {name: p for name, p in stage.named_parameters() if name in tied and p.requires_grad}
     copies = [held[name] for name in on_both(pair, held)]
-    without = {key: value for key, value in config.items() if key != "pipeline"}  # stages are cut, and recompute
+    without = {
+        key: value for key, value in config.items() if key != "pipeline"
+    }  # stages are cut, and recompute
     decay = config["optimizer"]["params"]["weight_decay"]
     learned = groups_of(stage.named_parameters(), job.undecayed, decay, job.spec.training.tuned)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=learned, config=without)
@@ -91,7 +101,10 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
 
 def _check_learns(stage: Stage, rank: int, spec: ModelSpec) -> None:
     if not any(parameter.requires_grad for parameter in stage.parameters()):
-        place, seen = f"engine deepspeed: {spec.name}", f"pipeline stage {rank} is frozen as a whole"
+        place, seen = (
+            f"engine deepspeed: {spec.name}",
+            f"pipeline stage {rank} is frozen as a whole",
+        )
         expected = "something to learn in each stage: DeepSpeed makes no optimizer of nothing"
         raise ConfigError(Problem(place, seen, expected, 'Set trainer.engine to "mesh".'))
 
@@ -110,7 +123,9 @@ class _StageLayer(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         index, batch = next(self._waiting)
         hidden = () if self._first else (inputs,)
-        output: torch.Tensor = self.stage(*hidden, batch=batch, seed=self._step.seed, micro_batch=index)
+        output: torch.Tensor = self.stage(
+            *hidden, batch=batch, seed=self._step.seed, micro_batch=index
+        )
         return output.contiguous()
 
     def loss(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -157,4 +172,8 @@ class PipelinedStep:
 
         self.engine._take_model_step = update
         self.engine.train_batch(repeat((self._nothing, self._nothing)))
-        return self.engine.total_loss / step.scale() if self.engine.is_last_stage() else self._nothing.clone()
+        return (
+            self.engine.total_loss / step.scale()
+            if self.engine.is_last_stage()
+            else self._nothing.clone()
+        )

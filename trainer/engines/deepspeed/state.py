@@ -1,4 +1,6 @@
-"""DeepSpeed's weights, float32 masters and moments under each ZeRO stage, as whole tensors by name."""
+"""DeepSpeed's weights, float32 masters and moments under each ZeRO stage, as whole tensors by
+name.
+"""
 
 from __future__ import annotations
 
@@ -32,31 +34,42 @@ from trainer.tasks.task import bare_name
 
 
 class MasterState:
-    """Reads and writes the training state of a `deepspeed.DeepSpeedEngine`, of all stages if it is a pipeline's."""
+    """Reads and writes the training state of a `deepspeed.DeepSpeedEngine`, of all stages if it is
+    a pipeline's.
+    """
 
-    def __init__(self, engine: Any, module: nn.Module, ranks: Ranks, mesh: ParallelMesh, split: Split | None) -> None:
+    def __init__(
+        self, engine: Any, module: nn.Module, ranks: Ranks, mesh: ParallelMesh, split: Split | None
+    ) -> None:
         self._module = module
         self._ranks = ranks
         self._mesh = mesh
         self._split = split
         self._partitioned = engine.zero_optimization_stage() == 3
         self._optimizer = engine.optimizer
-        # without ZeRO in float32, the engine's optimizer is PyTorch's own, over the model's parameters
+        # without ZeRO in float32, the engine's optimizer is PyTorch's own, over the model's
+        # parameters
         self._inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
         self._states = OptimizerState(self._inner)
         self._scalars: dict[str, float] = {}
         """Restored scalars that all parameters of a flat partition share."""
         dtypes = {p.dtype for p in module.parameters()}
         self.low_precision = dtypes != {torch.float32}
-        self._scaler = getattr(engine.optimizer, "loss_scaler", None) if torch.float16 in dtypes else None
+        self._scaler = (
+            getattr(engine.optimizer, "loss_scaler", None) if torch.float16 in dtypes else None
+        )
         self._flat = next((name for name in _FLAT if hasattr(engine.optimizer, name)), None)
 
     def start_masters(self, blank: nn.Module, spec: ModelSpec, seed: int) -> None:
-        """Give the float32 masters their initial values, before rounding to low precision. Collective.
+        """Give the float32 masters their initial values, before rounding to low precision.
+        Collective.
 
-        `blank` is on the meta device, with the names of this rank's parameters. One unit of it is whole at a time.
+        `blank` is on the meta device, with the names of this rank's parameters. One unit of it is
+        whole at a time.
         """
-        learned = {bare_name(name): p for name, p in self._module.named_parameters() if p.requires_grad}
+        learned = {
+            bare_name(name): p for name, p in self._module.named_parameters() if p.requires_grad
+        }
 
         def take(unit: nn.Module, parameters: list[nn.Parameter]) -> None:
             names = {parameter: name for name, parameter in blank.named_parameters()}
@@ -65,12 +78,19 @@ class MasterState:
                     self._write(name, learned[name], MASTER, parameter.detach())
                 parameter.data = torch.empty(0)
 
-        materialise(blank, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32, after_unit=take)
+        materialise(
+            blank, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32, after_unit=take
+        )
 
     def state_tensors(self) -> list[StateTensor]:
-        """List each parameter's weight, float32 master and optimizer state; then persistent buffers. Collective."""
+        """List each parameter's weight, float32 master and optimizer state; then persistent
+        buffers. Collective.
+        """
         held: dict[Kind, torch.Tensor] = {}
-        for name, parameter in self._module.named_parameters():  # a tied parameter comes once, under its first name
+        for (
+            name,
+            parameter,
+        ) in self._module.named_parameters():  # a tied parameter comes once, under its first name
             name, shape = bare_name(name), self._shape(parameter)
             held[name, WEIGHT, shape, parameter.dtype] = parameter
             if parameter.requires_grad:
@@ -83,7 +103,9 @@ class MasterState:
         return state_tensors_of(held, self._mesh, self._ranks, self._state_tensor)
 
     def gradients(self, observe: Observer) -> None:
-        """Call `observe` with every gradient, whole, averaged and unscaled. Collective; before `engine.step`."""
+        """Call `observe` with every gradient, whole, averaged and unscaled. Collective; before
+        `engine.step`.
+        """
         scale = float(getattr(self._optimizer, "loss_scale", 1.0))
         found = {
             bare_name(name): self._whole(parameter, gradient.detach().float()) / scale
@@ -106,7 +128,9 @@ class MasterState:
 
     # Reading and writing one tensor
 
-    def _state_tensor(self, kind: Kind, held: torch.Tensor | None, is_source: bool, owner: int) -> StateTensor:
+    def _state_tensor(
+        self, kind: Kind, held: torch.Tensor | None, is_source: bool, owner: int
+    ) -> StateTensor:
         name, key = kind[:2]
 
         def read() -> torch.Tensor | None:
@@ -128,7 +152,9 @@ class MasterState:
     def _keep(
         self, name: str, parameter: torch.Tensor | None, shapes: Mapping[str, tuple[int, ...]]
     ) -> list[StateTensor]:
-        """Implement `StateTensor.keep`; if a flat partition has state, a parameter without any gets zeros."""
+        """Implement `StateTensor.keep`; if a flat partition has state, a parameter without any gets
+        zeros.
+        """
         if parameter is None:
             return elsewhere(name, shapes)
         tensors, flat = self._updated(parameter), self._flat is not None
@@ -138,7 +164,10 @@ class MasterState:
             self._optimizer._lazy_init_hp_params_optimizer_state()
         entries = []
         for key, value in self._states.of(tensors[0]).items():
-            write, shape = partial(self._write, name, parameter, key), self._shape(parameter) if value.ndim else ()
+            write, shape = (
+                partial(self._write, name, parameter, key),
+                self._shape(parameter) if value.ndim else (),
+            )
             if shapes and key == STEP and key not in shapes:
                 write(torch.tensor(self._states.common_step))
             elif shapes or self._states.from_start:
@@ -168,7 +197,10 @@ class MasterState:
         return self._whole(held, safe_get_full_optimizer_state(held, key)) if state.ndim else state
 
     def _write(self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
-        if key not in (WEIGHT, MASTER) and not self._states.of(self._updated(parameter)[0])[key].ndim:
+        if (
+            key not in (WEIGHT, MASTER)
+            and not self._states.of(self._updated(parameter)[0])[key].ndim
+        ):
             return self._put(name, parameter, key, value)
         value = self._split.own(parameter, value) if self._split else value
         if key == WEIGHT:
@@ -210,9 +242,15 @@ class MasterState:
         if self._flat is not None:
             known = self._scalars.get(key)
             if known is not None and known != float(value):
-                seen = f"{key} {float(value):g} of {name}, {known:g} of others: it had no gradient in some steps"
+                seen = (
+                    f"{key} {float(value):g} of {name}, {known:g} of others: it had no "
+                    "gradient "
+                    "in some steps"
+                )
                 expected = "one for all of a ZeRO partition, which is what DeepSpeed has"
-                raise ConfigError(Problem("optimizer state", seen, expected, 'Set trainer.engine to "mesh"'))
+                raise ConfigError(
+                    Problem("optimizer state", seen, expected, 'Set trainer.engine to "mesh"')
+                )
             if known is None and key == STEP and hasattr(self._inner, "ds_opt_adam"):
                 # it accumulates its bias correction step by step; a power would round otherwise
                 made(self._inner, tensors[0], steps=int(value))
@@ -222,12 +260,18 @@ class MasterState:
         self._states.put(tensors, key, value)
 
     def _updated(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that the inner optimizer updates: all flat partitions, or the parameter itself."""
+        """Return the tensors that the inner optimizer updates: all flat partitions, or the
+        parameter itself.
+        """
         return [parameter] if self._flat is None else list(getattr(self._optimizer, self._flat))
 
 
 # the attributes of ZeRO-3, ZeRO-1/2 and ZeRO-1's bfloat16 optimizer with float32 partitions
-_FLAT = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+_FLAT = (
+    "fp32_partitioned_groups_flat",
+    "single_partition_of_fp32_groups",
+    "fp32_groups_flat_partition",
+)
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 

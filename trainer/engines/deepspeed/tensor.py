@@ -34,8 +34,10 @@ def refusal(layout: Layout) -> str | None:
         return "Its AutoTP is used with ZeRO 0 to 2; the mesh engine runs the product with ZeRO-3."
     if layout.recompute.mode == "selective":
         return (
-            "Its AutoTP adds a row-split product up in place, where selective recomputation has kept it: computed "
-            'again, it is added up twice. Set activation_checkpointing to "full", or use the mesh engine.'
+            "Its AutoTP adds a row-split product up in place, where selective recomputation has "
+            "kept it: computed "
+            'again, it is added up twice. Set activation_checkpointing to "full", or use the mesh '
+            "engine."
         )
     return None
 
@@ -49,11 +51,15 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         raise ConfigError(Problem(place, seen, "no adapter in what it splits", mend))
     if strange := sorted(set(spec.language.tensor_plan.values()) - _KINDS.keys()):
         place, mend = f"tensor_parallel.autotp_size: {spec.name}", 'Set trainer.engine to "mesh".'
-        raise ConfigError(Problem(place, f"split as {', '.join(strange)}", f"one of {', '.join(_KINDS)}", mend))
+        raise ConfigError(
+            Problem(place, f"split as {', '.join(strange)}", f"one of {', '.join(_KINDS)}", mend)
+        )
 
 
 def groups(layout: Layout) -> Any:
-    """Return DeepSpeed's groups of data and tensor ranks, which are those of the layout. Collective."""
+    """Return DeepSpeed's groups of data and tensor ranks, which are those of the layout.
+    Collective.
+    """
     from deepspeed.utils import groups
 
     groups._init_tp_mesh_device(tensor_model_parallel_size=layout.tensor)
@@ -98,7 +104,9 @@ class Split:
         """Gather a parameter, its gradient or its state from the tensor ranks. Collective."""
         if parameter not in self._dims:
             return own
-        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self._ranks)]
+        parts = [
+            torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self._ranks)
+        ]
         dist.all_gather(parts, own.detach().contiguous(), group=self._group)
         return torch.cat(parts, self._dims[parameter])
 

@@ -1,4 +1,6 @@
-"""The accelerate engine: DDP, FSDP2 and HSDP through Accelerate, over the DeviceMesh of its ParallelismConfig."""
+"""The accelerate engine: DDP, FSDP2 and HSDP through Accelerate, over the DeviceMesh of its
+ParallelismConfig.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def refusal(layout: Layout) -> str | None:
         return "Accelerate has no pipeline for training."
     if layout.tensor > 1:
         return (
-            "Accelerate leaves tensor parallelism to how transformers loads a model, and for its product with FSDP2 "
+            "Accelerate leaves tensor parallelism to how transformers loads a model, and for its "
+            "product with FSDP2 "
             "imports a class that transformers 5 has dropped; the mesh engine has both."
         )
     if layout.zero_stage > 0 and layout.shard == 1 < layout.replicate:
@@ -38,7 +41,9 @@ def refusal(layout: Layout) -> str | None:
 
 
 def build(job: Job) -> TorchEngine:
-    """Have Accelerate wrap the model: with its values for replicas, on the meta device for shards."""
+    """Have Accelerate wrap the model: with its values for replicas, on the meta device for
+    shards.
+    """
     from accelerate.utils import fsdp2_prepare_model
 
     layout, spec, device = job.layout, job.spec, job.machine.device
@@ -47,7 +52,8 @@ def build(job: Job) -> TorchEngine:
     module: nn.Module = ModelWithLoss(model, job.task)
     accelerator = _accelerator(job)
     if layout.zero_stage > 0:
-        # what `prepare` calls; with an optimizer, that identifies parameters by address, which they lack on meta
+        # what `prepare` calls; with an optimizer, that identifies parameters by address, which they
+        # lack on meta
         module = fsdp2_prepare_model(accelerator, module)
         shard.check_units(module, spec)
     give_values(model, spec, layout, job.seed_of_values, device)
@@ -68,10 +74,16 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     model = spec.build()
     classes = _classes_of_blocks(model, spec)
     named = ((name, type(module).__name__) for name, module in model.named_modules())
-    if other := [f"{name} ({kind})" for name, kind in named if kind in classes and name not in spec.blocks]:
+    if other := [
+        f"{name} ({kind})" for name, kind in named if kind in classes and name not in spec.blocks
+    ]:
         seen = f"{other[0]} is of a block's class, and no block: it would be a unit of its own"
         expected = "a class for blocks alone, by which Accelerate shards"
-        raise ConfigError(Problem(f"engine accelerate: {spec.name}", seen, expected, 'Set trainer.engine to "mesh".'))
+        raise ConfigError(
+            Problem(
+                f"engine accelerate: {spec.name}", seen, expected, 'Set trainer.engine to "mesh".'
+            )
+        )
 
 
 KIND = EngineKind(refusal, in_torch, build, check)
@@ -80,7 +92,11 @@ KIND = EngineKind(refusal, in_torch, build, check)
 def _accelerator(job: Job) -> Any:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.utils import (
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+    )
 
     layout, cpu = job.layout, job.machine.device.type == "cpu"
     for state in (AcceleratorState, GradientState, PartialState):
@@ -88,7 +104,9 @@ def _accelerator(job: Job) -> Any:
     _let_shard(layout, cpu)
     if layout.zero_stage == 0:
         # DDP itself then determines which parameters have a gradient on any rank
-        kwargs = DistributedDataParallelKwargs(find_unused_parameters=job.sparse, broadcast_buffers=False)
+        kwargs = DistributedDataParallelKwargs(
+            find_unused_parameters=job.sparse, broadcast_buffers=False
+        )
         return Accelerator(cpu=cpu, kwargs_handlers=[kwargs])
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -109,7 +127,9 @@ def _classes_of_blocks(model: nn.Module, spec: ModelSpec) -> set[str]:
 
 
 def _let_shard(layout: Layout, cpu: bool) -> None:
-    """Let Accelerate shard on any device: it silently ignores an FSDP plugin unless it sees several GPUs."""
+    """Let Accelerate shard on any device: it silently ignores an FSDP plugin unless it sees several
+    GPUs.
+    """
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 

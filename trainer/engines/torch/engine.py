@@ -1,4 +1,6 @@
-"""The step shared by the engines made of PyTorch's own parts; they differ in who wraps the model."""
+"""The step shared by the engines made of PyTorch's own parts; they differ in who wraps the
+model.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from trainer.tasks.task import Batch
 
 
 class TorchEngine:
-    """Runs a wrapped model, or the pipeline stages of this rank, by contract 1 (`engines/normalise.py`)."""
+    """Runs a wrapped model, or the pipeline stages of this rank, by contract 1
+    (`engines/normalise.py`).
+    """
 
     def __init__(
         self,
@@ -42,19 +46,29 @@ class TorchEngine:
         self._used = used
         self._clip = float(job.deepspeed["gradient_clipping"])
         self._state = TorchState(forward_backward.modules, optimizer, job.machine.ranks, mesh)
-        self._sync = GradientSync(forward_backward.modules, job.spec, mesh, averages=used is not None)
+        self._sync = GradientSync(
+            forward_backward.modules, job.spec, mesh, averages=used is not None
+        )
         self._statistics = RunningStatistics(forward_backward.modules, mesh, job.data_rank)
-        self._norm = GradientNorm(self._sync.parameters, self._sync.counted, mesh, job.machine.device)
+        self._norm = GradientNorm(
+            self._sync.parameters, self._sync.counted, mesh, job.machine.device
+        )
 
     def step(
-        self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None = None
+        self,
+        step: int,
+        micro_batches: Sequence[Batch],
+        update: Update,
+        observe: Observer | None = None,
     ) -> Metrics:
         job, mesh = self.job, self._mesh
         set_update(self._optimizer.param_groups, update)
         targets = mesh.sum(counted_here(job.task, micro_batches, mesh), "loss")
         seed = step_seed(job.seed, step, job.data_rank)
         with self._statistics.of_step(len(micro_batches)):
-            loss_sum = self._forward_backward.train(seed, micro_batches, gradient_scale(targets, mesh))
+            loss_sum = self._forward_backward.train(
+                seed, micro_batches, gradient_scale(targets, mesh)
+            )
         if self._used is not None:
             self._used.agree()
         self._sync.reduce()

@@ -23,24 +23,35 @@ from trainer.parallel.sparse import Used
 from trainer.tasks.task import ModelWithLoss
 
 OFFLOAD_NOTE = "FSDP2 offloads a rank's share of weights, gradients and optimizer state together"
-ZERO_1_NOTE = "ZeRO-1 runs as ZeRO-2: FSDP2 shards the gradients with the optimizer, for less memory"
+ZERO_1_NOTE = (
+    "ZeRO-1 runs as ZeRO-2: FSDP2 shards the gradients with the optimizer, for less memory"
+)
 
 
 def refusal(layout: Layout) -> str | None:
     """Return the reason why this engine can't run a layout, or None."""
     if layout.pipeline > 1 and layout.schedule.splits_backward and layout.zero_stage == 3:
         return (
-            f"{layout.schedule.name} with ZeRO-3 gives wrong gradients without a word: FSDP2 frees parameters between "
+            f"{layout.schedule.name} with ZeRO-3 gives wrong gradients without a word: FSDP2 frees "
+            "parameters between "
             "the two halves of the backward pass. Use ZeRO-2, or the schedule 1F1B."
         )
     if layout.precision == "float16":
-        return "float16 needs a loss scale, which FSDP2 does not bring; the deepspeed engine has one."
+        return (
+            "float16 needs a loss scale, which FSDP2 does not bring; the deepspeed engine has one."
+        )
     if layout.precision != "float32" and layout.zero_stage == 0:
-        return "DDP in bfloat16 would keep no float32 weights; set a ZeRO stage, or use the deepspeed engine."
+        return (
+            "DDP in bfloat16 would keep no float32 weights; set a ZeRO stage, or use the "
+            "deepspeed engine."
+        )
     if "nvme" in (layout.offload_optimizer, layout.offload_param):
         return "FSDP2 offloads to the CPU only."
     if layout.offloads and layout.pipeline * layout.tensor > 1:
-        return "Pipelines and tensor parallelism add gradients up on the device, where offload does not keep them."
+        return (
+            "Pipelines and tensor parallelism add gradients up on the device, where offload "
+            "does not keep them."
+        )
     return None
 
 
@@ -60,13 +71,26 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 
 
 def build(job: Job) -> TorchEngine:
-    """Build and wrap the part of the model on this rank: the whole model, or its pipeline stages."""
+    """Build and wrap the part of the model on this rank: the whole model, or its pipeline
+    stages.
+    """
     layout, device = job.layout, job.machine.device
     mesh, notes = parallel_mesh_of(layout, device), notes_of(layout)
-    if job.sparse and layout.pipeline > 1 and layout.schedule.splits_backward and layout.zero_stage > 0:
+    if (
+        job.sparse
+        and layout.pipeline > 1
+        and layout.schedule.splits_backward
+        and layout.zero_stage > 0
+    ):
         # such a schedule accumulates gradients itself, unseen by `Used`
-        seen = f"{layout.schedule.name} with ZeRO, and tokens that leave parameters without a gradient"
-        raise ConfigError(Problem("trainer.pipeline_schedule", seen, "a gradient of each", "Use the schedule 1F1B."))
+        seen = (
+            f"{layout.schedule.name} with ZeRO, and tokens that leave parameters without a gradient"
+        )
+        raise ConfigError(
+            Problem(
+                "trainer.pipeline_schedule", seen, "a gradient of each", "Use the schedule 1F1B."
+            )
+        )
 
     def finish(module: ModelWithLoss, spec: ModelSpec) -> None:
         shard_and_materialise(module, spec, mesh, job.seed_of_values, device)
@@ -83,8 +107,15 @@ def build(job: Job) -> TorchEngine:
         finish(module, job.spec)
         check_replicas([module], mesh, job.machine.ranks)
         # where neither FSDP nor `GradientSync` (tensor ranks, sparse models) averages gradients
-        by_ddp = layout.zero_stage == 0 and layout.replicate > 1 and layout.tensor == 1 and not job.sparse
-        forward_backward = GradientAccumulation(_replicated(module, device) if by_ddp else module, dropout)
+        by_ddp = (
+            layout.zero_stage == 0
+            and layout.replicate > 1
+            and layout.tensor == 1
+            and not job.sparse
+        )
+        forward_backward = GradientAccumulation(
+            _replicated(module, device) if by_ddp else module, dropout
+        )
     recipe = recipe_of(KIND, job)
     named = [found for module in forward_backward.modules for found in module.named_parameters()]
     optimizer = optimizer_of(recipe, named, job.undecayed, job.spec.training.tuned)
@@ -95,7 +126,9 @@ def build(job: Job) -> TorchEngine:
 def _replicated(module: ModelWithLoss, device: torch.device) -> nn.Module:
     devices = [device.index] if device.index is not None else None
     # all ranks have the same buffers already: `RunningStatistics` keeps them so
-    return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
+    return DistributedDataParallel(
+        module, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False
+    )
 
 
 KIND = EngineKind(refusal, in_torch, build, check)

@@ -1,4 +1,6 @@
-"""The state of PyTorch's optimizers over whole or sharded (DTensor) parameters, as whole tensors by name."""
+"""The state of PyTorch's optimizers over whole or sharded (DTensor) parameters, as whole tensors by
+name.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,21 @@ from trainer.tasks.task import bare_name
 
 
 class TorchState:
-    """Reads and writes parameters, buffers and optimizer state of the stages that this rank holds."""
+    """Reads and writes parameters, buffers and optimizer state of the stages that this rank
+    holds.
+    """
 
     def __init__(
-        self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ranks: Ranks, mesh: ParallelMesh
+        self,
+        modules: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        mesh: ParallelMesh,
     ) -> None:
         self._named: dict[str, list[nn.Parameter]] = {}
-        """Parameters by Hugging Face name; two for a table shared by first and last stage on this rank."""
+        """Parameters by Hugging Face name; two for a table shared by first and last stage on this
+        rank.
+        """
         self._buffers: dict[str, list[torch.Tensor]] = {}
         for module in modules:
             for name, parameter in module.named_parameters():
@@ -39,19 +49,28 @@ class TorchState:
         self._mesh = mesh
 
     def state_tensors(self) -> list[StateTensor]:
-        """List every parameter's weight, then the optimizer's state of it; then persistent buffers. Collective."""
+        """List every parameter's weight, then the optimizer's state of it; then persistent buffers.
+        Collective.
+        """
         held: dict[Kind, list[torch.Tensor]] = {}
         for name, parameters in self._named.items():
             held[_kind(name, WEIGHT, parameters[0])] = list(parameters)
             states = [self._optimizer.of(parameter) for parameter in parameters]
             for key, value in states[0].items():
                 held[_kind(name, key, value)] = [state[key] for state in states if key in state]
-        held |= {_kind(name, WEIGHT, buffers[0]): list(buffers) for name, buffers in self._buffers.items()}
+        held |= {
+            _kind(name, WEIGHT, buffers[0]): list(buffers)
+            for name, buffers in self._buffers.items()
+        }
         return state_tensors_of(held, self._mesh, self._ranks, self._state_tensor)
 
     def gradients(self, observe: Observer) -> None:
         """Call `observe` with every gradient, whole, on every rank. Collective."""
-        found = {name: whole(p[0].grad).float() for name, p in self._named.items() if p[0].grad is not None}
+        found = {
+            name: whole(p[0].grad).float()
+            for name, p in self._named.items()
+            if p[0].grad is not None
+        }
         report(found, self._mesh, observe)
 
     def scalars(self) -> dict[str, float]:
@@ -60,7 +79,9 @@ class TorchState:
     def restore(self, scalars: Mapping[str, float]) -> None:
         self._optimizer.common_step = scalars["optimizer_step"]
 
-    def _state_tensor(self, kind: Kind, tensors: list[torch.Tensor] | None, is_source: bool, owner: int) -> StateTensor:
+    def _state_tensor(
+        self, kind: Kind, tensors: list[torch.Tensor] | None, is_source: bool, owner: int
+    ) -> StateTensor:
         held = tensors or []
 
         def read() -> torch.Tensor | None:
@@ -69,7 +90,8 @@ class TorchState:
             if not is_source:
                 return None
             if isinstance(held[0], DTensor):
-                # collectively: NCCL has a communicator for the group, and would make one for each pair that sends
+                # collectively: NCCL has a communicator for the group, and would make one for each
+                # pair that sends
                 return gather_by_device(held[0], owner, self._ranks.rank)
             return held[0].detach() if owner == self._ranks.rank else None
 
@@ -83,7 +105,11 @@ class TorchState:
 
         def assemble(shard: torch.Tensor | None, ranks: Ranks) -> torch.Tensor | None:
             like = held[0] if held else None
-            return gather(shard, like, owner, ranks) if shard is not None and isinstance(like, DTensor) else shard
+            return (
+                gather(shard, like, owner, ranks)
+                if shard is not None and isinstance(like, DTensor)
+                else shard
+            )
 
         still = bool(held) and not held[0].requires_grad
         keep = partial(self._keep, kind[0]) if kind[1] == WEIGHT and not still else None
@@ -109,7 +135,9 @@ class TorchState:
             if key == STEP and key not in shapes:
                 self._optimizer.put(parameters, key, self._optimizer.common_step)
             else:
-                entries.append(StateTensor(name, key, tuple(first.shape), first.dtype, 0, lambda: None, write))
+                entries.append(
+                    StateTensor(name, key, tuple(first.shape), first.dtype, 0, lambda: None, write)
+                )
         return entries
 
 

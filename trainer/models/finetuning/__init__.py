@@ -1,1 +1,3 @@
-"""The parts of a model that are trained, and how: adapters, frozen parameters, rates of their own."""
+"""The parts of a model that are trained, and how: adapters, frozen parameters, rates of their
+own.
+"""

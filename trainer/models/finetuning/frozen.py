@@ -20,19 +20,30 @@ Value = TypeVar("Value")
 def frozen(spec: ModelSpec, patterns: Sequence[str], *, copied: bool = False) -> ModelSpec:
     """Return the spec with the parameters frozen that match one of the `patterns` (`fnmatch`).
 
-    A tied parameter matches by any of its names. Raises ConfigError if nothing is left to learn, and for a pattern that
-    matches nothing unless the spec is that of a smaller model, `copied` from the one the patterns were written for.
+    A tied parameter matches by any of its names. Raises ConfigError if nothing is left to learn,
+    and for a pattern that matches nothing unless the spec is that of a smaller model, `copied` from
+    the one the patterns were written for.
     """
     if not patterns:
         return spec
     model = spec.build()
-    aliases, known = aliases_of(model), [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found = {pattern: [name for name in known if fnmatchcase(name, pattern)] for pattern in patterns}
-    wrong = [unmatched(f"trainer.freeze[{i}]", p, known) for i, p in enumerate(patterns) if not found[p]]
+    aliases, known = (
+        aliases_of(model),
+        [name for name, _ in model.named_parameters(remove_duplicate=False)],
+    )
+    found = {
+        pattern: [name for name in known if fnmatchcase(name, pattern)] for pattern in patterns
+    }
+    wrong = [
+        unmatched(f"trainer.freeze[{i}]", p, known) for i, p in enumerate(patterns) if not found[p]
+    ]
     if wrong and not copied:
         raise ConfigError(*wrong)
     names = {aliases.get(name, name) for matched in found.values() for name in matched}
-    held = replace(_holding(spec, names), notes=(*spec.notes, *([_said(model, names, patterns)] if names else [])))
+    held = replace(
+        _holding(spec, names),
+        notes=(*spec.notes, *([_said(model, names, patterns)] if names else [])),
+    )
     lacking = "some of the ways in which blocks are frozen"
     return tiny_with(held, dict.fromkeys(names, True), _holding, lacking)
 
@@ -40,7 +51,9 @@ def frozen(spec: ModelSpec, patterns: Sequence[str], *, copied: bool = False) ->
 def _holding(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
     """Freeze the parameters called `names`. Raises ConfigError if no other parameter learns."""
     sizes = {name: p.numel() for name, p in spec.build().named_parameters()}
-    learned = [name for name, p in spec.build().named_parameters() if p.requires_grad and name not in names]
+    learned = [
+        name for name, p in spec.build().named_parameters() if p.requires_grad and name not in names
+    ]
     if not learned:
         seen, mend = f"all {len(sizes)} parameters", "Leave out what is to be trained."
         raise ConfigError(Problem("trainer.freeze", seen, "some that are left to learn", mend))
@@ -62,7 +75,9 @@ def tiny_with(
     change: Callable[[ModelSpec, dict[str, Value]], ModelSpec],
     lacking: str,
 ) -> ModelSpec:
-    """Return the spec with tiny copies that get the same `change`: `found`, of its parameters, by their names."""
+    """Return the spec with tiny copies that get the same `change`: `found`, of its parameters, by
+    their names.
+    """
     tiny_copy, blocks = spec.tiny.copy, spec.blocks
     if tiny_copy is None:
         return spec
@@ -80,24 +95,35 @@ def tiny_with(
 def carried(
     found: Mapping[str, Value], blocks: Sequence[str], small: Sequence[str], copy: nn.Module
 ) -> tuple[dict[str, Value], bool]:
-    """Carry `found` over to a copy with `small` blocks, each of which gets the entries of the block that it stands
-    for; also return True if every kind of block is among them."""
+    """Carry `found` over to a copy with `small` blocks, each of which gets the entries of the block
+    that it stands for; also return True if every kind of block is among them.
+    """
     kinds = [
-        frozenset((name.removeprefix(f"{block}."), own) for name, own in found.items() if name.startswith(f"{block}."))
+        frozenset(
+            (name.removeprefix(f"{block}."), own)
+            for name, own in found.items()
+            if name.startswith(f"{block}.")
+        )
         for block in blocks
     ]
-    within = {f"{block}.{key}" for block, kind in zip(blocks, kinds, strict=True) for key, _ in kind}
+    within = {
+        f"{block}.{key}" for block, kind in zip(blocks, kinds, strict=True) for key, _ in kind
+    }
     wanted = {name: own for name, own in found.items() if name not in within}
     chosen = stand_ins(kinds, len(small)) if kinds else []
     for block, index in zip(small, chosen, strict=False):
         wanted |= {f"{block}.{key}": own for key, own in kinds[index]}
     known = {name for name, _ in copy.named_parameters()}
-    return {name: own for name, own in wanted.items() if name in known}, set(kinds) == {kinds[i] for i in chosen}
+    return {name: own for name, own in wanted.items() if name in known}, set(kinds) == {
+        kinds[i] for i in chosen
+    }
 
 
 def stand_ins(kinds: Sequence[object], count: int) -> list[int]:
-    """Choose, by index and in order, the blocks that the `count` blocks of a tiny copy stand for: one for
-    every change of kind if there is room, else each kind once, else some. `kinds`: what marks each block."""
+    """Choose, by index and in order, the blocks that the `count` blocks of a tiny copy stand for:
+    one for every change of kind if there is room, else each kind once, else some. `kinds`: what
+    marks each block.
+    """
     starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
     if len(starts) > count:
         starts = sorted({kinds[i]: i for i in reversed(starts)}.values())
@@ -105,10 +131,14 @@ def stand_ins(kinds: Sequence[object], count: int) -> list[int]:
 
 
 def unmatched(place: str, pattern: str, known: Sequence[str]) -> Problem:
-    """Build the problem of a pattern that matches none of the `known` parameter names, with close matches."""
+    """Build the problem of a pattern that matches none of the `known` parameter names, with close
+    matches.
+    """
     names = dict.fromkeys(map(pattern_of, known))
     modules = dict.fromkeys(f"{name.rpartition('.')[0]}.*" for name in names if "." in name)
-    parents = dict.fromkeys(f"{name.rpartition('.')[0]}.*" for name in (m[:-2] for m in modules) if "." in name)
+    parents = dict.fromkeys(
+        f"{name.rpartition('.')[0]}.*" for name in (m[:-2] for m in modules) if "." in name
+    )
     near = get_close_matches(pattern[:200], [*names, *modules, *parents], n=2, cutoff=0.5)
     mend = "Did you mean " + " or ".join(f'"{name}"' for name in near) + "?" if near else ""
     seen = f'"{pattern}" matches no parameter'

@@ -1,7 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by PEFT: from a model's spec to that of the model with adapters.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by PEFT: from a model's spec to that of the model with
+adapters.
 
-The base is read under its own names and held as it is; files and checkpoints have the adapters alone, under the names
-that PEFT gives them. Only linear layers within the blocks are adapted: so blocks stay what engines cut, shard and seed.
+The base is read under its own names and held as it is; files and checkpoints have the adapters
+alone, under the names that PEFT gives them. Only linear layers within the blocks are adapted: so
+blocks stay what engines cut, shard and seed.
 """
 
 from __future__ import annotations
@@ -35,13 +37,17 @@ LINEAR = (nn.Linear, Conv1D)
 
 
 class _BaseWeights:
-    """Weights of the base under the names that tensors have inside adapters; None for what the adapter adds."""
+    """Weights of the base under the names that tensors have inside adapters; None for what the
+    adapter adds.
+    """
 
     def __init__(self, base: Weights, *, lasting: bool) -> None:
         """Keep them in memory if `lasting`: they are read again after the engine is built."""
         self._base, self._lasting = base, lasting
         self.started: Started | None = None
-        """The adapter to start from, if any: tensors in `published` are read from it, under its names for them."""
+        """The adapter to start from, if any: tensors in `published` are read from it, under its
+        names for them.
+        """
         self.published: Mapping[str, str] = {}
 
     def read(self, name: str) -> torch.Tensor | None:
@@ -51,7 +57,9 @@ class _BaseWeights:
             return None
         value = self._base.read(base_name(name))
         # the copy that is trained and the original that is not may not share memory
-        return value.clone() if value is not None and f".modules_to_save.{ADAPTER}." in name else value
+        return (
+            value.clone() if value is not None and f".modules_to_save.{ADAPTER}." in name else value
+        )
 
     def release(self) -> None:
         if not self._lasting:
@@ -59,14 +67,22 @@ class _BaseWeights:
 
 
 class _MergedWeights:
-    """Weights of the base with an adapter's merged into them, a tensor at a time, in float32; in the base's dtype."""
+    """Weights of the base with an adapter's merged into them, a tensor at a time, in float32; in
+    the base's dtype.
+    """
 
-    def __init__(self, base: Weights, model: nn.Module, folder: Path, published: dict[str, str]) -> None:
+    def __init__(
+        self, base: Weights, model: nn.Module, folder: Path, published: dict[str, str]
+    ) -> None:
         self._base, self._file = base, folder / f"{STEM}.safetensors"
-        self._copies = {base_name(ours): theirs for ours, theirs in published.items() if not is_adapters(ours)}
+        self._copies = {
+            base_name(ours): theirs for ours, theirs in published.items() if not is_adapters(ours)
+        }
         self._layers = {
             f"{name}.weight": (name, module)
-            for name, module in ((base_name(f"{name}.")[:-1], m) for name, m in model.named_modules())
+            for name, module in (
+                (base_name(f"{name}.")[:-1], m) for name, m in model.named_modules()
+            )
             if hasattr(module, "lora_A")
         }
 
@@ -82,7 +98,9 @@ class _MergedWeights:
             prefix, layer = self._layers[name]
             names = [key for key in file.keys() if f".{prefix}.lora_" in key]  # noqa: SIM118
             part = {key: file.get_tensor(key).float() for key in names}
-        a, b, magnitude = (_ending(part, end) for end in ("lora_A.weight", "lora_B.weight", "magnitude_vector"))
+        a, b, magnitude = (
+            _ending(part, end) for end in ("lora_A.weight", "lora_B.weight", "magnitude_vector")
+        )
         assert a is not None and b is not None
         turned = isinstance(layer.base_layer, Conv1D)
         merged = (value.T if turned else value).float() + layer.scaling[ADAPTER] * (b @ a)
@@ -98,7 +116,9 @@ def _ending(tensors: dict[str, torch.Tensor], end: str) -> torch.Tensor | None:
 
 
 class _MadeUp:
-    """Weights of a tiny copy's base: the same for every seed, and rounded to bfloat16, as a folder's may be."""
+    """Weights of a tiny copy's base: the same for every seed, and rounded to bfloat16, as a
+    folder's may be.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
@@ -113,12 +133,17 @@ class _MadeUp:
     def _values(self) -> dict[str, torch.Tensor]:
         model = self._spec.build()
         materialise(model, self._spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
-        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        named = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
         return {name: tensor.detach().bfloat16().to(tensor.dtype) for name, tensor in named}
 
 
 def is_adapters(name: str) -> bool:
-    """Return True if a parameter or module belongs to an adapter, and not to the base or a copy of a part of it."""
+    """Return True if a parameter or module belongs to an adapter, and not to the base or a copy of
+    a part of it.
+    """
     return any(part.startswith("lora_") for part in name.split("."))
 
 
@@ -130,7 +155,8 @@ def base_name(name: str) -> str:
 
 
 def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
-    """Return the spec of the model with the adapters of `trainer.adapter`; the spec itself if `options` is None.
+    """Return the spec of the model with the adapters of `trainer.adapter`; the spec itself if
+    `options` is None.
 
     Raises ConfigError without PEFT, and for targets that the model does not have.
     """
@@ -163,12 +189,20 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
 
 
 def _started(spec: ModelSpec, folder: Path) -> ModelSpec:
-    """Return the spec with the values of the adapter in `folder`. Raises ConfigError if its modules differ."""
-    sizes = {name: tuple(p.shape) for name, p in spec.build().named_parameters(remove_duplicate=False)}
+    """Return the spec with the values of the adapter in `folder`. Raises ConfigError if its modules
+    differ.
+    """
+    sizes = {
+        name: tuple(p.shape) for name, p in spec.build().named_parameters(remove_duplicate=False)
+    }
     assert isinstance(spec.weights, _BaseWeights)
     spec.weights.published = spec.files.published
-    spec.weights.started = Started(folder, {theirs: sizes[ours] for ours, theirs in spec.files.published.items()})
-    return replace(spec, notes=(*spec.notes, f"the adapter starts as that of {folder} (trainer.adapter.path)"))
+    spec.weights.started = Started(
+        folder, {theirs: sizes[ours] for ours, theirs in spec.files.published.items()}
+    )
+    return replace(
+        spec, notes=(*spec.notes, f"the adapter starts as that of {folder} (trainer.adapter.path)")
+    )
 
 
 def _described(spec: ModelSpec, options: Any, targets: Sequence[str]) -> ModelSpec:
@@ -185,7 +219,9 @@ def _described(spec: ModelSpec, options: Any, targets: Sequence[str]) -> ModelSp
     try:
         model = build()
     except (ValueError, TypeError) as error:
-        raise ConfigError(Problem("trainer.adapter", named_line(error), "an adapter that PEFT makes")) from error
+        raise ConfigError(
+            Problem("trainer.adapter", named_line(error), "an adapter that PEFT makes")
+        ) from error
     named = dict(model.named_parameters(remove_duplicate=False))
     held = {name: p.numel() for name, p in model.named_parameters() if not p.requires_grad}
     published = _published(model, named)
@@ -196,7 +232,11 @@ def _described(spec: ModelSpec, options: Any, targets: Sequence[str]) -> ModelSp
     def merged(folder: Path) -> ModelSpec:
         return replace(spec, weights=_MergedWeights(spec.weights, model, folder, published))
 
-    added = f"LoRA of rank {options.r} in {len(targets)} layers: {learned / 1e6:,.2f} M values are learned"
+    added = (
+        f"LoRA of rank {options.r} in {len(targets)} layers: {learned / 1e6:,.2f} M values "
+        "are "
+        "learned"
+    )
     return replace(
         spec,
         build=build,
@@ -220,7 +260,10 @@ def _described(spec: ModelSpec, options: Any, targets: Sequence[str]) -> ModelSp
             opens="peft.AutoPeftModelForCausalLM.from_pretrained",
             save_config=lambda folder, dtype: _save_config(config, folder),
         ),
-        notes=(*spec.notes, f"{added}, the other {sum(held.values()) / 1e6:,.1f} M of {spec.name} stay as they are"),
+        notes=(
+            *spec.notes,
+            f"{added}, the other {sum(held.values()) / 1e6:,.1f} M of {spec.name} stay as they are",
+        ),
         config={**spec.config, "adapter": _settings(options, config)},
     )
 
@@ -230,19 +273,27 @@ def _require_peft() -> None:
         import peft  # noqa: F401
     except ImportError as error:
         mend = "Install it: pip install 'meshloom[lora]'"
-        raise ConfigError(Problem("trainer.adapter", f"no PEFT here ({error})", "the package peft", mend)) from error
+        raise ConfigError(
+            Problem("trainer.adapter", f"no PEFT here ({error})", "the package peft", mend)
+        ) from error
 
 
 # The choice of modules
 
 
 def _targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str]) -> list[str]:
-    """Return the linear layers of blocks that `wanted` selects. Raises ConfigError if a target selects none."""
+    """Return the linear layers of blocks that `wanted` selects. Raises ConfigError if a target
+    selects none.
+    """
     linear = [name for name, module in _in_blocks(model, spec) if type(module) in LINEAR]
     if isinstance(wanted, str):
         if not linear:
             raise ConfigError(
-                Problem("trainer.adapter.targets", "no linear layer", "a model with blocks that have one")
+                Problem(
+                    "trainer.adapter.targets",
+                    "no linear layer",
+                    "a model with blocks that have one",
+                )
             )
         return linear if wanted == "all-linear" else _matched(model, wanted, linear)
     found = {target: [name for name in linear if _means(target, name)] for target in wanted}
@@ -258,17 +309,23 @@ def _targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str]) -> 
 
 
 def _matched(model: nn.Module, pattern: str, linear: Sequence[str]) -> list[str]:
-    """Return the modules whose whole name matches, as in PEFT. Raises ConfigError for one not in `linear`."""
+    """Return the modules whose whole name matches, as in PEFT. Raises ConfigError for one not in
+    `linear`.
+    """
     found = [name for name, module in model.named_modules() if name and re.fullmatch(pattern, name)]
     if not found or (others := [name for name in found if name not in linear]):
         seen = f"{show(pattern)} matches {listed(others) if found else 'no module'}"
         short = listed(list(dict.fromkeys(map(pattern_of, linear))), 12)
-        raise ConfigError(Problem("trainer.adapter.targets", seen, f"linear layers of the blocks alone: {short}"))
+        raise ConfigError(
+            Problem("trainer.adapter.targets", seen, f"linear layers of the blocks alone: {short}")
+        )
     return found
 
 
 def _passed_over(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
-    """Yield a line on matrices of the blocks that "all-linear" leaves out: fused experts, routers, convolutions."""
+    """Yield a line on matrices of the blocks that "all-linear" leaves out: fused experts, routers,
+    convolutions.
+    """
     found = {
         f"{name}.{key}": parameter.numel()
         for name, module in _in_blocks(model, spec)
@@ -279,7 +336,8 @@ def _passed_over(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
     if found:
         shown = listed(list(dict.fromkeys(map(pattern_of, found))))
         yield (
-            f'trainer.adapter.targets "all-linear" leaves {len(found)} matrices ({sum(found.values()) / 1e6:,.1f} M '
+            f'trainer.adapter.targets "all-linear" leaves {len(found)} matrices '
+            f"({sum(found.values()) / 1e6:,.1f} M "
             f"values) without an adapter, as they are in no linear layer: {shown}"
         )
 
@@ -292,7 +350,11 @@ def _means(target: str, name: str) -> bool:
 def _in_blocks(model: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, nn.Module]]:
     """Yield the named modules inside the blocks; all modules where no blocks are known."""
     inside = tuple(f"{block}." for block in spec.blocks)
-    return ((name, module) for name, module in model.named_modules() if not inside or name.startswith(inside))
+    return (
+        (name, module)
+        for name, module in model.named_modules()
+        if not inside or name.startswith(inside)
+    )
 
 
 def _no_target(place: str, target: str, model: nn.Module, linear: Sequence[str]) -> Problem:
@@ -309,24 +371,43 @@ def _no_target(place: str, target: str, model: nn.Module, linear: Sequence[str])
     return Problem(place, seen, f'"all-linear", or some of {listed(short, 12)}', mend)
 
 
-def _check_saved(model: nn.Module, spec: ModelSpec, wanted: Sequence[str], targets: Sequence[str]) -> None:
-    """Raise ConfigError for a module that does not exist, or that can't be trained with the adapters."""
+def _check_saved(
+    model: nn.Module, spec: ModelSpec, wanted: Sequence[str], targets: Sequence[str]
+) -> None:
+    """Raise ConfigError for a module that does not exist, or that can't be trained with the
+    adapters.
+    """
     modules, tied = dict(model.named_modules()), {*spec.tied, *spec.tied.values()}
     problems = []
     for index, name in enumerate(wanted):
-        place, found = f"trainer.adapter.modules_to_save[{index}]", [m for m in modules if m.endswith(name) and name]
+        place, found = (
+            f"trainer.adapter.modules_to_save[{index}]",
+            [m for m in modules if m.endswith(name) and name],
+        )
         owners = [m for m in found if any(True for _ in modules[m].parameters())]
         inside = [t for t in targets for m in found if f"{t}.".startswith(f"{m}.")]
         shared = [n for n in tied for m in found if n.startswith(f"{m}.")]
         if not owners:
-            near = get_close_matches(name, dict.fromkeys(m.rpartition(".")[2] for m in modules if m), n=2)
-            mend = "Did you mean " + " or ".join(f'"{other}"' for other in near) + "?" if near else ""
-            problems.append(Problem(place, f'"{name}" is no module with parameters', "the name of one", mend))
+            near = get_close_matches(
+                name, dict.fromkeys(m.rpartition(".")[2] for m in modules if m), n=2
+            )
+            mend = (
+                "Did you mean " + " or ".join(f'"{other}"' for other in near) + "?" if near else ""
+            )
+            problems.append(
+                Problem(place, f'"{name}" is no module with parameters', "the name of one", mend)
+            )
         elif inside:
-            problems.append(Problem(place, f'"{name}" holds {inside[0]}, which has an adapter', "one or the other"))
+            problems.append(
+                Problem(
+                    place, f'"{name}" holds {inside[0]}, which has an adapter', "one or the other"
+                )
+            )
         elif shared:
             seen = f'"{name}" has {sorted(shared)[0]}, which is tied'
-            mend = "Trained by itself it would part from the other: no merged model could have both."
+            mend = (
+                "Trained by itself it would part from the other: no merged model could have both."
+            )
             problems.append(Problem(place, seen, "a module that shares no parameter", mend))
     if problems:
         raise ConfigError(*problems)
@@ -356,26 +437,38 @@ def _peft_config(spec: ModelSpec, options: Any, targets: Sequence[str]) -> Any:
 
 
 def _injected(model: nn.Module, config: Any) -> nn.Module:
-    """Put adapters into a model on the meta device, in place; PEFT decides which parameters require gradients."""
+    """Put adapters into a model on the meta device, in place; PEFT decides which parameters require
+    gradients.
+    """
     from peft import inject_adapter_in_model
 
     with torch.device("meta"):
-        return inject_adapter_in_model(copy.deepcopy(config), model, ADAPTER, low_cpu_mem_usage=True)
+        return inject_adapter_in_model(
+            copy.deepcopy(config), model, ADAPTER, low_cpu_mem_usage=True
+        )
 
 
 def _published(model: nn.Module, named: dict[str, nn.Parameter]) -> dict[str, str]:
-    """Map our names of the tensors that PEFT saves to the names in its files, by PEFT's own rule."""
+    """Map our names of the tensors that PEFT saves to the names in its files, by PEFT's own
+    rule.
+    """
     from peft import get_peft_model_state_dict
 
     ours = {id(parameter): name for name, parameter in named.items()}
-    found = get_peft_model_state_dict(model, state_dict=dict(named), adapter_name=ADAPTER, save_embedding_layers=False)
+    found = get_peft_model_state_dict(
+        model, state_dict=dict(named), adapter_name=ADAPTER, save_embedding_layers=False
+    )
     return {ours[id(value)]: f"base_model.model.{name}" for name, value in found.items()}
 
 
 def _settings(options: Any, config: Any) -> dict[str, Any]:
     """Return the settings that must be the same when a run resumes from a checkpoint."""
     same = {key: getattr(options, key) for key in ("type", "r", "alpha", "bias", "rslora", "dora")}
-    return {**same, "targets": sorted(config.target_modules), "modules_to_save": list(options.modules_to_save)}
+    return {
+        **same,
+        "targets": sorted(config.target_modules),
+        "modules_to_save": list(options.modules_to_save),
+    }
 
 
 def _save_config(config: Any, folder: Path) -> None:
@@ -396,7 +489,11 @@ def _initialise(root: nn.Module, name: str, base: ModelSpec) -> None:
     if not is_adapters(name):
         return base.initialise(root, name)
     # tensors read from an adapter's folder have this mark, which PyTorch's own initialisers ignore
-    own = {k: p for k, p in module.named_parameters(recurse=False) if not getattr(p, "_is_hf_initialized", False)}
+    own = {
+        k: p
+        for k, p in module.named_parameters(recurse=False)
+        if not getattr(p, "_is_hf_initialized", False)
+    }
     if not own:
         return
     kind = next(part for part in name.split(".") if part.startswith("lora_"))
@@ -411,9 +508,11 @@ def _initialise(root: nn.Module, name: str, base: ModelSpec) -> None:
 
 
 def _tensor_plan(spec: ModelSpec, targets: Sequence[str]) -> dict[str, str]:
-    """Return the tensor plan of the base with the adapter's: B or A is split along the dimension its layer is split on.
+    """Return the tensor plan of the base with the adapter's: B or A is split along the dimension
+    its layer is split on.
 
-    The other matrix is whole, takes and gives whole vectors, and so has its whole gradient on every rank.
+    The other matrix is whole, takes and gives whole vectors, and so has its whole gradient on every
+    rank.
     """
     plan = {}
     for name, style in spec.language.tensor_plan.items():

@@ -1,4 +1,6 @@
-"""An existing adapter, in a folder that PEFT or a run wrote: what `trainer.adapter.path` starts from."""
+"""An existing adapter, in a folder that PEFT or a run wrote: what `trainer.adapter.path` starts
+from.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,22 @@ _SAME = {
 }
 """Our keys that define an adapter -> PEFT's keys."""
 _HARMLESS = {
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *(
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
     *("lora_dropout", "fan_in_fan_out", "init_lora_weights", "qalora_group_size", "megatron_core"),
 }
 """PEFT's keys that do not define an adapter, or that follow from the base."""
 
 
 def completed(options: AdapterSection) -> AdapterSection:
-    """Return the section filled in from its folder's adapter; the section itself if it names no folder.
+    """Return the section filled in from its folder's adapter; the section itself if it names no
+    folder.
 
     Raises ConfigError if the folder holds no LoRA adapter or one of an unsupported kind, and if a
     key of the section contradicts it.
@@ -49,22 +59,32 @@ def completed(options: AdapterSection) -> AdapterSection:
     strange = [
         f"{key} {show(value)}"
         for key, value in given.items()
-        if key not in _HARMLESS and key not in _SAME.values() and (value or None) != (default.get(key) or None)
+        if key not in _HARMLESS
+        and key not in _SAME.values()
+        and (value or None) != (default.get(key) or None)
     ]
     if not isinstance(given.get("target_modules"), list):
         strange.append(f"target_modules {show(given.get('target_modules'))}")
     if strange:
         expected = "LoRA with the keys of trainer.adapter"
-        raise ConfigError(Problem(f"{PLACE}: {folder / CONFIG}", listed(strange), expected, "Merge it into its base."))
+        raise ConfigError(
+            Problem(
+                f"{PLACE}: {folder / CONFIG}", listed(strange), expected, "Merge it into its base."
+            )
+        )
     found = {ours: given.get(theirs, default[theirs]) for ours, theirs in _SAME.items()}
     found |= {"modules_to_save": found["modules_to_save"] or [], "alpha": float(found["alpha"])}
     plain = AdapterSection()
     others = [
         Problem(
-            f"trainer.adapter.{key}", f"saw {show(mine)}", f"{show(value)}, as in {folder / CONFIG}", "Leave it out."
+            f"trainer.adapter.{key}",
+            f"saw {show(mine)}",
+            f"{show(value)}, as in {folder / CONFIG}",
+            "Leave it out.",
         )
         for key, value in found.items()
-        if not _alike(mine := getattr(options, key), value) and not _alike(mine, getattr(plain, key))
+        if not _alike(mine := getattr(options, key), value)
+        and not _alike(mine, getattr(plain, key))
     ]
     if others:
         raise ConfigError(*others)
@@ -75,15 +95,23 @@ class Started:
     """The values of an existing adapter, by the names in its file."""
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ConfigError unless the file has exactly the tensors that the model learns, of these shapes."""
+        """Raise ConfigError unless the file has exactly the tensors that the model learns, of these
+        shapes.
+        """
         self._file = folder / f"{STEM}.safetensors"
         found = self._shapes()
         missing, more = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
-        other = [name for name in sorted(shapes.keys() & found.keys()) if shapes[name] != found[name]]
+        other = [
+            name for name in sorted(shapes.keys() & found.keys()) if shapes[name] != found[name]
+        ]
         seen = [
             *([f"{len(missing)} tensors are not there ({missing[0]}, ...)"] if missing else []),
             *([f"{len(more)} have no place in the model ({more[0]}, ...)"] if more else []),
-            *([f"{other[0]} is {list(found[other[0]])} and not {list(shapes[other[0]])}"] if other else []),
+            *(
+                [f"{other[0]} is {list(found[other[0]])} and not {list(shapes[other[0]])}"]
+                if other
+                else []
+            ),
         ]
         if seen:
             expected = "an adapter of this base: trainer.model.name_or_path"
@@ -116,4 +144,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _alike(mine: Any, theirs: Any) -> bool:
     """Return True if two values are equal; lists, which name modules, in any order."""
-    return sorted(mine) == sorted(theirs) if isinstance(mine, list) and isinstance(theirs, list) else mine == theirs
+    return (
+        sorted(mine) == sorted(theirs)
+        if isinstance(mine, list) and isinstance(theirs, list)
+        else mine == theirs
+    )

@@ -1,4 +1,6 @@
-"""Parameters with a learning rate or a weight decay of their own, by patterns of names: `trainer.parameter_groups`."""
+"""Parameters with a learning rate or a weight decay of their own, by patterns of names:
+`trainer.parameter_groups`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from trainer.models.spec import ModelSpec, Tuning
 
 
 def tuned(spec: ModelSpec, groups: Sequence[ParameterGroup], *, copied: bool = False) -> ModelSpec:
-    """Return the spec with each group's settings for the trainable parameters that match its patterns (`fnmatch`).
+    """Return the spec with each group's settings for the trainable parameters that match its
+    patterns (`fnmatch`).
 
     The first group that matches counts; a tied parameter matches by any of its names. Raises
     ConfigError for a pattern that matches nothing and for a group that has nothing left, unless the
@@ -24,16 +27,32 @@ def tuned(spec: ModelSpec, groups: Sequence[ParameterGroup], *, copied: bool = F
         return spec
     model = spec.build()
     aliases = aliases_of(model)
-    sizes = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    sizes = {
+        name: p.numel()
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if p.requires_grad
+    }
     found: dict[str, Tuning] = {}
     wrong, notes = list[Problem](), []
     for index, group in enumerate(groups):
         place = f"trainer.parameter_groups[{index}].names"
-        matched = {pattern: [name for name in sizes if fnmatchcase(name, pattern)] for pattern in group.patterns}
-        missed = [unmatched(place, pattern, list(sizes)) for pattern in group.patterns if not matched[pattern]]
-        names = {aliases.get(name, name) for some in matched.values() for name in some} - found.keys()
+        matched = {
+            pattern: [name for name in sizes if fnmatchcase(name, pattern)]
+            for pattern in group.patterns
+        }
+        missed = [
+            unmatched(place, pattern, list(sizes))
+            for pattern in group.patterns
+            if not matched[pattern]
+        ]
+        names = {
+            aliases.get(name, name) for some in matched.values() for name in some
+        } - found.keys()
         if not names and not missed:
-            seen, expected = "earlier groups have all that matches", "a parameter that is in none of them"
+            seen, expected = (
+                "earlier groups have all that matches",
+                "a parameter that is in none of them",
+            )
             missed = [Problem(place, seen, expected, "The first group that matches counts.")]
         wrong += missed
         found |= dict.fromkeys(names, Tuning(group.lr_multiplier, group.weight_decay))

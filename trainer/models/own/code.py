@@ -1,4 +1,6 @@
-"""Digests, by name, of the code that a model and its loss run: they show edits, but not of comments."""
+"""Digests, by name, of the code that a model and its loss run: they show edits, but not of
+comments.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,12 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def code_of(model: nn.Module, /, **given: Any) -> dict[str, str]:
-    """Return digests of the source of the user's own classes in the model and of all own functions that they call.
+    """Return digests of the source of the user's own classes in the model and of all own functions
+    that they call.
 
-    Functions in `given` are included, and so are plain values from closures, defaults and globals. If anything
-    is given, the model is the user's own: classes and plain attributes of all submodules are included, too.
+    Functions in `given` are included, and so are plain values from closures, defaults and globals.
+    If anything is given, the model is the user's own: classes and plain attributes of all
+    submodules are included, too.
     """
     found, visited = dict[str, str](), set[int]()
     for name, thing in given.items():
@@ -38,12 +42,16 @@ def code_of(model: nn.Module, /, **given: Any) -> dict[str, str]:
         pattern = pattern_of(place) or "model"
         values.setdefault(f"{pattern}'s class", []).append(type(module).__qualname__)
         for key, value in vars(module).items():
-            if callable(value) and not isinstance(value, nn.Module):  # a forward of this instance, an activation
+            if callable(value) and not isinstance(
+                value, nn.Module
+            ):  # a forward of this instance, an activation
                 _note(f"{pattern}.{key}", value, found, visited)
             elif key.endswith("_hooks") and not isinstance(value, set):
                 for hook in value.values():
                     _note(f"{pattern}.{key}", hook, found, visited)
-            elif not key.startswith("_") and key != "training" and (text := _text(value)) is not None:
+            elif (
+                not key.startswith("_") and key != "training" and (text := _text(value)) is not None
+            ):
                 values.setdefault(f"{pattern}.{key}", []).append(text)
     if given:
         for key, texts in values.items():
@@ -59,7 +67,9 @@ def _note(name: str, thing: Any, found: dict[str, str], visited: set[int]) -> No
     elif isinstance(thing, MethodType):
         _note(name, thing.__func__, found, visited)
     elif isinstance(thing, (FunctionType, type)):
-        _note_code(thing.__qualname__ if thing.__name__ != "<lambda>" else name, thing, found, visited)
+        _note_code(
+            thing.__qualname__ if thing.__name__ != "<lambda>" else name, thing, found, visited
+        )
     elif callable(thing) and not is_library(type(thing)):
         _add(found, f"{name}'s values", _text(vars(thing)) if hasattr(thing, "__dict__") else None)
         _note(type(thing).__qualname__, type(thing), found, visited)
@@ -71,7 +81,9 @@ def _note_code(name: str, thing: Any, found: dict[str, str], visited: set[int]) 
     visited.add(id(thing))
     _add(found, name, _source(thing), 0)
     root = thing.__module__.partition(".")[0]
-    for package in packages_distributions().get(root, []) if _is_installed(thing) else []:  # not followed further
+    for package in (
+        packages_distributions().get(root, []) if _is_installed(thing) else []
+    ):  # not followed further
         found[f"package {package}"] = version(package)
     members = [*vars(thing).values(), *thing.__bases__] if isinstance(thing, type) else [thing]
     for member in members:
@@ -87,7 +99,9 @@ def _note_code(name: str, thing: Any, found: dict[str, str], visited: set[int]) 
 
 
 def _is_installed(thing: Any) -> bool:
-    """Return True for code of an installed package, which is not followed from function to function."""
+    """Return True for code of an installed package, which is not followed from function to
+    function.
+    """
     try:
         return any(part in (inspect.getsourcefile(thing) or "") for part in _INSTALLED)
     except TypeError:
@@ -107,7 +121,9 @@ def _short(text: str, most: int = SHORT) -> str:
 
 def _text(value: Any, depth: int = 0) -> str | None:
     """Return plain data as text; None for anything else."""
-    data = isinstance(value, (list, tuple, set, frozenset, dict, SimpleNamespace)) or is_dataclass(type(value))
+    data = isinstance(value, (list, tuple, set, frozenset, dict, SimpleNamespace)) or is_dataclass(
+        type(value)
+    )
     if (text := plain(value)) is not None or not data or depth > 5:
         return text
     if getattr(value, "__len__", int)() > LONGEST:
@@ -117,12 +133,20 @@ def _text(value: Any, depth: int = 0) -> str | None:
 
 
 def _source(thing: Any) -> str:
-    """Return the source without comments and docstrings; the bytecode if there is no source, as of typed-in code."""
+    """Return the source without comments and docstrings; the bytecode if there is no source, as of
+    typed-in code.
+    """
     try:
-        tree = _lambda(thing.__code__) if thing.__name__ == "<lambda>" else _parsed(inspect.getsource(thing))
+        tree = (
+            _lambda(thing.__code__)
+            if thing.__name__ == "<lambda>"
+            else _parsed(inspect.getsource(thing))
+        )
     except (OSError, TypeError, SyntaxError, LookupError):
         functions = vars(thing).values() if isinstance(thing, type) else [thing]
-        return " ".join(_bytecode(one.__code__) for one in functions if isinstance(one, FunctionType))
+        return " ".join(
+            _bytecode(one.__code__) for one in functions if isinstance(one, FunctionType)
+        )
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if (
@@ -147,8 +171,16 @@ def _file(text: str) -> ast.AST:
 def _lambda(code: CodeType) -> ast.AST:
     """Parse the lambda alone, without the statement that it stands in. Raises LookupError."""
     spots = [(line, column) for line, _, column, _ in code.co_positions() if line and column]
-    nodes = (node for node in ast.walk(_file("".join(inspect.findsource(code)[0]))) if isinstance(node, ast.Lambda))
-    around = [node for node in nodes if all(_start(node.body) <= spot <= _end(node.body) for spot in spots)]
+    nodes = (
+        node
+        for node in ast.walk(_file("".join(inspect.findsource(code)[0])))
+        if isinstance(node, ast.Lambda)
+    )
+    around = [
+        node
+        for node in nodes
+        if all(_start(node.body) <= spot <= _end(node.body) for spot in spots)
+    ]
     if not spots or not around:
         raise LookupError
     return max(around, key=_start)
@@ -163,5 +195,7 @@ def _end(node: ast.expr) -> tuple[int, int]:
 
 
 def _bytecode(code: CodeType) -> str:
-    constants = [_bytecode(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    constants = [
+        _bytecode(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts
+    ]
     return f"{code.co_code.hex()} {constants} {code.co_names}"

@@ -1,4 +1,6 @@
-"""The arguments of Hugging Face's Trainer, and those added by TRL's and transformers' own scripts."""
+"""The arguments of Hugging Face's Trainer, and those added by TRL's and transformers' own
+scripts.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,16 @@ def defaults(given: Json) -> Json:
 
 
 def _rows(draft: Draft, roles: Roles) -> None:
-    """Convert the data keys of transformers' scripts (`block_size`) and of TRL (`max_length`, `packing`)."""
-    trains, predicts = (bool((entry := roles.get(role)) and entry.value) for role in ("trains", "predicts"))
+    """Convert the data keys of transformers' scripts (`block_size`) and of TRL (`max_length`,
+    `packing`).
+    """
+    trains, predicts = (
+        bool((entry := roles.get(role)) and entry.value) for role in ("trains", "predicts")
+    )
     if predicts and not trains:
-        raise ConfigError(Problem("do_predict", "saw true without do_train: a prediction", "a training"))
+        raise ConfigError(
+            Problem("do_predict", "saw true without do_train: a prediction", "a training")
+        )
     draft.skip(roles.get("trains"), roles.get("predicts"))
     for role in ("hub", "file"):
         if (entry := roles.get(role)) and (role == "hub" or "hub" not in roles):
@@ -41,14 +49,18 @@ def _rows(draft: Draft, roles: Roles) -> None:
 
 
 def _held_out(draft: Draft, roles: Roles) -> None:
-    """Convert the evaluation rows; it is unknown here if a hub data set has a part for evaluation."""
+    """Convert the evaluation rows; it is unknown here if a hub data set has a part for
+    evaluation.
+    """
     if draft.has("trainer.data.evaluation_path"):
         return
     held = roles.get("held") or Entry("validation_split_percentage", 5 if "file" in roles else 0)
     draft.put(held, "trainer.data.evaluation_fraction", held.value / 100)
     test = roles.get("test")
     if "hub" in roles and draft.has("trainer.evaluation.every"):
-        draft.lose(test or roles["hub"], "its rows to evaluate on: a validation_file is carried over")
+        draft.lose(
+            test or roles["hub"], "its rows to evaluate on: a validation_file is carried over"
+        )
     elif test:
         draft.skip(test)
 

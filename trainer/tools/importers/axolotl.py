@@ -18,7 +18,14 @@ TABLE = {
     for key, row in arguments.TABLE.items()
     if row.section != "carried" or str(row.says)[1:].partition(" ")[0] in _SHARED
 } | _OWN
-_FORMATS = {"json": "jsonl", "jsonl": "jsonl", "parquet": "parquet", "arrow": "arrow", "csv": "csv", "text": "text"}
+_FORMATS = {
+    "json": "jsonl",
+    "jsonl": "jsonl",
+    "parquet": "parquet",
+    "arrow": "arrow",
+    "csv": "csv",
+    "text": "text",
+}
 _PLACES = {"train": "trainer.data: ", "stream": "trainer.data: ", "test": "of those held out: "}
 
 
@@ -50,7 +57,9 @@ def _model(draft: Draft, roles: Roles) -> None:
 
 
 def _batch(draft: Draft, roles: Roles) -> None:
-    """Convert the batch sizes: Axolotl's `batch_size` is that of one process, micro-batch times accumulation."""
+    """Convert the batch sizes: Axolotl's `batch_size` is that of one process, micro-batch times
+    accumulation.
+    """
     micro, whole, accumulation = roles["micro"], roles.get("whole"), roles.get("accumulation")
     draft.put(micro, "train_micro_batch_size_per_gpu", micro.value)
     if accumulation:
@@ -58,26 +67,42 @@ def _batch(draft: Draft, roles: Roles) -> None:
     elif whole and micro.value > 0 and whole.value % micro.value == 0:
         draft.put(whole, "gradient_accumulation_steps", int(whole.value // micro.value))
     elif whole:
-        draft.lose(whole, f"a process's batch, and no multiple of its micro-batch of {show(micro.value)}")
+        draft.lose(
+            whole, f"a process's batch, and no multiple of its micro-batch of {show(micro.value)}"
+        )
 
 
 def _samples(draft: Draft, roles: Roles) -> None:
     longest, packing, excess = roles["longest"], roles.get("packing"), roles["excess"]
     draft.put(longest, "trainer.data.sequence_length", longest.value)
     packs = bool(packing and packing.value)
-    kinds = [str(part.get("type", "")) for part in _parts(Entry("datasets", draft.given.get("datasets")))]
-    if (kinds and all(kind.startswith("completion") for kind in kinds)) or draft.given.get("pretraining_dataset"):
-        draft.put(packing or longest, "trainer.data.documents", "concatenate")  # long texts are cut, and none is lost
+    kinds = [
+        str(part.get("type", "")) for part in _parts(Entry("datasets", draft.given.get("datasets")))
+    ]
+    if (kinds and all(kind.startswith("completion") for kind in kinds)) or draft.given.get(
+        "pretraining_dataset"
+    ):
+        draft.put(
+            packing or longest, "trainer.data.documents", "concatenate"
+        )  # long texts are cut, and none is lost
         draft.put(packing or longest, "trainer.data.isolate", True)
         draft.skip(excess)
         if not (packs or draft.given.get("pretraining_dataset")):
             draft.lose(
-                longest, "without sample_packing each text is a sample of its own there, and here several fill one"
+                longest,
+                (
+                    "without sample_packing each text is a sample of its own there, and here "
+                    "several "
+                    "fill one"
+                ),
             )
         return
     draft.put(packing or longest, "trainer.data.documents", "pack" if packs else "pad")
     if any(kind.startswith("completion") for kind in kinds):
-        draft.lose(longest, "beside other data sets a long text is cut up there, and here dropped or cut off")
+        draft.lose(
+            longest,
+            "beside other data sets a long text is cut up there, and here dropped or cut off",
+        )
     if ours := {"raise": "error", "truncate": "truncate", "drop": "drop"}.get(str(excess.value)):
         draft.put(excess, "trainer.data.too_long", ours)
 
@@ -103,7 +128,9 @@ def _data(draft: Draft, roles: Roles) -> None:
             part = Draft(own, draft.folder, _PLACES[role], f"{entry.key}[{at}].")
             fill(part, _SOURCE, {"type": ""}, {"source": _rows})
             parts.append(draft.take(part))
-        put_sources(draft, entry, parts, [str(part.get("path")) for part in given], test=role == "test")
+        put_sources(
+            draft, entry, parts, [str(part.get("path")) for part in given], test=role == "test"
+        )
     put_share(draft, roles["held"])
 
 
@@ -112,7 +139,9 @@ def _parts(entry: Entry) -> list[Json]:
     listed = entry.value if isinstance(entry.value, list) else [entry.value] if entry.value else []
     parts = [{"path": part} if isinstance(part, str) else part for part in listed]
     if not all(isinstance(part, dict) and {"path", "data_files"} & part.keys() for part in parts):
-        raise ConfigError(Problem(entry.key, f"saw {show(entry.value)}", "a list of sections with a path"))
+        raise ConfigError(
+            Problem(entry.key, f"saw {show(entry.value)}", "a list of sections with a path")
+        )
     return parts
 
 
@@ -146,7 +175,10 @@ def _records(part: Draft, roles: Roles, kind: Entry) -> None:
         if column:
             part.put(column, "text_column", column.value)
     elif kind.value:
-        part.lose(kind, "it has a prompt of its own: write its texts as rows with a prompt and a completion")
+        part.lose(
+            kind,
+            "it has a prompt of its own: write its texts as rows with a prompt and a completion",
+        )
 
 
 GROUPS: dict[str, Group] = {

@@ -1,13 +1,16 @@
-"""Checkpoints written by DeepSpeed's own `save_checkpoint`, ZeRO stages 1 to 3, as state tensors for this format.
+"""Checkpoints written by DeepSpeed's own `save_checkpoint`, ZeRO stages 1 to 3, as state tensors
+for this format.
 
-Their files are pickles. PyTorch's restricted unpickler reads them, which makes tensors and plain values,
-and for DeepSpeed's classes in them the inert stand-ins below: nothing that a file names is ever run.
-Files are memory-mapped, and a tensor is assembled when it is read: memory holds about two of the largest.
+Their files are pickles. PyTorch's restricted unpickler reads them, which makes tensors and plain
+values, and for DeepSpeed's classes in them the inert stand-ins below: nothing that a file names is
+ever run. Files are memory-mapped, and a tensor is assembled when it is read: memory holds about two
+of the largest.
 
 Layout of the files: deepspeed/utils/zero_to_fp32.py (0.19). Stages 1 and 2 lay the parameters of a
-group end to end, in the order of `param_shapes`, and cut the whole into equal parts, one for each rank.
-(Each rank's `param_slice_mappings` should agree, but with `round_robin_gradients` it has another
-order.) Stage 3 cuts each parameter, padded, into equal parts, and each rank lays its own end to end.
+group end to end, in the order of `param_shapes`, and cut the whole into equal parts, one for each
+rank. (Each rank's `param_slice_mappings` should agree, but with `round_robin_gradients` it has
+another order.) Stage 3 cuts each parameter, padded, into equal parts, and each rank lays its own
+end to end.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from trainer.state import MASTER, WEIGHT, RunState, StateTensor
 from trainer.storage import REFUSED_PICKLE, check_regular
 
 Extents = list[tuple[int, int, int]]
-"""The places of a parameter's elements, in order: rank, first and last + 1 element of its flat tensor."""
+"""The places of a parameter's elements, in order: rank, first and last + 1 element of its flat
+tensor.
+"""
 
 
 class _Stage(int):
@@ -40,14 +45,17 @@ class _Scaler:
 
 
 class _Address:
-    """A stand-in for `fragment_address`: `start` and `numel` of a parameter's part in a rank's flat tensor."""
+    """A stand-in for `fragment_address`: `start` and `numel` of a parameter's part in a rank's flat
+    tensor.
+    """
 
 
 _STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 
 
 def _member(kind: Any, name: str) -> _Stage:
-    """Replace `getattr`, with which Python 3.11.0 to 3.11.3 pickles members of an enumeration: of that one alone.
+    """Replace `getattr`, with which Python 3.11.0 to 3.11.3 pickles members of an enumeration: of
+    that one alone.
 
     Raises TypeError for any other use.
     """
@@ -76,7 +84,8 @@ class Imported:
 
 
 def read_deepspeed(path: Path) -> Imported:
-    """Read the checkpoint in `path`: a folder `global_stepN`, or one with the file `latest` that names it.
+    """Read the checkpoint in `path`: a folder `global_stepN`, or one with the file `latest` that
+    names it.
 
     Raises ConfigError if there is none, or it is of a kind that can't be assembled, and DataError
     for a file that is damaged or holds more than data.
@@ -86,61 +95,97 @@ def read_deepspeed(path: Path) -> Imported:
         return _imported(folder)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         seen = f"not what DeepSpeed writes ({error!r:.200})"
-        raise DataError(Problem(str(folder), seen, "the files of DeepSpeed's save_checkpoint, 0.8 or later")) from error
+        raise DataError(
+            Problem(str(folder), seen, "the files of DeepSpeed's save_checkpoint, 0.8 or later")
+        ) from error
 
 
 def _imported(folder: Path) -> Imported:
     model_files, optimizer_files = _files(folder, "model_states"), _files(folder, "optim_states")
     shards = [_read(file) for file in optimizer_files]
     states = [shard["optimizer_state_dict"] for shard in shards]
-    # stage 1 in bfloat16 with float32 gradients has an optimizer of its own, which does not store the stage
+    # stage 1 in bfloat16 with float32 gradients has an optimizer of its own, which does not store
+    # the stage
     unsaid = 1 if optimizer_files[0].name.startswith("bf16_zero") else 0
     stage, count = int(states[0].get("zero_stage", unsaid)), states[0].get("partition_count")
     parts = max(count) if isinstance(count, list) else count
     if stage not in (1, 2, 3) or parts != len(states):
         seen = f"ZeRO stage {stage} with {len(states)} of {parts} files *_optim_states.pt"
-        raise ConfigError(Problem(str(folder), seen, "stage 1, 2 or 3, with a file of each data-parallel rank"))
+        raise ConfigError(
+            Problem(str(folder), seen, "stage 1, 2 or 3, with a file of each data-parallel rank")
+        )
     models = [_read(file) for file in (model_files if stage == 3 else model_files[:1])]
     flats, moments = _flat_tensors(states, stage)
-    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
+    shapes = [
+        {name: tuple(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]
+    ]
     entries: list[StateTensor] = []
     paddings = states[0].get("param_alignment_paddings") or [[0] * len(named) for named in shapes]
-    placed = _placed_in_parts(shapes, flats) if stage == 3 else _placed_end_to_end(shapes, flats, paddings)
+    placed = (
+        _placed_in_parts(shapes, flats)
+        if stage == 3
+        else _placed_end_to_end(shapes, flats, paddings)
+    )
     for name, shape, group, extents in placed:
         known, kind = models[0]["module"][name], models[0]["module"][name].dtype
         master = partial(_assembled, flats[group], extents, shape)
         weight = (
-            partial(_agreed, name, master, known) if stage < 3 else lambda master=master, kind=kind: master().to(kind)
+            partial(_agreed, name, master, known)
+            if stage < 3
+            else lambda master=master, kind=kind: master().to(kind)
         )
         entries.append(_entry(name, WEIGHT, shape, kind, weight))
         if kind != torch.float32:
             entries.append(_entry(name, MASTER, shape, torch.float32, master))
         for key, groups in moments.items():
-            entries.append(_entry(name, key, shape, torch.float32, partial(_assembled, groups[group], extents, shape)))
+            entries.append(
+                _entry(
+                    name,
+                    key,
+                    shape,
+                    torch.float32,
+                    partial(_assembled, groups[group], extents, shape),
+                )
+            )
     entries += _frozen(models, stage) + _buffers(models[0])
-    scalars = {"optimizer_step": float(_first_state(states[0], stage).get("step", models[0]["global_steps"]))}
+    scalars = {
+        "optimizer_step": float(
+            _first_state(states[0], stage).get("step", models[0]["global_steps"])
+        )
+    }
     scaler = vars(states[0]["loss_scaler"]) if states[0].get("dynamic_loss_scale") else {}
     scalars |= {f"scaler.{key}": float(scaler[key]) for key in _SCALARS if key in scaler}
     state = RunState(int(models[0]["global_steps"]), int(models[0]["global_samples"]), 0, scalars)
     versions = {"deepspeed": str(shards[0].get("ds_version"))}
-    return Imported(state, entries, {"imported_from": str(folder), "engine": "deepspeed", "versions": versions})
+    return Imported(
+        state, entries, {"imported_from": str(folder), "engine": "deepspeed", "versions": versions}
+    )
 
 
 def _folder(path: Path) -> Path:
     latest = path / "latest"
     name = latest.read_text().strip() if latest.is_file() else ""
     if name and Path(name).name != name:
-        raise DataError(Problem(str(latest), f"a path that leaves the folder: {name!r:.200}", "the name of a folder"))
+        raise DataError(
+            Problem(
+                str(latest), f"a path that leaves the folder: {name!r:.200}", "the name of a folder"
+            )
+        )
     folder = path / name
     if not folder.is_dir() or not list(folder.glob("*_optim_states.pt")):
-        expected = "a folder global_stepN with *_optim_states.pt, or one whose file `latest` names it"
+        expected = (
+            "a folder global_stepN with *_optim_states.pt, or one whose file `latest` names it"
+        )
         raise ConfigError(Problem(str(folder), "no ZeRO checkpoint of DeepSpeed", expected))
     return folder
 
 
 def _files(folder: Path, kind: str) -> list[Path]:
     """List the files of all data-parallel ranks, in their order."""
-    found = sorted(folder.glob(f"*_{kind}.pt"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
+    found = sorted(
+        folder.glob(f"*_{kind}.pt"),
+        key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)],
+    )
     odd = [path.name for path in found if "mp_rank_00" not in path.name or "expert" in path.name]
     if odd or not found:
         expected = "files of data-parallel ranks alone: no tensor parallelism, pipeline or experts"
@@ -152,8 +197,12 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         check_regular(file)
         known = {name for _, name in _STAND_INS}
-        if strange := sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - known):
-            raise DataError(Problem(str(file), f"a pickle that names {', '.join(strange[:3])}", "data alone"))
+        if strange := sorted(
+            set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - known
+        ):
+            raise DataError(
+                Problem(str(file), f"a pickle that names {', '.join(strange[:3])}", "data alone")
+            )
         with torch.serialization.safe_globals(_STAND_INS):
             found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(found, dict):
@@ -162,24 +211,35 @@ def _read(file: Path) -> dict[str, Any]:
     except DataError:
         raise
     except UnpicklingError as error:
-        raise DataError(Problem(str(file), REFUSED_PICKLE, "a file that torch.save wrote, of data alone")) from error
+        raise DataError(
+            Problem(str(file), REFUSED_PICKLE, "a file that torch.save wrote, of data alone")
+        ) from error
     except Exception as error:  # whatever a damaged archive or pickle raises
         seen = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise DataError(Problem(str(file), f"{seen:.200}", "a file that torch.save wrote")) from error
+        raise DataError(
+            Problem(str(file), f"{seen:.200}", "a file that torch.save wrote")
+        ) from error
 
 
 Flats = list[list[torch.Tensor]]
 """Flat float32 tensors by parameter group (stage 3: sub-group), then by rank."""
 
 
-def _flat_tensors(states: Sequence[Mapping[str, Any]], stage: int) -> tuple[Flats, dict[str, Flats]]:
+def _flat_tensors(
+    states: Sequence[Mapping[str, Any]], stage: int
+) -> tuple[Flats, dict[str, Flats]]:
     """Return the masters, and the moments by name, if there are any."""
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     masters = [list(ranks) for ranks in zip(*(state[key] for state in states), strict=True)]
     entries = [_inner(state, stage) for state in states]
-    names = [k for k, v in entries[0][0].items() if torch.is_tensor(v) and v.ndim == 1] if entries[0] else []
+    names = (
+        [k for k, v in entries[0][0].items() if torch.is_tensor(v) and v.ndim == 1]
+        if entries[0]
+        else []
+    )
     moments = {
-        name: [[rank[group][name] for rank in entries] for group in range(len(masters))] for name in sorted(names)
+        name: [[rank[group][name] for rank in entries] for group in range(len(masters))]
+        for name in sorted(names)
     }
     return masters, moments
 
@@ -208,10 +268,15 @@ def _placed_end_to_end(
         own, offset = len(flats[group][0]), 0
         for (name, shape), padding in zip(named.items(), unused, strict=True):
             end = offset + math.prod(shape)
-            spans = [(rank, max(offset - rank * own, 0), min(end - rank * own, own)) for rank in range(ranks)]
+            spans = [
+                (rank, max(offset - rank * own, 0), min(end - rank * own, own))
+                for rank in range(ranks)
+            ]
             yield name, shape, group, [span for span in spans if span[2] > span[1]]
             offset = end + padding
-        _check_count(min(offset, sum(map(len, flats[group]))), offset)  # the last part may be padded
+        _check_count(
+            min(offset, sum(map(len, flats[group]))), offset
+        )  # the last part may be padded
 
 
 def _placed_in_parts(shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Flats) -> Placed:
@@ -221,25 +286,42 @@ def _placed_in_parts(shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Fla
             group, offset = group + 1, 0
         own, count = math.ceil(math.prod(shape) / ranks), math.prod(shape)
         ends = [offset + max(0, min(own, count - rank * own)) for rank in range(ranks)]
-        yield name, shape, group, [(rank, offset, end) for rank, end in enumerate(ends) if end > offset]
+        yield (
+            name,
+            shape,
+            group,
+            [(rank, offset, end) for rank, end in enumerate(ends) if end > offset],
+        )
         offset += own
     _check_count(len(flats[group][0]), offset)
 
 
 def _check_count(there: int, wanted: int) -> None:
     if there != wanted:
-        raise DataError(Problem("*_optim_states.pt", f"{there} elements", f"the {wanted} of the parameters"))
+        raise DataError(
+            Problem("*_optim_states.pt", f"{there} elements", f"the {wanted} of the parameters")
+        )
 
 
-def _assembled(flats: Sequence[torch.Tensor], extents: Extents, shape: tuple[int, ...]) -> torch.Tensor:
+def _assembled(
+    flats: Sequence[torch.Tensor], extents: Extents, shape: tuple[int, ...]
+) -> torch.Tensor:
     parts = [flats[rank][first:last] for rank, first, last in extents]
     return torch.cat(parts).view(shape) if parts else torch.zeros(shape)
 
 
 def _agreed(name: str, master: Callable[[], torch.Tensor], known: torch.Tensor) -> torch.Tensor:
-    """Return the weight in the model file, which must be the rounded master: else the assembly is wrong."""
+    """Return the weight in the model file, which must be the rounded master: else the assembly is
+    wrong.
+    """
     if not torch.equal(master().to(known.dtype), known):
-        raise DataError(Problem("*_optim_states.pt", f"other values of {name} than *_model_states.pt has", "the same"))
+        raise DataError(
+            Problem(
+                "*_optim_states.pt",
+                f"other values of {name} than *_model_states.pt has",
+                "the same",
+            )
+        )
     return known
 
 
@@ -250,7 +332,9 @@ def _frozen(models: Sequence[Mapping[str, Any]], stage: int) -> list[StateTensor
     for name, shape in shapes.items():
         parts = [model["frozen_param_fragments"][name] for model in models]
 
-        def read(parts: list[torch.Tensor] = parts, shape: tuple[int, ...] = tuple(shape)) -> torch.Tensor:
+        def read(
+            parts: list[torch.Tensor] = parts, shape: tuple[int, ...] = tuple(shape)
+        ) -> torch.Tensor:
             return torch.cat([part.flatten() for part in parts])[: math.prod(shape)].view(shape)
 
         entries.append(_entry(name, WEIGHT, tuple(shape), parts[0].dtype, read))
@@ -258,9 +342,15 @@ def _frozen(models: Sequence[Mapping[str, Any]], stage: int) -> list[StateTensor
 
 
 def _buffers(model: Mapping[str, Any]) -> list[StateTensor]:
-    found = {name: model["module"][name] for name in model["buffer_names"] if name in model["module"]}
-    return [_entry(name, WEIGHT, tuple(b.shape), b.dtype, lambda b=b: b) for name, b in found.items()]
+    found = {
+        name: model["module"][name] for name in model["buffer_names"] if name in model["module"]
+    }
+    return [
+        _entry(name, WEIGHT, tuple(b.shape), b.dtype, lambda b=b: b) for name, b in found.items()
+    ]
 
 
-def _entry(name: str, key: str, shape: tuple[int, ...], dtype: torch.dtype, read: Any) -> StateTensor:
+def _entry(
+    name: str, key: str, shape: tuple[int, ...], dtype: torch.dtype, read: Any
+) -> StateTensor:
     return StateTensor(name, key, shape, dtype, owner=0, read=read, write=lambda value: None)

@@ -47,7 +47,9 @@ def tables(name: str) -> tuple[dict[str, KeyRule], dict[str, KeyRule]]:
 
 @cache
 def data(name: str) -> Json:
-    found: Json = yaml.safe_load(Path(__file__).with_name(f"{name}.yml").read_text(encoding="utf-8"))
+    found: Json = yaml.safe_load(
+        Path(__file__).with_name(f"{name}.yml").read_text(encoding="utf-8")
+    )
     return found
 
 
@@ -82,14 +84,18 @@ class Draft:
     """Keys that ask for nothing, or change nothing of what is trained beside the others."""
 
     def put(self, entry: Entry, path: str, value: Any, why: str = "") -> None:
-        """Set `path` for a foreign key, unless the DeepSpeed file has another value, and report it."""
+        """Set `path` for a foreign key, unless the DeepSpeed file has another value, and report
+        it.
+        """
         section, held = path.partition(".")[0], dict(leaves(self.base)).get(path)
         own = section in ("optimizer", "scheduler") and section in self.base and held is None
         if own or held not in (None, AUTO):
             if self.explicit(entry) and not own and held != value:
                 self.lose(entry, f"the DeepSpeed file says {path} {show(held)}")
             elif self.explicit(entry):
-                self._say(self.carried, entry, f"the DeepSpeed file says {section if own else path}")
+                self._say(
+                    self.carried, entry, f"the DeepSpeed file says {section if own else path}"
+                )
             return
         *sections, name = path.split(".")
         inner = self.made
@@ -170,7 +176,9 @@ def fill(draft: Draft, table: Table, defaults: Json, groups: Mapping[str, Group]
 
 
 def _apart(given: Json, table: Table) -> Iterator[tuple[str, Any]]:
-    """Yield keys with their values; a section with keys of its own in the table yields each of those."""
+    """Yield keys with their values; a section with keys of its own in the table yields each of
+    those.
+    """
     for key, value in given.items():
         if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in table):
             yield from ((f"{key}.{inner}", below) for inner, below in value.items())
@@ -180,22 +188,35 @@ def _apart(given: Json, table: Table) -> Iterator[tuple[str, Any]]:
 
 def _other(kind: str, found: list[Entry]) -> Problem:
     keys = listed([f"{entry.key} {show(entry.value)}" for entry in found])
-    return Problem(found[0].key, f"saw {keys}: {kind}", "training on the next token of text: no other is imported")
+    return Problem(
+        found[0].key,
+        f"saw {keys}: {kind}",
+        "training on the next token of text: no other is imported",
+    )
 
 
-_NUMBERS = "steps epochs share per_epoch limit held beta1 beta2 least r patience window longest micro whole most"
+_NUMBERS = (
+    "steps epochs share per_epoch limit held beta1 beta2 least r patience window longest "
+    "micro whole most"
+)
 _FLAGS = "bf16 fp16 trains predicts best pure packing neat last all answers on off"
 _WORDS = ("full", "unsloth", "offload", "offload_disk", "legacy")
 """Values of Axolotl's that mean true."""
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys((*_NUMBERS.split(), "accumulation"), (lambda v: type(v) in (int, float), "a number")),
-    **dict.fromkeys(_FLAGS.split(), (lambda v: isinstance(v, bool) or v in (0, 1, AUTO, *_WORDS), "true or false")),
+    **dict.fromkeys(
+        (*_NUMBERS.split(), "accumulation"), (lambda v: type(v) in (int, float), "a number")
+    ),
+    **dict.fromkeys(
+        _FLAGS.split(),
+        (lambda v: isinstance(v, bool) or v in (0, 1, AUTO, *_WORDS), "true or false"),
+    ),
 }
 """The kind of value that a role requires, because functions of groups compute with it."""
 
 
 def _join(draft: Draft, roles: dict[str, Entry], role: str, entry: Entry) -> None:
-    """Assign a key to a role: the first of several that asks for something, a written one before a default.
+    """Assign a key to a role: the first of several that asks for something, a written one before a
+    default.
 
     Raises ConfigError for a value that is not of the role's kind.
     """
@@ -218,8 +239,12 @@ _ALSO = ("wandb", "mlflow")
 
 
 def _lose_rest(draft: Draft, grouped: Iterable[Entry]) -> None:
-    """Report keys of groups as lost if nothing was reported of them, unless they ask for nothing."""
-    reported = {line.partition(" ")[0] for lines in (draft.carried, draft.lost) for line in lines} | {*draft.listed}
+    """Report keys of groups as lost if nothing was reported of them, unless they ask for
+    nothing.
+    """
+    reported = {
+        line.partition(" ")[0] for lines in (draft.carried, draft.lost) for line in lines
+    } | {*draft.listed}
     for entry in grouped:
         if entry.key not in reported and draft.explicit(entry):
             (draft.lose if asks(entry.value) else draft.skip)(entry)
@@ -234,8 +259,13 @@ def asks(value: Any) -> bool:
 
 def _alike(value: Any, values: Iterable[Any]) -> bool:
     if isinstance(value, dict | list):
-        return all(_alike(inner, values) for inner in (value.values() if isinstance(value, dict) else value))
-    return value is None or any(number(value) == known and type(number(value)) is type(known) for known in values)
+        return all(
+            _alike(inner, values)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        )
+    return value is None or any(
+        number(value) == known and type(number(value)) is type(known) for known in values
+    )
 
 
 def number(value: Any) -> Any:

@@ -1,4 +1,6 @@
-"""LLaMA-Factory's YAML: the Trainer's arguments and its own, and data sets listed in `dataset_info.json`."""
+"""LLaMA-Factory's YAML: the Trainer's arguments and its own, and data sets listed in
+`dataset_info.json`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,17 @@ from trainer.config.grammar import show
 from trainer.config.read import Json, read
 from trainer.errors import ConfigError, Problem
 from trainer.tools.importers import arguments, shared_keys
-from trainer.tools.importers.draft import Draft, Entry, Group, Roles, data, fill, names, number, tables
+from trainer.tools.importers.draft import (
+    Draft,
+    Entry,
+    Group,
+    Roles,
+    data,
+    fill,
+    names,
+    number,
+    tables,
+)
 from trainer.tools.importers.reading import beside
 from trainer.tools.importers.sources import put_share, put_sources
 
@@ -17,19 +29,26 @@ _OWN, _DATA_SET = tables("llamafactory")
 TABLE = {
     key: row
     for key, row in arguments.TABLE.items()
-    if row.section != "carried" or not str(row.says).startswith(("@rows", "@adapter", "trainer.data"))
+    if row.section != "carried"
+    or not str(row.says).startswith(("@rows", "@adapter", "trainer.data"))
 } | _OWN
 
 
 def defaults(given: Json) -> Json:
-    """Return the Trainer's defaults, with LoRA of rank 8, a cut at 2048 tokens, and activation checkpointing."""
+    """Return the Trainer's defaults, with LoRA of rank 8, a cut at 2048 tokens, and activation
+    checkpointing.
+    """
     lora = given.get("finetuning_type", "lora") == "lora"
     rank = number(given.get("lora_rank"))
     rank = rank if isinstance(rank, int) else 8
     return {
         **arguments.defaults({}),
         **data("llamafactory")["defaults"],
-        **({"lora_rank": 8, "lora_alpha": 2 * rank, "lora_dropout": 0.0, "lora_target": "all"} if lora else {}),
+        **(
+            {"lora_rank": 8, "lora_alpha": 2 * rank, "lora_dropout": 0.0, "lora_target": "all"}
+            if lora
+            else {}
+        ),
     }
 
 
@@ -37,9 +56,13 @@ def _stage(draft: Draft, roles: Roles) -> None:
     """Raise ConfigError for anything but training on text."""
     entry, trains = roles["kind"], roles.get("trains")
     if entry.value not in ("sft", "pt"):
-        raise ConfigError(Problem(entry.key, f"saw {show(entry.value)}", "sft or pt: no other is offered"))
+        raise ConfigError(
+            Problem(entry.key, f"saw {show(entry.value)}", "sft or pt: no other is offered")
+        )
     if trains is None or not trains.value:
-        seen = f"saw {show(trains and trains.value)}: LLaMA-Factory predicts, chats or exports with it"
+        seen = (
+            f"saw {show(trains and trains.value)}: LLaMA-Factory predicts, chats or exports with it"
+        )
         raise ConfigError(Problem("do_train", seen, "true: a training"))
     draft.skip(trains)
     draft.skip(entry)
@@ -53,13 +76,21 @@ def _samples(draft: Draft, roles: Roles) -> None:
         draft.put(neat, "trainer.data.documents", "pack")
     elif packing and packing.value and not stream:
         draft.put(packing, "trainer.data.documents", "pack")
-        draft.lose(packing, "documents in one sample do not see one another here, as with neat_packing: true")
+        draft.lose(
+            packing,
+            "documents in one sample do not see one another here, as with neat_packing: true",
+        )
     elif stream:
         draft.put(packing or roles["longest"], "trainer.data.documents", "concatenate")
     else:
         draft.put(packing or roles["longest"], "trainer.data.documents", "pad")
     if not stream:
-        draft.put(roles["longest"], "trainer.data.too_long", "error", "theirs cuts question and answer in proportion")
+        draft.put(
+            roles["longest"],
+            "trainer.data.too_long",
+            "error",
+            "theirs cuts question and answer in proportion",
+        )
     for role, learned in (("last", "last_assistant"), ("all", "all")):
         if (entry := roles.get(role)) and entry.value:
             draft.put(entry, "trainer.data.loss_on", learned)
@@ -67,7 +98,12 @@ def _samples(draft: Draft, roles: Roles) -> None:
         draft.skip(template)
     elif template:
         draft.lose(
-            template, "the tokenizer's own chat template is used, or a file that trainer.data.chat_template names"
+            template,
+            (
+                "the tokenizer's own chat template is used, or a file that "
+                "trainer.data.chat_template "
+                "names"
+            ),
         )
 
 
@@ -119,9 +155,18 @@ def _source(part: Draft, roles: Roles) -> None:
     else:
         part.put(kind, "records", "chat")
         usual = "messages" if kind.value == "openai" else "conversations"
-        part.put(roles.get("messages", kind), "chat_column", roles.get("messages", kind._replace(value=usual)).value)
+        part.put(
+            roles.get("messages", kind),
+            "chat_column",
+            roles.get("messages", kind._replace(value=usual)).value,
+        )
         if kind.value not in ("sharegpt", "openai"):
             part.lose(kind, "only alpaca, sharegpt and openai are read")
 
 
-GROUPS: dict[str, Group] = {"stage": _stage, **shared_keys.GROUPS, "samples": _samples, "data": _data}
+GROUPS: dict[str, Group] = {
+    "stage": _stage,
+    **shared_keys.GROUPS,
+    "samples": _samples,
+    "data": _data,
+}

@@ -17,7 +17,10 @@ from trainer.errors import ConfigError, Problem, first_line
 _ARGUMENT = re.compile(r"--[A-Za-z_]")
 _VARIABLE = re.compile(r"\$[A-Za-z_{(]")
 _SCRIPTS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".py", ".txt", ".bat", ".ps1")
-_ADVICE = "Give the arguments themselves after --: meshloom import -- --model_name_or_path NAME --learning_rate 1e-5"
+_ADVICE = (
+    "Give the arguments themselves after --: meshloom import -- --model_name_or_path NAME "
+    "--learning_rate 1e-5"
+)
 _MOST = 100_000
 """The most values of a config, each counted as often as an anchor repeats it."""
 _WORDS = {"true": True, "yes": True, "false": False, "no": False}
@@ -35,21 +38,29 @@ def read_file(path: Path) -> Json:
 
 
 def read_flags(words: Sequence[str]) -> Json:
-    """Parse `--key value`, `--key=value`, `--key` (true) and `--no_key` (false); several values are a list."""
+    """Parse `--key value`, `--key=value`, `--key` (true) and `--no_key` (false); several values are
+    a list.
+    """
     if not words or not _ARGUMENT.match(words[0]):
         seen = f"saw {show(words[0])} first" if words else "saw nothing"
-        raise ConfigError(Problem("--", seen, "--key value: the arguments without the command before them"))
+        raise ConfigError(
+            Problem("--", seen, "--key value: the arguments without the command before them")
+        )
     found: Json = {}
     for key, value in _pairs(words):
         if key in found:
-            raise ConfigError(Problem(f"--{key}", f"saw {show(found[key])} and {show(value)}", "one value"))
+            raise ConfigError(
+                Problem(f"--{key}", f"saw {show(found[key])} and {show(value)}", "one value")
+            )
         found[key] = value
     checked(found, "--")
     return found
 
 
 def checked(given: Any, place: str) -> Any:
-    """Return `given` if it is a tree of text, finite numbers, true, false and null, without shell variables."""
+    """Return `given` if it is a tree of text, finite numbers, true, false and null, without shell
+    variables.
+    """
     problem = next(_strange(given, place), None)
     if problem is not None:
         raise ConfigError(problem)
@@ -57,7 +68,9 @@ def checked(given: Any, place: str) -> Any:
 
 
 def beside(folder: Path, name: str) -> Path | None:
-    """Find the file or folder of that name, relative to `folder`, else to the working directory, or None."""
+    """Find the file or folder of that name, relative to `folder`, else to the working directory, or
+    None.
+    """
     try:
         path = Path(name).expanduser()
         return next((found for found in (folder / path, path) if found.exists()), None)
@@ -73,19 +86,37 @@ def _strange(given: Any, place: str) -> Iterator[Problem]:
         key, value, depth = waiting.pop()
         where = key or place
         if depth > DEEPEST:
-            yield Problem(place, f"sections nested more than {DEEPEST} deep", "no anchor that holds itself")
+            yield Problem(
+                place, f"sections nested more than {DEEPEST} deep", "no anchor that holds itself"
+            )
         elif isinstance(value, dict):
-            if odd := [name for name in value if not (isinstance(name, str) and name.isprintable())]:
-                yield Problem(where, f"saw the key {show(odd[0])}", "keys of printable text, a number in quotes")
-            waiting += [(f"{key}.{name}".lstrip("."), inner, depth + 1) for name, inner in value.items()]
+            if odd := [
+                name for name in value if not (isinstance(name, str) and name.isprintable())
+            ]:
+                yield Problem(
+                    where,
+                    f"saw the key {show(odd[0])}",
+                    "keys of printable text, a number in quotes",
+                )
+            waiting += [
+                (f"{key}.{name}".lstrip("."), inner, depth + 1) for name, inner in value.items()
+            ]
         elif isinstance(value, list):
             waiting += [(f"{key}[{at}]", inner, depth + 1) for at, inner in enumerate(value)]
         elif isinstance(value, str) and _VARIABLE.search(value) and "{%" not in value:
-            yield Problem(where, f"saw {show(value)}", "its value: what a shell puts in is not known here")
+            yield Problem(
+                where, f"saw {show(value)}", "its value: what a shell puts in is not known here"
+            )
         elif isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
-            yield Problem(where, f"saw {show(value)}", "text without the character 0 and halves of characters")
-        elif not isinstance(value, str | int | float | None) or (isinstance(value, float) and not math.isfinite(value)):
-            yield Problem(where, f"saw {str(value)[:60]}", "text, a finite number, true, false or null")
+            yield Problem(
+                where, f"saw {show(value)}", "text without the character 0 and halves of characters"
+            )
+        elif not isinstance(value, str | int | float | None) or (
+            isinstance(value, float) and not math.isfinite(value)
+        ):
+            yield Problem(
+                where, f"saw {str(value)[:60]}", "text, a finite number, true, false or null"
+            )
         elif isinstance(value, int) and abs(value) >= 2**63:
             yield Problem(where, "saw a number beyond 64 bits", "a smaller one")
     yield Problem(place, f"more than {_MOST:,} values", "a config: anchors repeat what they hold")
@@ -98,9 +129,13 @@ def _yaml(path: Path) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(Problem(place, getattr(error, "problem", "") or first_line(error), "YAML")) from None
+        raise ConfigError(
+            Problem(place, getattr(error, "problem", "") or first_line(error), "YAML")
+        ) from None
     except RecursionError:
-        raise ConfigError(Problem(str(path), "sections nested too deep", "the few levels of a config")) from None
+        raise ConfigError(
+            Problem(str(path), "sections nested too deep", "the few levels of a config")
+        ) from None
     except (ValueError, OverflowError) as error:
         raise ConfigError(Problem(str(path), first_line(error), "YAML")) from None
 
@@ -116,11 +151,15 @@ def _text(path: Path) -> str:
             raise ConfigError(Problem(str(path), f"more than {LARGEST >> 20} MB", "a config"))
         return found.decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        raise ConfigError(Problem(str(path), first_line(error), "a text file that can be read")) from None
+        raise ConfigError(
+            Problem(str(path), first_line(error), "a text file that can be read")
+        ) from None
 
 
 class _Unique(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses a key that a mapping has twice, where YAML's own loader takes the last; keeps dates as text."""
+    """Refuses a key that a mapping has twice, where YAML's own loader takes the last; keeps dates
+    as text.
+    """
 
     yaml_implicit_resolvers = {
         first: [pair for pair in pairs if not pair[0].endswith("timestamp")]
@@ -132,7 +171,9 @@ class _Unique(yaml.SafeLoader):  # type: ignore[misc]
         seen: set[str] = set()
         for key in keys:
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value} twice", key.start_mark
+                )
             seen.add(key.value)
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         return found
@@ -143,7 +184,10 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     starts = [at for at, word in enumerate(words) if _ARGUMENT.match(word)]
     for start, stop in zip(starts, [*starts[1:], len(words)], strict=True):
         name, equals, first = words[start][2:].partition("=")
-        values = [_WORDS.get(word.lower(), word) for word in ([first] if equals else []) + [*words[start + 1 : stop]]]
+        values = [
+            _WORDS.get(word.lower(), word)
+            for word in ([first] if equals else []) + [*words[start + 1 : stop]]
+        ]
         key = name.replace("-", "_")
         if not values and key.startswith("no_") and key != "no_cuda":
             yield key.removeprefix("no_"), False

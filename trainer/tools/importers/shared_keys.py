@@ -1,4 +1,6 @@
-"""Keys that several systems share: optimizer, schedule, intervals, precision, sharding, adapters, trackers."""
+"""Keys that several systems share: optimizer, schedule, intervals, precision, sharding, adapters,
+trackers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ from trainer.config.keys import OPTIMIZERS
 from trainer.config.read import Json, read
 from trainer.config.validate import evaluated_at
 from trainer.errors import ConfigError, Problem, first_line
-from trainer.tools.importers.draft import Draft, Entry, Group, Roles, asks, data, fill, names, number, tables
+from trainer.tools.importers.draft import (
+    Draft,
+    Entry,
+    Group,
+    Roles,
+    asks,
+    data,
+    fill,
+    names,
+    number,
+    tables,
+)
 from trainer.tools.importers.reading import beside, checked
 
 _OPTIMIZERS, _SCHEDULERS, _ATTENTION, _STAGES = data("arguments")["values"].values()
@@ -23,7 +36,9 @@ _FSDP = tables("arguments")[1]
 
 
 def section_of(key: str, value: Any, folder: Path) -> Json:
-    """Return a section that is given inline, as JSON text, or in the file that it names. Raises ConfigError."""
+    """Return a section that is given inline, as JSON text, or in the file that it names. Raises
+    ConfigError.
+    """
     if not value or isinstance(value, dict):
         return dict(value or {})
     if str(value).lstrip().startswith("{"):
@@ -42,7 +57,11 @@ def section_of(key: str, value: Any, folder: Path) -> Json:
 def length(draft: Draft, roles: Roles) -> None:
     steps, epochs = roles.get("steps"), roles.get("epochs")
     if steps and steps.value > 0:
-        draft.put(steps, "trainer.steps", int(steps.value) if steps.value == int(steps.value) else steps.value)
+        draft.put(
+            steps,
+            "trainer.steps",
+            int(steps.value) if steps.value == int(steps.value) else steps.value,
+        )
         draft.skip(epochs)
         return
     if epochs:
@@ -60,7 +79,8 @@ def optimizer(draft: Draft, roles: Roles) -> None:
         if role in roles and name in OPTIMIZERS[kind]:
             draft.put(roles[role], f"optimizer.params.{name}", roles[role].value)
     betas = [
-        beta.value if (beta := roles.get(role)) else default for role, default in (("beta1", 0.9), ("beta2", 0.999))
+        beta.value if (beta := roles.get(role)) else default
+        for role, default in (("beta1", 0.9), ("beta2", 0.999))
     ]
     for role in ("beta1", "beta2"):
         if role in roles and "betas" in OPTIMIZERS[kind]:
@@ -81,7 +101,12 @@ def clipping(draft: Draft, roles: Roles) -> None:
         draft.put(entry, "gradient_clipping", entry.value)
         if entry.value != 1:
             draft.lose(
-                entry, "the DeepSpeed file has no gradient_clipping, and DeepSpeed clips at 1 then: say it there"
+                entry,
+                (
+                    "the DeepSpeed file has no gradient_clipping, and DeepSpeed clips at 1 then: "
+                    "say "
+                    "it there"
+                ),
             )
 
 
@@ -90,7 +115,11 @@ def scheduler(draft: Draft, roles: Roles) -> None:
     if "scheduler" in draft.base:
         if draft.explicit(entry):
             draft.keep(entry, "the DeepSpeed file has a scheduler of its own")
-        if warmup and (held := draft.base["scheduler"].get("params", {}).get("warmup_num_steps")) is not None:
+        if (
+            warmup
+            and (held := draft.base["scheduler"].get("params", {}).get("warmup_num_steps"))
+            is not None
+        ):
             _put_warmup(draft, *warmup, decides=held == AUTO)
         return
     if entry.value == "constant":
@@ -106,11 +135,15 @@ def scheduler(draft: Draft, roles: Roles) -> None:
         draft.put(entry, "scheduler.params.total_num_steps", AUTO)
     if kind == "cosine":
         least = _least(draft, roles)
-        draft.put(roles.get("least", roles.get("options", entry)), "scheduler.params.cos_min_ratio", least)
+        draft.put(
+            roles.get("least", roles.get("options", entry)), "scheduler.params.cos_min_ratio", least
+        )
 
 
 def _put_warmup(draft: Draft, entry: Entry, steps: int | str, decides: bool = True) -> None:
-    """Set the warm-up steps; "auto" with the requested share of all steps, until the data gives their number."""
+    """Set the warm-up steps; "auto" with the requested share of all steps, until the data gives
+    their number.
+    """
     draft.put(entry, "scheduler.params.warmup_num_steps", steps)
     if steps == AUTO and decides:
         draft.put(entry, "trainer.warmup_ratio", entry.value)
@@ -121,16 +154,28 @@ def _least(draft: Draft, roles: Roles) -> float:
     options = section_of(*roles["options"], draft.folder) if "options" in roles else {}
     more = {key: value for key, value in options.items() if key not in ("min_lr", "min_lr_rate")}
     if more and more != {"num_cycles": 0.5}:
-        draft.lose(roles["options"], f"only min_lr and min_lr_rate are carried over, not {show(more)}")
+        draft.lose(
+            roles["options"], f"only min_lr and min_lr_rate are carried over, not {show(more)}"
+        )
     rate = number(draft.made.get("optimizer", {}).get("params", {}).get("lr"))
-    least = number(options.get("min_lr", options.get("min_lr_rate", roles["least"].value if "least" in roles else 0)))
-    if type(least) not in (int, float) or ("min_lr" in options and not (isinstance(rate, float | int) and rate)):
-        raise ConfigError(Problem("min_lr", f"saw {show(least)}, and a rate of {show(rate)}", "two numbers"))
+    least = number(
+        options.get(
+            "min_lr", options.get("min_lr_rate", roles["least"].value if "least" in roles else 0)
+        )
+    )
+    if type(least) not in (int, float) or (
+        "min_lr" in options and not (isinstance(rate, float | int) and rate)
+    ):
+        raise ConfigError(
+            Problem("min_lr", f"saw {show(least)}, and a rate of {show(rate)}", "two numbers")
+        )
     return float(least) / float(rate) if "min_lr" in options else float(least)
 
 
 def _warmup(draft: Draft, roles: Roles) -> tuple[Entry, int | str] | None:
-    """Return the key that asks for a warm-up, and its steps; "auto" if that needs the number of all steps."""
+    """Return the key that asks for a warm-up, and its steps; "auto" if that needs the number of all
+    steps.
+    """
     steps, share = roles.get("steps"), roles.get("share")
     if steps is None or (not steps.value and share is not None and draft.explicit(share)):
         steps, share = share, None
@@ -165,14 +210,25 @@ def saving(draft: Draft, roles: Roles) -> None:
     if (best := roles.get("best")) is None or not best.value:
         return
     sections = draft.made.get("trainer", {})
-    saves, evaluates = (sections.get(name, {}).get("every") for name in ("checkpoint", "evaluation"))
+    saves, evaluates = (
+        sections.get(name, {}).get("every") for name in ("checkpoint", "evaluation")
+    )
     if saves is None or evaluated_at(saves, evaluates):
         draft.put(best, "trainer.checkpoint.keep_best", True)
-    draft.lose(best, "final/ is the last step's; trainer.checkpoint.keep_best keeps the best checkpoint beside it")
+    draft.lose(
+        best,
+        (
+            "final/ is the last step's; trainer.checkpoint.keep_best keeps the best checkpoint "
+            "beside "
+            "it"
+        ),
+    )
 
 
 def _interval(draft: Draft, roles: Roles, path: str, drop: Callable[[Entry, str], None]) -> None:
-    """Set an interval in steps, or as a share of all; `drop` reports one that can't be expressed so."""
+    """Set an interval in steps, or as a share of all; `drop` reports one that can't be expressed
+    so.
+    """
     strategy, steps, often = roles.get("strategy"), roles.get("steps"), roles.get("per_epoch")
     kind = str(strategy.value) if strategy else "steps"
     if strategy and kind in ("no", "False"):
@@ -181,7 +237,9 @@ def _interval(draft: Draft, roles: Roles, path: str, drop: Callable[[Entry, str]
         _each_epoch(draft, often, path, drop)
         draft.skip(steps)
     elif kind == "steps" and steps and steps.value:
-        every = int(steps.value) if steps.value >= 1 else _steps_of(draft, steps) or float(steps.value)
+        every = (
+            int(steps.value) if steps.value >= 1 else _steps_of(draft, steps) or float(steps.value)
+        )
         draft.skip(strategy)
         draft.put(steps, path, every)
     elif kind == "epoch" and strategy:
@@ -194,11 +252,16 @@ def _interval(draft: Draft, roles: Roles, path: str, drop: Callable[[Entry, str]
 
 
 def _each_epoch(draft: Draft, entry: Entry, path: str, drop: Callable[[Entry, str], None]) -> None:
-    """Set an interval of so many per epoch as a share of all steps, unless steps are given: epochs are unknown then."""
+    """Set an interval of so many per epoch as a share of all steps, unless steps are given: epochs
+    are unknown then.
+    """
     epochs = draft.made.get("trainer", {}).get("epochs")
     shown = entry._replace(value=draft.given.get(entry.key, entry.value))
     if not epochs or isinstance(epochs, str):
-        drop(shown, f"of epochs beside a number of steps: --dry-run says how many there are; set {path}")
+        drop(
+            shown,
+            f"of epochs beside a number of steps: --dry-run says how many there are; set {path}",
+        )
     elif entry.value * epochs > 1:
         draft.put(shown, path, 1 / (entry.value * epochs))
     else:
@@ -211,10 +274,18 @@ def precision(draft: Draft, roles: Roles) -> None:
         draft.skip(weights)
     elif weights and str(weights.value) in ("bfloat16", "torch.bfloat16"):
         pure = weights
-    masters = draft.base or draft.has("trainer.adapter.type") or draft.has("trainer.engine")  # FSDP's are in float32
-    for entry in (pure if pure and pure.value else None, bf16 if bf16 and bf16.value == "full" else None):
+    masters = (
+        draft.base or draft.has("trainer.adapter.type") or draft.has("trainer.engine")
+    )  # FSDP's are in float32
+    for entry in (
+        pure if pure and pure.value else None,
+        bf16 if bf16 and bf16.value == "full" else None,
+    ):
         if entry and not masters:
-            draft.lose(entry, "the weights that are updated are in float32 here, those of theirs in bfloat16")
+            draft.lose(
+                entry,
+                "the weights that are updated are in float32 here, those of theirs in bfloat16",
+            )
     if fp16 and fp16.value and not (bf16 and bf16.value and draft.explicit(bf16)):
         draft.put(fp16, "fp16.enabled", True)
     else:
@@ -229,7 +300,10 @@ def precision(draft: Draft, roles: Roles) -> None:
 def sharding(draft: Draft, roles: Roles) -> None:
     if (entry := roles.get("deepspeed")) and entry.value:
         stage = draft.base.get("zero_optimization", {}).get("stage", 0)
-        draft.keep(entry, f'the base of this config, ZeRO stage {stage}; "auto" stays where theirs says nothing')
+        draft.keep(
+            entry,
+            f'the base of this config, ZeRO stage {stage}; "auto" stays where theirs says nothing',
+        )
         return
     fsdp, options = roles.get("fsdp"), roles.get("options")
     given = section_of(*options, draft.folder) if options else {}
@@ -239,7 +313,12 @@ def sharding(draft: Draft, roles: Roles) -> None:
     words = names(entry.value) if isinstance(entry.value, list | str) else []
     stage = next((_STAGES[word] for word in words if word in _STAGES), 3)
     draft.put(entry, "zero_optimization.stage", stage)
-    draft.put(entry, "trainer.engine", "accelerate", "FSDP2 by Accelerate; machines are replicas of one another")
+    draft.put(
+        entry,
+        "trainer.engine",
+        "accelerate",
+        "FSDP2 by Accelerate; machines are replicas of one another",
+    )
     if "offload" in words:
         _offload(draft, entry)
     if options and given:
@@ -271,7 +350,11 @@ def recomputation(draft: Draft, roles: Roles) -> None:
     if off and off.value:
         draft.skip(off, on)
     elif on and on.value:
-        why = f"{show(on.value)} is not offered: blocks are computed again" if isinstance(on.value, str) else ""
+        why = (
+            f"{show(on.value)} is not offered: blocks are computed again"
+            if isinstance(on.value, str)
+            else ""
+        )
         draft.put(on, "trainer.activation_checkpointing", "full", why)
 
 
@@ -285,7 +368,9 @@ def attention(draft: Draft, roles: Roles) -> None:
 
 
 def adapter(draft: Draft, roles: Roles) -> None:
-    """Convert LoRA, if requested. Raises ConfigError for another method: without it, all would be trained."""
+    """Convert LoRA, if requested. Raises ConfigError for another method: without it, all would be
+    trained.
+    """
     if (kind := roles.get("kind")) is None:
         return
     rest = {role: entry for role, entry in roles.items() if role != "kind"}
@@ -293,7 +378,11 @@ def adapter(draft: Draft, roles: Roles) -> None:
         draft.skip(*roles.values())
         return
     if kind.value not in (1, "lora", "qlora"):
-        raise ConfigError(Problem(kind.key, f"saw {show(kind.value)}", "lora, or all parameters: no other is offered"))
+        raise ConfigError(
+            Problem(
+                kind.key, f"saw {show(kind.value)}", "lora, or all parameters: no other is offered"
+            )
+        )
     draft.put(kind, "trainer.adapter.type", "lora")
     if kind.value == "qlora":
         draft.lose(kind, "the base is in 16 bits, not in 4: say lora, and load_in_4bit: false")
@@ -341,7 +430,11 @@ def _modules(draft: Draft, roles: Roles) -> None:
 def trackers(draft: Draft, roles: Roles) -> None:
     wanted: list[str] = []
     for role, entry in roles.items():
-        if not asks(entry.value) or entry.value == ["none"] or (role in _TRACKERS and entry.value == "disabled"):
+        if (
+            not asks(entry.value)
+            or entry.value == ["none"]
+            or (role in _TRACKERS and entry.value == "disabled")
+        ):
             continue
         for name in [role] if role in _TRACKERS else names(entry.value):
             if name not in _TRACKERS:

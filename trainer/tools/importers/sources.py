@@ -10,23 +10,40 @@ from trainer.config.read import Json
 from trainer.tools.importers.draft import Draft, Entry
 
 
-def put_sources(draft: Draft, entry: Entry, parts: Sequence[Json], labels: Sequence[str], test: bool = False) -> None:
-    """Set one data set as `trainer.data`, several as its sources; of evaluation sets, the paths only."""
+def put_sources(
+    draft: Draft, entry: Entry, parts: Sequence[Json], labels: Sequence[str], test: bool = False
+) -> None:
+    """Set one data set as `trainer.data`, several as its sources; of evaluation sets, the paths
+    only.
+    """
     if test:
         whole = {label: part["path"] for label, part in zip(_unlike(labels), parts, strict=True)}
         value = whole if len(whole) > 1 else next(iter(whole.values()))
-        draft.put(entry, "trainer.data.evaluation_path", value, "its rows are read as those that are trained on")
+        draft.put(
+            entry,
+            "trainer.data.evaluation_path",
+            value,
+            "its rows are read as those that are trained on",
+        )
         data = draft.made["trainer"]["data"]
         for label, part in zip(labels, parts, strict=True):
-            odd = {key: value for key, value in part.items() if key != "path" and _read(data, key, part) != value}
+            odd = {
+                key: value
+                for key, value in part.items()
+                if key != "path" and _read(data, key, part) != value
+            }
             if odd:
-                draft.lose(entry, f"{label} has {show(odd)}, which the rows that are trained on have not")
+                draft.lose(
+                    entry, f"{label} has {show(odd)}, which the rows that are trained on have not"
+                )
     elif len(parts) == 1:
         draft.made.setdefault("trainer", {}).setdefault("data", {}).update(parts[0])
         draft.keep(entry, "trainer.data")
     else:
         named = zip(_unlike(labels), parts, strict=True)
-        draft.put(entry, "trainer.data.sources", [{"label": label, **part} for label, part in named])
+        draft.put(
+            entry, "trainer.data.sources", [{"label": label, **part} for label, part in named]
+        )
 
 
 def put_share(draft: Draft, held: Entry) -> None:
@@ -40,7 +57,9 @@ def put_share(draft: Draft, held: Entry) -> None:
 
 
 def _read(data: Json, key: str, part: Json) -> Any:
-    """Return the value with which evaluation rows are read; for several sources, the rows themselves decide."""
+    """Return the value with which evaluation rows are read; for several sources, the rows
+    themselves decide.
+    """
     if "sources" in data and key in ("records", "chat_column"):
         return part[key]
     return data.get(key, {"split": "train", "text_column": "text"}.get(key))

@@ -1,8 +1,10 @@
-"""Conversion of other trainers' configs: those of Axolotl, LLaMA-Factory and Hugging Face's Trainer.
+"""Conversion of other trainers' configs: those of Axolotl, LLaMA-Factory and Hugging Face's
+Trainer.
 
 The handling of each foreign key is data, in a YAML file for each system; `training` and `sources`
 have the functions for keys that belong together, `draft` records the results. A key that changes
-the training and has no equivalent here is an error."""
+the training and has no equivalent here is an error.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ SYSTEMS = {
 
 
 def translate(system: str, given: Json, folder: Path, partial: bool = False) -> Draft:
-    """Translate foreign keys into a config, in `made`, with a report on each key; `folder`: that of their file.
+    """Translate foreign keys into a config, in `made`, with a report on each key; `folder`: that of
+    their file.
 
     Raises ConfigError for another kind of training, for values that this trainer does not take,
     and, unless `partial`, for lost keys that change what is trained.
@@ -47,7 +50,12 @@ def translate(system: str, given: Json, folder: Path, partial: bool = False) -> 
     table, defaults, groups = SYSTEMS[system]
     base = section_of("deepspeed", given.get("deepspeed"), folder)
     draft = Draft(given, folder, base=base, made=deepcopy(base))
-    fill(draft, table, defaults({key: value for key, value in given.items() if value is not None}), groups)
+    fill(
+        draft,
+        table,
+        defaults({key: value for key, value in given.items() if value is not None}),
+        groups,
+    )
     draft = replace(draft, made=_ordered(draft.made))
     if draft.lost and not partial:
         raise ConfigError(*_refusals(draft.lost))
@@ -60,19 +68,33 @@ def _refusals(lost: Mapping[str, list[str]]) -> list[Problem]:
     for line, reasons in lost.items():
         key, _, value = line.partition(" ")
         why = "; ".join(dict.fromkeys(filter(None, reasons)))
-        found.append(Problem(key, f"saw {value}{f' ({why})' if why else ''}", "something that has a key here"))
+        found.append(
+            Problem(
+                key, f"saw {value}{f' ({why})' if why else ''}", "something that has a key here"
+            )
+        )
     mend = "Take them out of theirs, or give --partial: it writes the rest and lists them."
     seen = f"{len(found)} of theirs, which would change what is trained"
     return [Problem("not imported", seen, "all of it", mend), *found]
 
 
-_FIRST = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_FIRST = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 _THEN = ("bf16", "fp16", "zero_optimization", "optimizer", "scheduler")
 
 
 def _ordered(made: Json) -> Json:
-    """Sort keys: batches, precision, layout, optimizer, other keys of DeepSpeed, then `trainer` in its own order."""
+    """Sort keys: batches, precision, layout, optimizer, other keys of DeepSpeed, then `trainer` in
+    its own order.
+    """
     rest = [key for key in made if key not in (*_FIRST, *_THEN, "trainer")]
     found = {key: made[key] for key in (*_FIRST, *_THEN, *rest) if key in made}
     section = made.get("trainer", {})
-    return {**found, "trainer": {name: section[name] for name in TrainerSection.model_fields if name in section}}
+    return {
+        **found,
+        "trainer": {name: section[name] for name in TrainerSection.model_fields if name in section},
+    }

@@ -1,1 +1,3 @@
-"""The memory and traffic that a run will need, measured before it runs by the engines' own code on fake tensors."""
+"""The memory and traffic that a run will need, measured before it runs by the engines' own code on
+fake tensors.
+"""

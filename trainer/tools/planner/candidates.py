@@ -1,6 +1,7 @@
 """Changes to a layout that may make it fit or run faster, and the order in which to try them.
 
-A closed form rules out what can't fit and ranks what is likely to; only simulated layouts are proposed.
+A closed form rules out what can't fit and ranks what is likely to; only simulated layouts are
+proposed.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ from trainer.tools.planner.cluster import Cluster, Traffic, time_of
 from trainer.tools.planner.estimate import Plan
 
 BLOCK_BYTES = 34
-"""Bytes of a block's activations per hidden value and token, without the attention matrix (arXiv 2205.05198, eq. 1)."""
+"""Bytes of a block's activations per hidden value and token, without the attention matrix (arXiv
+2205.05198, eq. 1).
+"""
 MOST_CHANGES = 3
 PIPELINES = (1, 2, 4, 8, 16)
 OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
 ADAM = ("adam", "adamw", "fusedadam")
 
-BATCH, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+BATCH, MICRO, ACCUMULATION = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,9 @@ class ModelSizes:
     def of(cls, plan: Plan) -> ModelSizes:
         spec = plan.workload.spec
         optimizer = plan.workload.deepspeed.get("optimizer", {})
-        sure = str(optimizer.get("type", "")).lower() in ADAM and "bf16" not in str(optimizer.get("params", {}))
+        sure = str(optimizer.get("type", "")).lower() in ADAM and "bf16" not in str(
+            optimizer.get("params", {})
+        )
         learned = spec.parameters - sum(spec.training.frozen.values())
         return cls(
             spec.parameters,
@@ -63,8 +72,11 @@ class ModelSizes:
         )
 
 
-def candidates(layout: Layout, cluster: Cluster, blocks: int, splits: bool = True) -> Iterator[Layout]:
-    """Yield layouts with the same global batch on a cluster; `layout` itself is among them if it runs there.
+def candidates(
+    layout: Layout, cluster: Cluster, blocks: int, splits: bool = True
+) -> Iterator[Layout]:
+    """Yield layouts with the same global batch on a cluster; `layout` itself is among them if it
+    runs there.
 
     `splits`: True if tensor parallelism supports the model; its groups stay inside a node. It is
     not checked if an engine supports a layout.
@@ -72,7 +84,9 @@ def candidates(layout: Layout, cluster: Cluster, blocks: int, splits: bool = Tru
     world, stay = cluster.world_size, {layout.tensor}
     tensors = sorted({t for t in (1, 2, 4, 8) if splits and cluster.devices % t == 0} | stay)
     pipelines = sorted({p for p in PIPELINES if p <= blocks} | {layout.pipeline})
-    recomputes = dict.fromkeys((layout.recompute, Recompute(), Recompute("selective"), Recompute("full")))
+    recomputes = dict.fromkeys(
+        (layout.recompute, Recompute(), Recompute("selective"), Recompute("full"))
+    )
     offloads = dict.fromkeys(((layout.offload_optimizer, layout.offload_param), *OFFLOADS))
     for tensor, pipeline in product(tensors, pipelines):
         if world % (tensor * pipeline):
@@ -87,7 +101,12 @@ def candidates(layout: Layout, cluster: Cluster, blocks: int, splits: bool = Tru
                 try:
                     yield replace(
                         layout,
-                        **{"world_size": world, "pipeline": pipeline, "tensor": tensor, "zero_stage": stage},
+                        **{
+                            "world_size": world,
+                            "pipeline": pipeline,
+                            "tensor": tensor,
+                            "zero_stage": stage,
+                        },
                         **{"shard": shard, "replicate": ranks // shard, "micro_batch": micro},
                         accumulation=layout.train_batch // (micro * ranks),
                         offload_optimizer=optimizer,
@@ -108,12 +127,15 @@ def _shards(layout: Layout, ranks: int, stage: int, inside: int) -> set[int]:
     if stage == 0:
         return {1}
     return {
-        size for size in (ranks, inside, layout.shard) if size > 0 and ranks % size == 0 and (size > 1 or ranks == 1)
+        size
+        for size in (ranks, inside, layout.shard)
+        if size > 0 and ranks % size == 0 and (size > 1 or ranks == 1)
     }
 
 
 def least_bytes(layout: Layout, sizes: ModelSizes) -> float:
-    """Return a lower bound on the bytes of the fullest device; a layout whose bound exceeds its memory can't fit.
+    """Return a lower bound on the bytes of the fullest device; a layout whose bound exceeds its
+    memory can't fit.
 
     State by ZeRO stage (arXiv 1910.02054, section 3); of activations only each block's input, or
     those of its linear layers if nothing is recomputed.
@@ -133,7 +155,11 @@ def least_bytes(layout: Layout, sizes: ModelSizes) -> float:
 
 def _least_activations(layout: Layout, sizes: ModelSizes, value: int) -> float:
     every = layout.recompute.every if layout.recompute.mode == "every" else 1
-    inputs = sizes.kept if layout.recompute.mode == "none" and sizes.learned == sizes.parameters else 1 / every
+    inputs = (
+        sizes.kept
+        if layout.recompute.mode == "none" and sizes.learned == sizes.parameters
+        else 1 / every
+    )
     held = sizes.blocks // layout.stages // max(1, every) * every
     return value * inputs * held * layout.micro_batch * sizes.hidden
 
@@ -144,7 +170,9 @@ def _per_rank(layout: Layout) -> int:
 
 @dataclass
 class Estimates:
-    """Closed-form estimates of memory and time, corrected by each layout that has been simulated."""
+    """Closed-form estimates of memory and time, corrected by each layout that has been
+    simulated.
+    """
 
     sizes: ModelSizes
     cluster: Cluster
@@ -154,7 +182,9 @@ class Estimates:
     def bytes(self, layout: Layout) -> float:
         """Estimate the bytes on the fullest device."""
         known = [*self.factors.values(), 1.5]
-        return self._state(layout) + self._activations(layout) * self.factors.get(layout.recompute.mode, known[0])
+        return self._state(layout) + self._activations(layout) * self.factors.get(
+            layout.recompute.mode, known[0]
+        )
 
     def learn(self, layout: Layout, needed: float) -> None:
         factor = (needed - self._state(layout)) / max(1.0, self._activations(layout))
@@ -189,7 +219,9 @@ class Estimates:
         for inside, count, size in self._sent(layout):
             wires[inside] += Traffic(count, size)
         device, host = self.cluster.device, self._on_host(layout)
-        return time_of(layout, device, self.sizes.flops, wires[True], wires[False], on_host=host).middle
+        return time_of(
+            layout, device, self.sizes.flops, wires[True], wires[False], on_host=host
+        ).middle
 
     def _sent(self, layout: Layout) -> Iterator[tuple[bool, float, float]]:
         """Yield (inside a node, messages, bytes) sent by one rank for each axis, in rings."""
@@ -203,20 +235,35 @@ class Estimates:
         times = float(gathers + reduces) if shard > 1 else 0.0
         yield shard * tensor <= devices, times * blocks, times * weights * (shard - 1) / shard
         times = blocks if replicate > 1 else 0.0
-        yield shard * tensor * replicate <= devices, times, 2 * weights / shard * (replicate - 1) / replicate
+        yield (
+            shard * tensor * replicate <= devices,
+            times,
+            2 * weights / shard * (replicate - 1) / replicate,
+        )
         hidden = value * sizes.hidden * layout.micro_batch * layout.accumulation
         times = 4 * blocks if tensor > 1 else 0.0
-        yield tensor <= devices, times * layout.accumulation, times * hidden * 2 * (tensor - 1) / tensor
+        yield (
+            tensor <= devices,
+            times * layout.accumulation,
+            times * hidden * 2 * (tensor - 1) / tensor,
+        )
         times = 2.0 if layout.pipeline > 1 else 0.0
         yield layout.world_size <= devices, times * layout.accumulation, times * hidden
 
     def _on_host(self, layout: Layout) -> float:
-        each = 16 if layout.offload_param != "none" else 12 if layout.offload_optimizer != "none" else 0
+        each = (
+            16
+            if layout.offload_param != "none"
+            else 12
+            if layout.offload_optimizer != "none"
+            else 0
+        )
         return each * self.sizes.learned / _per_rank(layout) / layout.shard
 
 
 def rank(plan: Plan, changes: Mapping[str, Any]) -> tuple[bool, float, int, float]:
-    """Return the sort key of a proposal: those that fit first, then time (to a percent), then number of changes.
+    """Return the sort key of a proposal: those that fit first, then time (to a percent), then
+    number of changes.
 
     Of those that do not fit, the one that misses least comes first.
     """
@@ -237,8 +284,14 @@ CHANGES = {
 
 
 def differences(old: Layout, new: Layout) -> frozenset[str]:
-    """Return the names of `CHANGES` that differ; data ranks that follow from pipeline or tensor do not count."""
-    found = {name for name, keys in CHANGES.items() if any(getattr(old, key) != getattr(new, key) for key in keys)}
+    """Return the names of `CHANGES` that differ; data ranks that follow from pipeline or tensor do
+    not count.
+    """
+    found = {
+        name
+        for name, keys in CHANGES.items()
+        if any(getattr(old, key) != getattr(new, key) for key in keys)
+    }
     kept = (old.replicate == 1) == (new.replicate == 1) and (old.shard == 1) == (new.shard == 1)
     if kept and old.data_ranks != new.data_ranks and 1 in (old.replicate, old.shard):
         found -= {"shard"}
@@ -250,7 +303,9 @@ def differences(old: Layout, new: Layout) -> frozenset[str]:
 def promising(
     layouts: Iterable[Layout], base: Layout, room: float, estimates: Estimates
 ) -> tuple[list[Layout], list[Layout]]:
-    """Select the layouts that may fit, in two lists: those with few changes, and those with more."""
+    """Select the layouts that may fit, in two lists: those with few changes, and those with
+    more.
+    """
     few: list[Layout] = []
     more: list[Layout] = []
     for layout in layouts:
@@ -260,7 +315,9 @@ def promising(
 
 
 def changes_to(raw: Json, old: Layout, new: Layout) -> dict[str, Any]:
-    """Return the config keys to change, with their values; the mesh follows when the config is resolved."""
+    """Return the config keys to change, with their values; the mesh follows when the config is
+    resolved.
+    """
     found: dict[str, Any] = {}
     if old.pipeline != new.pipeline:
         found["pipeline.stages"] = new.pipeline
@@ -275,12 +332,18 @@ def changes_to(raw: Json, old: Layout, new: Layout) -> dict[str, Any]:
     for key in ("offload_optimizer", "offload_param"):
         if (device := getattr(new, key)) != getattr(old, key):
             path = f"zero_optimization.{key}"
-            found |= {f"{path}.device": device} if isinstance(zero.get(key), dict) else {path: {"device": device}}
+            found |= (
+                {f"{path}.device": device}
+                if isinstance(zero.get(key), dict)
+                else {path: {"device": device}}
+            )
     return found | _batch_changes(raw, new)
 
 
 def _batch_changes(raw: Json, new: Layout) -> dict[str, int]:
-    """Return the batch keys to change; the global batch becomes explicit, accumulation follows where it did before."""
+    """Return the batch keys to change; the global batch becomes explicit, accumulation follows
+    where it did before.
+    """
     wanted = {BATCH: new.train_batch, MICRO: new.micro_batch, ACCUMULATION: new.accumulation}
     written = {key: raw[key] for key in wanted if isinstance(raw.get(key), int)}
     if all(wanted[key] == value for key, value in written.items()) and len(written) > 1:

@@ -23,7 +23,9 @@ UNITS = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "": 0}
 LARGE = re.compile(r"(\d+(?:\.\d*)?) ?([kmgtp]?)(i?)([a-z/]*)", re.IGNORECASE)
 SHORT = re.compile(r"(\d+(?:\.\d*)?) ?(m|u|)s")
 SUFFIXES = {"memory": ("", "B", "b"), "peak": ("", "FLOPS", "flops", "FLOP/s", "flop/s")}
-"""The accepted units of some numbers; RATES holds for the others: bytes/s, as networks are sold in bits/s."""
+"""The accepted units of some numbers; RATES holds for the others: bytes/s, as networks are sold in
+bits/s.
+"""
 RATES = ("", "B/s", "B")
 
 
@@ -57,19 +59,30 @@ def device_of(text: str) -> Device:
         number = _seconds(value) if key == "latency" else _number(value, SUFFIXES.get(key, RATES))
         if key not in NUMBERS or number is None:
             examples = "memory=80GB, network=50GB/s or latency=20us"
-            raise ConfigError(Problem("--device", part, f"one of {', '.join(NUMBERS)} with a number: {examples}"))
+            raise ConfigError(
+                Problem("--device", part, f"one of {', '.join(NUMBERS)} with a number: {examples}")
+            )
         found[key] = number
     missing = [name for name in NUMBERS[:4] if name not in found]
     if missing:
-        seen = f"{text}, which is not in the table" if not found else f"{text}, without {', '.join(missing)}"
-        mend = "Give its numbers: --device memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s"
+        seen = (
+            f"{text}, which is not in the table"
+            if not found
+            else f"{text}, without {', '.join(missing)}"
+        )
+        mend = (
+            "Give its numbers: --device memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s"
+        )
         raise ConfigError(Problem("--device", seen, f"one of {', '.join(DEVICES)}", mend))
     return Device("a device of its own", **found)
 
 
 def described(device: Device) -> str:
     """Return the numbers from which `device_of` makes this device."""
-    return ",".join(f"{name}={getattr(device, name):.0f}" for name in NUMBERS[:-1]) + f",latency={device.latency:.9f}s"
+    return (
+        ",".join(f"{name}={getattr(device, name):.0f}" for name in NUMBERS[:-1])
+        + f",latency={device.latency:.9f}s"
+    )
 
 
 def _number(text: str, suffixes: Sequence[str]) -> float | None:
@@ -88,7 +101,9 @@ def _seconds(text: str) -> float | None:
 # The time of a step
 
 HOST = 25e9
-"""Bytes/s at which each device's offloaded state is moved and updated: PCIe 4 x16, or host memory over 8."""
+"""Bytes/s at which each device's offloaded state is moved and updated: PCIe 4 x16, or host memory
+over 8.
+"""
 
 
 @dataclass(frozen=True)
@@ -161,7 +176,10 @@ def time_of(
     compute = flops * (1 + recomputed(layout)) / layout.world_size / rate
     rounds = layout.accumulation * layout.stages_per_rank
     bubble = compute * (layout.pipeline - 1) / rounds if layout.pipeline > 1 else 0.0
-    wires = inside.seconds(device.link, device.latency), between.seconds(device.network, device.latency)
+    wires = (
+        inside.seconds(device.link, device.latency),
+        between.seconds(device.network, device.latency),
+    )
     return Time(compute, bubble, *wires, 2 * state / device.bandwidth, 2 * on_host / HOST)
 
 

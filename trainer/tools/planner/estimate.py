@@ -1,7 +1,9 @@
-"""The plan of a run: the memory and messages of each kind of rank, and an estimate of the time of a step.
+"""The plan of a run: the memory and messages of each kind of rank, and an estimate of the time of a
+step.
 
-Ranks of one kind do the same, so one is simulated for each place in the pipeline. If all blocks are alike,
-a few are simulated at two depths and the rest is extrapolated linearly; so is the number of micro-batches.
+Ranks of one kind do the same, so one is simulated for each place in the pipeline. If all blocks are
+alike, a few are simulated at two depths and the rest is extrapolated linearly; so is the number of
+micro-batches.
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ class Role:
 
     def traffic(self, inside: bool) -> Traffic:
         """Return the traffic of a step inside the rank's node, or to other nodes."""
-        return sum((Traffic(sent.count, sent.size) for sent in self.sent if sent.inside is inside), Traffic())
+        return sum(
+            (Traffic(sent.count, sent.size) for sent in self.sent if sent.inside is inside),
+            Traffic(),
+        )
 
     @property
     def peak(self) -> Peak:
@@ -76,7 +81,9 @@ class Plan:
     cluster: Cluster
     roles: tuple[Role, ...]
     loaded: float
-    """The most bytes on the host that each process takes while it loads the model: those of the largest unit."""
+    """The most bytes on the host that each process takes while it loads the model: those of the
+    largest unit.
+    """
 
     @property
     def background_copy(self) -> float:
@@ -94,7 +101,9 @@ class Plan:
 
     @property
     def needed(self) -> float:
-        """Bytes of tensors on the fullest device, as its allocator rounds them, without those offloaded to the host."""
+        """Bytes of tensors on the fullest device, as its allocator rounds them, without those
+        offloaded to the host.
+        """
         peak = self.fullest.peak
         return peak.size + peak.rounding - self.on_host
 
@@ -113,10 +122,15 @@ class Plan:
         return self.workload.sample.flops * self.workload.layout.train_batch
 
     def traffic(self, inside: bool) -> Traffic:
-        """Return the traffic of a step, inside nodes or between them, of the rank that takes longest to send it."""
+        """Return the traffic of a step, inside nodes or between them, of the rank that takes
+        longest to send it.
+        """
         device = self.cluster.device
         bandwidth = device.link if inside else device.network
-        return max((role.traffic(inside) for role in self.roles), key=lambda t: t.seconds(bandwidth, device.latency))
+        return max(
+            (role.traffic(inside) for role in self.roles),
+            key=lambda t: t.seconds(bandwidth, device.latency),
+        )
 
     def on_device(self, kinds: Iterable[str]) -> float:
         """Return the bytes of these kinds that are on the device at the fullest moment."""
@@ -126,12 +140,18 @@ class Plan:
     @cached_property
     def time(self) -> Time:
         state = self.on_device(("weights", "gradients", "optimizer"))
-        layout, device, wires = self.workload.layout, self.cluster.device, map(self.traffic, (True, False))
+        layout, device, wires = (
+            self.workload.layout,
+            self.cluster.device,
+            map(self.traffic, (True, False)),
+        )
         return time_of(layout, device, self.step_flops, *wires, state=state, on_host=self.on_host)
 
 
 def offloaded(workload: Workload) -> tuple[str, ...]:
-    """Return the kinds of memory on the host: FSDP2 offloads all of a shard, DeepSpeed as the layout says."""
+    """Return the kinds of memory on the host: FSDP2 offloads all of a shard, DeepSpeed as the
+    layout says.
+    """
     layout = workload.layout
     if not layout.offloads:
         return ()
@@ -145,32 +165,52 @@ def offloaded(workload: Workload) -> tuple[str, ...]:
 def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Plan:
     """Simulate a run and build its plan.
 
-    `make(blocks, accumulation)` returns a workload to simulate: with `blocks` in each stage, or all if None, and
-    with that many micro-batches. Raises ConfigError for a model or layout that does not run on fake tensors.
+    `make(blocks, accumulation)` returns a workload to simulate: with `blocks` in each stage, or all
+    if None, and with that many micro-batches. Raises ConfigError for a model or layout that does
+    not run on fake tensors.
     """
     full = make(None, 0)
     layout = full.layout
     model = full.spec.build()
     held = blocks_held(full, model)
     depths = depths_of(full, model, held)
-    grid: list[Point] = [(depth, micro) for micro in micro_batches_of(layout) for depth in (depths or (None,))]
+    grid: list[Point] = [
+        (depth, micro) for micro in micro_batches_of(layout) for depth in (depths or (None,))
+    ]
     workloads = {point: make(*point) for point in grid}
     stand = representatives(layout)
     jobs = [(rank, point) for _, rank in stand for point in grid]
     found = dict(
-        zip(jobs, simulate_all([(workloads[point], rank) for rank, point in jobs], cluster.devices), strict=True)
+        zip(
+            jobs,
+            simulate_all([(workloads[point], rank) for rank, point in jobs], cluster.devices),
+            strict=True,
+        )
     )
     roles = []
     for name, rank in stand:
-        goal = held[layout.coordinates(rank)["pipeline"]] / layout.stages_per_rank, layout.accumulation
+        goal = (
+            held[layout.coordinates(rank)["pipeline"]] / layout.stages_per_rank,
+            layout.accumulation,
+        )
         points = {point: found[rank, point] for point in grid}
         copied = _plane({point: trace.copied for point, trace in points.items()}, goal)
-        roles.append(Role(name, rank, _peaks(points, goal), tuple(_sent(points, goal, layout, cluster)), copied))
+        roles.append(
+            Role(
+                name,
+                rank,
+                _peaks(points, goal),
+                tuple(_sent(points, goal, layout, cluster)),
+                copied,
+            )
+        )
     return Plan(full, cluster, tuple(roles), loaded_at_once(full, model))
 
 
 def representatives(layout: Layout) -> list[tuple[str, int]]:
-    """Choose a rank for each kind: in each place, the first data and tensor rank, which has the largest shards."""
+    """Choose a rank for each kind: in each place, the first data and tensor rank, which has the
+    largest shards.
+    """
     last = layout.pipeline - 1
     if last == 0:
         return [("each rank", 0)]
@@ -185,16 +225,27 @@ def representatives(layout: Layout) -> list[tuple[str, int]]:
 def blocks_held(workload: Workload, model: nn.Module) -> list[int]:
     """Count the blocks of each pipeline rank."""
     layout, spec = workload.layout, workload.spec
-    ranges = block_ranges(model, spec, layout.partition, layout.stages) if spec.blocks else [range(0)]
-    return [sum(len(ranges[stage]) for stage in layout.stages_of(place)) for place in range(layout.pipeline)]
+    ranges = (
+        block_ranges(model, spec, layout.partition, layout.stages) if spec.blocks else [range(0)]
+    )
+    return [
+        sum(len(ranges[stage]) for stage in layout.stages_of(place))
+        for place in range(layout.pipeline)
+    ]
 
 
 def loaded_at_once(workload: Workload, model: nn.Module) -> float:
-    """Return the bytes of the largest unit in float32; of the whole model under AutoTP, which splits a loaded one."""
+    """Return the bytes of the largest unit in float32; of the whole model under AutoTP, which
+    splits a loaded one.
+    """
     if workload.engine_name == "deepspeed" and workload.layout.tensor > 1:
         return 4.0 * workload.spec.parameters
     return 4.0 * max(
-        sum(parameter.numel() for _, module in unit for parameter in module.parameters(recurse=False))
+        sum(
+            parameter.numel()
+            for _, module in unit
+            for parameter in module.parameters(recurse=False)
+        )
         for unit in units(model, workload.spec.blocks)
     )
 
@@ -202,7 +253,8 @@ def loaded_at_once(workload: Workload, model: nn.Module) -> float:
 def depths_of(workload: Workload, model: nn.Module, held: Sequence[int]) -> list[int] | None:
     """Choose two numbers of blocks per stage to extrapolate from; None if all blocks are simulated.
 
-    All are simulated if they differ from one another, or if they are no more than the blocks of both depths.
+    All are simulated if they differ from one another, or if they are no more than the blocks of
+    both depths.
     """
     spec, layout = workload.spec, workload.layout
     step = layout.recompute.every
@@ -221,16 +273,21 @@ def _whole(least: int, step: int) -> int:
 def alike(spec: ModelSpec, model: nn.Module) -> bool:
     """Return True if all blocks have the same parameters."""
     shapes = [
-        sorted((name, tuple(p.shape), p.requires_grad) for name, p in model.get_submodule(block).named_parameters())
+        sorted(
+            (name, tuple(p.shape), p.requires_grad)
+            for name, p in model.get_submodule(block).named_parameters()
+        )
         for block in spec.blocks
     ]
     return all(shape == shapes[0] for shape in shapes[1:])
 
 
 def micro_batches_of(layout: Layout) -> list[int]:
-    """Choose one or two numbers of micro-batches, enough to fill a pipeline or to accumulate gradients.
+    """Choose one or two numbers of micro-batches, enough to fill a pipeline or to accumulate
+    gradients.
 
-    For a long pipeline one is enough: what occurs once per micro-batch then grows with their number (`_sent`).
+    For a long pipeline one is enough: what occurs once per micro-batch then grows with their number
+    (`_sent`).
     """
     if layout.pipeline == 1:
         enough, more = 2, 3
@@ -238,7 +295,9 @@ def micro_batches_of(layout: Layout) -> list[int]:
         enough, more = layout.stages, layout.stages + layout.pipeline
     if layout.accumulation <= more:
         return [layout.accumulation]
-    return [enough] if layout.pipeline > LONG and layout.schedule.name != "GPipe" else [enough, more]
+    return (
+        [enough] if layout.pipeline > LONG and layout.schedule.name != "GPipe" else [enough, more]
+    )
 
 
 Point = tuple[int | None, int]
@@ -250,10 +309,19 @@ def _peaks(points: Mapping[Point, Trace], goal: tuple[float, int]) -> tuple[Peak
     for peak in next(iter(points.values())).peaks:
         at = {point: trace.peak(peak.phase) for point, trace in points.items()}
         kinds, users = (
-            {name: round(_plane({p: read(found).get(name, 0) for p, found in at.items()}, goal)) for name in names}
+            {
+                name: round(_plane({p: read(found).get(name, 0) for p, found in at.items()}, goal))
+                for name in names
+            }
             for read, names in (
-                (lambda p: p.by_kind, dict.fromkeys(kind for p in at.values() for kind in p.by_kind)),
-                (lambda p: p.by_consumer, dict.fromkeys(user for p in at.values() for user in p.by_consumer)),
+                (
+                    lambda p: p.by_kind,
+                    dict.fromkeys(kind for p in at.values() for kind in p.by_kind),
+                ),
+                (
+                    lambda p: p.by_consumer,
+                    dict.fromkeys(user for p in at.values() for user in p.by_consumer),
+                ),
             )
         )
         rounding = round(_plane({point: p.rounding for point, p in at.items()}, goal))
@@ -261,14 +329,24 @@ def _peaks(points: Mapping[Point, Trace], goal: tuple[float, int]) -> tuple[Peak
     return tuple(found)
 
 
-def _sent(points: Mapping[Point, Trace], goal: tuple[float, int], layout: Layout, cluster: Cluster) -> Iterator[Sent]:
+def _sent(
+    points: Mapping[Point, Trace], goal: tuple[float, int], layout: Layout, cluster: Cluster
+) -> Iterator[Sent]:
     totals = {point: _totals(trace.messages, layout, cluster) for point, trace in points.items()}
     micros = {accumulation for _, accumulation in points}
     few = min(micros)
     for key in dict.fromkeys(key for total in totals.values() for key in total):
-        count, size = (_plane({p: total.get(key, (0, 0))[i] for p, total in totals.items()}, goal) for i in (0, 1))
-        if len(micros) == 1 and all(total.get(key, (0,))[0] % few == 0 for total in totals.values()):
-            count, size = count * goal[1] / few, size * goal[1] / few  # a fixed number of times per micro-batch
+        count, size = (
+            _plane({p: total.get(key, (0, 0))[i] for p, total in totals.items()}, goal)
+            for i in (0, 1)
+        )
+        if len(micros) == 1 and all(
+            total.get(key, (0,))[0] % few == 0 for total in totals.values()
+        ):
+            count, size = (
+                count * goal[1] / few,
+                size * goal[1] / few,
+            )  # a fixed number of times per micro-batch
         yield Sent(*key, count, size)
 
 
@@ -303,13 +381,20 @@ def _straight(values: Mapping[int | None, float] | Mapping[int, float], goal: fl
     return first + (second - first) * (goal - low) / (high - low)
 
 
-def with_blocks(workload: Workload, spec: ModelSpec, blocks: int | None, accumulation: int) -> Workload:
-    """Return the workload with another number of blocks per stage and of micro-batches, otherwise the same."""
+def with_blocks(
+    workload: Workload, spec: ModelSpec, blocks: int | None, accumulation: int
+) -> Workload:
+    """Return the workload with another number of blocks per stage and of micro-batches, otherwise
+    the same.
+    """
     layout = workload.layout
     few = accumulation or layout.accumulation
     samples = layout.micro_batch * few * layout.data_ranks
     changed = replace(
-        layout, accumulation=few, train_batch=samples, partition="uniform" if blocks is not None else layout.partition
+        layout,
+        accumulation=few,
+        train_batch=samples,
+        partition="uniform" if blocks is not None else layout.partition,
     )
     batches = {"train_batch_size": samples, "gradient_accumulation_steps": few}
     return replace(workload, layout=changed, spec=spec, deepspeed={**workload.deepspeed, **batches})

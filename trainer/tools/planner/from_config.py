@@ -53,7 +53,8 @@ class ModelOnCluster:
 
     @cached_property
     def of_blocks(self) -> Callable[[int], ModelSpec]:
-        """A function that returns the model with so many blocks in all, each built once; requires `first_blocks`.
+        """A function that returns the model with so many blocks in all, each built once; requires
+        `first_blocks`.
 
         Trials use the whole model's tiny copy: a few blocks of a large model are still large.
         """
@@ -79,19 +80,24 @@ class ModelOnCluster:
 
 
 def planned(config: Config, cluster: Cluster) -> Plan:
-    """Plan a config on a cluster. Raises ConfigError if it does not fit the cluster, or can't be simulated."""
+    """Plan a config on a cluster. Raises ConfigError if it does not fit the cluster, or can't be
+    simulated.
+    """
     return plan_of(model_on(config, cluster).with_blocks, cluster)
 
 
 def on_cluster(config: Config, cluster: Cluster) -> Composed:
     """A config on all GPUs of a cluster. Raises ConfigError where it does not fit."""
-    return compose(config, RuntimeFacts(cluster.world_size, None, None, True, "cuda", cluster.devices))
+    return compose(
+        config, RuntimeFacts(cluster.world_size, None, None, True, "cuda", cluster.devices)
+    )
 
 
 def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     """Build the source of a config on a cluster, reading only the model's description.
 
-    Raises ConfigError if the layout does not fit the cluster or the model, DataError if images do not.
+    Raises ConfigError if the layout does not fit the cluster or the model, DataError if images do
+    not.
     """
     composed = on_cluster(config, cluster)
     section, layout = composed.config.trainer, composed.layout
@@ -101,7 +107,9 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     check_blocks(trained.spec, layout)
     engine.check(trained.spec, layout)
     spec = _of_shapes(trained.spec)
-    config = composed.knowing(hidden_size=spec.language.hidden_size, total_steps=section.steps or STEPS).config
+    config = composed.knowing(
+        hidden_size=spec.language.hidden_size, total_steps=section.steps or STEPS
+    ).config
     scheduler = None if config.scheduler is None else vars(config.scheduler)
     full = Workload(
         layout=layout,
@@ -142,13 +150,19 @@ def _language(section: TrainerSection, layout: Layout) -> TaskModel:
     regular = section.label_smoothing, section.neftune_alpha
     # a transformer's block surely keeps the inputs of its attention and of its other half
     sample = SampleCost("token", length, kind, flops, length * (spec.language.hidden_size or 0), 2)
-    return TaskModel(spec, lambda spec: CausalLM.of(spec, 0).regularised(spec, *regular), batch, sample)
+    return TaskModel(
+        spec, lambda spec: CausalLM.of(spec, 0).regularised(spec, *regular), batch, sample
+    )
 
 
 def _classifier(section: TrainerSection, layout: Layout) -> TaskModel:
     named, given = images.named_in(section), images.expected(section, cache_folder())
     # no weights are read or downloaded
-    arguments = {key: value for key, value in named.arguments.items() if key not in ("weights", "weights_backbone")}
+    arguments = {
+        key: value
+        for key, value in named.arguments.items()
+        if key not in ("weights", "weights_backbone")
+    }
     classifier = replace(named, arguments=arguments, folder=None)
     classes, shape = len(given.classes), (given.channels, *given.size)
     spec = images.spec_of(section, given, classifier)
@@ -157,27 +171,54 @@ def _classifier(section: TrainerSection, layout: Layout) -> TaskModel:
     images.check(spec, plain, given, str(section.data.path or section.task), layout, first)
     spec = amended(spec, section, ALONE).tried_on(plain.trial(first))
 
-    task, batch = plain.regularised(spec, section.label_smoothing, section.neftune_alpha), batches_of(given)
-    two = {name: part.to("meta") for name, part in batch(2).items()}  # batch norm has no statistics of one
+    task, batch = (
+        plain.regularised(spec, section.label_smoothing, section.neftune_alpha),
+        batches_of(given),
+    )
+    two = {
+        name: part.to("meta") for name, part in batch(2).items()
+    }  # batch norm has no statistics of one
     try:
         flops = counted_flops(spec, lambda model: task.loss_sum(task.prepare(model), two)) / 2
     except Exception as error:  # whatever the model's own code raises
-        seen = f"its training fails on the meta device: {type(error).__name__}: {first_line(error)}"[:200]
+        seen = (
+            f"its training fails on the meta device: {type(error).__name__}: {first_line(error)}"[
+                :200
+            ]
+        )
         expected = "scores of these images in training, as in an evaluation"
         raise ConfigError(Problem(f"trainer.model: {spec.name}", seen, expected)) from error
     hidden = math.prod(shape)
     with suppress(KeyError):  # a block that takes no tensor
-        hidden = min([hidden, *(math.prod(task.hidden_shape(batch(1), block)) for block in range(len(spec.blocks)))])
+        hidden = min(
+            [
+                hidden,
+                *(
+                    math.prod(task.hidden_shape(batch(1), block))
+                    for block in range(len(spec.blocks))
+                ),
+            ]
+        )
     kind = f"images of {' x '.join(map(str, shape))}, {classes:,} classes"
     return TaskModel(spec, lambda spec: task, batch, SampleCost("image", 1, kind, flops, hidden, 0))
 
 
 def batches_of(images: Images) -> Callable[[int], Batch]:
-    """Return a function that makes micro-batches as `ImageClassification` collates them, of so many images."""
+    """Return a function that makes micro-batches as `ImageClassification` collates them, of so many
+    images.
+    """
 
     def batch(count: int) -> Batch:
-        pixels, targets = torch.zeros(count, images.channels, *images.size), torch.zeros(count, dtype=torch.int64)
-        return {"input": pixels, "target": targets, "count": torch.tensor(count), "share": torch.tensor(1.0)}
+        pixels, targets = (
+            torch.zeros(count, images.channels, *images.size),
+            torch.zeros(count, dtype=torch.int64),
+        )
+        return {
+            "input": pixels,
+            "target": targets,
+            "count": torch.tensor(count),
+            "share": torch.tensor(1.0),
+        }
 
     return batch
 
@@ -185,16 +226,23 @@ def batches_of(images: Images) -> Callable[[int], Batch]:
 def _of_shapes(spec: ModelSpec) -> ModelSpec:
     """Return the spec with shapes alone, without reading weights. Trials still have values."""
 
-    most = SMALL if isinstance(spec.weights, NoWeights) else math.inf  # larger ones need their constructor
+    most = (
+        SMALL if isinstance(spec.weights, NoWeights) else math.inf
+    )  # larger ones need their constructor
 
     @cache
     def shapes() -> dict[str, torch.Size]:
         model = spec.build()
-        tensors = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+        tensors = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
         return {name: tensor.shape for name, tensor in tensors if tensor.numel() <= most}
 
     def constructed(name: str) -> torch.Tensor | None:
         return torch.empty(shape) if (shape := shapes().get(name)) is not None else None
 
     tried = spec.tiny.copy or (lambda *_, **__: spec)
-    return replace(spec, weights=NoWeights(), constructed=constructed, tiny=replace(spec.tiny, copy=tried))
+    return replace(
+        spec, weights=NoWeights(), constructed=constructed, tiny=replace(spec.tiny, copy=tried)
+    )

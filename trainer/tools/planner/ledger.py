@@ -1,7 +1,9 @@
-"""A record of the memory that a run takes, on real or fake tensors: an entry for each storage, made or freed.
+"""A record of the memory that a run takes, on real or fake tensors: an entry for each storage, made
+or freed.
 
-Storages count, not tensors: views are free, and a storage with several names counts once. Sizes are as
-requested; `rounded` is what an allocator makes of them. Memory that a kernel takes inside itself is not seen.
+Storages count, not tensors: views are free, and a storage with several names counts once. Sizes are
+as requested; `rounded` is what an allocator makes of them. Memory that a kernel takes inside itself
+is not seen.
 """
 
 from __future__ import annotations
@@ -24,10 +26,23 @@ from torch.utils._pytree import tree_leaves
 from trainer.tasks.task import bare_name
 from trainer.tools.planner.pretend import resizes_reported
 
-KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "temporaries", "data")
-"""The purposes of memory. `communication`: what collectives send from and receive into, gathered weights too."""
+KINDS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "communication",
+    "temporaries",
+    "data",
+)
+"""The purposes of memory. `communication`: what collectives send from and receive into, gathered
+weights too.
+"""
 BLOCK = 512
-"""Bytes that PyTorch's CUDA allocator rounds a tensor up to (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
+"""Bytes that PyTorch's CUDA allocator rounds a tensor up to (c10/cuda/CUDACachingAllocator:
+kMinBlockSize).
+"""
 BUILD, SAVE = "build", "save"
 """The phases in which new tensors are never activations."""
 PLACES = {
@@ -47,7 +62,9 @@ KEPT = {
     ("stage_1_and_2.py", "full"): "optimizer",
     ("stage3.py", "zeros"): "gradients",
 }
-"""Gradients and copies that DeepSpeed's ZeRO keeps on the optimizer's device, by file and operator."""
+"""Gradients and copies that DeepSpeed's ZeRO keeps on the optimizer's device, by file and
+operator.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -129,7 +146,9 @@ class Ledger(TorchDispatchMode):
     def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Record the forward passes of these modules, and of those within them, by name."""
         for root in modules:
-            self._names |= {module: bare_name(name) for name, module in root.named_modules() if name}
+            self._names |= {
+                module: bare_name(name) for name, module in root.named_modules() if name
+            }
         hooks = nn.modules.module
         before = hooks.register_module_forward_pre_hook(self._enter)
         after = hooks.register_module_forward_hook(self._leave, always_call=True)
@@ -153,12 +172,19 @@ class Ledger(TorchDispatchMode):
         self._tick += 1
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and _device(leaf).type != "meta":
+            if (
+                isinstance(leaf, torch.Tensor)
+                and not isinstance(leaf, DTensor)
+                and _device(leaf).type != "meta"
+            ):
                 storage = leaf.untyped_storage()
                 known = self._live.get(id(storage))
                 if known is None:
                     self._note(
-                        storage, self._kind_of(leaf, func._opname), self._stack[-1] if self._stack else "", func._opname
+                        storage,
+                        self._kind_of(leaf, func._opname),
+                        self._stack[-1] if self._stack else "",
+                        func._opname,
                     )
                 elif known.size != storage.nbytes():
                     self._resized(storage)
@@ -191,7 +217,9 @@ class Ledger(TorchDispatchMode):
             self.allocations.append(again)
 
     def _kind_of(self, tensor: torch.Tensor, operator: str) -> str:
-        """Return the kind of a new tensor. Forward passes, and recomputation, run with gradients enabled."""
+        """Return the kind of a new tensor. Forward passes, and recomputation, run with gradients
+        enabled.
+        """
         frame: Any = sys._getframe(2)
         for _ in range(12):
             if frame is None:
@@ -200,7 +228,12 @@ class Ledger(TorchDispatchMode):
             if (kind := PLACES.get(name)) is not None:
                 return KEPT.get((name, operator), kind)
             frame = frame.f_back
-        if self.vocabulary and tensor.is_floating_point() and tensor.ndim > 1 and tensor.shape[-1] == self.vocabulary:
+        if (
+            self.vocabulary
+            and tensor.is_floating_point()
+            and tensor.ndim > 1
+            and tensor.shape[-1] == self.vocabulary
+        ):
             return "logits"
         made = torch.is_grad_enabled() and self.phases[-1][0] not in (BUILD, SAVE)
         return "activations" if made else "temporaries"
@@ -213,8 +246,12 @@ class Ledger(TorchDispatchMode):
             self._stack.pop()
 
     def peaks(self) -> list[Peak]:
-        """Return the peak of each phase, in order; a phase that occurs several times has its largest."""
-        bounds = [(name, start, end) for (name, start), end in zip(self.phases, self._ends(), strict=True)]
+        """Return the peak of each phase, in order; a phase that occurs several times has its
+        largest.
+        """
+        bounds = [
+            (name, start, end) for (name, start), end in zip(self.phases, self._ends(), strict=True)
+        ]
         found: dict[str, Peak] = {}
         for name, start, end in bounds:
             peak = self._peak(name, start, end)
@@ -238,12 +275,18 @@ class Ledger(TorchDispatchMode):
             size += changes[tick]
             if size > most:
                 most, when = size, tick
-        live = [line for line in self.allocations if line.born <= when and (line.died is None or line.died >= when)]
+        live = [
+            line
+            for line in self.allocations
+            if line.born <= when and (line.died is None or line.died >= when)
+        ]
         return peak_of(phase, live)
 
 
 def _device(tensor: torch.Tensor) -> torch.device:
-    """Return the device, or the one it pretends to be on: asking a fake tensor itself goes through all modes."""
+    """Return the device, or the one it pretends to be on: asking a fake tensor itself goes through
+    all modes.
+    """
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 

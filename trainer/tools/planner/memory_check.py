@@ -35,7 +35,9 @@ SECONDS = 120.0
 """Seconds that a prediction may take; a run then begins without one."""
 PROPOSING = 20.0
 """Seconds in which to try layouts that would fit; the run waits for them."""
-RANKS = re.compile(r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI_|PMIX_).*|(RANK|WORLD_SIZE|NODE_RANK)")
+RANKS = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI_|PMIX_).*|(RANK|WORLD_SIZE|NODE_RANK)"
+)
 """Variables by which a launcher tells a process that it is a rank."""
 UNKNOWN = Device("unknown", 0, 300e12, 2e12, 100e9)
 
@@ -48,7 +50,9 @@ class Prediction:
     device: Device
 
 
-def check_memory(prepared: Prepared, machine: Machine, folder: Path, console: Console) -> Callable[[], list[str]]:
+def check_memory(
+    prepared: Prepared, machine: Machine, folder: Path, console: Console
+) -> Callable[[], list[str]]:
     """Predict and report the memory that a run takes on its device, if requested. Collective.
 
     Returns a function that compares it at the end with what was measured. Raises ConfigError if
@@ -65,10 +69,16 @@ def check_memory(prepared: Prepared, machine: Machine, folder: Path, console: Co
 
 
 def wanted(prepared: Prepared, machine: Machine) -> bool:
-    """Return True on GPUs, or if the config asks for a prediction; for a model and data that it names."""
+    """Return True on GPUs, or if the config asks for a prediction; for a model and data that it
+    names.
+    """
     config, section = prepared.config, prepared.config.trainer
     asked = config.origins.get("trainer.plan") in (FILE, OVERRIDE)
-    return prepared.subject.is_named(section) and section.plan != "off" and (machine.device.type == "cuda" or asked)
+    return (
+        prepared.subject.is_named(section)
+        and section.plan != "off"
+        and (machine.device.type == "cuda" or asked)
+    )
 
 
 def predict(
@@ -85,24 +95,40 @@ def predict(
         return None, [f"memory  not predicted: {first_line(error)}"]
     with disk_errors(folder / PLAN):
         replace_file(folder / PLAN, (json.dumps(found, indent=2) + "\n").encode())
-    needed, fits, whose = found["needed"], found["fits"], "the device" if machine.device.type == "cuda" else "the host"
-    line = f"memory  {gib(needed)} predicted on the fullest rank, of {gib(device.memory)} that {whose} has for it"
+    needed, fits, whose = (
+        found["needed"],
+        found["fits"],
+        "the device" if machine.device.type == "cuda" else "the host",
+    )
+    line = (
+        f"memory  {gib(needed)} predicted on the fullest rank, of {gib(device.memory)} that "
+        f"{whose} has for it"
+    )
     if needed > device.memory and prepared.config.trainer.plan == "refuse":
         raise ConfigError(_problem(found, device))
     if fits:
         return Prediction(needed, device), [line]
     missing = needed - found["room"]
-    note = f"note    predicted to miss by {gib(missing)}, with {gib(RESERVED)} left for CUDA and NCCL"
+    note = (
+        f"note    predicted to miss by {gib(missing)}, with {gib(RESERVED)} left for CUDA and NCCL"
+    )
     return Prediction(needed, device), [line, f"{note}{_proposed(found)}"]
 
 
 def measured(prediction: Prediction | None, machine: Machine) -> list[str]:
-    """Compare predicted with measured memory, on the fullest GPU. Collective if there is a prediction."""
+    """Compare predicted with measured memory, on the fullest GPU. Collective if there is a
+    prediction.
+    """
     if prediction is None or machine.device.type != "cuda":
         return []
     peak = max(machine.ranks.gather(torch.cuda.max_memory_allocated(machine.device)))
     error = prediction.needed / peak - 1
-    return [f"memory  {gib(peak)} measured at the peak, {gib(prediction.needed)} predicted ({error:+.1%})"]
+    return [
+        (
+            f"memory  {gib(peak)} measured at the peak, {gib(prediction.needed)} predicted "
+            f"({error:+.1%})"
+        )
+    ]
 
 
 def device_of(machine: Machine) -> Device:
@@ -133,7 +159,16 @@ def simulated(prepared: Prepared, machine: Machine, device: Device) -> dict[str,
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
         sizes = ["--nodes", str(world // local), "--gpus", str(local), "--device", text]
-        command = [sys.executable, "-m", "trainer.command", "plan", "--config", str(path), *sizes, "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "trainer.command",
+            "plan",
+            "--config",
+            str(path),
+            *sizes,
+            "--json",
+        ]
         found = _answer(command)
         return found if found["fits"] else _answer([*command, "--propose", str(PROPOSING)])
 
@@ -145,7 +180,9 @@ def _answer(command: list[str]) -> dict[str, Any]:
     try:
         output, errors = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        raise ValueError(f"it takes more than {SECONDS:.0f} seconds; `meshloom plan` has no limit") from None
+        raise ValueError(
+            f"it takes more than {SECONDS:.0f} seconds; `meshloom plan` has no limit"
+        ) from None
     finally:
         with suppress(ProcessLookupError):  # its forks end with it
             os.killpg(process.pid, signal.SIGKILL)
@@ -166,13 +203,22 @@ def alone(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _problem(found: Mapping[str, Any], device: Device) -> Problem:
     missing = found["needed"] - device.memory
-    seen = f"{found['layout']} needs {gib(found['needed'])} on the fullest rank, {gib(missing)} too many"
+    seen = (
+        f"{found['layout']} needs {gib(found['needed'])} on the fullest rank, {gib(missing)} "
+        "too many"
+    )
     mend = f'trainer.plan="warn" tries all the same{_proposed(found)}'
     return Problem("memory", seen, f"at most the {gib(device.memory)} of {device.name}", mend)
 
 
 def _proposed(found: Mapping[str, Any]) -> str:
     for proposal in found.get("proposals", []):
-        changes = " ".join(f"{path}={json.dumps(value)}" for path, value in proposal["changes"].items())
-        return f". {changes} would do: {proposal['reason']}" if proposal["fits"] else f". {proposal['reason']}"
+        changes = " ".join(
+            f"{path}={json.dumps(value)}" for path, value in proposal["changes"].items()
+        )
+        return (
+            f". {changes} would do: {proposal['reason']}"
+            if proposal["fits"]
+            else f". {proposal['reason']}"
+        )
     return ""

@@ -31,7 +31,9 @@ _OPERATORS = (
     ("barrier", "barrier"),
 )
 NAMES = {operator: name for name, operators in _OPERATORS for operator in operators.split()}
-"""PyTorch's communication operators -> the field's names. `Message.size` is that of the larger of input and output."""
+"""PyTorch's communication operators -> the field's names. `Message.size` is that of the larger of
+input and output.
+"""
 LIBRARIES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 POINT_TO_POINT = ("send", "receive")
 HERE = Path(__file__).parent
@@ -61,7 +63,13 @@ class Message:
         others = (len(self.group) - 1) / max(1, len(self.group))
         if self.name == "all-reduce":
             return 2 * others * self.size
-        return float(self.size) if self.name == "send" else 0.0 if self.name == "receive" else others * self.size
+        return (
+            float(self.size)
+            if self.name == "send"
+            else 0.0
+            if self.name == "receive"
+            else others * self.size
+        )
 
 
 @dataclass(eq=False)
@@ -96,12 +104,16 @@ class Messages(TorchDispatchMode):
         if name in POINT_TO_POINT:
             peer = group[int(args[2])]
             group = tuple(sorted((self.rank, peer)))
-        self.found.append(Message(name, group, dtype, max(sizes, default=0), self.phase, place(), peer))
+        self.found.append(
+            Message(name, group, dtype, max(sizes, default=0), self.phase, place(), peer)
+        )
 
 
 def _sides(args: Any, made: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return the tensors of each argument, then those of the output."""
-    return [[leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)] for value in args] + [made]
+    return [
+        [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)] for value in args
+    ] + [made]
 
 
 def _group(args: Any) -> tuple[int, ...]:
@@ -121,7 +133,9 @@ def _group(args: Any) -> tuple[int, ...]:
 
 
 def place() -> str:
-    """Return the line of this package's code, planner excluded, that is running; empty if none is."""
+    """Return the line of this package's code, planner excluded, that is running; empty if none
+    is.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
         if name := _engines_file(frame.f_code.co_filename):
@@ -134,4 +148,8 @@ def place() -> str:
 def _engines_file(name: str) -> str | None:
     """Return a file's path in this package; None for a file of a library or of the planner."""
     path = Path(name)
-    return str(path.relative_to(PACKAGE.parent)) if path.is_relative_to(PACKAGE) and HERE not in path.parents else None
+    return (
+        str(path.relative_to(PACKAGE.parent))
+        if path.is_relative_to(PACKAGE) and HERE not in path.parents
+        else None
+    )

@@ -1,8 +1,10 @@
-"""DeepSpeed's ZeRO-3 collectives without a view for each rank, whose thousands per parameter took minutes.
+"""DeepSpeed's ZeRO-3 collectives without a view for each rank, whose thousands per parameter took
+minutes.
 
 The messages and the sizes of tensors are those of `all_gather_coalesced`
 (`deepspeed/runtime/zero/partition_parameters.py`) and `reduce_scatter_coalesced`
-(`deepspeed/runtime/comm/coalesced_collectives.py`)."""
+(`deepspeed/runtime/comm/coalesced_collectives.py`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from deepspeed.runtime.zero import partition_parameters
 
 
 class GatheredAtOnce(partition_parameters.AllGatherCoalescedHandle):  # type: ignore[misc]
-    """The handle of parameters that are being gathered; `partitions` is one buffer for all of them."""
+    """The handle of parameters that are being gathered; `partitions` is one buffer for all of
+    them.
+    """
 
     def wait(self, handle_dependency: bool = True) -> None:
         if self.complete:  # type: ignore[has-type]
@@ -30,7 +34,9 @@ class GatheredAtOnce(partition_parameters.AllGatherCoalescedHandle):  # type: ig
         self.complete = True
 
 
-def gather(params: list[Any], world_size: int, rank: int, group: Any, dtype: torch.dtype) -> GatheredAtOnce:
+def gather(
+    params: list[Any], world_size: int, rank: int, group: Any, dtype: torch.dtype
+) -> GatheredAtOnce:
     """Replace `_all_gather_dtype`."""
     size = sum(parameter.ds_tensor.ds_numel for parameter in params)
     whole = torch.empty(size * world_size, dtype=dtype, device=params[0].ds_tensor.device)
@@ -64,7 +70,11 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     def convert(init: Any, parameter: Any) -> None:
         plain(init, parameter)
         function: Any = parameter.all_gather_coalesced
-        for name in ("func", "_all_gather_coalesced", "_all_gather_dtype"):  # each is a closure of the last
+        for name in (
+            "func",
+            "_all_gather_coalesced",
+            "_all_gather_dtype",
+        ):  # each is a closure of the last
             cell = function.__closure__[function.__code__.co_freevars.index(name)]
             function = cell.cell_contents
         cell.cell_contents = gather

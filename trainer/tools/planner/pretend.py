@@ -1,6 +1,8 @@
-"""One rank of a simulated cluster: PyTorch's fake process group and fake tensors, under the engines' own code.
+"""One rank of a simulated cluster: PyTorch's fake process group and fake tensors, under the
+engines' own code.
 
-A tensor has a shape, a dtype and a storage size, but no values. A value read on the host is 1 or True.
+A tensor has a shape, a dtype and a storage size, but no values. A value read on the host is 1 or
+True.
 """
 
 from __future__ import annotations
@@ -39,9 +41,13 @@ aten = torch.ops.aten
 ONES: dict[tuple[bool, bool], Any] = {(True, False): 1.0, (False, False): 1, (False, True): True}
 """The value read on the host, by (dtype is floating point, dtype is bool)."""
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
-"""An unsupported optimizer: DeepSpeed imports it only for its class, which takes seconds in each process."""
+"""An unsupported optimizer: DeepSpeed imports it only for its class, which takes seconds in each
+process.
+"""
 MOST_READS = 20_000
-"""The most truth values read from one line of the engine: more means a loop that waits for another value."""
+"""The most truth values read from one line of the engine: more means a loop that waits for another
+value.
+"""
 
 
 class PretendRanks(Ranks):
@@ -80,9 +86,14 @@ def real(function: Callable[..., T]) -> Callable[..., T]:
 
 @contextmanager
 def pretending(
-    rank: int, world_size: int, local_world_size: int, *, deepspeed: Callable[[], torch.Tensor] | None = None
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    *,
+    deepspeed: Callable[[], torch.Tensor] | None = None,
 ) -> Iterator[PretendRanks]:
-    """Act as rank `rank` of `world_size`, with fake tensors. Raises RuntimeError if a process group exists already.
+    """Act as rank `rank` of `world_size`, with fake tensors. Raises RuntimeError if a process group
+    exists already.
 
     `deepspeed`, if that is the engine, returns an empty hidden state, as its pipeline receives it.
     """
@@ -99,10 +110,16 @@ def pretending(
         "CUDA_VISIBLE_DEVICES": "",  # else each operator on fake tensors looks for a driver
     }
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()}))
+        stack.enter_context(
+            mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()})
+        )
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
-        stack.enter_context(mock.patch.dict(sys.modules, {MUON: SimpleNamespace(MuonWithAuxAdam=type("Muon", (), {}))}))
+        stack.enter_context(
+            mock.patch.dict(
+                sys.modules, {MUON: SimpleNamespace(MuonWithAuxAdam=type("Muon", (), {}))}
+            )
+        )
         for owner, name, value in _replacements(deepspeed):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -122,7 +139,9 @@ class _HostReads(TorchDispatchMode):
             if args[0].dtype is torch.bool:
                 self._reads[where := place()] += 1
                 if self._reads[where] > MOST_READS:
-                    raise RuntimeError(f"a loop waits for a value, which fake tensors have not, below {where}")
+                    raise RuntimeError(
+                        f"a loop waits for a value, which fake tensors have not, below {where}"
+                    )
             return ONES[args[0].dtype.is_floating_point, args[0].dtype is torch.bool]
         if func is aten.equal.default and isinstance(args[0], FakeTensor):
             return True
@@ -137,7 +156,9 @@ class _NoKernels:
 
 
 def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tuple[Any, str, Any]]:
-    """Yield replacements for what depends on values: meshes are real, and object collectives return what was sent."""
+    """Yield replacements for what depends on values: meshes are real, and object collectives return
+    what was sent.
+    """
     for name in ("__init__", "__getitem__", "_flatten", "__hash__", "__eq__"):
         yield DeviceMesh, name, real(getattr(DeviceMesh, name))
     yield DeviceMesh, "mesh", property(real(vars(DeviceMesh)["mesh"].fget))
@@ -149,8 +170,14 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     yield from _everywhere(cut, tables.cut)
     yield from _everywhere(gradients.on_both, tables.on_both)
     yield from _everywhere(nn.parallel.DistributedDataParallel, BucketedReplica)
-    yield from _everywhere(owners.owning_stages, lambda held, mesh: dict.fromkeys(held, mesh.rank("pipeline")))
-    yield nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor  # draws until all are within bounds
+    yield from _everywhere(
+        owners.owning_stages, lambda held, mesh: dict.fromkeys(held, mesh.rank("pipeline"))
+    )
+    yield (
+        nn.init,
+        "_no_grad_trunc_normal_",
+        lambda tensor, *_, **__: tensor,
+    )  # draws until all are within bounds
     yield nn.Module, "_apply", _apply
     yield dist, "all_gather_object", _all_gather_object
     yield dist, "broadcast_object_list", lambda objects, *_, **__: None
@@ -158,15 +185,21 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
 
 
 class _TiedTables:
-    """The tied tables that both ends of a pipeline hold, derived from the cut instead of by messages."""
+    """The tied tables that both ends of a pipeline hold, derived from the cut instead of by
+    messages.
+    """
 
     def __init__(self) -> None:
         self._both: set[str] = set()
         self._plain = cut  # the name is replaced here, too
 
-    def cut(self, model: nn.Module, spec: ModelSpec, boundary: StageBoundary, blocks: range) -> StageInput:
+    def cut(
+        self, model: nn.Module, spec: ModelSpec, boundary: StageBoundary, blocks: range
+    ) -> StageInput:
         kept = kept_for_the_head(spec, boundary)
-        self._both = {f"model.{owner}" for owner in spec.tied.values() if owner.rpartition(".")[0] in kept}
+        self._both = {
+            f"model.{owner}" for owner in spec.tied.values() if owner.rpartition(".")[0] in kept
+        }
         return self._plain(model, spec, boundary, blocks)
 
     def on_both(self, pair: Any, names: Iterable[str]) -> list[str]:
@@ -185,11 +218,17 @@ def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str
     from trainer.tools.planner import partitions_at_once
 
     yield from partitions_at_once.replacements()
-    yield from _everywhere(coalesced_collectives.reduce_scatter_coalesced, partitions_at_once.reduce_scatter)
+    yield from _everywhere(
+        coalesced_collectives.reduce_scatter_coalesced, partitions_at_once.reduce_scatter
+    )
     yield from _everywhere(build_shm_op, lambda: None)
     yield from _everywhere(stage3.assert_ints_same_as_other_ranks, lambda found: None)
     yield from _everywhere(is_invalid_grad_norm, lambda norm: False)
-    for kind in (stage3.DeepSpeedZeroOptimizer_Stage3, stage_1_and_2.DeepSpeedZeroOptimizer, CheckOverflow):
+    for kind in (
+        stage3.DeepSpeedZeroOptimizer_Stage3,
+        stage_1_and_2.DeepSpeedZeroOptimizer,
+        CheckOverflow,
+    ):
         yield kind, "has_overflow", _never(kind.has_overflow)
     yield CheckOverflow, "check_using_norm", _never(CheckOverflow.check_using_norm)
     yield OpBuilder, "load", lambda *_, **__: _NoKernels()
@@ -202,7 +241,9 @@ def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str
 def _everywhere(function: Any, other: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield a replacement of `function` under each name by which a module refers to it."""
     for module in list(sys.modules.values()):
-        names = [name for name, value in getattr(module, "__dict__", {}).items() if value is function]
+        names = [
+            name for name, value in getattr(module, "__dict__", {}).items() if value is function
+        ]
         yield from ((module, name, other) for name in names)
 
 
@@ -216,8 +257,12 @@ def _never(function: Callable[..., Any]) -> Callable[..., bool]:
     return answer
 
 
-def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """Run `nn.Module._apply` in place: PyTorch's swaps tensors, which fails for fake ones with other references."""
+def _apply(
+    module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """Run `nn.Module._apply` in place: PyTorch's swaps tensors, which fails for fake ones with
+    other references.
+    """
     for inner in module.modules() if recurse else [module]:
         for tensor in (*inner._parameters.values(), *inner._buffers.values()):
             if tensor is not None and (other := function(tensor.detach())) is not tensor:

@@ -21,7 +21,10 @@ def lines(plan: Plan) -> Iterator[str]:
     layout, cluster = plan.workload.layout, plan.cluster
     where = f"{cluster.nodes} x {cluster.devices} {cluster.device.name}"
     spec = plan.workload.spec
-    yield f"model   {spec.name}: {in_words(spec.parameters)} parameters, on {plan.workload.sample.kind}"
+    yield (
+        f"model   {spec.name}: {in_words(spec.parameters)} parameters, on "
+        f"{plan.workload.sample.kind}"
+    )
     yield f"layout  {layout.describe()} (engine {plan.workload.engine_name}) on {where}"
     yield f"memory  {verdict(plan)}"
     for role in plan.roles:
@@ -95,7 +98,8 @@ def _time(plan: Plan) -> str:
     }
     listed = ", ".join(f"{name} {in_seconds(part)}" for name, part in parts.items() if part > 0)
     return (
-        f"an estimate from data sheets, and no faster: {in_seconds(time.least)} a step if all messages are hidden, "
+        f"an estimate from data sheets, and no faster: {in_seconds(time.least)} a step if all "
+        "messages are hidden, "
         f"{in_seconds(time.most)} if none is ({listed}); at most {rate:,.0f} {sample.unit}s/s"
     )
 
@@ -120,10 +124,19 @@ def _role(role: Role) -> dict[str, Any]:
     return {
         "name": role.name,
         "rank": role.rank,
-        "phases": {peak.phase: {"peak_bytes": peak.size, "by_kind": peak.by_kind} for peak in role.peaks},
+        "phases": {
+            peak.phase: {"peak_bytes": peak.size, "by_kind": peak.by_kind} for peak in role.peaks
+        },
         "largest": dict(role.peak.largest),
         "sent": [
-            {"what": s.name, "axes": s.axes, "ranks": s.ranks, "inside": s.inside, "count": s.count, "bytes": s.size}
+            {
+                "what": s.name,
+                "axes": s.axes,
+                "ranks": s.ranks,
+                "inside": s.inside,
+                "count": s.count,
+                "bytes": s.size,
+            }
             for s in role.sent
         ],
     }
@@ -143,7 +156,11 @@ def in_words(count: float) -> str:
 
 # The reasons for a change
 
-RECOMPUTES = {"none": "recompute nothing", "full": "recompute all blocks", "selective": "recompute selectively"}
+RECOMPUTES = {
+    "none": "recompute nothing",
+    "full": "recompute all blocks",
+    "selective": "recompute selectively",
+}
 
 
 def words(old: Layout, new: Layout) -> str:
@@ -154,7 +171,9 @@ def words(old: Layout, new: Layout) -> str:
         "shard": f"shard over {new.shard} instead of {old.shard}",
         "stage": f"ZeRO-{new.zero_stage} instead of ZeRO-{old.zero_stage}",
         "micro-batch": f"a micro-batch of {new.micro_batch} instead of {old.micro_batch}",
-        "recompute": RECOMPUTES.get(new.recompute.mode, f"recompute every {new.recompute.every}. block"),
+        "recompute": RECOMPUTES.get(
+            new.recompute.mode, f"recompute every {new.recompute.every}. block"
+        ),
         "offload": f"{_on_host(new)} on the host",
     }
     changed = differences(old, new)
@@ -201,13 +220,19 @@ def _effects(old: Plan, new: Plan) -> Iterator[tuple[str, bool]]:
     for name, inside in (("inside nodes", True), ("between nodes", False)):
         before, after = old.traffic(inside).size, new.traffic(inside).size
         if abs(after - before) >= 1e8 and abs(after - before) >= 0.01 * max(before, after):
-            yield f"{abs(after - before) / 1e9:,.1f} GB {_less(after - before)} {name}", after < before
+            yield (
+                f"{abs(after - before) / 1e9:,.1f} GB {_less(after - before)} {name}",
+                after < before,
+            )
     again = recomputed(new.workload.layout) - recomputed(old.workload.layout)
     if again:
         yield f"{abs(again):.0%} {_less(again)} to compute", again < 0
     before, after = old.time.middle, new.time.middle
     if abs(after / before - 1) >= 0.01:
-        yield f"about {abs(after / before - 1):.0%} {_less(after - before)} time per step", after < before
+        yield (
+            f"about {abs(after / before - 1):.0%} {_less(after - before)} time per step",
+            after < before,
+        )
 
 
 def _less(change: float) -> str:
@@ -224,6 +249,7 @@ def shortfall(old: Plan, best: Plan, tried: int, nodes: int | None) -> str:
     best_words = words(old.workload.layout, best.workload.layout) if best is not old else "as it is"
     where = f"{best.cluster.nodes} x {best.cluster.devices} {device.name}"
     return (
-        f"of {tried} layouts that were tried none fits {where}; {best_words} misses by {gib(missing)} of "
+        f"of {tried} layouts that were tried none fits {where}; {best_words} misses by "
+        f"{gib(missing)} of "
         f"{gib(best.room)}, and would fit {' or '.join(mends)}"
     )

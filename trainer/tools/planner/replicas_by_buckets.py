@@ -15,14 +15,21 @@ import torch.distributed as dist
 from torch import nn
 
 FIRST_BUCKET = 1 << 20
-"""Bytes of the first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`), small so that sending starts early."""
+"""Bytes of the first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`), small so that sending starts
+early.
+"""
 
 
 class BucketedReplica(nn.Module):
     """A replacement of `DistributedDataParallel` for tensors without values."""
 
     def __init__(
-        self, module: nn.Module, *_: Any, gradient_as_bucket_view: bool = False, bucket_cap_mb: int = 25, **__: Any
+        self,
+        module: nn.Module,
+        *_: Any,
+        gradient_as_bucket_view: bool = False,
+        bucket_cap_mb: int = 25,
+        **__: Any,
     ) -> None:
         super().__init__()
         self.module = module

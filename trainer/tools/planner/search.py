@@ -16,7 +16,15 @@ from trainer.config.read import override, read
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.storage import disk_errors, replace_file
-from trainer.tools.planner.candidates import Estimates, ModelSizes, candidates, changes_to, differences, promising, rank
+from trainer.tools.planner.candidates import (
+    Estimates,
+    ModelSizes,
+    candidates,
+    changes_to,
+    differences,
+    promising,
+    rank,
+)
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.estimate import Plan
 from trainer.tools.planner.from_config import on_cluster, planned
@@ -57,8 +65,11 @@ def overrides_of(changes: Mapping[str, Any]) -> list[str]:
     return [f"{path}={json.dumps(value)}" for path, value in changes.items()]
 
 
-def proposals(config: Config, cluster: Cluster, plan: Plan, most: int = 5, seconds: float = SECONDS) -> list[Proposal]:
-    """Find changes that fit, the fastest first; for a config that fits, faster ones; at the same global batch.
+def proposals(
+    config: Config, cluster: Cluster, plan: Plan, most: int = 5, seconds: float = SECONDS
+) -> list[Proposal]:
+    """Find changes that fit, the fastest first; for a config that fits, faster ones; at the same
+    global batch.
 
     If none fits, the one that misses least comes first, and its reason says what would do. Each has
     been simulated; after `seconds` no other simulation begins.
@@ -78,19 +89,29 @@ def proposals(config: Config, cluster: Cluster, plan: Plan, most: int = 5, secon
     return found[:most]
 
 
-def _tried(config: Config, cluster: Cluster, plan: Plan, most: int, until: float) -> Iterator[Proposal]:
-    """Yield candidates as they are simulated: each time, the one that looks best by all that is known then."""
+def _tried(
+    config: Config, cluster: Cluster, plan: Plan, most: int, until: float
+) -> Iterator[Proposal]:
+    """Yield candidates as they are simulated: each time, the one that looks best by all that is
+    known then.
+    """
     old, sizes = plan.workload.layout, ModelSizes.of(plan)
     estimates = Estimates(sizes, cluster)
     estimates.learn(old, plan.needed)
-    pool, larger = promising(candidates(old, cluster, sizes.blocks, sizes.splits), old, plan.room, estimates)
+    pool, larger = promising(
+        candidates(old, cluster, sizes.blocks, sizes.splits), old, plan.room, estimates
+    )
     simulated, refused, fitting = 0, 0, 0
     while (pool or larger) and simulated < SIMULATED and refused < REFUSED and fitting < most:
-        if not fitting and not any(estimates.bytes(layout) <= MARGIN * plan.room for layout in pool):
+        if not fitting and not any(
+            estimates.bytes(layout) <= MARGIN * plan.room for layout in pool
+        ):
             pool, larger = [*pool, *larger], []
         if simulated and time.monotonic() > until:
             return
-        simple = simulated % 2 == 0  # alternately: the smallest change that is likely to fit, and the fastest
+        simple = (
+            simulated % 2 == 0
+        )  # alternately: the smallest change that is likely to fit, and the fastest
         layout = min(pool, key=lambda layout: _hope(layout, old, plan, estimates, simple))
         if plan.fits and estimates.seconds(layout) >= FASTER * estimates.seconds(old):
             return
@@ -109,22 +130,34 @@ def _tried(config: Config, cluster: Cluster, plan: Plan, most: int, until: float
         yield Proposal(changes, new, reason(plan, new))
 
 
-def _hope(layout: Layout, old: Layout, plan: Plan, estimates: Estimates, simple: bool) -> tuple[bool, float, float]:
-    size, changed, time = estimates.bytes(layout), len(differences(old, layout)), estimates.seconds(layout)
+def _hope(
+    layout: Layout, old: Layout, plan: Plan, estimates: Estimates, simple: bool
+) -> tuple[bool, float, float]:
+    size, changed, time = (
+        estimates.bytes(layout),
+        len(differences(old, layout)),
+        estimates.seconds(layout),
+    )
     if size > MARGIN * plan.room:
         return True, size, changed
     return (False, changed, time) if simple else (False, time * (1 + changed / 100), changed)
 
 
 def _is_other(layout: Layout, fitting: Layout, old: Layout, estimates: Estimates) -> bool:
-    """Return True if it changes other things than one that fits; more changes count only if it is faster."""
+    """Return True if it changes other things than one that fits; more changes count only if it is
+    faster.
+    """
     known, changed = differences(old, fitting), differences(old, layout)
     faster = estimates.seconds(layout) < FASTER * estimates.seconds(fitting)
     return not known <= changed or (faster and known != changed)
 
 
-def changed_to(config: Config, cluster: Cluster, old: Layout, new: Layout) -> tuple[dict[str, Any], Config]:
-    """Return the changes that make a config's layout `new`, and the changed config. Raises ConfigError if none do."""
+def changed_to(
+    config: Config, cluster: Cluster, old: Layout, new: Layout
+) -> tuple[dict[str, Any], Config]:
+    """Return the changes that make a config's layout `new`, and the changed config. Raises
+    ConfigError if none do.
+    """
     changes = changes_to(config.raw, old, new)
     mesh: dict[str, Any] = {"trainer.mesh.shard": new.shard}
     if config.trainer.mesh.replicate is not None:
@@ -140,7 +173,9 @@ def changed_to(config: Config, cluster: Cluster, old: Layout, new: Layout) -> tu
         except ConfigError as error:
             problem = error
             continue
-        problem = ConfigError(Problem("proposals", new.describe(), "a layout that the config has keys for"))
+        problem = ConfigError(
+            Problem("proposals", new.describe(), "a layout that the config has keys for")
+        )
     raise problem
 
 
@@ -153,7 +188,10 @@ def nodes_enough(
     """
     old, sizes = plan.workload.layout, ModelSizes.of(plan)
     estimates = Estimates(sizes, cluster)
-    for layout, needed in ((old, plan.needed), *((p.plan.workload.layout, p.plan.needed) for p in found)):
+    for layout, needed in (
+        (old, plan.needed),
+        *((p.plan.workload.layout, p.plan.needed) for p in found),
+    ):
         estimates.learn(layout, needed)
     times = 2
     while times <= MOST_NODES and time.monotonic() < until:
@@ -164,7 +202,9 @@ def nodes_enough(
             for one in candidates(old, larger, sizes.blocks, sizes.splits)
             if estimates.bytes(one) <= MARGIN * plan.room
         ]
-        for layout in sorted(layouts, key=lambda one: (len(differences(old, one)), estimates.bytes(one)))[:REFUSED]:
+        for layout in sorted(
+            layouts, key=lambda one: (len(differences(old, one)), estimates.bytes(one))
+        )[:REFUSED]:
             try:
                 _, changed = changed_to(config, larger, old, layout)
                 if planned(changed, larger).fits:
@@ -175,16 +215,22 @@ def nodes_enough(
     return None
 
 
-def write(config_path: str | Path, overrides: Sequence[str], proposal: Proposal, target: str | Path) -> None:
-    """Write the config's JSON, with the overrides and a proposal's changes, to `target`; other keys are unchanged.
+def write(
+    config_path: str | Path, overrides: Sequence[str], proposal: Proposal, target: str | Path
+) -> None:
+    """Write the config's JSON, with the overrides and a proposal's changes, to `target`; other keys
+    are unchanged.
 
-    Raises ConfigError if another file than the config itself exists there, DiskError if it can't be written.
+    Raises ConfigError if another file than the config itself exists there, DiskError if it can't be
+    written.
     """
     source, target = path_of(config_path), Path(target)
     raw, _, problems = override(read(source), [*overrides, *overrides_of(proposal.changes)])
     if problems:
         raise ConfigError(*problems)
     if target.is_symlink() or (target.exists() and not target.samefile(source)):
-        raise ConfigError(Problem(str(target), "is there already", "a new file, or the config itself"))
+        raise ConfigError(
+            Problem(str(target), "is there already", "a new file, or the config itself")
+        )
     with disk_errors(target):
         replace_file(target, (json.dumps(raw, indent=2, ensure_ascii=False) + "\n").encode())

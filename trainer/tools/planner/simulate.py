@@ -1,4 +1,6 @@
-"""The simulation of one rank: its engine is built, takes steps, evaluates and is saved, all of it recorded."""
+"""The simulation of one rank: its engine is built, takes steps, evaluates and is saved, all of it
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from trainer.engines import EngineKind, Job, Machine
 from trainer.errors import ConfigError, Problem
@@ -30,7 +35,9 @@ from trainer.tools.planner.messages import Message, Messages
 from trainer.tools.planner.pretend import pretending
 
 STEPS = 2
-"""The number of steps: optimizers create their state in the first, and all are alike from the second on."""
+"""The number of steps: optimizers create their state in the first, and all are alike from the
+second on.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,12 +72,16 @@ class Workload:
     schedule: LRSchedule
     sample: SampleCost
     batch: Callable[[int], Batch]
-    """Makes a micro-batch of that many samples, of the length trained with; its values mean nothing."""
+    """Makes a micro-batch of that many samples, of the length trained with; its values mean
+    nothing.
+    """
 
     def received(self, rank: int) -> torch.Tensor:
         """Make the hidden state that a rank's stage receives for a micro-batch, of zeros."""
         layout, spec = self.layout, self.spec
-        stage = block_ranges(spec.build(), spec, layout.partition, layout.stages)[layout.coordinates(rank)["pipeline"]]
+        stage = block_ranges(spec.build(), spec, layout.partition, layout.stages)[
+            layout.coordinates(rank)["pipeline"]
+        ]
         shape = self.task.hidden_shape(self.batch(layout.micro_batch), stage.start)
         return torch.zeros(shape, dtype=getattr(torch, layout.precision))
 
@@ -139,7 +150,9 @@ def _answer(rank: int, process: Any, pipe: Connection) -> Trace:
         trace, problem = None, f"the process that pretended to be it ended with {process.exitcode}"
     process.join()
     if trace is None:
-        raise ConfigError(Problem(f"rank {rank}", problem, "a model and a layout that run on fake tensors"))
+        raise ConfigError(
+            Problem(f"rank {rank}", problem, "a model and a layout that run on fake tensors")
+        )
     return trace  # type: ignore[no-any-return]
 
 
@@ -149,15 +162,21 @@ def _simulate(pipe: Connection, workload: Workload, rank: int, local_world_size:
     gc.freeze()  # nothing from before the fork is finalised here
     layout, messages = workload.layout, Messages(rank)
     try:
-        deepspeed = partial(workload.received, rank) if workload.engine_name == "deepspeed" else None
+        deepspeed = (
+            partial(workload.received, rank) if workload.engine_name == "deepspeed" else None
+        )
         with pretending(rank, layout.world_size, local_world_size, deepspeed=deepspeed) as ranks:
             machine = Machine(torch.device("cpu"), ranks, local_world_size)
             with messages:
-                ledger, copied = recorded(workload, machine, lambda phase: setattr(messages, "phase", phase))
+                ledger, copied = recorded(
+                    workload, machine, lambda phase: setattr(messages, "phase", phase)
+                )
         pipe.send((Trace(rank, tuple(ledger.peaks()), tuple(messages.found), copied), None))
     except Exception as error:  # whatever an engine's or a model's own code raises
         where = traceback.extract_tb(error.__traceback__)[-1]
-        pipe.send((None, f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"[:600]))
+        pipe.send(
+            (None, f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"[:600])
+        )
     finally:
         pipe.close()
         os._exit(0)  # nothing of the parent process is finalised here
@@ -166,12 +185,15 @@ def _simulate(pipe: Connection, workload: Workload, rank: int, local_world_size:
 def recorded(
     workload: Workload, machine: Machine, at: Callable[[str], None] = lambda phase: None
 ) -> tuple[Ledger, int]:
-    """Record an engine, real or simulated, that is built, takes `STEPS` steps, evaluates and is saved.
+    """Record an engine, real or simulated, that is built, takes `STEPS` steps, evaluates and is
+    saved.
 
     Returns the ledger, and the bytes that a background save copies.
     """
     layout = workload.layout
-    ledger = Ledger(vocabulary=workload.spec.language.vocabulary // (layout.tensor if layout.tensor > 1 else 1))
+    ledger = Ledger(
+        vocabulary=workload.spec.language.vocabulary // (layout.tensor if layout.tensor > 1 else 1)
+    )
 
     def begin(phase: str) -> None:
         gc.collect()
@@ -180,7 +202,9 @@ def recorded(
 
     with ledger.open():
         begin(BUILD)
-        job = Job(layout, workload.spec, workload.task, workload.deepspeed, 0, machine, workload.undecayed)
+        job = Job(
+            layout, workload.spec, workload.task, workload.deepspeed, 0, machine, workload.undecayed
+        )
         engine = workload.engine.build(job)
         modules = engine.modules
         _weights(ledger, modules)
@@ -203,9 +227,11 @@ def recorded(
 
 
 def _saved(entry: StateTensor) -> int:
-    """Read a tensor as a save does; return the bytes that a background save keeps on this rank's host.
+    """Read a tensor as a save does; return the bytes that a background save keeps on this rank's
+    host.
 
-    If a rank copies its shard, the later gather passes through the device in small buffers and is not counted.
+    If a rank copies its shard, the later gather passes through the device in small buffers and is
+    not counted.
     """
     kept = entry.local.shard() if entry.local else entry.read()
     return 0 if kept is None else kept.nbytes
@@ -220,7 +246,9 @@ def _weights(ledger: Ledger, modules: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def _optimizers(ledger: Ledger, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Tell the ledger which tensors are gradients and optimizer state, whenever an optimizer steps."""
+    """Tell the ledger which tensors are gradients and optimizer state, whenever an optimizer
+    steps.
+    """
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for module in modules:

@@ -1,4 +1,6 @@
-"""The report on a run: its folder, read and drawn by matplotlib, as one HTML page with the pictures in it."""
+"""The report on a run: its folder, read and drawn by matplotlib, as one HTML page with the pictures
+in it.
+"""
 
 from __future__ import annotations
 

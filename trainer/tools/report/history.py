@@ -7,9 +7,24 @@ from dataclasses import dataclass, replace
 
 from trainer.supervise import status_files
 from trainer.tools.report.run_record import Row, RunRecord
-from trainer.tools.report.style import BLUE, MUTED, OCHRE, RED, SKY, TEAL, Chapter, figure, legend_above
+from trainer.tools.report.style import (
+    BLUE,
+    MUTED,
+    OCHRE,
+    RED,
+    SKY,
+    TEAL,
+    Chapter,
+    figure,
+    legend_above,
+)
 
-FINISHED, RUNNING, STOPPED, KILLED = "finished", "at work", "stopped, all saved", "ended without a word"
+FINISHED, RUNNING, STOPPED, KILLED = (
+    "finished",
+    "at work",
+    "stopped, all saved",
+    "ended without a word",
+)
 UNITS = ((86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
@@ -35,7 +50,10 @@ def sessions(record: RunRecord) -> list[Session]:
             found.append(Session(at, at, step, step, KILLED))
         elif found:
             found[-1] = replace(
-                found[-1], ended=at, last=max(step, found[-1].last), how=_how(row, record, found[-1].how)
+                found[-1],
+                ended=at,
+                last=max(step, found[-1].last),
+                how=_how(row, record, found[-1].how),
             )
     if found and found[-1].how == KILLED and status_files.lives(record.status):
         found[-1] = replace(found[-1], ended=time.time(), how=RUNNING)
@@ -47,7 +65,9 @@ def _how(row: Row, record: RunRecord, before: str) -> str:
         return before
     if row.get("error"):
         return f"failed: {row['error']}"
-    starts = [one for one in record.timeline if one["event"] == "start" and one["time"] <= row["time"]]
+    starts = [
+        one for one in record.timeline if one["event"] == "start" and one["time"] <= row["time"]
+    ]
     wanted = starts[-1].get("steps") if starts else None
     return FINISHED if isinstance(wanted, int) and row["step"] >= wanted else STOPPED
 
@@ -69,20 +89,51 @@ def history(record: RunRecord) -> Chapter:
     least = 0.004 * max(end - zero, 1e-3) / unit
     for index, one in enumerate(made):
         width = max(of(one.ended) - of(one.begun), least)
-        axes.barh(0, width, left=of(one.begun), height=0.5, color=BLUE, label="at work" if index == 0 else "_")
+        axes.barh(
+            0,
+            width,
+            left=of(one.begun),
+            height=0.5,
+            color=BLUE,
+            label="at work" if index == 0 else "_",
+        )
     visible = {step for step, _ in record.checkpoints}
-    events = {kind: [row for row in record.timeline if row["event"] == kind] for kind in ("saved", "evaluated")}
-    for kept, label, face in ((True, "checkpoint", TEAL), (False, "checkpoint, pruned since", "white")):
+    events = {
+        kind: [row for row in record.timeline if row["event"] == kind]
+        for kind in ("saved", "evaluated")
+    }
+    for kept, label, face in (
+        (True, "checkpoint", TEAL),
+        (False, "checkpoint, pruned since", "white"),
+    ):
         times = [of(row["time"]) for row in events["saved"] if (row["step"] in visible) == kept]
-        axes.plot(times, [1] * len(times), "o", color=TEAL, markerfacecolor=face, label=label if times else "_")
+        axes.plot(
+            times,
+            [1] * len(times),
+            "o",
+            color=TEAL,
+            markerfacecolor=face,
+            label=label if times else "_",
+        )
     times = [of(row["time"]) for row in events["evaluated"]]
-    axes.plot(times, [2] * len(times), "|", markersize=9, color=OCHRE, label="evaluation" if times else "_")
+    axes.plot(
+        times,
+        [2] * len(times),
+        "|",
+        markersize=9,
+        color=OCHRE,
+        label="evaluation" if times else "_",
+    )
     ends = {STOPPED: ("s", SKY), FINISHED: ("D", TEAL), RUNNING: (">", BLUE)}
     for how in dict.fromkeys(one.how for one in made):
         shape, colour = ends.get(how, ("X", RED))
         times = [of(one.ended) for one in made if one.how == how]
         axes.plot(times, [3] * len(times), shape, markersize=6, color=colour, label=how)
-    axes.set(yticks=range(4), yticklabels=["at work", "checkpoints", "evaluations", "ends"], ylim=(3.6, -0.6))
+    axes.set(
+        yticks=range(4),
+        yticklabels=["at work", "checkpoints", "evaluations", "ends"],
+        ylim=(3.6, -0.6),
+    )
     axes.set(xlim=(-2 * least, of(end) + 5 * least), xlabel=f"{name} since the first start")
     axes.grid(False, axis="y")
     axes.tick_params(axis="y", length=0, colors=MUTED)

@@ -1,4 +1,6 @@
-"""One HTML page of a run, with its pictures inside and beside it; it loads nothing from elsewhere."""
+"""One HTML page of a run, with its pictures inside and beside it; it loads nothing from
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,22 @@ TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 def sections(record: RunRecord) -> list[Chapter]:
     """Return all sections of the report, in reading order."""
-    parts = (curves.losses, curves.rates, curves.throughput, curves.times, curves.memory, history.history)
+    parts = (
+        curves.losses,
+        curves.rates,
+        curves.throughput,
+        curves.times,
+        curves.memory,
+        history.history,
+    )
     with drawing():
         return [part(record) for part in parts]
 
 
 def write(record: RunRecord, path: Path) -> list[Path]:
-    """Write the page `path`, and PNGs to a folder of its name beside it; return all paths. Raises DiskError."""
+    """Write the page `path`, and PNGs to a folder of its name beside it; return all paths. Raises
+    DiskError.
+    """
     parts = sections(record)
     pictures = {part.key: png(part.figure) for part in parts if part.figure is not None}
     beside = path.with_suffix("") if path.suffix else path.with_name(f"{path.name}-pictures")
@@ -43,7 +54,9 @@ def write(record: RunRecord, path: Path) -> list[Path]:
 
 def html(record: RunRecord, parts: list[Chapter], pictures: dict[str, bytes]) -> str:
     """Return the page, with its pictures inside."""
-    page = Environment(autoescape=True, trim_blocks=True, finalize=lambda value: printable(str(value)))
+    page = Environment(
+        autoescape=True, trim_blocks=True, finalize=lambda value: printable(str(value))
+    )
     shown = {part.key: _picture(part, pictures[part.key]) for part in parts if part.key in pictures}
     return page.from_string(TEMPLATE.read_text()).render(record=record, parts=parts, pictures=shown)
 

@@ -1,4 +1,6 @@
-"""The record of a run from its folder, as far as it can be read: broken lines and files are no errors."""
+"""The record of a run from its folder, as far as it can be read: broken lines and files are no
+errors.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ class RunRecord:
 
 def read(folder: Path) -> RunRecord:
     """Read a run's folder. Raises ConfigError for any other folder."""
-    if not any((folder / name).is_file() for name in ("environment.json", "metrics.jsonl", status_files.NAME)):
+    if not any(
+        (folder / name).is_file()
+        for name in ("environment.json", "metrics.jsonl", status_files.NAME)
+    ):
         raise ConfigError(_no_run(folder))
     notes: list[str] = []
     steps, evaluations = (of := {"loss": _Series(), "evaluation_loss": _Series()}).values()
@@ -129,7 +134,9 @@ def _lines(path: Path, read: Callable[[bytes], T | None], notes: list[str]) -> I
                 while not whole and (line := file.readline(LONGEST)):
                     whole = line.endswith(b"\n")
     if broken:
-        notes.append(f"{path.name}: {broken} of {broken + good} lines can't be read and are left out")
+        notes.append(
+            f"{path.name}: {broken} of {broken + good} lines can't be read and are left out"
+        )
 
 
 def _row(line: bytes) -> Row | None:
@@ -148,7 +155,9 @@ def _losses(line: bytes) -> list[tuple[str, _Line]] | None:
     if (row := _row(line)) is None:
         return None
     sizes = [(key, number(row, key)) for key in ("loss", "evaluation_loss") if key in row]
-    return [(key, (row["step"], math.inf if math.isnan(size) else size, line)) for key, size in sizes]
+    return [
+        (key, (row["step"], math.inf if math.isnan(size) else size, line)) for key, size in sizes
+    ]
 
 
 def _rows(lines: Sequence[_Line]) -> list[Row]:
@@ -169,7 +178,8 @@ def _json(path: Path, notes: list[str]) -> Row | None:
 
 @dataclass
 class _Series:
-    """The lines with a loss of one kind, with rising steps; and the stretches that a later line repeats.
+    """The lines with a loss of one kind, with rising steps; and the stretches that a later line
+    repeats.
 
     Of many, few are kept: of each eight neighbours those with the smallest and the largest loss;
     one that is not finite counts as the largest. A line is kept as bytes, and parsed at the end.
@@ -187,8 +197,12 @@ class _Series:
         self.lines.append(line)
         self.count += 1
         if len(self.lines) > MOST:
-            eights = [sorted(self.lines[at : at + 8], key=itemgetter(1)) for at in range(0, MOST, 8)]
-            self.lines = [line for eight in eights for line in sorted((eight[0], eight[-1]))] + self.lines[MOST:]
+            eights = [
+                sorted(self.lines[at : at + 8], key=itemgetter(1)) for at in range(0, MOST, 8)
+            ]
+            self.lines = [
+                line for eight in eights for line in sorted((eight[0], eight[-1]))
+            ] + self.lines[MOST:]
 
 
 def _events(rows: Iterator[Row]) -> list[Row]:
@@ -214,7 +228,10 @@ def _added_up(rows: list[Row]) -> list[Row]:
         if fresh := not (isinstance(whole, dict) and isinstance(part, dict)):
             found.append(row)
         else:
-            whole |= {name: sum(filter(_is_number, (whole.get(name), passed))) for name, passed in part.items()}
+            whole |= {
+                name: sum(filter(_is_number, (whole.get(name), passed)))
+                for name, passed in part.items()
+            }
             found[-1] = {**row, "seconds": whole}
     return found
 
@@ -233,7 +250,11 @@ def _predicted(plan: Row | None, notes: list[str]) -> tuple[float, dict[str, flo
         return None
     memory = plan["memory"]
     kinds: Any = memory.get("by_kind", {}) if isinstance(memory, dict) else None
-    good = isinstance(kinds, dict) and _is_number(memory.get("peak_bytes")) and all(map(_is_number, kinds.values()))
+    good = (
+        isinstance(kinds, dict)
+        and _is_number(memory.get("peak_bytes"))
+        and all(map(_is_number, kinds.values()))
+    )
     if not good:
         notes.append(f"{PLAN}: its memory can't be read")
         return None

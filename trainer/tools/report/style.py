@@ -17,7 +17,14 @@ from matplotlib.ticker import MaxNLocator
 from trainer.errors import printable
 
 INK, MUTED, GREY, LINE, PALE = "#27313b", "#6b7682", "#aab3bd", "#d5dae0", "#eef1f4"
-BLUE, TEAL, OCHRE, RED, VIOLET, SKY = "#2f5f96", "#3b8f83", "#cf9434", "#b4493c", "#7767a5", "#8db4d9"
+BLUE, TEAL, OCHRE, RED, VIOLET, SKY = (
+    "#2f5f96",
+    "#3b8f83",
+    "#cf9434",
+    "#b4493c",
+    "#7767a5",
+    "#8db4d9",
+)
 COLOURS = (BLUE, TEAL, OCHRE, VIOLET, SKY, "#a3b86c", "#c98a9b", MUTED)
 WIDTH, DPI = 9.6, 150
 FEW = 60
@@ -28,7 +35,8 @@ STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
     "grid.color": PALE, "grid.linewidth": 0.8, "xtick.color": MUTED, "ytick.color": MUTED,
     "xtick.labelsize": 8.0, "ytick.labelsize": 8.0, "legend.frameon": False, "legend.fontsize": 8.5,
-    "lines.linewidth": 1.6, "lines.markersize": 3.5, "lines.solid_capstyle": "round", "agg.path.chunksize": 20000,
+    "lines.linewidth": 1.6, "lines.markersize": 3.5, "lines.solid_capstyle": "round",
+    "agg.path.chunksize": 20000,
 }  # fmt: skip
 
 
@@ -51,7 +59,9 @@ def drawing() -> AbstractContextManager[None]:
 
 
 def figure(height: float, rows: int = 1, **more: Any) -> tuple[Figure, list[Axes]]:
-    """Make an empty figure of the report's width, and its axes from the top; `height` is in inches."""
+    """Make an empty figure of the report's width, and its axes from the top; `height` is in
+    inches.
+    """
     made = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(made)
     return made, list(made.subplots(rows, squeeze=False, **more).flat)
