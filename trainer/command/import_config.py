@@ -77,16 +77,16 @@ def _report(draft: Draft) -> Iterator[str]:
     """Yield a line for each foreign key that makes a difference, and the names of the others."""
     from trainer.errors import printable
 
-    for title, lines in (
-        ("carried over", draft.carried),
-        ("lost, and changes what is trained", draft.lost),
-    ):
-        yield f"{title} ({len(lines)})"
-        width = min(44, max(map(len, lines), default=0))
-        for key, texts in lines.items():
-            yield printable(
-                f"  {key:<{width}}  {'; '.join(dict.fromkeys(filter(None, texts)))}".rstrip()
-            )
+    yield f"carried over ({len(draft.carried)})"
+    width = min(44, max(map(len, draft.carried), default=0))
+    for key, texts in draft.carried.items():
+        yield printable(f"  {key:<{width}}  {'; '.join(texts)}")
+    yield f"lost, and changes what is trained ({len(draft.lost)})"
+    reasons: dict[str, list[str]] = {}
+    for key, texts in draft.lost.items():
+        reasons.setdefault("; ".join(texts), []).append(key)
+    for reason, keys in reasons.items():
+        yield printable(f"  {', '.join(keys)}: {reason}")
     if draft.listed:
         title = (
             "ask for nothing, or change nothing of what is trained beside the others "

@@ -1,4 +1,4 @@
-"""Axolotl's YAML: its keys and defaults."""
+"""Axolotl's YAML: its defaults, and its keys that belong together."""
 
 from __future__ import annotations
 
@@ -7,131 +7,103 @@ import re
 from trainer.config.grammar import show
 from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
-from trainer.tools.importers import arguments, shared_keys
-from trainer.tools.importers.draft import Draft, Entry, Group, Roles, data, fill, tables
+from trainer.tools.importers import shared_keys
+from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles
 from trainer.tools.importers.sources import put_share, put_sources
+from trainer.tools.importers.tables import Group, fill, inner_table, read_table
 
-_SHARED = data("axolotl")["shared"]
-_OWN, _SOURCE = tables("axolotl")
-TABLE = {
-    key: row
-    for key, row in arguments.TABLE.items()
-    if row.section != "carried" or str(row.says)[1:].partition(" ")[0] in _SHARED
-} | _OWN
-_FORMATS = {
-    "json": "jsonl",
-    "jsonl": "jsonl",
-    "parquet": "parquet",
-    "arrow": "arrow",
-    "csv": "csv",
-    "text": "text",
+_PLACES = {
+    "datasets": "trainer.data: ",
+    "pretraining_dataset": "trainer.data: ",
+    "test_datasets": "of those held out: ",
 }
-_PLACES = {"train": "trainer.data: ", "stream": "trainer.data: ", "test": "of those held out: "}
 
 
 def defaults(given: Json) -> Json:
     """Return Axolotl's defaults that differ from this trainer's."""
-    steps = None if {"warmup_steps", "warmup_ratio"} & given.keys() else given.get("max_steps")
-    warmup: Json = {"warmup_ratio": 0.03}
-    if type(steps) is int and steps > 0:
-        warmup = {"warmup_steps": min(int(0.03 * steps), 100)}
-    return {
-        **data("axolotl")["defaults"],
-        **({} if "batch_size" in given else {"gradient_accumulation_steps": 1}),
-        **warmup,
-        **({} if {"save_steps", "saves_per_epoch"} & given.keys() else {"save_strategy": "epoch"}),
-        **({"lora_dropout": 0.0} if given.get("adapter") else {"adapter": ""}),
-    }
+    values = dict(read_table("axolotl")["defaults"])
+    steps = given.get("max_steps")
+    if {"warmup_steps", "warmup_ratio"} & given.keys() or type(steps) is not int or steps <= 0:
+        values["warmup_ratio"] = 0.03
+    else:
+        values["warmup_steps"] = min(int(0.03 * steps), 100)
+    if "batch_size" not in given:
+        values["gradient_accumulation_steps"] = 1
+    if not {"save_steps", "saves_per_epoch"} & given.keys():
+        values["save_strategy"] = "epoch"
+    return values | ({"lora_dropout": 0.0} if given.get("adapter") else {"adapter": ""})
 
 
-def _model(draft: Draft, roles: Roles) -> None:
-    """Convert the base model, if its files say that it is a causal language model."""
-    name, config, kind = (roles.get(role) for role in ("name", "config", "class"))
-    if name:
-        draft.put(name, "trainer.model.name_or_path", name.value)
-    draft.skip(config if config and config.value == (name and name.value) else None)
-    if kind and str(kind.value).endswith("ForCausalLM"):
+def _model(draft: Draft, keys: Roles) -> None:
+    """Check that the base model is a causal language model, as its files say."""
+    config, kind = keys["base_model_config"], keys["model_type"]
+    if config.value == draft.given.get("base_model"):
+        draft.skip(config)
+    if str(kind.value).endswith("ForCausalLM"):
         draft.skip(kind)
-    elif kind and re.search("Classification|Reward", str(kind.value)):
+    elif re.search("Classification|Reward", str(kind.value)):
         raise ConfigError(Problem(kind.key, f"saw {show(kind.value)}", "a causal language model"))
 
 
-def _batch(draft: Draft, roles: Roles) -> None:
+def _batch(draft: Draft, keys: Roles) -> None:
     """Convert the batch sizes: Axolotl's `batch_size` is that of one process, micro-batch times
     accumulation.
     """
-    micro, whole, accumulation = roles["micro"], roles.get("whole"), roles.get("accumulation")
+    micro, whole = keys["micro_batch_size"], keys["batch_size"]
+    accumulation = keys["gradient_accumulation_steps"]
     draft.put(micro, "train_micro_batch_size_per_gpu", micro.value)
-    if accumulation:
+    if accumulation.key:
         draft.put(accumulation, "gradient_accumulation_steps", accumulation.value)
-    elif whole and micro.value > 0 and whole.value % micro.value == 0:
+    elif whole.key and micro.value > 0 and whole.value % micro.value == 0:
         draft.put(whole, "gradient_accumulation_steps", int(whole.value // micro.value))
-    elif whole:
-        draft.lose(
-            whole, f"a process's batch, and no multiple of its micro-batch of {show(micro.value)}"
-        )
+    else:
+        draft.lose(whole, f"no multiple of the micro-batch of {show(micro.value)}")
 
 
-def _samples(draft: Draft, roles: Roles) -> None:
-    longest, packing, excess = roles["longest"], roles.get("packing"), roles["excess"]
-    draft.put(longest, "trainer.data.sequence_length", longest.value)
-    packs = bool(packing and packing.value)
-    kinds = [
-        str(part.get("type", "")) for part in _parts(Entry("datasets", draft.given.get("datasets")))
+def _samples(draft: Draft, keys: Roles) -> None:
+    length, packing = keys["sequence_len"], keys["sample_packing"]
+    excess, stream = keys["excess_length_strategy"], keys["pretraining_dataset"].value
+    decides = packing if packing.key else length
+    texts = [
+        str(part.get("type", "")).startswith("completion") for part in _parts(keys["datasets"])
     ]
-    if (kinds and all(kind.startswith("completion") for kind in kinds)) or draft.given.get(
-        "pretraining_dataset"
-    ):
-        draft.put(
-            packing or longest, "trainer.data.documents", "concatenate"
-        )  # long texts are cut, and none is lost
-        draft.put(packing or longest, "trainer.data.isolate", True)
+    draft.put(length, "trainer.data.sequence_length", length.value)
+    if stream or (texts and all(texts)):  # long texts are cut, and none is lost
+        draft.put(decides, "trainer.data.documents", "concatenate")
+        draft.put(decides, "trainer.data.isolate", True)
         draft.skip(excess)
-        if not (packs or draft.given.get("pretraining_dataset")):
-            draft.lose(
-                longest,
-                (
-                    "without sample_packing each text is a sample of its own there, and here "
-                    "several "
-                    "fill one"
-                ),
-            )
+        if not packing.value and not stream:
+            draft.lose(length, "a text is a sample of its own there; here several fill one")
         return
-    draft.put(packing or longest, "trainer.data.documents", "pack" if packs else "pad")
-    if any(kind.startswith("completion") for kind in kinds):
-        draft.lose(
-            longest,
-            "beside other data sets a long text is cut up there, and here dropped or cut off",
-        )
-    if ours := {"raise": "error", "truncate": "truncate", "drop": "drop"}.get(str(excess.value)):
+    draft.put(decides, "trainer.data.documents", "pack" if packing.value else "pad")
+    if any(texts):
+        draft.lose(length, "a long text is cut up there; here it is dropped or cut off")
+    if excess.value in ("raise", "truncate", "drop"):
+        ours = "error" if excess.value == "raise" else excess.value
         draft.put(excess, "trainer.data.too_long", ours)
 
 
-def _template(draft: Draft, roles: Roles) -> None:
-    name, text = roles.get("name"), roles.get("text")
-    if text and text.value:
-        if "{" in str(text.value):
-            draft.lose(text, "write it to a file, and give its path")
-        else:
-            draft.put(text, "trainer.data.chat_template", str(text.value))
-    if name and name.value not in (None, "", "tokenizer_default", "jinja"):
-        draft.lose(name, "the tokenizer's own is used, or a file that chat_template_jinja names")
+def _template(draft: Draft, keys: Roles) -> None:
+    template = keys["chat_template_jinja"]
+    if template.value and "{" in str(template.value):
+        draft.lose(template, "write it to a file, and give its path")
+    elif template.value:
+        draft.put(template, "trainer.data.chat_template", str(template.value))
 
 
-def _data(draft: Draft, roles: Roles) -> None:
-    for role in ("train", "stream", "test"):
-        if (entry := roles.get(role)) is None or not entry.value:
-            continue
+def _data(draft: Draft, keys: Roles) -> None:
+    for role, place in _PLACES.items():
+        entry, test = keys[role], role == "test_datasets"
         given = _parts(entry)
         parts = []
         for at, own in enumerate(given):
-            part = Draft(own, draft.folder, _PLACES[role], f"{entry.key}[{at}].")
-            fill(part, _SOURCE, {"type": ""}, {"source": _rows})
+            part = Draft(own, draft.folder, place, f"{entry.key}[{at}].")
+            fill(part, inner_table("axolotl"), {"type": ""}, [_source])
             parts.append(draft.take(part))
-        put_sources(
-            draft, entry, parts, [str(part.get("path")) for part in given], test=role == "test"
-        )
-    put_share(draft, roles["held"])
+        if parts:
+            labels = [str(part.get("path")) for part in given]
+            put_sources(draft, entry, parts, labels, test=test)
+    put_share(draft, keys["val_set_size"])
 
 
 def _parts(entry: Entry) -> list[Json]:
@@ -139,53 +111,38 @@ def _parts(entry: Entry) -> list[Json]:
     listed = entry.value if isinstance(entry.value, list) else [entry.value] if entry.value else []
     parts = [{"path": part} if isinstance(part, str) else part for part in listed]
     if not all(isinstance(part, dict) and {"path", "data_files"} & part.keys() for part in parts):
-        raise ConfigError(
-            Problem(entry.key, f"saw {show(entry.value)}", "a list of sections with a path")
-        )
+        expected = "a list of sections with a path"
+        raise ConfigError(Problem(entry.key, f"saw {show(entry.value)}", expected))
     return parts
 
 
-def _rows(part: Draft, roles: Roles) -> None:
-    path, files, kind = roles.get("path"), roles.get("files"), roles.get("format")
-    where = files or path
-    if where is not None:
-        part.put(where, "path", where.value)
-    if path and files and str(path.value) in _FORMATS:
-        part.put(path, "format", _FORMATS[str(path.value)])
-    elif path and files:
+def _source(part: Draft, keys: Roles) -> None:
+    """Convert one data set; Axolotl's `type` is the kind of its rows."""
+    path, files, kind = keys["path"], keys["data_files"], keys["type"]
+    formats = read_table("axolotl")["formats"]
+    where = files if files.key else path
+    part.put(where, "path", where.value)
+    if files.key and str(path.value) in formats:
+        part.put(path, "format", formats[str(path.value)])
+    elif files.key:
         part.lose(path, "its files are read, not a data set of the hub")
-    if kind:
-        part.put(kind, "format", _FORMATS.get(str(kind.value), str(kind.value)))
-    _records(part, roles, roles["type"])
-
-
-def _records(part: Draft, roles: Roles, kind: Entry) -> None:
-    """Convert Axolotl's `type` into the kind of rows."""
+    ds_type = keys["ds_type"]
+    part.put(ds_type, "format", formats.get(str(ds_type.value), str(ds_type.value)))
     name, _, field = (kind.value if isinstance(kind.value, str) else "own").partition(":")
-    messages = roles.get("messages")
+    messages, column = keys["field_messages"], keys["field"]
     if name in ("chat_template", "sharegpt"):
         part.put(kind, "records", "chat")
         usual = "conversations" if name == "sharegpt" else "messages"
-        part.put(messages or kind, "chat_column", str(messages.value) if messages else usual)
+        decides = messages if messages.key else kind
+        part.put(decides, "chat_column", str(messages.value) if messages.key else usual)
     elif kind.value == "alpaca":
         part.put(kind, "records", "alpaca")
     elif name in ("completion", "pretrain"):
         part.put(kind, "records", "text")
-        column = roles.get("field") or (Entry(kind.key, field) if field else None)
-        if column:
-            part.put(column, "text_column", column.value)
+        if column.key or field:
+            part.put(column if column.key else kind, "text_column", column.value or field)
     elif kind.value:
-        part.lose(
-            kind,
-            "it has a prompt of its own: write its texts as rows with a prompt and a completion",
-        )
+        part.lose(kind, OTHERWISE)
 
 
-GROUPS: dict[str, Group] = {
-    "model": _model,
-    "batch": _batch,
-    **shared_keys.GROUPS,
-    "samples": _samples,
-    "template": _template,
-    "data": _data,
-}
+GROUPS: tuple[Group, ...] = (_model, _batch, *shared_keys.GROUPS, _samples, _template, _data)

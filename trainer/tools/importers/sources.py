@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from trainer.config.grammar import show
 from trainer.config.read import Json
 from trainer.tools.importers.draft import Draft, Entry
+
+_USUAL = {"split": "train", "text_column": "text"}
 
 
 def put_sources(
@@ -16,53 +16,38 @@ def put_sources(
     """Set one data set as `trainer.data`, several as its sources; of evaluation sets, the paths
     only.
     """
+    named = dict(zip(_unlike(labels), parts, strict=True))
     if test:
-        whole = {label: part["path"] for label, part in zip(_unlike(labels), parts, strict=True)}
-        value = whole if len(whole) > 1 else next(iter(whole.values()))
-        draft.put(
-            entry,
-            "trainer.data.evaluation_path",
-            value,
-            "its rows are read as those that are trained on",
-        )
-        data = draft.made["trainer"]["data"]
-        for label, part in zip(labels, parts, strict=True):
-            odd = {
-                key: value
-                for key, value in part.items()
-                if key != "path" and _read(data, key, part) != value
-            }
-            if odd:
-                draft.lose(
-                    entry, f"{label} has {show(odd)}, which the rows that are trained on have not"
-                )
+        paths = {label: part["path"] for label, part in named.items()}
+        value = paths if len(paths) > 1 else parts[0]["path"]
+        draft.put(entry, "trainer.data.evaluation_path", value)
+        if any(_reads_otherwise(draft.get("trainer.data"), part) for part in parts):
+            draft.lose(entry, "its rows are read as those that are trained on")
     elif len(parts) == 1:
         draft.made.setdefault("trainer", {}).setdefault("data", {}).update(parts[0])
         draft.keep(entry, "trainer.data")
     else:
-        named = zip(_unlike(labels), parts, strict=True)
-        draft.put(
-            entry, "trainer.data.sources", [{"label": label, **part} for label, part in named]
-        )
+        sources = [{"label": label, **part} for label, part in named.items()]
+        draft.put(entry, "trainer.data.sources", sources)
 
 
 def put_share(draft: Draft, held: Entry) -> None:
     """Set the share of the rows that is held out, unless there are data sets to evaluate on."""
     if held.value > 1:
         draft.lose(held, "a share is held out, not a number of rows")
-    elif not draft.has("trainer.data.evaluation_path"):
+    elif not draft.get("trainer.data.evaluation_path"):
         draft.put(held, "trainer.data.evaluation_fraction", held.value)
     elif not held.value:
         draft.skip(held)
 
 
-def _read(data: Json, key: str, part: Json) -> Any:
-    """Return the value with which evaluation rows are read; for several sources, the rows
-    themselves decide.
+def _reads_otherwise(data: Json, part: Json) -> bool:
+    """Return True if the rows of an evaluation set need other options than those trained on; for
+    several sources, the rows themselves decide what they hold.
     """
-    if "sources" in data and key in ("records", "chat_column"):
-        return part[key]
-    return data.get(key, {"split": "train", "text_column": "text"}.get(key))
+    decided = {"path", "records", "chat_column"} if "sources" in data else {"path"}
+    options = {key: value for key, value in part.items() if key not in decided}
+    return any(data.get(key, _USUAL.get(key)) != value for key, value in options.items())
 
 
 def _unlike(labels: Sequence[str]) -> list[str]:

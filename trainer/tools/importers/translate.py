@@ -1,14 +1,12 @@
-"""Conversion of other trainers' configs: those of Axolotl, LLaMA-Factory and Hugging Face's
-Trainer.
+"""Conversion of the configs of Axolotl, LLaMA-Factory and Hugging Face's Trainer.
 
-The handling of each foreign key is data, in a YAML file for each system; `training` and `sources`
-have the functions for keys that belong together, `draft` records the results. A key that changes
-the training and has no equivalent here is an error.
+What becomes of each foreign key is data, in a YAML file for each system; functions convert keys
+that belong together. A key that changes the training and has no equivalent here is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -19,24 +17,25 @@ from trainer.config.read import Json
 from trainer.config.sections import TrainerSection
 from trainer.errors import ConfigError, Problem
 from trainer.tools.importers import arguments, axolotl, llamafactory
-from trainer.tools.importers.draft import Draft, Group, KeyRule, fill
+from trainer.tools.importers.draft import Draft
 from trainer.tools.importers.shared_keys import section_of
+from trainer.tools.importers.tables import Group, Table, fill, table
 
 __all__ = ["SYSTEMS", "Draft", "translate"]
 
 
 class OtherTrainer(NamedTuple):
-    """Another trainer: its keys, its defaults, and its groups of keys that belong together."""
+    """Another trainer: its keys, its defaults, and functions for keys that belong together."""
 
-    table: Mapping[str, KeyRule]
+    table: Table
     defaults: Callable[[Json], Json]
-    groups: Mapping[str, Group]
+    groups: Sequence[Group]
 
 
 SYSTEMS = {
-    "axolotl": OtherTrainer(axolotl.TABLE, axolotl.defaults, axolotl.GROUPS),
-    "llamafactory": OtherTrainer(llamafactory.TABLE, llamafactory.defaults, llamafactory.GROUPS),
-    "trainer": OtherTrainer(arguments.TABLE, arguments.defaults, arguments.SCRIPTS),
+    "axolotl": OtherTrainer(table("axolotl"), axolotl.defaults, axolotl.GROUPS),
+    "llamafactory": OtherTrainer(table("llamafactory"), llamafactory.defaults, llamafactory.GROUPS),
+    "trainer": OtherTrainer(table("arguments"), arguments.defaults, arguments.SCRIPTS),
 }
 
 
@@ -47,15 +46,11 @@ def translate(system: str, given: Json, folder: Path, partial: bool = False) -> 
     Raises ConfigError for another kind of training, for values that this trainer does not take,
     and, unless `partial`, for lost keys that change what is trained.
     """
-    table, defaults, groups = SYSTEMS[system]
+    rules, defaults, groups = SYSTEMS[system]
     base = section_of("deepspeed", given.get("deepspeed"), folder)
     draft = Draft(given, folder, base=base, made=deepcopy(base))
-    fill(
-        draft,
-        table,
-        defaults({key: value for key, value in given.items() if value is not None}),
-        groups,
-    )
+    set_keys = {key: value for key, value in given.items() if value is not None}
+    fill(draft, rules, defaults(set_keys), groups)
     draft = replace(draft, made=_ordered(draft.made))
     if draft.lost and not partial:
         raise ConfigError(*_refusals(draft.lost))
@@ -63,19 +58,15 @@ def translate(system: str, given: Json, folder: Path, partial: bool = False) -> 
     return draft
 
 
-def _refusals(lost: Mapping[str, list[str]]) -> list[Problem]:
-    found = []
+def _refusals(lost: Mapping[str, Sequence[str]]) -> list[Problem]:
+    problems = []
     for line, reasons in lost.items():
         key, _, value = line.partition(" ")
-        why = "; ".join(dict.fromkeys(filter(None, reasons)))
-        found.append(
-            Problem(
-                key, f"saw {value}{f' ({why})' if why else ''}", "something that has a key here"
-            )
-        )
-    mend = "Take them out of theirs, or give --partial: it writes the rest and lists them."
-    seen = f"{len(found)} of theirs, which would change what is trained"
-    return [Problem("not imported", seen, "all of it", mend), *found]
+        seen = f"saw {value} ({'; '.join(reasons)})"
+        problems.append(Problem(key, seen, "something that has a key here"))
+    hint = "Take them out of theirs, or give --partial: it writes the rest and lists them."
+    seen = f"{len(problems)} of theirs, which would change what is trained"
+    return [Problem("not imported", seen, "all of it", hint), *problems]
 
 
 _FIRST = (
@@ -83,18 +74,19 @@ _FIRST = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "gradient_clipping",
+    "bf16",
+    "fp16",
+    "zero_optimization",
+    "optimizer",
+    "scheduler",
 )
-_THEN = ("bf16", "fp16", "zero_optimization", "optimizer", "scheduler")
 
 
 def _ordered(made: Json) -> Json:
     """Sort keys: batches, precision, layout, optimizer, other keys of DeepSpeed, then `trainer` in
     its own order.
     """
-    rest = [key for key in made if key not in (*_FIRST, *_THEN, "trainer")]
-    found = {key: made[key] for key in (*_FIRST, *_THEN, *rest) if key in made}
     section = made.get("trainer", {})
-    return {
-        **found,
-        "trainer": {name: section[name] for name in TrainerSection.model_fields if name in section},
-    }
+    order = [*_FIRST, *(key for key in made if key not in (*_FIRST, "trainer"))]
+    ordered = {name: section[name] for name in TrainerSection.model_fields if name in section}
+    return {**{key: made[key] for key in order if key in made}, "trainer": ordered}

@@ -1,0 +1,195 @@
+"""The one translator of foreign keys: it reads the tables in the YAML files beside it.
+
+`arguments.yml` explains their sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from trainer.config.grammar import AUTO, show
+from trainer.config.read import Json
+from trainer.errors import ConfigError, Problem, listed
+from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, is_set, number
+
+
+class KeyRule(NamedTuple):
+    """The handling of a key: a section of the table, and what stands there."""
+
+    section: str
+    says: Any = None
+
+
+Table = Mapping[str, KeyRule]
+Group = Callable[[Draft, Roles], None]
+"""Converts keys that belong together."""
+
+
+@cache
+def read_table(system: str) -> Json:
+    path = Path(__file__).with_name(f"{system}.yml")
+    content: Json = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content
+
+
+def table(system: str) -> dict[str, KeyRule]:
+    """Return the handling of each key of a system's config."""
+    content = read_table(system)
+    return {**_shared(content), **dict(_rows(content))}
+
+
+def inner_table(system: str) -> dict[str, KeyRule]:
+    """Return the handling of each key of the system's section with keys of its own."""
+    return dict(_rows(read_table(system)["inner"]))
+
+
+def _shared(content: Json) -> dict[str, KeyRule]:
+    """Return the Trainer's rows that another system takes, too."""
+    if "shared" not in content:
+        return {}
+    taken = content["shared"].split()
+    rows = table("arguments").items()
+    return {key: row for key, row in rows if row.section != "carried" or key in taken}
+
+
+def _rows(content: Mapping[str, Any]) -> Iterator[tuple[str, KeyRule]]:
+    for section in ("listed", "unlike"):
+        yield from ((key, KeyRule(section)) for key in content.get(section, "").split())
+    for section in ("alike", "carried"):
+        yield from ((key, KeyRule(section, says)) for key, says in content.get(section, {}).items())
+    for kind, keys in content.get("another", {}).items():
+        yield from ((key, KeyRule("another", kind)) for key in keys.split())
+
+
+def fill(draft: Draft, rules: Table, defaults: Json, groups: Sequence[Group] = ()) -> None:
+    """Convert each foreign key by its rule; a key without one is lost.
+
+    Raises ConfigError for keys of another kind of training.
+    """
+    given = {key: value for key, value in draft.given.items() if value is not None}
+    draft.listed.extend(draft.prefix + key for key in draft.given.keys() - given.keys())
+    candidates: dict[str, list[tuple[Entry, Any]]] = {}
+    others: dict[str, list[Entry]] = {}
+    for key, value in _apart({**defaults, **given}, rules):
+        entry, rule = Entry(draft.prefix + key, number(value)), rules.get(key)
+        if rule is None:
+            draft.lose(entry, f"not known{_near(key, rules)}")
+        elif rule.section == "another" and is_set(value):
+            others.setdefault(rule.says, []).append(entry)
+        elif rule.section == "carried":
+            place, ours = _translated(draft, key, entry, rule.says)
+            candidates.setdefault(place, []).append((entry, ours))
+        elif rule.section == "unlike" and is_set(value):
+            draft.lose(entry)
+        elif rule.section == "alike" and not _alike(value, rule.says):
+            draft.lose(entry, OTHERWISE)
+        else:
+            draft.skip(entry)
+    if others:
+        raise ConfigError(*(_other(kind, entries) for kind, entries in others.items()))
+    _put(draft, candidates, groups)
+
+
+def _translated(draft: Draft, key: str, entry: Entry, says: Any) -> tuple[str, Any]:
+    """Return the place of a carried key, a path of ours or @ROLE, and its value there.
+
+    The value is None if there is nothing to set. Raises ConfigError for a value of a wrong type.
+    """
+    if isinstance(says, dict):
+        known = isinstance(entry.value, str | int | float) and entry.value in says["values"]
+        if entry.is_set and not known:
+            draft.lose(entry)
+        return says["to"], says["values"][entry.value] if known else None
+    if says.startswith("@"):
+        role = says[1:] or key
+        _check_type(entry, role)
+        return f"@{role}", entry.value
+    return says, entry.value
+
+
+def _put(
+    draft: Draft, candidates: Mapping[str, list[tuple[Entry, Any]]], groups: Sequence[Group]
+) -> None:
+    """Set the keys of ours that one foreign key makes, and then those that several make."""
+    roles = Roles()
+    for place, named in candidates.items():
+        entry, ours = _chosen(draft, named)
+        if place.startswith("@"):
+            roles[place[1:]] = entry
+        elif ours is not None:
+            for path in place.split():
+                draft.put(entry, path, ours)
+        elif not draft.reported(entry):
+            draft.skip(entry)
+    for group in groups:
+        group(draft, roles)
+    for entry in roles.values():
+        if draft.explicit(entry) and not draft.reported(entry):
+            (draft.lose if entry.is_set else draft.skip)(entry)
+
+
+def _chosen(draft: Draft, candidates: Sequence[tuple[Entry, Any]]) -> tuple[Entry, Any]:
+    """Return the key that decides: one that the user wrote before a default, set before empty.
+
+    The others are lost if they say something else.
+    """
+    chosen = max(candidates, key=lambda one: (draft.explicit(one[0]), one[0].is_set))
+    for entry, ours in candidates:
+        if entry is chosen[0]:
+            continue
+        if draft.explicit(entry) and entry.is_set and ours != chosen[1]:
+            draft.lose(entry, f"{chosen[0].key} says {show(chosen[0].value)}")
+        elif not draft.reported(entry):
+            draft.skip(entry)
+    return chosen
+
+
+_WORDS = ("full", "unsloth", "offload", "offload_disk", "legacy")
+"""Values of Axolotl's that mean true."""
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "a number": lambda value: type(value) in (int, float),
+    "true or false": lambda value: isinstance(value, bool) or value in (0, 1, AUTO, *_WORDS),
+}
+
+
+def _check_type(entry: Entry, role: str) -> None:
+    """Raise ConfigError for a value with which the functions of `groups` could not compute."""
+    for kind, fits in _TYPES.items():
+        if role in read_table("arguments")["types"][kind].split() and not fits(entry.value):
+            raise ConfigError(Problem(entry.key, f"saw {show(entry.value)}", kind))
+
+
+def _apart(given: Json, rules: Table) -> Iterator[tuple[str, Any]]:
+    """Yield keys with values; a section whose keys have rules of their own yields each of those."""
+    for key, value in given.items():
+        if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in rules):
+            yield from ((f"{key}.{inner}", below) for inner, below in value.items())
+        else:
+            yield key, value
+
+
+def _other(kind: str, entries: Sequence[Entry]) -> Problem:
+    keys = listed([f"{entry.key} {show(entry.value)}" for entry in entries])
+    expected = "training on the next token of text: no other is imported"
+    return Problem(entries[0].key, f"saw {keys}: {kind}", expected)
+
+
+def _alike(value: Any, values: Iterable[Any]) -> bool:
+    """Return True if a value, or each value in a section or list, is one of `values`."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return all(_alike(one, values) for one in inner)
+    converted = number(value)
+    same = (converted == known and type(converted) is type(known) for known in values)
+    return value is None or any(same)
+
+
+def _near(key: str, rules: Iterable[str]) -> str:
+    near = get_close_matches(key[:100], list(rules), n=1, cutoff=0.8)
+    return f': did you mean "{near[0]}"?' if near else ""
