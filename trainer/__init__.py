@@ -7,8 +7,10 @@ DeepSpeed JSON.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from trainer.state import VERSION as __version__
 
@@ -22,52 +24,80 @@ if TYPE_CHECKING:
 __all__ = ["__version__", "open_classifier", "train", "verify"]
 
 
-def train(
-    config: str | Path | dict[str, Any],
-    *,
-    model: Callable[[], nn.Module] | None = None,
-    data: Any = None,
-    loss: Callable[[Any, Any], tuple[Tensor, int | Tensor]] | None = None,
-    evaluation_data: Any = None,
-    blocks: str | None = None,
-    overrides: Sequence[str] = (),
-    processes: int | None = None,
-    quiet: bool = False,
-    fresh: bool = False,
-    resume: str | Path | None = None,
-    resume_anyway: bool = False,
-    resume_weights_only: bool = False,
-) -> Result:
-    """Train your own module under any layout, in the same way as `launch/train.py` trains a
-    language model.
+Parameters = ParamSpec("Parameters")
+Options = TypeVar("Options")
+T = TypeVar("T")
 
-    `config`: a DeepSpeed JSON, as a path, the name of one that ships ("zero3"), or a dictionary;
-    `overrides` as on the command line. `model` builds the module, and is called on the meta device,
-    too. `data`: anything with `__len__` and `__getitem__`, whose samples are pairs (input, target)
-    that `torch.utils.data.default_collate` stacks; without `evaluation_data`,
-    `trainer.data.evaluation_fraction` of it is held out. `loss(output, target)` of a micro-batch
-    returns the sum over its targets and their number; the loss of a step is the sum over the global
-    batch / the number. `blocks`: a pattern such as "layers.*" of the modules that run once each, in
-    order; those of an `nn.Sequential`, and of lists of one class, are found. With `"task":
-    "image_classification"` in the config, samples are pairs (image, label), images of Pillow or
-    tensors [channels, height, width]; leave out `loss`, and `model` and `data` where the config
-    names them.
 
-    The same call again resumes a run that was not finished, and begins a new one if it was: `fresh`
-    always begins a new one, `resume="auto"` resumes the newest run of that name, `resume=path`
-    resumes from a checkpoint, with a new optimizer if `resume_weights_only`, and `resume_anyway`
-    also resumes if the data, the model or its code changed. SIGTERM, SIGINT (a notebook's
-    interrupt), SIGUSR1 and SIGHUP save and raise `trainer.errors.Preempted`.
+def _with_keywords_of(
+    kind: Callable[Parameters, Options],
+) -> Callable[[Callable[[Options], T]], Callable[Parameters, T]]:
+    """Make a function of a `kind` of options one of their fields, which are then its signature."""
 
-    Call it in a script under any launcher, or with `processes=N` from plain Python or a notebook.
+    def decorated(function: Callable[[Options], T]) -> Callable[Parameters, T]:
+        @wraps(kind, assigned=(), updated=())
+        @wraps(function)
+        def with_keywords(*args: Parameters.args, **kwargs: Parameters.kwargs) -> T:
+            return function(kind(*args, **kwargs))
+
+        return with_keywords
+
+    return decorated
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """The arguments of `train`, where they are described."""
+
+    config: str | Path | dict[str, Any] = field(kw_only=False)
+    model: Callable[[], nn.Module] | None = None
+    data: Any = None
+    loss: Callable[[Any, Any], tuple[Tensor, int | Tensor]] | None = None
+    evaluation_data: Any = None
+    blocks: str | None = None
+    overrides: Sequence[str] = ()
+    processes: int | None = None
+    quiet: bool = False
+    fresh: bool = False
+    resume: str | Path | None = None
+    resume_anyway: bool = False
+    resume_weights_only: bool = False
+
+
+@_with_keywords_of(TrainOptions)
+def train(options: TrainOptions) -> Result:
+    """Train your own module under any layout, as `launch/train.py` trains a language model.
+
+    `config`: a DeepSpeed JSON: a path, the name of one that ships ("zero3"), or a dictionary.
+    `overrides`: changes to it, `key.path=value`, as on the command line.
+    `model`: builds the module; it is called on the meta device, too.
+    `data`: anything with `__len__` and `__getitem__`, whose samples are pairs (input, target) that
+    `torch.utils.data.default_collate` stacks.
+    `evaluation_data`: the same, held out; without it, `trainer.data.evaluation_fraction` of `data`.
+    `loss(output, target)`: returns the sum over the targets of a micro-batch, and their number; the
+    loss of a step is the sum over the global batch / the number.
+    `blocks`: a pattern such as "layers.*" of the modules that run once each, in order; those of an
+    `nn.Sequential`, and of lists of one class, are found.
+    `processes`: how many to start, from plain Python or a notebook; leave it out under a launcher.
+    `quiet`: print nothing.
+    `fresh`: begin a new run. Without it, the same call again resumes a run that was not finished,
+    and begins a new one if it was.
+    `resume`: "auto" resumes the newest run of that name, a path resumes from that checkpoint.
+    `resume_anyway`: resume also if the data, the model or its code changed.
+    `resume_weights_only`: resume with a new optimizer.
+
+    With `"task": "image_classification"` in the config, samples are pairs (image, label), images of
+    Pillow or tensors [channels, height, width]; leave out `loss`, and `model` and `data` where the
+    config names them. SIGTERM, SIGINT (a notebook's interrupt), SIGUSR1 and SIGHUP save and raise
+    `trainer.errors.Preempted`.
+
     Returns the losses and the run's folder, on every rank. Raises the errors that the command
     prints (`trainer.errors`).
     """
     from trainer.config import load
     from trainer.supervise.forked import in_processes
 
-    compiled = load(config, overrides)
-    going_on = (None if resume is None else str(resume), fresh, resume_anyway, resume_weights_only)
+    compiled = load(options.config, options.overrides)
 
     def trained() -> Result:
         from trainer.run.resume import Request
@@ -75,11 +105,24 @@ def train(
         from trainer.run.subject import Given
         from trainer.tools.planner.memory_check import check_memory
 
-        given = Given(model, data, loss, evaluation_data, blocks)
-        request = Request(*going_on, script=True, memory_check=check_memory)
-        return train_given(compiled, given, request, quiet)  # type: ignore[no-any-return]
+        given = Given(
+            model=options.model,
+            data=options.data,
+            loss=options.loss,
+            evaluation_data=options.evaluation_data,
+            blocks=options.blocks,
+        )
+        request = Request(
+            resume=None if options.resume is None else str(options.resume),
+            fresh=options.fresh,
+            resume_anyway=options.resume_anyway,
+            weights_only=options.resume_weights_only,
+            script=True,
+            memory_check=check_memory,
+        )
+        return train_given(compiled, given, request, options.quiet)  # type: ignore[no-any-return]
 
-    return in_processes(trained, processes)
+    return in_processes(trained, options.processes)
 
 
 def verify(

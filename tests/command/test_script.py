@@ -5,6 +5,7 @@ of errors.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import signal
 import subprocess
@@ -201,6 +202,13 @@ FOR_PYTHON_TOO = (
 )
 
 
+def test_an_unknown_keyword_is_refused_and_the_known_ones_are_documented() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'modle'"):
+        trainer.train("zero3", modle=build)  # type: ignore[call-arg]
+    documented = re.findall(r"^ *`(\w+)[`(]", trainer.train.__doc__ or "", re.MULTILINE)
+    assert set(inspect.signature(trainer.train).parameters) == set(documented) - {"torch"}
+
+
 def test_no_error_of_python_advises_a_flag() -> None:
     """What the command line has is an argument of `trainer.train`, under the name that errors give
     it.
@@ -226,8 +234,6 @@ def test_no_error_of_python_advises_a_flag() -> None:
                 assert not re.search(
                     r"(^|\s)--[a-z]|[Rr]un the same command", in_python(node.value)
                 ) or ("`" in node.value or "--logdir" in node.value), f"{place}:{node.lineno}"
-    import inspect
-
     parameters = inspect.signature(trainer.train).parameters
     arguments = {re.split(r"\W", argument)[0] for argument in FLAGS.values() if " " not in argument}
     assert arguments <= parameters.keys() and Request(script=True).script

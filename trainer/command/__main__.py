@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from importlib import import_module
 from typing import NoReturn
 
-from trainer.command import run_command
+from trainer.command import parser_of, run_command
 
-EPILOG = """
-  meshloom plan          what a run will take: memory, traffic, time; without a GPU
-  meshloom train         train from a DeepSpeed JSON config
-  meshloom verify        prove that a config trains as one process does
-  meshloom status        what a run does, from outside
-  meshloom report        a run as one HTML page, with pictures
-  meshloom checkpoint    list, verify, look into and import checkpoints
-  meshloom import        write a config from Axolotl's, LLaMA-Factory's or the Trainer's
-
-Each of them has its own --help.
-"""
+COMMANDS = {
+    "plan": "what a run will take: memory, traffic, time; without a GPU",
+    "train": "train from a DeepSpeed JSON config",
+    "verify": "prove that a config trains as one process does",
+    "status": "what a run does, from outside",
+    "report": "a run as one HTML page, with pictures",
+    "checkpoint": "list, verify, look into and import checkpoints",
+    "import": "write a config from Axolotl's, LLaMA-Factory's or the Trainer's",
+}
+EPILOG = "".join(f"\n  meshloom {name:<13} {text}" for name, text in COMMANDS.items())
 
 
 def main() -> NoReturn:
-    parser = argparse.ArgumentParser(
-        prog="meshloom",
-        description="Trains transformers from a DeepSpeed JSON config.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "command",
-        choices=("plan", "train", "verify", "status", "report", "checkpoint", "import"),
-        help="what to do",
-    )
+    epilog = f"{EPILOG}\n\nEach of them has its own --help.\n"
+    parser = parser_of("meshloom", "Trains transformers from a DeepSpeed JSON config.", epilog)
+    parser.add_argument("command", choices=COMMANDS, help="what to do")
     command = parser.parse_args(sys.argv[1:2]).command  # the rest is parsed by the command
-    module = {"import": "import_config"}.get(
-        command, command
-    )  # `import` is a keyword, so no module has that name
-    run_command(
-        import_module(f"trainer.command.{module}").main, sys.argv[2:], f"meshloom {command}"
-    )
+    module = "import_config" if command == "import" else command  # `import` can't name a module
+    main = import_module(f"trainer.command.{module}").main
+    run_command(main, sys.argv[2:], f"meshloom {command}")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+
+from trainer.command import parser_of, reporting
+from trainer.errors import ConfigError, DiskError, Problem, first_line, printable
 
 EPILOG = """
 the checkpoints of a run, and every byte of all of them against their manifests:
@@ -25,47 +26,33 @@ Exit codes: 0 good, 64 nothing there, 65 not data, 74 damaged.
 """
 
 
+@reporting
 def main(arguments: Sequence[str], name: str) -> int:
     """Run the command `name`; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog=name,
-        description="List, verify, look into and import checkpoints.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(name, "List, verify, look into and import checkpoints.", EPILOG)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, work in COMMANDS.items():
-        commands.add_parser(command, help=work.__doc__).add_argument(
-            "path", type=Path, metavar="PATH"
-        )
+        one = commands.add_parser(command, help=work.__doc__)
+        one.add_argument("path", type=Path, metavar="PATH")
     importing = commands.add_parser("import", help=import_deepspeed.__doc__)
-    importing.add_argument(
-        "path", type=Path, metavar="PATH", help="global_stepN, or the folder above it"
-    )
+    text = "global_stepN, or the folder above it"
+    importing.add_argument("path", type=Path, metavar="PATH", help=text)
     importing.add_argument("target", type=Path, metavar="TARGET", help="where step-N is made")
-    importing.add_argument(
-        "--model", help="folder or name with config and tokenizer, if PATH has none"
-    )
+    text = "folder or name with config and tokenizer, if PATH has none"
+    importing.add_argument("--model", help=text)
     options = parser.parse_args(arguments)
-    from trainer.errors import MeshloomError
-
-    try:
-        if options.command == "import":
-            return import_deepspeed(options.path, options.target, options.model)
-        return each(options.path, COMMANDS[options.command])
-    except MeshloomError as error:
-        print(error.render(), file=sys.stderr)
-        return error.exit_code
+    if options.command == "import":
+        return import_deepspeed(options.path, options.target, options.model)
+    return each(options.path, COMMANDS[options.command])
 
 
-Said = tuple[int, list[str]]
+Finding = tuple[int, list[str]]
 """An exit code, and lines for the user."""
 
 
-def each(path: Path, work: Callable[[Path], Said]) -> int:
+def each(path: Path, work: Callable[[Path], Finding]) -> int:
     """Run `work` on each checkpoint of `path`; return the worst exit code."""
     from trainer.checkpoint import leftovers
-    from trainer.errors import DiskError, printable
 
     found, worst = checkpoints(path), 0
     for checkpoint in found:
@@ -89,26 +76,17 @@ def import_deepspeed(path: Path, target: Path, model: str | None) -> int:
     """Convert a ZeRO checkpoint of DeepSpeed to this format."""
     from trainer.checkpoint import save
     from trainer.distributed.ranks import ALONE
-    from trainer.errors import ConfigError, Problem
     from trainer.tools.importers.deepspeed_checkpoint import read_deepspeed
 
-    found = read_deepspeed(path)
-    source = model or next(
-        (str(p) for p in (path, path.parent) if (p / "config.json").is_file()), None
-    )
+    read = read_deepspeed(path)
+    folders = (folder for folder in (path, path.parent) if (folder / "config.json").is_file())
+    source = model or next(map(str, folders), None)
     if source is None:
-        mend = "Give its folder or name with --model"
-        raise ConfigError(
-            Problem(str(path), "no config.json", "the model's config and tokenizer", mend)
-        )
-    made = save(
-        target,
-        found.state,
-        found.state_tensors,
-        found.description,
-        partial(_copy_model_files, source),
-        ALONE,
-    )
+        hint = "Give its folder or name with --model"
+        expected = "the model's config and tokenizer"
+        raise ConfigError(Problem(str(path), "no config.json", expected, hint))
+    copy = partial(_copy_model_files, source)
+    made = save(target, read.state, read.state_tensors, read.description, copy, ALONE)
     print(f"{made}: go on from it with meshloom train --config ... --resume {made}")
     return 0
 
@@ -116,23 +94,18 @@ def import_deepspeed(path: Path, target: Path, model: str | None) -> int:
 def _copy_model_files(source: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    from trainer.errors import ConfigError, Problem
-
     try:
         # explicit, since with a default of None the user is asked if the folder's own code may run
-        AutoConfig.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
+        for kind in (AutoConfig, AutoTokenizer):
+            kind.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
     except (OSError, ValueError) as error:
         expected = "a folder or name with the model's config and tokenizer"
-        raise ConfigError(
-            Problem(f"--model: {source}", str(error).splitlines()[0], expected)
-        ) from error
+        raise ConfigError(Problem(f"--model: {source}", first_line(error), expected)) from error
 
 
 def checkpoints(path: Path) -> list[Path]:
     """List the checkpoints that `path` holds, oldest first. Raises ConfigError if there is none."""
     from trainer.checkpoint import published
-    from trainer.errors import ConfigError, Problem
 
     if (path / "manifest.json").exists():
         return [path]
@@ -143,7 +116,7 @@ def checkpoints(path: Path) -> list[Path]:
     return found
 
 
-def summarise(path: Path) -> Said:
+def summarise(path: Path) -> Finding:
     """Show a line for each: step, size, the layout that saved it; check the sizes of files."""
     from trainer.checkpoint import read_description
     from trainer.checkpoint.manifest import DESCRIPTION, check_sizes, read_manifest
@@ -160,17 +133,15 @@ def summarise(path: Path) -> Said:
     return 0, [line.rstrip()]
 
 
-def verify(path: Path) -> Said:
+def verify(path: Path) -> Finding:
     """Check every byte against the manifest."""
     from trainer.checkpoint import verify as wrong
 
     problems = wrong(path)
-    return 74 if problems else 0, [
-        f"{path.name}  {'; '.join(map(str, problems)) if problems else 'good'}"
-    ]
+    return 74 if problems else 0, [f"{path.name}  {'; '.join(map(str, problems)) or 'good'}"]
 
 
-def show(path: Path) -> Said:
+def show(path: Path) -> Finding:
     """Show the content: position, the layout that saved it, and every tensor."""
     from trainer.checkpoint import read_description
     from trainer.checkpoint.manifest import DESCRIPTION
@@ -181,10 +152,9 @@ def show(path: Path) -> Said:
         return code, lines
     if (path / DESCRIPTION).exists():
         description = read_description(path)
-        told = {
-            key: description[key] for key in ("position", "seed", "versions") if key in description
-        }
-        lines.append(json.dumps(told, indent=2))
+        shown = ("position", "seed", "versions")
+        content = {key: description[key] for key in shown if key in description}
+        lines.append(json.dumps(content, indent=2))
     return 0, [*lines, *(f"  {line}  {size(count)}" for line, count in _tensors(path))]
 
 
@@ -192,15 +162,9 @@ def _saved_by(description: dict[str, object]) -> str:
     layout = description.get("layout")
     if not isinstance(layout, dict):
         return ""
-    axes = [
-        f"{name} {layout[name]}"
-        for name in ("pipeline", "replicate", "shard", "tensor")
-        if layout[name] > 1
-    ]
-    return (
-        f"{description.get('engine')}: {' x '.join(axes) or 'one process'}, "
-        f"ZeRO-{layout['zero_stage']}"
-    )
+    names = ("pipeline", "replicate", "shard", "tensor")
+    axes = " x ".join(f"{name} {layout[name]}" for name in names if layout[name] > 1)
+    return f"{description.get('engine')}: {axes or 'one process'}, ZeRO-{layout['zero_stage']}"
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, int]]:
@@ -213,4 +177,4 @@ def _tensors(path: Path) -> Iterator[tuple[str, int]]:
                 yield f"{name}: {tensor}  {dtype} {' x '.join(map(str, shape)) or 'scalar'}", count
 
 
-COMMANDS: dict[str, Callable[[Path], Said]] = {"list": summarise, "verify": verify, "show": show}
+COMMANDS: dict[str, Callable[[Path], Finding]] = {"list": summarise, "verify": verify, "show": show}

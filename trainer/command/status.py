@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from trainer.command import parser_of, reporting
+from trainer.errors import ConfigError, Problem, printable
 
 EPILOG = """
 exit codes: 0 it runs or has finished, 1 it has ended otherwise or gives no sign of life,
@@ -17,26 +18,19 @@ exit codes: 0 it runs or has finished, 1 it has ended otherwise or gives no sign
 """
 
 
+@reporting
 def main(arguments: Sequence[str], name: str) -> int:
     """Run the command `name`; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog=name,
-        description="Show what a run does.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(name, "Show what a run does.", EPILOG)
     parser.add_argument("run", type=Path, metavar="RUN", help="its folder, runs/NAME")
     folder = parser.parse_intermixed_args(arguments).run
-    from trainer.errors import ConfigError, Problem, printable
     from trainer.supervise import status_files as status
 
     found = status.read(folder)
     if found is None or not status.can_be_shown(found):
         seen = "no status.json in it" if folder.is_dir() else "no such folder"
         hint = f"{status.NAME} is there, and damaged" if (folder / status.NAME).exists() else ""
-        wanted = "the folder of a run that has begun"
-        print(ConfigError(Problem(str(folder), seen, wanted, hint)).render(), file=sys.stderr)
-        return ConfigError.exit_code
+        raise ConfigError(Problem(str(folder), seen, "the folder of a run that has begun", hint))
     end = status.read_end(folder)
     # processes of this machine are seen to live; of another machine's, a reported end comes first
     lives = status.lives(found) and (end is None or found.get("host") == socket.gethostname())

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from trainer.command import add_config, parser_of
+from trainer.data.formats import check_paths
+from trainer.errors import ConfigError, MeshloomError, Problem
 from trainer.supervise.launcher import start
 from trainer.supervise.notes import notes_of
 from trainer.supervise.world import (
@@ -39,63 +42,30 @@ exit codes: 0 done, 64 config, 65 data, 70 internal, 74 disk, 75 preempted, 76 n
 
 
 def options_of(arguments: Sequence[str], name: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=name,
-        description="Train a transformer from a DeepSpeed JSON config.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = parser_of(name, "Train a transformer from a DeepSpeed JSON config.", EPILOG)
+    add_config(parser)
+    start = parser.add_mutually_exclusive_group()
+    text = (
+        "go on from the newest good checkpoint of the newest run of this name, or from the one at "
+        "PATH; without it, the same command goes on with a run that was not finished"
     )
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="JSON",
-        help="a DeepSpeed config, or the name of one that is shipped",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="overrides a key of the config"
-    )
-    whence = parser.add_mutually_exclusive_group()
-    whence.add_argument(
-        "--resume",
-        metavar="auto|PATH",
-        help="go on from the newest good checkpoint of the newest run of this name, or from the "
-        "one at PATH; without "
-        "it, the same command goes on with a run that was not finished",
-    )
-    whence.add_argument(
-        "--fresh", action="store_true", help="start a run of its own, and leave an unfinished one"
-    )
-    parser.add_argument(
-        "--resume-anyway",
-        action="store_true",
-        help="also where data, tokenizer, model or code changed since",
-    )
-    parser.add_argument(
-        "--resume-weights-only",
-        action="store_true",
-        help="leave the checkpoint's optimizer state out",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show the plan and the data; train nothing"
-    )
-    parser.add_argument(
-        "--preview", type=int, metavar="N", help="show N samples as the model sees them, and leave"
-    )
-    parser.add_argument(
-        "--engines",
-        action=ShowEngines,
-        nargs=0,
-        help="show which engine runs which layout, and leave",
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="how many processes to start (default: one per GPU)",
-    )
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
-    )  # deepspeed passes it
+    start.add_argument("--resume", metavar="auto|PATH", help=text)
+    text = "start a run of its own, and leave an unfinished one"
+    start.add_argument("--fresh", action="store_true", help=text)
+    text = "also where data, tokenizer, model or code changed since"
+    parser.add_argument("--resume-anyway", action="store_true", help=text)
+    text = "leave the checkpoint's optimizer state out"
+    parser.add_argument("--resume-weights-only", action="store_true", help=text)
+    text = "show the plan and the data; train nothing"
+    parser.add_argument("--dry-run", action="store_true", help=text)
+    text = "show N samples as the model sees them, and leave"
+    parser.add_argument("--preview", type=int, metavar="N", help=text)
+    text = "show which engine runs which layout, and leave"
+    parser.add_argument("--engines", action=ShowEngines, nargs=0, help=text)
+    text = "how many processes to start (default: one per GPU)"
+    parser.add_argument("--processes", type=int, metavar="N", help=text)
+    # deepspeed passes it
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_intermixed_args(arguments)
 
 
@@ -109,7 +79,6 @@ class ShowEngines(argparse.Action):
 
 def main(arguments: Sequence[str], name: str) -> int:
     """Run the command `name`; returns its exit code."""
-    from trainer.errors import MeshloomError
     from trainer.supervise.signals import StopSignals
 
     terminal = os.dup(2)
@@ -117,8 +86,8 @@ def main(arguments: Sequence[str], name: str) -> int:
         return command(options_of(arguments, name), StopSignals())
     except MeshloomError as error:
         rank, notes = int(os.environ.get("RANK", "0")), notes_of(os.environ)
-        told = notes is not None and notes.write_end(rank, error.render(), error.exit_code)
-        if rank == 0 and not told:
+        written = notes is not None and notes.write_end(rank, error.render(), error.exit_code)
+        if rank == 0 and not written:
             with suppress(OSError):  # nobody may read it
                 os.write(terminal, f"{error.render()}\n".encode())
         return error.exit_code
@@ -127,11 +96,10 @@ def main(arguments: Sequence[str], name: str) -> int:
 def command(options: argparse.Namespace, signals) -> int:  # type: ignore[no-untyped-def]
     world = world_of(os.environ)
     count = options.processes or gpu_count() or 1
-    config = checked_config(
-        options, world.world_size if world else count, world.local_world_size if world else count
-    )
+    sizes = (world.world_size, world.local_world_size) if world else (count, count)
+    config = checked_config(options, *sizes)
     if world is None or world.rank == 0:
-        check_data(config)
+        check_paths(config.trainer)  # before torch is imported, which takes seconds
     if world is None:
         if count > 1:
             signals.hand_over()
@@ -149,35 +117,16 @@ def command(options: argparse.Namespace, signals) -> int:  # type: ignore[no-unt
     from trainer.tools.planner.memory_check import check_memory
 
     request = Request(
-        options.resume,
-        options.fresh,
-        options.resume_anyway,
-        options.resume_weights_only,
-        options.dry_run,
-        options.preview,
-        options.overrides,
+        resume=options.resume,
+        fresh=options.fresh,
+        resume_anyway=options.resume_anyway,
+        weights_only=options.resume_weights_only,
+        dry_run=options.dry_run,
+        preview=options.preview,
+        overrides=options.overrides,
         memory_check=check_memory,
     )
     return run(config, request, world, output, signals)
-
-
-def check_data(config) -> None:  # type: ignore[no-untyped-def]
-    """Raise DataError for missing files, before torch is imported, which takes seconds."""
-    from trainer.data.formats import locate
-
-    data = config.trainer.data
-    if config.trainer.task != "causal_lm" or (data.path is None and not data.sources):
-        return
-    held_out = (
-        data.evaluation_path.values()
-        if isinstance(data.evaluation_path, dict)
-        else [data.evaluation_path]
-    )
-    named = [(source.path, source.format or data.format) for source in data.sources] or [
-        (data.path, data.format)
-    ]
-    for path, format in (*named, *((path, data.format) for path in held_out)):
-        locate(path, format)
 
 
 def checked_config(options: argparse.Namespace, world_size: int, local_world_size: int):  # type: ignore[no-untyped-def]
@@ -185,19 +134,13 @@ def checked_config(options: argparse.Namespace, world_size: int, local_world_siz
     ConfigError.
     """
     from trainer.config import RuntimeFacts, load
-    from trainer.errors import ConfigError, Problem
     from trainer.run.compose import compose
 
     hostfile = missing_hostfile(os.getppid())
     if hostfile is not None:
-        raise ConfigError(
-            Problem(
-                f"--hostfile: {hostfile}",
-                "no such file",
-                "a list of machines",
-                "DeepSpeed would train on this machine alone",
-            )
-        )
+        hint = "DeepSpeed would train on this machine alone"
+        place = f"--hostfile: {hostfile}"
+        raise ConfigError(Problem(place, "no such file", "a list of machines", hint))
     config = load(options.config, options.overrides)
     compose(config, RuntimeFacts(world_size, None, None, False, "cpu", local_world_size))
     return config

@@ -11,7 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from trainer.command import run_command
+from trainer.command import add_config, parser_of, reporting, run_command
+from trainer.errors import ConfigError, Problem
 from trainer.supervise.launcher import start
 from trainer.supervise.world import drop_accelerate, environment_of, gpu_count, world_of
 
@@ -25,65 +26,30 @@ Exit codes: 0 the same, 64 the config is wrong, 76 not the same, 77 the ranks st
 """
 
 
+@reporting
 def main(arguments: Sequence[str], name: str) -> int:
     """Run the command `name`; returns its exit code."""
-    parser = argparse.ArgumentParser(prog=name, description=DESCRIPTION)
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="JSON",
-        help="a DeepSpeed config, or the name of one that is shipped",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="overrides a key of the config"
-    )
-    parser.add_argument(
-        "--world-size", type=int, metavar="N", help="processes (default: the fewest, up to 8)"
-    )
-    parser.add_argument("--output", type=Path, default=Path("certificate.json"), metavar="PATH")
-    parser.add_argument(
-        "--precision",
-        choices=("float32", "config"),
-        default="float32",
-        help="config: its own, compared with float32 within the rounding of one process",
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one process per GPU"
-    )
-    options = parser.parse_intermixed_args(arguments)
+    options = _options(arguments, name)
     from trainer.certify.tiny_run import tiny_run
-    from trainer.errors import ConfigError, MeshloomError, Problem
 
+    on_cpu, world = options.device == "cpu", world_of(os.environ)
     drop_accelerate(os.environ)
-    os.environ.setdefault(
-        *(
-            ("DS_ACCELERATOR", "cpu")
-            if options.device == "cpu"
-            else ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        )
-    )
-    world = world_of(os.environ)
-    try:
-        world_size = world.world_size if world else options.world_size
-        small = tiny_run(options.config, options.overrides, world_size, options.precision)
-        needed = world.local_world_size if world else small.layout.world_size
-        if options.device == "cuda" and gpu_count() < needed:
-            seen, mend = (
-                f"cuda with {gpu_count()} GPUs for {needed} processes",
-                "Leave it off to verify on the CPU",
-            )
-            raise ConfigError(Problem("--device", seen, "a GPU for each process", mend))
-        if world is None and options.device == "cpu":
-            _import_all(small)
-    except MeshloomError as error:
-        print(error.render(), file=sys.stderr)
-        return error.exit_code
-    if world is None:
-        fork = partial(run_command, main, arguments, name)
-        # CUDA does not work in a process that was forked after its first use
-        return start(
-            small.layout.world_size, fork if options.device == "cpu" else sys.orig_argv[1:]
-        )
+    if on_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    else:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    world_size = world.world_size if world else options.world_size
+    small = tiny_run(options.config, options.overrides, world_size, options.precision)
+    needed = world.local_world_size if world else small.layout.world_size
+    if not on_cpu and gpu_count() < needed:
+        seen = f"cuda with {gpu_count()} GPUs for {needed} processes"
+        hint = "Leave it off to verify on the CPU"
+        raise ConfigError(Problem("--device", seen, "a GPU for each process", hint))
+    if world is None and on_cpu:
+        _import_all(small)
+        return start(small.layout.world_size, partial(run_command, main, arguments, name))
+    if world is None:  # CUDA does not work in a process that was forked after its first use
+        return start(small.layout.world_size, sys.orig_argv[1:])
     from trainer.supervise.output import Output
 
     output = Output(quiet=world.rank != 0)
@@ -93,13 +59,26 @@ def main(arguments: Sequence[str], name: str) -> int:
     return verify(small, world, options.device, options.output, output)
 
 
+def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
+    parser = parser_of(name, DESCRIPTION)
+    add_config(parser)
+    text = "processes (default: the fewest, up to 8)"
+    parser.add_argument("--world-size", type=int, metavar="N", help=text)
+    parser.add_argument("--output", type=Path, default=Path("certificate.json"), metavar="PATH")
+    text = "config: its own, compared with float32 within the rounding of one process"
+    precisions = ("float32", "config")
+    parser.add_argument("--precision", choices=precisions, default="float32", help=text)
+    text = "cuda: one process per GPU"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=text)
+    return parser.parse_intermixed_args(arguments)
+
+
 def _import_all(small: Any) -> None:
     """Import the modules of the ranks, which are forked from here: in each, it would take longer
     than its steps.
     """
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", environment_of(0, small.layout.world_size, 0)["OMP_NUM_THREADS"]
-    )
+    threads = environment_of(0, small.layout.world_size, 0)["OMP_NUM_THREADS"]
+    os.environ.setdefault("OMP_NUM_THREADS", threads)
     print("start   importing PyTorch and transformers", flush=True)
     for module in (
         "trainer.certify.worker",
@@ -109,7 +88,5 @@ def _import_all(small: Any) -> None:
         import_module(module)
     from trainer.certify.recording import engine_of
 
-    if engine_of(small, "cpu") == "deepspeed":
-        import_module(
-            "deepspeed.runtime.zero.muon.muon_optimizer"
-        )  # it imports torch.compile's compiler
+    if engine_of(small, "cpu") == "deepspeed":  # it imports torch.compile's compiler
+        import_module("deepspeed.runtime.zero.muon.muon_optimizer")

@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from trainer.errors import DataError, Problem, named_line
 from trainer.storage import parse_json, read_file
+
+if TYPE_CHECKING:
+    from trainer.config.sections import TrainerSection
 
 _GLOB = frozenset("*?[")
 _OFTEN = 1024
@@ -94,6 +97,19 @@ def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
             )
         )
     return Location(formats[files[0]], files)
+
+
+def check_paths(section: TrainerSection) -> None:
+    """Raise DataError if text files that the config names are missing; needs no torch."""
+    data = section.data
+    if section.task != "causal_lm" or (data.path is None and not data.sources):
+        return
+    held_out = data.evaluation_path
+    paths = held_out.values() if isinstance(held_out, dict) else [held_out]
+    for source in data.sources:
+        locate(source.path, source.format or data.format)
+    for path in (data.path, *paths):
+        locate(path, data.format)
 
 
 def rows_of(

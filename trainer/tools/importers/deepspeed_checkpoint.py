@@ -1,10 +1,9 @@
 """Checkpoints written by DeepSpeed's own `save_checkpoint`, ZeRO stages 1 to 3, as state tensors
 for this format.
 
-Their files are pickles. PyTorch's restricted unpickler reads them, which makes tensors and plain
-values, and for DeepSpeed's classes in them the inert stand-ins below: nothing that a file names is
-ever run. Files are memory-mapped, and a tensor is assembled when it is read: memory holds about two
-of the largest.
+Their files are pickles. PyTorch's restricted unpickler makes tensors and plain values of them, and
+for DeepSpeed's classes the inert stand-ins below: nothing that a file names is ever run. Files are
+memory-mapped, and a tensor is assembled when it is read: memory holds about two of the largest.
 
 Layout of the files: deepspeed/utils/zero_to_fp32.py (0.19). Stages 1 and 2 lay the parameters of a
 group end to end, in the order of `param_shapes`, and cut the whole into equal parts, one for each
@@ -26,14 +25,12 @@ from typing import Any
 
 import torch
 
-from trainer.errors import ConfigError, DataError, Problem
+from trainer.errors import ConfigError, DataError, Problem, named_line
 from trainer.state import MASTER, WEIGHT, RunState, StateTensor
 from trainer.storage import REFUSED_PICKLE, check_regular
 
 Extents = list[tuple[int, int, int]]
-"""The places of a parameter's elements, in order: rank, first and last + 1 element of its flat
-tensor.
-"""
+"""The places of a parameter's elements, in order: rank, start and end in its flat tensor."""
 
 
 class _Stage(int):
@@ -45,17 +42,14 @@ class _Scaler:
 
 
 class _Address:
-    """A stand-in for `fragment_address`: `start` and `numel` of a parameter's part in a rank's flat
-    tensor.
-    """
+    """A stand-in for `fragment_address`: the place of a parameter's part in a flat tensor."""
 
 
 _STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 
 
 def _member(kind: Any, name: str) -> _Stage:
-    """Replace `getattr`, with which Python 3.11.0 to 3.11.3 pickles members of an enumeration: of
-    that one alone.
+    """Replace `getattr`, with which Python 3.11.0 to 3.11.3 pickles members of an enumeration.
 
     Raises TypeError for any other use.
     """
@@ -101,76 +95,90 @@ def read_deepspeed(path: Path) -> Imported:
 
 
 def _imported(folder: Path) -> Imported:
-    model_files, optimizer_files = _files(folder, "model_states"), _files(folder, "optim_states")
-    shards = [_read(file) for file in optimizer_files]
-    states = [shard["optimizer_state_dict"] for shard in shards]
-    # stage 1 in bfloat16 with float32 gradients has an optimizer of its own, which does not store
-    # the stage
-    unsaid = 1 if optimizer_files[0].name.startswith("bf16_zero") else 0
-    stage, count = int(states[0].get("zero_stage", unsaid)), states[0].get("partition_count")
-    parts = max(count) if isinstance(count, list) else count
-    if stage not in (1, 2, 3) or parts != len(states):
-        seen = f"ZeRO stage {stage} with {len(states)} of {parts} files *_optim_states.pt"
-        raise ConfigError(
-            Problem(str(folder), seen, "stage 1, 2 or 3, with a file of each data-parallel rank")
-        )
-    models = [_read(file) for file in (model_files if stage == 3 else model_files[:1])]
-    flats, moments = _flat_tensors(states, stage)
-    shapes = [
-        {name: tuple(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]
-    ]
-    entries: list[StateTensor] = []
-    paddings = states[0].get("param_alignment_paddings") or [[0] * len(named) for named in shapes]
-    placed = (
-        _placed_in_parts(shapes, flats)
-        if stage == 3
-        else _placed_end_to_end(shapes, flats, paddings)
-    )
-    for name, shape, group, extents in placed:
-        known, kind = models[0]["module"][name], models[0]["module"][name].dtype
-        master = partial(_assembled, flats[group], extents, shape)
-        weight = (
-            partial(_agreed, name, master, known)
-            if stage < 3
-            else lambda master=master, kind=kind: master().to(kind)
-        )
-        entries.append(_entry(name, WEIGHT, shape, kind, weight))
-        if kind != torch.float32:
-            entries.append(_entry(name, MASTER, shape, torch.float32, master))
-        for key, groups in moments.items():
-            entries.append(
-                _entry(
-                    name,
-                    key,
-                    shape,
-                    torch.float32,
-                    partial(_assembled, groups[group], extents, shape),
-                )
-            )
-    entries += _frozen(models, stage) + _buffers(models[0])
-    scalars = {
-        "optimizer_step": float(
-            _first_state(states[0], stage).get("step", models[0]["global_steps"])
-        )
-    }
-    scaler = vars(states[0]["loss_scaler"]) if states[0].get("dynamic_loss_scale") else {}
+    shards = _ZeroFiles.of(folder)
+    model, first = shards.models[0], shards.states[0]
+    entries = [entry for placed in shards.placed() for entry in shards.entries(*placed)]
+    entries += _frozen(shards.models) + _buffers(model)
+    inner = next(iter(_inner(first, shards.stage)), {})
+    scalars = {"optimizer_step": float(inner.get("step", model["global_steps"]))}
+    scaler = vars(first["loss_scaler"]) if first.get("dynamic_loss_scale") else {}
     scalars |= {f"scaler.{key}": float(scaler[key]) for key in _SCALARS if key in scaler}
-    state = RunState(int(models[0]["global_steps"]), int(models[0]["global_samples"]), 0, scalars)
-    versions = {"deepspeed": str(shards[0].get("ds_version"))}
-    return Imported(
-        state, entries, {"imported_from": str(folder), "engine": "deepspeed", "versions": versions}
-    )
+    state = RunState(int(model["global_steps"]), int(model["global_samples"]), 0, scalars)
+    versions = {"deepspeed": shards.version}
+    description = {"imported_from": str(folder), "engine": "deepspeed", "versions": versions}
+    return Imported(state, entries, description)
+
+
+Flats = list[list[torch.Tensor]]
+"""Flat float32 tensors by parameter group (stage 3: sub-group), then by rank."""
+Placed = Iterator[tuple[str, tuple[int, ...], int, Extents]]
+"""Name, shape, group and place of each parameter."""
+
+
+@dataclass(frozen=True)
+class _ZeroFiles:
+    """The content of the files of all data-parallel ranks."""
+
+    stage: int
+    models: list[dict[str, Any]]
+    states: list[dict[str, Any]]
+    """The optimizer's state of each rank."""
+    version: str
+    masters: Flats
+    moments: dict[str, Flats]
+
+    @classmethod
+    def of(cls, folder: Path) -> _ZeroFiles:
+        """Read the files. Raises ConfigError for another stage, or if some are missing."""
+        model_files, files = _files(folder, "model_states"), _files(folder, "optim_states")
+        shards = [_read(file) for file in files]
+        states = [shard["optimizer_state_dict"] for shard in shards]
+        # stage 1 in bfloat16 with float32 gradients has an optimizer that does not store the stage
+        unsaid = 1 if files[0].name.startswith("bf16_zero") else 0
+        stage, count = int(states[0].get("zero_stage", unsaid)), states[0].get("partition_count")
+        parts = max(count) if isinstance(count, list) else count
+        if stage not in (1, 2, 3) or parts != len(states):
+            seen = f"ZeRO stage {stage} with {len(states)} of {parts} files *_optim_states.pt"
+            expected = "stage 1, 2 or 3, with a file of each data-parallel rank"
+            raise ConfigError(Problem(str(folder), seen, expected))
+        models = [_read(file) for file in (model_files if stage == 3 else model_files[:1])]
+        version = str(shards[0].get("ds_version"))
+        return cls(stage, models, states, version, *_flat_tensors(states, stage))
+
+    def placed(self) -> Placed:
+        """Yield the place of each parameter. Raises DataError if they don't fill the tensors."""
+        groups = self.models[0]["param_shapes"]
+        shapes = [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+        if self.stage == 3:
+            return _placed_in_parts(shapes, self.masters)
+        paddings = self.states[0].get("param_alignment_paddings")
+        unpadded = [[0] * len(named) for named in shapes]
+        return _placed_end_to_end(shapes, self.masters, paddings or unpadded)
+
+    def entries(
+        self, name: str, shape: tuple[int, ...], group: int, extents: Extents
+    ) -> Iterator[StateTensor]:
+        """Yield the weight of a parameter, its master if it has one, and its moments."""
+        known = self.models[0]["module"][name]
+        master = partial(_assembled, self.masters[group], extents, shape)
+        # in stage 3 the model's files have no weights
+        weight = partial(_agreed, name, master, known)
+        if self.stage == 3:
+            weight = partial(_rounded, master, known.dtype)
+        yield _entry(name, WEIGHT, shape, known.dtype, weight)
+        if known.dtype != torch.float32:
+            yield _entry(name, MASTER, shape, torch.float32, master)
+        for key, flats in self.moments.items():
+            moment = partial(_assembled, flats[group], extents, shape)
+            yield _entry(name, key, shape, torch.float32, moment)
 
 
 def _folder(path: Path) -> Path:
     latest = path / "latest"
     name = latest.read_text().strip() if latest.is_file() else ""
     if name and Path(name).name != name:
-        raise DataError(
-            Problem(
-                str(latest), f"a path that leaves the folder: {name!r:.200}", "the name of a folder"
-            )
-        )
+        seen = f"a path that leaves the folder: {name!r:.200}"
+        raise DataError(Problem(str(latest), seen, "the name of a folder"))
     folder = path / name
     if not folder.is_dir() or not list(folder.glob("*_optim_states.pt")):
         expected = (
@@ -182,47 +190,35 @@ def _folder(path: Path) -> Path:
 
 def _files(folder: Path, kind: str) -> list[Path]:
     """List the files of all data-parallel ranks, in their order."""
-    found = sorted(
-        folder.glob(f"*_{kind}.pt"),
-        key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)],
-    )
-    odd = [path.name for path in found if "mp_rank_00" not in path.name or "expert" in path.name]
-    if odd or not found:
+    files = list(folder.glob(f"*_{kind}.pt"))
+    files.sort(key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
+    odd = [path.name for path in files if "mp_rank_00" not in path.name or "expert" in path.name]
+    if odd or not files:
         expected = "files of data-parallel ranks alone: no tensor parallelism, pipeline or experts"
         raise ConfigError(Problem(str(folder), odd[0] if odd else f"no *_{kind}.pt", expected))
-    return found
+    return files
 
 
 def _read(file: Path) -> dict[str, Any]:
+    expected = "a file that torch.save wrote"
     try:
         check_regular(file)
-        known = {name for _, name in _STAND_INS}
-        if strange := sorted(
-            set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - known
-        ):
-            raise DataError(
-                Problem(str(file), f"a pickle that names {', '.join(strange[:3])}", "data alone")
-            )
+        named = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+        if strange := sorted(named - {name for _, name in _STAND_INS}):
+            seen = f"a pickle that names {', '.join(strange[:3])}"
+            raise DataError(Problem(str(file), seen, "data alone"))
         with torch.serialization.safe_globals(_STAND_INS):
-            found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        if not isinstance(found, dict):
-            raise TypeError(f"it holds a {type(found).__name__}")
-        return found
+            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        if not isinstance(content, dict):
+            raise TypeError(f"it holds a {type(content).__name__}")
+        return content
     except DataError:
         raise
     except UnpicklingError as error:
-        raise DataError(
-            Problem(str(file), REFUSED_PICKLE, "a file that torch.save wrote, of data alone")
-        ) from error
+        problem = Problem(str(file), REFUSED_PICKLE, f"{expected}, of data alone")
+        raise DataError(problem) from error
     except Exception as error:  # whatever a damaged archive or pickle raises
-        seen = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise DataError(
-            Problem(str(file), f"{seen:.200}", "a file that torch.save wrote")
-        ) from error
-
-
-Flats = list[list[torch.Tensor]]
-"""Flat float32 tensors by parameter group (stage 3: sub-group), then by rank."""
+        raise DataError(Problem(str(file), named_line(error), expected)) from error
 
 
 def _flat_tensors(
@@ -232,16 +228,12 @@ def _flat_tensors(
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     masters = [list(ranks) for ranks in zip(*(state[key] for state in states), strict=True)]
     entries = [_inner(state, stage) for state in states]
-    names = (
-        [k for k, v in entries[0][0].items() if torch.is_tensor(v) and v.ndim == 1]
-        if entries[0]
-        else []
-    )
-    moments = {
-        name: [[rank[group][name] for rank in entries] for group in range(len(masters))]
-        for name in sorted(names)
+    first = entries[0][0] if entries[0] else {}
+    names = sorted(k for k, v in first.items() if torch.is_tensor(v) and v.ndim == 1)
+    groups = range(len(masters))
+    return masters, {
+        name: [[rank[group][name] for rank in entries] for group in groups] for name in names
     }
-    return masters, moments
 
 
 def _inner(state: Mapping[str, Any], stage: int) -> list[dict[str, Any]]:
@@ -252,14 +244,6 @@ def _inner(state: Mapping[str, Any], stage: int) -> list[dict[str, Any]]:
     return [inner["state"][key] for key in sorted(inner["state"])]
 
 
-def _first_state(state: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    return next(iter(_inner(state, stage)), {})
-
-
-Placed = Iterator[tuple[str, tuple[int, ...], int, Extents]]
-"""Name, shape, group and place of each parameter."""
-
-
 def _placed_end_to_end(
     shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Flats, paddings: Sequence[Sequence[int]]
 ) -> Placed:
@@ -268,15 +252,12 @@ def _placed_end_to_end(
         own, offset = len(flats[group][0]), 0
         for (name, shape), padding in zip(named.items(), unused, strict=True):
             end = offset + math.prod(shape)
-            spans = [
-                (rank, max(offset - rank * own, 0), min(end - rank * own, own))
-                for rank in range(ranks)
-            ]
-            yield name, shape, group, [span for span in spans if span[2] > span[1]]
+            starts = [max(offset - rank * own, 0) for rank in range(ranks)]
+            ends = [min(end - rank * own, own) for rank in range(ranks)]
+            yield name, shape, group, _extents(starts, ends)
             offset = end + padding
-        _check_count(
-            min(offset, sum(map(len, flats[group]))), offset
-        )  # the last part may be padded
+        # the last part may be padded
+        _check_count(min(offset, sum(map(len, flats[group]))), offset)
 
 
 def _placed_in_parts(shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Flats) -> Placed:
@@ -286,21 +267,21 @@ def _placed_in_parts(shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Fla
             group, offset = group + 1, 0
         own, count = math.ceil(math.prod(shape) / ranks), math.prod(shape)
         ends = [offset + max(0, min(own, count - rank * own)) for rank in range(ranks)]
-        yield (
-            name,
-            shape,
-            group,
-            [(rank, offset, end) for rank, end in enumerate(ends) if end > offset],
-        )
+        yield name, shape, group, _extents([offset] * ranks, ends)
         offset += own
     _check_count(len(flats[group][0]), offset)
 
 
+def _extents(starts: Sequence[int], ends: Sequence[int]) -> Extents:
+    """Return the parts of the ranks that have one."""
+    spans = enumerate(zip(starts, ends, strict=True))
+    return [(rank, start, end) for rank, (start, end) in spans if end > start]
+
+
 def _check_count(there: int, wanted: int) -> None:
     if there != wanted:
-        raise DataError(
-            Problem("*_optim_states.pt", f"{there} elements", f"the {wanted} of the parameters")
-        )
+        expected = f"the {wanted} of the parameters"
+        raise DataError(Problem("*_optim_states.pt", f"{there} elements", expected))
 
 
 def _assembled(
@@ -310,43 +291,40 @@ def _assembled(
     return torch.cat(parts).view(shape) if parts else torch.zeros(shape)
 
 
+def _rounded(master: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return master().to(dtype)
+
+
 def _agreed(name: str, master: Callable[[], torch.Tensor], known: torch.Tensor) -> torch.Tensor:
     """Return the weight in the model file, which must be the rounded master: else the assembly is
     wrong.
     """
-    if not torch.equal(master().to(known.dtype), known):
-        raise DataError(
-            Problem(
-                "*_optim_states.pt",
-                f"other values of {name} than *_model_states.pt has",
-                "the same",
-            )
-        )
+    if not torch.equal(_rounded(master, known.dtype), known):
+        seen = f"other values of {name} than *_model_states.pt has"
+        raise DataError(Problem("*_optim_states.pt", seen, "the same"))
     return known
 
 
-def _frozen(models: Sequence[Mapping[str, Any]], stage: int) -> list[StateTensor]:
+def _frozen(models: Sequence[Mapping[str, Any]]) -> list[StateTensor]:
     """List the frozen parameters: whole or, in stage 3, in parts of each rank."""
-    shapes = models[0].get("frozen_param_shapes") or {}
     entries = []
-    for name, shape in shapes.items():
+    for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         parts = [model["frozen_param_fragments"][name] for model in models]
-
-        def read(
-            parts: list[torch.Tensor] = parts, shape: tuple[int, ...] = tuple(shape)
-        ) -> torch.Tensor:
-            return torch.cat([part.flatten() for part in parts])[: math.prod(shape)].view(shape)
-
+        read = partial(_joined, parts, tuple(shape))
         entries.append(_entry(name, WEIGHT, tuple(shape), parts[0].dtype, read))
     return entries
 
 
+def _joined(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.cat([part.flatten() for part in parts])[: math.prod(shape)].view(shape)
+
+
 def _buffers(model: Mapping[str, Any]) -> list[StateTensor]:
-    found = {
-        name: model["module"][name] for name in model["buffer_names"] if name in model["module"]
-    }
+    named = ((name, model["module"].get(name)) for name in model["buffer_names"])
     return [
-        _entry(name, WEIGHT, tuple(b.shape), b.dtype, lambda b=b: b) for name, b in found.items()
+        _entry(name, WEIGHT, tuple(buffer.shape), buffer.dtype, partial(torch.clone, buffer))
+        for name, buffer in named
+        if buffer is not None
     ]
 
 

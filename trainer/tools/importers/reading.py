@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,16 @@ def read_flags(words: Sequence[str]) -> Json:
     """
     if not words or not _ARGUMENT.match(words[0]):
         seen = f"saw {show(words[0])} first" if words else "saw nothing"
-        raise ConfigError(
-            Problem("--", seen, "--key value: the arguments without the command before them")
-        )
-    found: Json = {}
+        expected = "--key value: the arguments without the command before them"
+        raise ConfigError(Problem("--", seen, expected))
+    flags: Json = {}
     for key, value in _pairs(words):
-        if key in found:
-            raise ConfigError(
-                Problem(f"--{key}", f"saw {show(found[key])} and {show(value)}", "one value")
-            )
-        found[key] = value
-    checked(found, "--")
-    return found
+        if key in flags:
+            seen = f"saw {show(flags[key])} and {show(value)}"
+            raise ConfigError(Problem(f"--{key}", seen, "one value"))
+        flags[key] = value
+    checked(flags, "--")
+    return flags
 
 
 def checked(given: Any, place: str) -> Any:
@@ -79,6 +77,7 @@ def beside(folder: Path, name: str) -> Path | None:
 
 
 def _strange(given: Any, place: str) -> Iterator[Problem]:
+    """Yield what is wrong with each value of a tree."""
     waiting: list[tuple[str, Any, int]] = [("", given, 0)]
     for _ in range(_MOST):
         if not waiting:
@@ -86,56 +85,52 @@ def _strange(given: Any, place: str) -> Iterator[Problem]:
         key, value, depth = waiting.pop()
         where = key or place
         if depth > DEEPEST:
-            yield Problem(
-                place, f"sections nested more than {DEEPEST} deep", "no anchor that holds itself"
-            )
+            seen = f"sections nested more than {DEEPEST} deep"
+            yield Problem(place, seen, "no anchor that holds itself")
         elif isinstance(value, dict):
-            if odd := [
-                name for name in value if not (isinstance(name, str) and name.isprintable())
-            ]:
-                yield Problem(
-                    where,
-                    f"saw the key {show(odd[0])}",
-                    "keys of printable text, a number in quotes",
-                )
-            waiting += [
-                (f"{key}.{name}".lstrip("."), inner, depth + 1) for name, inner in value.items()
-            ]
+            odd = [name for name in value if not (isinstance(name, str) and name.isprintable())]
+            if odd:
+                expected = "keys of printable text, a number in quotes"
+                yield Problem(where, f"saw the key {show(odd[0])}", expected)
+            inner = ((f"{key}.{name}".lstrip("."), below) for name, below in value.items())
+            waiting += [(name, below, depth + 1) for name, below in inner]
         elif isinstance(value, list):
-            waiting += [(f"{key}[{at}]", inner, depth + 1) for at, inner in enumerate(value)]
-        elif isinstance(value, str) and _VARIABLE.search(value) and "{%" not in value:
-            yield Problem(
-                where, f"saw {show(value)}", "its value: what a shell puts in is not known here"
-            )
-        elif isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
-            yield Problem(
-                where, f"saw {show(value)}", "text without the character 0 and halves of characters"
-            )
-        elif not isinstance(value, str | int | float | None) or (
-            isinstance(value, float) and not math.isfinite(value)
-        ):
-            yield Problem(
-                where, f"saw {str(value)[:60]}", "text, a finite number, true, false or null"
-            )
-        elif isinstance(value, int) and abs(value) >= 2**63:
-            yield Problem(where, "saw a number beyond 64 bits", "a smaller one")
+            waiting += [(f"{key}[{at}]", below, depth + 1) for at, below in enumerate(value)]
+        elif expected := _expected(value):
+            yield Problem(where, f"saw {_shown(value)}", expected)
     yield Problem(place, f"more than {_MOST:,} values", "a config: anchors repeat what they hold")
 
 
+def _expected(value: Any) -> str:
+    """Return what is expected in place of a value; empty if it is good."""
+    if isinstance(value, str):
+        if _VARIABLE.search(value) and "{%" not in value:
+            return "its value: what a shell puts in is not known here"
+        if re.search("[\0\ud800-\udfff]", value):
+            return "text without the character 0 and halves of characters"
+        return ""
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return "a smaller one, of at most 64 bits"
+    if value is None or isinstance(value, int) or (isinstance(value, float) and isfinite(value)):
+        return ""
+    return "text, a finite number, true, false or null"
+
+
+def _shown(value: Any) -> str:
+    return show(value) if isinstance(value, str) else str(value)[:60]
+
+
 def _yaml(path: Path) -> Any:
-    text = _text(path)
     try:
-        return yaml.load(text, _Unique)
+        return yaml.load(_text(path), _Unique)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(
-            Problem(place, getattr(error, "problem", "") or first_line(error), "YAML")
-        ) from None
+        seen = getattr(error, "problem", "") or first_line(error)
+        raise ConfigError(Problem(place, seen, "YAML")) from None
     except RecursionError:
-        raise ConfigError(
-            Problem(str(path), "sections nested too deep", "the few levels of a config")
-        ) from None
+        seen, expected = "sections nested too deep", "the few levels of a config"
+        raise ConfigError(Problem(str(path), seen, expected)) from None
     except (ValueError, OverflowError) as error:
         raise ConfigError(Problem(str(path), first_line(error), "YAML")) from None
 
@@ -146,14 +141,13 @@ def _text(path: Path) -> str:
             seen = "a folder" if path.is_dir() else "no such file"
             raise ConfigError(Problem(str(path), seen, "a YAML or JSON file"))
         with path.open("rb") as file:
-            found = file.read(LARGEST + 1)
-        if len(found) > LARGEST:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
             raise ConfigError(Problem(str(path), f"more than {LARGEST >> 20} MB", "a config"))
-        return found.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            Problem(str(path), first_line(error), "a text file that can be read")
-        ) from None
+        expected = "a text file that can be read"
+        raise ConfigError(Problem(str(path), first_line(error), expected)) from None
 
 
 class _Unique(yaml.SafeLoader):  # type: ignore[misc]
@@ -167,16 +161,14 @@ class _Unique(yaml.SafeLoader):  # type: ignore[misc]
     }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         seen: set[str] = set()
-        for key in keys:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value} twice", key.start_mark
-                )
-            seen.add(key.value)
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                problem = f"the key {key.value} twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(str(key.value))
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -184,10 +176,8 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     starts = [at for at, word in enumerate(words) if _ARGUMENT.match(word)]
     for start, stop in zip(starts, [*starts[1:], len(words)], strict=True):
         name, equals, first = words[start][2:].partition("=")
-        values = [
-            _WORDS.get(word.lower(), word)
-            for word in ([first] if equals else []) + [*words[start + 1 : stop]]
-        ]
+        given = [*([first] if equals else []), *words[start + 1 : stop]]
+        values = [_WORDS.get(word.lower(), word) for word in given]
         key = name.replace("-", "_")
         if not values and key.startswith("no_") and key != "no_cuda":
             yield key.removeprefix("no_"), False

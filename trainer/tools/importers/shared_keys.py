@@ -212,7 +212,7 @@ def saving(draft: Draft, keys: Roles) -> None:
 
 
 def _interval(draft: Draft, keys: Roles, name: str, path: str) -> list[tuple[Entry, str]]:
-    """Set an interval in steps, or as a share of all; return what can't be expressed so, and why."""
+    """Set an interval in steps, or as a share of all; return keys that can't be expressed so."""
     strategy, steps = keys[f"{name}_strategy"], keys[f"{name}_steps"]
     often = keys[f"{name}s_per_epoch"]
     kind = str(strategy.value) if strategy.key else "steps"

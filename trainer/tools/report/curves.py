@@ -1,11 +1,10 @@
-"""Curves of logged values over the steps: losses, learning rate and norm, rate, time by phase,
-memory.
-"""
+"""Curves over the steps: losses, learning rate and norm, rate, time by phase, memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, PercentFormatter
@@ -25,6 +24,7 @@ from trainer.tools.report.style import (
     TEAL,
     VIOLET,
     Chapter,
+    bar,
     figure,
     legend_above,
     over_steps,
@@ -37,10 +37,14 @@ PHASES = {
     Phase.EVALUATING: TEAL, Phase.SAVING: VIOLET, Phase.PROFILING: SKY,
 }  # fmt: skip
 """The phases of a step, in their order, and their colours."""
+EVENT_PHASES = {event: phase for phase, event in ALONE.items()}
+"""Phases that have a line of the timeline to themselves, by its event."""
 ACCURACIES = {
-    "evaluation_accuracy": "held-out accuracy",
-    "evaluation_accuracy_top5": "held-out top-5 accuracy",
+    "evaluation_accuracy": ("held-out accuracy", TEAL),
+    "evaluation_accuracy_top5": ("held-out top-5 accuracy", VIOLET),
 }
+MEASURED = {"cuda": "allocated by PyTorch", "cpu": "resident set of the process"}
+DASHED: Any = {"linewidth": 1.2, "linestyle": (0, (4, 3))}
 UNEVEN = 50.0
 """The ratio of the largest to the smallest value above which an axis is logarithmic."""
 
@@ -49,45 +53,40 @@ def losses(record: RunRecord) -> Chapter:
     key, title = "loss", "Loss"
     if not record.steps and not record.evaluations:
         return Chapter(key, title, NEVER)
-    shares = [share for share in ACCURACIES.items() if finite(record.evaluations, share[0])]
-    made, (axes, *below) = figure(3.2 + 2 * bool(shares), 1 + bool(shares))
-    again = [
-        row for stretch in record.replaced for row in (*stretch, {"step": stretch[-1]["step"]})
-    ]  # with gaps
+    accuracies = [one for one in ACCURACIES if finite(record.evaluations, one)]
+    made, (axes, *below) = figure(5.2 if accuracies else 3.2, 2 if accuracies else 1)
+    # a row without a loss after each stretch leaves a gap
+    again = [row for rows in record.replaced for row in (*rows, {"step": rows[-1]["step"]})]
     _line(axes, again, "loss", GREY, "made again after a resume")
     _line(axes, record.steps, "loss", BLUE, "training")
     _line(axes, record.evaluations, "evaluation_loss", OCHRE, "held-out", marked=True)
-    odd = [row["step"] for row in record.steps if not math.isfinite(number(row, "loss"))]
-    if odd:
-        axes.plot(
-            odd,
-            [0.02] * len(odd),
-            "x",
-            color=RED,
-            transform=axes.get_xaxis_transform(),
-            label="not finite",
-        )
+    if odd := [row["step"] for row in record.steps if not math.isfinite(number(row, "loss"))]:
+        at_bottom = axes.get_xaxis_transform()
+        heights = [0.02] * len(odd)
+        axes.plot(odd, heights, "x", color=RED, transform=at_bottom, label="not finite")
     axes.set_ylabel("nats per target")
-    for (column, name), colour in zip(shares, (TEAL, VIOLET), strict=False):
-        _line(below[0], record.evaluations, column, colour, name, marked=True)
+    for accuracy in accuracies:
+        name, colour = ACCURACIES[accuracy]
+        _line(below[0], record.evaluations, accuracy, colour, name, marked=True)
         below[0].yaxis.set_major_formatter(PercentFormatter(1.0))
-    for one in (axes, *below):
-        over_steps(one, _last(record), label=one is [axes, *below][-1])
-        legend_above(one)
-    text = "The loss of each logged step, over its whole global batch, and the held-out loss."
-    if many := record.logged > MOST:
-        text += (
-            f" Of {record.logged:,} log lines few are drawn: of neighbours the least loss and "
-            "the largest."
-        )
+    _finish(record, axes, *below)
+    return Chapter(key, title, " ".join(_on_losses(record, odd)), made)
+
+
+def _on_losses(record: RunRecord, odd: Sequence[int]) -> Iterator[str]:
+    yield "The loss of each logged step, over its whole global batch, and the held-out loss."
+    many = record.logged > MOST
+    if many:
+        yield f"Of {record.logged:,} log lines few are drawn: of neighbours the least loss and"
+        yield "the largest."
     if odd:
-        text += (
-            f" {'At least ' * many}{len(odd)} logged losses are not finite, the first at step "
-            f"{odd[0]:,}."
-        )
+        count = f"At least {len(odd)}" if many else str(len(odd))
+        yield f"{count} logged losses are not finite, the first at step {odd[0]:,}."
     if not record.evaluations:
-        text += " There was no evaluation."
-    return Chapter(key, title, text + _again(record), made)
+        yield "There was no evaluation."
+    if record.replaced:
+        times = f"{len(record.replaced)} resume{'s' * (len(record.replaced) > 1)}"
+        yield f"After {times}, steps were made again; their first losses are grey."
 
 
 def rates(record: RunRecord) -> Chapter:
@@ -100,55 +99,35 @@ def rates(record: RunRecord) -> Chapter:
     norms = finite(record.steps, "gradient_norm")
     limit = number(record.config, "gradient_clipping")
     if norms and min(norms) / 5 < limit < max(norms) * 5:
-        below.axhline(
-            limit, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label=f"clipped to {limit:g}"
-        )
+        below.axhline(limit, color=MUTED, label=f"clipped to {limit:g}", **DASHED)
     if norms and min(norms) > 0 and max(norms) / min(norms) > UNEVEN:
         below.set_yscale("log")
     above.yaxis.set_major_formatter(_scientific)
-    for axes in (above, below):
-        over_steps(axes, _last(record), label=axes is below)
-        legend_above(axes)
-    skipped = max(
-        (number(row, "skipped") for row in record.steps if "skipped" in row), default=math.nan
-    )
+    _finish(record, above, below)
     text = (
         "The learning rate of each logged step, and the norm of the whole model's gradient "
         "before it is clipped."
     )
-    text += (
-        f" {skipped:,.0f} steps were skipped for a gradient that was not finite."
-        if skipped > 0
-        else ""
-    )
+    if skipped := max(finite(record.steps, "skipped"), default=0):
+        text += f" {skipped:,.0f} steps were skipped for a gradient that was not finite."
     return Chapter(key, title, text + ("" if norms else " No finite norm was logged."), made)
 
 
 def throughput(record: RunRecord) -> Chapter:
-    images = record.section.get("task") == "image_classification"
-    unit = "images" if images else "tokens"
+    unit = "images" if record.section.get("task") == "image_classification" else "tokens"
     key, title = "throughput", f"{unit.capitalize()} per second"
     if not record.steps:
         return Chapter(key, title, NEVER)
     made, (axes,) = figure(2.6)
-    _line(
-        axes,
-        record.steps,
-        "tokens_per_second",
-        BLUE,
-        f"target {unit} per second, all ranks together",
-    )
+    label = f"target {unit} per second, all ranks together"
+    _line(axes, record.steps, "tokens_per_second", BLUE, label)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    over_steps(axes, _last(record))
-    rates = finite(record.steps, "tokens_per_second")
-    axes.set_ylim(0, 1.12 * max(rates, default=1.0) or 1.0)
-    legend_above(axes)
+    _finish(record, axes)
+    axes.set_ylim(0, 1.12 * max(finite(record.steps, "tokens_per_second"), default=1.0) or 1.0)
     text = "The mean rate between a log line and the one before, evaluations and saves included."
     if used := sorted(finite(record.steps, "mfu")):
-        text += (
-            f" In the median {used[len(used) // 2]:.0%} of the device's peak FLOP/s were used "
-            "(MFU)."
-        )
+        median = used[len(used) // 2]
+        text += f" In the median {median:.0%} of the device's peak FLOP/s were used (MFU)."
     return Chapter(key, title, text, made)
 
 
@@ -161,23 +140,19 @@ def times(record: RunRecord) -> Chapter:
         return Chapter(key, title, f"The run recorded no phases (timeline.jsonl).{known}")
     made, (above, below) = figure(4.2, 2, height_ratios=(0.6, 2.4))
     _split_bar(above, _whole(record))
-    names = [
-        name
-        for name in PHASES
-        if name is not Phase.PROFILING and any(name in phases for _, phases in intervals)
-    ]
+    recorded = {name for _, phases in intervals for name in phases} - {Phase.PROFILING}
+    names = [name for name in PHASES if name in recorded]
+    steps = [0, *(step for step, _ in intervals)]
     shown_twice = [intervals[0], *intervals]  # the first interval begins at the start of the run
     series = [[1000 * phases.get(name, 0.0) for _, phases in shown_twice] for name in names]
     colours = [PHASES[name] for name in names]
-    below.stackplot(
-        [0, *(step for step, _ in intervals)], series, colors=colours, step="pre", linewidth=0
-    )
+    below.stackplot(steps, series, colors=colours, step="pre", linewidth=0)
     over_steps(below, _last(record))
     below.set_ylabel("ms a step")
     text = (
         "The host's time by phase, between log lines (timeline.jsonl). Nothing waits for the "
-        "device within a step, so "
-        "on a GPU the device's own work shows where the host waits for it, in logging."
+        "device within a step, so on a GPU the device's own work shows where the host waits for "
+        "it, in logging."
     )
     if (record.folder / PROFILE / TRACE).is_file():
         text += f" {PROFILE}/{TRACE} has the steps that were profiled, for Perfetto."
@@ -190,32 +165,25 @@ def memory(record: RunRecord) -> Chapter:
     key, title, predicted = "memory", "Memory", record.predicted
     measured = finite(record.steps, "memory_gib")
     if not measured and predicted is None:
-        return Chapter(
-            key,
-            title,
-            "The run has logged no memory, and its folder has no plan.json with a prediction.",
-        )
-    text = "The largest memory on the first rank since the run was last started, as it was logged."
-    if predicted is None:
-        made, (axes,) = figure(2.8)
-        text += " The folder has no plan.json with a prediction to set beside it."
-    else:
-        made, (axes, below) = figure(4.4, 2, height_ratios=(2.4, 0.7))
-        peak = predicted[0] / 2**30
-        axes.axhline(
-            peak, color=OCHRE, linewidth=1.2, linestyle=(0, (4, 3)), label="predicted peak"
-        )
-        _by_kind(below, predicted[1], peak)
-        text = text if measured else "The run has logged no memory yet."
+        text = "The run has logged no memory, and its folder has no plan.json with a prediction."
+        return Chapter(key, title, text)
+    text = "The run has logged no memory yet."
+    if measured:
+        text = "The largest memory on the first rank since the run was last started, as logged."
+    made, (axes, *below) = figure(4.4, 2, height_ratios=(2.4, 0.7)) if predicted else figure(2.8)
+    peak = predicted[0] / 2**30 if predicted else 0.0
+    if predicted:
+        axes.axhline(peak, color=OCHRE, label="predicted peak", **DASHED)
+        _by_kind(below[0], predicted[1], peak)
         text += f" Predicted (plan.json): {peak:.2f} GiB at the peak, by kind below."
-    kind = {"cuda": "allocated by PyTorch", "cpu": "resident set of the process"}.get(
-        record.device, "measured"
-    )
-    _line(axes, record.steps, "memory_gib", TEAL, f"largest since the start, first rank, {kind}")
+    else:
+        text += " The folder has no plan.json with a prediction to set beside it."
+    kind = MEASURED.get(record.device, "measured")
+    label = f"largest since the start, first rank, {kind}"
+    _line(axes, record.steps, "memory_gib", TEAL, label)
     axes.set_ylabel("GiB")
-    over_steps(axes, _last(record))
-    axes.set_ylim(0, 1.15 * max(measured + ([predicted[0] / 2**30] if predicted else [])))
-    legend_above(axes)
+    _finish(record, axes)
+    axes.set_ylim(0, 1.15 * max([*measured, peak]) or 1.0)
     return Chapter(key, title, text, made)
 
 
@@ -224,17 +192,10 @@ def _split_bar(axes: Axes, parts: Mapping[str, float]) -> None:
     left, total = 0.0, sum(parts.values()) or 1.0
     for name in (name for name in PHASES if name in parts):
         share = parts[name] / total
-        axes.barh(0, share, left=left, height=0.66, color=PHASES[name], label=name)
+        bar(axes, left, share, PHASES[name], name)
         if share >= 0.07:
-            axes.text(
-                left + share / 2,
-                0,
-                f"{share:.0%}",
-                ha="center",
-                va="center",
-                color="white",
-                fontsize=8,
-            )
+            style: Any = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
+            axes.text(left + share / 2, 0, f"{share:.0%}", **style)
         left += share
     axes.grid(False)
     axes.spines[:].set_visible(False)
@@ -246,12 +207,10 @@ def _split_bar(axes: Axes, parts: Mapping[str, float]) -> None:
 def _by_kind(axes: Axes, kinds: Mapping[str, float], peak: float) -> None:
     left = 0.0
     for index, (name, count) in enumerate(sorted(kinds.items(), key=lambda item: -item[1])):
-        colour, size = COLOURS[index % len(COLOURS)], count / 2**30
-        axes.barh(
-            0, size, left=left, height=0.6, color=colour, label=f"{shown(name, 24)} {size:.2f}"
-        )
+        size = count / 2**30
+        bar(axes, left, size, COLOURS[index % len(COLOURS)], f"{shown(name, 24)} {size:.2f}")
         left += size
-    axes.axvline(peak, color=OCHRE, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.axvline(peak, color=OCHRE, **DASHED)
     axes.set(xlim=(0, 1.05 * max(left, peak, 1e-9)), yticks=[], xlabel="GiB, predicted by kind")
     axes.spines["left"].set_visible(False)
     legend_above(axes, columns=3)
@@ -261,73 +220,60 @@ def _intervals(record: RunRecord) -> list[tuple[int, dict[str, float]]]:
     """Return the step of each log line, and the seconds per step in each phase since the line
     before.
     """
-    found: list[tuple[int, dict[str, float]]] = []
+    intervals: list[tuple[int, dict[str, float]]] = []
     before = 0
     for row in record.timeline:
         if row["event"] == "start":
             before = row["step"]
         elif row["event"] == "logged" and row["step"] > before:
             steps, before = row["step"] - before, row["step"]
-            while found and found[-1][0] >= row["step"]:
-                found.pop()
-            found.append((row["step"], {name: passed / steps for name, passed in _phases(row)}))
-    return found
+            while intervals and intervals[-1][0] >= row["step"]:
+                intervals.pop()
+            intervals.append((row["step"], {name: s / steps for name, s in _phases(row)}))
+    return intervals
 
 
 def _whole(record: RunRecord) -> dict[str, float]:
     """Return the seconds of each phase; steps that were repeated count twice."""
     total: dict[str, float] = {}
     for row in record.timeline:
-        for name, passed in _phases(row):
-            total[name] = total.get(name, 0.0) + passed
+        for name, seconds in _phases(row):
+            total[name] = total.get(name, 0.0) + seconds
     return total
 
 
 def _phases(row: Row) -> list[tuple[str, float]]:
     """Return the phases in a line of the timeline, with their seconds."""
-    alone = {event: phase for phase, event in ALONE.items()}.get(row["event"])
-    given = {alone: row.get("seconds")} if alone else row.get("seconds")
-    named = given if isinstance(given, dict) else {}
-    return [
-        (name, passed)
-        for name in named
-        if name in PHASES and math.isfinite(passed := number(named, name))
-    ]
+    seconds = row.get("seconds")
+    if row["event"] in EVENT_PHASES:
+        seconds = {EVENT_PHASES[row["event"]]: seconds}
+    named = seconds if isinstance(seconds, dict) else {}
+    phases = ((name, number(named, name)) for name in named if name in PHASES)
+    return [(name, passed) for name, passed in phases if math.isfinite(passed)]
 
 
 def _line(
     axes: Axes, rows: Sequence[Row], key: str, colour: str, label: str, marked: bool = False
 ) -> None:
     """Draw a curve over the steps, broken where a value is not finite."""
-    points = [(row["step"], number(row, key)) for row in rows]
-    if any(math.isfinite(value) for _, value in points):
-        style = "o" if marked or len(points) <= FEW else ""
-        axes.plot(
-            [step for step, _ in points],
-            [v for _, v in points],
-            color=colour,
-            label=label,
-            marker=style,
-        )
+    values = [number(row, key) for row in rows]
+    if any(map(math.isfinite, values)):
+        marker = "o" if marked or len(values) <= FEW else ""
+        steps = [row["step"] for row in rows]
+        axes.plot(steps, values, color=colour, label=label, marker=marker)
+
+
+def _finish(record: RunRecord, *axes: Axes) -> None:
+    """Set the common axis of steps, named under the lowest picture, and the legends."""
+    for one in axes:
+        over_steps(one, _last(record), label=one is axes[-1])
+        legend_above(one)
 
 
 def _last(record: RunRecord) -> float:
-    rows = [
-        *record.steps,
-        *record.evaluations,
-        *(row for stretch in record.replaced for row in stretch),
-    ]
-    return max((float(row["step"]) for row in [*rows, *record.timeline]), default=1.0)
-
-
-def _again(record: RunRecord) -> str:
-    times = len(record.replaced)
-    plural = "s" * (times > 1)
-    return (
-        f" After {times} resume{plural}, steps were made again; their first losses are grey."
-        if times
-        else ""
-    )
+    replaced = (row for stretch in record.replaced for row in stretch)
+    rows = (*record.steps, *record.evaluations, *replaced, *record.timeline)
+    return max((float(row["step"]) for row in rows), default=1.0)
 
 
 def _scientific(value: float, position: float) -> str:

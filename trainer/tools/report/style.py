@@ -73,6 +73,11 @@ def png(made: Figure) -> bytes:
         return file.getvalue()
 
 
+def bar(axes: Axes, left: float, width: float, colour: str, label: str) -> None:
+    """Draw a part of a horizontal bar."""
+    axes.barh(0, width, left=left, height=0.6, color=colour, label=label)
+
+
 def legend_above(axes: Axes, columns: int = 6) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
