@@ -514,6 +514,38 @@ def test_what_changes_the_training_and_is_not_carried_over_is_refused(
     } == {key}
 
 
+@pytest.mark.parametrize(
+    ("system", "first", "second", "lost"),
+    [
+        (
+            "trainer",
+            {"per_device_train_batch_size": 4},
+            {"per_gpu_train_batch_size": 2},
+            "per_gpu_train_batch_size",
+        ),
+        ("axolotl", {"xformers_attention": True}, {"flash_attention": True}, "flash_attention"),
+        ("axolotl", {"xformers_attention": True}, {"sdp_attention": True}, None),
+        ("axolotl", {"xformers_attention": True}, {"flash_attention": False}, None),
+        ("llamafactory", {"mask_history": True}, {"train_on_prompt": True}, "train_on_prompt"),
+    ],
+)
+def test_of_two_keys_that_say_one_thing_otherwise_the_second_is_lost(
+    tmp_path: Path, system: str, first: dict, second: dict, lost: str | None
+):
+    """The last one won without a word."""
+    draft = written(tmp_path, system, {**ENOUGH[system], **first, **second}, partial=True)
+    assert (words(draft.lost, next(iter(second))) != "") == (lost is not None)
+    if lost:
+        assert f"{next(iter(first))} says" in words(draft.lost, lost)
+    alone = written(tmp_path, system, {**ENOUGH[system], **first}, partial=True)
+    assert load(draft.made).trainer == load(alone.made).trainer
+
+
+def test_the_tokenizers_own_chat_template_loses_nothing(tmp_path: Path):
+    keys = {"base_model": "m", "learning_rate": 1e-4, "chat_template": "tokenizer_default"}
+    assert written(tmp_path, "axolotl", keys).lost == {}
+
+
 def test_a_regular_expression_stays_one_and_names_stay_names(tmp_path: Path):
     pattern = r"model\.layers\.\d+\.(self_attn|mlp)\.(q|up)_proj"
     for system, keys in (
@@ -719,7 +751,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     )
     assert main([*ours, "--partial"], "meshloom import") == 0
     report = capsys.readouterr().out
-    assert "lost, and changes what is trained (3)" in report and "load_in_4bit true" in report
+    assert "lost, and changes what is trained (3)" in report
+    assert "  load_in_4bit true: has no counterpart here\n" in report
     assert "carried over (" in report and "change nothing of what is trained" in report
     assert load(target).trainer.adapter is not None
     assert main(["--from", "axolotl", "--partial", str(source)], "meshloom import") == 0

@@ -26,47 +26,54 @@ def main(arguments: Sequence[str], name: str) -> int:
     folder = parser.parse_intermixed_args(arguments).run
     from trainer.supervise import status_files as status
 
-    found = status.read(folder)
-    if found is None or not status.can_be_shown(found):
+    written = status.read(folder)
+    if written is None or not status.can_be_shown(written):
         seen = "no status.json in it" if folder.is_dir() else "no such folder"
         hint = f"{status.NAME} is there, and damaged" if (folder / status.NAME).exists() else ""
         raise ConfigError(Problem(str(folder), seen, "the folder of a run that has begun", hint))
     end = status.read_end(folder)
     # processes of this machine are seen to live; of another machine's, a reported end comes first
-    lives = status.lives(found) and (end is None or found.get("host") == socket.gethostname())
-    if lives:
-        end = None
-    if end is not None:
-        found = {**found, "ended": end["code"]}
-    for line in lines(folder, found, lives):
+    here = written.get("host") == socket.gethostname()
+    lives = status.lives(written) and (end is None or here)
+    if end is not None and not lives:
+        written = {**written, "ended": end["code"]}
+    for line in lines(folder, written, lives):
         print(printable(line))
-    if end is not None:
+    if end is not None and not lives:
         print("because", printable(end["text"]).replace("\n", "\n        "))
     elif not lives and (folder / status.END).exists():
         print(f"because {status.END} can't be read")
-    return 0 if lives or found.get("ended") == 0 else 1
+    return 0 if lives or written.get("ended") == 0 else 1
 
 
-def lines(folder: Path, found: Mapping[str, Any], lives: bool) -> Iterator[str]:
+def lines(folder: Path, written: Mapping[str, Any], lives: bool) -> Iterator[str]:
+    """Yield the lines on a run, from its status as it was written."""
     from trainer.supervise.status_files import whose
 
-    of = f" of {found['steps']}" if found.get("steps") else ""
-    state = {None: "" if lives else "no sign of life: ", 0: "finished: "}.get(
-        found.get("ended"), "ended: "
-    )
-    yield f"{state}{found['place'].replace(',', f'{of},', 1) if found['step'] else found['place']}"
-    if found.get("ended") is not None:
-        yield f"exit    {found['ended']}"
-    yield f"ranks   {found['ranks']}, the first is {whose(found)}"
+    code, place = written.get("ended"), written["place"]
+    if written["step"] and written.get("steps"):
+        place = place.replace(",", f" of {written['steps']},", 1)
+    if code is not None:
+        yield f"{'ended' if code else 'finished'}: {place}"
+        yield f"exit    {code}"
+    else:
+        yield place if lives else f"no sign of life: {place}"
+    yield f"ranks   {written['ranks']}, the first is {whose(written)}"
     if lives:
-        yield f"still   {found['still']:.0f} s, of at most {found['limit']:.0f} s"
-        for one in found["waits_for"]:
-            yield (
-                f"waits   for rank {one['rank']} on {one['host']}: {one['place']}, for "
-                f"{one['still']:.0f} s"
-            )
-    saved, age = list((folder / "checkpoints").glob("step-*/manifest.json")), ""
-    last = max(saved, key=lambda path: (len(path.parent.name), path.parent.name), default=None)
+        yield f"still   {written['still']:.0f} s, of at most {written['limit']:.0f} s"
+        for rank in written["waits_for"]:
+            name, seconds = f"rank {rank['rank']} on {rank['host']}", f"{rank['still']:.0f} s"
+            yield f"waits   for {name}: {rank['place']}, for {seconds}"
+    yield f"saved   {_newest(folder / 'checkpoints')}"
+
+
+def _newest(folder: Path) -> str:
+    """Return the name and age of the newest checkpoint."""
+    manifests = list(folder.glob("step-*/manifest.json"))
+    if not manifests:
+        return "nothing yet"
+    last = max(manifests, key=lambda path: (len(path.parent.name), path.parent.name))
+    age = ""
     with suppress(OSError):  # pruned meanwhile
-        age = "" if last is None else f", {(time.time() - last.stat().st_mtime) / 60:.0f} min ago"
-    yield f"saved   {'nothing yet' if last is None else last.parent.name}{age}"
+        age = f", {(time.time() - last.stat().st_mtime) / 60:.0f} min ago"
+    return f"{last.parent.name}{age}"

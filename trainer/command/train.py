@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from trainer.command import add_config, parser_of
 from trainer.data.formats import check_paths
@@ -23,6 +24,10 @@ from trainer.supervise.world import (
     missing_hostfile,
     world_of,
 )
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.supervise.signals import StopSignals
 
 EPILOG = """
 any key of the config can be overridden:
@@ -93,7 +98,7 @@ def main(arguments: Sequence[str], name: str) -> int:
         return error.exit_code
 
 
-def command(options: argparse.Namespace, signals) -> int:  # type: ignore[no-untyped-def]
+def command(options: argparse.Namespace, signals: StopSignals) -> int:
     world = world_of(os.environ)
     count = options.processes or gpu_count() or 1
     sizes = (world.world_size, world.local_world_size) if world else (count, count)
@@ -129,7 +134,7 @@ def command(options: argparse.Namespace, signals) -> int:  # type: ignore[no-unt
     return run(config, request, world, output, signals)
 
 
-def checked_config(options: argparse.Namespace, world_size: int, local_world_size: int):  # type: ignore[no-untyped-def]
+def checked_config(options: argparse.Namespace, world_size: int, local_size: int) -> Config:
     """Compile the config, and check that batch sizes and mesh fit, before torch is imported. Raises
     ConfigError.
     """
@@ -142,5 +147,5 @@ def checked_config(options: argparse.Namespace, world_size: int, local_world_siz
         place = f"--hostfile: {hostfile}"
         raise ConfigError(Problem(place, "no such file", "a list of machines", hint))
     config = load(options.config, options.overrides)
-    compose(config, RuntimeFacts(world_size, None, None, False, "cpu", local_world_size))
+    compose(config, RuntimeFacts(world_size, None, None, False, "cpu", local_size))
     return config

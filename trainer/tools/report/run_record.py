@@ -1,6 +1,4 @@
-"""The record of a run from its folder, as far as it can be read: broken lines and files are no
-errors.
-"""
+"""The record of a run, read from its folder: broken lines and files are noted, and no errors."""
 
 from __future__ import annotations
 
@@ -66,16 +64,15 @@ class RunRecord:
 
 def read(folder: Path) -> RunRecord:
     """Read a run's folder. Raises ConfigError for any other folder."""
-    if not any(
-        (folder / name).is_file()
-        for name in ("environment.json", "metrics.jsonl", status_files.NAME)
-    ):
+    signs = ("environment.json", "metrics.jsonl", status_files.NAME)
+    if not any((folder / name).is_file() for name in signs):
         raise ConfigError(_no_run(folder))
     notes: list[str] = []
-    steps, evaluations = (of := {"loss": _Series(), "evaluation_loss": _Series()}).values()
+    steps, evaluations = _Series(), _Series()
+    series = {"loss": steps, "evaluation_loss": evaluations}
     for losses in _lines(folder / "metrics.jsonl", _losses, notes):
         for key, line in losses:
-            of[key].add(line)
+            series[key].add(line)
     environment = _json(folder / "environment.json", notes)
     plan = _json(folder / PLAN, notes)
     return RunRecord(
@@ -110,8 +107,8 @@ def _no_run(folder: Path) -> Problem:
     if not folder.is_dir():
         return Problem(str(folder), "no such folder", expected)
     inner = sorted(path.parent.name for path in folder.glob("*/environment.json"))
-    mend = f"Give one of those in it: {', '.join(inner[:5])}" if inner else ""
-    return Problem(str(folder), "neither environment.json nor metrics.jsonl in it", expected, mend)
+    hint = f"Give one of those in it: {', '.join(inner[:5])}" if inner else ""
+    return Problem(str(folder), "neither environment.json nor metrics.jsonl in it", expected, hint)
 
 
 def _is_number(value: Any) -> bool:
@@ -134,9 +131,8 @@ def _lines(path: Path, read: Callable[[bytes], T | None], notes: list[str]) -> I
                 while not whole and (line := file.readline(LONGEST)):
                     whole = line.endswith(b"\n")
     if broken:
-        notes.append(
-            f"{path.name}: {broken} of {broken + good} lines can't be read and are left out"
-        )
+        count = f"{broken} of {broken + good} lines"
+        notes.append(f"{path.name}: {count} can't be read and are left out")
 
 
 def _row(line: bytes) -> Row | None:
@@ -178,11 +174,10 @@ def _json(path: Path, notes: list[str]) -> Row | None:
 
 @dataclass
 class _Series:
-    """The lines with a loss of one kind, with rising steps; and the stretches that a later line
-    repeats.
+    """The lines with a loss of one kind, by rising step, and the stretches that later lines repeat.
 
-    Of many, few are kept: of each eight neighbours those with the smallest and the largest loss;
-    one that is not finite counts as the largest. A line is kept as bytes, and parsed at the end.
+    If there are many, each eight neighbours leave those with the smallest and the largest loss; one
+    that is not finite counts as the largest. A line is kept as bytes, and parsed at the end.
     """
 
     lines: list[_Line] = field(default_factory=list)
@@ -197,43 +192,46 @@ class _Series:
         self.lines.append(line)
         self.count += 1
         if len(self.lines) > MOST:
-            eights = [
-                sorted(self.lines[at : at + 8], key=itemgetter(1)) for at in range(0, MOST, 8)
-            ]
-            self.lines = [
-                line for eight in eights for line in sorted((eight[0], eight[-1]))
-            ] + self.lines[MOST:]
+            kept: list[_Line] = []
+            for at in range(0, MOST, 8):
+                by_loss = sorted(self.lines[at : at + 8], key=itemgetter(1))
+                kept += sorted((by_loss[0], by_loss[-1]))
+            self.lines = kept + self.lines[MOST:]
 
 
 def _events(rows: Iterator[Row]) -> list[Row]:
     """Return the timeline's rows by time; if there are many, consecutive log lines are added up."""
-    found: list[Row] = []
+    events: list[Row] = []
     most = MOST
     for row in rows:
         if _is_number(row.get("time")) and "event" in row:
-            found.append(row)
-        if len(found) > most:
-            found = _added_up(found)
-            most = max(MOST, 2 * len(found))
-    return sorted(found, key=lambda row: float(row["time"]))
+            events.append(row)
+        if len(events) > most:
+            events = _added_up(events)
+            most = max(MOST, 2 * len(events))
+    return sorted(events, key=lambda row: float(row["time"]))
 
 
 def _added_up(rows: list[Row]) -> list[Row]:
     """Add every second of consecutive log lines to the one before it."""
-    found: list[Row] = []
-    fresh = False
+    added: list[Row] = []
+    fresh = False  # the last row is one of `rows`, and no sum
     for row in rows:
-        logged = fresh and row["event"] == found[-1]["event"] == "logged"
-        whole, part = (found[-1].get("seconds"), row.get("seconds")) if logged else (None, None)
-        if fresh := not (isinstance(whole, dict) and isinstance(part, dict)):
-            found.append(row)
+        before: Row = added[-1] if fresh else {}
+        whole: Any = before.get("seconds")
+        part: Any = row.get("seconds")
+        logged = before.get("event") == row["event"] == "logged"
+        fresh = not (logged and isinstance(whole, dict) and isinstance(part, dict))
+        if fresh:
+            added.append(row)
         else:
-            whole |= {
-                name: sum(filter(_is_number, (whole.get(name), passed)))
-                for name, passed in part.items()
-            }
-            found[-1] = {**row, "seconds": whole}
-    return found
+            sums = {name: _sum(whole.get(name), seconds) for name, seconds in part.items()}
+            added[-1] = {**row, "seconds": {**whole, **sums}}
+    return added
+
+
+def _sum(*values: Any) -> float:
+    return sum(filter(_is_number, values))
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, float]]:
@@ -248,14 +246,10 @@ def _predicted(plan: Row | None, notes: list[str]) -> tuple[float, dict[str, flo
     """Read {"memory": {"peak_bytes": int, "by_kind": {kind: bytes}}}; other keys are ignored."""
     if plan is None or "memory" not in plan:
         return None
-    memory = plan["memory"]
-    kinds: Any = memory.get("by_kind", {}) if isinstance(memory, dict) else None
-    good = (
-        isinstance(kinds, dict)
-        and _is_number(memory.get("peak_bytes"))
-        and all(map(_is_number, kinds.values()))
-    )
-    if not good:
+    memory: dict[str, Any] = plan["memory"] if isinstance(plan["memory"], dict) else {}
+    peak: Any = memory.get("peak_bytes")
+    kinds: Any = memory.get("by_kind", {})
+    if not isinstance(kinds, dict) or not all(map(_is_number, (peak, *kinds.values()))):
         notes.append(f"{PLAN}: its memory can't be read")
         return None
-    return float(memory["peak_bytes"]), {str(kind): float(count) for kind, count in kinds.items()}
+    return float(peak), {str(kind): float(count) for kind, count in kinds.items()}
