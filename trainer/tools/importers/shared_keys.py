@@ -30,14 +30,6 @@ from trainer.tools.importers.tables import Group, fill, inner_table, read_table
 _VALUES = read_table("arguments")["values"]
 _BFLOAT16 = ("bfloat16", "torch.bfloat16")
 _FLOAT32 = (AUTO, "float32", "torch.float32")
-_TRACKERS = {
-    "use_tensorboard": "tensorboard",
-    "use_mlflow": "mlflow",
-    "mlflow_tracking_uri": "mlflow",
-    "mlflow_experiment_name": "mlflow",
-    "use_wandb": "wandb",
-    "wandb_project": "wandb",
-}
 
 
 def section_of(key: str, value: Any, folder: Path) -> Json:
@@ -76,11 +68,7 @@ def optimizer(draft: Draft, keys: Roles) -> None:
     draft.put(entry, "optimizer.type", kind)
     if not exact and "optimizer" not in draft.base:
         draft.lose(entry, "its state is in 8 bits there, in float32 here, or it is not offered")
-    values = {
-        "lr": keys["learning_rate"],
-        "weight_decay": decay,
-        "eps": keys["adam_epsilon"],
-    }
+    values = {"lr": keys["learning_rate"], "weight_decay": decay, "eps": keys["adam_epsilon"]}
     for name, value in values.items():
         if name in OPTIMIZERS[kind]:
             draft.put(value, f"optimizer.params.{name}", value.value)
@@ -302,7 +290,9 @@ def adapter(draft: Draft, keys: Roles) -> None:
     trained.
     """
     kind, dropout, folder = keys["use_peft"], keys["lora_dropout"], keys["lora_path"]
-    rest = [keys[name] for name in _ADAPTER]
+    same = [(keys[name], ours) for name, ours in _VALUES["adapter"].items()]
+    targets = [keys[name] for name in _TARGETS]
+    rest = [*(entry for entry, _ in same), *targets, keys["lora_modules_to_save"]]
     if not kind.key:
         return
     if not kind.is_set or kind.value in (0, "full"):
@@ -321,28 +311,17 @@ def adapter(draft: Draft, keys: Roles) -> None:
         draft.put(folder, "trainer.adapter.path", folder.value)
         draft.skip(*rest)
         return
-    for name, ours in _ADAPTER.items():
-        if ours and keys[name].value not in (None, False, ""):
-            draft.put(keys[name], f"trainer.adapter.{ours}", keys[name].value)
+    for entry, ours in same:
+        if entry.value not in (None, False, ""):
+            draft.put(entry, f"trainer.adapter.{ours}", entry.value)
     _modules(draft, keys)
-    targets = any(keys[name].is_set for name in _TARGETS)
-    said = {"r": keys["lora_r"].is_set, "alpha": keys["lora_alpha"].is_set}
-    said |= {"dropout": dropout.is_set, "targets": targets}
-    if silent := [name for name, known in said.items() if not known]:
-        draft.lose(kind, f"nothing says LoRA's {', '.join(silent)}")
+    given = {"r": keys["lora_r"].is_set, "alpha": keys["lora_alpha"].is_set}
+    given |= {"dropout": dropout.is_set, "targets": any(entry.is_set for entry in targets)}
+    if missing := [name for name, known in given.items() if not known]:
+        draft.lose(kind, f"nothing says LoRA's {', '.join(missing)}")
 
 
 _TARGETS = ("lora_target_modules", "lora_target", "lora_target_linear")
-_ADAPTER = {
-    "lora_r": "r",
-    "lora_alpha": "alpha",
-    "lora_bias": "bias",
-    "use_rslora": "rslora",
-    "use_dora": "dora",
-    "lora_modules_to_save": "",
-    **dict.fromkeys(_TARGETS, ""),
-}
-"""Keys of an adapter, and those of `trainer.adapter` that have the same value."""
 _NAME = re.compile(r"[\w.-]+")
 
 
@@ -369,17 +348,17 @@ def _modules(draft: Draft, keys: Roles) -> None:
 
 
 def trackers(draft: Draft, keys: Roles) -> None:
-    wanted: list[str] = []
-    for role in ("report_to", *_TRACKERS):
-        entry = keys[role]
-        if not entry.is_set or entry.value == ["none"]:
+    known, wanted = _VALUES["trackers"], []
+    report_to = keys["report_to"]
+    asked = [(report_to, name) for name in names(report_to.value)] if report_to.is_set else []
+    asked += [(keys[role], name) for role, name in known.items() if keys[role].is_set]
+    for entry, name in asked:
+        if name not in known.values():
+            draft.skip(entry)
             continue
-        for name in [_TRACKERS[role]] if role in _TRACKERS else names(entry.value):
-            if name not in _TRACKERS.values():
-                draft.skip(entry)
-                continue
-            wanted += [name] if name not in wanted else []
-            draft.put(entry, "trainer.log.trackers", wanted)
+        if name not in wanted:
+            wanted.append(name)
+        draft.put(entry, "trainer.log.trackers", wanted)
 
 
 def run_folder(draft: Draft, keys: Roles) -> None:
