@@ -193,6 +193,11 @@ def test_what_ended_a_run_is_text(tmp_path):
     elements = written(write_run(tmp_path / "run", [record_of(1)], **{"timeline.jsonl": lines}))
     assert "failed: <script>alert('$x$')</script>\\x1b[31m" in elements.text
     assert "script" not in {tag for tag, _ in elements.found}
+    with drawing():
+        figure = page.history.history(read(tmp_path / "run")).figure
+    assert figure is not None
+    labels = [label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]]
+    assert "failed: <script>alert('$x$')</script>\\x1b[31m" in labels
 
 
 def test_nothing_comes_from_elsewhere_and_nothing_runs(reported):

@@ -23,6 +23,7 @@ from trainer.tools.report.style import (
     bar,
     figure,
     legend_above,
+    shown,
 )
 
 FINISHED, RUNNING, STOPPED = "finished", "at work", "stopped, all saved"
@@ -111,7 +112,7 @@ def _picture(record: RunRecord, made: Sequence[Session]) -> Figure:
     for how in dict.fromkeys(one.how for one in made):
         shape, colour = ENDS.get(how, ("X", RED))
         ended = [one.ended for one in made if one.how == how]
-        mark(3, ended, shape, how, color=colour, markersize=6)
+        mark(3, ended, shape, shown(how), color=colour, markersize=6)
     rows = ["at work", "checkpoints", "evaluations", "ends"]
     axes.set(yticks=range(4), yticklabels=rows, ylim=(3.6, -0.6))
     right = (end - zero) / unit + 5 * least

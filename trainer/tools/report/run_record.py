@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from trainer import checkpoint
 from trainer.errors import ConfigError, Problem
@@ -58,8 +58,8 @@ class RunRecord:
     @property
     def section(self) -> Row:
         """The config's `trainer` section."""
-        found = self.config.get("trainer")
-        return found if isinstance(found, dict) else {}
+        section = self.config.get("trainer")
+        return section if isinstance(section, dict) else {}
 
 
 def read(folder: Path) -> RunRecord:
@@ -79,7 +79,7 @@ def read(folder: Path) -> RunRecord:
         folder=folder,
         steps=_rows(steps.lines),
         logged=steps.count,
-        replaced=[rows for stretch in steps.replaced if (rows := _rows(stretch))],
+        replaced=list(filter(None, map(_rows, steps.replaced))),
         evaluations=_rows(evaluations.lines),
         timeline=_events(_lines(folder / timeline.NAME, _row, notes)),
         config=_json(folder / "config.json", notes) or {},
@@ -121,22 +121,31 @@ def _lines(path: Path, read: Callable[[bytes], T | None], notes: list[str]) -> I
     with suppress(OSError):
         check_regular(path)
         with path.open("rb") as file:
-            while line := file.readline(LONGEST):
-                if whole := line.endswith(b"\n") or len(line) < LONGEST:
-                    found = read(line)
-                    good += found is not None
-                    broken += found is None and line != b"\n"
-                    yield from [] if found is None else [found]
-                broken += not whole
-                while not whole and (line := file.readline(LONGEST)):
-                    whole = line.endswith(b"\n")
+            for line in _bounded(file):
+                content = None if line is None else read(line)
+                if content is not None:
+                    good += 1
+                    yield content
+                elif line != b"\n":
+                    broken += 1
     if broken:
         count = f"{broken} of {broken + good} lines"
         notes.append(f"{path.name}: {count} can't be read and are left out")
 
 
+def _bounded(file: BinaryIO) -> Iterator[bytes | None]:
+    """Yield each line; None for one of LONGEST bytes or more."""
+    while line := file.readline(LONGEST):
+        if line.endswith(b"\n") or len(line) < LONGEST:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(LONGEST)
+        yield None
+
+
 def _row(line: bytes) -> Row | None:
-    """A row with a step."""
+    """Parse a row that has a step; None for anything else."""
     with suppress(ValueError):
         row = parse_json(line)
         if isinstance(row, dict) and type(step := row.get("step")) is int and abs(step) < 1e15:
@@ -145,7 +154,7 @@ def _row(line: bytes) -> Row | None:
 
 
 def _losses(line: bytes) -> list[tuple[str, _Line]] | None:
-    """The losses of a line by their names; the largest of all for one that is not finite."""
+    """Return the losses of a line by their names; infinity for one that is not finite."""
     if (step := STEP.match(line)) and line.endswith(b"}\n") and b'"evaluation_loss"' not in line:
         return [("loss", (int(step[1]), float(step[2]), line))]
     if (row := _row(line)) is None:
