@@ -83,7 +83,7 @@ def _check_one(
     if key.refused:
         with suppress(ValueError):
             whole = coerce(whole, key)
-        if whole not in key.otherwise if key.otherwise else not _is_off(whole, place, table):
+        if whole not in key.usual if key.usual else not _is_off(whole, place, table):
             why, _, mend = key.refused.partition(". ")
             found.problems.append(
                 Problem(

@@ -21,9 +21,9 @@ def refusals(config: Config) -> dict[str, str]:
     for.
     """
     strange = [
-        f"It does not honour {path} {show(value)}: {key.own}."
+        f"It does not honour {path} {show(value)}: {key.instead}."
         for path, value, key in _own(config)
-        if key.numbers
+        if key.changes_numbers
     ]
     return dict.fromkeys(OTHERS, " ".join(strange)) if strange else {}
 
@@ -33,7 +33,7 @@ def notes(config: Config, engine: str) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for path, _, key in _own(config):
         if engine in OTHERS:
-            reasons.setdefault(key.own, []).append(path)
+            reasons.setdefault(key.instead, []).append(path)
         elif (
             path == "wall_clock_breakdown"
             and config.settings.get("pipeline", {}).get("stages", 1) > 1
@@ -63,7 +63,7 @@ def _own(config: Config) -> Iterator[tuple[str, Any, Key]]:
     for path, value in leaves(config.settings):
         key, origin = KEYS.get(path), config.origins.get(path, "")
         from_user = origin in (FILE, OVERRIDE) or origin.removeprefix("auto: from ") in written
-        if key and key.own and from_user and key.asks(value) and _is_on(config.settings, path):
+        if key and key.instead and from_user and key.asks(value) and _is_on(config.settings, path):
             yield path, value, key
 
 
