@@ -126,7 +126,7 @@ def _facts(facts: Sequence[str], kind: str) -> dict[str, Any]:
 
 
 def coerce(value: Any, key: Values) -> Any:
-    """Convert `value` to the key's type, as DeepSpeed's models do: 5e8 to an int, "1e-5" to a float.
+    """Convert `value` to the key's type as DeepSpeed does: 5e8 to an int, "1e-5" to a float.
 
     Raises ValueError if the value does not fit.
     """
@@ -166,7 +166,7 @@ def unknown(
 ) -> Problem:
     """Build the problem of a key that is not in the table, with the nearest of the `known` paths.
 
-    `useless` holds known paths that must not be suggested, each with the reason.
+    `useless` has the known paths that must not be suggested, each with the reason.
     """
     section = path.rpartition(".")[0]
     where = f'the section "{section}"' if section else "the top level"
@@ -194,27 +194,19 @@ def _mend(path: str, known: Sequence[str], useless: Mapping[str, str]) -> str:
     siblings = {
         other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section
     }
-    owning_stages = [
+    elsewhere = [
         other for other in known if other.rpartition(".")[2] == name and other not in useless
     ]
     near = get_close_matches(name, siblings, n=2, cutoff=0.5)
-    if near and (not owning_stages or get_close_matches(name, near, cutoff=0.8)):
-        likeness = [SequenceMatcher(None, name, other).ratio() for other in near]
-        best = [
-            other for other, ratio in zip(near, likeness, strict=True) if ratio == max(likeness)
-        ]
+    if near and (not elsewhere or get_close_matches(name, near, cutoff=0.8)):
+        likeness = {other: SequenceMatcher(None, name, other).ratio() for other in near}
+        best = [other for other in near if likeness[other] == max(likeness.values())]
         useful = [f'"{other}"' for other in best if siblings[other] not in useless]
-        if not useful:
-            return (
-                f'Remove it: "{best[0]}", which is like it, does nothing here '
-                f"({useless[siblings[best[0]]]})."
-            )
-        return f"Did you mean {' or '.join(useful)}?"
-    return (
-        f"Did you mean {' or '.join(owning_stages)}?"
-        if 1 <= len(owning_stages) <= 3
-        else "Remove it."
-    )
+        if useful:
+            return f"Did you mean {' or '.join(useful)}?"
+        why = useless[siblings[best[0]]]
+        return f'Remove it: "{best[0]}", which is like it, does nothing here ({why}).'
+    return f"Did you mean {' or '.join(elsewhere)}?" if 1 <= len(elsewhere) <= 3 else "Remove it."
 
 
 def misfit(path: str, value: Any, key: Key) -> Problem:
@@ -235,9 +227,10 @@ _NOUNS = {
     "any": "anything",
     "section": "a section {...}",
 }
-_FLAGS = {word: truth for truth, words in ((True, "1 true t yes y on"), (False, ("0 false f no n "
-                                                                                "off")))
-          for word in words.split()}  # fmt: skip
+_FLAGS = {
+    **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
+    **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
+}
 
 
 def _bool(value: Any) -> bool:

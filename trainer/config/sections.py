@@ -169,7 +169,7 @@ class Rows(Section):
     records: Annotated[
         Literal["auto", "text", "prompt_completion", "instruction", "alpaca", "chat"], ROWS, TEXT
     ] = "auto"
-    """The kind of a row; auto: by its columns; alpaca: an instruction in Stanford Alpaca's prompt."""
+    """The kind of a row; auto: by its columns; alpaca: an instruction in Alpaca's own prompt."""
     text_column: Annotated[str, ROWS, TEXT] = "text"
     prompt_column: Annotated[str | None, TEXT] = None
     completion_column: Annotated[str | None, TEXT] = None
@@ -276,7 +276,7 @@ class ImagesSection(Section):
     std: list[Annotated[Number, Field(gt=0)]] | None = None
     augment: AugmentSection = AugmentSection()
     workers: Annotated[Whole, Field(ge=0, le=1024)] | None = None
-    """Processes of each rank that load images; 0: a thread; None: by the cores, on a GPU up to 8."""
+    """Processes of a rank that load images; 0: a thread; None: by the cores, on a GPU up to 8."""
     corrupt: Literal["error", "skip"] = "error"
     """The handling of an image that can't be read; a skipped one counts for nothing."""
 

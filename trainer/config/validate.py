@@ -143,7 +143,7 @@ def profile_problems(section: TrainerSection, steps: int | None) -> list[Problem
 
 
 def evaluated_at(saves: float, evaluates: float | None) -> bool:
-    """Return True if each checkpoint has an evaluation; rounded shares of the steps must be equal."""
+    """Return True if each checkpoint has an evaluation; rounded shares of steps must be equal."""
     if evaluates is None or min(saves, evaluates) < 1:
         return saves == evaluates
     return saves % evaluates == 0
