@@ -22,7 +22,7 @@ from trainer.config.grammar import unknown, useless
 from trainer.config.keys import KEYS, OPTIMIZERS, SCHEDULERS, UNBUILT
 from trainer.config.read import leaves, override, read
 from trainer.config.rules import unmet
-from trainer.config.sections import Excludes, Needs, TrainerSection, known_keys, marked
+from trainer.config.sections import FIELDS, Excludes, Needs, TrainerSection, marked
 from trainer.errors import ConfigError
 from trainer.layout import layout_of
 from trainer.optim.recipes import ROWS, No
@@ -345,6 +345,20 @@ CONFLICTS = [
         'trainer.model.name_or_path: saw "m", and trainer.model.config {}; expected at most one of '
         "the two. "
         "name_or_path loads weights, config starts from scratch.",
+    ),
+    (
+        {"trainer": {"model": {"name_or_path": "m", "config": "auto"}}},
+        'trainer.model.name_or_path: saw "m", and trainer.model.config "auto"; expected at most '
+        "one of the two. name_or_path loads weights, config starts from scratch.",
+    ),
+    (
+        {"trainer": {"images": {"size": 8}}},
+        'trainer.images: saw keys; expected the task "image_classification"; this one is '
+        '"causal_lm". Set trainer.task.',
+    ),
+    (
+        {"trainer": {"task": "image_classification", "data": {"format": "csv"}}},
+        'trainer.data.format: saw "csv"; expected "auto", "parquet" or "hub" of images',
     ),
     (
         {"trainer": {"steps": 3, "epochs": 1}},
@@ -799,7 +813,7 @@ def one_edit(name: str, kind: int, at: int, letter: str) -> str:
     ][kind]
 
 
-EVERY_KEY = [*KEYS, *known_keys()]
+EVERY_KEY = [*KEYS, *FIELDS]
 
 
 @settings(max_examples=400, deadline=None)
@@ -835,7 +849,7 @@ USELESS = {
 
 def hinted(place: str, name: str, value: Any = 1) -> tuple[str, set[str]]:
     """The mend of a key below a section, and the paths that it leads to."""
-    mend = check({name: value}, KEYS, ("trainer", *known_keys()), place).problems[0].mend
+    mend = check({name: value}, KEYS, ("trainer", *FIELDS), place).problems[0].mend
     names = (
         re.findall(r'"?([\w.]+)"?', mend.removeprefix("Did you mean "))
         if mend.startswith("Did you mean")
@@ -1398,6 +1412,7 @@ ELSEWHERE: list[tuple[str, Any, dict[str, Any]]] = [
     ("evaluation.samples", 5, {"data": {"evaluation_fraction": 0.0}}),
     ("checkpoint.keep_best", True, {"data": {"evaluation_fraction": 0.0}}),
     ("weight_decay_excludes", "nothing", {}),
+    ("data.split", "test", {"task": "image_classification"}),
     (
         "images.normalize",
         "none",
@@ -1496,9 +1511,9 @@ def test_a_key_of_the_trainer_without_effect_is_noted(
 
 
 def test_every_key_of_the_trainer_is_used_noted_or_refused() -> None:
-    from trainer.config.sections import IMAGES, Only, known_keys, marked
+    from trainer.config.sections import FIELDS, IMAGES, Only, marked
 
-    keys = {key.removeprefix("trainer.") for key in known_keys()}
+    keys = {key.removeprefix("trainer.") for key in FIELDS}
     ends = {
         key for key in keys if not any(other.startswith(f"{key}.") for other in keys) or key in USED
     }

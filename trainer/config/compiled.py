@@ -14,7 +14,7 @@ from trainer.config.keys import KEYS
 from trainer.config.legacy_keys import upgrade
 from trainer.config.read import Json, leaves, other_config, override, read, shipped, unfit
 from trainer.config.rules import conflicts, contradictions, give_way, notes_of
-from trainer.config.sections import TrainerSection, known_keys
+from trainer.config.sections import FIELDS, TrainerSection
 from trainer.config.validate import validate
 from trainer.errors import ConfigError
 
@@ -78,7 +78,7 @@ def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
     checked = check(
         {key: value for key, value in raw.items() if key != "trainer"},
         KEYS,
-        ("trainer", *known_keys()),
+        ("trainer", *FIELDS),
     )
     problems += [*trainer_problems, *checked.problems]
     upgraded = upgrade(checked, trainer)

@@ -9,7 +9,7 @@ from trainer.config.check import UNSAID
 from trainer.config.grammar import AUTO, show
 from trainer.config.keys import KEYS
 from trainer.config.read import Json, at
-from trainer.config.sections import Excludes, Needs, TrainerSection, marked
+from trainer.config.sections import FIELDS, Excludes, Needs, TrainerSection, marked
 from trainer.errors import Problem
 
 SAME = {
@@ -37,8 +37,10 @@ def exclusive(task: str) -> dict[tuple[str, str], str]:
     return pairs | {(path, other): "" for path, other in keys if other}
 
 
-def _is_given(value: Any) -> bool:
-    return value not in (None, AUTO, []) and value is not False
+def _is_given(path: str, value: Any) -> bool:
+    if value == AUTO:
+        return path in FIELDS  # of ours, it is a name or a path
+    return value not in (None, []) and value is not False
 
 
 def give_way(raw: Json, overridden: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -56,7 +58,7 @@ def give_way(raw: Json, overridden: Sequence[str]) -> tuple[dict[str, str], list
             if any(_within(path, over) or _within(over, path) for over in overridden)
         ]
         rest = [path for path in group if path not in line]
-        if not all(map(_is_given, values.values())) or not line or not rest:
+        if not line or not rest or not all(_is_given(*item) for item in values.items()):
             continue
         loser = rest[0]
         section, _, name = loser.rpartition(".")
@@ -77,8 +79,9 @@ def contradictions(settings: Json, trainer: TrainerSection) -> Iterator[Problem]
     """Yield the problems of keys that exclude one another, and of a warm-up without a scheduler."""
     tree = settings | {"trainer": trainer.model_dump(exclude_defaults=True)}
     for (path, other), hint in exclusive(trainer.task).items():
-        if _is_given(at(tree, path)) and _is_given(at(tree, other)):
-            seen = f"saw {show(at(tree, path))}, and {other} {show(at(tree, other))}"
+        value, beside = at(tree, path), at(tree, other)
+        if _is_given(path, value) and _is_given(other, beside):
+            seen = f"saw {show(value)}, and {other} {show(beside)}"
             yield Problem(path, seen, "at most one of the two", hint)
     if trainer.warmup_ratio is not None and at(settings, WARMUP) is None:
         seen, expected = f"saw {trainer.warmup_ratio:g}", "a scheduler with a warm-up"

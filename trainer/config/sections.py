@@ -103,6 +103,9 @@ Share = Annotated[Number, Field(ge=0, le=1)]
 Every = Annotated[Any, AfterValidator(_interval)]
 """A number of steps; or a share of all of them, which is a number in a resolved config."""
 Axis = Annotated[Whole, AfterValidator(_axis)]
+PipelineSchedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
 Paths = str | Annotated[list[str], Field(min_length=1, max_length=100_000)]
 
 
@@ -439,11 +442,7 @@ class _Execution(Section):
 
     engine: Literal["auto", "deepspeed", "accelerate", "mesh"] = "auto"
     mesh: MeshSection = MeshSection()
-    pipeline_schedule: Annotated[
-        Literal["GPipe", "1F1B", "Interleaved1F1B"]
-        | Literal["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
-        Needs("a pipeline"),
-    ] = "1F1B"
+    pipeline_schedule: Annotated[PipelineSchedule, Needs("a pipeline")] = "1F1B"
     """The order in which pipeline stages run their micro-batches, by PyTorch's names."""
     activation_checkpointing: Annotated[str, AfterValidator(_recompute)] = "none"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -463,28 +462,21 @@ class TrainerSection(_Execution, _Records, _Training, _Subject):
     """The whole `trainer` section."""
 
 
-def fields(
-    model: type[BaseModel] = TrainerSection, prefix: str = "trainer"
-) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every key of the section and of those in it, by its dotted path."""
+def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
         path = f"{prefix}.{name}"
         yield path, field
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, Section):
-                yield from fields(kind, path)
+                yield from _fields(kind, path)
 
 
-def known_keys() -> list[str]:
-    """Return the dotted path of every key of the section."""
-    return [path for path, _ in fields()]
-
-
+FIELDS = dict(_fields(TrainerSection, "trainer"))
+"""Every key of the section and of those in it, by its dotted path."""
 Mark = TypeVar("Mark", Only, Needs, Excludes)
 
 
 def marked(kind: type[Mark]) -> dict[str, Mark]:
     """Return the keys with a mark of a kind, by their dotted path."""
-    return {
-        path: mark for path, field in fields() for mark in field.metadata if isinstance(mark, kind)
-    }
+    marks = [(path, mark) for path, field in FIELDS.items() for mark in field.metadata]
+    return {path: mark for path, mark in marks if isinstance(mark, kind)}

@@ -10,13 +10,13 @@ from pydantic import ValidationError
 
 from trainer.config.grammar import show, unknown
 from trainer.config.sections import (
+    FIELDS,
     DataSection,
     ImagesSection,
     Only,
     Rows,
     Section,
     TrainerSection,
-    known_keys,
     marked,
 )
 from trainer.errors import MOST_SHOWN, Problem
@@ -48,7 +48,8 @@ def _of_other_tasks(section: TrainerSection) -> Iterator[Problem]:
             continue
         seen = "saw keys" if isinstance(value, Section) else f"saw {show(value)}"
         other = f'the task "{only.tasks[0]}"; this one is "{section.task}"'
-        yield Problem(path, seen, only.accepted or other)
+        mend = "Set trainer.task." if isinstance(value, Section) else ""
+        yield Problem(path, seen, only.accepted or other, mend)
 
 
 def _value(section: Section, path: str) -> Any:
@@ -151,7 +152,7 @@ def evaluated_at(saves: float, evaluates: float | None) -> bool:
 
 def _problems(error: ValidationError) -> list[Problem]:
     """Return one problem for each place; the branches of a union are joined by "or"."""
-    known = known_keys()
+    known = FIELDS
     expected: dict[str, list[str]] = {}
     seen: dict[str, Any] = {}
     strange: list[Problem] = []
