@@ -306,7 +306,7 @@ def test_what_the_other_engines_do_in_place_of_a_key_is_its_default_where_number
 ) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    numbers = {path for path, key in KEYS.items() if key.numbers and path in theirs}
+    numbers = {path for path, key in KEYS.items() if key.changes_numbers and path in theirs}
     assert {path for path in numbers if KEYS[path].asks(theirs[path])} == {
         f"zero_optimization.zenflow.{name}"
         for name in ("topk_ratio", "auto_ratio", "pt_reserved_cores_perc")
@@ -380,11 +380,11 @@ def test_a_schedule_that_starts_in_mid_run_is_refused(name: str) -> None:
 
 def test_every_value_but_the_default_asks_for_something(theirs: dict[str, Any]) -> None:
     for path, key in KEYS.items():
-        if key.kind == "section" or not (key.own or key.idle):
+        if key.kind == "section" or not (key.instead or key.idle):
             continue
         for value in (*(() if key.kind == "any" else (True, False)), 0, 1, 7, "x"):
             with contextlib.suppress(ValueError):
-                if coerce(value, key) not in (theirs.get(path, False), *key.otherwise):
+                if coerce(value, key) not in (theirs.get(path, False), *key.usual):
                     assert key.asks(coerce(value, key)), (path, value)
 
 
@@ -402,7 +402,7 @@ def asks(path: str, value: Any, theirs: dict[str, Any]) -> bool:
     if (
         value is None
         or value in ("auto", "", [], {})
-        or value in KEYS[path].otherwise
+        or value in KEYS[path].usual
         or (refused(path) and not value)
     ):
         return False

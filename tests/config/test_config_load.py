@@ -21,7 +21,8 @@ from trainer.config.check import check
 from trainer.config.grammar import unknown, useless
 from trainer.config.keys import KEYS, OPTIMIZERS, SCHEDULERS, UNBUILT
 from trainer.config.read import leaves, override, read
-from trainer.config.sections import known_keys
+from trainer.config.rules import unmet
+from trainer.config.sections import FIELDS, Excludes, Needs, TrainerSection, marked
 from trainer.errors import ConfigError
 from trainer.layout import layout_of
 from trainer.optim.recipes import ROWS, No
@@ -183,13 +184,12 @@ CONFLICTS = [
     ),
     (
         {"bf16": {}, "bfloat16": {"enabled": True}},
-        'bfloat16: saw it beside "bf16"; expected one name for one key. Remove bfloat16.',
+        'bfloat16: saw it beside "bf16"; expected one of the two. Remove bfloat16.',
     ),
     (
         {"zero_optimization": ZERO3 | {"cpu_offload": True, "offload_optimizer": {}}},
-        'zero_optimization.cpu_offload: saw it beside "offload_optimizer"; expected one of the '
-        "two. "
-        "Remove cpu_offload.",
+        'zero_optimization.cpu_offload: saw it beside "zero_optimization.offload_optimizer"; '
+        "expected one of the two. Remove zero_optimization.cpu_offload.",
     ),
     (
         {"zero_optimization": ZERO3 | {"mics_shard_size": 4}, "trainer": {"mesh": {"shard": 2}}},
@@ -342,12 +342,27 @@ CONFLICTS = [
     ),
     (
         {"trainer": {"model": {"name_or_path": "m", "config": {}}}},
-        'trainer.model: saw name_or_path "m" and a config; expected one of the two. '
+        'trainer.model.name_or_path: saw "m", and trainer.model.config {}; expected at most one of '
+        "the two. "
         "name_or_path loads weights, config starts from scratch.",
     ),
     (
+        {"trainer": {"model": {"name_or_path": "m", "config": "auto"}}},
+        'trainer.model.name_or_path: saw "m", and trainer.model.config "auto"; expected at most '
+        "one of the two. name_or_path loads weights, config starts from scratch.",
+    ),
+    (
+        {"trainer": {"images": {"size": 8}}},
+        'trainer.images: saw keys; expected the task "image_classification"; this one is '
+        '"causal_lm". Set trainer.task.',
+    ),
+    (
+        {"trainer": {"task": "image_classification", "data": {"format": "csv"}}},
+        'trainer.data.format: saw "csv"; expected "auto", "parquet" or "hub" of images',
+    ),
+    (
         {"trainer": {"steps": 3, "epochs": 1}},
-        "trainer: saw steps 3 and epochs 1; expected one of the two",
+        "trainer.steps: saw 3, and trainer.epochs 1.0; expected at most one of the two",
     ),
     (
         {"trainer": {"data": {"prompt_column": "q"}}},
@@ -798,7 +813,7 @@ def one_edit(name: str, kind: int, at: int, letter: str) -> str:
     ][kind]
 
 
-EVERY_KEY = [*KEYS, *known_keys()]
+EVERY_KEY = [*KEYS, *FIELDS]
 
 
 @settings(max_examples=400, deadline=None)
@@ -834,7 +849,7 @@ USELESS = {
 
 def hinted(place: str, name: str, value: Any = 1) -> tuple[str, set[str]]:
     """The mend of a key below a section, and the paths that it leads to."""
-    mend = check({name: value}, KEYS, ("trainer", *known_keys()), place).problems[0].mend
+    mend = check({name: value}, KEYS, ("trainer", *FIELDS), place).problems[0].mend
     names = (
         re.findall(r'"?([\w.]+)"?', mend.removeprefix("Did you mean "))
         if mend.startswith("Did you mean")
@@ -1065,7 +1080,7 @@ def test_nothing_gives_way_to_what_asks_for_nothing_or_stands_in_the_same_place(
             (),
         )
     assert errors(tmp_path, {}, "trainer.steps=3", "trainer.epochs=1") == [
-        "trainer: saw steps 3 and epochs 1; expected one of the two"
+        "trainer.steps: saw 3, and trainer.epochs 1.0; expected at most one of the two"
     ]
     section = {
         "task": "image_classification",
@@ -1323,7 +1338,8 @@ def test_notes_name_keys_without_effect_and_deepspeed_never_sees_them(tmp_path: 
         ),
         (
             {"path": "b", "sources": [{"path": "a"}]},
-            'trainer.data.path: saw "b", and sources; expected it in each of',
+            'trainer.data.path: saw "b", and trainer.data.sources [{"path": "a"}]; '
+            "expected at most one of the two. Each of the sources has its own path",
         ),
         (
             {"sources": [{"path": "a", "weight": 1}, {"path": "b"}]},
@@ -1396,6 +1412,7 @@ ELSEWHERE: list[tuple[str, Any, dict[str, Any]]] = [
     ("evaluation.samples", 5, {"data": {"evaluation_fraction": 0.0}}),
     ("checkpoint.keep_best", True, {"data": {"evaluation_fraction": 0.0}}),
     ("weight_decay_excludes", "nothing", {}),
+    ("data.split", "test", {"task": "image_classification"}),
     (
         "images.normalize",
         "none",
@@ -1494,16 +1511,18 @@ def test_a_key_of_the_trainer_without_effect_is_noted(
 
 
 def test_every_key_of_the_trainer_is_used_noted_or_refused() -> None:
-    from trainer.config.sections import known_keys
-    from trainer.config.validate import OF_IMAGES
+    from trainer.config.sections import FIELDS, IMAGES, Only, marked
 
-    keys = {key.removeprefix("trainer.") for key in known_keys()}
+    keys = {key.removeprefix("trainer.") for key in FIELDS}
     ends = {
         key for key in keys if not any(other.startswith(f"{key}.") for other in keys) or key in USED
     }
     inner = ("adapter.", "profile.", "parameter_groups.", "data.sources.", "images.")
-    for name, own in OF_IMAGES.items():
-        ends -= {f"{name}.{key}" for key in own}
+    ends -= {
+        path.removeprefix("trainer.")
+        for path, only in marked(Only).items()
+        if only.tasks == IMAGES.tasks
+    }
     left = (
         {key for key in ends if not key.startswith(inner)}
         - USED
@@ -1512,3 +1531,25 @@ def test_every_key_of_the_trainer_is_used_noted_or_refused() -> None:
     )
     pairs = {"data.prompt_column", "data.completion_column"}
     assert left - REFUSED - pairs == set()
+
+
+def test_every_condition_that_a_key_needs_is_known() -> None:
+    nothing = TrainerSection.model_validate(
+        {
+            "data": {"evaluation_path": "x", "documents": "pack"},
+            "images": {"mean": [0.5], "std": [0.5]},
+            "generate": {"prompt": None},
+        }
+    )
+    needed = {key.needs for key in KEYS.values() if key.needs}
+    needed |= {mark.condition for mark in marked(Needs).values()}
+    unheld = TrainerSection.model_validate({"data": {"evaluation_fraction": 0}})
+    assert needed == {**unmet({}, nothing), **unmet({}, unheld)}.keys()
+
+
+def test_every_key_that_another_excludes_or_is_now_is_known() -> None:
+    named = {mark.other for mark in marked(Excludes).values()}
+    for key in KEYS.values():
+        named |= {*filter(None, (key.excludes, key.now))}
+    named.discard("scheduler.params.warmup_num_steps")
+    assert named <= set(EVERY_KEY)

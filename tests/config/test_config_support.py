@@ -89,10 +89,10 @@ def test_other_numbers_are_refused_and_auto_goes_to_deepspeed(
     layout = layout_of(config, 2)
     assert set(support.refusals(config)) == {"accelerate", "mesh"}
     assert select("auto", layout, config, "cpu")[0] == "deepspeed"
-    ((place, value),) = [(k, v) for k, v in leaves(section) if KEYS[k].numbers]
+    ((place, value),) = [(k, v) for k, v in leaves(section) if KEYS[k].changes_numbers]
     with pytest.raises(ConfigError) as caught:
         select("mesh", layout, config, "cpu")
-    assert f"It does not honour {place} {json.dumps(value)}: {KEYS[place].own}." in str(
+    assert f"It does not honour {place} {json.dumps(value)}: {KEYS[place].instead}." in str(
         caught.value
     )
 
@@ -289,9 +289,9 @@ def test_the_table_says_what_the_torch_engines_read(
     read = set.union(
         *pools[2].run(read_by_torch, engine=engine, contents=contents, folder=str(tmp_path))
     )
-    asked = {path for path in HONOURED if not KEYS[path].own}
+    asked = {path for path in HONOURED if not KEYS[path].instead}
     assert sorted(asked - read) == [], "the table says that it honours it"
-    assert sorted(path for path in read if path in KEYS and KEYS[path].own) == [], (
+    assert sorted(path for path in read if path in KEYS and KEYS[path].instead) == [], (
         "the table says that it does not"
     )
 
@@ -406,7 +406,7 @@ NEED_OTHERS = (
 def put_default(content: dict[str, Any], path: str, key: Key) -> None:
     """A value for each key that DeepSpeed alone honours, so that it is there to be read."""
     *sections, name = path.split(".")
-    if not key.own or key.kind == "section" or path.startswith(NEED_OTHERS):
+    if not key.instead or key.kind == "section" or path.startswith(NEED_OTHERS):
         return
     for section in sections:
         content = content.setdefault(section, {})

@@ -28,22 +28,20 @@ __all__ = [
     "Config",
     "DataSection",
     "EvaluationSection",
-]
-__all__ += [
-    "RuntimeFacts",
     "GenerateSection",
     "ImagesSection",
-    "LogSection",
-    "MeshSection",
-    "MeshSizes",
-]
-__all__ += [
-    "ModelSection",
-    "RunSection",
-    "TrainerSection",
     "leaves",
     "load",
+    "LogSection",
     "mesh_sizes",
+    "MeshSection",
+    "MeshSizes",
+    "ModelSection",
     "origin_table",
+    "resolve",
+    "RunSection",
+    "RuntimeFacts",
+    "shipped",
+    "support",
+    "TrainerSection",
 ]
-__all__ += ["resolve", "shipped", "support"]

@@ -25,20 +25,18 @@ class MeshSizes:
 
 
 def mesh_sizes(config: Config, world_size: int, local_world_size: int | None = None) -> MeshSizes:
-    """Compute the mesh of `config` on `world_size` processes, `local_world_size` of them on a node;
-    None: all.
+    """Compute the mesh of `config` on `world_size` processes.
 
-    Raises ConfigError if it does not fit.
+    `local_world_size` of them are on a node; None: all. Raises ConfigError if it does not fit.
     """
     pipeline = _size(config.settings.get("pipeline", {}).get("stages", 1))
     tensor = _size(config.settings.get("tensor_parallel", {}).get("autotp_size", 1))
     if world_size % (pipeline * tensor):
+        group = pipeline * tensor
         seen = (
             f"{world_size} processes are not divisible by {pipeline} (pipeline) x {tensor} (tensor)"
         )
-        expected = (
-            f"a multiple of {pipeline * tensor} processes, {nearest(world_size, pipeline * tensor)}"
-        )
+        expected = f"a multiple of {group} processes, {nearest(world_size, group)}"
         mend = "Change pipeline.stages or tensor_parallel.autotp_size."
         raise ConfigError(Problem("world size", seen, expected, mend))
     ranks = world_size // (pipeline * tensor)
@@ -48,10 +46,10 @@ def mesh_sizes(config: Config, world_size: int, local_world_size: int | None = N
 
 
 def ranks_inside(local_world_size: int, tensor: int, ranks: int) -> int:
-    """Count the data ranks, of the `ranks` of a pipeline stage, in one group within a node of
-    `local_world_size`.
+    """Count the data ranks in one group within a node of `local_world_size` processes.
 
-    All of them if a node has only one of each stage, or a tensor parallel group spans nodes.
+    All `ranks` of a pipeline stage if a node has only one of each stage, or a tensor parallel group
+    spans nodes.
     """
     inside = math.gcd(local_world_size // tensor, ranks) if local_world_size % tensor == 0 else 1
     return inside if inside > 1 else ranks
@@ -59,10 +57,8 @@ def ranks_inside(local_world_size: int, tensor: int, ranks: int) -> int:
 
 def nearest(number: int, divisor: int) -> str:
     """Name the multiples of `divisor` next to a number that is none, for the user."""
-    below = number // divisor * divisor
-    return (
-        f"such as {below} or {below + divisor}" if below else f"such as {divisor} or {2 * divisor}"
-    )
+    lower = number // divisor * divisor or divisor
+    return f"such as {lower} or {lower + divisor}"
 
 
 def _size(value: int | str) -> int:
@@ -85,8 +81,7 @@ def _data_axes(config: Config, ranks: int, inside: int) -> tuple[int, int]:
     rest = ranks // given
     replicate, shard = (rest if replicate == -1 else replicate), (rest if shard == -1 else shard)
     if shard > 1 and not stage:
+        seen = f"saw {shard} with ZeRO stage 0"
         mend = "Set zero_optimization.stage to 1, 2 or 3, or shard to 1."
-        raise ConfigError(
-            Problem("trainer.mesh.shard", f"saw {shard} with ZeRO stage 0", "1", mend)
-        )
+        raise ConfigError(Problem("trainer.mesh.shard", seen, "1", mend))
     return replicate, shard

@@ -1,6 +1,4 @@
-"""Checks a config against a key table: unknown keys, wrong values, removed keys, keys without
-effect.
-"""
+"""Checks a config against a key table: unknown, wrong, removed keys, and those without effect."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ def check(
 ) -> Checked:
     """Check the section at `path` and all below it; `elsewhere` are known keys outside the table.
 
-    Keys that start with "_" or "//" are comments. Keys without effect, and removed keys that are
-    off, are left out.
+    Keys that start with "_" or "//" are comments. The values returned are without keys that have
+    no effect, and without removed keys that are off.
     """
     found = Checked()
     for name, value in values.items():
@@ -58,13 +56,11 @@ def _check_one(
     key = table.get(place)
     if key is None or "." in name:
         # finding similar keys takes time, and nobody reads more than the first few
-        known = (*table, *elsewhere) if len(found.problems) < MOST_SHOWN else ()
-        idle = (
-            {}
-            if not known
-            else {path: why for path, why in useless(table).items() if RECOMPUTES not in path}
-        )
-        found.problems.append(unknown(place, value, known, idle))
+        if len(found.problems) >= MOST_SHOWN:
+            found.problems.append(unknown(place, value, ()))
+            return
+        idle = {path: why for path, why in useless(table).items() if RECOMPUTES not in path}
+        found.problems.append(unknown(place, value, (*table, *elsewhere), idle))
         return
     whole = value
     if isinstance(value, dict) and any(known.startswith(f"{place}.") for known in table):
@@ -83,16 +79,8 @@ def _check_one(
     if key.refused:
         with suppress(ValueError):
             whole = coerce(whole, key)
-        if whole not in key.otherwise if key.otherwise else not _is_off(whole, place, table):
-            why, _, mend = key.refused.partition(". ")
-            found.problems.append(
-                Problem(
-                    place,
-                    f"saw {show(whole)}",
-                    f"no such {'section' if key.kind == 'section' else 'key'}: {why}",
-                    f"{mend}.",
-                )
-            )
+        if whole not in key.usual if key.usual else not _is_off(whole, place, table):
+            found.problems.append(_refusal(place, whole, key))
         elif isinstance(value, dict) and value and "enabled" not in value:
             found.idle[place] = UNSAID.format("enabled")
     elif not key.idle:
@@ -101,9 +89,13 @@ def _check_one(
         found.idle[place] = key.idle
 
 
+def _refusal(place: str, value: Any, key: Key) -> Problem:
+    why, _, mend = key.refused.partition(". ")
+    kind = "section" if key.kind == "section" else "key"
+    return Problem(place, f"saw {show(value)}", f"no such {kind}: {why}", f"{mend}.")
+
+
 def _is_off(value: Any, place: str, table: Mapping[str, Key]) -> bool:
-    """Return True if a refused key asks for nothing; for DeepSpeed, a section without "enabled" is
-    off.
-    """
+    """Return True if a refused key is off, as DeepSpeed takes a section without "enabled" to be."""
     named = isinstance(value, dict) and f"{place}.enabled" in table
     return is_off({"enabled": False, **value} if named else value)

@@ -1,6 +1,4 @@
-"""The compiled config, and `load`, which makes it from a JSON file or reports everything that is
-wrong with it.
-"""
+"""The compiled config, and `load`, which makes it from a JSON or reports all that is wrong."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from trainer.config.check import check
 from trainer.config.keys import KEYS
 from trainer.config.legacy_keys import upgrade
 from trainer.config.read import Json, leaves, other_config, override, read, shipped, unfit
-from trainer.config.rules import conflicts, give_way, notes_of, warm_up
-from trainer.config.sections import TrainerSection, known_keys
+from trainer.config.rules import conflicts, contradictions, give_way, notes_of
+from trainer.config.sections import FIELDS, TrainerSection
 from trainer.config.validate import validate
 from trainer.errors import ConfigError
 
@@ -33,9 +31,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Config:
-    """The user's config, complete and checked. Compiled by `load`, its "auto" values filled by
-    `resolve`.
-    """
+    """The user's config, complete and checked; `resolve` replaces its "auto" values."""
 
     path: Path
     raw: Json
@@ -44,9 +40,7 @@ class Config:
     settings: Json
     """All of DeepSpeed's keys under their present names, with the scheduler."""
     origins: dict[str, str]
-    """The origin of each value, by key path: `config file`, `override`, `default` or `auto: from
-    ...`.
-    """
+    """The origin of each value: `config file`, `override`, `default` or `auto: from ...`."""
     notes: tuple[str, ...] = ()
     """A line for each key that was accepted and has no effect here."""
 
@@ -57,9 +51,8 @@ class Config:
 
     @property
     def optimizer(self) -> Choice:
-        return Choice(
-            **deepcopy({key: self.settings["optimizer"][key] for key in ("type", "params")})
-        )
+        section = deepcopy(self.settings["optimizer"])
+        return Choice(section["type"], section["params"])
 
     @property
     def scheduler(self) -> Choice | None:
@@ -69,10 +62,9 @@ class Config:
 
 
 def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
-    """Compile a DeepSpeed JSON, at a path, shipped under a name or as a dictionary, with
-    `key.path=value` overrides.
+    """Compile a DeepSpeed JSON: at a path, shipped under a name, or as a dictionary.
 
-    Raises one ConfigError with every problem of the file, the overrides and the values.
+    `overrides` are `key.path=value`. Raises one ConfigError with every problem of all three.
     """
     path = Path("run") if isinstance(source, dict) else path_of(source)
     given = deepcopy(source) if isinstance(source, dict) else read(path)
@@ -86,12 +78,12 @@ def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
     checked = check(
         {key: value for key, value in raw.items() if key != "trainer"},
         KEYS,
-        ("trainer", *known_keys()),
+        ("trainer", *FIELDS),
     )
     problems += [*trainer_problems, *checked.problems]
     upgraded = upgrade(checked, trainer)
     problems += [*upgraded.problems, *conflicts(upgraded.settings)]
-    problems += warm_up(upgraded.settings, trainer.warmup_ratio)
+    problems += contradictions(upgraded.settings, trainer)
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
     origins = {name: DEFAULT for name, _ in leaves({"trainer": upgraded.trainer.model_dump()})}

@@ -1,19 +1,4 @@
-"""The grammar of a key table: the values that a JSON key may hold, and the checks of a value
-against it.
-
-A table is text, one row per key or per group of keys that take the same values:
-
-    [section]                                         starts a section; `[]` is the top level
-    name name ... : type range auto null = default    a JSON default; without, the key is left out
-    name : type ; why                                 `; why`: accepted, without effect here
-    name : type ! why                                 `! why`: an error unless it is switched off
-    name : type =value @ why                          `@ why`: DeepSpeed alone honours it
-    name : type =value @! why                         `@! why`: as `@`, and the others refuse it
-
-with the types bool, int, float, str, dtype, list, any and section, and ranges as `>=1`, `>0`,
-`0..3` or `a|b|c`. The engines that do not honour a key do as if it were `=value` (several by
-commas), or switched off; 0 is a value. A section's `@` goes for its keys.
-"""
+"""The grammar of a key table (keys.txt explains it), and the checks of a value against its key."""
 
 from __future__ import annotations
 
@@ -32,8 +17,8 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Key:
-    """The values that one key may hold."""
+class Values:
+    """The values that a key may hold."""
 
     kind: str
     low: float | None = None
@@ -43,18 +28,8 @@ class Key:
     choices: tuple[str, ...] = ()
     auto: bool = False
     null: bool = False
-    default: Any = None
-    """DeepSpeed's own default; None if the key may stay missing."""
-    idle: str = ""
-    """The reason why the key has no effect here; it is then not passed to DeepSpeed."""
-    refused: str = ""
-    """The reason why the key is an error unless it is switched off."""
-    own: str = ""
-    """The behaviour of engines other than DeepSpeed instead; empty if they honour it."""
-    numbers: bool = False
-    """True if training without it computes other numbers."""
-    otherwise: tuple[Any, ...] = ()
-    """The values with which it asks for just what the other engines do."""
+    needed: bool = False
+    """True if the key must be given."""
 
     @property
     def expected(self) -> str:
@@ -66,62 +41,92 @@ class Key:
             text += f" above {self.low:g}" if self.above else f" of at least {self.low:g}"
         return text + ' or "auto"' * self.auto + " or null" * self.null
 
+
+@dataclass(frozen=True)
+class Key(Values):
+    """A row of a table: the values of a key, and the facts about it."""
+
+    default: Any = None
+    """DeepSpeed's own default; None if the key may stay missing."""
+    usual: tuple[Any, ...] = ()
+    """The values that ask only for what is done anyway; without any, those that switch it off."""
+    idle: str = ""
+    """The reason why the key has no effect here; it is then not passed to DeepSpeed."""
+    refused: str = ""
+    """The reason why the key is an error unless it is switched off; and what to do."""
+    instead: str = ""
+    """The behaviour of the engines that do not honour the key, all but DeepSpeed."""
+    changes_numbers: bool = False
+    """True if those engines would compute other numbers, and therefore refuse the key."""
+    needs: str = ""
+    """The condition, in `rules.unmet`, without which the key has no effect."""
+    excludes: str = ""
+    """Another key that can't be given with it."""
+    now: str = ""
+    """The present name of an old key; an offload of an old name is to the CPU."""
+    switch: str = ""
+    """The key that switches a section on; without it, the section is off."""
+    differs: str = ""
+    """The reason why the default here is not DeepSpeed's."""
+
     def asks(self, value: Any) -> bool:
         """Return True if `value` asks for something that is not done anyway."""
         if value is None or value == AUTO:
             return False
         number = self.kind in ("int", "float", "any") and not isinstance(value, bool | list | dict)
-        return value not in self.otherwise if self.otherwise or number else not is_off(value)
+        return value not in self.usual if self.usual or number else not is_off(value)
 
 
 def parse(table: str) -> dict[str, Key]:
     """Parse a table; return its keys by their dotted path."""
     keys: dict[str, Key] = {}
-    section, whole = "", Key("section")
-    for line in filter(None, map(str.strip, table.splitlines())):
-        if line.startswith("["):
-            section, _, spec = line[1:].partition("]")
-            if section:
-                keys[section] = whole = _key("section " + spec)
-                section += "."
-        else:
-            names, _, spec = line.partition(" : ")
-            key = _key(spec)
-            if whole.own and not key.own:
-                key = replace(key, own=whole.own, numbers=whole.numbers)
-            keys.update({section + name: key for name in names.split()})
+    sections = [""]
+    for line in re.sub(r"\n +", " ", table).splitlines():
+        if not line or line.startswith("#"):
+            continue
+        names, values, *facts = line.split(" | ")
+        key = Key(**_values(values), **_facts(facts, values.split()[0]))
+        if names.startswith("["):
+            sections = names.strip("[]").split()
+            keys.update(dict.fromkeys(sections, key))
+            continue
+        for section in sections:
+            whole = keys.get(section, key)
+            if whole.instead and not key.instead:
+                key = replace(key, instead=whole.instead, changes_numbers=whole.changes_numbers)
+            keys.update({f"{section}.{name}".lstrip("."): key for name in names.split()})
     return keys
 
 
-def _key(spec: str) -> Key:
-    spec, _, refused = spec.partition(" ! ")
-    spec, _, idle = spec.partition(" ; ")
-    spec, mark, own = re.fullmatch(r"(.*?)(?: @(!?) (.*))?", spec).groups(default="")  # type: ignore[union-attr]
-    spec, _, default = spec.partition(" = ")
-    kind, *words = spec.split()
-    fields: dict[str, Any] = {
-        "idle": idle,
-        "refused": refused,
-        "default": json.loads(default or "null"),
-    }
-    fields |= {"own": own, "numbers": mark == "!"}
+def _values(text: str) -> dict[str, Any]:
+    kind, *words = text.split()
+    fields: dict[str, Any] = {"kind": kind}
     for word in words:
-        if word in ("auto", "null"):
+        if word in ("auto", "null", "needed"):
             fields[word] = True
-        elif word.startswith("="):
-            fields["otherwise"] = tuple(_CASTS[kind](value) for value in word[1:].split(","))
         elif match := re.fullmatch(r"(>=?)(.+)", word):
             fields.update(low=float(match[2]), above=match[1] == ">")
         elif match := re.fullmatch(r"(.+)\.\.(.+)", word):
             fields.update(low=float(match[1]), high=float(match[2]))
         else:
             fields["choices"] = tuple(word.split("|"))
-    return Key(kind, **fields)
+    return fields
 
 
-def coerce(value: Any, key: Key) -> Any:
-    """Convert `value` to the key's type, as DeepSpeed's pydantic models do (5e8 for an int, "1e-5"
-    for a float).
+def _facts(facts: Sequence[str], kind: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for fact in facts:
+        name, colon, text = fact.partition(": ")
+        fields[name.replace(" ", "_")] = text if colon else True
+    if "default" in fields:
+        fields["default"] = json.loads(fields["default"])
+    if "usual" in fields:
+        fields["usual"] = tuple(_CASTS[kind](value) for value in fields["usual"].split(", "))
+    return fields
+
+
+def coerce(value: Any, key: Values) -> Any:
+    """Convert `value` to the key's type as DeepSpeed does: 5e8 to an int, "1e-5" to a float.
 
     Raises ValueError if the value does not fit.
     """
@@ -161,7 +166,7 @@ def unknown(
 ) -> Problem:
     """Build the problem of a key that is not in the table, with the nearest of the `known` paths.
 
-    `useless` holds known paths that must not be suggested, each with the reason.
+    `useless` has the known paths that must not be suggested, each with the reason.
     """
     section = path.rpartition(".")[0]
     where = f'the section "{section}"' if section else "the top level"
@@ -189,27 +194,19 @@ def _mend(path: str, known: Sequence[str], useless: Mapping[str, str]) -> str:
     siblings = {
         other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section
     }
-    owning_stages = [
+    elsewhere = [
         other for other in known if other.rpartition(".")[2] == name and other not in useless
     ]
     near = get_close_matches(name, siblings, n=2, cutoff=0.5)
-    if near and (not owning_stages or get_close_matches(name, near, cutoff=0.8)):
-        likeness = [SequenceMatcher(None, name, other).ratio() for other in near]
-        best = [
-            other for other, ratio in zip(near, likeness, strict=True) if ratio == max(likeness)
-        ]
+    if near and (not elsewhere or get_close_matches(name, near, cutoff=0.8)):
+        likeness = {other: SequenceMatcher(None, name, other).ratio() for other in near}
+        best = [other for other in near if likeness[other] == max(likeness.values())]
         useful = [f'"{other}"' for other in best if siblings[other] not in useless]
-        if not useful:
-            return (
-                f'Remove it: "{best[0]}", which is like it, does nothing here '
-                f"({useless[siblings[best[0]]]})."
-            )
-        return f"Did you mean {' or '.join(useful)}?"
-    return (
-        f"Did you mean {' or '.join(owning_stages)}?"
-        if 1 <= len(owning_stages) <= 3
-        else "Remove it."
-    )
+        if useful:
+            return f"Did you mean {' or '.join(useful)}?"
+        why = useless[siblings[best[0]]]
+        return f'Remove it: "{best[0]}", which is like it, does nothing here ({why}).'
+    return f"Did you mean {' or '.join(elsewhere)}?" if 1 <= len(elsewhere) <= 3 else "Remove it."
 
 
 def misfit(path: str, value: Any, key: Key) -> Problem:
@@ -230,9 +227,10 @@ _NOUNS = {
     "any": "anything",
     "section": "a section {...}",
 }
-_FLAGS = {word: truth for truth, words in ((True, "1 true t yes y on"), (False, ("0 false f no n "
-                                                                                "off")))
-          for word in words.split()}  # fmt: skip
+_FLAGS = {
+    **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
+    **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
+}
 
 
 def _bool(value: Any) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainer.config.check import Checked
-from trainer.config.choices import DEFAULT_OPTIMIZER, choose_optimizer, choose_scheduler
-from trainer.config.keys import DIFFERS, KEYS, OFFLOADS, RECOMPUTES, RENAMED
+from trainer.config.choices import DEFAULT_OPTIMIZER, Chosen, choose_optimizer, choose_scheduler
+from trainer.config.grammar import AUTO
+from trainer.config.keys import DIFFERS, KEYS, RECOMPUTES, RENAMED
 from trainer.config.read import Json
 from trainer.config.rules import unswitched
 from trainer.config.sections import TrainerSection
@@ -24,117 +26,109 @@ class Upgraded:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def replace_zero_flag(self) -> None:
+        """Replace `"zero_optimization": true`, an old form, by stage 1; false by stage 0."""
+        zero = self.settings.get("zero_optimization")
+        if isinstance(zero, bool):
+            self.settings["zero_optimization"] = {"stage": int(zero)}
+            origin = f"auto: from zero_optimization {str(zero).lower()}"
+            self.origins["zero_optimization.stage"] = origin
+
+    def rename(self) -> None:
+        """Move the values of old names to the present ones."""
+        for old, new in RENAMED.items():
+            section, _, name = old.rpartition(".")
+            values = self.settings.get(section, {}) if section else self.settings
+            if name not in values:
+                continue
+            value, target, place = values.pop(name), new.rpartition(".")[2], new
+            if KEYS[old].kind == "bool" and KEYS[new].kind == "section":
+                if not value:
+                    continue
+                value, place = {"device": "cpu"}, f"{new}.device"
+            if target in values:
+                seen = f'saw it beside "{new}"'
+                self.problems.append(Problem(old, seen, "one of the two", f"Remove {old}."))
+            values[target] = value
+            self.origins[place] = f"auto: from {old}"
+
+    def drop_idle_sections(self) -> None:
+        """Drop an offload of parameters below ZeRO-3, and DeepSpeed's communication log if off."""
+        zero = self.settings.get("zero_optimization", {})
+        stage, section = zero.get("stage", 0), zero.get("offload_param") or {}
+        if stage != 3 and section.get("device", "none") not in ("none", AUTO):
+            del zero["offload_param"]
+            place = "zero_optimization.offload_param"
+            self.notes.append(f"{place} has no effect here: the ZeRO stage is {stage}")
+        self.notes.extend(unswitched(self.settings))
+        if self.settings.get("comms_logger", {}).get("enabled") is not True:
+            # if it is present, DeepSpeed logs, and waits for each operation
+            self.settings.pop("comms_logger", None)
+
+    def shard_as_mics(self) -> None:
+        """Take the shard size of MiCS, which DeepSpeed removed, as that of the mesh."""
+        place = "zero_optimization.mics_shard_size"
+        size = self.settings.get("zero_optimization", {}).pop("mics_shard_size", -1)
+        if size < 1:
+            return
+        mesh = self.trainer.mesh
+        if mesh.shard not in (None, size):
+            seen = f"saw {size} beside trainer.mesh.shard {mesh.shard}"
+            self.problems.append(Problem(place, seen, "one size of a shard"))
+        self.trainer = self.trainer.model_copy(
+            update={"mesh": mesh.model_copy(update={"shard": size})}
+        )
+        self.origins["trainer.mesh.shard"] = f"auto: from {place}"
+
+    def recompute(self, checked: Checked) -> None:
+        """Recompute every block if DeepSpeed's keys ask for it, and `trainer` says nothing.
+
+        DeepSpeed recomputes groups of `activation_checkpoint_interval` layers as one; here each
+        block is one, for the same gradient.
+        """
+        interval = self.settings.get("pipeline", {}).pop("activation_checkpoint_interval", 0)
+        if any(place.startswith(RECOMPUTES) for place in checked.idle):
+            origin = "the activation_checkpointing section"
+        elif interval > 0:
+            origin = "pipeline.activation_checkpoint_interval"
+        else:
+            return
+        if "activation_checkpointing" not in self.trainer.model_fields_set:
+            self.trainer = self.trainer.model_copy(update={"activation_checkpointing": "full"})
+            self.origins["trainer.activation_checkpointing"] = f"auto: from {origin}"
+
+    def fill(self) -> None:
+        """Check the optimizer and the scheduler, and fill in defaults."""
+        given: dict[str, Any] = self.settings.get("optimizer") or {}
+        optimizer = choose_optimizer(deepcopy(given or DEFAULT_OPTIMIZER))
+        self._take("optimizer", optimizer)
+        origin = "default" if given else f"default: {DIFFERS['optimizer']}"
+        if not optimizer.problems:
+            filled = set(optimizer.section["params"]) - set(given.get("params", {}))
+            self.origins.update({f"optimizer.params.{name}": origin for name in filled})
+        if not given:
+            self.origins["optimizer.type"] = origin
+        scheduler = self.settings.pop("scheduler", {})
+        if scheduler.get("type") or scheduler.get("params"):
+            self._take("scheduler", choose_scheduler(scheduler))
+        for name, key in KEYS.items():
+            if key.default is not None and name not in self.settings:
+                self.settings[name] = key.default
+                self.origins[name] = "default"
+
+    def _take(self, name: str, chosen: Chosen) -> None:
+        self.settings[name] = chosen.section
+        self.problems.extend(chosen.problems)
+        self.notes.extend(chosen.notes)
+
 
 def upgrade(checked: Checked, trainer: TrainerSection) -> Upgraded:
-    """Return the settings under present names, with the optimizer and gradient clipping of a
-    default run.
-    """
+    """Return the settings under present names, with the defaults of what is left out."""
     upgraded = Upgraded(deepcopy(checked.values), trainer)
-    _zero_section(upgraded)
-    _rename(upgraded)
-    _offload(upgraded)
-    _mics(upgraded)
-    upgraded.notes.extend(unswitched(upgraded.settings))
-    if upgraded.settings.get("comms_logger", {}).get("enabled") is not True:
-        upgraded.settings.pop(
-            "comms_logger", None
-        )  # if it is present, DeepSpeed logs, and waits for each operation
-    idle = any(place.startswith(RECOMPUTES) for place in checked.idle)
-    _recompute(upgraded, "the activation_checkpointing section", idle)
-    # DeepSpeed recomputes groups of so many layers as one; here each block is one, for the same
-    # gradient
-    interval = upgraded.settings.get("pipeline", {}).pop("activation_checkpoint_interval", 0)
-    _recompute(upgraded, "pipeline.activation_checkpoint_interval", interval > 0)
-    _fill(upgraded)
+    upgraded.replace_zero_flag()
+    upgraded.rename()
+    upgraded.shard_as_mics()
+    upgraded.drop_idle_sections()
+    upgraded.recompute(checked)
+    upgraded.fill()
     return upgraded
-
-
-def _zero_section(upgraded: Upgraded) -> None:
-    zero = upgraded.settings.get("zero_optimization")
-    if isinstance(zero, bool):
-        upgraded.settings["zero_optimization"] = {"stage": int(zero)}
-        upgraded.origins["zero_optimization.stage"] = (
-            f"auto: from zero_optimization {str(zero).lower()}"
-        )
-
-
-def _rename(upgraded: Upgraded) -> None:
-    for old, new in RENAMED.items():
-        section, _, name = old.rpartition(".")
-        values = upgraded.settings.get(section, {}) if section else upgraded.settings
-        if name not in values:
-            continue
-        target = new.rpartition(".")[2]
-        if target in values:
-            upgraded.problems.append(
-                Problem(old, f'saw it beside "{new}"', "one name for one key", f"Remove {old}.")
-            )
-        values[target] = values.pop(name)
-        upgraded.origins[new] = f"auto: from {old}"
-
-
-def _offload(upgraded: Upgraded) -> None:
-    zero = upgraded.settings.get("zero_optimization", {})
-    for old, new in OFFLOADS.items():
-        if not zero.pop(old, None):
-            continue
-        place = f"zero_optimization.{old}"
-        if new in zero:
-            upgraded.problems.append(
-                Problem(place, f'saw it beside "{new}"', "one of the two", f"Remove {old}.")
-            )
-        zero[new] = {"device": "cpu"}
-        upgraded.origins[f"zero_optimization.{new}.device"] = f"auto: from {place}"
-    stage, section = zero.get("stage", 0), zero.get("offload_param") or {}
-    if stage != 3 and section.get("device", "none") not in ("none", "auto"):
-        del zero["offload_param"]
-        upgraded.notes.append(
-            f"zero_optimization.offload_param has no effect here: the ZeRO stage is {stage}"
-        )
-
-
-def _mics(upgraded: Upgraded) -> None:
-    place = "zero_optimization.mics_shard_size"
-    size = upgraded.settings.get("zero_optimization", {}).pop("mics_shard_size", -1)
-    if size < 1:
-        return
-    mesh = upgraded.trainer.mesh
-    if mesh.shard not in (None, size):
-        seen = f"saw {size} beside trainer.mesh.shard {mesh.shard}"
-        upgraded.problems.append(Problem(place, seen, "one size of a shard"))
-    upgraded.trainer = upgraded.trainer.model_copy(
-        update={"mesh": mesh.model_copy(update={"shard": size})}
-    )
-    upgraded.origins["trainer.mesh.shard"] = f"auto: from {place}"
-
-
-def _recompute(upgraded: Upgraded, place: str, idle: bool) -> None:
-    if idle and "activation_checkpointing" not in upgraded.trainer.model_fields_set:
-        upgraded.trainer = upgraded.trainer.model_copy(update={"activation_checkpointing": "full"})
-        upgraded.origins["trainer.activation_checkpointing"] = f"auto: from {place}"
-
-
-def _fill(upgraded: Upgraded) -> None:
-    settings = upgraded.settings
-    given = settings.get("optimizer")
-    settings["optimizer"], problems, notes = choose_optimizer(deepcopy(given or DEFAULT_OPTIMIZER))
-    upgraded.problems.extend(problems)
-    upgraded.notes.extend(notes)
-    names = (
-        set(settings["optimizer"]["params"]) - set((given or {}).get("params", {}))
-        if not problems
-        else set()
-    )
-    origin = "default" if given else f"default: {DIFFERS['optimizer']}"
-    upgraded.origins.update({f"optimizer.params.{name}": origin for name in names})
-    if not given:
-        upgraded.origins["optimizer.type"] = origin
-    scheduler = settings.pop("scheduler", {})
-    if scheduler and (scheduler.get("type") or scheduler.get("params")):
-        settings["scheduler"], problems, notes = choose_scheduler(scheduler)
-        upgraded.problems.extend(problems)
-        upgraded.notes.extend(notes)
-    for name, key in KEYS.items():
-        if key.default is not None and name not in settings:
-            settings[name] = key.default
-            upgraded.origins[name] = "default"

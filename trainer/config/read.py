@@ -47,10 +47,8 @@ def read(path: Path) -> Json:
             Problem(str(path), f"byte {error.start} is not UTF-8", "a UTF-8 text file")
         ) from None
     except json.JSONDecodeError as error:
-        seen = (
-            f"{error.msg} at "
-            f"{show(text[error.pos : error.pos + 20]) if text[error.pos :].strip() else 'the end'}"
-        )
+        rest = text[error.pos :]
+        seen = f"{error.msg} at {show(rest[:20]) if rest.strip() else 'the end'}"
         raise ConfigError(Problem(f"{path}:{error.lineno}:{error.colno}", seen, "JSON")) from None
     except RecursionError:
         raise ConfigError(_too_deep(str(path))) from None
@@ -66,7 +64,7 @@ def read(path: Path) -> Json:
 _COMMENT = re.compile(
     r'(?P<text>"(?:\\.|[^"\\])*(?:"|\\?\Z))|//[^\n]*|#[^\n]*|/\*.*?(?P<closed>\*/|\Z)', re.DOTALL
 )
-"""Text or a comment, up to the end where it is not closed."""
+"""A string or a comment; one that is not closed goes up to the end."""
 
 
 def _blank(found: re.Match[str]) -> str:
@@ -80,17 +78,14 @@ def _bytes(path: Path) -> bytes:
     try:
         return read_file(path, LARGEST)
     except FileNotFoundError:
-        seen = (
-            f"a link to {os.readlink(path)}, which is not there"
-            if path.is_symlink()
-            else "no such file"
-        )
-        mend = [_nearby(path), f"Shipped: {', '.join(shipped_names())}"]
-        raise ConfigError(Problem(place, seen, wanted, ". ".join(filter(None, mend)))) from None
+        seen = "no such file"
+        if path.is_symlink():
+            seen = f"a link to {os.readlink(path)}, which is not there"
+        hints = [_nearby(path), f"Shipped: {', '.join(shipped_names())}"]
+        raise ConfigError(Problem(place, seen, wanted, ". ".join(filter(None, hints)))) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            Problem(place, getattr(error, "strerror", "") or str(error), wanted)
-        ) from None
+        seen = getattr(error, "strerror", "") or str(error)
+        raise ConfigError(Problem(place, seen, wanted)) from None
 
 
 @dataclass(frozen=True)
@@ -126,9 +121,7 @@ def _lines(text: str) -> Iterator[int]:
 
 
 def unfit(raw: Json, place: str, text: str = "") -> Iterator[Problem]:
-    """Yield the problems of a tree: too deep, or with values that no float, file system or terminal
-    takes.
-    """
+    """Yield the problems of a tree: too deep, or values that no float, file or terminal takes."""
     waiting: deque[tuple[str, Any, int]] = deque([("", raw, 0)])
     lines = dict(enumerate(islice(_lines(text), MOST_SHOWN)))
     while waiting:
@@ -138,22 +131,17 @@ def unfit(raw: Json, place: str, text: str = "") -> Iterator[Problem]:
                 yield _too_deep(place)
                 return
             named = (
-                value.items()
-                if isinstance(value, dict)
-                else ((f"[{at}]", it) for at, it in enumerate(value))
+                value if isinstance(value, dict) else {f"[{n}]": it for n, it in enumerate(value)}
             )
             start = f"{path[:SHOWN]}." if path else ""
             waiting += [
                 (f"{start}{str(name)[:SHOWN]}".replace(".[", "["), it, depth + 1)
-                for name, it in named
+                for name, it in named.items()
             ]
         if isinstance(value, _NoNumber):
             line = f":{lines[value.order]}" if value.order in lines else ""
-            seen = (
-                value.text
-                if len(value.text) < DIGITS
-                else f"a number of {len(value.text):,} digits"
-            )
+            digits = len(value.text)
+            seen = value.text if digits < DIGITS else f"a number of {digits:,} digits"
             yield Problem(f"{place}{line}: {path}", f"saw {seen}", "a finite number")
         elif isinstance(value, float) and not text and not math.isfinite(value):
             yield Problem(f"{place}: {path}", f"saw {show(value)}", "a finite number")
@@ -164,11 +152,8 @@ def unfit(raw: Json, place: str, text: str = "") -> Iterator[Problem]:
 
 
 def _too_deep(place: str) -> Problem:
-    return Problem(
-        place,
-        f"sections nested more than {DEEPEST} deep",
-        "the few levels of a DeepSpeed JSON config",
-    )
+    seen = f"sections nested more than {DEEPEST} deep"
+    return Problem(place, seen, "the few levels of a DeepSpeed JSON config")
 
 
 def _double(place: str, key: str) -> Problem:
@@ -192,9 +177,8 @@ def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list
             section = section.setdefault(name, {})
             if not isinstance(section, dict):
                 seen = f'"{".".join(names[:depth])}" is {show(section)}'
-                problems.append(
-                    Problem(text, seen, "a section {...}", "Set that key itself instead.")
-                )
+                mend = "Set that key itself instead."
+                problems.append(Problem(text, seen, "a section {...}", mend))
                 break
         else:
             found = {names[-1]: (read := _value(value))}
@@ -252,7 +236,7 @@ def _nearby(path: Path) -> str:
     return f"In {path.parent}: {', '.join(names)}" if names else ""
 
 
-# keys that identify a file -> its kind, and the mend
+# keys that identify a file -> its kind, and what to do
 _KINDS = {
     ("model_type", "architectures"): ("a model's config", "Name it in trainer.model.config."),
     ("tokenizer_class", "added_tokens_decoder"): (
@@ -271,9 +255,7 @@ _KINDS = {
 
 
 def other_config(path: Path, raw: dict[str, Any], known: Collection[str]) -> ConfigError | None:
-    """Build the error for the JSON config of something else, without any key of DeepSpeed or this
-    trainer.
-    """
+    """Build the error for the JSON config of something else, which has none of the known keys."""
     if any(key in known for key in raw):
         return None
     for keys, (seen, mend) in _KINDS.items():
@@ -288,9 +270,7 @@ _FOLDERS = (_PACKAGE / "ds_configs", _PACKAGE.parent / "ds_configs")
 
 
 def shipped(name: str) -> Path | None:
-    """Return the shipped config called `name`, with or without its ".json"; None if there is
-    none.
-    """
+    """Return the shipped config called `name`, with or without ".json"; None if there is none."""
     return _paths().get(name.removesuffix(".json"))
 
 

@@ -16,9 +16,7 @@ from trainer.config.rules import ACCUMULATION, BATCH, MICRO, WARMUP, conflicts
 from trainer.errors import ConfigError, Problem
 
 MICRO_BATCH = 8
-"""Hugging Face's `per_device_train_batch_size`, for a config that leaves its batch sizes to
-"auto".
-"""
+"""Hugging Face's `per_device_train_batch_size`, for batch sizes that are "auto"."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,7 @@ def resolve(config: Config, facts: RuntimeFacts) -> Config:
 
 
 def _in_steps(config: Config, steps: int | None) -> Config:
-    """Convert intervals that are shares of all steps to steps, once those are known; rounded up, as
-    by Trainer.
-    """
+    """Convert shares of all steps to steps, once those are known; rounded up, as by Trainer."""
     if steps is None:
         return config
     update: dict[str, Any] = {"warmup_ratio": None}
@@ -82,9 +78,7 @@ def _share_of(share: float, steps: int) -> int:
 
 
 def _within_machines(config: Config, facts: RuntimeFacts) -> Config:
-    """Let FSDP over several machines shard within each and replicate across, unless `trainer.mesh`
-    says otherwise.
-    """
+    """Let FSDP shard within each machine and replicate across, unless `trainer.mesh` differs."""
     local, mesh = facts.local_world_size or facts.world_size, config.trainer.mesh
     sizes, machines = mesh_sizes(config, facts.world_size, local), facts.world_size // local
     config = _with_note(config, _crossing(sizes.tensor, local, machines))
@@ -114,24 +108,19 @@ def _crossing(tensor: int, local: int, machines: int) -> str | None:
         return None
     return (
         f"tensor parallel groups of {tensor} cross machines of {local} processes: each block waits "
-        "for the "
-        "network four times; tensor_parallel.autotp_size is best a divisor of the processes on a "
-        "machine"
+        "for the network four times; tensor_parallel.autotp_size is best a divisor of the "
+        "processes on a machine"
     )
 
 
 def _with_note(config: Config, note: str | None) -> Config:
-    return (
-        config
-        if note is None or note in config.notes
-        else replace(config, notes=(*config.notes, note))
-    )
+    if note is None or note in config.notes:
+        return config
+    return replace(config, notes=(*config.notes, note))
 
 
 def origin_table(config: Config) -> list[tuple[str, str, str]]:
-    """Return (key, value, origin) of every value that was decided rather than written, for
-    printing.
-    """
+    """Return (key, value, origin) of every value that was decided rather than written."""
     values = dict(leaves(config.settings)) | dict(leaves({"trainer": config.trainer.model_dump()}))
     low = LOW_PRECISION if values.get("bf16.enabled") is True else ()
     differing = {path: f"default: {DIFFERS[path]}" for path in low if values.get(path) is None}
@@ -190,10 +179,8 @@ def _from_hidden_size(settings: Json, hidden: int | None) -> Decisions:
     origin = f"from hidden size {hidden}"
     found: Decisions = {"zero_optimization.reduce_bucket_size": (hidden * hidden, origin)}
     if settings.get("zero_optimization", {}).get("stage", 0) == 3:
-        found["zero_optimization.stage3_prefetch_bucket_size"] = (
-            int(0.9 * hidden * hidden),
-            origin,
-        )
+        prefetched = int(0.9 * hidden * hidden)
+        found["zero_optimization.stage3_prefetch_bucket_size"] = (prefetched, origin)
         found["zero_optimization.stage3_param_persistence_threshold"] = (10 * hidden, origin)
     return found
 
@@ -253,11 +240,10 @@ def _reason(given: Json, name: str, ranks: int) -> str:
 def _misfit(given: Json, ranks: int, found: tuple[int, int, int]) -> Problem:
     train, micro, accumulation = found
     if all(value not in (None, AUTO) for value in given.values()):
-        seen = (
-            f"saw {train}, but {micro} (micro-batch) x {accumulation} (accumulation) x {ranks} "
-            "(data ranks)"
+        factors_seen = (
+            f"{micro} (micro-batch) x {accumulation} (accumulation) x {ranks} (data ranks)"
         )
-        seen += f" = {micro * accumulation * ranks}"
+        seen = f"saw {train}, but {factors_seen} = {micro * accumulation * ranks}"
         others = {MICRO: accumulation * ranks, ACCUMULATION: micro * ranks}
         free = [BATCH, *(name for name, rest in others.items() if train % rest == 0)]
         mend = f'Set {" or ".join(free)} to "auto".'

@@ -1,13 +1,45 @@
-"""The `trainer` section: keys that DeepSpeed does not have. It is removed before DeepSpeed sees the
-config.
-"""
+"""The `trainer` section: keys that DeepSpeed does not have, and never sees."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+
+@dataclass(frozen=True)
+class Only:
+    """Marks a key as one of some tasks; the others refuse it."""
+
+    tasks: tuple[str, ...]
+    accepts: Callable[[Any], bool] = lambda value: False
+    """Returns True for a value that every task takes."""
+    accepted: str = ""
+    """Those values, in words."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Marks a key that has no effect without a condition, which `rules.unmet` names."""
+
+    condition: str
+
+
+@dataclass(frozen=True)
+class Excludes:
+    """Marks a key that can't be given together with another, but for some tasks."""
+
+    other: str
+    hint: str = ""
+    but_for: tuple[str, ...] = ()
+
+
+TEXT, IMAGES = Only(("causal_lm",)), Only(("image_classification",))
+ROWS, HELD_OUT = Needs("rows"), Needs("data to evaluate on")
 
 
 def _no_flag(value: Any) -> Any:
@@ -71,6 +103,9 @@ Share = Annotated[Number, Field(ge=0, le=1)]
 Every = Annotated[Any, AfterValidator(_interval)]
 """A number of steps; or a share of all of them, which is a number in a resolved config."""
 Axis = Annotated[Whole, AfterValidator(_axis)]
+PipelineSchedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
 Paths = str | Annotated[list[str], Field(min_length=1, max_length=100_000)]
 
 
@@ -87,50 +122,68 @@ class ModelSection(Section):
     left.
     """
 
-    name_or_path: str | None = None
-    config: dict[str, Any] | str | None = None
+    name_or_path: Annotated[
+        str | None,
+        Excludes(
+            "trainer.model.config",
+            "name_or_path loads weights, config starts from scratch.",
+            but_for=IMAGES.tasks,
+        ),
+    ] = None
+    config: Annotated[
+        dict[str, Any] | str | None,
+        Only(
+            TEXT.tasks,
+            lambda config: not isinstance(config, str),
+            "a section {...} of keyword arguments of the model",
+        ),
+    ] = None
     """A transformers config, or the path of its JSON: train from scratch.
 
     For images: keyword arguments of the callable that builds the model.
     """
-    blocks: str | None = None
-    """The pattern of an own classifier's modules that run once each, in order, such as
-    "layers.*".
-    """
-    weights: str | None = None
-    """The pretrained weights of a torchvision model: "DEFAULT", or a name such as
-    "IMAGENET1K_V2".
-    """
-    revision: str | None = None
-    trust_remote_code: bool = False
-    attention: Literal["sdpa", "eager", "flash_attention_2"] | None = None
+    blocks: Annotated[str | None, IMAGES] = None
+    """The pattern of an own classifier's modules that run once each, in order: "layers.*"."""
+    weights: Annotated[str | None, IMAGES] = None
+    """The pretrained weights of a torchvision model: "DEFAULT", or a name: "IMAGENET1K_V2"."""
+    revision: Annotated[str | None, TEXT, Needs("a model's name")] = None
+    trust_remote_code: Annotated[bool, TEXT] = False
+    attention: Annotated[Literal["sdpa", "eager", "flash_attention_2"] | None, TEXT] = None
 
 
 class Rows(Section):
     """The place of rows, and the columns that are read."""
 
-    path: Paths | None = None
-    format: Literal["auto", "jsonl", "parquet", "arrow", "text", "csv", "hub"] = "auto"
-    split: str = "train"
-    name: str | None = None
+    path: Annotated[
+        Paths | None, Excludes("trainer.data.sources", "Each of the sources has its own path.")
+    ] = None
+    format: Annotated[
+        Literal["auto", "jsonl", "parquet", "arrow", "text", "csv", "hub"],
+        ROWS,
+        Only(
+            TEXT.tasks,
+            lambda form: form in ("auto", "parquet", "hub"),
+            '"auto", "parquet" or "hub" of images',
+        ),
+    ] = "auto"
+    split: Annotated[str, ROWS] = "train"
+    name: Annotated[str | None, ROWS] = None
     """The subset of a hub data set."""
-    records: Literal["auto", "text", "prompt_completion", "instruction", "alpaca", "chat"] = "auto"
-    """The kind of a row; auto: decided by its columns; alpaca: an instruction in Stanford Alpaca's
-    own prompt.
-    """
-    text_column: str = "text"
-    prompt_column: str | None = None
-    completion_column: str | None = None
-    chat_column: str = "messages"
+    records: Annotated[
+        Literal["auto", "text", "prompt_completion", "instruction", "alpaca", "chat"], ROWS, TEXT
+    ] = "auto"
+    """The kind of a row; auto: by its columns; alpaca: an instruction in Alpaca's own prompt."""
+    text_column: Annotated[str, ROWS, TEXT] = "text"
+    prompt_column: Annotated[str | None, TEXT] = None
+    completion_column: Annotated[str | None, TEXT] = None
+    chat_column: Annotated[str, ROWS, TEXT] = "messages"
     """The column of chats; also "conversations", if it is left at the default."""
-    max_rows: Count | None = None
+    max_rows: Annotated[Count | None, ROWS] = None
     """The number of rows to read, from the first; None: all."""
 
 
 class SourceSection(Rows):
-    """One of several sources; its share of an epoch is set by a weight, or by passes over it, by
-    default one.
-    """
+    """One of several sources, with a weight or a number of passes over it, by default one pass."""
 
     path: Paths
     label: Annotated[str, AfterValidator(_file_name)] | None = None
@@ -147,43 +200,37 @@ class DataSection(Rows):
     class; parquet files or a hub id with an image column.
     """
 
-    sources: Annotated[list[SourceSection], Field(max_length=1000)] = []
+    sources: Annotated[list[SourceSection], Field(max_length=1000), TEXT] = []
     """Several sources, mixed; in place of `path`."""
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, ROWS, TEXT] = None
     """A file with a Jinja template; None: the tokenizer's own, or a plain one."""
-    loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    """The part of a chat that is label tokens: all of the assistant's turns, the last, or all of
-    it.
+    loss_on: Annotated[Literal["assistant", "last_assistant", "all"], ROWS, TEXT] = "assistant"
+    """The label tokens of a chat: all of the assistant's turns, its last one, or all tokens."""
+    too_long: Annotated[Literal["truncate", "drop", "error"], TEXT] = "truncate"
+    """The handling of padded or packed documents of more than `sequence_length` tokens."""
+    corrupt: Annotated[Literal["error", "skip"], ROWS, TEXT] = "error"
+    """The handling of rows that are not JSON, lack a column, or hold neither text nor a chat.
+
+    Skipped ones are counted.
     """
-    too_long: Literal["truncate", "drop", "error"] = "truncate"
-    """The handling of a document of more than `sequence_length` tokens, unless documents are
-    concatenated.
-    """
-    corrupt: Literal["error", "skip"] = "error"
-    """The handling of a row that is not JSON, lacks a column, or is no text and no chat; skipped
-    ones are counted.
-    """
-    sequence_length: Annotated[Whole, Field(ge=2, le=2**24)] = 512
+    sequence_length: Annotated[Whole, Field(ge=2, le=2**24), TEXT] = 512
     """Tokens per sample."""
-    documents: Literal["concatenate", "pad", "pack"] = "concatenate"
-    """Samples are cut from one stream; one document each; or several whole ones, which do not see
-    one another.
-    """
-    isolate: bool = False
+    documents: Annotated[Literal["concatenate", "pad", "pack"], TEXT] = "concatenate"
+    """Samples are cut from one stream; one document each; or several isolated whole documents."""
+    isolate: Annotated[bool, TEXT, Needs("concatenated documents")] = False
     """True if concatenated documents do not see one another, as padded and packed ones never do."""
-    evaluation_path: (
-        Paths | Annotated[dict[str, Paths], Field(min_length=1, max_length=100)] | None
-    ) = None
-    """Other data for evaluation; several sets by name: {"code": "code.jsonl", "chat":
-    "chat.jsonl"}.
-    """
-    evaluation_fraction: Annotated[Number, Field(ge=0, le=0.5)] = 0.01
+    evaluation_path: Annotated[
+        Paths | Annotated[dict[str, Paths], Field(min_length=1, max_length=100)] | None,
+        Only(TEXT.tasks, lambda paths: not isinstance(paths, dict), "one path of images"),
+    ] = None
+    """Data for evaluation; several sets by name: {"code": "code.jsonl", "chat": "chat.jsonl"}."""
+    evaluation_fraction: Annotated[
+        Number, Field(ge=0, le=0.5), Needs("training data to hold out from")
+    ] = 0.01
     """The share of the training documents held out if there is no `evaluation_path`."""
-    tokenizer: str | None = None
-    workers: Annotated[Whole, Field(ge=1, le=1024)] | None = None
-    """Processes that prepare the data, on one rank; None: one for each core, or one alone for
-    little data.
-    """
+    tokenizer: Annotated[str | None, TEXT] = None
+    workers: Annotated[Annotated[Whole, Field(ge=1, le=1024)] | None, TEXT] = None
+    """Processes that prepare the data, on one rank; None: one a core, or one for little data."""
 
     @property
     def packs(self) -> bool:
@@ -192,9 +239,7 @@ class DataSection(Rows):
 
 
 class AugmentSection(Section):
-    """The augmentation of training images, different in each epoch and applied in this order; by
-    default none.
-    """
+    """The augmentation of training images in this order, new in each epoch; by default none."""
 
     crop_padding: Annotated[Whole, Field(ge=0, le=4096)] = 0
     """Pixels of black border, from which a part of the image's own size is cut out at random."""
@@ -218,31 +263,23 @@ class ImagesSection(Section):
     """The reading and preparation of images for the task `image_classification`."""
 
     root: str | None = None
-    """The folder of torchvision's data sets, into which they are downloaded; None: in the cache
-    folder.
-    """
+    """The folder of torchvision's data sets and their downloads; None: in the cache folder."""
     image_column: str = "image"
     label_column: str = "label"
     classes: Count | None = None
-    """The number of classes, if an own data set does not give it, or a plan can't read the
-    images.
-    """
+    """The number of classes, if the data does not give it, or a plan can't read the images."""
     size: Annotated[list[Count], AfterValidator(_pair)] | Count | None = None
-    """The size of images for the model, one number or [height, width]; None: as they are, all
-    alike.
-    """
+    """The images' size for the model, a number or [height, width]; None: as they are, all alike."""
     mode: Literal["auto", "RGB", "L"] = "auto"
     """Colour or grey; auto: as the images are."""
-    normalize: Literal["data", "imagenet", "none"] = "data"
+    normalize: Annotated[Literal["data", "imagenet", "none"], Needs("no mean and std")] = "data"
     """The source of the mean and deviation of each channel: the training images, or ImageNet."""
     mean: list[Number] | None = None
     """The mean of each channel, of values from 0 to 1; with `std`, in place of `normalize`."""
     std: list[Annotated[Number, Field(gt=0)]] | None = None
     augment: AugmentSection = AugmentSection()
     workers: Annotated[Whole, Field(ge=0, le=1024)] | None = None
-    """Processes of each rank that load images; 0: a thread of its own; None: by the cores, on a GPU
-    up to 8.
-    """
+    """Processes of a rank that load images; 0: a thread; None: by the cores, on a GPU up to 8."""
     corrupt: Literal["error", "skip"] = "error"
     """The handling of an image that can't be read; a skipped one counts for nothing."""
 
@@ -258,22 +295,20 @@ class CheckpointSection(Section):
     every: Every | None = None
     """Steps between checkpoints, or the share of all steps; None: only at the end."""
     keep_last: Count = 2
-    keep_best: bool = False
+    keep_best: Annotated[bool, HELD_OUT] = False
     """True to keep the checkpoint with the lowest held-out loss, too."""
     asynchronous: bool = False
-    """True to train while a checkpoint is written; takes host memory for a copy of the state over
-    all ranks.
-    """
+    """True to write in the background, from a copy of the state in the hosts' memory."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The dtype of the model's files; None: that of the weights."""
 
 
 class EvaluationSection(Section):
-    every: Every | None = None
+    every: Annotated[Every | None, HELD_OUT] = None
     """Steps between evaluations, or the share of all steps; None: only at the end."""
-    samples: Count = 64
+    samples: Annotated[Count, HELD_OUT] = 64
     """The number of samples of each source."""
-    patience: Count | None = None
+    patience: Annotated[Count | None, HELD_OUT] = None
     """Evaluations in a row without a lower loss after which a run ends; None: it does not."""
 
 
@@ -287,9 +322,7 @@ class LogSection(Section):
 
 
 class ProfileSection(Section):
-    """The steps that PyTorch's profiler records on the first rank into the run's folder: `start`
-    and those after it.
-    """
+    """The steps that PyTorch's profiler records on the first rank, into the run's folder."""
 
     start: Count = 5
     """The first step, from 1; the first few are slower than the others."""
@@ -297,11 +330,12 @@ class ProfileSection(Section):
 
 
 class GenerateSection(Section):
-    prompt: str | None = None
-    """The beginning of the sample at the end; auto: as the data, for a chat up to the first answer;
-    None: no sample.
+    prompt: Annotated[str | None, TEXT] = None
+    """The beginning of the sample at the end; None: no sample.
+
+    "auto": the beginning of a document, or a chat up to the first answer.
     """
-    tokens: Count = 48
+    tokens: Annotated[Count, Needs("a prompt")] = 48
 
 
 class AdapterSection(Section):
@@ -319,9 +353,7 @@ class AdapterSection(Section):
         Annotated[str, Field(min_length=1, max_length=10_000), AfterValidator(_pattern)]
         | Annotated[list[str], Field(min_length=1, max_length=10_000)]
     ) = "all-linear"
-    """Names of linear layers of the blocks, or their ends: ["q_proj", "v_proj"]; a text is a
-    regular expression.
-    """
+    """Linear layers of the blocks by the ends of their names, or by a regular expression."""
     bias: Literal["none", "all", "lora_only"] = "none"
     modules_to_save: Annotated[list[str], Field(max_length=1000)] = []
     """Modules that are trained whole, and saved with the adapter."""
@@ -347,80 +379,104 @@ class ParameterGroup(Section):
 
 
 class MeshSection(Section):
-    """Sizes of the data-parallel mesh axes; -1: the rest; None: by the ZeRO stage; "node": a node's
-    processes.
-    """
+    """Sizes of the data-parallel axes; -1: the rest; None: by the ZeRO stage; "node": a node's."""
 
     replicate: Axis | None = None
     shard: Axis | Literal["node"] | None = None
 
 
-class TrainerSection(Section):
-    """The whole `trainer` section."""
+class _Subject(Section):
+    """Keys of what is trained."""
 
     task: Literal["causal_lm", "image_classification"] = "causal_lm"
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
-    images: ImagesSection = ImagesSection()
-    steps: Count | None = None
+    images: Annotated[ImagesSection, IMAGES] = ImagesSection()
+    adapter: Annotated[AdapterSection | None, TEXT] = None
+    freeze: Annotated[list[str], Field(max_length=10_000)] = []
+    """Patterns of names of parameters that are not trained: "model.embed_tokens.*"."""
+
+
+class _Training(Section):
+    """Keys of the steps, and of the numbers that they compute."""
+
+    steps: Annotated[Count | None, Excludes("trainer.epochs")] = None
     epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = None
     """The number of passes over the data; with neither steps nor epochs: one."""
-    warmup_ratio: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    warmup_ratio: Annotated[
+        Annotated[Number, Field(ge=0, lt=1)] | None,
+        Excludes("scheduler.params.warmup_num_steps", 'Set that key to "auto".'),
+    ] = None
     """The share of all steps for `scheduler.params.warmup_num_steps` "auto"; None: no warm-up."""
-    adapter: AdapterSection | None = None
-    freeze: Annotated[list[str], Field(max_length=10_000)] = []
-    """Patterns of names of parameters that are not trained, * for any letters:
-    "model.embed_tokens.*".
-    """
     parameter_groups: Annotated[list[ParameterGroup], Field(max_length=1000)] = []
     """The parameter groups; the first that matches a parameter counts."""
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
+    label_smoothing: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    """The share of each target that is spread evenly over all classes or tokens, in training."""
+    neftune_alpha: Annotated[Number, Field(ge=0, le=1e6)] = 0.0
+    """The alpha of noise on input embeddings, in training.
+
+    The noise is at most alpha / sqrt(tokens x width) (arXiv 2310.05914).
+    """
+    sync_batch_norm: bool = False
+    """True to normalise by the statistics of all data ranks' micro-batches together."""
+    weight_decay_excludes: Annotated[
+        Literal["norms_and_biases", "nothing"], Needs("weight decay")
+    ] = "norms_and_biases"
+    """The parameters without weight decay; by default as in Hugging Face's Trainer."""
+
+
+class _Records(Section):
+    """Keys of what a run leaves."""
+
     run: RunSection = RunSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     log: LogSection = LogSection()
     profile: ProfileSection | None = None
     generate: GenerateSection = GenerateSection()
+
+
+class _Execution(Section):
+    """Keys of how the devices are used."""
+
     engine: Literal["auto", "deepspeed", "accelerate", "mesh"] = "auto"
     mesh: MeshSection = MeshSection()
-    pipeline_schedule: Literal[
-        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-    ] = "1F1B"
+    pipeline_schedule: Annotated[PipelineSchedule, Needs("a pipeline")] = "1F1B"
     """The order in which pipeline stages run their micro-batches, by PyTorch's names."""
     activation_checkpointing: Annotated[str, AfterValidator(_recompute)] = "none"
-    label_smoothing: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    """The share of each target that is spread evenly over all classes or tokens, in training."""
-    neftune_alpha: Annotated[Number, Field(ge=0, le=1e6)] = 0.0
-    """The alpha of noise on input embeddings in training, at most alpha / sqrt(tokens x width)
-    (arXiv 2310.05914).
-    """
-    sync_batch_norm: bool = False
-    """True to normalise by the statistics of all data ranks' micro-batches together, not of each by
-    itself.
-    """
-    weight_decay_excludes: Literal["norms_and_biases", "nothing"] = "norms_and_biases"
-    """The parameters without weight decay; by default those that Hugging Face's Trainer leaves
-    out.
-    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     plan: Literal["refuse", "warn", "off"] = "refuse"
-    """The reaction to predicted memory that the device does not have: refuse, or warn; "off"
-    predicts nothing.
+    """The reaction to a predicted lack of device memory; "off" predicts nothing.
 
     On GPUs; on a CPU if the key is given.
     """
     patience: Annotated[Number, Field(gt=0, le=86_400)] | None = None
-    """Seconds for which a step may stand still before the run ends; None: ten median steps, at
-    least two minutes.
+    """Seconds after which a step without progress ends the run.
+
+    None: ten median steps, at least two minutes.
     """
 
 
-def known_keys(model: type[BaseModel] = TrainerSection, prefix: str = "trainer") -> list[str]:
-    """Return the dotted path of every key of the section."""
-    paths = []
+class TrainerSection(_Execution, _Records, _Training, _Subject):
+    """The whole `trainer` section."""
+
+
+def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
-        paths.append(f"{prefix}.{name}")
+        path = f"{prefix}.{name}"
+        yield path, field
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, Section):
-                paths += known_keys(kind, paths[-1])
-    return paths
+                yield from _fields(kind, path)
+
+
+FIELDS = dict(_fields(TrainerSection, "trainer"))
+"""Every key of the section and of those in it, by its dotted path."""
+Mark = TypeVar("Mark", Only, Needs, Excludes)
+
+
+def marked(kind: type[Mark]) -> dict[str, Mark]:
+    """Return the keys with a mark of a kind, by their dotted path."""
+    marks = [(path, mark) for path, field in FIELDS.items() for mark in field.metadata]
+    return {path: mark for path, mark in marks if isinstance(mark, kind)}

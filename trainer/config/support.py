@@ -1,6 +1,4 @@
-"""The user's keys that an engine does not honour: a note, or a refusal if it would compute other
-numbers.
-"""
+"""Notes on the keys that an engine does not honour; refusals where numbers depend on them."""
 
 from __future__ import annotations
 
@@ -17,13 +15,11 @@ OTHERS = ("accelerate", "mesh")
 
 
 def refusals(config: Config) -> dict[str, str]:
-    """Return a sentence for each engine that would compute other numbers than the config asks
-    for.
-    """
+    """Return a sentence for each engine that would compute other numbers than are asked for."""
     strange = [
-        f"It does not honour {path} {show(value)}: {key.own}."
+        f"It does not honour {path} {show(value)}: {key.instead}."
         for path, value, key in _own(config)
-        if key.numbers
+        if key.changes_numbers
     ]
     return dict.fromkeys(OTHERS, " ".join(strange)) if strange else {}
 
@@ -31,16 +27,13 @@ def refusals(config: Config) -> dict[str, str]:
 def notes(config: Config, engine: str) -> list[str]:
     """Return a line for each reason for which `engine` ignores keys that the user wrote."""
     reasons: dict[str, list[str]] = {}
+    pipeline = config.settings.get("pipeline", {})
     for path, _, key in _own(config):
         if engine in OTHERS:
-            reasons.setdefault(key.own, []).append(path)
-        elif (
-            path == "wall_clock_breakdown"
-            and config.settings.get("pipeline", {}).get("stages", 1) > 1
-        ):
-            reasons["DeepSpeed's pipeline prints none; metrics.jsonl has the time of each step"] = [
-                path
-            ]
+            reasons.setdefault(key.instead, []).append(path)
+        elif path == "wall_clock_breakdown" and pipeline.get("stages", 1) > 1:
+            why = "DeepSpeed's pipeline prints none; metrics.jsonl has the time of each step"
+            reasons[why] = [path]
     return [
         f"the {engine} engine goes without {', '.join(paths)}: {why}"
         for why, paths in reasons.items()
@@ -63,21 +56,17 @@ def _own(config: Config) -> Iterator[tuple[str, Any, Key]]:
     for path, value in leaves(config.settings):
         key, origin = KEYS.get(path), config.origins.get(path, "")
         from_user = origin in (FILE, OVERRIDE) or origin.removeprefix("auto: from ") in written
-        if key and key.own and from_user and key.asks(value) and _is_on(config.settings, path):
+        if key and key.instead and from_user and key.asks(value) and _is_on(config.settings, path):
             yield path, value, key
 
 
 def _is_on(settings: Json, path: str) -> bool:
-    """Return True if the sections around a key are on; `stage3_` keys below ZeRO-3 have a note of
-    their own.
-    """
-    *sections, name = path.split(".")
+    """Return True if the sections around a key are on; and for keys of ZeRO-3, the stage is 3."""
+    sections = path.split(".")[:-1]
     inner, on = settings, True
     for depth, section in enumerate(sections, start=1):
         inner = inner[section]
         within = ".".join(sections[:depth])
         on &= f"{within}.enabled" not in KEYS or inner.get("enabled") is True
         on &= f"{within}.device" not in KEYS or inner.get("device", "none") != "none"
-    return on and (
-        not name.startswith("stage3_") or settings["zero_optimization"].get("stage", 0) == 3
-    )
+    return on and (KEYS[path].needs != "ZeRO stage 3" or inner.get("stage", 0) == 3)

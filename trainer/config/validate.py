@@ -1,6 +1,4 @@
-"""The validation of a `trainer` section: each key by itself, then contradictions; problems in
-words.
-"""
+"""The validation of a `trainer` section: each key by itself, then contradictions between keys."""
 
 from __future__ import annotations
 
@@ -11,7 +9,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer.config.grammar import show, unknown
-from trainer.config.sections import DataSection, ImagesSection, Rows, TrainerSection, known_keys
+from trainer.config.sections import (
+    FIELDS,
+    DataSection,
+    ImagesSection,
+    Only,
+    Rows,
+    Section,
+    TrainerSection,
+    marked,
+)
 from trainer.errors import MOST_SHOWN, Problem
 
 
@@ -21,79 +28,111 @@ def validate(raw: Any) -> tuple[TrainerSection, list[Problem]]:
         section = TrainerSection.model_validate(raw)
     except ValidationError as error:
         return TrainerSection(), _problems(error)
-    return section, _conflicts(section)
+    problems = [
+        *_of_other_tasks(section),
+        *_of_images(section.images),
+        *_of_data(section.data),
+        *_of_mixture(section.data),
+        *_of_parameters(section),
+        *_of_intervals(section),
+    ]
+    return section, problems
 
 
-def _conflicts(section: TrainerSection) -> list[Problem]:
-    model, data = section.model, section.data
-    found = [*_strange(section), *_image_conflicts(section.images)]
-    if model.name_or_path is not None and model.config is not None and section.task == "causal_lm":
-        seen = f"saw name_or_path {show(model.name_or_path)} and a config"
-        mend = "name_or_path loads weights, config starts from scratch."
-        found.append(Problem("trainer.model", seen, "one of the two", mend))
-    if section.steps is not None and section.epochs is not None:
-        found.append(
-            Problem(
-                "trainer",
-                f"saw steps {section.steps} and epochs {section.epochs:g}",
-                "one of the two",
-            )
-        )
+def _of_other_tasks(section: TrainerSection) -> Iterator[Problem]:
+    """Yield the problems of keys that belong to another task."""
+    default = TrainerSection()
+    for path, only in marked(Only).items():
+        value = _value(section, path)
+        if section.task in only.tasks or value == _value(default, path) or only.accepts(value):
+            continue
+        seen = "saw keys" if isinstance(value, Section) else f"saw {show(value)}"
+        other = f'the task "{only.tasks[0]}"; this one is "{section.task}"'
+        mend = "Set trainer.task." if isinstance(value, Section) else ""
+        yield Problem(path, seen, only.accepted or other, mend)
+
+
+def _value(section: Section, path: str) -> Any:
+    """Return the value at a key's path; None below what is no section."""
+    value: Any = section
+    for name in path.split(".")[1:]:
+        value = getattr(value, name, None)
+    return value
+
+
+def _of_images(images: ImagesSection) -> Iterator[Problem]:
+    if (images.mean is None) != (images.std is None):
+        seen = f"saw mean {show(images.mean)}, std {show(images.std)}"
+        yield Problem("trainer.images", seen, "both or none")
+    if images.augment.crop_padding and images.augment.crop_scale is not None:
+        seen = "saw crop_padding and crop_scale"
+        yield Problem("trainer.images.augment", seen, "at most one of the two")
+
+
+def _of_data(data: DataSection) -> Iterator[Problem]:
+    prompt, completion = show(data.prompt_column), show(data.completion_column)
     if (data.prompt_column is None) != (data.completion_column is None):
-        seen = (
-            f"saw prompt_column {show(data.prompt_column)} and completion_column "
-            f"{show(data.completion_column)}"
-        )
-        found.append(Problem("trainer.data", seen, "both or neither"))
-    if section.adapter is not None and (section.task != "causal_lm" or model.name_or_path is None):
-        seen, expected = (
-            f'saw one, with the task "{section.task}"',
-            'the task "causal_lm", and its base',
-        )
-        found.append(
-            Problem(
-                "trainer.adapter", seen, expected, "Name the base as trainer.model.name_or_path."
-            )
-        )
-    if section.mesh.replicate == -1 and section.mesh.shard == -1:
-        found.append(Problem("trainer.mesh", "saw -1 for both axes", "-1 for at most one of them"))
-    saves, evaluates = section.checkpoint.every, section.evaluation.every
-    if section.checkpoint.keep_best and saves and not evaluated_at(saves, evaluates):
-        seen = (
-            f"saw true, with trainer.checkpoint.every {saves} and trainer.evaluation.every "
-            f"{show(evaluates)}"
-        )
-        found.append(
-            Problem("trainer.checkpoint.keep_best", seen, "an evaluation at each checkpoint")
-        )
+        seen = f"saw prompt_column {prompt} and completion_column {completion}"
+        yield Problem("trainer.data", seen, "both or neither")
+    elif data.path is None and data.prompt_column is not None:
+        seen = f"saw {prompt} without trainer.data.path"
+        place, expected = "trainer.data.prompt_column", "data of yours that has such a column"
+        yield Problem(place, seen, expected)
+    if data.too_long != "truncate" and data.documents == "concatenate":
+        seen = f'saw {show(data.too_long)}, with trainer.data.documents "concatenate"'
+        expected = "documents that are not cut wherever a window ends"
+        yield Problem("trainer.data.too_long", seen, expected)
+
+
+def _of_mixture(data: DataSection) -> Iterator[Problem]:
+    """Yield the contradictions in a mixture of sources."""
+    place, sources = "trainer.data.sources", data.sources
+    if not sources:
+        return
+    default = DataSection()
+    for name in Rows.model_fields:
+        value = getattr(data, name)
+        if name != "path" and value != getattr(default, name):
+            seen = f"saw {show(value)}, and sources"
+            yield Problem(f"trainer.data.{name}", seen, "it in each of the sources")
+    weighted = sum(source.weight is not None for source in sources)
+    counted = sum(source.epochs is not None for source in sources)
+    if weighted and (weighted < len(sources) or counted):
+        seen = f"saw {weighted} with a weight, {counted} with epochs"
+        yield Problem(place, seen, "a weight for each of them, or epochs")
+    labels = [source.label or str(source.path) for source in sources]
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        yield Problem(place, f"saw {show(twice[0])} twice", "another label for each")
+
+
+def _of_parameters(section: TrainerSection) -> Iterator[Problem]:
+    """Yield the contradictions of the adapter, the parameter groups and the mesh."""
+    if section.adapter is not None and section.model.name_or_path is None:
+        mend = "Name the base as trainer.model.name_or_path."
+        yield Problem("trainer.adapter", "saw one without its base", "its base", mend)
     for index, group in enumerate(section.parameter_groups):
         if group.lr_multiplier == 1 and group.weight_decay is None:
             place = f"trainer.parameter_groups[{index}]"
-            found.append(
-                Problem(
-                    place, f"saw {show(group.names)} alone", "an lr_multiplier or a weight_decay"
-                )
-            )
-    if section.log.by_source and len(data.sources) < 2:
-        found.append(Problem("trainer.log.by_source", "saw true", "several trainer.data.sources"))
-    found += _mixing(data)
-    if data.too_long != "truncate" and data.documents == "concatenate":
-        seen = f'saw {show(data.too_long)}, with trainer.data.documents "concatenate"'
-        found.append(
-            Problem(
-                "trainer.data.too_long", seen, "documents that are not cut wherever a window ends"
-            )
-        )
-    if section.evaluation.patience is not None and evaluates is None:
-        seen = f"saw {section.evaluation.patience}, with one evaluation at the end"
-        found.append(Problem("trainer.evaluation.patience", seen, "trainer.evaluation.every"))
-    found += profile_problems(section, section.steps)
-    if data.path is None and data.prompt_column is not None and data.completion_column is not None:
-        seen = f"saw {show(data.prompt_column)} without trainer.data.path"
-        found.append(
-            Problem("trainer.data.prompt_column", seen, "data of yours that has such a column")
-        )
-    return found
+            seen = f"saw {show(group.names)} alone"
+            yield Problem(place, seen, "an lr_multiplier or a weight_decay")
+    if section.mesh.replicate == -1 and section.mesh.shard == -1:
+        yield Problem("trainer.mesh", "saw -1 for both axes", "-1 for at most one of them")
+
+
+def _of_intervals(section: TrainerSection) -> Iterator[Problem]:
+    """Yield the contradictions of what is saved, evaluated, logged and profiled, and when."""
+    saves, evaluates = section.checkpoint.every, section.evaluation.every
+    if section.checkpoint.keep_best and saves and not evaluated_at(saves, evaluates):
+        given = f"trainer.checkpoint.every {saves} and trainer.evaluation.every {show(evaluates)}"
+        place, expected = "trainer.checkpoint.keep_best", "an evaluation at each checkpoint"
+        yield Problem(place, f"saw true, with {given}", expected)
+    patience = section.evaluation.patience
+    if patience is not None and evaluates is None:
+        seen = f"saw {patience}, with one evaluation at the end"
+        yield Problem("trainer.evaluation.patience", seen, "trainer.evaluation.every")
+    if section.log.by_source and len(section.data.sources) < 2:
+        yield Problem("trainer.log.by_source", "saw true", "several trainer.data.sources")
+    yield from profile_problems(section, section.steps)
 
 
 def profile_problems(section: TrainerSection, steps: int | None) -> list[Problem]:
@@ -105,120 +144,15 @@ def profile_problems(section: TrainerSection, steps: int | None) -> list[Problem
 
 
 def evaluated_at(saves: float, evaluates: float | None) -> bool:
-    """Return True if each checkpoint has an evaluation: shares of all steps are rounded, so they
-    must be equal.
-    """
+    """Return True if each checkpoint has an evaluation; rounded shares of steps must be equal."""
     if evaluates is None or min(saves, evaluates) < 1:
         return saves == evaluates
     return saves % evaluates == 0
 
 
-def _mixing(data: DataSection) -> Iterator[Problem]:
-    """Yield the contradictions in a mixture of sources."""
-    place = "trainer.data.sources"
-    if not data.sources:
-        return
-    for name in Rows.model_fields:
-        if (value := getattr(data, name)) != getattr(DataSection(), name):
-            yield Problem(
-                f"trainer.data.{name}",
-                f"saw {show(value)}, and sources",
-                "it in each of the sources",
-            )
-    weighted = [source.weight is not None for source in data.sources]
-    if any(weighted) and (
-        not all(weighted) or any(source.epochs is not None for source in data.sources)
-    ):
-        seen = (
-            f"saw {sum(weighted)} with a weight, "
-            f"{sum(s.epochs is not None for s in data.sources)} with epochs"
-        )
-        yield Problem(place, seen, "a weight for each of them, or epochs")
-    labels = [source.label or str(source.path) for source in data.sources]
-    if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        yield Problem(place, f"saw {show(twice[0])} twice", "another label for each")
-
-
-OF_TEXT: dict[str, tuple[str, ...]] = {
-    "data": (
-        *(
-            "sources",
-            "records",
-            "text_column",
-            "prompt_column",
-            "completion_column",
-            "chat_column",
-            "chat_template",
-            "loss_on",
-        ),
-        *("sequence_length", "documents", "isolate", "too_long", "corrupt", "tokenizer", "workers"),
-    ),
-    "generate": ("prompt",),
-    "model": ("revision", "trust_remote_code", "attention"),
-}
-"""Keys that only the task causal_lm has."""
-OF_IMAGES = {"model": ("blocks", "weights")}
-
-
-def _strange(section: TrainerSection) -> list[Problem]:
-    """List the problems of keys that belong to another task."""
-    task, plain = section.task, TrainerSection()
-    wanted, others = (
-        ("causal_lm", OF_TEXT) if task != "causal_lm" else ("image_classification", OF_IMAGES)
-    )
-    found = [
-        Problem(
-            f"trainer.{name}.{key}",
-            f"saw {show(value)}",
-            f'the task "{wanted}"; this one is "{task}"',
-        )
-        for name, keys in others.items()
-        for key in keys
-        if (value := getattr(getattr(section, name), key)) != getattr(getattr(plain, name), key)
-    ]
-    if task == "causal_lm" and section.images != plain.images:
-        found.append(
-            Problem(
-                "trainer.images", "saw keys", 'the task "image_classification"', "Set trainer.task."
-            )
-        )
-    if task != "causal_lm" and section.data.format not in ("auto", "parquet", "hub"):
-        seen = f"saw {show(section.data.format)}"
-        found.append(Problem("trainer.data.format", seen, '"auto", "parquet" or "hub" of images'))
-    if task != "causal_lm" and isinstance(section.data.evaluation_path, dict):
-        found.append(
-            Problem("trainer.data.evaluation_path", "saw several by name", "one of images")
-        )
-    if task != "causal_lm" and isinstance(section.model.config, str):
-        found.append(
-            Problem(
-                "trainer.model.config",
-                "saw text",
-                "a section {...} of keyword arguments of the model",
-            )
-        )
-    return found
-
-
-def _image_conflicts(images: ImagesSection) -> list[Problem]:
-    found = []
-    if (images.mean is None) != (images.std is None):
-        found.append(
-            Problem(
-                "trainer.images",
-                f"saw mean {show(images.mean)}, std {show(images.std)}",
-                "both or none",
-            )
-        )
-    if images.augment.crop_padding and images.augment.crop_scale is not None:
-        seen = "saw crop_padding and crop_scale"
-        found.append(Problem("trainer.images.augment", seen, "at most one of the two"))
-    return found
-
-
 def _problems(error: ValidationError) -> list[Problem]:
     """Return one problem for each place; the branches of a union are joined by "or"."""
-    known = known_keys()
+    known = FIELDS
     expected: dict[str, list[str]] = {}
     seen: dict[str, Any] = {}
     strange: list[Problem] = []
@@ -232,9 +166,7 @@ def _problems(error: ValidationError) -> list[Problem]:
         if item["type"] == "extra_forbidden":
             section = place.rpartition(".")[0]
             plain = re.sub(r"\[\d+\]", "", section)
-            near = (
-                [name.replace(plain, section, 1) for name in known] if plain != section else known
-            )
+            near = [name.replace(plain, section, 1) for name in known]
             strange.append(unknown(place, item["input"], near if len(strange) < MOST_SHOWN else ()))
         else:
             expected.setdefault(place, []).append(_expectation(dict(item)))
