@@ -142,21 +142,18 @@ def verify(
     float32. Returns the certificate, with `passed` and a finding for each check. Raises ConfigError
     for a layout that can't run the module.
     """
-    from trainer.certify.image_certificate import certify_images
-    from trainer.certify.module_certificate import certify_given, met, tiny_run_of
+    from trainer.certify.certificate import certify
+    from trainer.certify.worker import met, tiny_run_of
     from trainer.run.subject import Given
     from trainer.supervise.ending import watched_in_script
     from trainer.supervise.forked import in_processes
 
     small = tiny_run_of(config, overrides, processes)
-    certify = (
-        certify_images if small.config.trainer.task == "image_classification" else certify_given
-    )
     given = Given(model, data, loss, blocks=blocks)
 
     def certified() -> Certificate:
         with watched_in_script(small.config, met(small)) as machine:
-            return certify(small, given, machine)
+            return certify(small, machine, given)
 
     return in_processes(certified, small.layout.world_size)
 

@@ -88,16 +88,14 @@ def certified(
 ) -> tuple[bool, str, str]:
     """Runs on each rank: whether it passed, the first check that failed, and the table."""
 
-    from trainer.certify.certificate import table
-    from trainer.certify.image_certificate import certify_images
-    from trainer.run.subject import Given
+    from trainer.certify.certificate import certify, table
 
     small = tiny_run(path, list(overrides), world_size)
     with contextlib.ExitStack() as stack:
         if fault:
             planted = globals().get(fault) or getattr(faults, fault)
             stack.enter_context(planted(small.config.trainer.engine))
-        certificate = certify_images(small, Given(), machine_here())
+        certificate = certify(small, machine_here())
     first = certificate.first_failure
     return certificate.passed, first.check if first else "", table(certificate)
 

@@ -76,8 +76,8 @@ def reduced(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, i
 
 def certified(model: str, loss: str, engine: str, stage: int) -> str:
     """The last line of the table, or the error. Runs on each rank of a pool."""
-    from trainer.certify.certificate import table
-    from trainer.certify.module_certificate import certify_given, tiny_run_of
+    from trainer.certify.certificate import certify, table
+    from trainer.certify.worker import tiny_run_of
     from trainer.errors import ConfigError
     from trainer.run.subject import Given
 
@@ -92,9 +92,8 @@ def certified(model: str, loss: str, engine: str, stage: int) -> str:
     }
     given = Given(globals()[model], data, globals()[loss], blocks="blocks.*")
     try:
-        return table(certify_given(tiny_run_of(config, [], 2), given, machine_here())).splitlines()[
-            -1
-        ]
+        small = tiny_run_of(config, [], 2)
+        return table(certify(small, machine_here(), given)).splitlines()[-1]
     except ConfigError as error:
         return str(error)
 

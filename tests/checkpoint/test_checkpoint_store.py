@@ -31,7 +31,7 @@ from tests.support.checkpoint_pieces import (
 )
 from trainer.checkpoint import (
     WEIGHTS_ALONE,
-    ensure_writable,
+    ModelForm,
     export,
     leftovers,
     load,
@@ -45,7 +45,7 @@ from trainer.checkpoint.manifest import hash_file
 from trainer.checkpoint.safetensors_stream import TensorWriter
 from trainer.errors import ConfigError, DiskError
 from trainer.state import WEIGHT, StateTensor
-from trainer.storage import to_json
+from trainer.storage import ensure_writable, to_json
 
 
 class Killed(BaseException):
@@ -56,7 +56,15 @@ def saved(
     folder: Path, step: int = 100, state: Live | None = None, dtype: torch.dtype | None = None
 ) -> Path:
     entries = (state or live()).state_tensors()
-    return save(folder, replace(STATE, step=step), entries, DESCRIPTION, model_files, ALONE, dtype)
+    return save(
+        folder,
+        replace(STATE, step=step),
+        entries,
+        DESCRIPTION,
+        model_files,
+        ALONE,
+        ModelForm(dtype),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +177,9 @@ def test_transformers_opens_the_model_folder(tmp_path: Path) -> None:
     path = save(
         tmp_path / "checkpoints", STATE, entries, DESCRIPTION, config.save_pretrained, ALONE
     )
-    final = export(tmp_path / "final", entries, config.save_pretrained, ALONE, torch.bfloat16)
+    final = export(
+        tmp_path / "final", entries, config.save_pretrained, ALONE, ModelForm(torch.bfloat16)
+    )
     for folder, dtype in ((path / "model", torch.float32), (final, torch.bfloat16)):
         opened = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         for (name, parameter), other in zip(

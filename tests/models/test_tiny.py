@@ -141,13 +141,13 @@ def test_what_the_copy_lacks_is_said():
 
 @pytest.mark.parametrize(("family", "whole"), [("glm4_moe", False), ("qwen3", True)])
 def test_a_vocabulary_that_makes_the_copy_slow_is_cut_and_no_other(family, whole):
-    from trainer.certify import samples, tiny_run
+    from trainer.certify import language_case, tiny_run
 
     spec = spec_of({"model_type": family})
     config = {"train_batch_size": 6, "trainer": {"model": {"config": {"model_type": family}}}}
-    run, copy = samples.with_copy(tiny_run.tiny_run(config, [], 3), spec, packed=False)
+    run, copy = language_case.with_copy(tiny_run.tiny_run(config, [], 3), spec)
     ids = copy.language.vocabulary
     assert (ids == spec.language.vocabulary) is whole
     assert f"ids up to {ids - 1:,}" in run.changes[-1]
     assert (f"(the model has {spec.language.vocabulary:,}" in run.changes[-1]) is not whole
-    assert copy.parameters <= samples.PARAMETERS
+    assert copy.parameters <= language_case.PARAMETERS

@@ -23,8 +23,8 @@ from trainer.checkpoint.safetensors_stream import FileRecord
 from trainer.config import Config, load
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, MeshloomError
+from trainer.run.folder import kept
 from trainer.run.resume import Request, choose
-from trainer.run.shared import kept
 from trainer.supervise.world import free_port
 
 TRAIN = ROOT / "launch" / "train.py"

@@ -12,8 +12,8 @@ import pytest
 
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import DiskError
-from trainer.run import shared
-from trainer.run.shared import check_shared
+from trainer.run import folder as shared
+from trainer.run.folder import check_shared
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,1 @@
-"""The parity certificate: a comparison of the user's config, in small, with plain PyTorch in one
-process.
-"""
+"""The parity certificate: a tiny run under the user's config, compared with one process."""

@@ -6,9 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from trainer.certify import samples
 from trainer.certify.comparison import (
     TOLERANCES,
     Finding,
@@ -22,30 +21,44 @@ from trainer.certify.comparison import (
     compare_step,
     compare_update,
 )
-from trainer.certify.packed import CHANGE, PackedReference, check_nothing_drawn, without_dropout
-from trainer.certify.parameters import initial, learner, opened, write_base
+from trainer.certify.language_case import LanguageCase
+from trainer.certify.pairs_case import image_case, module_case
 from trainer.certify.recording import Recording, Sources, engine_of, record, shared_folder
 from trainer.certify.reference import Expected, Reference
-from trainer.certify.samples import Documents
+from trainer.certify.text_reference import LanguageReference
 from trainer.certify.tiny_run import CLIPPED_STEPS, UNKNOWN_STEPS, Tiny, clipping
-from trainer.config import TrainerSection
-from trainer.data.text.token_files import PreparedSource
 from trainer.engines import Machine
-from trainer.models import huggingface
-from trainer.models.spec import ModelSpec, TinyCopies
+from trainer.models.spec import ModelSpec
 from trainer.parallel.checks import checked
 from trainer.run.describe import versions
-from trainer.run.subject import amended
+from trainer.run.subject import Given, ImageSubject, LanguageSubject, Subject, subject_class
 from trainer.supervise.phase import Phase
-from trainer.tasks.causal_lm import CausalLM
 from trainer.trial.setup import Alone
+
+
+class Case(Protocol):
+    """A subject to certify, as it is trained in the tiny run."""
+
+    small: Tiny
+    subject: Subject
+
+    def rehearse(self, spec: ModelSpec) -> tuple[Sources, Callable[[Tiny], Reference]]:
+        """Return the samples of the run, and what makes the one process that trains on them.
+
+        `spec` is the subject's, once it was checked. Collective.
+        """
+
+
+CASES: dict[type[Subject], Callable[[Tiny, Given, Machine, Path], Case]] = {
+    LanguageSubject: LanguageCase,
+    ImageSubject: image_case,
+    Subject: module_case,
+}
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """The result of a comparison: a finding for each check, the worst, and the first that
-    failed.
-    """
+    """The worst finding of each check, and the first that failed."""
 
     layout: str
     engine: str
@@ -58,69 +71,25 @@ class Certificate:
         return self.first_failure is None
 
 
-def certify(small: Tiny, machine: Machine) -> Certificate:
-    """Certify the config's language model, on a tiny copy and made-up documents.
+def certify(small: Tiny, machine: Machine, given: Given | None = None) -> Certificate:
+    """Certify what the config names, on made-up samples, or what a script hands in. Collective.
 
-    Collective; raises ConfigError if no engine can run the layout.
+    Raises ConfigError if no engine can run the layout, and ConfigError or DataError for an unfit
+    model or data.
     """
     section, ranks = small.config.trainer, machine.ranks
-    options, packed = section.model, section.data.packs
-    architecture = huggingface.read_config(options)
-    if packed:
-        architecture, section = without_dropout(architecture, section)
-        small = replace(small, changes=(*small.changes, CHANGE))
-    plain = huggingface.spec_of(architecture, options.model_copy(update={"name_or_path": None}))
-    small, copy = samples.with_copy(small, plain, packed)
     with shared_folder(ranks) as folder:
-        made_up = options.name_or_path or section.adapter or small.layout.precision != "float32"
-        base = folder / "base" if made_up else None
-        if base is not None:
-            ranks.on_first(lambda: write_base(copy, base))
-            run = options.model_copy(update={"name_or_path": str(base)})  # opened as a run does
-            copy = replace(copy, weights=huggingface.weights_of(copy.build(), run)[0])
-        return _certified(small, section, (plain, copy), base, machine, folder)
-
-
-def _certified(
-    small: Tiny,
-    section: TrainerSection,
-    copied: tuple[ModelSpec, ModelSpec],
-    base: Path | None,
-    machine: Machine,
-    folder: Path,
-) -> Certificate:
-    """Certify a model by its tiny copy; `copied` has both, without the config's changes."""
-    (plain, copy), ranks, packed = copied, machine.ranks, section.data.packs
-    whole = amended(replace(plain, tiny=TinyCopies(copy=lambda *_: copy)), section, ranks)
-    assert whole.tiny.copy is not None
-    spec = whole.tiny.copy(len(copy.blocks), small.layout.tensor)
-    lacking = (f"the tiny copy lacks {what}: it proves less" for what in spec.tiny.lacks)
-    small = replace(small, changes=(*small.changes, *lacking))
-    task = CausalLM.of(spec)
-    spec, _ = checked(spec, task, small.layout, ranks, packed)
-    if packed:
-        check_nothing_drawn(spec, ranks)
-
-    def reference(small: Tiny, documents: Documents) -> Reference:
-        model = initial(copy, section.seed) if base is None else opened(base, section.model)
-        own = learner(model, section, copied)
-        return (PackedReference if packed else Reference)(
-            small, spec, own, documents, machine.device
+        kind = CASES[subject_class(section, given)]
+        case = kind(small, given or Given(), machine, folder)
+        small, subject = case.small, case.subject
+        spec, _ = checked(subject.spec, subject.task, small.layout, ranks, subject.packed)
+        sources, reference = case.rehearse(spec)
+        small = clipping(
+            small, ranks.on_first(Alone()(lambda: reference(small).norms(CLIPPED_STEPS)))
         )
-
-    def rehearsed() -> tuple[Documents, list[float]]:
-        drawn = samples.documents_of(small, spec.language.vocabulary, packed)
-        model = reference(small, drawn)
-        documents = drawn._replace(held_out=model.continued(drawn.held_out))
-        samples.write(documents, small.row, folder, packed)
-        return documents, model.norms(CLIPPED_STEPS)
-
-    documents, norms = ranks.on_first(rehearsed)
-    clipped = clipping(small, norms)
-    sources = Sources(PreparedSource(folder / "training"), PreparedSource(folder / "held_out"))
-    trained = task.regularised(spec, section.label_smoothing, section.neftune_alpha)
-    run, resumed = record(clipped, spec, trained, sources, machine, folder)
-    return compare(clipped, spec, run, resumed, machine, lambda: reference(clipped, documents))
+        task = subject.trained(spec, small.config.trainer).task
+        run, resumed = record(small, spec, task, sources, machine, folder)
+        return compare(small, spec, run, resumed, machine, lambda: reference(small))
 
 
 def compare(
@@ -139,11 +108,10 @@ def compare(
     def one_process() -> tuple[list[Expected], Order]:
         reference = make_reference()
         order = Order(reference.order, spec.blocks)
+        own = small.own.config
         found.append(compare_initial(run, reference.weights(), order, reference.held))
+        found.append(compare_schedule(own, own.trainer.steps or UNKNOWN_STEPS))
         expected = list[Expected]()
-        found.append(
-            compare_schedule(small.own.config, small.own.config.trainer.steps or UNKNOWN_STEPS)
-        )
         if found[0].error == float("inf"):  # other tensors: nothing else can be compared
             return expected, order
         for step, gradients in enumerate(run.gradients):
@@ -154,10 +122,9 @@ def compare(
                 theirs = reference.held_out(run.states[step + 1])
                 found.extend(compare_held_out(run, step, theirs, expected[-1]))
         found.extend(compare_resumed(resumed, run, small.middle, order))
-        if run.rounded is not None:
-            found.extend(
-                compare_rounded(run, *reference.projected(run.states[-1], len(run.losses)))
-            )
+        if run.rounded is not None and isinstance(reference, LanguageReference):
+            projected = reference.projected(run.states[-1], len(run.losses))
+            found.extend(compare_rounded(run, *projected))
         return [replace(one, state={}) for one in expected], order
 
     expected, order = ranks.on_first(Alone()(one_process))
@@ -172,13 +139,9 @@ def compare(
     )
     of_check = [[f for f in findings if f.check == check] for check in TOLERANCES]
     worst = tuple(max(some, key=lambda f: f.severity) for some in of_check if some)
-    return Certificate(
-        small.layout.describe(),
-        engine_of(small, machine.device.type),
-        small.changes,
-        worst,
-        failures[0] if failures else None,
-    )
+    engine = engine_of(small, machine.device.type)
+    first_failure = failures[0] if failures else None
+    return Certificate(small.layout.describe(), engine, small.changes, worst, first_failure)
 
 
 def table(certificate: Certificate) -> str:
@@ -208,7 +171,5 @@ def write(certificate: Certificate, path: Path) -> None:
     content: dict[str, Any] = asdict(certificate)
     for finding in (*content["findings"], content["first_failure"] or {}):
         finding["error"] = repr(finding.get("error"))  # JSON has no infinity
-    path.write_text(
-        json.dumps({"passed": certificate.passed, "versions": versions(), **content}, indent=2)
-        + "\n"
-    )
+    content = {"passed": certificate.passed, "versions": versions(), **content}
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -53,9 +53,7 @@ MOST_STEPS = 200_000
 
 @dataclass(frozen=True)
 class Finding:
-    """The relative error of one check at one step, and its place: the largest, or the first that is
-    too large.
-    """
+    """The relative error of one check at one step: the largest, or the first that is too large."""
 
     check: str
     step: int
@@ -83,9 +81,7 @@ class Order:
     blocks: tuple[str, ...]
 
     def place(self, name: str) -> tuple[int, str]:
-        """Return a sort key; buffers, and what one process lacks, come first: they are wrong from
-        the start.
-        """
+        """Return a sort key; buffers, and what one process lacks, are wrong from the start."""
         return self.places.get(name, -1), name
 
     def layer(self, name: str) -> str:
@@ -135,9 +131,7 @@ def compare_step(
 
 
 def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> Finding:
-    """The first module, in order of execution, that gives something else; but none of which a rank
-    has a part.
-    """
+    """Return the first module, in order of execution, that gives something else."""
     both = {key: (value, one.outputs[key]) for key, value in ours.items() if key in one.outputs}
     bands = one.rounding.outputs if one.rounding else {}
     usual, errors, tolerances = sum(bands.values()) / max(len(bands), 1), {}, {}
@@ -187,9 +181,7 @@ def compare_gradients(step: int, ours: Tensors, one: Expected, order: Order, ran
 
 
 def compare_update(run: Recording, step: int, one: Expected, order: Order) -> Iterator[Finding]:
-    """Compare the optimizer's state, and each weight relative to its change, beyond its own
-    rounding.
-    """
+    """Compare the optimizer's state, and each weight's change, beyond its own rounding."""
     before, after = run.states[step], run.states[step + 1]
     if one.overflows:
         yield _states(
@@ -329,9 +321,7 @@ def compare_schedule(own: Config, steps: int) -> Finding:
 
 
 def _states(check: str, step: int, ours: State, theirs: State, order: Order) -> Finding:
-    """Compare tensors, each relative to its own largest entry; a name that one side lacks is an
-    infinite error.
-    """
+    """Compare tensors, each relative to its largest entry; one that one side lacks is infinite."""
     if odd := ours.keys() ^ theirs.keys():
         first = min(odd, key=lambda key: order.place(key[0]))
         return _one_sided(check, step, _label(first), first in ours)
@@ -351,9 +341,7 @@ def _first(
     ranked: Iterable[str],
     rank: int = 0,
 ) -> Finding:
-    """Return the first error, in order, that is too large; if none is, the one nearest to its
-    tolerance.
-    """
+    """Return the first error that is too large; if none is, the nearest to its tolerance."""
     found = [
         Finding(check, step, errors[n], tolerances.get(n, TOLERANCES[check]), n, rank)
         for n in ranked
@@ -364,9 +352,7 @@ def _first(
 
 
 def _tolerance(check: str, band: float, one: Expected) -> float:
-    """Return the tolerance; in low precision, from the rounding of one process, and at least of one
-    number.
-    """
+    """Return the tolerance; in low precision a multiple of the rounding of one process."""
     return BAND * max(band, one.rounding.least) if one.rounding else TOLERANCES[check]
 
 

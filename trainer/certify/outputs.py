@@ -1,6 +1,4 @@
-"""Sums over the tokens of what modules give, by which a wrong forward pass is placed: padding and
-packing count not.
-"""
+"""Sums of modules' outputs over tokens, without padding, which place a wrong forward pass."""
 
 from __future__ import annotations
 
@@ -14,17 +12,13 @@ from torch import nn
 from trainer.models.cut import is_whole
 
 Outputs = dict[tuple[int, int, str], torch.Tensor]
-"""By data rank, micro-batch and module, in order of execution: sums, and sums of squares, [2,
-features].
-"""
+"""Sums, and sums of squares, [2, features], by data rank, micro-batch and module as executed."""
 LEAST = 1e-2
 """Features that are small are measured against this share of the largest."""
 
 
 class Listener:
-    """Keeps what modules with parameters give in a step; not what they give when activations are
-    computed again.
-    """
+    """Keeps the outputs of modules with parameters, but not those of recomputed activations."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._parts: list[tuple[tuple[int, int], Any]] = []
@@ -34,9 +28,7 @@ class Listener:
                 module.register_forward_hook(self._hook(name))
 
     def begin(self, parts: dict[tuple[int, int], Any]) -> None:
-        """Listen to micro-batches by data rank and number: to tokens that are not 0, [batch,
-        sequence], or to all.
-        """
+        """Listen to micro-batches by data rank and number: to tokens that are not 0, or to all."""
         self._parts, self._calls, self._found = list(parts.items()), Counter(), {}
 
     def end(self) -> Outputs:

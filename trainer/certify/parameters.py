@@ -8,6 +8,7 @@ and `trainer.adapter`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,9 +37,7 @@ class Learner(NamedTuple):
 def learner(
     base: nn.Module, section: TrainerSection, copied: tuple[ModelSpec, ModelSpec] | None = None
 ) -> Learner:
-    """Prepare `base`, in place, for training in one process; `copied`: the config's model, and its
-    copy.
-    """
+    """Prepare `base`, in place, for training; `copied`: the config's model, and its copy."""
     whole = copied[0].build() if copied else base
     model = base
     if section.adapter is not None:
@@ -51,11 +50,9 @@ def learner(
         )
 
     def of_copy(found: Mapping[str, Any]) -> Mapping[str, Any]:
-        return (
-            found
-            if copied is None
-            else carried(found, copied[0].blocks, copied[1].blocks, model)[0]
-        )
+        if copied is None:
+            return found
+        return carried(found, copied[0].blocks, copied[1].blocks, model)[0]
 
     held = dict.fromkeys(_matching(whole, section.freeze), True)
     _hold(model, of_copy(held))
@@ -93,13 +90,10 @@ def opened(folder: Path, options: Any) -> nn.Module:
     """Load a model by transformers, in float32."""
     from transformers import AutoModelForCausalLM
 
-    attention = (
-        {"attn_implementation": options.attention} if options.attention in ("eager", "sdpa") else {}
-    )
-    trusted = options.trust_remote_code
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, trust_remote_code=trusted, **attention
-    )  # type: ignore[no-any-return]
+    more: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    if options.attention in ("eager", "sdpa"):
+        more["attn_implementation"] = options.attention
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **more)  # type: ignore[no-any-return]
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
@@ -118,9 +112,7 @@ def _hold(model: nn.Module, names: Mapping[str, bool]) -> None:
 
 
 def _targets(model: nn.Module, blocks: Sequence[str], adapter: Any) -> list[str]:
-    """List linear layers of the blocks: all, or those whose name is or ends in one of the
-    targets.
-    """
+    """List linear layers of the blocks: all, or those whose name ends in one of the targets."""
     inside = tuple(f"{block}." for block in blocks)
     names = [
         n
@@ -128,17 +120,13 @@ def _targets(model: nn.Module, blocks: Sequence[str], adapter: Any) -> list[str]
         if type(m) in (nn.Linear, Conv1D) and n.startswith(inside or "")
     ]
     wanted = _lora(adapter, ()).target_modules if adapter.path else adapter.targets
-    return (
-        names
-        if wanted == "all-linear"
-        else [n for n in names if f".{n}".endswith(tuple(f".{w}" for w in wanted))]
-    )
+    if wanted == "all-linear":
+        return names
+    return [n for n in names if f".{n}".endswith(tuple(f".{w}" for w in wanted))]
 
 
 def _adapted(model: nn.Module, section: TrainerSection, targets: Sequence[str]) -> nn.Module:
-    """Wrap a model by PEFT; an adapter's initial values are PEFT's, each from the seed of its
-    place.
-    """
+    """Wrap a model by PEFT, with PEFT's initial values, each from the seed of its place."""
     from peft import get_peft_model
     from peft.tuners.lora import LoraLayer
 
@@ -156,16 +144,18 @@ def _lora(adapter: Any, targets: Sequence[str]) -> Any:
 
     if adapter.path:
         config = LoraConfig.from_pretrained(adapter.path)
-        config.inference_mode = False
     else:
-        own = {
-            "r": adapter.r,
-            "lora_alpha": adapter.alpha,
-            "bias": adapter.bias,
-            "use_dora": adapter.dora,
-        }
-        saved = list(adapter.modules_to_save) or None
-        config = LoraConfig(**own, use_rslora=adapter.rslora, modules_to_save=saved)
-    config.lora_dropout = adapter.dropout
-    config.target_modules = set(targets) or config.target_modules
-    return config
+        config = LoraConfig(
+            r=adapter.r,
+            lora_alpha=adapter.alpha,
+            bias=adapter.bias,
+            use_dora=adapter.dora,
+            use_rslora=adapter.rslora,
+            modules_to_save=list(adapter.modules_to_save) or None,
+        )
+    return replace(
+        config,
+        inference_mode=False,
+        lora_dropout=adapter.dropout,
+        target_modules=set(targets) or config.target_modules,
+    )

@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from trainer import checkpoint
 from trainer.certify.outputs import Listener, Outputs
-from trainer.certify.rounding import Rounded, measured
+from trainer.certify.patches import chunks_of
+from trainer.certify.rounding import Rounded, keeper_in, measured
 from trainer.certify.tiny_run import PROBE_RATE, Tiny
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.source import Source
 from trainer.distributed.ranks import Ranks
-from trainer.engines import ENGINES, Engine, EngineKind, Job, Metrics
+from trainer.engines import ENGINES, Engine, Job, Metrics
 from trainer.engines.engine import Machine, Observer
 from trainer.models.spec import ModelSpec, stored
 from trainer.optim.decay import spared
@@ -30,7 +31,6 @@ from trainer.run.evaluate import HeldOut, held_out_loss
 from trainer.run.loop import Hooks, LoopPlan, train
 from trainer.state import RunState
 from trainer.supervise.phase import Phase
-from trainer.tasks import cross_entropy
 from trainer.tasks.task import Batch, Task
 
 ROWS = 7
@@ -43,9 +43,7 @@ State = dict[tuple[str, str], torch.Tensor]
 
 @dataclass
 class Recording:
-    """The record of a run by steps; `states` has one more, from before training. Tensors are on the
-    host.
-    """
+    """The record of a run by steps, on the host; `states` has one more, from before training."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -63,6 +61,9 @@ class Recording:
     checkpoint: Path | None = None
     rounded: Rounded | None = None
     """The rounding of a language model in low precision."""
+
+    def saved(self, position: RunState, path: Path) -> None:
+        self.position, self.checkpoint = position, path
 
 
 class Overflowing:
@@ -87,15 +88,12 @@ class Overflowing:
 class Recorder:
     """An engine that records its steps."""
 
-    def __init__(self, engine: Engine, task: Overflowing, ranks: Ranks, observes: bool) -> None:
-        self._engine = engine
-        self._task = task
-        self._ranks = ranks
+    def __init__(self, engine: Engine, task: Overflowing, recording: Recording, observes: bool):
+        self._engine, self._task, self._recording = engine, task, recording
         self._observes = observes
-        self._listener = Listener(
-            module.get_submodule("model") for module in engine.modules if observes
-        )
-        self.recording = Recording(states=[state_of(engine, ranks)])
+        modules = [module.get_submodule("model") for module in engine.modules if observes]
+        self._listener = Listener(modules)
+        recording.states.append(state_of(engine))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -109,29 +107,62 @@ class Recorder:
     ) -> Metrics:
         gradients: Tensors = {}
         self._task.begin(step)
-        keep = lambda name, gradient: gradients.__setitem__(name, gradient.detach().cpu().clone())  # noqa: E731
         job = self._engine.job
         if not job.layout.sync_batch_norm:  # which one process runs as one micro-batch
             key = "input_ids" if job.spec.language.vocabulary else ""
             self._listener.begin(
                 {(job.data_rank, i): batch.get(key) for i, batch in enumerate(micro_batches)}
             )
-        metrics = self._engine.step(step, micro_batches, update, keep if self._observes else None)
-        recording = self.recording
+        keep = keeper_in(gradients) if self._observes else None
+        metrics = self._engine.step(step, micro_batches, update, keep)
+        recording = self._recording
         recording.outputs.append(self._listener.end())
         recording.losses.append(float(metrics.loss()))
         recording.norms.append(float(metrics.gradient_norm))
         recording.skipped.append(metrics.skipped)
         recording.targets.append(int(metrics.targets))
         recording.gradients.append(gradients)
-        recording.states.append(state_of(self._engine, self._ranks))
+        recording.states.append(state_of(self._engine))
         return metrics
 
 
+class RecordingHooks(Hooks):
+    """Hooks that record logs and evaluations and, if `saves`, the checkpoint in the middle."""
+
+    def __init__(
+        self, engine: Engine, recording: Recording, small: Tiny, samples: Source, saves: Path | None
+    ) -> None:
+        self._engine, self._recording, self._small = engine, recording, small
+        self._samples, self._saves = samples, saves
+        self._first_step = 0 if saves else small.total
+
+    def log(self, state: RunState, metrics: Metrics, update: Update) -> None:
+        self._recording.tokens.append(state.tokens)
+
+    def evaluate(self, state: RunState) -> bool:
+        job = self._engine.job
+        batching = Batching.of(job.layout, job.machine.ranks.rank, job.machine.device)
+        self._recording.held_out[state.step] = held_out_loss(
+            self._engine, self._samples, job.task, batching, self._small.held_out
+        )
+        return False
+
+    def save(self, state: RunState) -> None:
+        if self._saves is None or state.step != self._small.middle:
+            return
+        job, position = self._engine.job, replace(state, engine=self._engine.scalars())
+        entries = stored(job.spec, self._engine.state_tensors())
+        form, ranks = checkpoint.ModelForm(stem=job.spec.files.stem), job.machine.ranks
+        path = checkpoint.save(self._saves, position, entries, {}, lambda _: None, ranks, form)
+        self._recording.saved(position, path)
+
+    def at(self, phase: Phase, step: int) -> None:
+        # what comes later has a higher step
+        self._engine.job.machine.watch.at(phase, self._first_step + step)
+
+
 def engine_of(small: Tiny, device: str) -> str:
-    """Choose the run's own engine: in float32, "auto" may choose another. Raises ConfigError if
-    there is none.
-    """
+    """Choose the run's own engine: in float32 "auto" may choose another. Raises ConfigError."""
     wanted: str = small.config.trainer.engine
     if wanted == "auto":
         wanted, _ = small.own.engine(device=device)
@@ -165,112 +196,81 @@ def record(
     No step of the second run is observed, which shows that observing changes nothing.
     """
     section, layout, ranks = small.config.trainer, small.layout, machine.ranks
-    kind = ENGINES[engine_of(small, machine.device.type)]
+    name = engine_of(small, machine.device.type)
+    kind = ENGINES[name]
     ranks.on_each(lambda: kind.ready(layout, machine.device, small.config.deepspeed))
     ranks.on_first(lambda: kind.check(spec, layout))
     undecayed = spared(section.weight_decay_excludes, spec)
-    task = Overflowing(task, small, layout.data_rank(ranks.rank))
-    job = Job(layout, spec, task, small.config.deepspeed, section.seed, machine, undecayed)  # type: ignore[arg-type]
-    with _chunks_of(max(1, max(ROWS, small.row // 8) * spec.language.vocabulary * 4)):
-        whole = _train(small, kind, job, sources, folder, None)
-        resumed = _train(small, kind, job, sources, folder, whole.checkpoint)
+    overflowing: Any = Overflowing(task, small, layout.data_rank(ranks.rank))
+    deepspeed = small.config.deepspeed
+    job = Job(layout, spec, overflowing, deepspeed, section.seed, machine, undecayed)
+    with chunks_of(max(1, max(ROWS, small.row // 8) * spec.language.vocabulary * 4)):
+        machine.watch.at(Phase.BUILDING)
+        engine = kind.build(job)
+        whole = _train(small, engine, sources, RunState(), folder / "checkpoints")
+        if small.low_precision and spec.tiny.input is None:
+            whole = replace(whole, rounded=measured(engine, small, name, len(whole.losses)))
+        engine.close()
+        assert whole.checkpoint is not None
+        machine.watch.at(Phase.BUILDING, small.total + 2)
+        # with other initial values, so that its whole state comes from the checkpoint
+        engine = kind.build(replace(job, values_seed=job.seed + 1))
+        engine.restore(checkpoint.read_description(whole.checkpoint)["position"]["engine"])
+        entries = stored(spec, engine.state_tensors())
+        position = checkpoint.load(whole.checkpoint, entries, ranks)
+        resumed = _train(small, engine, sources, position, None)
+        engine.close()
     return whole, resumed
 
 
 def _train(
-    small: Tiny, kind: EngineKind, job: Job, sources: Sources, folder: Path, source: Path | None
+    small: Tiny, engine: Engine, sources: Sources, state: RunState, saves: Path | None
 ) -> Recording:
-    """Train by the loop of a real run, from the checkpoint `source` on if there is one."""
-    layout, spec, machine, ranks = job.layout, job.spec, job.machine, job.machine.ranks
-    state, done = RunState(), 0 if source is None else small.total
-    machine.watch.at(Phase.BUILDING, done + (2 if done else 0))
-    # with other initial values, so that its whole state comes from the checkpoint
-    engine = kind.build(job if source is None else replace(job, values_seed=job.seed + 1))
-    if source is not None:
-        engine.restore(checkpoint.read_description(source)["position"]["engine"])
-        state = checkpoint.load(source, stored(job.spec, engine.state_tensors()), ranks)
-    assert isinstance(job.task, Overflowing)
-    recorder = Recorder(engine, job.task, ranks, observes=source is None)
-    recording = recorder.recording
-    recording.position = replace(state, engine=engine.scalars())
-    batching = Batching.of(layout, ranks.rank, machine.device)
-
-    class Records(Hooks):
-        def log(self, state: RunState, metrics: Metrics, update: Update) -> None:
-            recording.tokens.append(state.tokens)
-
-        def evaluate(self, state: RunState) -> bool:
-            given = sources.held_out, job.task, batching, small.held_out
-            recording.held_out[state.step] = held_out_loss(engine, *given)
-            return False
-
-        def save(self, state: RunState) -> None:
-            if source is None and state.step == small.middle:
-                recording.position = replace(state, engine=engine.scalars())
-                saved = (
-                    folder / "checkpoints",
-                    recording.position,
-                    stored(spec, engine.state_tensors()),
-                )
-                recording.checkpoint = checkpoint.save(
-                    *saved, {}, lambda _: None, ranks, stem=spec.files.stem
-                )
-
-        def at(self, phase: Phase, step: int) -> None:
-            machine.watch.at(phase, done + step)  # what comes later has a higher step
-
-    steps = range(state.step, small.total)
+    """Train from `state` by the loop of a real run; the whole run `saves` a checkpoint."""
+    job: Any = engine.job
+    layout, machine = job.layout, job.machine
+    recording = Recording(position=replace(state, engine=engine.scalars()))
+    recorder: Any = Recorder(engine, job.task, recording, observes=saves is not None)
+    batching = Batching.of(layout, machine.ranks.rank, machine.device)
     loader = BatchLoader(
-        sources.training, job.task.collate, batching, steps, seed=job.seed, position=state.samples
+        sources.training,
+        job.task.collate,
+        batching,
+        range(state.step, small.total),
+        seed=job.seed,
+        position=state.samples,
     )
     plan = LoopPlan(small.total, layout.train_batch, 1, small.middle, small.middle)
+    hooks = RecordingHooks(engine, recording, small, sources.held_out, saves)
     with loader:
-        train(recorder, loader, _schedule(small), plan, Records(), state)
-    if source is None and layout.precision != "float32" and job.spec.tiny.input is None:
-        name = engine_of(small, machine.device.type)
-        recording.rounded = measured(engine, job, small, name, len(recording.losses))
-    engine.close()
+        train(recorder, loader, _schedule(small), plan, hooks, state)
     return recording
 
 
 def _schedule(small: Tiny) -> LRSchedule:
-    """Return the config's schedule, followed by the probes, at a rate at which weight decay shows
-    in float32.
-    """
+    """Return the config's schedule, followed by the probes, at PROBE_RATE."""
     optimizer, scheduler = small.config.optimizer, small.config.scheduler
     schedule = schedule_of(vars(optimizer), None if scheduler is None else vars(scheduler))
-    return lambda step: (
-        schedule(step) if step < small.steps else replace(schedule(step), learning_rate=PROBE_RATE)
-    )
+
+    def probing(step: int) -> Update:
+        update = schedule(step)
+        return update if step < small.steps else replace(update, learning_rate=PROBE_RATE)
+
+    return probing
 
 
-@contextmanager
-def _chunks_of(size: int) -> Iterator[None]:
-    """Split the loss of a few tokens into several chunks, as that of many is split."""
-    real = cross_entropy.CHUNK_BYTES
-    cross_entropy.CHUNK_BYTES = size
-    try:
-        yield
-    finally:
-        cross_entropy.CHUNK_BYTES = real
-
-
-def state_of(engine: Engine, ranks: Ranks) -> State:
-    """Gather all state tensors on the first rank: each is read on its owner and sent.
-    Collective.
-    """
+def state_of(engine: Engine) -> State:
+    """Gather all state tensors on the first rank, each sent by its owner. Collective."""
     found: State = {}
+    machine = engine.job.machine
     for entry in engine.state_tensors():
         value = entry.read()
-        device = engine.job.machine.device
-        value = (
-            torch.empty(entry.shape, dtype=entry.dtype)
-            if value is None
-            else value.detach().clone().contiguous()
-        )
-        if ranks.world_size > 1:
-            value = value.to(device)
+        if value is None:
+            value = torch.empty(entry.shape, dtype=entry.dtype)
+        value = value.detach().clone().contiguous()
+        if machine.ranks.world_size > 1:
+            value = value.to(machine.device)
             dist.broadcast(value, entry.owner)
-        if ranks.first:  # the rank that compares them
+        if machine.ranks.first:  # the rank that compares them
             found[entry.name, entry.key] = value.cpu()
     return found

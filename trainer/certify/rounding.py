@@ -16,6 +16,7 @@ import torch
 
 from trainer.certify.tiny_run import LONGEST, Tiny
 from trainer.engines import Engine, Job
+from trainer.engines.engine import Observer
 from trainer.optim.lr_schedules import Update
 from trainer.tasks.task import IGNORED, Batch
 
@@ -32,9 +33,7 @@ class Rounded(NamedTuple):
     projected: list[Tensors]
     """The gradients of STEPS steps."""
     added: float = 0.0
-    """The largest difference of a step's gradient from the sum of its micro-batches', relative to
-    its largest entry.
-    """
+    """The largest relative difference of a step's gradient from the sum of its micro-batches'."""
     where: str = ""
     allowed: float = 0.0
     """The difference allowed, if the config has gradients summed in low precision."""
@@ -47,15 +46,23 @@ def rows_of(small: Tiny, vocabulary: int, step: int, data_rank: int, number: int
     return [(row[:-1], row[1:]) for row in tokens]
 
 
-def measured(engine: Engine, job: Job, small: Tiny, kind: str, step: int) -> Rounded:
+def keeper_in(gradients: Tensors) -> Observer:
+    """Return an observer that keeps copies of gradients, on the host."""
+
+    def keep(name: str, gradient: torch.Tensor) -> None:
+        gradients[name] = gradient.detach().cpu().clone()
+
+    return keep
+
+
+def measured(engine: Engine, small: Tiny, kind: str, step: int) -> Rounded:
     """Measure rounding by the engine of this kind, at a learning rate of 0. Collective."""
-    layout, vocabulary = small.layout, job.spec.language.vocabulary
-    zero, packed = Update(0.0), small.config.trainer.data.packs
+    job, layout = engine.job, small.layout
+    vocabulary = job.spec.language.vocabulary
 
     def gradients(number: int, batches: list[Batch]) -> Tensors:
         found: Tensors = {}
-        keep = lambda name, gradient: found.__setitem__(name, gradient.detach().cpu().clone())  # noqa: E731
-        engine.step(number, batches, zero, keep)
+        engine.step(number, batches, Update(0.0), keeper_in(found))
         return found
 
     def batches_of(number: int, targets: Any) -> list[Batch]:
@@ -63,7 +70,8 @@ def measured(engine: Engine, job: Job, small: Tiny, kind: str, step: int) -> Rou
             rows_of(small, vocabulary, number, job.data_rank, i) for i in range(layout.accumulation)
         ]
         return [
-            _batch(job, rows, targets(job.data_rank, i), packed) for i, rows in enumerate(parts)
+            _batch(job, rows, targets(job.data_rank, i), small.packed)
+            for i, rows in enumerate(parts)
         ]
 
     projected = [gradients(step + n, batches_of(step + n, lambda *_: None)) for n in range(STEPS)]
@@ -88,9 +96,7 @@ def measured(engine: Engine, job: Job, small: Tiny, kind: str, step: int) -> Rou
 
 
 def _allowed(small: Tiny, engine: str) -> float:
-    """Return the error allowed: DeepSpeed sums gradients in the model's precision, unless both keys
-    say float32.
-    """
+    """Return the error allowed: DeepSpeed sums in the model's precision, but for two float32 keys."""
     settings, layout = small.config.settings, small.layout
     kinds = (
         settings.get("data_types", {}).get("grad_accum_dtype"),
@@ -107,9 +113,7 @@ def _allowed(small: Tiny, engine: str) -> float:
 
 
 def _shares(count: int) -> list[int]:
-    """Return numbers of targets of so many micro-batches: each is the sum of all divided by a power
-    of two.
-    """
+    """Return numbers of targets of micro-batches: each is their sum divided by a power of two."""
     full = 1 << (count.bit_length() - 1)
     halves = 2 * (count - full)
     return [FEWEST] * halves + [2 * FEWEST] * (count - halves)
@@ -133,9 +137,7 @@ def _batch(job: Job, rows: Rows, kept: int | None, packed: bool) -> Batch:
 
 
 def coefficients(found: list[Tensors], theirs: list[Tensors]) -> tuple[list[float], float]:
-    """Return the coefficients of projection on `theirs`, by steps; and the relative norm of all
-    residuals.
-    """
+    """Return the coefficients of projection on `theirs`; and the relative norm of all residuals."""
     parts, left, whole = [], 0.0, 0.0
     for ours, exact in zip(found, theirs, strict=True):
         names = ours.keys() & exact.keys()

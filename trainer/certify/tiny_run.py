@@ -18,11 +18,9 @@ from trainer.optim.recipes import No, in_torch
 from trainer.run.compose import Composed, compose
 
 MICRO_BATCH, ACCUMULATION, DATA_RANKS = 2, 3, 3
-"""The sizes of the small run: with only 2 of the last two, a mean over the wrong one of two groups
-is right.
-"""
+"""The sizes of the tiny run: with 2 of the last two, a mean over the wrong group could be right."""
 LONGEST = 28
-"""The tokens of all samples but one: more than three windows of the small copy's attention."""
+"""The tokens of all samples but one: more than three windows of the tiny copy's attention."""
 LARGEST_WORLD = 8
 CLIPPED_STEPS = 3
 """The number of steps whose norms one process computes beforehand."""
@@ -31,17 +29,23 @@ APART = 1.01
 UNKNOWN_STEPS = 1000
 """The steps compared for a run that is as long as its data."""
 PROBES, PROBE_RATE = 2, 1e-2
-"""Steps at the end, at a rate at which all that an optimizer does shows in float32: at 1e-7
-rounding hides decay.
-"""
+"""Steps at the end, at a rate at which all that an optimizer does shows in float32."""
 SHORT = {
     "warmup_num_steps": 2,
     "cycle_first_step_size": 2,
     "cycle_second_step_size": 2,
     "decay_step_size": 1,
+    "lr_range_test_step_size": 2,
 }
-SHORT |= {"lr_range_test_step_size": 2}
 """Settings that step through each phase of a schedule in a few steps."""
+RELEASED = [
+    "zero_optimization.stage3_param_persistence_threshold=0",
+    "zero_optimization.stage3_max_reuse_distance=0",
+    "zero_optimization.stage3_prefetch_bucket_size=300",
+]
+"""Weights are released and prefetched, as those of a model that is not tiny."""
+Change = tuple[list[str], list[str]]
+"""Overrides of the config, and notes on what the user would not expect."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,24 @@ class Tiny:
     changes: tuple[str, ...]
     """Notes on changes that the user would not expect."""
     steps: int
-    """Steps with the config's own schedule; PROBES follow, and between them a step that
-    overflows.
-    """
+    """Steps with the config's schedule; PROBES follow, and between them a step that overflows."""
     own: Composed
-    """The config in the precision and with the steps of the run itself, for its engine and
-    schedule.
-    """
+    """The config with the precision and steps of the run itself, for its engine and schedule."""
     row: int = LONGEST
     """The tokens of the longest sample."""
+
+    def noting(self, *notes: str) -> Tiny:
+        """Return the same with more notes."""
+        return replace(self, changes=(*self.changes, *notes))
+
+    @property
+    def packed(self) -> bool:
+        """True if a sample may hold several documents that are not to see one another."""
+        return self.config.trainer.data.packs
+
+    @property
+    def low_precision(self) -> bool:
+        return self.layout.precision != "float32"
 
     @property
     def middle(self) -> int:
@@ -95,94 +108,92 @@ def tiny_run(
     """
     config = load(path, overrides)
     world_size = world_size or smallest_world(config)
-    sizes = mesh_sizes(config, world_size, local_world_size(config, world_size))
-    options = config.trainer
-    schedule = PIPELINE_SCHEDULES[options.pipeline_schedule]
-    # as many micro-batches as any schedule needs
-    accumulation = max(
-        ACCUMULATION, sizes.pipeline * schedule.stages_per_rank if sizes.pipeline > 1 else 1
-    )
     steps = 3 if config.scheduler is None else 5
-    batch = f"{MICRO_BATCH} x {accumulation} samples a data rank"
-    changes = [
-        (
-            f"{steps} steps of {batch}, then {PROBES} at learning rate {PROBE_RATE}, between them "
-            "one "
-            "that overflows"
-        )
+    run_steps = config.trainer.steps or UNKNOWN_STEPS
+    sized, notes = _sized(config, world_size, steps)
+    gpu = config.trainer.device != "cpu"
+    own = compose(
+        load(path, [*overrides, *sized]),
+        RuntimeFacts(world_size, HIDDEN, run_steps, gpu, "cuda" if gpu else "cpu"),
+    )
+    small = [*overrides, *sized]
+    for more, lines in (_in_precision(config, precision), _in_steps(config, steps, run_steps)):
+        small += more
+        notes += lines
+    if config.settings.get("zero_optimization", {}).get("stage") == 3:
+        small += RELEASED
+    facts = RuntimeFacts(world_size, HIDDEN, steps, False, "cpu")
+    composed = compose(load(path, small), facts)
+    config, layout = composed.config, composed.layout
+    if isinstance(reason := in_torch(config.settings, layout, "cpu", grouped=True), No):
+        expected = "one with a reference in PyTorch"
+        raise ConfigError(Problem("optimizer", config.optimizer.type, expected, reason))
+    return Tiny(config, layout, tuple(notes), steps, own)
+
+
+def _sized(config: Config, world_size: int, steps: int) -> Change:
+    """Return the change to so many steps of few samples."""
+    local = local_world_size(config, world_size)
+    sizes, options = mesh_sizes(config, world_size, local), config.trainer
+    accumulation = ACCUMULATION
+    if sizes.pipeline > 1:  # as many micro-batches as any schedule needs
+        stages = PIPELINE_SCHEDULES[options.pipeline_schedule].stages_per_rank
+        accumulation = max(accumulation, sizes.pipeline * stages)
+    notes = [
+        f"{steps} steps of {MICRO_BATCH} x {accumulation} samples a data rank, then {PROBES} at "
+        f"learning rate {PROBE_RATE}, between them one that overflows"
     ]
-    if sizes.data_ranks < DATA_RANKS:
-        changes.append(f"{sizes.data_ranks} data ranks, not {DATA_RANKS}: it proves less")
     small = [
         f"train_micro_batch_size_per_gpu={MICRO_BATCH}",
         f"gradient_accumulation_steps={accumulation}",
         f"train_batch_size={MICRO_BATCH * accumulation * sizes.data_ranks}",
         "trainer.patience=null",  # it was set for the run's steps on its devices
     ]
-    if config.trainer.mesh.shard == "node":
+    if sizes.data_ranks < DATA_RANKS:
+        notes.append(f"{sizes.data_ranks} data ranks, not {DATA_RANKS}: it proves less")
+    if options.mesh.shard == "node":
         small.append(f"trainer.mesh.shard={sizes.shard}")
-        changes.append(f"nodes of {local_world_size(config, world_size)} processes")
-    gpu = config.trainer.device != "cpu"
-    run_steps = options.steps or UNKNOWN_STEPS
-    own = compose(
-        load(path, [*overrides, *small]),
-        RuntimeFacts(world_size, HIDDEN, run_steps, gpu, "cuda" if gpu else "cpu"),
-    )
+        notes.append(f"nodes of {local} processes")
+    return small, notes
+
+
+def _in_precision(config: Config, precision: str) -> Change:
+    """Return the change of precision; "auto" means what it would on a capable GPU."""
+    small, notes = list[str](), list[str]()
     for section in ("bf16", "fp16"):
-        if (enabled := config.settings.get(section, {}).get("enabled")) in (True, "auto"):
-            small += _precision(section, enabled, precision, changes)
-    if config.settings.get("zero_optimization", {}).get("stage") == 3:
-        # weights are released and prefetched, as those of a model that is not tiny
-        zero = {
-            "param_persistence_threshold": 0,
-            "max_reuse_distance": 0,
-            "prefetch_bucket_size": 300,
-        }
-        small += [f"zero_optimization.stage3_{key}={value}" for key, value in zero.items()]
-    if config.scheduler is not None:
-        small += [*_short(config.scheduler, steps), "trainer.warmup_ratio=null"]
-        known = "" if options.steps else ", as if the data were that long"
-        changes.append(
-            f"the schedule {config.scheduler.type} in {steps} steps; as a function in "
-            f"{run_steps:,}{known}"
-        )
-    config = load(path, [*overrides, *small])
-    composed = compose(config, RuntimeFacts(world_size, HIDDEN, steps, False, "cpu"))
-    config = composed.config
-    if isinstance(reason := in_torch(config.settings, composed.layout, "cpu", grouped=True), No):
-        raise ConfigError(
-            Problem("optimizer", config.optimizer.type, "one with a reference in PyTorch", reason)
-        )
-    return Tiny(config, composed.layout, tuple(changes), steps, own)
+        enabled = config.settings.get(section, {}).get("enabled")
+        if enabled not in (True, "auto"):
+            continue
+        if precision == "float32" or (section, enabled) == ("fp16", "auto"):
+            notes.append(f"float32 in place of {section}")
+            small.append(f"{section}.enabled=false")
+            continue
+        small.append(f"{section}.enabled=true")
+        if section == "fp16":  # at the default of 2^16 the first steps would be skipped
+            small.append("fp16.initial_scale_power=8")
+    return small, notes
 
 
-def _precision(section: str, enabled: bool | str, precision: str, changes: list[str]) -> list[str]:
-    """Return overrides of the precision; "auto" means what it would on a capable GPU."""
-    if precision == "float32" or (section, enabled) == ("fp16", "auto"):
-        changes.append(f"float32 in place of {section}")
-        return [f"{section}.enabled=false"]
-    # at the default of 2^16 the first steps would be skipped
-    return [
-        f"{section}.enabled=true",
-        *(["fp16.initial_scale_power=8"] if section == "fp16" else []),
-    ]
-
-
-def _short(scheduler: Choice, steps: int) -> list[str]:
-    """Return overrides that fit a schedule into so many steps, with all its phases."""
+def _in_steps(config: Config, steps: int, run_steps: int) -> Change:
+    """Return the change that fits a schedule into so many steps, with all its phases."""
+    scheduler: Choice | None = config.scheduler
+    if scheduler is None:
+        return [], []
     known = SCHEDULERS[scheduler.type]
     long = {"warmup_num_steps", "cycle_first_step_size", "lr_range_test_step_size"} & {*known}
     lengths = {
-        key: steps for key, steps in SHORT.items() if key in long or scheduler.params.get(key)
+        key: count for key, count in SHORT.items() if key in long or scheduler.params.get(key)
     }
-    lengths |= {"total_num_steps": steps} if "total_num_steps" in known else {}
-    return [f"scheduler.params.{key}={length}" for key, length in lengths.items()]
+    if "total_num_steps" in known:
+        lengths["total_num_steps"] = steps
+    small = [f"scheduler.params.{key}={length}" for key, length in lengths.items()]
+    as_if = "" if config.trainer.steps else ", as if the data were that long"
+    note = f"the schedule {scheduler.type} in {steps} steps; as a function in {run_steps:,}{as_if}"
+    return [*small, "trainer.warmup_ratio=null"], [note]
 
 
 def local_world_size(config: Config, world_size: int) -> int:
-    """Return the processes of a node: half of all for a mesh laid out by nodes, as if there were
-    two.
-    """
+    """Return the processes of a node: half of all for a mesh laid out by nodes, else all."""
     return max(1, world_size // 2) if config.trainer.mesh.shard == "node" else world_size
 
 
@@ -194,50 +205,41 @@ def smallest_world(config: Config) -> int:
     if none fits.
     """
     mesh, found = config.trainer.mesh, dict[int, int]()
+    by_node = mesh.shard == "node"
     for world_size in range(2, LARGEST_WORLD + 1):
         try:
             sizes = mesh_sizes(config, world_size, local_world_size(config, world_size))
         except ConfigError:
             continue
-        if sizes.data_ranks == 1 and sizes.pipeline * sizes.tensor == 1:
-            continue
-        by_node = mesh.shard == "node"
-        if (mesh.replicate == -1 or by_node) and sizes.replicate < 2:
-            continue
-        if (mesh.shard == -1 or by_node) and sizes.shard < 2:
+        lone = sizes.data_ranks == 1 and sizes.pipeline * sizes.tensor == 1
+        lacks_replicas = (mesh.replicate == -1 or by_node) and sizes.replicate < 2
+        lacks_shards = (mesh.shard == -1 or by_node) and sizes.shard < 2
+        if lone or lacks_replicas or lacks_shards:
             continue
         unequal = sizes.replicate != sizes.shard or sizes.data_ranks == 1
         found.setdefault(2 * min(sizes.data_ranks, DATA_RANKS) + unequal, world_size)
     if found:
         return found[max(found)]
-    seen = f"no number of processes up to {LARGEST_WORLD} fits its mesh"
-    raise ConfigError(
-        Problem("--world-size", seen, "one that does", "Override trainer.mesh with smaller sizes")
-    )
+    actual = f"no number of processes up to {LARGEST_WORLD} fits its mesh"
+    hint = "Override trainer.mesh with smaller sizes"
+    raise ConfigError(Problem("--world-size", actual, "one that does", hint))
 
 
 def clipping(small: Tiny, norms: Sequence[float]) -> Tiny:
-    """Set the limit between the two adjacent `norms` that are furthest apart, if the config has
-    one.
-    """
+    """Set the limit, if there is one, between the two adjacent `norms` that are furthest apart."""
     settings = small.config.settings
     if not float(settings.get("gradient_clipping", 0.0)):
         return small
     low, high = max(pairwise(sorted(norms)), key=lambda pair: pair[1] / pair[0])
     if not high > APART * low:
-        less = (
+        return small.noting(
             "all its steps have one gradient norm, which is over the limit or under it: it "
             "proves less"
         )
-        return replace(small, changes=(*small.changes, less))
     limit = sqrt(low * high)
-
-    def steps(over: bool) -> str:
-        return " and ".join(str(i) for i, norm in enumerate(norms) if (norm > limit) is over)
-
-    said = (
-        f"gradient_clipping {limit:.4g}: over it in step {steps(True)}, under it in step "
-        f"{steps(False)}"
-    )
+    over = " and ".join(str(step) for step, norm in enumerate(norms) if norm > limit)
+    under = " and ".join(str(step) for step, norm in enumerate(norms) if not norm > limit)
     config = replace(small.config, settings={**settings, "gradient_clipping": limit})
-    return replace(small, config=config, changes=(*small.changes, said))
+    return replace(small, config=config).noting(
+        f"gradient_clipping {limit:.4g}: over it in step {over}, under it in step {under}"
+    )

@@ -5,58 +5,76 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trainer.certify.certificate import certify, table, write
-from trainer.certify.image_certificate import certify_images
-from trainer.certify.module_certificate import met
-from trainer.certify.tiny_run import Tiny
+from trainer.certify.tiny_run import Tiny, tiny_run
+from trainer.engines import Machine
 from trainer.errors import ConfigError, MeshloomError, Problem, shared
-from trainer.run.subject import Given
 from trainer.supervise.ending import Ending
 from trainer.supervise.notes import notes_of
 from trainer.supervise.output import Output
 from trainer.supervise.phase import Phase
-from trainer.supervise.world import World
+from trainer.supervise.process import join
+from trainer.supervise.world import World, world_of
 
 PASSED, FAILED = 0, 76
 
 
-def verify(small: Tiny, world: World, device: str, certificate_path: Path, output: Output) -> int:
-    """Certify, print the table on rank 0 and write the certificate; return the exit code.
+def tiny_run_of(
+    config: str | Path | dict[str, Any], overrides: Sequence[str], processes: int | None
+) -> Tiny:
+    """Shrink a config to a few steps, for `processes`, a launcher's, or the fewest that serve."""
+    launched = world_of(os.environ)
+    if launched and not processes:
+        processes = launched.world_size
+    return tiny_run(config, list(overrides), processes)
+
+
+def met(
+    small: Tiny, device: str = "cpu", say: Callable[[str], None] = lambda line: None
+) -> Machine:
+    """Join the processes that were started for a certificate; `say` is told which are waited for.
     Collective.
+
+    Raises ConfigError if they don't come, or have met with another backend.
     """
+    world = world_of(os.environ)
+    assert world is not None
+    section = small.config.trainer.model_copy(update={"device": device})
+    machine = join(replace(small.config, trainer=section), world, say)
+    if dist.get_backend() != ("nccl" if device == "cuda" else "gloo"):
+        actual = f"processes that have met by {dist.get_backend()}"
+        expected = "a script of its own, or a call before that of train"
+        raise ConfigError(Problem("verify", actual, expected))
+    return machine
+
+
+def verify(small: Tiny, world: World, device: str, certificate_path: Path, output: Output) -> int:
+    """Certify, print the table and write the certificate; return the exit code. Collective."""
     signs = output.signs
     ending = Ending(world, output.terminal, notes_of(os.environ), signs.close)
     try:
-        signs.at(
-            f"waiting for {world.world_size} ranks" if world.world_size > 1 else "making ready"
-        )
+        waits = world.world_size > 1
+        signs.at(f"waiting for {world.world_size} ranks" if waits else "making ready")
         machine = met(small, device, output.say)
         machine = replace(machine, watch=ending.start_watch(small.config, machine.ranks))
         signs.at("some steps of a small copy under the layout, and in one process")
         if device == "cuda":
-            # a resumed run is compared bit for bit; some kernels sum in any order unless set
-            # otherwise
+            # a resumed run is compared bit for bit; some kernels sum in any order by default
             torch.use_deterministic_algorithms(True, warn_only=True)
-        if small.config.trainer.task == "image_classification":
-            if device == "cuda":
-                raise ConfigError(Problem("--device", "cuda, of images", "cpu"))
-            certificate = certify_images(small, Given(), machine)
-        else:
-            certificate = certify(small, machine)
+        certificate = certify(small, machine)
         if world.rank == 0:
             signs.close()
             write(certificate, certificate_path)
-            print(
-                f"{table(certificate)}\nwritten to {certificate_path}",
-                file=output.terminal,
-                flush=True,
-            )
+            text = f"{table(certificate)}\nwritten to {certificate_path}"
+            print(text, file=output.terminal, flush=True)
         machine.watch.at(Phase.LEAVING)
         machine.ranks.barrier()
         return ending.end(PASSED if certificate.passed else FAILED)

@@ -1,6 +1,4 @@
-"""Checkpoints: written beside the last good one, hashed, published by one rename, and readable by
-`transformers`.
-"""
+"""Checkpoints: hashed, published by one rename, and readable by `transformers`."""
 
 from __future__ import annotations
 
@@ -18,18 +16,16 @@ from trainer.checkpoint.directory import (
 from trainer.checkpoint.load import load
 from trainer.checkpoint.manifest import ALL, PICKLES, WEIGHTS_ALONE, read_description, verify
 from trainer.checkpoint.save import export, save
-from trainer.storage import ensure_writable
+from trainer.checkpoint.slots import ModelForm
 
 __all__ = [
     "ALL",
-    "Background",
     "DAMAGED",
     "PICKLES",
     "WEIGHTS_ALONE",
+    "Background",
+    "ModelForm",
     "check_same",
-    "ensure_writable",
-]
-__all__ += [
     "export",
     "leftovers",
     "load",
@@ -38,5 +34,7 @@ __all__ += [
     "published",
     "read_description",
     "save",
+    "step_name",
+    "step_of",
+    "verify",
 ]
-__all__ += ["step_name", "step_of", "verify"]

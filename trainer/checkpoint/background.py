@@ -1,6 +1,4 @@
-"""Saving in the background: the loop waits until the state is copied, and a thread writes the
-copy.
-"""
+"""Saving in the background: the loop waits for a copy of the state, which a thread writes."""
 
 from __future__ import annotations
 
@@ -23,9 +21,10 @@ Write = Callable[[Sequence[StateTensor], Ranks], None]
 
 
 class Background:
-    """Saves in the background, one at a time; each rank's copy of its part of the state is in host
-    memory, and is reused. `ranks` have a process group of their own, since a thread uses it.
-    Leaving the context waits for the save.
+    """Saves in the background, one at a time, from a copy in host memory, which is reused.
+
+    `ranks` have a process group of their own, since a thread uses it. Leaving the context waits for
+    the save.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -40,18 +39,15 @@ class Background:
         Waits for the previous save, and raises its error.
         """
         self.wait()
-        own = [
-            replace(entry, read=entry.local.shard) if entry.local else entry for entry in entries
-        ]
+        own = [replace(one, read=one.local.shard) if one.local else one for one in entries]
         self._ranks.on_each(lambda: read_all(own, self._copy))
         if any(tensor.is_pinned() for tensor in self._copies.values()):
             import torch
 
             torch.cuda.current_stream().synchronize()
         frozen = [replace(entry, read=partial(self._read, entry)) for entry in entries]
-        self._thread = Thread(
-            target=self._run, args=(frozen, write), name="checkpoint", daemon=True
-        )
+        work = partial(self._run, frozen, write)
+        self._thread = Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:

@@ -36,10 +36,8 @@ def step_name(step: int) -> str:
 
 def published(folder: Path) -> list[Path]:
     """List the published checkpoints in `folder`, oldest first, without checking them."""
-    found = [
-        path for path in folder.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir()
-    ]
-    return sorted(found, key=step_of)
+    named = (path for path in folder.glob("step-*") if STEP_FOLDER.fullmatch(path.name))
+    return sorted((path for path in named if path.is_dir()), key=step_of)
 
 
 def newest(
@@ -66,59 +64,40 @@ def newest(
             check_same(path, good, ranks)
             if lacking := [keeper for keeper in wrong if keeper not in good]:
                 supply(path, good[0], ranks.keeper in lacking, ranks)
-                copied = [
-                    (
-                        f"{path.name} was copied from rank {good[0]} to "
-                        f"{listed([f'rank {k}' for k in lacking])}"
-                    )
-                ]
+                to = listed([f"rank {keeper}" for keeper in lacking])
+                copied = [f"{path.name} was copied from rank {good[0]} to {to}"]
             break
-    return found, [
-        *(_told(path, aside, problems, found) for path, aside, problems in damaged),
-        *copied,
-    ]
+    return found, [*(_damage(*one, found) for one in damaged), *copied]
 
 
 def _published_anywhere(folder: Path, ranks: Ranks) -> list[Path]:
     """List the checkpoints that any run folder has, newest first. Collective."""
-    names = {
-        path.name
-        for paths in ranks.each_keeper(lambda: published(folder)).values()
-        for path in paths
-    }
+    of_folders = ranks.each_keeper(lambda: published(folder)).values()
+    names = {path.name for paths in of_folders for path in paths}
     return sorted((folder / name for name in names), key=step_of, reverse=True)
 
 
 def leftovers(folder: Path) -> list[Path]:
     """List the folders that killed runs, and damage, left beside the checkpoints."""
-    return sorted(
-        path
-        for path in folder.glob("step-*")
-        if path.is_dir() and not STEP_FOLDER.fullmatch(path.name)
-    )
+    others = (path for path in folder.glob("step-*") if not STEP_FOLDER.fullmatch(path.name))
+    return sorted(path for path in others if path.is_dir())
 
 
-def _told(path: Path, aside: Path, problems: list[Problem], found: Path | None) -> str:
+def _damage(path: Path, aside: Path, problems: list[Problem], found: Path | None) -> str:
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     cost = step_of(path) - (step_of(found) if found else 0)
-    fault = replace(problems[0], mend="")
-    return (
-        f"{path.name} is damaged: {fault}{more}; it is now {aside.name}, and {cost} steps are lost"
-    )
+    fault = f"{path.name} is damaged: {replace(problems[0], mend='')}{more}"
+    return f"{fault}; it is now {aside.name}, and {cost} steps are lost"
 
 
 def _seen_beside(path: Path, there: Sequence[bool], ranks: Ranks) -> None:
     """Raise DiskError if a rank does not see the same files as the keeper of its folder."""
     keepers = ranks.keepers or (0,) * ranks.world_size
-    if missing := [
-        rank for rank, keeper in enumerate(keepers) if there[keeper] and not there[rank]
-    ]:
-        seen, expected = f"not there for rank {missing[0]}", "a folder that all machines share"
-        raise shared(
-            DiskError(
-                Problem(str(path), seen, expected, "Put trainer.run.folder on a shared file system")
-            )
-        )
+    blind = [rank for rank, keeper in enumerate(keepers) if there[keeper] and not there[rank]]
+    if blind:
+        actual, expected = f"not there for rank {blind[0]}", "a folder that all machines share"
+        hint = "Put trainer.run.folder on a shared file system"
+        raise shared(DiskError(Problem(str(path), actual, expected, hint)))
 
 
 def check_same(path: Path, keepers: Sequence[int], ranks: Ranks) -> None:
@@ -133,10 +112,8 @@ def check_same(path: Path, keepers: Sequence[int], ranks: Ranks) -> None:
 
 def _out_of_the_way(path: Path) -> Path:
     """Rename a damaged checkpoint, for the user to inspect: nothing here ever removes it."""
-    names = (
-        path.with_name(f"{path.name}{DAMAGED}{f'-{number}' if number > 1 else ''}")
-        for number in count(1)
-    )
+    endings = (f"-{number}" if number > 1 else "" for number in count(1))
+    names = (path.with_name(f"{path.name}{DAMAGED}{ending}") for ending in endings)
     aside = next(name for name in names if not name.exists())
     with disk_errors(path):
         rename_folder(path, aside)
@@ -151,13 +128,13 @@ def prune(folder: Path, keep_last: int, keep_best: bool = False) -> list[Path]:
     DiskError.
     """
     directory = published(folder)
-    stay = set(directory[-max(keep_last, 1) :]) | {
-        path for path in [_best(directory)] if path and keep_best
-    }
-    whole = (
-        path for path in sorted(stay, key=step_of)[::-1] + directory[::-1] if not check_sizes(path)
-    )
-    stay |= {path for path in [next(whole, None)] if path}
+    stay = set(directory[-max(keep_last, 1) :])
+    if keep_best and (best := _best(directory)):
+        stay.add(best)
+    by_preference = [*sorted(stay, key=step_of, reverse=True), *reversed(directory)]
+    whole = next((path for path in by_preference if not check_sizes(path)), None)
+    if whole:
+        stay.add(whole)
     gone = [path for path in directory if path not in stay]
     for path in gone:
         with disk_errors(path):
@@ -192,9 +169,7 @@ def sweep(folder: Path) -> None:
 
 
 def point_at(path: Path) -> None:
-    """Write the name of `path` to `latest`, a file for users and scripts: resuming looks at the
-    folders themselves.
-    """
+    """Write the name of `path` to `latest`, for users and scripts: resuming does not read it."""
     replace_file(path.parent / LATEST, f"{path.name}\n".encode())
 
 

@@ -92,9 +92,7 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
 
 
 def _pass_on(path: Path | None, record: FileRecord, giver: int, ranks: Ranks) -> None:
-    """Send one file: the keeper `giver` reads `path`, the others write it. Sending goes on after a
-    failure.
-    """
+    """Send one file from the keeper `giver` to the others, to the end even after a failure."""
     import torch
     import torch.distributed as dist
 

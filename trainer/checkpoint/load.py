@@ -72,53 +72,44 @@ def load(
 def _lost(
     entries: Sequence[StateTensor], stored: Stored, stateless: Sequence[str] | None
 ) -> list[str]:
-    """List parameters that had optimizer state, with a count of updates, when saved, and now lack
-    some of it.
+    """List parameters that lack optimizer state, or a count of updates, that they had when saved.
 
     Old checkpoints do not say which parameters had none.
     """
+    if stateless is None:
+        return []
     keys: dict[str, set[str]] = {}
     for location, name in stored:
         if location == OPTIMIZER:
             keys.setdefault(name.rpartition(".")[0], set()).add(name.rpartition(".")[2])
     states = {name: found - {WEIGHT, MASTER} for name, found in keys.items()}
     wanted = {STEP} if any(STEP in found for found in states.values()) else set[str]()
-    names = {entry.name for entry in entries if (MODEL, entry.name) in stored} - set(
-        stateless or ()
-    )
-    return (
-        []
-        if stateless is None
-        else sorted(n for n in names if not states.get(n) or not wanted <= states[n])
-    )
+    names = {entry.name for entry in entries if (MODEL, entry.name) in stored} - set(stateless)
+    return sorted(name for name in names if not states.get(name) or not wanted <= states[name])
 
 
 def _kept(entries: Sequence[StateTensor], stored: Stored, position: RunState) -> list[StateTensor]:
-    """Return the state tensors, with the checkpoint's optimizer state in place of the present
-    one.
-    """
+    """Return the state tensors, with the optimizer state of the checkpoint alone."""
     states: dict[str, dict[str, tuple[int, ...]]] = {}
     for (location, name), (_, shape) in stored.items():
         owner, _, key = name.rpartition(".")
         if location == OPTIMIZER and key not in (WEIGHT, MASTER):
             states.setdefault(owner, {})[key] = shape
     # one parameter may lack state; if all do after a step of the optimizer, that is an error
-    lost: dict[str, tuple[int, ...]] = (
-        {} if states or not position.engine.get("optimizer_step") else {STEP: ()}
-    )
+    lost = dict[str, tuple[int, ...]]()
+    if not states and position.engine.get("optimizer_step"):
+        lost = {STEP: ()}
     own = {entry.name for entry in entries if entry.keep}
     found = [entry for entry in entries if entry.key in (WEIGHT, MASTER) or entry.name not in own]
-    return found + [
-        made for entry in found if entry.keep for made in entry.keep(states.get(entry.name, lost))
-    ]
+    for entry in list(found):
+        if entry.keep:
+            found += entry.keep(states.get(entry.name, lost))
+    return found
 
 
 def _stored(path: Path, below: tuple[str, ...]) -> Stored:
-    files = [
-        name
-        for name in read_manifest(path)
-        if name.endswith(".safetensors") and name.startswith(below)
-    ]
+    names = (name for name in read_manifest(path) if name.startswith(below))
+    files = [name for name in names if name.endswith(".safetensors")]
     return {
         (file.partition("/")[0], name): (file, kind.shape)
         for file in files
@@ -159,16 +150,11 @@ def _misfits(path: Path, entries: Sequence[StateTensor], stored: Stored) -> list
             if location in stored and stored[location][1] != entry.shape
         ],
     }
-    mend = "Resume with the model and the optimizer that it was saved with"
+    hint = "Resume with the model and the optimizer that it was saved with"
     if any(name.startswith(OPTIMIZER) for name in kinds["missing in the checkpoint"]):
-        mend += ", or with --resume-weights-only"
-    return [
-        Problem(
-            str(path),
-            f"{len(names)} tensors {kind} ({listed(names)})",
-            "the tensors of this run",
-            mend,
-        )
-        for kind, names in kinds.items()
-        if names
-    ]
+        hint += ", or with --resume-weights-only"
+    found = {
+        kind: f"{len(names)} tensors {kind} ({listed(names)})" for kind, names in kinds.items()
+    }
+    expected = "the tensors of this run"
+    return [Problem(str(path), found[kind], expected, hint) for kind in kinds if kinds[kind]]

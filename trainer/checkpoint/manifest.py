@@ -1,6 +1,4 @@
-"""The manifest and description of a checkpoint: its files with sizes and SHA-256, and the run that
-wrote it.
-"""
+"""The manifest of a checkpoint, its files with sizes and SHA-256, and its description."""
 
 from __future__ import annotations
 
@@ -59,8 +57,7 @@ def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return the files of a checkpoint by their path below `folder`.
 
-    Raises OSError if there is no manifest, and ValueError if it differs from what `write_manifest`
-    wrote.
+    Raises OSError without a manifest, and ValueError if it is not as `write_manifest` wrote it.
     """
     content = read_file(folder / MANIFEST)
     parsed = parse_json(content)
@@ -85,37 +82,24 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Return the description of the run that `save` was given, and its `position`. Raises
-    DiskError.
-    """
-    place = path / DESCRIPTION
+    """Return the description of the run, with its `position`. Raises DiskError."""
+    place, expected = str(path / DESCRIPTION), "the description that was saved"
     try:
-        found = parse_json(read_file(place))
+        found = parse_json(read_file(path / DESCRIPTION))
     except (OSError, ValueError) as error:
-        raise DiskError(
-            Problem(str(place), str(error), "the description that was saved")
-        ) from error
+        raise DiskError(Problem(place, str(error), expected)) from error
     whole = isinstance(found, dict) and _is(found.get("position"), _POSITION)
-    if not whole or not all(
-        isinstance(found.get(key), kinds) for key, kinds in _DESCRIPTION.items()
-    ):
-        raise DiskError(
-            Problem(str(place), "not the description of a run", "the description that was saved")
-        )
+    if not whole or not all(isinstance(found.get(key), of) for key, of in _DESCRIPTION.items()):
+        raise DiskError(Problem(place, "not the description of a run", expected))
     if wrong := _wrong_position(path, found):
-        raise DiskError(
-            Problem(str(place), f"position.{wrong}", "where the run stood when it was saved")
-        )
+        expected = "where the run stood when it was saved"
+        raise DiskError(Problem(place, f"position.{wrong}", expected))
     return found
 
 
 def _wrong_position(path: Path, description: Mapping[str, Any]) -> str:
     """Return the first impossible field of a position with the reason, or an empty string."""
-    position, since, layout = (
-        description["position"],
-        description.get("since"),
-        description.get("layout") or {},
-    )
+    position, since = description["position"], description.get("since")
     step, samples = position["step"], position["samples"]
     for key in ("step", "samples", "tokens"):
         if not 0 <= position[key] < 2**63:
@@ -127,18 +111,14 @@ def _wrong_position(path: Path, description: Mapping[str, Any]) -> str:
         return f"step is {step}, in a folder of another name"
     if samples < step or (step == 0 and samples):
         return f"samples is {samples} after {step} steps"
-    if (
-        not _is(since, {"step": int, "samples": int})
-        or type(batch := layout.get("train_batch")) is not int
-    ):
+    batch = (description.get("layout") or {}).get("train_batch")
+    if since is None or not _is(since, {"step": int, "samples": int}) or type(batch) is not int:
         return ""
     # a resumed run with another batch size counts from where it was resumed
-    expected = since["samples"] + (step - since["step"]) * batch  # type: ignore[index]
-    return (
-        ""
-        if samples == expected
-        else f"samples is {samples}, where steps of {batch} make {expected}"
-    )
+    expected = since["samples"] + (step - since["step"]) * batch
+    if samples == expected:
+        return ""
+    return f"samples is {samples}, where steps of {batch} make {expected}"
 
 
 def _is(value: object, kinds: Mapping[str, type]) -> bool:
@@ -155,24 +135,17 @@ def verify(path: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> li
 
     Checks only paths that begin with one of `below`. Collective: each rank hashes its share.
     """
-    return [
-        problem for problems in verify_each(path, ranks, below).values() for problem in problems
-    ]
+    problems = verify_each(path, ranks, below).values()
+    return [problem for of_folder in problems for problem in of_folder]
 
 
 def verify_each(path: Path, ranks: Ranks, below: tuple[str, ...] = ALL) -> dict[int, list[Problem]]:
-    """Verify each run folder as `verify` does; the problems are by the rank that keeps the
-    folder.
-    """
+    """Verify each run folder as `verify` does; return the problems by the folder's keeper."""
     found: dict[int, set[Problem]] = {}
-    for keeper, problems in ranks.gather(
-        (ranks.keeper, _check(path, _wrong_content, ranks, below))
-    ):
+    mine = _check(path, _wrong_content, ranks, below)
+    for keeper, problems in ranks.gather((ranks.keeper, mine)):
         found.setdefault(keeper, set()).update(problems)
-    return {
-        keeper: sorted(problems, key=lambda problem: problem.place)
-        for keeper, problems in found.items()
-    }
+    return {keeper: sorted(found[keeper], key=lambda problem: problem.place) for keeper in found}
 
 
 def check_sizes(path: Path, below: tuple[str, ...] = ALL) -> list[Problem]:
@@ -186,16 +159,13 @@ def _check(
     ranks: Ranks,
     below: tuple[str, ...],
 ) -> list[Problem]:
-    """List the problems of this rank's share of the manifest; `wrong` returns (seen, expected) for
-    a faulty file.
-    """
+    """List the problems of this rank's share; `wrong` returns (actual, expected) of a file."""
     try:
-        records = {
-            name: record for name, record in read_manifest(path).items() if name.startswith(below)
-        }
+        every = read_manifest(path)
     except (OSError, ValueError) as error:
-        seen = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return [Problem(str(path / MANIFEST), seen, "the manifest that was saved", _MEND)]
+        expected = "the manifest that was saved"
+        return [Problem(str(path / MANIFEST), _reason(error), expected, _MEND)]
+    records = {name: record for name, record in every.items() if name.startswith(below)}
     found = []
     by_size = sorted(records, key=lambda name: (-records[name].size, name))
     beside = ranks.beside
@@ -212,9 +182,13 @@ def _check(
         except DiskError as error:
             found += [replace(problem, mend=mend) for problem in error.problems]
         except (OSError, ValueError) as error:
-            seen = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            found.append(Problem(_shown(path / name), seen, "a file that can be read", mend))
+            actual = _reason(error)
+            found.append(Problem(_shown(path / name), actual, "a file that can be read", mend))
     return found
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def _shown(path: Path) -> str:
@@ -239,8 +213,6 @@ def _wrong_content(path: Path, record: FileRecord) -> tuple[str, str] | None:
     if fault := _wrong_size(path, record):
         return fault
     digest = hash_file(path).sha256
-    return (
-        None
-        if digest == record.sha256
-        else (f"SHA-256 {digest[:12]}...", f"{record.sha256[:12]}...")
-    )
+    if digest == record.sha256:
+        return None
+    return f"SHA-256 {digest[:12]}...", f"{record.sha256[:12]}..."

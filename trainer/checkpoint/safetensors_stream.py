@@ -35,9 +35,7 @@ _NAMES = {
     "torch.uint8": "U8",
     "torch.bool": "BOOL",
 }
-"""The format's name of each dtype. By name, so that checkpoints can be listed and verified without
-torch.
-"""
+"""The format's name of each dtype, by name: checkpoints are verified without torch."""
 _DTYPES = {name: dtype.removeprefix("torch.") for dtype, name in _NAMES.items()}
 
 _NOT_FINITE = (
@@ -94,25 +92,20 @@ class TensorWriter:
 
         expected, kind = self._waiting.pop()
         if (name, tuple(tensor.shape)) != (expected, kind.shape):
-            raise ValueError(
-                f"{name} {tuple(tensor.shape)} came where {expected} {kind.shape} was announced"
-            )
+            came = f"{name} {tuple(tensor.shape)}"
+            raise ValueError(f"{came} came where {expected} {kind.shape} was announced")
         flat = tensor.detach().to("cpu", kind.dtype).contiguous().reshape(-1)
         # an infinity or NaN shows in the extremes: one pass, and no mask as large as the tensor
-        if (
-            kind.dtype.is_floating_point
-            and len(flat)
-            and not all(end.isfinite() for end in flat.aminmax())
-        ):
+        checked = kind.dtype.is_floating_point and len(flat) > 0
+        if checked and not all(end.isfinite() for end in flat.aminmax()):
             raise NumericsError(Problem(name, *_NOT_FINITE))
         self._write(flat.view(torch.uint8).numpy().data)
 
     def finish(self) -> FileRecord:
         """Flush the file to the disk; return its size and hash."""
         if self._waiting:
-            raise ValueError(
-                f"{self._file.name}: {len(self._waiting)} tensors were announced and not written"
-            )
+            count = len(self._waiting)
+            raise ValueError(f"{self._file.name}: {count} tensors were announced and not written")
         os.fsync(self._file.fileno())
         self._file.close()
         return FileRecord(self._size, self._hash.hexdigest())
@@ -143,10 +136,9 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
             raise ValueError(f"a header of {length} bytes in a file of {there}")
         header = parse_json(file.read(length))
     try:
-        found = {name: _entry(**entry) for name, entry in header.items() if name != "__metadata__"}
-        places = sorted(
-            entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"
-        )
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        found = {name: _entry(**entry) for name, entry in entries.items()}
+        places = sorted(entry["data_offsets"] for entry in entries.values())
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"no header of tensors ({error!r:.100})") from error
     if (data := sum(size for _, _, size in found.values())) != there - 8 - length:
@@ -154,10 +146,8 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
     end = 0
     for place in places:
         if place[0] != end:
-            raise ValueError(
-                f"tensors that overlap or leave a gap: one begins at {place[0]}, the last ended at "
-                f"{end}"
-            )
+            places_of = f"one begins at {place[0]}, the last ended at {end}"
+            raise ValueError(f"tensors that overlap or leave a gap: {places_of}")
         end = place[1]
     return found
 
@@ -188,15 +178,13 @@ def read_types(path: Path) -> dict[str, TensorType]:
 
 
 def _header(types: Mapping[str, TensorType]) -> bytes:
-    entries: dict[str, object] = {
-        "__metadata__": {"format": "pt"}
-    }  # without it transformers refuses the file
+    # without metadata transformers refuses the file
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, kind in types.items():
         if str(kind.dtype) not in _NAMES:
-            raise ConfigError(
-                Problem(name, f"a tensor of {kind.dtype}", f"one of {', '.join(_NAMES)}")
-            )
+            expected = f"one of {', '.join(_NAMES)}"
+            raise ConfigError(Problem(name, f"a tensor of {kind.dtype}", expected))
         start, end = end, end + kind.size
         entries[name] = {
             "dtype": _NAMES[str(kind.dtype)],

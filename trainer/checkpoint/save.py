@@ -1,6 +1,4 @@
-"""Writing a checkpoint: in a folder of its own, flushed, agreed by all ranks, manifest last, one
-rename.
-"""
+"""Writing a checkpoint: in a folder of its own, flushed, agreed, manifest last, one rename."""
 
 from __future__ import annotations
 
@@ -19,7 +17,17 @@ from trainer.checkpoint.directory import DELETING, point_at, set_aside, step_nam
 from trainer.checkpoint.folders import PARTIAL, spread
 from trainer.checkpoint.manifest import DESCRIPTION, hash_file, write_manifest
 from trainer.checkpoint.safetensors_stream import FileRecord, TensorWriter, read_types
-from trainer.checkpoint.slots import MODEL, SavePlan, Slot, indexes, plan, stateless
+from trainer.checkpoint.slots import (
+    MODEL,
+    PLAIN,
+    ModelForm,
+    SavePlan,
+    Slot,
+    indexes,
+    model_stem,
+    plan,
+    stateless,
+)
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, Problem
 from trainer.state import WEIGHT, RunState, StateTensor
@@ -39,36 +47,32 @@ def save(
     description: Mapping[str, Any],
     write_model_files: WriteModelFiles,
     ranks: Ranks,
-    weight_dtype: torch.dtype | None = None,
-    stem: str = MODEL,
+    form: ModelForm = PLAIN,
 ) -> Path:
     """Publish the checkpoint of `state.step` in `folder`, complete on each machine; return its
     path. Collective.
 
-    `description` is the content of `trainer.json` besides the position. `weight_dtype` is that of
-    the model's files (None: the weights' own); if it differs, the exact weights are kept with the
-    optimizer's state. `stem` begins the names of the model's files; if not the default, its readers
-    need one file, and the shards are joined. Raises DiskError on every rank, with nothing
+    `description` is the content of `trainer.json` besides the position. Weights that `form` narrows
+    are kept exactly with the optimizer's state. Raises DiskError on every rank, with nothing
     published, if it can't be written or the step is there already.
     """
     final = folder / step_name(state.step)
     partial = final.with_name(final.name + PARTIAL)
-    planned = plan(entries, weight_dtype, True, stem)
+    planned = plan(entries, form, resumable=True)
 
     @disk_errors(folder)
     def prepare() -> None:
-        _refuse_published(final)
+        if final.exists():
+            hint = "Resume from it, or choose another run name"
+            expected = "a step that was not saved before"
+            raise DiskError(Problem(str(final), "already published", expected, hint))
         sweep(folder)
         _make(partial, planned)
 
     @disk_errors(partial)
     def publish(records: Mapping[str, FileRecord], text: bytes) -> None:
         (partial / DESCRIPTION).write_bytes(text)
-        _seal(
-            partial,
-            planned,
-            _joined(partial, f"{MODEL}/{stem}", records) if stem != MODEL else records,
-        )
+        _seal(partial, planned, _joined(partial, form, True, records))
         faults.at("rename")
         rename_folder(partial, final)
         faults.at("latest")
@@ -90,17 +94,15 @@ def export(
     entries: Sequence[StateTensor],
     write_model_files: WriteModelFiles,
     ranks: Ranks,
-    weight_dtype: torch.dtype | None = None,
-    stem: str = MODEL,
-    joined: bool = False,
+    form: ModelForm = PLAIN,
 ) -> Path:
-    """Write the weights alone as a Hugging Face model folder, in one file if `joined`. Collective.
+    """Write the weights alone as a Hugging Face model folder. Collective.
 
     An older folder is replaced only by a complete one. Raises DiskError on every rank.
     """
     partial = folder.with_name(folder.name + PARTIAL)
     weights = [entry for entry in entries if entry.key == WEIGHT]
-    planned = plan(weights, weight_dtype, False, stem)
+    planned = plan(weights, form, resumable=False)
 
     @disk_errors(partial)
     def prepare() -> None:
@@ -109,11 +111,7 @@ def export(
 
     @disk_errors(partial)
     def publish(records: Mapping[str, FileRecord]) -> None:
-        _seal(
-            partial,
-            planned,
-            _joined(partial, stem, records) if joined or stem != MODEL else records,
-        )
+        _seal(partial, planned, _joined(partial, form, False, records))
         if folder.exists():
             set_aside(folder)
         rename_folder(partial, folder)
@@ -127,14 +125,6 @@ def export(
     return folder
 
 
-def _refuse_published(final: Path) -> None:
-    if final.exists():
-        mend = "Resume from it, or choose another run name"
-        raise DiskError(
-            Problem(str(final), "already published", "a step that was not saved before", mend)
-        )
-
-
 def _make(partial: Path, planned: SavePlan) -> None:
     """Make an empty folder on a disk that has room for its future content."""
     ensure_writable(partial.parent, _size(_slots(planned)))
@@ -146,30 +136,25 @@ def _make(partial: Path, planned: SavePlan) -> None:
 def _write_shards(
     partial: Path, planned: SavePlan, entries: Sequence[StateTensor], ranks: Ranks
 ) -> dict[str, FileRecord]:
-    """Write the tensors that each rank owns, to every folder; return the records of all files.
-    Collective.
-    """
+    """Write the tensors that each rank owns; return the records of all files. Collective."""
     mine = [slot for slot in _slots(planned) if slot.owner == ranks.rank]
     shards = _Shards(partial, mine)
+
+    def write_one(entry: StateTensor, tensor: torch.Tensor) -> None:
+        shards.write(planned[entry.name, entry.key], tensor)
 
     @disk_errors(partial, _size(mine))
     def write() -> dict[str, FileRecord]:
         try:
-            read_all(
-                entries, lambda entry, tensor: shards.write(planned[entry.name, entry.key], tensor)
-            )
+            read_all(entries, write_one)
             return shards.finish()
         finally:
             shards.abandon()
 
     written = ranks.on_each(write)
-    found = {name: record for records in written for name, record in records.items()}
-    spread(
-        partial,
-        found,
-        {name: rank for rank, records in enumerate(written) for name in records},
-        ranks,
-    )
+    writers = {name: rank for rank, records in enumerate(written) for name in records}
+    found = {name: written[rank][name] for name, rank in writers.items()}
+    spread(partial, found, writers, ranks)
     return found
 
 
@@ -180,8 +165,7 @@ class _Shards:
     """
 
     def __init__(self, folder: Path, slots: Sequence[Slot]) -> None:
-        self._folder = folder
-        self._slots = slots
+        self._folder, self._slots = folder, slots
         self._writers: dict[str, TensorWriter] = {}
         self._thread = ThreadPoolExecutor(1)
         self._last: Future[None] | None = None
@@ -207,9 +191,8 @@ class _Shards:
     def finish(self) -> dict[str, FileRecord]:
         self._wait()
         if missing := {slot.file for slot in self._slots} - set(self._writers):
-            raise ValueError(
-                f"no state tensor of {', '.join(sorted(missing))} was read on its owner"
-            )
+            names = ", ".join(sorted(missing))
+            raise ValueError(f"no state tensor of {names} was read on its owner")
         faults.at("flush")
         return {name: writer.finish() for name, writer in self._writers.items()}
 
@@ -222,8 +205,7 @@ class _Shards:
 def read_all(
     entries: Sequence[StateTensor], write: Callable[[StateTensor, torch.Tensor], None]
 ) -> None:
-    """Read every state tensor and write it at once. Goes on reading after a failure, which is
-    raised at the end.
+    """Read every state tensor, and write it at once; a failure is raised at the end.
 
     Reading is collective: a rank that stopped because its disk is full would make the others hang.
     """
@@ -239,12 +221,13 @@ def read_all(
         raise failure
 
 
-def _joined(partial: Path, stem: str, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """Join the files whose paths begin with `stem` into one; return the records with it in their
-    place.
-    """
+def _joined(
+    partial: Path, form: ModelForm, resumable: bool, records: Mapping[str, FileRecord]
+) -> dict[str, FileRecord]:
+    """Join the model's files into one, if that is their form; return the records of all files."""
+    stem = model_stem(form, resumable)
     parts = sorted(name for name in records if name.startswith(f"{stem}-"))
-    if not parts:
+    if not parts or not form.joined:
         return dict(records)
     types = {name: kind for part in parts for name, kind in read_types(partial / part).items()}
     whole = f"{stem}.safetensors"
@@ -253,10 +236,9 @@ def _joined(partial: Path, stem: str, records: Mapping[str, FileRecord]) -> dict
         with safe_open(partial / part, "pt") as file:
             for name in read_types(partial / part):
                 writer.write(name, file.get_tensor(name))
-    joined = {whole: writer.finish()}
-    for part in parts:
         (partial / part).unlink()
-    return {name: record for name, record in records.items() if name not in parts} | joined
+    others = {name: record for name, record in records.items() if name not in parts}
+    return others | {whole: writer.finish()}
 
 
 def _write_others(
@@ -266,22 +248,16 @@ def _write_others(
     records: Mapping[str, FileRecord],
     ranks: Ranks,
 ) -> None:
-    """Write the model's files that hold no tensors, by rank 0: libraries of other ranks may
-    differ.
-    """
+    """Write the model's files without tensors, on rank 0: libraries of other ranks may differ."""
 
     @disk_errors(partial)
     def written() -> dict[str, FileRecord]:
         write(model)
-        files = {
-            path.relative_to(partial).as_posix(): path
-            for path in model.rglob("*")
-            if path.is_file()
-        }
-        apart = len(set(ranks.keepers)) > 1
-        return {
-            name: hash_file(path) for name, path in files.items() if apart and name not in records
-        }
+        if len(set(ranks.keepers)) < 2:
+            return {}
+        paths = [path for path in model.rglob("*") if path.is_file()]
+        names = {path.relative_to(partial).as_posix(): path for path in paths}
+        return {name: hash_file(path) for name, path in names.items() if name not in records}
 
     others = ranks.on_first(written)
     spread(partial, others, dict.fromkeys(others, 0), ranks)

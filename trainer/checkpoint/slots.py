@@ -17,6 +17,25 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 
 @dataclass(frozen=True)
+class ModelForm:
+    """The form in which a model's weights are written."""
+
+    dtype: torch.dtype | None = None
+    """That of the files; None: the weights' own."""
+    stem: str = MODEL
+    """The beginning of the files' names."""
+    one_file: bool = False
+
+    @property
+    def joined(self) -> bool:
+        """True for one file: the readers of files with a name of their own need that."""
+        return self.one_file or self.stem != MODEL
+
+
+PLAIN = ModelForm()
+
+
+@dataclass(frozen=True)
 class Slot:
     """One tensor in one file."""
 
@@ -32,50 +51,36 @@ SavePlan = dict[tuple[str, str], list[Slot]]
 
 
 def optimizer_name(entry: StateTensor) -> str:
-    """Return a state tensor's name in `optimizer/`. Keys have no dot, so no two state tensors share
-    a name.
-    """
+    """Return a state tensor's name in `optimizer/`, its own since keys have no dot."""
     return f"{entry.name}.{entry.key}"
 
 
 def stateless(entries: Sequence[StateTensor]) -> list[str]:
-    """List the tensors without optimizer state: buffers, frozen parameters, those that had no
-    gradient yet.
-    """
+    """List the tensors without optimizer state: buffers, and what had no gradient yet."""
     learned = {entry.name for entry in entries if entry.key not in (WEIGHT, MASTER)}
     return sorted({entry.name for entry in entries} - learned)
 
 
-def plan(
-    entries: Sequence[StateTensor],
-    weight_dtype: torch.dtype | None,
-    resumable: bool,
-    stem: str = MODEL,
-) -> SavePlan:
-    """Assign weights to the model's files and all else to the optimizer's; each rank that owns some
-    has one file.
+def plan(entries: Sequence[StateTensor], form: ModelForm, resumable: bool) -> SavePlan:
+    """Assign weights to the model's files and all else to the optimizer's, a file for each owner.
 
-    If `resumable`, the model has a folder of its own, and a weight that `weight_dtype` narrows goes
-    to both, since resuming must be exact, bit for bit. The names of the model's files begin with
-    `stem`.
+    If `resumable`, the model has a folder of its own, and a weight that `form` narrows goes to
+    both, since resuming must be exact, bit for bit.
     """
     locations: list[tuple[StateTensor, str, TensorType]] = []
     for entry in entries:
         exact = TensorType(entry.shape, entry.dtype)
         stored = exact
         if entry.key == WEIGHT:
-            if weight_dtype and entry.dtype.is_floating_point:
-                stored = TensorType(entry.shape, weight_dtype)
+            if form.dtype and entry.dtype.is_floating_point:
+                stored = TensorType(entry.shape, form.dtype)
             locations.append((entry, MODEL, stored))
         if entry.key != WEIGHT or (resumable and stored != exact):
             locations.append((entry, OPTIMIZER, exact))
-    folders = {MODEL: f"{MODEL}/" if resumable else "", OPTIMIZER: f"{OPTIMIZER}/"}
+    stems = {MODEL: model_stem(form, resumable), OPTIMIZER: f"{OPTIMIZER}/{OPTIMIZER}"}
     files = {
-        kind: _file_names(
-            folder + (stem if kind == MODEL else kind),
-            {entry.owner for entry, location, _ in locations if location == kind},
-        )
-        for kind, folder in folders.items()
+        kind: _file_names(stem, {entry.owner for entry, place, _ in locations if place == kind})
+        for kind, stem in stems.items()
     }
     found: SavePlan = {}
     for entry, location, kind in locations:
@@ -85,10 +90,13 @@ def plan(
     return found
 
 
+def model_stem(form: ModelForm, resumable: bool) -> str:
+    """Return how the paths of the model's files begin."""
+    return f"{MODEL}/{form.stem}" if resumable else form.stem
+
+
 def indexes(slots: Sequence[Slot]) -> dict[str, dict[str, object]]:
-    """Return path and content of an index for each set of several files, as Hugging Face writes
-    them.
-    """
+    """Return path and content of an index for each set of several files (Hugging Face's)."""
     sets: dict[str, list[Slot]] = {}
     for slot in slots:
         if "-of-" in slot.file:

@@ -27,9 +27,7 @@ class Composed:
     def engine(
         self, wanted: str | None = None, device: str | None = None
     ) -> tuple[str, EngineKind]:
-        """The engine `wanted`, else the config's, by its name. Raises ConfigError if it can't run
-        the layout.
-        """
+        """Return the engine `wanted`, else the config's, by its name. Raises ConfigError."""
         from trainer.engines import select
 
         return select(

@@ -34,9 +34,7 @@ PACKAGES = (
 
 
 def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
-    """Describe the run to come, a line each; `in_full` adds every resolved value, the whole config
-    and samples.
-    """
+    """Describe the run to come, a line each; `in_full` adds every resolved value and samples."""
     config, subject = prepared.config, prepared.subject
     section, spec, data = config.trainer, subject.spec, subject.data
     samples = prepared.steps * prepared.layout.train_batch
@@ -185,9 +183,7 @@ _OFFERED: dict[str, dict[str, Any]] = {
 
 
 def layout_table() -> str:
-    """Return the table of which engine runs which layout, as Markdown, from the engines' own
-    refusals.
-    """
+    """Return the table of which engine runs which layout, from the engines' own refusals."""
     lines = [
         "| layout | " + " | ".join(f"`{name}`" for name in ENGINES) + " |",
         "| --- |" + " --- |" * len(ENGINES),

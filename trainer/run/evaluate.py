@@ -36,9 +36,7 @@ def held_out_loss(
     samples: int,
     moves: Callable[[], None] = lambda: None,
 ) -> HeldOut:
-    """Evaluate the first `samples` held-out samples; `moves` is called for each batch.
-    Collective.
-    """
+    """Evaluate the first `samples` samples; `moves` is called for each batch. Collective."""
     batches = evaluation_batches(source, task.collate, task.blank, batching, samples)
     sums, targets = engine.evaluate(_told(batches, moves))
     loss, *measures = (sums / targets).tolist()
@@ -63,9 +61,7 @@ def together(found: Sequence[HeldOut]) -> HeldOut:
 
 
 def beginning(source: Source, most: int) -> list[int]:
-    """Return the tokens of the first sample before its first target: at least a few, and at most
-    the last `most`.
-    """
+    """Return the tokens before the first target: at least a few, and at most the last `most`."""
     sample = source[0]
     counted = np.flatnonzero(sample["targets"] != IGNORED)
     first = int(counted[0]) + 1 if len(counted) else 0
@@ -75,9 +71,7 @@ def beginning(source: Source, most: int) -> list[int]:
 def continuation(
     folder: Path, tokenizer: Any, prompt: str | list[int], tokens: int, seed: int
 ) -> str:
-    """Return the text with which the model in `folder`, a Hugging Face model, continues `prompt`
-    (temperature 0.8).
-    """
+    """Return how the Hugging Face model in `folder` continues `prompt` (temperature 0.8)."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)

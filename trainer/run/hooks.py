@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
 from rich.console import Console
 
 from trainer import checkpoint
-from trainer.data.loader import Batching, StepBatches
+from trainer.data.loader import Batching, BatchLoader, StepBatches
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Machine, Metrics
+from trainer.engines.devices import peak_of
 from trainer.models.spec import given_tensors, stored
 from trainer.optim.lr_schedules import Update
 from trainer.run import describe
@@ -23,57 +25,85 @@ from trainer.run.evaluate import held_out_loss, together
 from trainer.run.loop import Hooks
 from trainer.run.metrics import Meter, Skipped
 from trainer.run.prepare import Prepared
+from trainer.run.resume import Start
+from trainer.run.timeline import StepProfiler, Timeline
 from trainer.state import RunState, StateTensor
 from trainer.supervise.phase import Phase
 from trainer.supervise.signals import NoSignals, StopSignals
-from trainer.trackers import Evaluation, Record, SampleLog, Tracker, say
+from trainer.trackers import Evaluation, Record, SampleLog, Tracker, open_trackers, say
 
 MERGED = "final-merged"
 SLOW = 0.1
 """The share of the time spent waiting for data above which the user is told."""
 SIGN_SECONDS = 600.0
-"""Seconds without a line, after which one is printed if nothing else shows that the run
-continues.
-"""
-SLOW_DISK = 50e6
-"""The lowest speed, in bytes/s, assumed for a save: at that speed its time without a sign of life
-is no hang.
-"""
-Saver = Callable[[Sequence[StateTensor], Callable[[Sequence[StateTensor], Ranks], None]], None]
-"""Saves state tensors by the given function, called with the ranks to agree with: at once, or in
-the background.
-"""
+"""Seconds without a line, after which one is printed that the run continues."""
 
 
 @dataclass
 class RunHooks(Hooks):
-    """The hooks of a run, on every rank; only rank 0 has trackers."""
+    """The hooks of a run, on every rank, with all that they write to, open within the context."""
 
     prepared: Prepared
     machine: Machine
-    folder: Path
+    start: Start
+    position: RunState
     engine: Engine
-    meter: Meter
-    trackers: Sequence[Tracker]
+    loader: BatchLoader
     console: Console
-    saver: Saver
     signals: StopSignals | NoSignals
-    watchers: Sequence[Callable[[Phase, int], None]] = ()
-    """Called as `at` is."""
+    trackers: Sequence[Tracker]
+    """Those of every rank; the first has those of the config, too."""
 
     def __post_init__(self) -> None:
-        prepared, ranks, state = self.prepared, self.machine.ranks, self.meter.state
+        prepared, ranks = self.prepared, self.machine.ranks
         section = prepared.config.trainer
         self.patience = Patience(section.evaluation.patience)
-        self._samples = (
-            SampleLog(self.folder / "logs", ranks.rank) if section.log.sample_ids else None
-        )
+        self._logs = SampleLog(self.folder / "logs", ranks.rank) if section.log.sample_ids else None
         self._skipped = Skipped(ranks, watching=prepared.layout.precision != "float16")
         self._slow_data = SlowData(prepared)
         self._sign_of_life = SignOfLife(self.console, prepared.steps)
         self._on_host = ranks.on_host()
         self._held_out: dict[int, float] = {}
-        self._since = {"step": state.step, "samples": state.samples}
+        self._since = {"step": self.position.step, "samples": self.position.samples}
+        self._meter = Meter(
+            prepared.steps,
+            self.machine.device,
+            prepared.layout.world_size // prepared.layout.data_ranks,
+            prepared.subject.flops(section),
+            peak_of(self.machine.device),
+            self.loader,
+            self.position,
+        )
+
+    def __enter__(self) -> RunHooks:
+        prepared, ranks, folder = self.prepared, self.machine.ranks, self.folder
+        section, first = prepared.config.trainer, ranks.first
+        with ExitStack() as stack:
+            self._trackers = list(self.trackers)
+            if first:
+                unit = prepared.subject.unit
+                self._trackers += open_trackers(section.log.trackers, folder, self.console, unit)
+            for tracker in self._trackers:
+                stack.callback(tracker.close)
+            self._background = None
+            if section.checkpoint.asynchronous:
+                self._background = stack.enter_context(checkpoint.Background(ranks.on_host()))
+            at, source = self.position.step, self.start.source
+            timeline = Timeline(folder if first else None, prepared.steps, at, source)
+            self._timeline = stack.enter_context(timeline)
+            self._profiler = None
+            if section.profile is not None and first:
+                self._profiler = StepProfiler(section.profile, folder, self.machine.device)
+                stack.callback(self._profiler.close)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    @property
+    def folder(self) -> Path:
+        return self.start.folder
 
     def log(self, state: RunState, metrics: Metrics, update: Update) -> None:
         for line in self._skipped.lines():
@@ -81,9 +111,9 @@ class RunHooks(Hooks):
         by_source = self.prepared.subject.losses_by_source(metrics, self.machine.device)
         state = replace(state, engine=self.engine.scalars())
         record = replace(
-            self.meter.record(state, metrics, update, self._skipped.total), by_source=by_source
+            self._meter.record(state, metrics, update, self._skipped.total), by_source=by_source
         )
-        for tracker in self.trackers:
+        for tracker in self._trackers:
             tracker.record(record)
         for line in self._slow_data.lines(record):
             say(self.console, line)
@@ -104,42 +134,44 @@ class RunHooks(Hooks):
             self._held_out[state.step] = found.loss
         losses = {name: one.loss for name, one in by_source.items() if name}
         measures = found.measures | subject.measures(found.loss)
-        for tracker in self.trackers:
+        for tracker in self._trackers:
             tracker.evaluation(
                 Evaluation(state.step, found.loss, found.targets, **measures, by_source=losses)
             )
         return self.patience.ends(state.step, found.loss)
 
     def save(self, state: RunState) -> None:
-        prepared, spec = self.prepared, self.prepared.subject.spec
+        prepared, subject = self.prepared, self.prepared.subject
         directory, kept = self.folder / "checkpoints", prepared.config.trainer.checkpoint
-        moves = partial(self.machine.watch.moves, saved_bytes(prepared) / SLOW_DISK)
+        moves = partial(self.machine.watch.moves, prepared.save_seconds)
         moves()
-        if prepared.subject.check.goes_on:
-            say(
-                self.console, "note: the checkpoint waits until all prepared data has been compared"
-            )
+        if subject.check.goes_on:
+            note = "note: the checkpoint waits until all prepared data has been compared"
+            say(self.console, note)
         position = replace(state, engine=self.engine.scalars())
         description = {
             **describe.run_description(prepared),
             "evaluation_loss": self._held_out.get(state.step),
             "since": self._since,
         }
+        form = prepared.form
+        files = partial(subject.save, dtype=form.dtype)
 
-        def write(entries: Sequence[StateTensor], agreeing: Ranks) -> None:
-            files, dtype = partial(write_model_files, prepared), stored_dtype(prepared)
-            agreeing.await_each(lambda: prepared.subject.check.wait(moves))
-            checkpoint.save(
-                directory, position, entries, description, files, agreeing, dtype, spec.files.stem
-            )
-            agreeing.on_keepers(lambda: checkpoint.prune(directory, kept.keep_last, kept.keep_best))
+        def write(entries: Sequence[StateTensor], ranks: Ranks) -> None:
+            ranks.await_each(lambda: subject.check.wait(moves))
+            checkpoint.save(directory, position, entries, description, files, ranks, form)
+            ranks.on_keepers(lambda: checkpoint.prune(directory, kept.keep_last, kept.keep_best))
 
-        self.saver(stored(spec, self.engine.state_tensors()), write)
+        entries = stored(subject.spec, self.engine.state_tensors())
+        if self._background is None:
+            write(entries, self.machine.ranks)
+        else:
+            self._background.save(entries, write)
 
     def on_step(self, batches: StepBatches, metrics: Metrics) -> None:
         self._skipped.note(batches, metrics)
-        if self._samples is not None:
-            self._samples.write(batches.step, [int(i) for part in batches.ids for i in part])
+        if self._logs is not None:
+            self._logs.write(batches.step, [int(i) for part in batches.ids for i in part])
 
     def stop(self) -> Callable[[], bool]:
         return self._on_host.any_soon(self.signals.received or self.prepared.subject.check.failed)
@@ -149,8 +181,10 @@ class RunHooks(Hooks):
         self.machine.watch.at(phase, step)
         self.machine.signs.at_step(min(step, steps), steps, phase)
         self._sign_of_life.at(phase, step)
-        for watcher in self.watchers:
-            watcher(phase, step)
+        if self._profiler is not None:
+            self._timeline.at(Phase.PROFILING, step)
+            self._profiler.at(phase, step)
+        self._timeline.at(phase, step)
 
 
 class Patience:
@@ -165,9 +199,7 @@ class Patience:
         self._lowest, self._at, self._since = math.inf, 0, 0
 
     def ends(self, step: int, loss: float) -> bool:
-        """Return True if this evaluation was one too many. The same on every rank, as the loss
-        is.
-        """
+        """Return True if this evaluation was one too many; the same on every rank."""
         if loss < self._lowest:
             self._lowest, self._at, self._since = loss, step, 0
         else:
@@ -183,30 +215,16 @@ class Patience:
         return f"stopped: the held-out loss has not fallen in {self._since} evaluations; {lowest}"
 
 
-def saved_bytes(prepared: Prepared) -> int:
-    """Return the bytes of a checkpoint: weights, and float32 masters and two moments of trained
-    parameters.
-    """
-    spec = prepared.subject.spec
-    weights = prepared.learned if spec.training.unsaved else spec.parameters
-    return 4 * weights + 12 * prepared.learned
-
-
 class SignOfLife:
-    """Prints now and then which step is in progress, without a terminal and if logged steps are far
-    apart.
-    """
+    """Prints the step in progress, without a terminal and where logged steps are far apart."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console, self._steps, self._spoken = console, steps, time.monotonic()
 
     def at(self, phase: Phase, step: int) -> None:
         now = time.monotonic()
-        if (
-            phase is Phase.TRAINING
-            and not self._console.is_terminal
-            and now - self._spoken > SIGN_SECONDS
-        ):
+        silent = not self._console.is_terminal and now - self._spoken > SIGN_SECONDS
+        if phase is Phase.TRAINING and silent:
             self._spoken = now
             say(self._console, f"step {step}/{self._steps} is made")
         elif phase in (Phase.LOGGING, Phase.EVALUATING):
@@ -222,41 +240,30 @@ class SlowData:
 
     def lines(self, record: Record) -> Iterator[str]:
         self._logged += 1
-        if (
-            record.data_wait > SLOW and self._logged > 1 and not self._noted
-        ):  # the first steps wait for the start
+        # the first steps wait for the start
+        if record.data_wait > SLOW and self._logged > 1 and not self._noted:
             self._noted = True
             yield (
                 f"note: {record.data_wait:.0%} of the time goes by waiting for data: the loader is "
-                "slower than the "
-                f"device{self._advice}"
+                f"slower than the device{self._advice}"
             )
-
-
-def stored_dtype(prepared: Prepared) -> torch.dtype | None:
-    name = prepared.config.trainer.checkpoint.dtype
-    return getattr(torch, name) if name else None
-
-
-def write_model_files(prepared: Prepared, target: Path) -> None:
-    prepared.subject.spec.files.save_config(target, stored_dtype(prepared))
-    prepared.subject.save(target)
 
 
 def export(prepared: Prepared, engine: Engine, folder: Path, ranks: Ranks) -> None:
     """Write the model to `final/`; with its adapter merged, to `final-merged/`. Collective."""
-    spec, dtype, final = prepared.subject.spec, stored_dtype(prepared), folder / "final"
-    weights, files = stored(spec, engine.state_tensors()), partial(write_model_files, prepared)
-    checkpoint.export(final, weights, files, ranks, dtype, spec.files.stem, spec.one_file)
+    subject, final = prepared.subject, folder / "final"
+    spec, form = subject.spec, replace(prepared.form, one_file=subject.spec.one_file)
+    entries = stored(spec, engine.state_tensors())
+    checkpoint.export(final, entries, partial(subject.save, dtype=form.dtype), ranks, form)
     if spec.files.merged is not None:
         merged = spec.files.merged(final)
-        files = partial(
-            write_model_files, replace(prepared, subject=replace(prepared.subject, spec=merged))
-        )
-        checkpoint.export(folder / MERGED, given_tensors(merged, ranks), files, ranks, dtype)
+        files = partial(replace(subject, spec=merged).save, dtype=form.dtype)
+        entries, form = given_tensors(merged, ranks), checkpoint.ModelForm(form.dtype)
+        checkpoint.export(folder / MERGED, entries, files, ranks, form)
 
 
 def finish(prepared: Prepared, folder: Path, console: Console) -> None:
+    """Show a sample of the trained model, and say where it is."""
     subject = prepared.subject
     if (text := subject.example(folder / "final", prepared.config.trainer)) is not None:
         say(console, describe.framed_sample(text))

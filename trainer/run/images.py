@@ -1,6 +1,4 @@
-"""The subject of an image classification run: a classifier, by name or given, on labelled
-images.
-"""
+"""The subject of image classification: a classifier, named or given, on labelled images."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ def expected(section: TrainerSection, cache: Path) -> Images:
 
 
 def named_in(section: TrainerSection) -> Classifier:
-    """Return the classifier that the config names. Raises ConfigError for none, or an unknown
-    name.
-    """
+    """Return the classifier that the config names. Raises ConfigError for none that is known."""
     if (name := section.model.name_or_path) is None:
         raise ConfigError(Problem("trainer.model.name_or_path", "nothing", classifiers.NAMES))
     return classifiers.named(name, arguments_of(section), section.model.weights)
@@ -81,9 +77,7 @@ def spec_of(
     model: Callable[[], nn.Module] | None = None,
     blocks: str | None = None,
 ) -> ModelSpec:
-    """Build the spec of the config's classifier, completed from the images; or of a given
-    `model`.
-    """
+    """Build the spec of the config's classifier for such images; or of a given `model`."""
     pattern = blocks or section.model.blocks
     if classifier is None:
         assert model is not None
@@ -117,9 +111,7 @@ def check(
     layout: Layout,
     first: list[Any],
 ) -> None:
-    """Raise for an unsupported layout, for images that the model can't take, and for other numbers
-    of classes.
-    """
+    """Raise for an unsupported layout, and for images or classes that the model can't take."""
     model = spec.build()
     if layout.tensor > 1:
         seen = (

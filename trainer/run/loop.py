@@ -14,9 +14,7 @@ from trainer.supervise.phase import Phase
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """The length of a run, and the intervals of its events, in optimizer steps; None: only at the
-    end.
-    """
+    """The length of a run, and the intervals of events, in steps; None: only at the end."""
 
     steps: int
     train_batch: int
@@ -26,9 +24,7 @@ class LoopPlan:
 
 
 class Hooks:
-    """The methods that the loop calls. All are collective: all ranks call them at the same
-    steps.
-    """
+    """The methods that the loop calls; all are collective, at the same steps on all ranks."""
 
     def log(self, state: RunState, metrics: Metrics, update: Update) -> None:
         """Report a step; the host may wait for the device here."""
@@ -44,9 +40,7 @@ class Hooks:
         """Note a step, each time, without waiting for the device."""
 
     def stop(self) -> Callable[[], bool]:
-        """Begin to ask, before a step, if the run must save and stop; the result is called after
-        it.
-        """
+        """Begin to ask, before a step, if the run must stop; the result is called after it."""
         return lambda: False
 
     def at(self, phase: Phase, step: int) -> None:
@@ -61,9 +55,7 @@ def train(
     hooks: Hooks,
     state: RunState,
 ) -> RunState:
-    """Train from `state` to `plan.steps`; return the last state. The only host synchronisation is
-    in the hooks.
-    """
+    """Train from `state` to `plan.steps`; return the last state. Only hooks wait for the device."""
     tokens = None
     hooks.at(Phase.WAITING, state.step + 1)
     for batches in loader:

@@ -1,6 +1,4 @@
-"""The `Record` of a logged step from the loop's metrics, where the host waits, and steps that
-changed nothing.
-"""
+"""The `Record` of a logged step, where the host waits, and steps that changed nothing."""
 
 from __future__ import annotations
 
@@ -82,9 +80,7 @@ class Meter:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return the bytes that torch allocated on a GPU at the peak, or the process's largest resident
-    set.
-    """
+    """Return the peak bytes that torch allocated on a GPU, or the largest resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from rich.console import Console
 
+from trainer.checkpoint import ModelForm
 from trainer.config import Config, RuntimeFacts, support
 from trainer.config.validate import profile_problems
 from trainer.data.progress import Progress
@@ -22,6 +24,9 @@ from trainer.run.compose import compose
 from trainer.run.subject import Given, Subject, subject_of
 from trainer.supervise.process import has_bf16, share_of_cores
 from trainer.trackers import require
+
+SLOW_DISK = 50e6
+"""The lowest speed of a disk, in bytes/s, that is assumed for a save."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +42,31 @@ class Prepared:
     model_notes: tuple[str, ...]
     """The findings on a tiny copy of the model, a line each."""
     learned: int
-    """The number of parameters that the optimizer trains, without those that get no gradient from
-    text.
-    """
+    """The parameters that the optimizer trains, without those that get no gradient from text."""
     undecayed: dict[str, int]
     """Those of them without weight decay, with their sizes."""
     workers: int
     """Processes of each rank that load samples; 0: a thread."""
     code: Mapping[str, str] = field(default_factory=dict)
     """Digests, by name, of the user's own code with which a checkpoint was trained."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes of weights, and of float32 masters and two moments of what is trained."""
+        spec = self.subject.spec
+        weights = self.learned if spec.training.unsaved else spec.parameters
+        return 4 * weights + 12 * self.learned
+
+    @property
+    def save_seconds(self) -> float:
+        """The seconds that a save may take without a sign of life, and be no hang."""
+        return self.saved_bytes / SLOW_DISK
+
+    @property
+    def form(self) -> ModelForm:
+        """The form of the model's files in a checkpoint."""
+        dtype = self.config.trainer.checkpoint.dtype
+        return ModelForm(getattr(torch, dtype) if dtype else None, self.subject.spec.files.stem)
 
 
 def prepare(

@@ -5,15 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    closing,
-    nullcontext,
-    redirect_stdout,
-    suppress,
-)
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -28,21 +21,18 @@ from trainer.config import Config, support
 from trainer.data.loader import Batching, BatchLoader
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Job, Machine
-from trainer.engines.devices import peak_of
 from trainer.errors import MeshloomError
 from trainer.models.spec import stored
-from trainer.optim.lr_schedules import schedule_of
+from trainer.optim.lr_schedules import LRSchedule, schedule_of
 from trainer.run import describe, resume
-from trainer.run.hooks import SLOW_DISK, RunHooks, Saver, export, finish, saved_bytes
+from trainer.run.hooks import RunHooks, export, finish
 from trainer.run.loop import LoopPlan
 from trainer.run.loop import train as loop
-from trainer.run.metrics import Meter
 from trainer.run.prepare import Prepared, prepare
 from trainer.run.resume import Request, Start
 from trainer.run.subject import Given
-from trainer.run.timeline import StepProfiler, Timeline
 from trainer.state import RunState
-from trainer.storage import Unfailing
+from trainer.storage import Unfailing, ensure_writable
 from trainer.supervise.ending import Ending, watched_in_script
 from trainer.supervise.notes import notes_of
 from trainer.supervise.output import Output, Signs
@@ -50,7 +40,7 @@ from trainer.supervise.phase import Phase
 from trainer.supervise.process import join, quiet_libraries
 from trainer.supervise.signals import NoSignals, StopSignals, preempted, stop_signals
 from trainer.supervise.world import World, leave_with_launcher, world_of
-from trainer.trackers import Evaluation, Record, Tracker, open_trackers, say
+from trainer.trackers import Evaluation, Record, Tracker, say
 
 
 @dataclass(frozen=True)
@@ -96,26 +86,23 @@ def run(
     if world_of(os.environ) is not None:
         leave_with_launcher(own=notes is not None)
     try:
-        signs.at(
-            f"waiting for {world.world_size} ranks" if world.world_size > 1 else "making ready"
-        )
+        several = world.world_size > 1
+        signs.at(f"waiting for {world.world_size} ranks" if several else "making ready")
         machine = join(config, world, output.say)
         watch = ending.start_watch(config, machine.ranks, lambda line: say(console, line))
         quiet_libraries()
+        machine = replace(machine, watch=watch, signs=signs)
         log_to = lambda folder: output.log_to(ending.begin_in(folder))  # noqa: E731
-        execute(
-            config, request, replace(machine, watch=watch, signs=signs), console, signals, log_to
-        )
-        if machine.ranks.world_size > 1:
+        execute(config, request, machine, console, signals, log_to)
+        if several:
             watch.at(Phase.LEAVING)
             dist.barrier()
         return ending.end(0)
     except BaseException as error:  # the last place where it can become an exit code
         with suppress(OSError):  # the disk that holds the log may be full
             traceback.print_exc()
-        if not isinstance(error, MeshloomError) and signals.explain_failure(
-            others=world.world_size > 1
-        ):
+        others = world.world_size > 1
+        if not isinstance(error, MeshloomError) and signals.explain_failure(others=others):
             error = preempted(0)
         signals.release()
         return ending.after(error)
@@ -143,25 +130,19 @@ def execute(
     log_to: Callable[[Path], None] = lambda folder: None,
     given: Given | None = None,
 ) -> Result | None:
-    """Run in processes that have met; None for a dry run. `log_to` is called with the run's folder.
-    Collective.
-    """
-    signs = machine.signs
-    signs.at("looking at the run's folder")
-    start = (
-        None
-        if request.dry_run or request.preview is not None
-        else resume.choose(config, request, machine.ranks)
-    )
-    if start is not None and start.finished:
-        again = "--fresh starts one like it, more trainer.steps make it longer with --resume auto"
-        say(console, f"finished: {start.folder / 'final'} is there already; {again}")
-        return None
+    """Run in processes that have met; None for a dry run. `log_to` takes the folder. Collective."""
+    machine.signs.at("looking at the run's folder")
+    start = resume.choose(config, request, machine.ranks) if request.trains else None
     if start is not None:
+        if start.finished:
+            again = "--fresh starts one like it, more trainer.steps make it longer"
+            place = f"{start.folder / 'final'} is there already"
+            say(console, f"finished: {place}; {again} with --resume auto")
+            return None
         log_to(start.folder)
         machine = replace(machine, ranks=start.ranks)
     prepared = prepare(config, machine, given, console, builds=start is not None)
-    signs.hide()
+    machine.signs.hide()
     if request.preview is not None:
         for line in describe.preview_lines(prepared, request.preview):
             console.print(Text(line, "green" if line.startswith("  + ") else ""), soft_wrap=True)
@@ -170,9 +151,10 @@ def execute(
         say(console, line)
     if start is None:
         return None
-    history = History() if request.script else None
-    _train(prepared, request, machine, start, console, signals, [history] if history else [])
-    if history is None:  # a command's result is its folder
+    history = History()
+    trackers = [history] if request.script else []
+    _train(prepared, request, machine, start, console, signals, trackers)
+    if not request.script:  # a command's result is its folder
         return None
     return Result(start.folder, tuple(history.records), tuple(history.evaluations))
 
@@ -184,64 +166,27 @@ def _train(
     start: Start,
     console: Console,
     signals: StopSignals | NoSignals,
-    trackers: list[Tracker],
+    trackers: Sequence[Tracker],
 ) -> None:
-    """Train and export the model. `trackers` are used on every rank; those of the config on rank
-    0.
-    """
-    config, ranks = prepared.config, machine.ranks
-    section, folder, source = config.trainer, start.folder, start.source
-    changed = []
-    if source is not None and not request.resume_anyway:
-        changed = ranks.on_first(
-            lambda: resume.refuse_changed(source, describe.run_description(prepared))
-        )
-    for line in [*start.lines, *changed]:
-        say(console, f"resume  {line}")
-    ranks.on_keepers(
-        lambda: checkpoint.ensure_writable(folder / "checkpoints", saved_bytes(prepared))
-    )
-    ranks.on_keepers(lambda: describe.write(folder, prepared, machine, request.overrides))
-    machine.watch.plan(prepared.steps)
+    """Train and export the model. Every rank has `trackers`; the first has the config's, too."""
+    ranks, folder, subject = machine.ranks, start.folder, prepared.subject
+    _write_down(prepared, request, machine, start, console)
     compared = request.memory_check(prepared, machine, folder, console)
     machine.watch.at(Phase.BUILDING)
     machine.signs.at("building the engine, and the model's values")
-    machine.watch.moves(saved_bytes(prepared) / SLOW_DISK)
-    engine, position = _built(prepared, request, machine, source, console)
-    with ExitStack() as stack:
-        if ranks.first:
-            trackers += open_trackers(section.log.trackers, folder, console, prepared.subject.unit)
-        for tracker in trackers:
-            stack.callback(tracker.close)
-        loader = stack.enter_context(_loader(prepared, machine, position))
-        flops = prepared.subject.flops(section)
-        sharers = prepared.layout.world_size // prepared.layout.data_ranks
-        meter = Meter(
-            prepared.steps,
-            machine.device,
-            sharers,
-            flops,
-            peak_of(machine.device),
-            loader,
-            position,
-        )
-        saver: Saver = lambda entries, write: write(entries, ranks)  # noqa: E731
-        if section.checkpoint.asynchronous:
-            saver = stack.enter_context(checkpoint.Background(ranks.on_host())).save
-        watchers = _watchers(stack, prepared, machine, folder, position, source)
-        hooks = RunHooks(
-            prepared, machine, folder, engine, meter, trackers, console, saver, signals, watchers
-        )
+    machine.watch.moves(prepared.save_seconds)
+    engine, position = _built(prepared, request, machine, start.source, console)
+    loader = _loader(prepared, machine, position)
+    reports = _reports(prepared.config, ranks, console)
+    hooks = RunHooks(prepared, machine, start, position, engine, loader, console, signals, trackers)
+    with loader, hooks:
         signals.saving()
         machine.signs.at("making the first step")
-        schedule = schedule_of(
-            vars(config.optimizer), vars(config.scheduler) if config.scheduler else None
-        )
-        with _reports(config, ranks, console), prepared.subject.check:
-            position = loop(engine, loader, schedule, _plan(prepared), hooks, position)
+        with reports, subject.check:
+            position = loop(engine, loader, _schedule(prepared), _plan(prepared), hooks, position)
     machine.signs.hide()
     machine.watch.at(Phase.FINISHING)
-    machine.watch.moves(saved_bytes(prepared) / SLOW_DISK)
+    machine.watch.moves(prepared.save_seconds)
     if hooks.patience.line is not None:
         say(console, f"note: {hooks.patience.line}")
     elif position.step < prepared.steps:
@@ -250,10 +195,79 @@ def _train(
     export(prepared, engine, folder, ranks)
     for line in compared():
         say(console, line)
-    with _reports(config, ranks, console):
+    with reports:
         engine.close()
     if ranks.first:
         finish(prepared, folder, console)
+
+
+def _write_down(
+    prepared: Prepared, request: Request, machine: Machine, start: Start, console: Console
+) -> None:
+    """Describe the run in its folder, once its checkpoint is seen to fit. Collective."""
+    ranks, folder, source = machine.ranks, start.folder, start.source
+    lines = start.lines
+    if source is not None and not request.resume_anyway:
+        description = describe.run_description(prepared)
+        changed = ranks.on_first(lambda: resume.refuse_changed(source, description))
+        lines = [*lines, *changed]
+    for line in lines:
+        say(console, f"resume  {line}")
+
+    def write() -> None:
+        ensure_writable(folder / "checkpoints", prepared.saved_bytes)
+        describe.write(folder, prepared, machine, request.overrides)
+
+    ranks.on_keepers(write)
+    machine.watch.plan(prepared.steps)
+
+
+def _built(
+    prepared: Prepared, request: Request, machine: Machine, source: Path | None, console: Console
+) -> tuple[Engine, RunState]:
+    """Build the engine, with the state of checkpoint `source`; and its position. Collective."""
+    config, ranks, subject = prepared.config, machine.ranks, prepared.subject
+    engine = prepared.engine.build(
+        Job(
+            prepared.layout,
+            subject.spec,
+            subject.task,
+            config.deepspeed,
+            config.trainer.seed,
+            machine,
+            prepared.undecayed,
+        )
+    )
+    subject.spec.weights.release()
+    for note in engine.notes:
+        say(console, f"note: {note}")
+    if source is None:
+        return engine, RunState()
+    machine.signs.at(f"reading {source}")
+    if not request.weights_only:
+        position = ranks.on_first(lambda: checkpoint.read_description(source)["position"])
+        engine.restore(position["engine"])
+    entries = stored(subject.spec, engine.state_tensors())
+    state = checkpoint.load(source, entries, ranks, request.weights_only)
+    say(console, f"resumed from {source}: step {state.step}, {state.samples:,} samples seen")
+    return engine, state
+
+
+def _loader(prepared: Prepared, machine: Machine, position: RunState) -> BatchLoader:
+    subject = prepared.subject
+    return BatchLoader(
+        subject.data.train,
+        subject.task.collate,
+        Batching.of(prepared.layout, machine.ranks.rank, machine.device, prepared.workers),
+        range(position.step, prepared.steps),
+        seed=prepared.config.trainer.seed,
+        position=position.samples,
+    )
+
+
+def _schedule(prepared: Prepared) -> LRSchedule:
+    optimizer, scheduler = prepared.config.optimizer, prepared.config.scheduler
+    return schedule_of(vars(optimizer), vars(scheduler) if scheduler else None)
 
 
 def _plan(prepared: Prepared) -> LoopPlan:
@@ -262,86 +276,11 @@ def _plan(prepared: Prepared) -> LoopPlan:
     return LoopPlan(prepared.steps, prepared.layout.train_batch, *every)
 
 
-def _built(
-    prepared: Prepared, request: Request, machine: Machine, source: Path | None, console: Console
-) -> tuple[Engine, RunState]:
-    """Build the engine, with the state of checkpoint `source` if any; return it and the position.
-    Collective.
-    """
-    config, ranks, position = prepared.config, machine.ranks, RunState()
-    seed, deepspeed = config.trainer.seed, config.deepspeed
-    engine = prepared.engine.build(
-        Job(
-            prepared.layout,
-            prepared.subject.spec,
-            prepared.subject.task,
-            deepspeed,
-            seed,
-            machine,
-            prepared.undecayed,
-        )
-    )
-    prepared.subject.spec.weights.release()
-    for note in engine.notes:
-        say(console, f"note: {note}")
-    if source is not None:
-        machine.signs.at(f"reading {source}")
-        if not request.weights_only:
-            engine.restore(
-                ranks.on_first(lambda: checkpoint.read_description(source)["position"]["engine"])
-            )
-        entries = stored(prepared.subject.spec, engine.state_tensors())
-        position = checkpoint.load(source, entries, ranks, request.weights_only)
-        say(
-            console,
-            f"resumed from {source}: step {position.step}, {position.samples:,} samples seen",
-        )
-    return engine, position
-
-
-def _watchers(
-    stack: ExitStack,
-    prepared: Prepared,
-    machine: Machine,
-    folder: Path,
-    position: RunState,
-    source: Path | None,
-) -> list[Callable[[Phase, int], None]]:
-    """Return the watchers of the loop's phases on this rank: the timeline and, if requested, a
-    profiler.
-    """
-    wanted, first = prepared.config.trainer.profile, machine.ranks.first
-    timeline = stack.enter_context(
-        Timeline(folder if first else None, prepared.steps, position.step, source)
-    )
-    if wanted is None or not first:
-        return [timeline.at]
-    profiler = StepProfiler(wanted, folder, machine.device)
-    stack.callback(profiler.close)
-    return [lambda phase, step: timeline.at(Phase.PROFILING, step), profiler.at, timeline.at]
-
-
 def _reports(config: Config, ranks: Ranks, console: Console) -> AbstractContextManager[Any]:
     """Send the config's breakdowns to the user: DeepSpeed prints them on the first rank."""
-    return (
-        redirect_stdout(console.file)
-        if ranks.first and support.has_reports(config)
-        else nullcontext()
-    )
-
-
-def _loader(prepared: Prepared, machine: Machine, position: RunState) -> BatchLoader:
-    subject, seed = prepared.subject, prepared.config.trainer.seed
-    batching = Batching.of(prepared.layout, machine.ranks.rank, machine.device, prepared.workers)
-    steps = range(position.step, prepared.steps)
-    return BatchLoader(
-        subject.data.train,
-        subject.task.collate,
-        batching,
-        steps,
-        seed=seed,
-        position=position.samples,
-    )
+    if ranks.first and support.has_reports(config):
+        return redirect_stdout(console.file)
+    return nullcontext()
 
 
 def _gpu_notes(prepared: Prepared, machine: Machine) -> Iterator[str]:
@@ -351,13 +290,11 @@ def _gpu_notes(prepared: Prepared, machine: Machine) -> Iterator[str]:
     if prepared.layout.precision == "float32" and torch.get_float32_matmul_precision() == "highest":
         yield (
             "note    float32 on a GPU, without TF32: matrix products take several times as long as "
-            "they could. Set "
-            "bf16.enabled=true, or TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in the environment for "
-            "TF32's 10-bit mantissas"
+            "they could. Set bf16.enabled=true, or TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in the "
+            "environment for TF32's 10-bit mantissas"
         )
     if machine.ranks.world_size > 1:
         yield (
             "note    a rank that is slower than the others is not told here: it is found by whose "
-            "host waits in "
-            "collectives, and NCCL's wait on the device"
+            "host waits in collectives, and NCCL's wait on the device"
         )

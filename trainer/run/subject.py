@@ -60,9 +60,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, its task and its data: here an own module on pairs (input, target), with its own
-    loss.
-    """
+    """A model, its task and its data: here an own module on pairs, with its own loss."""
 
     spec: ModelSpec
     task: Task
@@ -110,22 +108,19 @@ class Subject:
         return None not in (section.model.name_or_path, section.data.path)
 
     def describe_to(self, planned: dict[str, Any]) -> None:
-        """Add to the `trainer` section of a config to be planned what is known of the data since it
-        was opened.
-        """
+        """Add what is known since the data was opened to a config that is to be planned."""
 
     def measures(self, loss: float) -> dict[str, float]:
         """Further figures of an evaluation, by name."""
         return {}
 
     def losses_by_source(self, metrics: Metrics, device: torch.device) -> dict[str, float] | None:
-        """Training losses since the last call, by source; None unless asked for. Before the loss.
-        Collective.
-        """
+        """Return training losses since the last call, by source, if asked for. Collective."""
         return None
 
-    def save(self, folder: Path) -> None:
-        """Write what belongs beside the model's own files."""
+    def save(self, folder: Path, dtype: torch.dtype | None) -> None:
+        """Write the model's files that hold no tensors, beside weights of this dtype."""
+        self.spec.files.save_config(folder, dtype)
 
     def example(self, folder: Path, section: TrainerSection) -> str | None:
         """Text that the trained model in `folder` goes on with, if the config asks for some."""
@@ -169,7 +164,8 @@ class LanguageSubject(Subject):
         found = zip(self.data.shares, losses, targets, strict=True)
         return {share.label: loss / count for share, loss, count in found if count}
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, dtype: torch.dtype | None) -> None:
+        super().save(folder, dtype)
         self.tokenizer.save_pretrained(folder)
 
     def example(self, folder: Path, section: TrainerSection) -> str | None:
@@ -216,21 +212,27 @@ class ImageSubject(Subject):
         planned["data"]["path"] = None
 
 
+def subject_class(section: TrainerSection, given: Given | None) -> type[Subject]:
+    """Return the kind of what a config names or a script hands in."""
+    if section.task == "image_classification":
+        return ImageSubject
+    return LanguageSubject if given is None else Subject
+
+
 def subject_of(
     config: Config, given: Given | None, layout: Layout, ranks: Ranks, progress: Progress
 ) -> Subject:
-    """The subject that a config names or a script hands in. Collective.
+    """Build the subject that a config names or a script hands in. Collective.
 
     Raises ConfigError or DataError for what does not fit together.
     """
-    if config.trainer.task == "image_classification":
-        found = image_classifier(config, given or Given(), layout, ranks)
+    kind, handed_in = subject_class(config.trainer, given), given or Given()
+    if kind is ImageSubject:
+        found = image_classifier(config, handed_in, layout, ranks)
         return replace(found, spec=amended(found.spec, config.trainer, ranks))
-    return (
-        language_model(config, ranks, progress)
-        if given is None
-        else own_module(config, given, ranks)
-    )
+    if kind is LanguageSubject:
+        return language_model(config, ranks, progress)
+    return own_module(config, handed_in, ranks)
 
 
 def amended(
@@ -251,9 +253,7 @@ def amended(
 
 
 def own_module(config: Config, given: Given, ranks: Ranks) -> Subject:
-    """Build the subject of an own module on own data. Raises ConfigError if the config names one,
-    too. Collective.
-    """
+    """Build the subject of an own module on own data. Raises ConfigError. Collective."""
     section = config.trainer
     named = {
         "trainer.model.name_or_path": section.model.name_or_path,
@@ -363,9 +363,7 @@ def _check_length(sequence: int, longest: int | None) -> None:
 
 
 def _say_rotary(sequence: int, architecture: Any) -> tuple[str, ...]:
-    """Warn if rotary embeddings depend on the longest row of a micro-batch: a tiny copy's rows are
-    too short.
-    """
+    """Warn if rotary embeddings depend on the longest row, which a tiny copy has not."""
     rope = getattr(architecture.get_text_config(), "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     limits = [

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 NAME, PROFILE, TRACE = "timeline.jsonl", "profile", "trace-rank-0.json.gz"
-"""In the run's folder: the lines, and the folder of what `trainer.profile` records, with its
-file.
-"""
+"""In the run's folder: the lines, and the folder of `trainer.profile` with its file."""
 ALONE = {Phase.EVALUATING: "evaluated", Phase.SAVING: "saved"}
 """Phases that have a line each, by its event; the others are summed between log lines."""
 

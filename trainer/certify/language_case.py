@@ -1,0 +1,171 @@
+"""The certificate of a language model: its tiny copy, on made-up documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.certify.parameters import initial, learner, opened, write_base
+from trainer.certify.recording import Sources
+from trainer.certify.reference import Reference
+from trainer.certify.text_reference import Documents, LanguageReference, PackedReference
+from trainer.certify.tiny_run import LONGEST, Tiny
+from trainer.config import TrainerSection
+from trainer.data.text.token_files import Encoded, PreparedSource, write_part
+from trainer.engines import Machine
+from trainer.errors import ConfigError, Problem
+from trainer.models import huggingface
+from trainer.models.spec import ModelSpec, TinyCopies
+from trainer.models.tiny_config import SIZES, Sizes
+from trainer.run.subject import Given, Subject, amended
+from trainer.tasks.causal_lm import CausalLM
+from trainer.trial.draws import observe_draws
+from trainer.trial.setup import own_randomness, tiny
+
+LONGEST_ROW, LOGITS, PARAMETERS = 4096, 1 << 25, 24_000_000
+"""The most tokens of a sample, entries of its logits, and parameters: seconds of a CPU."""
+FEW = 97
+"""The tokens among which half are drawn: a frequent token gets gradients from many places."""
+ONE_BY_ONE = (
+    "packed samples, whose documents one process runs one by one; no dropout or noise: it "
+    "would draw otherwise"
+)
+
+
+class LanguageCase:
+    """The tiny copy of the config's language model, and its documents."""
+
+    def __init__(self, small: Tiny, given: Given, machine: Machine, folder: Path) -> None:
+        """Make the copy, and in `folder` its weights if a run would read them. Collective."""
+        architecture = huggingface.read_config(small.config.trainer.model)
+        if small.packed:
+            architecture, section = without_dropout(architecture, small.config.trainer)
+            small = replace(small, config=replace(small.config, trainer=section)).noting(ONE_BY_ONE)
+        self._machine, self._folder, self._section = machine, folder, small.config.trainer
+        options, ranks = self._section.model, machine.ranks
+        plain = huggingface.spec_of(architecture, options.model_copy(update={"name_or_path": None}))
+        small, copy = with_copy(small, plain)
+        self._base = folder / "base"
+        self._is_read = bool(options.name_or_path or self._section.adapter or small.low_precision)
+        if self._is_read:
+            ranks.on_first(lambda: write_base(copy, self._base))
+            read = options.model_copy(update={"name_or_path": str(self._base)})
+            copy = replace(copy, weights=huggingface.weights_of(copy.build(), read)[0])
+        self._plain, self._copy = plain, copy
+        whole = amended(replace(plain, tiny=TinyCopies(copy=lambda *_: copy)), self._section, ranks)
+        assert whole.tiny.copy is not None
+        spec = whole.tiny.copy(len(copy.blocks), small.layout.tensor)
+        lacking = (f"the tiny copy lacks {what}: it proves less" for what in spec.tiny.lacks)
+        self.small = small.noting(*lacking)
+        self.subject = Subject(spec, CausalLM.of(spec), None, packed=small.packed)
+
+    def rehearse(self, spec: ModelSpec) -> tuple[Sources, Callable[[Tiny], Reference]]:
+        """Write the documents, and return them with the one process that trains on them.
+        Collective.
+
+        Raises ConfigError if a model on packed documents draws random numbers.
+        """
+        small, folder = self.small, self._folder
+
+        def write_documents() -> Documents:
+            if small.packed:
+                _check_nothing_drawn(spec)
+            drawn = documents_of(small, spec.language.vocabulary)
+            model = self._reference(small, spec, drawn)
+            documents = drawn._replace(held_out=model.continued(drawn.held_out))
+            for name, part in documents._asdict().items():
+                write_part(folder / name, part, small.row, "pack" if small.packed else "pad")
+            return documents
+
+        documents = self._machine.ranks.on_first(write_documents)
+        sources = Sources(PreparedSource(folder / "training"), PreparedSource(folder / "held_out"))
+        return sources, partial(self._reference, spec=spec, documents=documents)
+
+    def _reference(self, small: Tiny, spec: ModelSpec, documents: Documents) -> LanguageReference:
+        section, copied = self._section, (self._plain, self._copy)
+        model = (
+            opened(self._base, section.model)
+            if self._is_read
+            else initial(self._copy, section.seed)
+        )
+        kind = PackedReference if small.packed else LanguageReference
+        own = learner(model, section, copied)
+        return kind(small, spec, own, documents, self._machine.device)
+
+
+def without_dropout(architecture: Any, section: TrainerSection) -> tuple[Any, TrainerSection]:
+    """Set every dropout rate of a model's config (in place) and its adapter to 0, and noise off."""
+    values = vars(architecture).items()
+    for inner in [value for _, value in values if hasattr(value, "to_dict")]:
+        without_dropout(inner, section)
+    rates = [key for key, value in values if isinstance(value, float) and "drop" in key]
+    if rates:
+        architecture.update(dict.fromkeys(rates, 0.0))
+    adapter = section.adapter and section.adapter.model_copy(update={"dropout": 0.0})
+    return architecture, section.model_copy(update={"adapter": adapter, "neftune_alpha": 0.0})
+
+
+def _check_nothing_drawn(spec: ModelSpec) -> None:
+    """Raise ConfigError if the model draws random numbers."""
+    with own_randomness():
+        copy, model = tiny(spec)
+        draws = observe_draws(model, copy).any
+    if draws:
+        actual = (
+            "the model draws random numbers in training; documents one by one would draw others "
+            "than packed ones"
+        )
+        expected = 'a rate of 0, or "pad", to verify it'
+        raise ConfigError(Problem("trainer.data.documents", actual, expected))
+
+
+def with_copy(small: Tiny, plain: ModelSpec) -> tuple[Tiny, ModelSpec]:
+    """Make the model's tiny copy, and a sample as long as the run's, if it can be computed."""
+    layers, split = max(2, small.layout.stages + 1), small.layout.tensor  # a block more than stages
+    assert plain.tiny.copy is not None
+    known, few = plain.language.vocabulary, SIZES.vocabulary
+    least, twice = (plain.tiny.copy(layers, split, Sizes(ids)).parameters for ids in (few, 2 * few))
+    vocabulary = min(known, few + max(0, PARAMETERS - least) * few // max(1, twice - least))
+    wanted: int = small.config.trainer.data.sequence_length
+    most = min(plain.language.positions or wanted, LONGEST_ROW, LOGITS // vocabulary)
+    row = max(LONGEST, min(wanted, LONGEST if small.packed else most))
+    note = f"a row of {row:,} tokens, the others of at most {LONGEST}; ids up to {vocabulary - 1:,}"
+    if vocabulary < known:
+        note += f" (the model has {known:,}: it proves less of them)"
+    if row < wanted:
+        note += f" (rows of the run have {wanted:,}: it proves less of them)"
+    sizes = Sizes(vocabulary, max(SIZES.positions, row + 1))  # one more: RoBERTa's kin count from 1
+    return replace(small, row=row).noting(note), plain.tiny.copy(layers, split, sizes)
+
+
+def documents_of(small: Tiny, vocabulary: int) -> Documents:
+    """Draw one and a half steps of documents, so that steps span the ends of epochs.
+
+    They are the same on every rank, and use as much of the vocabulary as there is room for, with
+    its last token. There are twice as many if they are to be packed: fewer than two on average fit
+    in a sample.
+    """
+    rng = np.random.default_rng(0)
+
+    def draw(count: int, longest: int) -> list[Encoded]:
+        lengths = rng.integers(4, LONGEST + 6, 2 * count if small.packed else count)
+        lengths[1] = longest
+        total = int(lengths.sum())
+        every = np.resize(np.append(vocabulary - 1, 1 + rng.permutation(vocabulary - 2)), total)
+        frequent = rng.random(total) < 0.5
+        tokens = np.where(frequent, rng.integers(1, min(FEW, vocabulary), total), every)
+        tokens[lengths[0] + 1] = vocabulary - 1
+        documents = []
+        for i, own in enumerate(np.split(tokens, np.cumsum(lengths)[:-1])):
+            # a third of them has a single target
+            first = min(len(own), small.row + 1) - 1 if i % 3 == 0 else 1 + i % 2
+            documents.append(Encoded.from_token(own.tolist(), first))
+        return documents
+
+    training = draw(small.layout.train_batch * 3 // 2 + 1, small.row + 6)
+    return Documents(training, draw(small.held_out + 1, LONGEST + 6))

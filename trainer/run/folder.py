@@ -1,0 +1,153 @@
+"""A run's folder: its name, its lock, and the machines that see the same one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.config import Config
+from trainer.distributed.ranks import Ranks
+from trainer.errors import ConfigError, DiskError, Problem, listed, shared
+from trainer.storage import disk_errors, ensure_writable
+from trainer.supervise import status_files as status
+
+LOCK = ".lock"
+HELD_SECONDS = 10.0
+"""Seconds for which forks of a dead process may hold its lock."""
+PATIENCE_SECONDS = 10.0
+"""Seconds until a network file system shows a machine what another one has written."""
+
+
+def base_of(config: Config) -> Path:
+    """Return the folder of the config's first run; those of later ones end in -2, -3, ..."""
+    section = config.trainer.run
+    return Path(section.folder) / (section.name or config.path.stem)
+
+
+def numbered(base: Path, number: int) -> Path:
+    return base if number == 1 else base.with_name(f"{base.name}-{number}")
+
+
+def has_run(folder: Path) -> bool:
+    """Return False for a run that failed its checks, too: it has written no config."""
+    return (folder / "config.json").exists()
+
+
+def numbers(base: Path) -> list[int]:
+    """List the numbers of all runs of that name on this machine."""
+    runs = [path.name.rpartition("-") for path in base.parent.glob("*") if has_run(path)]
+    later = [int(end) for name, _, end in runs if name == base.name and end.isdecimal()]
+    return [1, *later] if has_run(base) else later
+
+
+def hold(folder: Path) -> int | None:
+    """Lock a folder until this process ends; None if another one has it. Raises DiskError."""
+    ensure_writable(folder)
+    handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:  # no locks on this file system
+        if status.lives(status.read(folder)):
+            os.close(handle)
+            return None
+    return handle
+
+
+def take_over(folder: Path) -> None:
+    """Lock a run's folder. Raises ConfigError if another process uses it."""
+    deadline = time.monotonic() + HELD_SECONDS
+    while hold(folder) is None:
+        found = status.read(folder)
+        if status.lives(found) or time.monotonic() > deadline:
+            by = f"being trained by {status.whose(found)}" if found else "held by another process"
+            hint = (
+                "Wait for it, stop it, give this run another trainer.run.name, or start one "
+                "beside it with --fresh"
+            )
+            expected = "a run that nobody is at work on"
+            raise ConfigError(Problem(f"trainer.run: {folder}", by, expected, hint))
+        time.sleep(0.5)
+
+
+def check_shared(folder: Path, ranks: Ranks) -> None:
+    """Raise DiskError, naming the machines that see another `folder` than rank 0. Collective."""
+    if ranks.world_size == 1:
+        return
+    mark = ranks.on_first(lambda: _leave_mark(folder))
+    found = ranks.gather((socket.gethostname(), str(folder.absolute()), _sees(folder / mark)))
+    ranks.on_first(lambda: (folder / mark).unlink(missing_ok=True))
+    blind = [
+        f"rank {rank} on {host} ({place})"
+        for rank, (host, place, sees) in enumerate(found)
+        if not sees
+    ]
+    if blind:
+        actual = f"what rank 0 on {found[0][0]} writes there is not there for {listed(blind)}"
+        hint = (
+            "Put trainer.run.folder on a file system that they share, as an absolute path, or set "
+            "trainer.run.node_local: each machine then keeps all of the run in a folder of its own"
+        )
+        raise shared(DiskError(Problem(str(folder), actual, "one folder for all machines", hint)))
+
+
+def kept(folder: Path, ranks: Ranks) -> Ranks:
+    """Return the ranks with their folders' keepers: `folder` is each machine's own, or several
+    share one. Collective.
+
+    Raises DiskError if it can't be written.
+    """
+    if ranks.world_size == 1:
+        return ranks
+    import torch.distributed as dist
+
+    token = ranks.on_first(lambda: uuid.uuid4().hex)
+    mark = folder / f".seen-{token}-{ranks.rank}"
+
+    @disk_errors(folder)
+    def leave() -> None:
+        ensure_writable(folder)
+        mark.touch()
+
+    @disk_errors(folder)
+    def look() -> int:
+        return min(int(path.name.rpartition("-")[2]) for path in folder.glob(f".seen-{token}-*"))
+
+    ranks.on_each(leave)
+    keepers = tuple(ranks.on_each(look))
+    with suppress(OSError):
+        mark.unlink(missing_ok=True)
+    if odd := [rank for rank, keeper in enumerate(keepers) if keepers[keeper] != keeper]:
+        keeper = keepers[odd[0]]
+        actual = f"what rank {odd[0]} sees is not what rank {keeper} sees, which is there for it"
+        expected = "folders that are the same for all who see them"
+        raise shared(DiskError(Problem(str(folder), actual, expected)))
+    group = dist.new_group(sorted(set(keepers)), backend="gloo")
+    return replace(ranks, keepers=keepers, among_keepers=group)
+
+
+def _leave_mark(folder: Path) -> str:
+    name = f".seen-{uuid.uuid4().hex}"
+    with disk_errors(folder):
+        (folder / name).touch()
+    return name
+
+
+def _sees(path: Path) -> bool:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        with suppress(OSError):
+            # a listing asks the server, which a look at the name may not
+            if path.name in os.listdir(path.parent):
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
