@@ -18,7 +18,7 @@ from trainer.engines import ENGINES, Machine
 from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.run.prepare import Prepared
 from trainer.state import VERSION
-from trainer.storage import disk_errors, replace_file
+from trainer.storage import disk_errors, ensure_writable, replace_file
 
 PREVIEWED = 4000
 """The most characters of a run of tokens."""
@@ -120,7 +120,8 @@ def versions() -> dict[str, str]:
 
 
 def write(folder: Path, prepared: Prepared, machine: Machine, overrides: Sequence[str]) -> None:
-    """Write `environment.json` and `config.json` of a run folder."""
+    """Write `environment.json` and `config.json` where a checkpoint fits. Raises DiskError."""
+    ensure_writable(folder / "checkpoints", prepared.saved_bytes)
     environment = {
         "versions": versions(),
         "engine": prepared.engine_name,
@@ -132,17 +133,14 @@ def write(folder: Path, prepared: Prepared, machine: Machine, overrides: Sequenc
         "overrides": list(overrides),
         "request": prepared.config.raw,
     }
-    _write_json(folder / "environment.json", environment)
-    _write_json(folder / "config.json", resolved(prepared))
+    files = {"environment.json": environment, "config.json": resolved(prepared)}
+    for name, value in files.items():
+        with disk_errors(folder / name):
+            replace_file(folder / name, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def framed_sample(text: str) -> str:
     return "sample  " + "\n        ".join(text.splitlines())
-
-
-def _write_json(path: Path, value: Any) -> None:
-    with disk_errors(path):
-        replace_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 # layout -> the fields of Layout that differ from a plain one

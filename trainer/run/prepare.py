@@ -19,8 +19,10 @@ from trainer.errors import ConfigError, shared
 from trainer.layout import Layout
 from trainer.models.own.code import code_of
 from trainer.optim.decay import spared
+from trainer.optim.lr_schedules import LRSchedule, schedule_of
 from trainer.parallel.checks import checked
 from trainer.run.compose import compose
+from trainer.run.loop import LoopPlan
 from trainer.run.subject import Given, Subject, subject_of
 from trainer.supervise.process import has_bf16, share_of_cores
 from trainer.trackers import require
@@ -61,6 +63,17 @@ class Prepared:
     def save_seconds(self) -> float:
         """The seconds that a save may take without a sign of life, and be no hang."""
         return self.saved_bytes / SLOW_DISK
+
+    @property
+    def plan(self) -> LoopPlan:
+        section = self.config.trainer
+        every = section.log.every, section.checkpoint.every, section.evaluation.every
+        return LoopPlan(self.steps, self.layout.train_batch, *every)
+
+    @property
+    def schedule(self) -> LRSchedule:
+        optimizer, scheduler = self.config.optimizer, self.config.scheduler
+        return schedule_of(vars(optimizer), vars(scheduler) if scheduler else None)
 
     @property
     def form(self) -> ModelForm:

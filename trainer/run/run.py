@@ -23,16 +23,14 @@ from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Job, Machine
 from trainer.errors import MeshloomError
 from trainer.models.spec import stored
-from trainer.optim.lr_schedules import LRSchedule, schedule_of
 from trainer.run import describe, resume
 from trainer.run.hooks import RunHooks, export, finish
-from trainer.run.loop import LoopPlan
 from trainer.run.loop import train as loop
 from trainer.run.prepare import Prepared, prepare
 from trainer.run.resume import Request, Start
 from trainer.run.subject import Given
 from trainer.state import RunState
-from trainer.storage import Unfailing, ensure_writable
+from trainer.storage import Unfailing
 from trainer.supervise.ending import Ending, watched_in_script
 from trainer.supervise.notes import notes_of
 from trainer.supervise.output import Output, Signs
@@ -183,7 +181,7 @@ def _train(
         signals.saving()
         machine.signs.at("making the first step")
         with reports, subject.check:
-            position = loop(engine, loader, _schedule(prepared), _plan(prepared), hooks, position)
+            position = loop(engine, loader, prepared.schedule, prepared.plan, hooks, position)
     machine.signs.hide()
     machine.watch.at(Phase.FINISHING)
     machine.watch.moves(prepared.save_seconds)
@@ -214,11 +212,7 @@ def _write_down(
     for line in lines:
         say(console, f"resume  {line}")
 
-    def write() -> None:
-        ensure_writable(folder / "checkpoints", prepared.saved_bytes)
-        describe.write(folder, prepared, machine, request.overrides)
-
-    ranks.on_keepers(write)
+    ranks.on_keepers(lambda: describe.write(folder, prepared, machine, request.overrides))
     machine.watch.plan(prepared.steps)
 
 
@@ -263,17 +257,6 @@ def _loader(prepared: Prepared, machine: Machine, position: RunState) -> BatchLo
         seed=prepared.config.trainer.seed,
         position=position.samples,
     )
-
-
-def _schedule(prepared: Prepared) -> LRSchedule:
-    optimizer, scheduler = prepared.config.optimizer, prepared.config.scheduler
-    return schedule_of(vars(optimizer), vars(scheduler) if scheduler else None)
-
-
-def _plan(prepared: Prepared) -> LoopPlan:
-    section = prepared.config.trainer
-    every = section.log.every, section.checkpoint.every, section.evaluation.every
-    return LoopPlan(prepared.steps, prepared.layout.train_batch, *every)
 
 
 def _reports(config: Config, ranks: Ranks, console: Console) -> AbstractContextManager[Any]:
