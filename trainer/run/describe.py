@@ -23,13 +23,8 @@ from trainer.storage import disk_errors, ensure_writable, replace_file
 PREVIEWED = 4000
 """The most characters of a run of tokens."""
 PACKAGES = (
-    "torch",
-    "deepspeed",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "tokenizers",
-    "safetensors",
+    *("torch", "deepspeed", "transformers", "accelerate"),
+    *("datasets", "tokenizers", "safetensors"),
 )
 
 
@@ -80,11 +75,8 @@ def _update_line(prepared: Prepared) -> str:
         return f"{optimizer.type} without weight decay"
     excludes = show(prepared.config.trainer.weight_decay_excludes)
     decayed = f"{prepared.learned - sum(prepared.undecayed.values()):,} of {whole:,} parameters"
-    return (
-        f"{optimizer.type}, weight decay {decay:g} on {decayed} "
-        "(trainer.weight_decay_excludes: "
-        f"{excludes})"
-    )
+    excluded = f"(trainer.weight_decay_excludes: {excludes})"
+    return f"{optimizer.type}, weight decay {decay:g} on {decayed} {excluded}"
 
 
 def resolved(prepared: Prepared) -> dict[str, Any]:
@@ -143,40 +135,33 @@ def framed_sample(text: str) -> str:
     return "sample  " + "\n        ".join(text.splitlines())
 
 
+_NO_OFFLOAD = {"offload_optimizer": "none", "offload_param": "none"}
+_ON_CPU = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+_ZERO = {stage: {"shard": 4, "zero_stage": stage} for stage in (1, 2, 3)}
+_STAGES = {stage: {"pipeline": 2, "shard": 2, "zero_stage": stage} for stage in (1, 2, 3)}
+_SPLIT = {stage: {"tensor": 2, "shard": 2, "zero_stage": stage} for stage in (2, 3)}
 # layout -> the fields of Layout that differ from a plain one
 _OFFERED: dict[str, dict[str, Any]] = {
     "DDP (ZeRO-0)": {"replicate": 4},
-    "ZeRO-1": {"shard": 4, "zero_stage": 1},
-    "ZeRO-2": {"shard": 4, "zero_stage": 2},
-    "ZeRO-3": {"shard": 4, "zero_stage": 3},
-    "ZeRO-2, optimizer on the CPU": {"shard": 4, "zero_stage": 2, "offload_optimizer": "cpu"},
-    "ZeRO-3, all on the CPU": {
-        "shard": 4,
-        "zero_stage": 3,
-        "offload_optimizer": "cpu",
-        "offload_param": "cpu",
-    },
+    "ZeRO-1": _ZERO[1],
+    "ZeRO-2": _ZERO[2],
+    "ZeRO-3": _ZERO[3],
+    "ZeRO-2, optimizer on the CPU": {**_ZERO[2], "offload_optimizer": "cpu"},
+    "ZeRO-3, all on the CPU": {**_ZERO[3], **_ON_CPU},
     "HSDP": {"replicate": 2, "shard": 2, "zero_stage": 3},
     "pipeline": {"pipeline": 2, "replicate": 2},
-    "pipeline x ZeRO-1": {"pipeline": 2, "shard": 2, "zero_stage": 1},
-    "pipeline x ZeRO-2": {"pipeline": 2, "shard": 2, "zero_stage": 2},
-    "pipeline x ZeRO-3": {"pipeline": 2, "shard": 2, "zero_stage": 3},
-    "pipeline x HSDP": {"pipeline": 2, "replicate": 2, "shard": 2, "zero_stage": 3},
+    "pipeline x ZeRO-1": _STAGES[1],
+    "pipeline x ZeRO-2": _STAGES[2],
+    "pipeline x ZeRO-3": _STAGES[3],
+    "pipeline x HSDP": {**_STAGES[3], "replicate": 2},
     "zero-bubble pipeline x ZeRO-3": {
-        "pipeline": 2,
-        "shard": 2,
-        "zero_stage": 3,
+        **_STAGES[3],
         "schedule": PIPELINE_SCHEDULES["ZBVZeroBubble"],
     },
     "tensor parallel": {"tensor": 2, "replicate": 2},
-    "tensor parallel x ZeRO-2": {"tensor": 2, "shard": 2, "zero_stage": 2},
-    "tensor parallel x ZeRO-3": {"tensor": 2, "shard": 2, "zero_stage": 3},
-    "pipeline x tensor parallel x ZeRO-2": {
-        "pipeline": 2,
-        "tensor": 2,
-        "shard": 2,
-        "zero_stage": 2,
-    },
+    "tensor parallel x ZeRO-2": _SPLIT[2],
+    "tensor parallel x ZeRO-3": _SPLIT[3],
+    "pipeline x tensor parallel x ZeRO-2": {**_SPLIT[2], "pipeline": 2},
 }
 
 
@@ -189,25 +174,18 @@ def layout_table() -> str:
     reasons: dict[str, int] = {}
     for name, given in _OFFERED.items():
         layout = _plain_layout(given)
-        cells = [
-            f"no [{reasons.setdefault(reason, len(reasons) + 1)}]"
-            if (reason := kind.refusal(layout))
-            else "yes"
-            for kind in ENGINES.values()
-        ]
+        cells = []
+        for kind in ENGINES.values():
+            reason = kind.refusal(layout)
+            number = reasons.setdefault(reason, len(reasons) + 1) if reason else 0
+            cells.append(f"no [{number}]" if number else "yes")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])
 
 
 def _plain_layout(given: dict[str, Any]) -> Layout:
     sizes: dict[str, Any] = dict.fromkeys((*AXES, "micro_batch"), 1)
-    sizes |= {
-        "zero_stage": 0,
-        "offload_optimizer": "none",
-        "offload_param": "none",
-        "precision": "float32",
-        **given,
-    }
+    sizes |= {"zero_stage": 0, "precision": "float32", **_NO_OFFLOAD, **given}
     ranks, accumulation = sizes["replicate"] * sizes["shard"], 2 * sizes["pipeline"]
     world_size, train_batch = ranks * sizes["pipeline"] * sizes["tensor"], accumulation * ranks
     return Layout(

@@ -38,12 +38,12 @@ def held_out_loss(
 ) -> HeldOut:
     """Evaluate the first `samples` samples; `moves` is called for each batch. Collective."""
     batches = evaluation_batches(source, task.collate, task.blank, batching, samples)
-    sums, targets = engine.evaluate(_told(batches, moves))
+    sums, targets = engine.evaluate(_announced(batches, moves))
     loss, *measures = (sums / targets).tolist()
     return HeldOut(loss, int(targets), dict(zip(task.measures, measures, strict=True)))
 
 
-def _told(batches: Iterable[Batch], moves: Callable[[], None]) -> Iterator[Batch]:
+def _announced(batches: Iterable[Batch], moves: Callable[[], None]) -> Iterator[Batch]:
     for batch in batches:
         moves()
         yield batch
@@ -78,10 +78,8 @@ def continuation(
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     else:
-        inputs = {
-            "input_ids": torch.tensor([prompt]),
-            "attention_mask": torch.ones(1, len(prompt), dtype=torch.long),
-        }
+        ids = torch.tensor([prompt])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         written = model.generate(

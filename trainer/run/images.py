@@ -41,17 +41,17 @@ def expected(section: TrainerSection, cache: Path) -> Images:
         training = section.data.model_copy(update={"evaluation_path": None})
         return open_images(training, options, section.seed, cache, ALONE).images
     known = SHAPES.get(name)
-    count, mode = (
-        known[:2] if known else (options.classes or arguments_of(section).get("num_classes"), "RGB")
-    )
-    size = options.size or (known[2] if known else None)
+    size: Any = options.size
+    count: Any = options.classes or arguments_of(section).get("num_classes")
+    mode = "RGB"
+    if known:
+        count, mode, size = known[0], known[1], options.size or known[2]
     if size is None or type(count) is not int or not 1 <= count <= MOST_CLASSES:
         seen = f"not said, and images of {path} can't be looked at here"
         mend = "Set both, such as trainer.images.size=224 trainer.images.classes=1000"
         expected = f"numbers, and at most {MOST_CLASSES:,} classes"
-        raise ConfigError(
-            Problem("trainer.images.size, trainer.images.classes", seen, expected, mend)
-        )
+        place = "trainer.images.size, trainer.images.classes"
+        raise ConfigError(Problem(place, seen, expected, mend))
     height, width = (size, size) if isinstance(size, int) else size
     mode = mode if options.mode == "auto" else options.mode
     plain = Images(tuple(map(str, range(count))), mode, (height, width), (), ())
@@ -89,15 +89,13 @@ def spec_of(
         if (trained_on := classifier.normalised_by) not in (None, (images.mean, images.std)):
             note = (
                 f"{section.model.weights} was trained on images of another mean and deviation: "
-                f"{trained_on}"
+                f'{trained_on} (trainer.images.normalize="imagenet")'
             )
-            mend = 'trainer.images.normalize="imagenet"'
-            spec = replace(spec, notes=(*spec.notes, f"{note} ({mend})"))
+            spec = replace(spec, notes=(*spec.notes, note))
 
     def save(folder: Any, dtype: torch.dtype | None) -> None:
-        (Path(folder) / classifiers.DESCRIPTION).write_text(
-            classifiers.describe(classifier, images)
-        )
+        text = classifiers.describe(classifier, images)
+        (Path(folder) / classifiers.DESCRIPTION).write_text(text)
 
     files = replace(spec.files, save_config=save, opens="trainer.open_classifier")
     return replace(spec, files=files)
@@ -114,23 +112,19 @@ def check(
     """Raise for an unsupported layout, and for images or classes that the model can't take."""
     model = spec.build()
     if layout.tensor > 1:
-        seen = (
-            f"{layout.tensor}, and nothing says how the layers of an image classifier are "
-            "split "
+        actual = (
+            f"{layout.tensor}, and nothing says how the layers of an image classifier are split "
             "over ranks"
         )
-        mend = "Use ZeRO-3, FSDP or pipeline.stages for a model that is too large."
-        raise ConfigError(Problem(f"tensor_parallel.autotp_size: {spec.name}", seen, "1", mend))
+        hint = "Use ZeRO-3, FSDP or pipeline.stages for a model that is too large."
+        raise ConfigError(Problem(f"tensor_parallel.autotp_size: {spec.name}", actual, "1", hint))
     convolution = next((inner for inner in model.modules() if isinstance(inner, nn.Conv2d)), None)
     if convolution is not None and convolution.in_channels != images.channels:
-        kind = (
-            "grey images, with 1 channel"
-            if images.mode == "L"
-            else "colour images, with 3 channels"
-        )
-        mend = f'Set trainer.images.mode="{"RGB" if images.mode == "L" else "L"}"'
-        expected = (
-            f"{convolution.in_channels} channels, which the first convolution of {spec.name} takes"
-        )
-        raise DataError(Problem(f"trainer.data: {path}", kind, expected, mend))
+        actual, other = "colour images, with 3 channels", "L"
+        if images.mode == "L":
+            actual, other = "grey images, with 1 channel", "RGB"
+        channels = f"{convolution.in_channels} channels"
+        expected = f"{channels}, which the first convolution of {spec.name} takes"
+        hint = f'Set trainer.images.mode="{other}"'
+        raise DataError(Problem(f"trainer.data: {path}", actual, expected, hint))
     task.check_output(first, spec.name)

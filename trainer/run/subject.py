@@ -204,11 +204,8 @@ class ImageSubject(Subject):
 
     def describe_to(self, planned: dict[str, Any]) -> None:
         found = self.data.images
-        planned["images"] |= {
-            "size": list(found.size),
-            "mode": found.mode,
-            "classes": len(found.classes),
-        }
+        size, classes = list(found.size), len(found.classes)
+        planned["images"] |= {"size": size, "mode": found.mode, "classes": classes}
         planned["data"]["path"] = None
 
 
@@ -262,9 +259,8 @@ def own_module(config: Config, given: Given, ranks: Ranks) -> Subject:
     }
     for key, value in named.items():
         if value is not None:
-            raise ConfigError(
-                Problem(key, str(value), "nothing: the model and the data are handed in")
-            )
+            expected = "nothing: the model and the data are handed in"
+            raise ConfigError(Problem(key, str(value), expected))
     if given.model is None or given.data is None or given.loss is None:
         expected = 'a model, data and a loss, or the task "image_classification"'
         raise ConfigError(Problem("train", "not all of what is trained", expected))
@@ -272,9 +268,8 @@ def own_module(config: Config, given: Given, ranks: Ranks) -> Subject:
     spec = module.spec_of(given.model, given.blocks, section.seed)
     task = Supervised(given.loss, spec.build, spec.blocks)
     first = [data.train[i] for i in range(min(4, len(data.train)))]
-    ranks.on_first(
-        Alone()(lambda: task.collate(first) and None)
-    )  # an error in them is reported once
+    # an error in them is reported once
+    ranks.on_first(Alone()(lambda: task.collate(first) and None))
     return Subject(amended(spec, section, ranks).tried_on(task.trial(first)), task, data)
 
 
@@ -282,10 +277,9 @@ def image_classifier(config: Config, given: Given, layout: Layout, ranks: Ranks)
     """A classifier, by name or handed in, on images that the config names or a script hands in."""
     section = config.trainer
     if given.loss is not None:
-        seen = 'a loss, with the task "image_classification"'
-        raise ConfigError(
-            Problem("loss", seen, "none: it is the cross entropy", "Leave trainer.task out.")
-        )
+        actual = 'a loss, with the task "image_classification"'
+        expected = "none: it is the cross entropy"
+        raise ConfigError(Problem("loss", actual, expected, "Leave trainer.task out."))
     own = None if given.data is None else (given.data, given.evaluation_data)
     name, path = section.model.name_or_path, section.data.path
     for key, handed, named in (
@@ -297,9 +291,8 @@ def image_classifier(config: Config, given: Given, layout: Layout, ranks: Ranks)
     classifier = None
     if given.model is None:
         classifier = pretrained = ranks.on_own(lambda: images.named_in(section))
-        ranks.await_first(
-            lambda: pretrained.state() and None
-        )  # where it is downloaded, that is done once
+        # where it is downloaded, that is done once
+        ranks.await_first(lambda: pretrained.state() and None)
     data = open_images(section.data, section.images, section.seed, cache_folder(), ranks, own)
     spec = images.spec_of(section, data.images, classifier, given.model, given.blocks)
     task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)
@@ -319,9 +312,8 @@ def language_model(config: Config, ranks: Ranks, progress: Progress) -> Subject:
     spec = amended(huggingface.spec_of(architecture, section.model), section, ranks)
     _check_vocabulary(data.largest_token_id, spec)
     _check_length(section.data.sequence_length, spec.language.positions)
-    spec = replace(
-        spec, notes=(*spec.notes, *_say_rotary(section.data.sequence_length, architecture))
-    )
+    notes = _say_rotary(section.data.sequence_length, architecture)
+    spec = replace(spec, notes=(*spec.notes, *notes))
     task = CausalLM.of(spec, tokenizer.pad_token_id or 0)
     return LanguageSubject(spec, task, data, tokenizer, section.data.packs, data.check)
 
@@ -337,44 +329,33 @@ def _tokenizer(config: Config, ranks: Ranks, progress: Progress) -> Any:
 
 
 def _check_vocabulary(largest: int, spec: ModelSpec) -> None:
-    if largest >= spec.language.vocabulary:
-        raise DataError(
-            Problem(
-                "tokenizer",
-                f"the data has token id {largest}",
-                f"ids below {spec.language.vocabulary}, the rows of the embedding of {spec.name}",
-                (
-                    "Use the model's own tokenizer (trainer.data.tokenizer), or a vocab_size that "
-                    "holds all ids"
-                ),
-            )
+    rows = spec.language.vocabulary
+    if largest >= rows:
+        expected = f"ids below {rows}, the rows of the embedding of {spec.name}"
+        hint = (
+            "Use the model's own tokenizer (trainer.data.tokenizer), or a vocab_size that holds "
+            "all ids"
         )
+        raise DataError(Problem("tokenizer", f"the data has token id {largest}", expected, hint))
 
 
 def _check_length(sequence: int, longest: int | None) -> None:
     if longest is not None and sequence > longest:
-        raise ConfigError(
-            Problem(
-                "trainer.data.sequence_length",
-                str(sequence),
-                f"at most the model's {longest} positions",
-            )
-        )
+        expected = f"at most the model's {longest} positions"
+        raise ConfigError(Problem("trainer.data.sequence_length", str(sequence), expected))
 
 
 def _say_rotary(sequence: int, architecture: Any) -> tuple[str, ...]:
     """Warn if rotary embeddings depend on the longest row, which a tiny copy has not."""
     rope = getattr(architecture.get_text_config(), "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
-    limits = [
-        kind.get("original_max_position_embeddings")
-        for kind in kinds
-        if kind.get("rope_type") == "longrope"
-    ]
-    if not (reached := [limit for limit in limits if limit and sequence > limit]):
+    long = (kind for kind in kinds if kind.get("rope_type") == "longrope")
+    limits = [kind.get("original_max_position_embeddings") for kind in long]
+    reached = [limit for limit in limits if limit and sequence > limit]
+    if not reached:
         return ()
-    line = (
+    note = (
         "its rotary embeddings (longrope) turn otherwise in a micro-batch with a row of more "
-        f"than {reached[0]} tokens"
+        f"than {reached[0]} tokens: its loss depends on which samples share a micro-batch"
     )
-    return (f"{line}: its loss depends on which samples share a micro-batch",)
+    return (note,)
