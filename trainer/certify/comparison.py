@@ -59,8 +59,8 @@ class Finding:
     step: int
     error: float
     tolerance: float
-    where: str
-    rank: int
+    where: str = ""
+    rank: int = 0
 
     @property
     def passed(self) -> bool:
@@ -68,9 +68,7 @@ class Finding:
 
     @property
     def severity(self) -> float:
-        return (
-            float("inf") if self.error != self.error else self.error / max(self.tolerance, 1e-300)
-        )
+        return math.inf if math.isnan(self.error) else self.error / max(self.tolerance, 1e-300)
 
 
 @dataclass(frozen=True)
@@ -91,52 +89,44 @@ class Order:
 def compare_initial(
     run: Recording, weights: Tensors, order: Order, held: Collection[str] = ()
 ) -> Finding:
-    """Compare the initial weights, exact ones where there are: float32 masters must not start from
-    rounded values.
+    """Compare the initial weights, by float32 masters if any, which must not start rounded.
 
     Frozen weights, `held`, need no master: they may be kept in 16 bits alone.
     """
-    for name in set(held) & weights.keys():
-        if (kept := run.states[0].get((name, WEIGHT))) is not None:
-            weights = {**weights, name: weights[name].to(kept.dtype).to(weights[name].dtype)}
-    ours = {
-        key: _exact(run.states[0], key[0], value)
-        for key, value in run.states[0].items()
-        if key[1] == WEIGHT
-    }
-    return _states(
-        "initial", 0, ours, {(name, WEIGHT): value for name, value in weights.items()}, order
-    )
+    state = run.states[0]
+    theirs = {(name, WEIGHT): value for name, value in weights.items()}
+    for key in theirs.keys() & {(name, WEIGHT) for name in held} & state.keys():
+        theirs[key] = theirs[key].to(state[key].dtype).to(theirs[key].dtype)
+    ours = {key: _exact(state, key[0], value) for key, value in state.items() if key[1] == WEIGHT}
+    return _states("initial", 0, ours, theirs, order)
 
 
 def compare_step(
     run: Recording, step: int, one: Expected, order: Order, rank: int
 ) -> Iterator[Finding]:
     """Compare the loss, every gradient and the norm of a step, as each rank has seen them."""
+    norm, rounding = run.norms[step], one.rounding
     if one.overflows:
-        finite = math.isfinite(run.norms[step]) and not run.skipped[step]
-        where = f"(a norm of {run.norms[step]:.3g})" if finite else ""
-        yield Finding("overflow", step, float("inf") if finite else 0.0, 0.0, where, rank)
+        if math.isfinite(norm) and not run.skipped[step]:
+            yield _wrong("overflow", step, f"(a norm of {norm:.3g})", rank)
+        else:
+            yield Finding("overflow", step, 0.0, 0.0, "", rank)
         return
-    loss, norm = (
-        _relative(of[step], by) for of, by in ((run.losses, one.loss), (run.norms, one.norm))
-    )
-    bands = (
-        (one.rounding.loss / one.loss, one.rounding.norm / one.norm) if one.rounding else (0.0, 0.0)
-    )
     yield compare_outputs(step, run.outputs[step], one, rank)
-    yield Finding("loss", step, loss, _tolerance("loss", bands[0], one), "", rank)
+    most = _tolerance("loss", rounding.loss, one)
+    yield Finding("loss", step, _relative(run.losses[step], one.loss), most, "", rank)
     yield compare_gradients(step, run.gradients[step], one, order, rank)
-    yield Finding("norm", step, norm, _tolerance("norm", bands[1], one), "", rank)
+    most = _tolerance("norm", rounding.norm, one)
+    yield Finding("norm", step, _relative(norm, one.norm), most, "", rank)
 
 
 def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> Finding:
     """Return the first module, in order of execution, that gives something else."""
-    both = {key: (value, one.outputs[key]) for key, value in ours.items() if key in one.outputs}
-    bands = one.rounding.outputs if one.rounding else {}
-    usual, errors, tolerances = sum(bands.values()) / max(len(bands), 1), {}, {}
-    for key, (value, other) in both.items():
-        if value.shape == other.shape:
+    errors, tolerances, bands = dict[str, float](), dict[str, float](), one.rounding.outputs
+    usual = sum(bands.values()) / max(len(bands), 1)
+    for key, value in ours.items():
+        other = one.outputs.get(key)
+        if other is not None and value.shape == other.shape:
             label = f"{key[2]}, micro-batch {key[1]}"
             errors[label] = apart(value, other)
             tolerances[label] = _tolerance("output", max(bands.get(key, 0.0), usual), one)
@@ -149,48 +139,35 @@ def compare_gradients(step: int, ours: Tensors, one: Expected, order: Order, ran
 
     A gradient that one side lacks may be zeros on the other.
     """
-    odd = {
-        n
-        for a, b in ((ours, one.gradients), (one.gradients, ours))
-        for n in a
-        if n not in b and bool(a[n].any())
-    }
+    every = {**one.gradients, **ours}
+    odd = [n for n in ours.keys() ^ one.gradients.keys() if bool(every[n].any())]
     if odd:
         last = max(odd, key=order.place)
         return _one_sided("gradient", step, last, last in ours, rank)
     theirs = {name: value for name, value in one.gradients.items() if name in ours}
     of_layer: dict[str, float] = {}
     for name, value in theirs.items():
-        of_layer[order.layer(name)] = max(of_layer.get(order.layer(name), 0.0), _largest(value))
-    scales = {
-        name: max(_largest(value), LEAST_SHARE * of_layer[order.layer(name)], 1e-30)
-        for name, value in theirs.items()
-    }
-    errors = {name: _apart(ours[name], value) / scales[name] for name, value in theirs.items()}
-    bands = {
-        name: (one.rounding.gradients[name] if one.rounding else 0.0) / scales[name]
-        for name in theirs
-    }
+        layer = order.layer(name)
+        of_layer[layer] = max(of_layer.get(layer, 0.0), _largest(value))
+    errors, bands = dict[str, float](), dict[str, float]()
+    for name, value in theirs.items():
+        scale = max(_largest(value), LEAST_SHARE * of_layer[order.layer(name)], 1e-30)
+        errors[name] = _apart(ours[name], value) / scale
+        bands[name] = one.rounding.gradients.get(name, 0.0) / scale
     usual = sum(bands.values()) / max(len(bands), 1)
     tolerances = {
         name: _tolerance("gradient", max(band, usual), one) for name, band in bands.items()
     }
-    return _first(
-        "gradient", step, errors, tolerances, sorted(errors, key=order.place, reverse=True), rank
-    )
+    backward = sorted(errors, key=order.place, reverse=True)
+    return _first("gradient", step, errors, tolerances, backward, rank)
 
 
 def compare_update(run: Recording, step: int, one: Expected, order: Order) -> Iterator[Finding]:
     """Compare the optimizer's state, and each weight's change, beyond its own rounding."""
     before, after = run.states[step], run.states[step + 1]
     if one.overflows:
-        yield _states(
-            "overflow",
-            step,
-            {key: after[key] for key in one.state.keys() & after.keys()},
-            one.state,
-            order,
-        )
+        kept = {key: after[key] for key in one.state.keys() & after.keys()}
+        yield _states("overflow", step, kept, one.state, order)
         return
     ours = {key: value for key, value in after.items() if key[1] not in (WEIGHT, MASTER)}
     # counts may be kept for all parameters together, and moments without a gradient as zeros
@@ -202,9 +179,7 @@ def compare_update(run: Recording, step: int, one: Expected, order: Order) -> It
     ours = {key: value for key, value in ours.items() if key in theirs or bool(value.any())}
     yield _states("moment", step, ours, theirs, order)
     if run.skipped[step]:
-        yield Finding(
-            "update", step, float("inf"), 0.0, "(skipped: a gradient that is not finite)", 0
-        )
+        yield _wrong("update", step, "(skipped: a gradient that is not finite)")
         return
     errors = {}
     for (name, part), value in one.state.items():
@@ -218,34 +193,25 @@ def compare_update(run: Recording, step: int, one: Expected, order: Order) -> It
 
 def compare_counts(run: Recording, step: int, targets: int, so_far: int, rank: int) -> Finding:
     """Compare the targets of a step, and of all steps so far."""
-    ours, theirs = (run.targets[step], run.tokens[step]), (targets, so_far)
-    where = (
-        ""
-        if ours == theirs
-        else f"({ours[0]} targets, {ours[1]} so far, in place of {targets} and {so_far})"
-    )
-    return Finding("counts", step, float("inf") if where else 0.0, 0.0, where, rank)
+    ours = run.targets[step], run.tokens[step]
+    if ours == (targets, so_far):
+        return Finding("counts", step, 0.0, 0.0, "", rank)
+    where = f"({ours[0]} targets, {ours[1]} so far, in place of {targets} and {so_far})"
+    return _wrong("counts", step, where, rank)
 
 
 def compare_held_out(run: Recording, step: int, theirs: Judged, one: Expected) -> Iterator[Finding]:
     ours = run.held_out[step + 1]
     if ours.targets != theirs.targets:
         where = f"({ours.targets} targets in place of {theirs.targets})"
-        yield Finding("held-out loss", step, float("inf"), 0.0, where, 0)
+        yield _wrong("held-out loss", step, where)
         return
-    band = one.rounding.loss / one.loss if one.rounding else 0.0
-    error, tolerance = _relative(ours.loss, theirs.loss), _tolerance("held-out loss", band, one)
-    yield Finding("held-out loss", step, error, tolerance, "", 0)
+    tolerance = _tolerance("held-out loss", one.rounding.loss, one)
+    yield Finding("held-out loss", step, _relative(ours.loss, theirs.loss), tolerance)
     for (name, share), right in zip(ours.measures.items(), theirs.right, strict=True):
         off = max(0.0, abs(share * ours.targets - right) - theirs.unsure - 1e-6) / ours.targets
-        yield Finding(
-            "accuracy",
-            step,
-            off,
-            0.0,
-            f"({name} {share:.3g}, {right / ours.targets:.3g} in one process)",
-            0,
-        )
+        where = f"({name} {share:.3g}, {right / ours.targets:.3g} in one process)"
+        yield Finding("accuracy", step, off, 0.0, where)
 
 
 def compare_resumed(
@@ -256,22 +222,19 @@ def compare_resumed(
     ours, theirs = (vars(of.position) | of.position.engine for of in (resumed, whole))
     for name in [name for name in theirs if name != "engine" and ours.get(name) != theirs[name]]:
         where = f"{name} ({ours.get(name)} in place of {theirs[name]})"
-        yield Finding("loaded state", middle, float("inf"), 0.0, where, 0)
+        yield _wrong("loaded state", middle, where)
     for index, loss in enumerate(resumed.losses):
         step = middle + index
-        if (
-            loss == loss or whole.losses[step] == whole.losses[step]
-        ):  # not where it overflowed in both
-            error = 0.0 if loss == whole.losses[step] else _relative(loss, whole.losses[step])
-            yield Finding("resumed loss", step, error, 0.0, "", 0)
-        yield _states(
-            "resumed state", step, resumed.states[index + 1], whole.states[step + 1], order
-        )
+        expected = whole.losses[step]
+        if not (math.isnan(loss) and math.isnan(expected)):  # not where it overflowed in both
+            error = 0.0 if loss == expected else _relative(loss, expected)
+            yield Finding("resumed loss", step, error, 0.0)
+        after = resumed.states[index + 1], whole.states[step + 1]
+        yield _states("resumed state", step, *after, order)
 
 
 def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) -> Iterator[Finding]:
-    """Project gradients of many rows, the run's and one process's in low precision, on float32
-    ones.
+    """Project gradients of many rows in low precision, of both, on those in float32.
 
     The coefficients must agree up to TOLERANCES, or two standard errors of one process; the rest is
     measured by its noise.
@@ -281,13 +244,11 @@ def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) ->
     (ours, rest), (theirs, noise) = (coefficients(of, exact) for of in (rounded.projected, low))
     apart = abs(statistics.fmean(ours) - statistics.fmean(theirs))
     sure = max(TOLERANCES["projection"], 2 * statistics.stdev(theirs) / len(theirs) ** 0.5)
-    yield Finding("projection", step, apart, sure, "(of gradients on those in float32)", 0)
-    yield Finding(
-        "rounding", step, rest / noise, TOLERANCES["rounding"], "(x that of one process)", 0
-    )
-    yield Finding(
-        "sum", step, rounded.added, rounded.allowed or TOLERANCES["sum"], rounded.where, 0
-    )
+    yield Finding("projection", step, apart, sure, "(of gradients on those in float32)")
+    most = TOLERANCES["rounding"]
+    yield Finding("rounding", step, rest / noise, most, "(x that of one process)")
+    most = rounded.allowed or TOLERANCES["sum"]
+    yield Finding("sum", step, rounded.added, most, rounded.where)
 
 
 def compare_schedule(own: Config, steps: int) -> Finding:
@@ -296,7 +257,8 @@ def compare_schedule(own: Config, steps: int) -> Finding:
     ours = schedule_of(vars(own.optimizer), None if scheduler is None else vars(scheduler))
     optimizer = torch.optim.AdamW([torch.zeros(1)], lr=base)
     theirs = scheduler_of(optimizer, own)
-    worst = Finding("schedule", 0, 0.0, TOLERANCES["schedule"], f"(the first {steps:,} steps)", 0)
+    most = TOLERANCES["schedule"]
+    worst = Finding("schedule", 0, 0.0, most, f"(the first {steps:,} steps)")
     for step in range(min(steps, MOST_STEPS)):
         update, [group] = ours(step), optimizer.param_groups
         found = [(update.learning_rate, group["lr"])]
@@ -305,14 +267,8 @@ def compare_schedule(own: Config, steps: int) -> Finding:
         for mine, expected in found:
             error = abs(mine - expected) / max(abs(expected), 1e-6 * base, 1e-30)
             if not error <= worst.error:
-                worst = Finding(
-                    "schedule",
-                    step,
-                    error,
-                    worst.tolerance,
-                    f"({mine:.6g} in place of {expected:.6g})",
-                    0,
-                )
+                where = f"({mine:.6g} in place of {expected:.6g})"
+                worst = Finding("schedule", step, error, most, where)
         if not worst.passed:
             return worst
         if theirs is not None:
@@ -353,12 +309,15 @@ def _first(
 
 def _tolerance(check: str, band: float, one: Expected) -> float:
     """Return the tolerance; in low precision a multiple of the rounding of one process."""
-    return BAND * max(band, one.rounding.least) if one.rounding else TOLERANCES[check]
+    return max(TOLERANCES[check], BAND * max(band, one.rounding.least))
 
 
 def _one_sided(check: str, step: int, name: str, here: bool, rank: int = 0) -> Finding:
-    where = f"{name} (only {'here' if here else 'in one process'})"
-    return Finding(check, step, float("inf"), TOLERANCES[check], where, rank)
+    return _wrong(check, step, f"{name} (only {'here' if here else 'in one process'})", rank)
+
+
+def _wrong(check: str, step: int, where: str, rank: int = 0) -> Finding:
+    return Finding(check, step, math.inf, TOLERANCES[check], where, rank)
 
 
 def _exact(state: State, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -377,7 +336,7 @@ def _relative(ours: float, theirs: float) -> float:
 
 def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     if ours.numel() != theirs.numel():
-        return float("inf")
+        return math.inf
     return _largest(ours.reshape(theirs.shape).double() - theirs)
 
 

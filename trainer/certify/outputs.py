@@ -38,22 +38,19 @@ class Listener:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            again, number = (
-                torch._C._current_graph_task_id() >= 0,
-                self._calls[name],
-            )  # within a backward pass
-            self._calls[
-                name
-            ] += not again  # one too many shows a module that several stages of this rank have
-            if again or number >= len(self._parts):
+            if torch._C._current_graph_task_id() >= 0:  # computed again, in a backward pass
+                return
+            number = self._calls[name]
+            # one too many shows a module that several stages of this rank have
+            self._calls[name] += 1
+            if number >= len(self._parts):
                 return
             (rank, micro_batch), tokens = self._parts[number]
             value = output[0] if isinstance(output, (tuple, list)) else output
             if (rows := _rows(value, tokens)) is not None:
                 rows = rows.double()
-                self._found[rank, micro_batch, name] = torch.stack(
-                    [rows.sum(0), rows.square().sum(0)]
-                ).cpu()
+                sums = torch.stack([rows.sum(0), rows.square().sum(0)])
+                self._found[rank, micro_batch, name] = sums.cpu()
 
         return hook
 
@@ -61,9 +58,8 @@ class Listener:
 def _rows(value: Any, tokens: torch.Tensor | None) -> torch.Tensor | None:
     if not torch.is_tensor(value) or value.dim() < 2 or not value.is_floating_point():
         return None
-    value = (
-        value.detach()
-    )  # what is saved for a backward pass here would be missing when a block is computed again
+    # what is saved for a backward pass here would be missing when a block is computed again
+    value = value.detach()
     if tokens is None:
         return value.flatten(1)
     fits = value.dim() == 3 and len(value) == len(tokens) and value.shape[1] >= tokens.shape[1]

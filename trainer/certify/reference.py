@@ -45,6 +45,23 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """The largest differences of one process in the run's low precision from float32."""
+
+    loss: float
+    """Relative, as that of the norm."""
+    norm: float
+    gradients: dict[str, float]
+    outputs: dict[tuple[int, int, str], float]
+    least: float
+    """The relative rounding of one number."""
+
+
+EXACT = Rounding(0.0, 0.0, {}, {}, 0.0)
+"""No difference: that of a run in float32."""
+
+
+@dataclass(frozen=True)
 class Expected:
     """The expected result of one step."""
 
@@ -54,7 +71,7 @@ class Expected:
     state: State
     """The state after the step: weights (float32) and optimizer state."""
     targets: int
-    rounding: Rounding | None = None
+    rounding: Rounding
     outputs: Outputs = field(default_factory=dict)
 
     @property
@@ -72,18 +89,6 @@ class Judged(NamedTuple):
     """The number of correct targets, for each of the task's measures."""
     unsure: int = 0
     """The number of targets whose correctness may depend on rounding."""
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """The largest differences of one process in the run's low precision from float32."""
-
-    loss: float
-    norm: float
-    gradients: dict[str, float]
-    outputs: dict[tuple[int, int, str], float]
-    least: float
-    """The relative rounding of one number."""
 
 
 class Reference(ABC):
@@ -161,9 +166,9 @@ class Reference(ABC):
             if self._scheduler is not None:
                 self._scheduler.step()
             kept = {key: value for key, value in before.items() if key[0] in self._named}
-            return Expected(math.inf, math.inf, {}, kept, counted)
+            return Expected(math.inf, math.inf, {}, kept, counted, EXACT)
         loss, own = self._gradients(self.model, step, parts, counted)
-        outputs, rounding = self._outputs, None
+        outputs, rounding = self._outputs, EXACT
         if self._small.low_precision:
             rounding = self._rounding(step, parts, counted, loss, own)
         self._update(step, gradients, norm)
@@ -257,8 +262,8 @@ class Reference(ABC):
             n: max(float((of[n] - value).abs().max()) for _, of in runs) for n, value in own.items()
         }
         return Rounding(
-            max(abs(low_loss - loss) for low_loss, _ in runs),
-            max(abs(norm_of(of) - norm_of(own)) for _, of in runs),
+            max(abs(low_loss - loss) for low_loss, _ in runs) / loss,
+            max(abs(norm_of(of) - norm_of(own)) for _, of in runs) / norm_of(own),
             gradients,
             outputs,
             torch.finfo(dtype).eps / 2,

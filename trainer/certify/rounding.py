@@ -9,7 +9,8 @@ targets are powers of two, which round nothing.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -65,14 +66,12 @@ def measured(engine: Engine, small: Tiny, kind: str, step: int) -> Rounded:
         engine.step(number, batches, Update(0.0), keeper_in(found))
         return found
 
-    def batches_of(number: int, targets: Any) -> list[Batch]:
-        parts = [
-            rows_of(small, vocabulary, number, job.data_rank, i) for i in range(layout.accumulation)
-        ]
-        return [
-            _batch(job, rows, targets(job.data_rank, i), small.packed)
-            for i, rows in enumerate(parts)
-        ]
+    def batches_of(number: int, targets: Callable[[int, int], int | None]) -> list[Batch]:
+        rank, batches = job.data_rank, []
+        for i in range(layout.accumulation):
+            rows = rows_of(small, vocabulary, number, rank, i)
+            batches.append(_batch(job, rows, targets(rank, i), small.packed))
+        return batches
 
     projected = [gradients(step + n, batches_of(step + n, lambda *_: None)) for n in range(STEPS)]
     shares = _shares(layout.data_ranks * layout.accumulation)
@@ -81,22 +80,21 @@ def measured(engine: Engine, small: Tiny, kind: str, step: int) -> Rounded:
     whole = gradients(step, batches_of(step, lambda *place: count[place]))
     total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in whole.items()}
     for one in places:
-        part = gradients(
-            step, batches_of(step, lambda *place, one=one: count[place] if place == one else 0)
-        )
+        alone = dict.fromkeys(places, 0) | {one: count[one]}
+        part = gradients(step, batches_of(step, lambda *place, of=alone: of[place]))
         for name, value in part.items():
             total[name] += value.double() * (count[one] / sum(shares))
-    errors = {
-        name: float((whole[name] - value).abs().max()) / max(float(value.abs().max()), 1e-30)
-        for name, value in total.items()
-        if value.numel()
-    }
+    errors = {}
+    for name, value in total.items():
+        if value.numel():
+            largest = max(float(value.abs().max()), 1e-30)
+            errors[name] = float((whole[name] - value).abs().max()) / largest
     worst = max(errors, key=lambda name: errors[name])
     return Rounded(projected, errors[worst], worst, _allowed(small, kind))
 
 
 def _allowed(small: Tiny, engine: str) -> float:
-    """Return the error allowed: DeepSpeed sums in the model's precision, but for two float32 keys."""
+    """Return the error allowed: DeepSpeed sums in low precision, unless two keys say float32."""
     settings, layout = small.config.settings, small.layout
     kinds = (
         settings.get("data_types", {}).get("grad_accum_dtype"),
@@ -104,12 +102,8 @@ def _allowed(small: Tiny, engine: str) -> float:
     )
     if engine != "deepspeed" or all(kind in ("fp32", "float32", "float") for kind in kinds):
         return 0.0
-    return (
-        layout.accumulation
-        * layout.data_ranks
-        * torch.finfo(getattr(torch, layout.precision)).eps
-        / 2
-    )
+    eps = torch.finfo(getattr(torch, layout.precision)).eps
+    return layout.accumulation * layout.data_ranks * eps / 2
 
 
 def _shares(count: int) -> list[int]:
@@ -125,13 +119,8 @@ def _batch(job: Job, rows: Rows, kept: int | None, packed: bool) -> Batch:
     for number, (inputs, targets) in enumerate(rows):
         counted = len(targets) if kept is None else kept if number == 0 else 0
         targets = np.where(np.arange(len(targets)) < counted, targets, IGNORED)
-        samples.append(
-            {
-                "input_ids": inputs,
-                "targets": targets,
-                **({"documents": [len(inputs)]} if packed else {}),
-            }
-        )
+        sample = {"input_ids": inputs, "targets": targets}
+        samples.append(sample | ({"documents": [len(inputs)]} if packed else {}))
     batch = job.task.collate(samples)
     return {name: value.to(job.machine.device) for name, value in batch.items()}
 
@@ -140,11 +129,8 @@ def coefficients(found: list[Tensors], theirs: list[Tensors]) -> tuple[list[floa
     """Return the coefficients of projection on `theirs`; and the relative norm of all residuals."""
     parts, left, whole = [], 0.0, 0.0
     for ours, exact in zip(found, theirs, strict=True):
-        names = ours.keys() & exact.keys()
-        g, r = (
-            torch.cat([of[name].double().flatten() for name in sorted(names)])
-            for of in (ours, exact)
-        )
+        names = sorted(ours.keys() & exact.keys())
+        g, r = (torch.cat([of[n].double().flatten() for n in names]) for of in (ours, exact))
         parts.append(float(g @ r / (r @ r)))
         left, whole = left + float((g - parts[-1] * r).norm()) ** 2, whole + float(r.norm()) ** 2
     return parts, (left / whole) ** 0.5

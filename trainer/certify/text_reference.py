@@ -73,7 +73,7 @@ class LanguageReference(Reference):
         return found
 
     def projected(self, state: State, step: int) -> tuple[list[Tensors], list[Tensors]]:
-        """Compute gradients of STEPS steps at rounded weights, in float32 and in the run's precision."""
+        """Compute gradients of STEPS steps at rounded weights, in float32 and in low precision."""
         self._load(state)
         dtype, layout = getattr(torch, self._layout.precision), self._layout
         low, exact = copy.deepcopy(self.model), copy.deepcopy(self.model)
