@@ -135,5 +135,5 @@ def _pass_on(path: Path | None, record: FileRecord, giver: int, ranks: Ranks) ->
             raise failure
         flush(path)
     if digest.hexdigest() != record.sha256:
-        seen = f"SHA-256 {digest.hexdigest()[:12]}... of what came from rank {giver}"
-        raise DiskError(Problem(str(path), seen, f"{record.sha256[:12]}..., as it was written"))
+        actual = f"SHA-256 {digest.hexdigest()[:12]}... of what came from rank {giver}"
+        raise DiskError(Problem(str(path), actual, f"{record.sha256[:12]}..., as it was written"))

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from trainer.checkpoint.manifest import (
     ALL,
-    MEND_OPTIMIZER,
+    HINT_OPTIMIZER,
     WEIGHTS_ALONE,
     check_sizes,
     read_description,
@@ -45,8 +45,9 @@ def load(
             raise DiskError(*problems)
         description, found = read_description(path), _stored(path, below)
         if below == ALL and (lost := _lost(entries, found, description.get("stateless"))):
-            seen = f"all or some optimizer state of {len(lost)} parameters is gone ({listed(lost)})"
-            raise DiskError(Problem(str(path), seen, "that which was saved", MEND_OPTIMIZER))
+            gone = f"{len(lost)} parameters is gone ({listed(lost)})"
+            actual = f"all or some optimizer state of {gone}"
+            raise DiskError(Problem(str(path), actual, "that which was saved", HINT_OPTIMIZER))
         return found, RunState(**description["position"])
 
     def check() -> None:

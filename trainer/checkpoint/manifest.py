@@ -32,8 +32,8 @@ _DESCRIPTION |= {
     "since": (dict, NoneType),
 }
 """The types of the entries of a description that are read, if present."""
-_MEND = "Resume from an older checkpoint"
-MEND_OPTIMIZER = f"{_MEND}, or without the optimizer's state by --resume-weights-only"
+_HINT = "Resume from an older checkpoint"
+HINT_OPTIMIZER = f"{_HINT}, or without the optimizer's state by --resume-weights-only"
 
 
 def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
@@ -164,26 +164,26 @@ def _check(
         every = read_manifest(path)
     except (OSError, ValueError) as error:
         expected = "the manifest that was saved"
-        return [Problem(str(path / MANIFEST), _reason(error), expected, _MEND)]
+        return [Problem(str(path / MANIFEST), _reason(error), expected, _HINT)]
     records = {name: record for name, record in every.items() if name.startswith(below)}
     found = []
     by_size = sorted(records, key=lambda name: (-records[name].size, name))
     beside = ranks.beside
     for name in by_size[beside.index(ranks.rank) :: len(beside)]:
         record = records[name]
-        mend = MEND_OPTIMIZER if name.startswith("optimizer/") else _MEND
+        hint = HINT_OPTIMIZER if name.startswith("optimizer/") else _HINT
         try:
             if fault := wrong(path / name, record):
-                found.append(Problem(_shown(path / name), *fault, mend))
+                found.append(Problem(_shown(path / name), *fault, hint))
             elif name == DESCRIPTION:
                 read_description(path)
             elif name.endswith(".safetensors"):
                 read_header(path / name)
         except DiskError as error:
-            found += [replace(problem, mend=mend) for problem in error.problems]
+            found += [replace(problem, mend=hint) for problem in error.problems]
         except (OSError, ValueError) as error:
             actual = _reason(error)
-            found.append(Problem(_shown(path / name), actual, "a file that can be read", mend))
+            found.append(Problem(_shown(path / name), actual, "a file that can be read", hint))
     return found
 
 

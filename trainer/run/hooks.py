@@ -65,15 +65,6 @@ class RunHooks(Hooks):
         self._on_host = ranks.on_host()
         self._held_out: dict[int, float] = {}
         self._since = {"step": self.position.step, "samples": self.position.samples}
-        self._meter = Meter(
-            prepared.steps,
-            self.machine.device,
-            prepared.layout.world_size // prepared.layout.data_ranks,
-            prepared.subject.flops(section),
-            peak_of(self.machine.device),
-            self.loader,
-            self.position,
-        )
 
     def __enter__(self) -> RunHooks:
         prepared, ranks, folder = self.prepared, self.machine.ranks, self.folder
@@ -95,6 +86,15 @@ class RunHooks(Hooks):
             if section.profile is not None and first:
                 self._profiler = StepProfiler(section.profile, folder, self.machine.device)
                 stack.callback(self._profiler.close)
+            self._meter = Meter(
+                prepared.steps,
+                self.machine.device,
+                prepared.layout.world_size // prepared.layout.data_ranks,
+                prepared.subject.flops(section),
+                peak_of(self.machine.device),
+                self.loader,
+                self.position,
+            )
             self._open = stack.pop_all()
         return self
 

@@ -47,11 +47,11 @@ def expected(section: TrainerSection, cache: Path) -> Images:
     if known:
         count, mode, size = known[0], known[1], options.size or known[2]
     if size is None or type(count) is not int or not 1 <= count <= MOST_CLASSES:
-        seen = f"not said, and images of {path} can't be looked at here"
-        mend = "Set both, such as trainer.images.size=224 trainer.images.classes=1000"
+        actual = f"not said, and images of {path} can't be looked at here"
+        hint = "Set both, such as trainer.images.size=224 trainer.images.classes=1000"
         expected = f"numbers, and at most {MOST_CLASSES:,} classes"
         place = "trainer.images.size, trainer.images.classes"
-        raise ConfigError(Problem(place, seen, expected, mend))
+        raise ConfigError(Problem(place, actual, expected, hint))
     height, width = (size, size) if isinstance(size, int) else size
     mode = mode if options.mode == "auto" else options.mode
     plain = Images(tuple(map(str, range(count))), mode, (height, width), (), ())

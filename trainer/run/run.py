@@ -211,7 +211,6 @@ def _write_down(
         lines = [*lines, *changed]
     for line in lines:
         say(console, f"resume  {line}")
-
     ranks.on_keepers(lambda: describe.write(folder, prepared, machine, request.overrides))
     machine.watch.plan(prepared.steps)
 

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -308,7 +309,8 @@ def language_model(config: Config, ranks: Ranks, progress: Progress) -> Subject:
     data = open_data(section.data, tokenizer, cache_folder(), ranks, section.seed, progress)
     if data.has_chats:  # saved with the trained model, so that it is prompted as it was trained
         template = Template.of(tokenizer, section.data.chat_template)
-        tokenizer.chat_template = template.text or tokenizer.chat_template
+        if template.text:
+            tokenizer = _tokenizer(config, ranks, progress, chat_template=template.text)
     spec = amended(huggingface.spec_of(architecture, section.model), section, ranks)
     _check_vocabulary(data.largest_token_id, spec)
     _check_length(section.data.sequence_length, spec.language.positions)
@@ -318,14 +320,15 @@ def language_model(config: Config, ranks: Ranks, progress: Progress) -> Subject:
     return LanguageSubject(spec, task, data, tokenizer, section.data.packs, data.check)
 
 
-def _tokenizer(config: Config, ranks: Ranks, progress: Progress) -> Any:
+def _tokenizer(config: Config, ranks: Ranks, progress: Progress, **options: Any) -> Any:
     data, model = config.trainer.data, config.trainer.model
     name = data.tokenizer or model.name_or_path
     if name is None:
-        load = lambda: embedded_tokenizer(cache_folder(), progress=progress)  # noqa: E731
+        load = partial(embedded_tokenizer, cache_folder(), progress=progress, **options)
         ranks.on_first(lambda: load() and None)  # the rank that trains it
         return load()
-    return ranks.on_own(lambda: load_tokenizer(name, model.trust_remote_code, model.revision))
+    options["revision"] = model.revision
+    return ranks.on_own(lambda: load_tokenizer(name, model.trust_remote_code, **options))
 
 
 def _check_vocabulary(largest: int, spec: ModelSpec) -> None:

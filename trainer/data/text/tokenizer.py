@@ -31,16 +31,20 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool = False) -> An
 
 
 def load_tokenizer(
-    name_or_path: str, trust_remote_code: bool = False, revision: str | None = None
+    name_or_path: str,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    **options: Any,
 ) -> Any:
-    """Load the tokenizer of a folder or hub id. Raises DataError if there is none, or it has no
-    end-of-text token.
+    """Load the tokenizer of a folder or hub id, with `options` of its constructor.
+
+    Raises DataError if there is none, or it has no end-of-text token.
     """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name_or_path, trust_remote_code=trust_remote_code, revision=revision
+            name_or_path, trust_remote_code=trust_remote_code, revision=revision, **options
         )
     except (
         Exception
@@ -55,16 +59,16 @@ def load_tokenizer(
 
 
 def embedded_tokenizer(
-    cache_folder: Path, vocabulary: int = 4096, progress: Progress = QUIET
+    cache_folder: Path, vocabulary: int = 4096, progress: Progress = QUIET, **options: Any
 ) -> Any:
     """Return a byte-level BPE of `vocabulary` tokens for the embedded corpus, trained at first use
-    (seconds) and cached.
+    (seconds) and cached, with `options` of its constructor.
     Deterministic. Raises DiskError if it can't be stored."""
     from transformers import PreTrainedTokenizerFast
 
     name = f"tokenizer-{corpus.name()}-{vocabulary}"
     folder = cached_folder(cache_folder, name, lambda folder: _train(vocabulary, folder), progress)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder, **options)
 
 
 def end_of_text(tokenizer: Any) -> int:
