@@ -34,9 +34,8 @@ def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
     section, spec, data = config.trainer, subject.spec, subject.data
     samples = prepared.steps * prepared.layout.train_batch
     yield f"layout  {prepared.layout.describe()} (engine {prepared.engine_name})"
-    yield (
-        f"model   {spec.name}: {spec.parameters / 1e6:,.1f} M parameters, {len(spec.blocks)} blocks"
-    )
+    millions = spec.parameters / 1e6
+    yield f"model   {spec.name}: {millions:,.1f} M parameters, {len(spec.blocks)} blocks"
     yield f"data    {data.describe()}"
     yield from subject.lines(prepared.workers)
     epochs = samples / len(data.train)

@@ -69,11 +69,8 @@ def train(
         logs, saves = due(done, plan.steps, plan.log_every), due(done, plan.steps, plan.save_every)
         evaluates, stops = due(done, plan.steps, plan.evaluate_every), stop()
         if logs or saves or evaluates or stops:
-            state = RunState(
-                done,
-                state.samples + (done - state.step) * plan.train_batch,
-                state.tokens + int(tokens),
-            )
+            samples = state.samples + (done - state.step) * plan.train_batch
+            state = RunState(done, samples, state.tokens + int(tokens))
             tokens = None
         if logs:
             hooks.at(Phase.LOGGING, done)

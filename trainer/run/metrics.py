@@ -44,14 +44,9 @@ class Meter:
         """
         loss, norm = float(metrics.loss()), float(metrics.gradient_norm)
         if not math.isfinite(loss) and math.isfinite(norm) and not metrics.skipped:
-            raise NumericsError(
-                Problem(
-                    f"step {state.step}",
-                    f"the loss is {loss}",
-                    "a finite number",
-                    "Lower the learning rate, clip gradients, or look at the samples of this step",
-                )
-            )
+            place, actual = f"step {state.step}", f"the loss is {loss}"
+            hint = "Lower the learning rate, clip gradients, or look at the samples of this step"
+            raise NumericsError(Problem(place, actual, "a finite number", hint))
         now = time.perf_counter()
         elapsed, steps = now - self.started, state.step - self.state.step
         rate = (state.tokens - self.state.tokens) / elapsed
@@ -93,15 +88,14 @@ _NAMED = 16
 
 
 class Skipped:
-    """Counts such steps, and ends the run after IN_A_ROW of them in a row.
+    """Counts steps that changed nothing, and ends the run after IN_A_ROW of them in a row.
 
     A float16 run skips steps by design while its loss scale settles; `watching` is then False.
     """
 
     def __init__(self, ranks: Ranks, watching: bool) -> None:
+        self._ranks, self._watching = ranks, watching
         self.total = 0
-        self._ranks = ranks
-        self._watching = watching
         self._row = 0
         self._recent: list[tuple[StepBatches, Metrics]] = []
 
@@ -124,22 +118,18 @@ class Skipped:
             self.total += 1
             mine = [int(index) for part in batches.ids for index in part]
             samples = sorted({index for theirs in self._ranks.gather(mine) for index in theirs})
-            names = ", ".join(map(str, samples[:_NAMED])) + (
-                ", ..." if len(samples) > _NAMED else ""
-            )
-            found.append(
-                f"step {batches.step + 1} skipped: its gradient is not finite (samples {names})"
-            )
+            more = ", ..." if len(samples) > _NAMED else ""
+            names = ", ".join(map(str, samples[:_NAMED])) + more
+            what = f"step {batches.step + 1} skipped: its gradient is not finite"
+            found.append(f"{what} (samples {names})")
             if self._row == IN_A_ROW:
                 raise self._too_many(batches.step + 1, names)
         self._recent = []
         return found
 
     def _too_many(self, step: int, names: str) -> MeshloomError:
-        place, actual = (
-            f"steps {step - IN_A_ROW + 1} to {step}",
-            f"no finite gradient {IN_A_ROW} times in a row",
-        )
+        place = f"steps {step - IN_A_ROW + 1} to {step}"
+        actual = f"no finite gradient {IN_A_ROW} times in a row"
         hint = (
             f"Lower the learning rate, or look at the last samples ({names}); the last "
             "checkpoint is good"

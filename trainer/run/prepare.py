@@ -98,33 +98,29 @@ def prepare(
     ranks, section = machine.ranks, config.trainer
     bf16 = has_bf16(machine.device)
     kind: Any = machine.device.type
-    composed = compose(
-        config, RuntimeFacts(ranks.world_size, None, None, bf16, kind, machine.local_world_size)
-    )
+    local = machine.local_world_size
+    composed = compose(config, RuntimeFacts(ranks.world_size, None, None, bf16, kind, local))
     config, layout = composed.config, composed.layout
     name, engine = composed.engine()
     if builds:
         ranks.on_each(lambda: engine.ready(layout, machine.device, config.deepspeed))
     ranks.on_first(lambda: require(section.log.trackers))
     machine.signs.at("reading what the model and its data are")
-    subject = subject_of(
-        config, given, layout, ranks, Progress(terminal, machine.watch.moves, machine.signs)
-    )
+    progress = Progress(terminal, machine.watch.moves, machine.signs)
+    subject = subject_of(config, given, layout, ranks, progress)
     machine.signs.at("trying a tiny copy of the model")
     spec, model_notes = checked(subject.spec, subject.task, layout, ranks, subject.packed)
     ranks.on_first(lambda: engine.check(spec, layout))
     ranks.on_first(lambda: subject.trained(spec, section) and None)  # an error is reported once
     subject = subject.trained(spec, section)
-    steps = section.steps or max(
-        1, math.ceil((section.epochs or 1) * len(subject.data.train) / layout.train_batch)
-    )
+    samples = (section.epochs or 1) * len(subject.data.train)
+    steps = section.steps or max(1, math.ceil(samples / layout.train_batch))
     if problems := profile_problems(section, steps):
         raise shared(ConfigError(*problems))
     config = composed.knowing(hidden_size=spec.language.hidden_size, total_steps=steps).config
-    few = share_of_cores(machine.local_world_size or 1) if layout.offloads else None
-    config = replace(
-        config, notes=(*config.notes, *([few] if few else []), *support.notes(config, name))
-    )
+    few_cores = share_of_cores(local or 1) if layout.offloads else None
+    notes = [few_cores] if few_cores else []
+    config = replace(config, notes=(*config.notes, *notes, *support.notes(config, name)))
     model = spec.build()
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     undecayed = spared(section.weight_decay_excludes, spec)

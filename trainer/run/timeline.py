@@ -37,8 +37,7 @@ class Timeline:
     def __init__(self, folder: Path | None, steps: int, step: int, source: Path | None) -> None:
         self._lines = JsonLines(folder / NAME) if folder is not None else None
         self._phase: Phase | None = None
-        self._step = step
-        self._since = time.perf_counter()
+        self._step, self._since = step, time.perf_counter()
         self._seconds: dict[Phase, float] = {}
         self._write("start", steps=steps, source=None if source is None else source.name)
 
@@ -63,9 +62,8 @@ class Timeline:
     ) -> None:
         if kind is None:
             self.at(None, self._step)
-        with (
-            nullcontext() if kind is None else suppress(DiskError)
-        ):  # the original error is reported, not this one
+        # the original error is reported, not this one
+        with nullcontext() if kind is None else suppress(DiskError):
             self._write("end", error=None if kind is None else kind.__name__)
         if self._lines is not None:
             self._lines.close()
@@ -93,21 +91,17 @@ class StepProfiler:
 
     def at(self, phase: Phase, step: int) -> None:
         """Begin `phase` of step `step`, from 1."""
-        from torch.profiler import (
-            ProfilerActivity,
-            profile,
-            record_function,
-        )  # late: the report needs no torch
+        # late: the report needs no torch
+        from torch.profiler import ProfilerActivity, profile, record_function
 
         self._phase.close()
         if step > self._last:
             self.close()
         elif step >= self._first:
             if self._profile is None:
-                kinds = [
-                    ProfilerActivity.CPU,
-                    *([ProfilerActivity.CUDA] if self._device.type == "cuda" else []),
-                ]
+                kinds = [ProfilerActivity.CPU]
+                if self._device.type == "cuda":
+                    kinds.append(ProfilerActivity.CUDA)
                 self._profile = profile(activities=kinds)
                 self._profile.start()
             self._phase.enter_context(record_function(PREFIX + phase))
