@@ -35,7 +35,7 @@ LARGEST = 50_000_000
 PAIRED = 1e-5
 """The relative difference above which a loss over micro-batches counts as one of pairs."""
 CLASSES, SIZE = 10, 64
-"""Of made-up images: a residual network's last block still sees four places of each."""
+"""Made-up images: a residual network's last block still sees four places of each."""
 VIT = {"patch_size": 8, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24}
 """So narrow that patches weigh no more than two blocks: a cut would come before the blocks."""
 

@@ -31,14 +31,10 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool = False) -> An
 
 
 def load_tokenizer(
-    name_or_path: str,
-    trust_remote_code: bool = False,
-    revision: str | None = None,
-    **options: Any,
+    name_or_path: str, trust_remote_code: bool = False, revision: str | None = None, **options: Any
 ) -> Any:
-    """Load the tokenizer of a folder or hub id, with `options` of its constructor.
-
-    Raises DataError if there is none, or it has no end-of-text token.
+    """Load the tokenizer of a folder or hub id. Raises DataError for none, or without an end of
+    text.
     """
     from transformers import AutoTokenizer
 
