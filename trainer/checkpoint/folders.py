@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.manifest import MANIFEST, read_manifest
+from trainer.checkpoint.manifest import read_manifest, write_manifest
 from trainer.checkpoint.safetensors_stream import FileRecord
 from trainer.errors import DiskError, Problem
-from trainer.storage import disk_errors, flush, rename_folder, write_file
+from trainer.storage import disk_errors, flush, rename_folder
 
 if TYPE_CHECKING:
     from trainer.distributed.ranks import Ranks
@@ -26,12 +26,10 @@ CHUNK = 16 * 2**20
 def spread(
     folder: Path | None, records: Mapping[str, FileRecord], writers: Mapping[str, int], ranks: Ranks
 ) -> None:
-    """Copy each file of `records` from the folder of the rank that wrote it, `writers`, to all
-    others. Collective.
+    """Copy each file of `records` from the folder of its writer to all others. Collective.
 
     `folder` is the one that this rank sees; None if it wants no copy. Copies are flushed, and have
-    the hash of their record. Raises DiskError everywhere if a file can't be read or written, after
-    all were sent.
+    the hash of their record. Raises DiskError everywhere, after all were sent.
     """
     if len(set(ranks.keepers)) < 2:
         return
@@ -51,17 +49,14 @@ def spread(
 
 
 def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
-    """Copy the checkpoint at `path` in the folder of rank `giver` to the folders that want it.
-    Collective.
+    """Copy the checkpoint at `path` from the folder of rank `giver` to those that want it.
 
-    Raises DiskError everywhere.
+    Collective; raises DiskError everywhere.
     """
     at_work = ranks.rank == ranks.keeper
     partial = path.with_name(path.name + PARTIAL)
 
-    def described() -> tuple[bytes, dict[str, FileRecord]]:
-        return (path / MANIFEST).read_bytes(), read_manifest(path)
-
+    @disk_errors(partial)
     def prepare() -> None:
         if wants:
             shutil.rmtree(partial, ignore_errors=True)
@@ -70,17 +65,11 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
     @disk_errors(partial)
     def publish() -> None:
         if wants:
-            for inner in sorted(partial.rglob("*")):
-                if inner.is_dir():
-                    flush(inner)
-            write_file(partial / MANIFEST, manifest)
-            flush(partial)
+            write_manifest(partial, records)
             rename_folder(partial, path)
 
-    manifest, records = ranks.on_each(lambda: described() if ranks.rank == giver else (b"", {}))[
-        giver
-    ]
-    ranks.on_keepers(disk_errors(partial)(prepare))
+    records = ranks.on_each(lambda: read_manifest(path) if ranks.rank == giver else {})[giver]
+    ranks.on_keepers(prepare)
     here = path if ranks.rank == giver else partial if wants and at_work else None
     try:
         spread(here, records, dict.fromkeys(records, giver), ranks)
