@@ -18,7 +18,7 @@ from tests.support.commands import write_job
 from trainer.checkpoint import save
 from trainer.config import Config, load
 from trainer.errors import ConfigError, DataError, DiskError
-from trainer.run import folder as folder_module
+from trainer.run import folder as run_folder
 from trainer.run import resume
 from trainer.run.folder import hold
 from trainer.run.resume import Request, choose, refuse_changed
@@ -145,7 +145,7 @@ def test_fresh(config):
 
 
 def test_a_run_at_work_is_refused_with_who_is(config, monkeypatch):
-    monkeypatch.setattr(folder_module, "HELD_SECONDS", 0.1)
+    monkeypatch.setattr(run_folder, "HELD_SECONDS", 0.1)
     first = begun(config, 10)
     assert choose(config, Request(), ALONE).folder == first
     with pytest.raises(
@@ -167,7 +167,7 @@ def test_without_locks_a_heartbeat_tells(config, monkeypatch):
     def refused(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(folder_module.fcntl, "flock", refused)
+    monkeypatch.setattr(run_folder.fcntl, "flock", refused)
     folder = begun(config, 10)
     status_files.write(folder, {"host": "elsewhere", "process": 1})
     with pytest.raises(

@@ -12,7 +12,7 @@ import pytest
 
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import DiskError
-from trainer.run import folder as shared
+from trainer.run import folder as run_folder
 from trainer.run.folder import check_shared
 
 
@@ -54,8 +54,8 @@ def test_a_folder_that_all_see_is_left_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("there", [True, False])
 def test_who_sees_another_one_is_named_on_every_rank(tmp_path, monkeypatch, there):
-    monkeypatch.setattr(shared, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(shared.socket, "gethostname", lambda: "node-a")
+    monkeypatch.setattr(run_folder, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(run_folder.socket, "gethostname", lambda: "node-a")
     first, other = tmp_path / "a" / "runs", tmp_path / "b" / "runs"
     first.mkdir(parents=True)
     if there:
@@ -73,7 +73,7 @@ def test_who_sees_another_one_is_named_on_every_rank(tmp_path, monkeypatch, ther
 def test_it_is_waited_for_where_it_comes_late(tmp_path, monkeypatch):
     """As over a network's file system."""
     looks = iter([[], FileNotFoundError(), None])
-    listdir = shared.os.listdir
+    listdir = run_folder.os.listdir
 
     def late(path: Path) -> list[str]:
         look = next(looks)
@@ -81,8 +81,8 @@ def test_it_is_waited_for_where_it_comes_late(tmp_path, monkeypatch):
             raise look
         return listdir(path) if look is None else look
 
-    monkeypatch.setattr(shared.os, "listdir", late)
+    monkeypatch.setattr(run_folder.os, "listdir", late)
     assert check([tmp_path]) == [None]  # alone, nothing is looked at
     (tmp_path / "x").touch()
-    assert shared._sees(tmp_path / "x")
+    assert run_folder._sees(tmp_path / "x")
     check_shared(tmp_path / "nowhere", ALONE)

@@ -40,8 +40,7 @@ def tiny_run_of(
 def met(
     small: Tiny, device: str = "cpu", say: Callable[[str], None] = lambda line: None
 ) -> Machine:
-    """Join the processes that were started for a certificate; `say` is told which are waited for.
-    Collective.
+    """Join the processes of a certificate; `say` prints which are waited for. Collective.
 
     Raises ConfigError if they don't come, or have met with another backend.
     """

@@ -100,8 +100,7 @@ def check_shared(folder: Path, ranks: Ranks) -> None:
 
 
 def kept(folder: Path, ranks: Ranks) -> Ranks:
-    """Return the ranks with their folders' keepers: `folder` is each machine's own, or several
-    share one. Collective.
+    """Return the ranks with the keepers of `folder`, which some machines may share. Collective.
 
     Raises DiskError if it can't be written.
     """

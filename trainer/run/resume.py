@@ -98,12 +98,11 @@ class Start:
 
 
 def choose(config: Config, request: Request, ranks: Ranks) -> Start:
-    """Choose the folder `runs/NAME`, or the first free of NAME-2, NAME-3, ..., and the checkpoint.
-    Collective.
+    """Choose the folder `runs/NAME`, or the first free of NAME-2, ..., and the checkpoint.
 
-    The same command again resumes a run that was not finished, and reports another one as finished.
-    The folder is locked until this process ends. Raises ConfigError for a path that is no
-    checkpoint and for a run in progress, and DiskError if the folder can't be written, or
+    Collective. The same command again resumes a run that was not finished, and reports another one
+    as finished. The folder is locked until this process ends. Raises ConfigError for a path that is
+    no checkpoint and for a run in progress, and DiskError if the folder can't be written, or
     checkpoints were saved and none is good.
     """
     base = base_of(config)
@@ -127,11 +126,10 @@ def choose(config: Config, request: Request, ranks: Ranks) -> Start:
 
 
 def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, str, list[str]]:
-    """Lock the run's folder, of one name on each machine; return it, the run's state, and lines for
-    the user. Collective.
+    """Lock the run's folder on each machine; return it, the run's state, and lines for the user.
 
-    A machine without the run follows those that have it. Raises ConfigError if they have different
-    runs.
+    A machine without the run follows those that have it. Collective; raises ConfigError if they
+    have different runs.
     """
     of_machines = ranks.each_keeper(lambda: numbers(base)).values()
     known = {number for found in of_machines for number in found}
