@@ -12,8 +12,8 @@ from trainer.tasks import cross_entropy
 def chunks_of(size: int) -> Iterator[None]:
     """Split the loss into chunks of `size` bytes, so that a few tokens fill several of them.
 
-    Of `trainer.tasks.cross_entropy`, whose default a tiny run would not fill once; it can go when
-    a task takes the size as an argument.
+    By default (`trainer.tasks.cross_entropy`) all tokens of a tiny run are in one, and what is wrong
+    between chunks would not show. It can go when a task takes the size as an argument.
     """
     default = cross_entropy.CHUNK_BYTES
     cross_entropy.CHUNK_BYTES = size
