@@ -12,7 +12,7 @@ from trainer.tasks import cross_entropy
 def chunks_of(size: int) -> Iterator[None]:
     """Split the loss into chunks of `size` bytes, so that a few tokens fill several of them.
 
-    By default (`trainer.tasks.cross_entropy`) all tokens of a tiny run are in one, and what is wrong
+    By default (`trainer.tasks.cross_entropy`) all tokens of a tiny run are in one, and an error
     between chunks would not show. It can go when a task takes the size as an argument.
     """
     default = cross_entropy.CHUNK_BYTES
