@@ -37,9 +37,7 @@ def members(sizes: dict[str, int]) -> dict[str, list[int]]:
 HSDP = {
     "replicate": 2,
     "shard": 2,
-    "world_size": 4,
     "accumulation": 1,
-    "train_batch": 4,
     "zero_stage": 3,
 }
 
@@ -58,11 +56,11 @@ HSDP = {
             },
         ),
         (
-            {"pipeline": 2, "tensor": 2, "world_size": 4, "train_batch": 2},
+            {"pipeline": 2, "tensor": 2},
             {"batch": [3], "loss": [1, 3], "shard": [3], "replica": [3], "norm": [0, 1, 2, 3]},
         ),
         (
-            {"tensor": 2, "replicate": 2, "world_size": 4, "accumulation": 1, "train_batch": 2},
+            {"tensor": 2, "replicate": 2, "accumulation": 1},
             {"batch": [1, 3], "loss": [1, 3], "shard": [3], "replica": [1, 3], "norm": [2, 3]},
         ),
     ],
@@ -91,7 +89,7 @@ def with_a_context_axis(entry: bool) -> list[float]:
     with mock.patch.object(module, "REDUCTIONS", reductions):
         devices = init_device_mesh("cpu", (1, 2, 1, 1, 2), mesh_dim_names=AXES)
         mesh = module.ParallelMesh(
-            replace(layout(), replicate=2, world_size=2, train_batch=4),
+            replace(layout(), replicate=2),
             devices,
             module.groups_of(devices),
         )

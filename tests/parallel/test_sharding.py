@@ -131,7 +131,7 @@ def test_blocks_that_share_parameters_are_no_units():
     from trainer.parallel.shard import check_shardable
 
     spec = spec_of({"model_type": "zamba2"}).tiny.copy()
-    sharded = layout(world_size=2, shard=2, accumulation=1, zero_stage=3)
+    sharded = layout(shard=2, accumulation=1, zero_stage=3)
     with pytest.raises(
         ConfigError,
         match="FSDP2 shards block by block, and model.layers.* is one with model.layers",
@@ -153,7 +153,7 @@ def test_a_class_of_blocks_that_stands_elsewhere_too_is_refused_where_units_go_b
     spec = spec_of_module(
         lambda: nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 8)), None, 0
     )
-    sharded = layout(world_size=2, shard=2, accumulation=1, zero_stage=3)
+    sharded = layout(shard=2, accumulation=1, zero_stage=3)
     with pytest.raises(
         ConfigError, match=r"is of a block's class, and no block.*Set trainer.engine to"
     ):

@@ -223,15 +223,13 @@ def layout_of(case: Case) -> Any:
     from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
 
     replicate = case.replicate if case.zero_stage else case.data_ranks
-    return Layout(
-        world_size=case.world_size,
+    layout = Layout(
         pipeline=case.pipeline,
         replicate=replicate,
         shard=case.data_ranks // replicate,
         tensor=case.tensor,
         micro_batch=case.micro_batch,
         accumulation=case.accumulation,
-        train_batch=TRAIN_BATCH,
         zero_stage=case.zero_stage,
         offload_optimizer=case.offload_optimizer,
         offload_param=case.offload_param,
@@ -239,6 +237,8 @@ def layout_of(case: Case) -> Any:
         recompute=Recompute(case.recompute, case.every),
         schedule=PIPELINE_SCHEDULES[case.schedule],
     )
+    layout.check(case.world_size, TRAIN_BATCH)
+    return layout
 
 
 def build(
