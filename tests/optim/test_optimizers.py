@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import RuntimeFacts, load, resolve
+from trainer.optim import patches
 from trainer.optim.lr_schedules import schedule_of
 
 rates = st.floats(1e-6, 1e-1)
@@ -132,3 +133,16 @@ def test_no_warm_up_is_none_under_transformers_names_and_a_step_under_deepspeeds
 def test_without_a_scheduler_the_rate_stays():
     schedule = schedule_of({"type": "AdamW", "params": {"lr": 0.25}}, None)
     assert {schedule(step).learning_rate for step in (0, 7, 10**6)} == {0.25}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_fused_kernel_skips_a_step_that_is_not_finite_by_its_flag_alone(kind, patched):
+    """The symptom for which `trainer/optim/patches.py` is there."""
+    weight = torch.ones(3)
+    weight.grad = torch.full((3,), float("nan"))
+    optimizer = kind([weight], fused=True)
+    if patched:
+        patches.set_found_inf(optimizer, torch.ones(()))
+    optimizer.step()
+    assert bool(weight.isfinite().all()) == patched

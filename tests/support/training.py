@@ -384,7 +384,7 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
     """
     from trainer.distributed.seeding import step_seed
     from trainer.models.materialise import materialise
-    from trainer.parallel.dropout import Dropout
+    from trainer.parallel.forward_backward import Dropout
 
     spec = spec_in(case, path)
     model = spec.build()

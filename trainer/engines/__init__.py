@@ -20,8 +20,7 @@ __all__ = ["ENGINES", "Engine", "EngineKind", "Job", "Machine", "Metrics", "sele
 
 
 def select(wanted: str, layout: Layout, config: Config, device: str) -> tuple[str, EngineKind]:
-    """Choose the engine `wanted`; for "auto", the first that can run the layout with the config's
-    optimizer.
+    """Choose the engine `wanted`; for "auto", the first that runs the layout and the optimizer.
 
     DeepSpeed comes last for pipelines and tensor parallelism. Raises ConfigError with each engine's
     reason if none can.

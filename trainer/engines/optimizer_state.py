@@ -1,11 +1,10 @@
-"""The state that an optimizer keeps for parameters: read, removed, or created without a step over
-them.
-"""
+"""An optimizer's state of parameters: read, removed, or created without a step over them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +23,7 @@ class OptimizerState:
         """The step count in old checkpoints, which lack a count for each parameter."""
 
     def of(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the numbers kept for a tensor, by name; other values, such as None, are left
-        out.
-        """
+        """Return the numbers kept for a tensor, by name, without other values, such as None."""
         return {
             key: value if torch.is_tensor(value) else torch.tensor(value, dtype=torch.float64)
             for key, value in sorted(self._optimizer.state.get(tensor, {}).items())
@@ -34,9 +31,7 @@ class OptimizerState:
         }
 
     def step(self) -> float:
-        """Return the step count of the first parameter that has one: reading each would wait for
-        the device.
-        """
+        """Return the step count of one parameter: reading each would wait for the device."""
         return next(
             (float(state[STEP]) for state in self._optimizer.state.values() if STEP in state), 0.0
         )
@@ -60,23 +55,24 @@ class OptimizerState:
 
 
 def made(optimizer: torch.optim.Optimizer, like: torch.Tensor, steps: int = 1) -> dict[str, Any]:
-    """Create the state kept for `like` after some steps with zero gradients; tensors of its shape
-    are zero.
+    """Create the state of `like` after steps with zero gradients; tensors of its shape are zero.
 
-    The optimizer makes it in steps over a stand-in of one entry: the state of other tensors does
-    not change.
+    The optimizer makes it in steps over a stand-in of one entry: no other state changes.
     """
     groups, states = optimizer.param_groups, optimizer.state
     group = next((g for g in groups if any(p is like for p in g["params"])), groups[0])
     stand_in = torch.zeros((1,) * max(like.ndim, 1), dtype=like.dtype, device=like.device)
     stand_in.grad = torch.zeros_like(stand_in)
-    optimizer.param_groups, optimizer.state = [{**group, "params": [stand_in]}], defaultdict(dict)
+    alone = [{**group, "params": [stand_in]}]
+    # the base class's own, which only sets attributes: subclasses convert state of old versions
+    put = partial(torch.optim.Optimizer.__setstate__, optimizer)
+    put({"param_groups": alone, "state": defaultdict(dict)})
     try:
         for _ in range(steps):
             type(optimizer).step(optimizer)
         found = dict(optimizer.state[stand_in])
     finally:
-        optimizer.param_groups, optimizer.state = groups, states
+        put({"param_groups": groups, "state": states})
     with torch.no_grad():
         return {
             key: torch.zeros_like(like, dtype=value.dtype) if _is_like(value, stand_in) else value

@@ -1,6 +1,4 @@
-"""The ranks of a layout as one DeviceMesh, the groups of them that reduce together, and the check
-of replicas.
-"""
+"""The ranks of a layout as a DeviceMesh, its reductions, and the check of replicas."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ token's loss and each target is on one. `shard`: ranks that share one copy of ea
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """The mesh pipeline x replicate x shard x tensor, row-major, with the groups of its
-    reductions.
-    """
+    """The mesh pipeline x replicate x shard x tensor, row-major, with the groups that reduce."""
 
     layout: Layout
     device_mesh: DeviceMesh
@@ -83,14 +79,10 @@ class ParallelMesh:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """The mesh over which FSDP shards; two-dimensional (HSDP) if `replicate` > 1, `shard`
-        innermost.
-        """
-        return (
-            self.device_mesh["replicate", "shard"]
-            if self.layout.replicate > 1
-            else self.device_mesh["shard"]
-        )
+        """The mesh over which FSDP shards: `shard`, or `replicate` x `shard` (HSDP)."""
+        if self.layout.replicate > 1:
+            return self.device_mesh["replicate", "shard"]
+        return self.device_mesh["shard"]
 
 
 def parallel_mesh_of(layout: Layout, device: torch.device) -> ParallelMesh:
@@ -138,9 +130,7 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def check_replicas(modules: Sequence[nn.Module], mesh: ParallelMesh, ranks: Ranks) -> None:
-    """Raise NumericsError, on all ranks, unless the ranks of each `replica` hold the same
-    parameters. Collective.
-    """
+    """Raise NumericsError if ranks of a `replica` differ in their parameters. Collective."""
     with torch.no_grad():
         sums = torch.stack([_checksum(local(p)) for module in modules for p in module.parameters()])
     found = ranks.gather([float(value) for value in sums])

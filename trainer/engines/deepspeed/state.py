@@ -1,6 +1,4 @@
-"""DeepSpeed's weights, float32 masters and moments under each ZeRO stage, as whole tensors by
-name.
-"""
+"""DeepSpeed's weights, float32 masters and moments by name, whole, under each ZeRO stage."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ from trainer.tasks.task import bare_name
 
 
 class MasterState:
-    """Reads and writes the training state of a `deepspeed.DeepSpeedEngine`, of all stages if it is
-    a pipeline's.
-    """
+    """Reads and writes the training state of all pipeline stages of a DeepSpeed engine."""
 
     def __init__(
         self, engine: Any, module: nn.Module, ranks: Ranks, mesh: ParallelMesh, split: Split | None
@@ -47,8 +43,7 @@ class MasterState:
         self._split = split
         self._partitioned = engine.zero_optimization_stage() == 3
         self._optimizer = engine.optimizer
-        # without ZeRO in float32, the engine's optimizer is PyTorch's own, over the model's
-        # parameters
+        # without ZeRO in float32, the engine's optimizer is PyTorch's own
         self._inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
         self._states = OptimizerState(self._inner)
         self._scalars: dict[str, float] = {}
@@ -61,11 +56,10 @@ class MasterState:
         self._flat = next((name for name in _FLAT if hasattr(engine.optimizer, name)), None)
 
     def start_masters(self, blank: nn.Module, spec: ModelSpec, seed: int) -> None:
-        """Give the float32 masters their initial values, before rounding to low precision.
-        Collective.
+        """Give the float32 masters the initial values as they are before rounding. Collective.
 
         `blank` is on the meta device, with the names of this rank's parameters. One unit of it is
-        whole at a time.
+        materialised at a time.
         """
         learned = {
             bare_name(name): p for name, p in self._module.named_parameters() if p.requires_grad
@@ -83,15 +77,11 @@ class MasterState:
         )
 
     def state_tensors(self) -> list[StateTensor]:
-        """List each parameter's weight, float32 master and optimizer state; then persistent
-        buffers. Collective.
-        """
+        """List weights, float32 masters, optimizer state and persistent buffers. Collective."""
         held: dict[Kind, torch.Tensor] = {}
-        for (
-            name,
-            parameter,
-        ) in self._module.named_parameters():  # a tied parameter comes once, under its first name
-            name, shape = bare_name(name), self._shape(parameter)
+        # a tied parameter comes once, under its first name
+        for full_name, parameter in self._module.named_parameters():
+            name, shape = bare_name(full_name), self._shape(parameter)
             held[name, WEIGHT, shape, parameter.dtype] = parameter
             if parameter.requires_grad:
                 if self.low_precision:
@@ -103,9 +93,7 @@ class MasterState:
         return state_tensors_of(held, self._mesh, self._ranks, self._state_tensor)
 
     def gradients(self, observe: Observer) -> None:
-        """Call `observe` with every gradient, whole, averaged and unscaled. Collective; before
-        `engine.step`.
-        """
+        """Implement `TrainingState.gradients`, before `engine.step`."""
         scale = float(getattr(self._optimizer, "loss_scale", 1.0))
         found = {
             bare_name(name): self._whole(parameter, gradient.detach().float()) / scale
@@ -152,9 +140,7 @@ class MasterState:
     def _keep(
         self, name: str, parameter: torch.Tensor | None, shapes: Mapping[str, tuple[int, ...]]
     ) -> list[StateTensor]:
-        """Implement `StateTensor.keep`; if a flat partition has state, a parameter without any gets
-        zeros.
-        """
+        """Implement `StateTensor.keep`; what a flat partition adds for itself is zero."""
         if parameter is None:
             return elsewhere(name, shapes)
         tensors, flat = self._updated(parameter), self._flat is not None
@@ -164,10 +150,8 @@ class MasterState:
             self._optimizer._lazy_init_hp_params_optimizer_state()
         entries = []
         for key, value in self._states.of(tensors[0]).items():
-            write, shape = (
-                partial(self._write, name, parameter, key),
-                self._shape(parameter) if value.ndim else (),
-            )
+            write = partial(self._write, name, parameter, key)
+            shape = self._shape(parameter) if value.ndim else ()
             if shapes and key == STEP and key not in shapes:
                 write(torch.tensor(self._states.common_step))
             elif shapes or self._states.from_start:
@@ -197,10 +181,8 @@ class MasterState:
         return self._whole(held, safe_get_full_optimizer_state(held, key)) if state.ndim else state
 
     def _write(self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
-        if (
-            key not in (WEIGHT, MASTER)
-            and not self._states.of(self._updated(parameter)[0])[key].ndim
-        ):
+        in_state = key not in (WEIGHT, MASTER)
+        if in_state and not self._states.of(self._updated(parameter)[0])[key].ndim:
             return self._put(name, parameter, key, value)
         value = self._split.own(parameter, value) if self._split else value
         if key == WEIGHT:
@@ -243,14 +225,12 @@ class MasterState:
             known = self._scalars.get(key)
             if known is not None and known != float(value):
                 seen = (
-                    f"{key} {float(value):g} of {name}, {known:g} of others: it had no "
-                    "gradient "
-                    "in some steps"
+                    f"{key} {float(value):g} of {name}, {known:g} of others: it had no gradient in "
+                    "some steps"
                 )
                 expected = "one for all of a ZeRO partition, which is what DeepSpeed has"
-                raise ConfigError(
-                    Problem("optimizer state", seen, expected, 'Set trainer.engine to "mesh"')
-                )
+                hint = 'Set trainer.engine to "mesh"'
+                raise ConfigError(Problem("optimizer state", seen, expected, hint))
             if known is None and key == STEP and hasattr(self._inner, "ds_opt_adam"):
                 # it accumulates its bias correction step by step; a power would round otherwise
                 made(self._inner, tensors[0], steps=int(value))
@@ -260,9 +240,7 @@ class MasterState:
         self._states.put(tensors, key, value)
 
     def _updated(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that the inner optimizer updates: all flat partitions, or the
-        parameter itself.
-        """
+        """Return the tensors that the inner optimizer updates: `parameter` or all flat ones."""
         return [parameter] if self._flat is None else list(getattr(self._optimizer, self._flat))
 
 
