@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.engines.deepspeed import patches, pipeline, tensor
-from trainer.engines.deepspeed.forward_backward import AccumulatedStep, StepRunner
+from trainer.engines.deepspeed.forward_backward import AccumulatedStep, StepRunner, initialize
 from trainer.engines.deepspeed.machine import (
     DTYPES,
     STAGE_0_NOTE,
@@ -29,7 +29,6 @@ from trainer.layout import Layout
 from trainer.models.cut import check_cut
 from trainer.models.materialise import materialise
 from trainer.models.spec import ModelSpec
-from trainer.optim.decay import groups_of
 from trainer.optim.optimizer import step_if_finite
 from trainer.optim.recipes import Recipe, in_deepspeed
 from trainer.parallel.apply import wrap_blocks
@@ -60,9 +59,8 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         # under ZeRO-2 and 3 a missing gradient may also hang
         place, hint = f"engine deepspeed: {spec.name}", 'Set trainer.engine to "mesh"'
         seen = f"some tokens leave parameters without a gradient ({spec.training.sparse[0]}, ...)"
-        expected = (
-            "a gradient of each: DeepSpeed takes a missing one for zeros, and decays the weight"
-        )
+        zeros = "DeepSpeed takes a missing one for zeros, and decays the weight"
+        expected = f"a gradient of each: {zeros}"
         raise ConfigError(Problem(place, seen, expected, hint))
     if layout.tensor > 1:
         tensor.check(spec, layout)
@@ -82,9 +80,8 @@ def build(job: Job) -> DeepSpeedEngine:
     deepspeed.init_distributed(dist.get_backend())
     job.machine.signs.at("building the engine, and the model's values")
     config = runtime_config(job, recipe)
-    runner: StepRunner = (
-        pipeline.build(job, config) if job.layout.pipeline > 1 else _whole(job, config)
-    )
+    runner: StepRunner
+    runner = pipeline.build(job, config) if job.layout.pipeline > 1 else _whole(job, config)
     patches.link_group_by_group(runner.engine.optimizer)
     patches.skip_steps_that_are_not_finite(runner.engine.optimizer)
     return DeepSpeedEngine(runner, job, recipe.notes)
@@ -109,17 +106,13 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     if layout.tensor > 1:
         mpu = tensor.groups(layout)
         config = {**config, "tensor_parallel": tensor.section(job.spec, config["tensor_parallel"])}
-    # the accelerator need not hold the whole model, only this rank's shard
+    # the device may hold this rank's shard alone
     on_host = layout.offload_param != "none" or layout.tensor > 1
     storage = torch.device("cpu") if on_host else job.machine.device
     with torch.device("cpu"):
         materialise(model, job.spec, seed=job.seed_of_values, device=storage, dtype=dtype, **after)
     module = ModelWithLoss(model, job.task)
-    decay = config["optimizer"]["params"]["weight_decay"]
-    learned = groups_of(module.named_parameters(), job.undecayed, decay, job.spec.training.tuned)
-    engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=learned, config=config, mpu=mpu
-    )
+    engine = initialize(module, module.named_parameters(), job, config, mpu)
     if layout.tensor > 1:
         engine.first_dataloader_check.remove()  # can't compare batches that are dictionaries
     split = Split(module, job.spec, mesh) if layout.tensor > 1 else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,9 +12,26 @@ from trainer.engines.deepspeed import tensor
 from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import Job
 from trainer.models.spec import ModelSpec
+from trainer.optim.decay import groups_of
 from trainer.parallel.forward_backward import Dropout, Runner
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.tasks.task import Batch
+
+
+def initialize(
+    module: nn.Module,
+    named: Iterable[tuple[str, nn.Parameter]],
+    job: Job,
+    config: dict[str, Any],
+    mpu: Any = None,
+) -> Any:
+    """Have DeepSpeed wrap a module that has its values, and build the optimizer of `named`."""
+    import deepspeed
+
+    decay = config["optimizer"]["params"]["weight_decay"]
+    groups = groups_of(named, job.undecayed, decay, job.spec.training.tuned)
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=config, mpu=mpu)
+    return engine
 
 
 class StepRunner(Runner, Protocol):

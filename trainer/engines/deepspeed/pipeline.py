@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.engines.deepspeed import patches
+from trainer.engines.deepspeed.forward_backward import initialize
 from trainer.engines.deepspeed.machine import DTYPES
 from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import Job
@@ -21,7 +22,6 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.materialise import materialise
 from trainer.models.spec import ModelSpec
-from trainer.optim.decay import groups_of
 from trainer.parallel.apply import stages_of_rank
 from trainer.parallel.gradients import ends, on_both
 from trainer.parallel.parallel_mesh import ParallelMesh, parallel_mesh_of
@@ -45,7 +45,6 @@ def is_copy(parameter: nn.Parameter) -> bool:
 
 def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
     """Cut the model, and pass this rank's stage to DeepSpeed as one of several layers."""
-    import deepspeed
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
@@ -83,19 +82,15 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
     copies = [held[name] for name in on_both(pair, held)]
     # stages are cut, and recomputed, here
     without = {key: value for key, value in config.items() if key != "pipeline"}
-    decay = config["optimizer"]["params"]["weight_decay"]
-    learned = groups_of(stage.named_parameters(), job.undecayed, decay, job.spec.training.tuned)
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=learned, config=without)
+    engine = initialize(module, stage.named_parameters(), job, without)
     patches.tie_stages(module, engine.optimizer, copies, pair, is_copy=rank > 0)
     return PipelinedStep(engine, layer, job, mesh, blank[0], note, equalise)
 
 
 def _check_learns(stage: Stage, rank: int, spec: ModelSpec) -> None:
     if not any(parameter.requires_grad for parameter in stage.parameters()):
-        place, seen = (
-            f"engine deepspeed: {spec.name}",
-            f"pipeline stage {rank} is frozen as a whole",
-        )
+        place = f"engine deepspeed: {spec.name}"
+        seen = f"pipeline stage {rank} is frozen as a whole"
         expected = "something to learn in each stage: DeepSpeed makes no optimizer of nothing"
         raise ConfigError(Problem(place, seen, expected, 'Set trainer.engine to "mesh".'))
 

@@ -50,9 +50,8 @@ class MasterState:
         """Restored scalars that all parameters of a flat partition share."""
         dtypes = {p.dtype for p in module.parameters()}
         self.low_precision = dtypes != {torch.float32}
-        self._scaler = (
-            getattr(engine.optimizer, "loss_scaler", None) if torch.float16 in dtypes else None
-        )
+        scales = torch.float16 in dtypes
+        self._scaler = getattr(engine.optimizer, "loss_scaler", None) if scales else None
         self._flat = next((name for name in _FLAT if hasattr(engine.optimizer, name)), None)
 
     def start_masters(self, blank: nn.Module, spec: ModelSpec, seed: int) -> None:
@@ -61,9 +60,8 @@ class MasterState:
         `blank` is on the meta device, with the names of this rank's parameters. One unit of it is
         materialised at a time.
         """
-        learned = {
-            bare_name(name): p for name, p in self._module.named_parameters() if p.requires_grad
-        }
+        named = self._module.named_parameters()
+        learned = {bare_name(name): p for name, p in named if p.requires_grad}
 
         def take(unit: nn.Module, parameters: list[nn.Parameter]) -> None:
             names = {parameter: name for name, parameter in blank.named_parameters()}
@@ -72,9 +70,8 @@ class MasterState:
                     self._write(name, learned[name], MASTER, parameter.detach())
                 parameter.data = torch.empty(0)
 
-        materialise(
-            blank, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32, after_unit=take
-        )
+        host = torch.device("cpu")
+        materialise(blank, spec, seed=seed, device=host, dtype=torch.float32, after_unit=take)
 
     def state_tensors(self) -> list[StateTensor]:
         """List weights, float32 masters, optimizer state and persistent buffers. Collective."""
