@@ -1,6 +1,4 @@
-"""Libraries show the symptoms for which they are patched: a test that fails here tells which patch
-can go.
-"""
+"""Libraries show the symptoms for which they are patched: a patch whose test fails can go."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ from trainer.engines.deepspeed import patches
 def stepped(
     stage: int, gradient: float, patch: Callable[[Any], object], bf16: bool = False
 ) -> tuple[bool, bool]:
-    """A step of plain DeepSpeed with this gradient: are weights finite, and has the second group
-    state?
-    """
+    """Take a step of plain DeepSpeed; return if weights are finite, and if group 2 has state."""
     import deepspeed
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -55,9 +51,7 @@ def stepped(
 
 
 def left_by_an_engine() -> tuple[bool, bool]:
-    """What an engine under ZeRO-3 that is destroyed leaves: PyTorch's own linear function, and no
-    groups?
-    """
+    """Return if a destroyed ZeRO-3 engine leaves PyTorch's linear function, and no groups."""
     import deepspeed
     from deepspeed.utils import groups
 

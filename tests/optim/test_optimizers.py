@@ -76,7 +76,7 @@ def test_equals_deepspeed(kind):
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup"])
 @pytest.mark.parametrize(("warmup", "total"), [(0, 12), (1, 12), (5, 12), (12, 12), (3, 1)])
 def test_equals_transformers(kind, warmup, total):
-    """DeepSpeed's come an update late: here step 0 of a run without warm-up has the whole rate."""
+    """DeepSpeed's are an update late: here step 0 of a run without warm-up has the whole rate."""
     from transformers import get_scheduler
 
     for least in (0.0, 0.1) if kind == "cosine" else (0.0,):
@@ -99,7 +99,7 @@ def test_equals_transformers(kind, warmup, total):
 
 
 def test_the_certificate_knows_transformers_schedules_and_finds_one_that_is_late(monkeypatch):
-    """Its own ones are transformers', and not those of the loop."""
+    """The names of transformers have its rates, not those of DeepSpeed."""
     from trainer.certify.comparison import compare_schedule
     from trainer.optim import lr_schedules
 

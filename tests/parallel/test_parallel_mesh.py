@@ -1,6 +1,4 @@
-"""Groups by what they reduce: the right ranks, and a new axis that needs an entry in the table
-alone.
-"""
+"""The ranks of each reduction; a new axis needs an entry in the table alone."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def members(sizes: dict[str, int]) -> dict[str, list[int]]:
-    """The ranks of this one's group in each reduction. Runs on each rank."""
+    """Return this rank's group in each reduction. Runs on each rank."""
     import torch.distributed as dist
 
     from trainer.parallel.parallel_mesh import parallel_mesh_of
@@ -74,9 +72,7 @@ AXES = ("pipeline", "replicate", "shard", "tensor", "context")
 
 
 def with_a_context_axis(entry: bool) -> list[float]:
-    """Each row cut in two over an axis that the trainer does not have: [loss, targets, scale]. Runs
-    on each rank.
-    """
+    """Cut rows along an axis that the trainer lacks: [loss, targets, scale]. Runs on each rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from trainer.engines.normalise import counted_here, evaluated, gradient_scale
@@ -104,7 +100,7 @@ def with_a_context_axis(entry: bool) -> list[float]:
 
 
 def summed(batches: list[dict[str, Any]]) -> torch.Tensor:
-    """Of a loss that is the position's token plus one."""
+    """Sum a loss that is each position's token plus one."""
     return (
         torch.stack([((b["input_ids"] + 1) * (b["targets"] != -100)).sum() for b in batches])
         .sum()
