@@ -102,6 +102,23 @@ def test_deepspeed_links_state_after_the_first_group_alone(pools: Any) -> None:
         assert pools[1].run(stepped, stage=1, gradient=1.0, patch=used)[0][1] == linked
 
 
+def test_deepspeeds_pipeline_has_no_hook_before_its_update() -> None:
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    source = inspect.getsource(PipelineEngine._exec_optimizer_step)
+    assert "_take_model_step(lr_kwargs)" in source
+    assert "hook" not in source
+
+
+def test_deepspeeds_loss_scaler_loads_no_state() -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    assert not hasattr(DynamicLossScaler, "load_state_dict")
+    scaler = DynamicLossScaler(2**16, 1000, 1.0, 1, False)
+    patches.set_loss_scaler(scaler, {"cur_scale": 8.0, "cur_iter": 3.0})
+    assert (scaler.loss_scale, scaler.cur_iter) == (8.0, 3)
+
+
 def test_deepspeed_ties_only_layers_that_it_builds() -> None:
     from deepspeed.pipe import PipelineModule
 

@@ -141,8 +141,8 @@ class PipelinedStep:
         self._task = job.task
         self._shape: tuple[int, ...] | None = None
         self.evaluate = PipelineRun([layer.stage], job.task, mesh, job.machine.device).evaluate
-        self._update = engine._take_model_step
-        self._equalise = equalise
+        self._before_update: Callable[[], None] = lambda: None
+        patches.surround_update(engine, lambda: self._before_update(), equalise)
         self._nothing = torch.zeros((), device=job.machine.device)
 
     def train(
@@ -157,13 +157,7 @@ class PipelinedStep:
             self.engine.reset_activation_shape()
             self._shape = shape
         self._layer.start(seed, batches, scale)
-
-        def update(options: Any) -> None:
-            before_update()
-            self._update(options)
-            self._equalise()
-
-        self.engine._take_model_step = update
+        self._before_update = before_update
         self.engine.train_batch(repeat((self._nothing, self._nothing)))
         if self.engine.is_last_stage():
             loss: torch.Tensor = self.engine.total_loss / scale

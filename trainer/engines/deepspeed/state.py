@@ -19,6 +19,7 @@ from deepspeed.utils import (
 from torch import nn
 
 from trainer.distributed.ranks import Ranks
+from trainer.engines.deepspeed import patches
 from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import Observer
 from trainer.engines.optimizer_state import OptimizerState, elsewhere, made
@@ -106,10 +107,11 @@ class MasterState:
 
     def restore(self, scalars: Mapping[str, float]) -> None:
         self._states.common_step, self._scalars = scalars["optimizer_step"], {}
-        for key in _SCALER_KEYS:
-            if f"scaler.{key}" in scalars and hasattr(self._scaler, key):
-                kind = type(getattr(self._scaler, key))
-                setattr(self._scaler, key, kind(scalars[f"scaler.{key}"]))
+        saved = {
+            key: scalars[f"scaler.{key}"] for key in _SCALER_KEYS if f"scaler.{key}" in scalars
+        }
+        known = {key: value for key, value in saved.items() if hasattr(self._scaler, key)}
+        patches.set_loss_scaler(self._scaler, known)
 
     # Reading and writing one tensor
 
