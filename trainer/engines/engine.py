@@ -154,11 +154,3 @@ def recipe_of(kind: EngineKind, job: Job) -> Recipe:
         seen = job.deepspeed["optimizer"]["type"]
         raise ConfigError(Problem("optimizer.type", seen, "one that it builds", recipe))
     return recipe
-
-
-def set_update(groups: Iterable[dict[str, Any]], update: Update) -> None:
-    """Set the schedule's values in an optimizer's groups, scaled by each `lr_multiplier`."""
-    for group in groups:
-        group["lr"] = update.learning_rate * group.get("lr_multiplier", 1.0)
-        if update.betas is not None:
-            group["betas"] = update.betas

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from trainer.distributed.seeding import step_seed
-from trainer.engines.engine import Job, Metrics, Observer, set_update
+from trainer.engines.engine import Job, Metrics, Observer
 from trainer.optim.lr_schedules import Update
+from trainer.optim.optimizer import set_update
 from trainer.parallel.batch_norm import RunningStatistics
 from trainer.parallel.forward_backward import Runner
 from trainer.parallel.parallel_mesh import ParallelMesh

@@ -142,8 +142,8 @@ class OneCycle:
     decay_mom_rate: float = 0.0
 
     def __call__(self, step: int) -> Update:
-        past = step - self._cycle  # updates since the cycle ended
-        if past - 1 < 0:
+        past = step - self.cycle_first_step_size - self._second  # updates since the cycle ended
+        if past < 1:
             rate, momentum = self._within_cycle(step)
         else:
             rate = self.cycle_min_lr / self._growth(self.decay_lr_rate, past)
@@ -151,17 +151,9 @@ class OneCycle:
         return Update(rate, (momentum, 0.99) if self.cycle_momentum else None)
 
     @property
-    def _first(self) -> float:
-        return float(self.cycle_first_step_size)
-
-    @property
-    def _second(self) -> float:
+    def _second(self) -> int:
         size = self.cycle_second_step_size
-        return self._first if size is None else float(size)
-
-    @property
-    def _cycle(self) -> float:
-        return self._first + self._second
+        return self.cycle_first_step_size if size is None else size
 
     def _within_cycle(self, step: int) -> tuple[float, float]:
         height = self._height(step)
@@ -172,12 +164,13 @@ class OneCycle:
 
     def _height(self, step: int) -> float:
         """Return the share of the way from the lowest to the highest rate."""
-        place = step % self._cycle
+        first, second = self.cycle_first_step_size, self._second
+        place = step % (first + second)
         stairs = self.cycle_first_stair_count
-        if place <= self._first:
-            share = place / self._first
+        if place <= first:
+            share = place / first
         else:
-            share = (self._cycle - place) / self._second
+            share = (first + second - place) / second
             if self.cycle_second_stair_count is not None:
                 stairs = self.cycle_second_stair_count
         return math.floor(share * stairs) / stairs if stairs else share

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from trainer.models.spec import Tuning
 from trainer.optim import patches
 from trainer.optim.decay import groups_of
+from trainer.optim.lr_schedules import Update
 from trainer.optim.recipes import Recipe
 
 
@@ -25,6 +27,14 @@ def optimizer_of(
     # a pipeline stage may be frozen as a whole
     optimizer: torch.optim.Optimizer = kind(groups or [{"params": []}], **recipe.params)
     return optimizer
+
+
+def set_update(groups: Iterable[dict[str, Any]], update: Update) -> None:
+    """Set the schedule's values in an optimizer's groups, scaled by each `lr_multiplier`."""
+    for group in groups:
+        group["lr"] = update.learning_rate * group.get("lr_multiplier", 1.0)
+        if update.betas is not None:
+            group["betas"] = update.betas
 
 
 def step_if_finite(
