@@ -50,9 +50,9 @@ def evaluated(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum the measures and the targets of each rank's micro-batches over all ranks. Collective."""
     batches, sums = iter(micro_batches), []
-    while some := list(islice(batches, AT_ONCE)):
-        targets = counted_here(task, some, mesh).double()
-        sums.append(torch.cat([evaluate(some).double(), targets[None]]))
+    while part := list(islice(batches, AT_ONCE)):
+        targets = counted_here(task, part, mesh).double()
+        sums.append(torch.cat([evaluate(part).double(), targets[None]]))
     totals = mesh.sum(torch.stack(sums).sum(0), "loss")
     return totals[:-1], totals[-1]
 

@@ -36,14 +36,14 @@ class OptimizerState:
             (float(state[STEP]) for state in self._optimizer.state.values() if STEP in state), 0.0
         )
 
-    def keep(self, tensors: Sequence[torch.Tensor], wanted: bool) -> None:
-        """Create state for these tensors, as after a first step, or remove it unless `wanted`."""
+    def keep(self, tensors: Sequence[torch.Tensor], present: bool) -> None:
+        """Create state for these tensors, as after a first step, or remove it unless `present`."""
         states = self._optimizer.state
         for tensor in tensors:
-            if not wanted and not self.from_start:
+            if not present and not self.from_start:
                 states.pop(tensor, None)
             elif not states.get(tensor):
-                states[tensor] = made(self._optimizer, tensor)
+                states[tensor] = fresh_state(self._optimizer, tensor)
 
     def put(self, tensors: Sequence[torch.Tensor], key: str, value: torch.Tensor | float) -> None:
         """Set a scalar, as a tensor or number like the value already there."""
@@ -54,7 +54,9 @@ class OptimizerState:
                 state[key] = type(state[key])(value)
 
 
-def made(optimizer: torch.optim.Optimizer, like: torch.Tensor, steps: int = 1) -> dict[str, Any]:
+def fresh_state(
+    optimizer: torch.optim.Optimizer, like: torch.Tensor, steps: int = 1
+) -> dict[str, Any]:
     """Create the state of `like` after steps with zero gradients; tensors of its shape are zero.
 
     The optimizer makes it in steps over a stand-in of one entry: no other state changes.
@@ -70,13 +72,13 @@ def made(optimizer: torch.optim.Optimizer, like: torch.Tensor, steps: int = 1) -
     try:
         for _ in range(steps):
             type(optimizer).step(optimizer)
-        found = dict(optimizer.state[stand_in])
+        state = dict(optimizer.state[stand_in])
     finally:
         put({"param_groups": groups, "state": states})
     with torch.no_grad():
         return {
             key: torch.zeros_like(like, dtype=value.dtype) if _is_like(value, stand_in) else value
-            for key, value in found.items()
+            for key, value in state.items()
         }
 
 

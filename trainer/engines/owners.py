@@ -32,23 +32,24 @@ def state_tensors_of(
     """
     stages = owning_stages(held, mesh)
     owner = owners(stages, ranks, mesh)
-    mine = mesh.rank("pipeline")
+    own_stage = mesh.rank("pipeline")
     return [
-        make(kind, held.get(kind), stage == mine, owner[kind[0]]) for kind, stage in stages.items()
+        make(kind, held.get(kind), stage == own_stage, owner[kind[0]])
+        for kind, stage in stages.items()
     ]
 
 
 def owning_stages(held: Iterable[Kind], mesh: ParallelMesh) -> dict[Kind, int]:
     """Map every state tensor to the first pipeline rank that has it. Collective."""
-    mine: list[list[Kind]] = [list(held)]
+    held_by_stage: list[list[Kind]] = [list(held)]
     if mesh.layout.pipeline > 1:
-        mine = [[] for _ in range(mesh.layout.pipeline)]
-        dist.all_gather_object(mine, list(held), group=mesh.axis("pipeline"))
-    found: dict[Kind, int] = {}
-    for pipeline_rank, kinds in enumerate(mine):
+        held_by_stage = [[] for _ in range(mesh.layout.pipeline)]
+        dist.all_gather_object(held_by_stage, list(held), group=mesh.axis("pipeline"))
+    stages: dict[Kind, int] = {}
+    for pipeline_rank, kinds in enumerate(held_by_stage):
         for kind in kinds:
-            found.setdefault(kind, pipeline_rank)
-    return found
+            stages.setdefault(kind, pipeline_rank)
+    return stages
 
 
 def owners(stages: Mapping[Kind, int], ranks: Ranks, mesh: ParallelMesh) -> dict[str, int]:
@@ -78,10 +79,10 @@ def report(gradients: Mapping[str, torch.Tensor], mesh: ParallelMesh, observe: O
 
     Collective.
     """
-    found = owning_stages(
+    stages = owning_stages(
         [(name, WEIGHT, tuple(g.shape), g.dtype) for name, g in gradients.items()], mesh
     )
-    for (name, _, shape, dtype), stage in found.items():
+    for (name, _, shape, dtype), stage in stages.items():
         if stage == mesh.rank("pipeline"):
             value = gradients[name]
         else:

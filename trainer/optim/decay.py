@@ -36,9 +36,9 @@ def spared(excludes: str, spec: ModelSpec) -> dict[str, int]:
     own.
     """
     model = spec.build()
-    found = {} if excludes == "nothing" else norms_and_biases(model)
+    excluded = {} if excludes == "nothing" else norms_and_biases(model)
     own = {name for name, tuning in spec.training.tuned.items() if tuning.weight_decay is not None}
-    return found | {
+    return excluded | {
         name: parameter.numel() for name, parameter in model.named_parameters() if name in own
     }
 

@@ -56,8 +56,8 @@ _CLIPS_MUON = (
     "learning-rate schedule is set for both of its halves"
 )
 _MUP = (
-    "it scales rates by base shapes that the package mup has to be told for each model, which a "
-    "JSON can't"
+    "it scales rates by base shapes of each model, which the package mup needs and a JSON can't "
+    "give"
 )
 _LAMB = (
     "Lamb takes its trust ratio from each whole tensor, of which a rank has but a part under ZeRO; "

@@ -94,14 +94,14 @@ def parallel_mesh_of(layout: Layout, device: torch.device) -> ParallelMesh:
 
 def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
     """Make this rank's group of each reduction. Collective."""
-    made: dict[tuple[str, ...], dist.ProcessGroup | None] = {}  # by the axes larger than 1
-    found = {}
+    by_axes: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+    groups = {}
     for reduction, axes in REDUCTIONS.items():
         along = tuple(axis for axis in axes if mesh.size(_names(mesh).index(axis)) > 1)
-        if along not in made:
-            made[along] = _group(mesh, along)
-        found[reduction] = made[along]
-    return found
+        if along not in by_axes:
+            by_axes[along] = _group(mesh, along)
+        groups[reduction] = by_axes[along]
+    return groups
 
 
 def ranks_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> list[list[int]]:
@@ -133,10 +133,10 @@ def check_replicas(modules: Sequence[nn.Module], mesh: ParallelMesh, ranks: Rank
     """Raise NumericsError if ranks of a `replica` differ in their parameters. Collective."""
     with torch.no_grad():
         sums = torch.stack([_checksum(local(p)) for module in modules for p in module.parameters()])
-    found = ranks.gather([float(value) for value in sums])
+    all_sums = ranks.gather([float(value) for value in sums])
     for first, *others in ranks_along(mesh.device_mesh, REDUCTIONS["replica"]):
         for rank in others:
-            if found[rank] != found[first]:
+            if all_sums[rank] != all_sums[first]:
                 seen = f"other initial values on rank {rank} than on rank {first}"
                 raise NumericsError(Problem("replicas", seen, "the same on all replicas"))
 

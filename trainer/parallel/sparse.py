@@ -42,9 +42,9 @@ class Used:
         device.
         """
         mine = self._flags if self._sharded else [p.grad is not None for p in self._parameters]
-        found = torch.tensor(mine, dtype=torch.uint8)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        for parameter, used in zip(self._parameters, found, strict=True):
+        flags = torch.tensor(mine, dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        for parameter, used in zip(self._parameters, flags, strict=True):
             if not used:
                 parameter.grad = None
             elif parameter.grad is None:

@@ -48,7 +48,7 @@ def link_group_by_group(optimizer: Any) -> None:
         ("bit16_groups", "single_partition_of_fp32_groups"),
         ("bf16_groups", "fp32_groups_flat_partition"),
     )
-    found = [
+    present = [
         attributes for attributes in names if all(hasattr(optimizer, name) for name in attributes)
     ]
     linked: set[int] = set()
@@ -56,13 +56,13 @@ def link_group_by_group(optimizer: Any) -> None:
     def link() -> None:
         state = optimizer.optimizer.state
         for index, (group, flat) in enumerate(
-            zip(*(getattr(optimizer, name) for name in found[0]), strict=True)
+            zip(*(getattr(optimizer, name) for name in present[0]), strict=True)
         ):
             if index not in linked and state.get(flat):
                 lazy_init_hp_params_optimizer_state(group, flat, state)
                 linked.add(index)
 
-    if found:
+    if present:
         optimizer._lazy_init_hp_params_optimizer_state = link
 
 

@@ -22,7 +22,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.engines.deepspeed import patches
 from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import Observer
-from trainer.engines.optimizer_state import OptimizerState, elsewhere, made
+from trainer.engines.optimizer_state import OptimizerState, elsewhere, fresh_state
 from trainer.engines.owners import Kind, persistent_buffers, report, state_tensors_of
 from trainer.errors import ConfigError, Problem
 from trainer.models.materialise import materialise
@@ -93,17 +93,17 @@ class MasterState:
     def gradients(self, observe: Observer) -> None:
         """Implement `TrainingState.gradients`, before `engine.step`."""
         scale = float(getattr(self._optimizer, "loss_scale", 1.0))
-        found = {
+        gradients = {
             bare_name(name): self._whole(parameter, gradient.detach().float()) / scale
             for name, parameter in self._module.named_parameters()
             if parameter.requires_grad and (gradient := safe_get_full_grad(parameter)) is not None
         }
-        report(found, self._mesh, observe)
+        report(gradients, self._mesh, observe)
 
     def scalars(self) -> dict[str, float]:
-        found = {"optimizer_step": self._states.step()}
+        scalars = {"optimizer_step": self._states.step()}
         known = [key for key in _SCALER_KEYS if hasattr(self._scaler, key)]
-        return found | {f"scaler.{key}": float(getattr(self._scaler, key)) for key in known}
+        return scalars | {f"scaler.{key}": float(getattr(self._scaler, key)) for key in known}
 
     def restore(self, scalars: Mapping[str, float]) -> None:
         self._states.common_step, self._scalars = scalars["optimizer_step"], {}
@@ -232,7 +232,7 @@ class MasterState:
                 raise ConfigError(Problem("optimizer state", seen, expected, hint))
             if known is None and key == STEP and hasattr(self._inner, "ds_opt_adam"):
                 # it accumulates its bias correction step by step; a power would round otherwise
-                made(self._inner, tensors[0], steps=int(value))
+                fresh_state(self._inner, tensors[0], steps=int(value))
             self._scalars[key] = float(value)
             if known is not None:
                 return
