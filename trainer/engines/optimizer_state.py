@@ -8,14 +8,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from trainer.state import STEP, StateTensor
 
 
 class OptimizerState:
-    """The state of a `torch.optim.Optimizer`, by the tensor that it updates."""
+    """The state of a `Optimizer`, by the tensor that it updates."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.from_start = bool(optimizer.state)
         """True if the optimizer has state before its first step, as Adagrad has."""
@@ -54,9 +55,7 @@ class OptimizerState:
                 state[key] = type(state[key])(value)
 
 
-def fresh_state(
-    optimizer: torch.optim.Optimizer, like: torch.Tensor, steps: int = 1
-) -> dict[str, Any]:
+def fresh_state(optimizer: Optimizer, like: torch.Tensor, steps: int = 1) -> dict[str, Any]:
     """Create the state of `like` after steps with zero gradients; tensors of its shape are zero.
 
     The optimizer makes it in steps over a stand-in of one entry: no other state changes.
@@ -67,7 +66,7 @@ def fresh_state(
     stand_in.grad = torch.zeros_like(stand_in)
     alone = [{**group, "params": [stand_in]}]
     # the base class's own, which only sets attributes: subclasses convert state of old versions
-    put = partial(torch.optim.Optimizer.__setstate__, optimizer)
+    put = partial(Optimizer.__setstate__, optimizer)
     put({"param_groups": alone, "state": defaultdict(dict)})
     try:
         for _ in range(steps):
@@ -89,8 +88,6 @@ def _is_like(value: Any, tensor: torch.Tensor) -> bool:
 def elsewhere(name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[StateTensor]:
     """List the state tensors of a parameter that other ranks hold."""
     return [
-        StateTensor(
-            name, part, shape, torch.float32, 0, read=lambda: None, write=lambda value: None
-        )
+        StateTensor(name, part, shape, torch.float32, 0, lambda: None, lambda value: None)
         for part, shape in shapes.items()
     ]
