@@ -289,14 +289,12 @@ class Bench:
         from trainer.optim.lr_schedules import Update
 
         layout = Layout(
-            world_size=self.world_size,
             pipeline=1,
             replicate=1,
             shard=self.world_size,
             tensor=1,
             micro_batch=MICRO_BATCH,
             accumulation=1,
-            train_batch=MICRO_BATCH * self.world_size,
             zero_stage=self.json["zero_optimization"]["stage"],
             offload_optimizer="none",
             offload_param="none",

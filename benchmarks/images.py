@@ -95,13 +95,10 @@ def step_time(
     spec = spec_of(section, data.images, named)
     classifier = named.completed(data.images)
     task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)
-    sizes: Any = dict.fromkeys(
-        ("world_size", "pipeline", "replicate", "shard", "tensor", "accumulation"), 1
-    )
+    sizes: Any = dict.fromkeys(("pipeline", "replicate", "shard", "tensor", "accumulation"), 1)
     layout = Layout(
         **sizes,
         micro_batch=batch,
-        train_batch=batch,
         zero_stage=0,
         offload_optimizer="none",
         offload_param="none",

@@ -134,14 +134,12 @@ class Bench:
         world_size = world_size or self.world_size
         ranks = world_size // pipeline
         return Layout(
-            world_size=world_size,
             pipeline=pipeline,
             replicate=1 if stage else ranks,
             shard=ranks if stage else 1,
             tensor=1,
             micro_batch=BATCH,
             accumulation=accumulation,
-            train_batch=BATCH * accumulation * ranks,
             zero_stage=stage,
             offload_optimizer="none",
             offload_param="none",

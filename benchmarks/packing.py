@@ -97,7 +97,7 @@ class Ours:
         spec = huggingface.spec_of(huggingface.read_config(Options), Options)
         sizes = {"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1}
         layout = Layout(
-            world_size=1, **sizes, micro_batch=options.rows, accumulation=1, train_batch=options.rows, zero_stage=0,
+            **sizes, micro_batch=options.rows, accumulation=1, zero_stage=0,
             offload_optimizer="none", offload_param="none", precision="float32", recompute=Recompute("none"),
             schedule=PIPELINE_SCHEDULES["1F1B"],
         )  # fmt: skip

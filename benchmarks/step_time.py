@@ -176,14 +176,12 @@ class Bench:
     def ours(self, turn: Callable[[], None]) -> None:
         sharded = self.stage > 0
         layout = Layout(
-            world_size=self.world_size,
             pipeline=1,
             replicate=1 if sharded else self.world_size,
             shard=self.world_size if sharded else 1,
             tensor=1,
             micro_batch=BATCH,
             accumulation=1,
-            train_batch=BATCH * self.world_size,
             zero_stage=self.stage,
             offload_optimizer="none",
             offload_param="none",

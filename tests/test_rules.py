@@ -266,10 +266,45 @@ def nobody_sets_anothers_attribute() -> Iterator[str]:
 
 
 def assigned(tree: ast.AST) -> Iterator[tuple[ast.Attribute, str]]:
-    """The attributes that a file assigns, of whatever object."""
+    """The attributes that a file assigns, of whatever object but an autograd context."""
+    contexts = {id(node) for node in attributes_of_contexts(tree)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if stored and id(node) not in contexts:
             yield node, ast.unparse(node)
+
+
+def attributes_of_contexts(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """The attributes of an autograd `Function`'s context: torch's protocol has them assigned."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.ClassDef) and "Function" in map(called, function.bases):
+            for method in function.body:
+                protocol = isinstance(method, ast.FunctionDef) and method.name in (
+                    "forward",
+                    "backward",
+                    "setup_context",
+                )
+                if protocol and "staticmethod" in map(called, method.decorator_list):
+                    context = method.args.args[0].arg
+                    for node in ast.walk(method):
+                        if isinstance(node, ast.Attribute) and called(node.value) == context:
+                            yield node
+
+
+def test_the_context_of_an_autograd_function_alone_is_left_out() -> None:
+    source = """
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, group):
+        ctx.group = group
+        group.name = "sum"
+
+class Other:
+    @staticmethod
+    def forward(ctx):
+        ctx.group = None
+"""
+    assert [text for _, text in assigned(ast.parse(source))] == ["group.name", "ctx.group"]
 
 
 def a_docstring_stands_alone() -> Iterator[str]:

@@ -286,6 +286,22 @@ def test_the_files_that_contributing_names_are_there():
         assert (ROOT / name).exists(), name
 
 
+def test_the_glossary_names_classes_and_files_that_are_there():
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    for name in re.findall(r"`(trainer/[\w/.]*)`", text):
+        assert (ROOT / name).exists(), name
+    members: dict[str, set[str]] = {}
+    for _, tree in sources("trainer"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                names = {line.name for line in node.body if isinstance(line, ast.FunctionDef)}
+                fields = {ast.unparse(x.target) for x in node.body if isinstance(x, ast.AnnAssign)}
+                members.setdefault(node.name, set()).update(names | fields)
+    for name, member in re.findall(r"`([A-Z]\w+)(?:\.(\w+))?`", text):
+        assert name in members, name
+        assert not member or member in members[name], f"{name}.{member}"
+
+
 def test_the_tests_have_the_rooms_of_the_product():
     rooms = {
         path.name

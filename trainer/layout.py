@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, cast
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
 
 from trainer.config import Config, mesh_sizes
 from trainer.errors import ConfigError, Problem
@@ -15,14 +16,12 @@ Precision = Literal["float32", "bfloat16", "float16"]
 RecomputeMode = Literal["none", "full", "every", "selective"]
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
-"""The axes of the mesh, outermost first."""
+"""The axes of the mesh, outermost first; ranks are numbered in row-major order."""
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """The blocks whose activations are recomputed in the backward pass (activation
-    checkpointing).
-    """
+    """The blocks whose activations are recomputed in the backward pass."""
 
     mode: RecomputeMode = "none"
     every: int = 1
@@ -36,18 +35,12 @@ class PipelineSchedule:
     name: str
     stages_per_rank: int = 1
     folded: bool = False
-    """True if rank r of p holds the stages r and 2p - 1 - r, so that rank 0 has first and last;
-    else r, r + p, ...
-    """
+    """True if rank r of p holds the stages r and 2p - 1 - r; otherwise it holds r, r + p, ..."""
     splits_backward: bool = False
-    """True if gradients of weights are computed separately from those of activations, to fill the
-    bubble.
-    """
+    """True if gradients of weights are computed apart from those of activations."""
 
     def problem(self, micro_batches: int, ranks: int) -> tuple[str, str] | None:
-        """Return why this many micro-batches can't run on `ranks` pipeline ranks, as (seen,
-        expected), or None.
-        """
+        """Return (actual, expected) if so many micro-batches can't run on `ranks` ranks."""
         stages = ranks * self.stages_per_rank
         least = stages if self.folded else ranks
         seen = f"{micro_batches} micro-batches for {stages} pipeline stages under {self.name}"
@@ -70,18 +63,15 @@ PIPELINE_SCHEDULES = {
         PipelineSchedule("DualPipeV", 2, folded=True, splits_backward=True),
     )
 }
-"""GPipe: arXiv 1811.06965; 1F1B and interleaved: 2104.04473; zero bubble: 2401.10241; DualPipeV:
-2412.19437.
+"""Sources: arXiv 1811.06965 (GPipe), 2104.04473 (1F1B, interleaved), 2401.10241 (zero bubble),
+2412.19437 (DualPipeV).
 """
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh axes, batch sizes and the sharding of state. Raises ConfigError if made with sizes that
-    do not fit.
-    """
+    """Mesh axes, batch sizes and the sharding of state. Raises ConfigError for bad sizes."""
 
-    world_size: int
     pipeline: int
     replicate: int
     shard: int
@@ -90,21 +80,28 @@ class Layout:
     """Samples in one forward pass of one data rank."""
     accumulation: int
     """Micro-batches per step (gradient accumulation)."""
-    train_batch: int
-    """Samples per step, over all data ranks (the global batch)."""
     zero_stage: int
     offload_optimizer: Device
     offload_param: Device
     precision: Precision
     recompute: Recompute
     schedule: PipelineSchedule = PIPELINE_SCHEDULES["1F1B"]
-    """The schedule; it has no effect if `pipeline` is 1."""
+    """Has no effect if `pipeline` is 1."""
     partition: Partition = "best"
-    """The rule by which blocks are divided over pipeline stages."""
+    """The rule by which blocks are assigned to pipeline stages."""
     sync_batch_norm: bool = False
     """True if batch norm computes the statistics of a micro-batch over all data ranks together."""
 
     def __post_init__(self) -> None:
+        self.check(self.world_size, self.train_batch)
+        problem = self.schedule.problem(self.accumulation, self.pipeline)
+        if self.pipeline > 1 and problem:
+            key = "gradient_accumulation_steps"
+            hint = f"Raise {key}: a pipeline's micro-batches are its accumulation."
+            raise ConfigError(Problem(key, *problem, hint))
+
+    def check(self, world_size: int, train_batch: int) -> None:
+        """Raise ConfigError unless all sizes are above 0 and give so many processes and samples."""
         axes = {name: getattr(self, name) for name in AXES}
         batch = {
             "micro-batch": self.micro_batch,
@@ -112,19 +109,21 @@ class Layout:
             "data ranks": self.data_ranks,
         }
         problems = [
-            *_product("mesh", axes, self.world_size, "processes"),
-            *_product("train_batch_size", batch, self.train_batch, "samples"),
+            *_misfit("mesh", axes, world_size, "processes"),
+            *_misfit("train_batch_size", batch, train_batch, "samples"),
         ]
-        if self.pipeline > 1 and (
-            problem := self.schedule.problem(self.accumulation, self.pipeline)
-        ):
-            mend = (
-                "Raise gradient_accumulation_steps: a pipeline's micro-batches are its "
-                "accumulation."
-            )
-            problems.append(Problem("gradient_accumulation_steps", *problem, mend))
         if problems:
             raise ConfigError(*problems)
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.pipeline * self.replicate * self.shard * self.tensor
+
+    @property
+    def train_batch(self) -> int:
+        """Samples per step, over all data ranks (the global batch)."""
+        return self.micro_batch * self.accumulation * self.data_ranks
 
     @property
     def offloads(self) -> bool:
@@ -146,17 +145,15 @@ class Layout:
         return self.replicate * self.shard
 
     def data_rank(self, rank: int) -> int:
-        """Return the index of process `rank`'s share of the samples: the mesh is row-major, tensor
-        innermost.
-        """
+        """Return the index of the share of the samples that process `rank` trains on."""
         return rank // self.tensor % self.data_ranks
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the position of process `rank` on each axis."""
-        found = {}
+        coordinates = {}
         for axis in reversed(AXES):
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return found
+            rank, coordinates[axis] = divmod(rank, getattr(self, axis))
+        return coordinates
 
     def rank_at(
         self, pipeline: int = 0, replicate: int = 0, shard: int = 0, tensor: int = 0
@@ -177,20 +174,22 @@ class Layout:
             return [pipeline_rank, self.stages - 1 - pipeline_rank]
         return list(range(pipeline_rank, self.stages, self.pipeline))
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields and the two totals, as they stand in a run's records."""
+        return {"world_size": self.world_size, "train_batch": self.train_batch, **asdict(self)}
+
     def describe(self) -> str:
         """Describe the layout on one line."""
         axes = [f"{name} {getattr(self, name)}" for name in AXES]
         mesh = " x ".join(axis for axis in axes if not axis.endswith(" 1")) or "one process"
+        batch = f"{self.micro_batch} x {self.accumulation} x {self.data_ranks}"
         offloads = {"optimizer": self.offload_optimizer, "parameters": self.offload_param}
         words = [
             mesh,
             f"ZeRO-{self.zero_stage}",
             *(f"{what} on {device}" for what, device in offloads.items() if device != "none"),
             self.precision,
-            (
-                f"batch {self.train_batch} = {self.micro_batch} x {self.accumulation} x "
-                f"{self.data_ranks}"
-            ),
+            f"batch {self.train_batch} = {batch}",
         ]
         if self.pipeline > 1:
             words.append(self.schedule.name)
@@ -201,21 +200,16 @@ class Layout:
 
 
 def layout_of(config: Config, world_size: int) -> Layout:
-    """Build the layout of a resolved config. Raises ConfigError if it does not fit `world_size`
-    processes.
-    """
-    sizes = mesh_sizes(config, world_size)
-    settings = config.settings
+    """Build the layout of a resolved config for `world_size` processes, or raise ConfigError."""
+    sizes, settings = mesh_sizes(config, world_size), config.settings
     zero = settings.get("zero_optimization", {})
-    return Layout(
-        world_size=world_size,
+    layout = Layout(
         pipeline=sizes.pipeline,
         replicate=sizes.replicate,
         shard=sizes.shard,
         tensor=sizes.tensor,
         micro_batch=settings["train_micro_batch_size_per_gpu"],
         accumulation=settings["gradient_accumulation_steps"],
-        train_batch=settings["train_batch_size"],
         zero_stage=zero.get("stage", 0),
         offload_optimizer=(zero.get("offload_optimizer") or {}).get("device", "none"),
         offload_param=(zero.get("offload_param") or {}).get("device", "none"),
@@ -225,6 +219,8 @@ def layout_of(config: Config, world_size: int) -> Layout:
         partition=settings.get("pipeline", {}).get("partition", "best"),
         sync_batch_norm=config.trainer.sync_batch_norm,
     )
+    layout.check(world_size, settings["train_batch_size"])
+    return layout
 
 
 def _precision(config: Config) -> Precision:
@@ -238,11 +234,9 @@ def _recompute(text: str) -> Recompute:
     return Recompute(cast(RecomputeMode, mode), int(every or 1))
 
 
-def _product(path: str, factors: dict[str, int], whole: int, unit: str) -> list[Problem]:
-    """Return a problem if the product of sizes is not `whole`, or one is below 1."""
-    product = 1
-    for size in factors.values():
-        product *= size
+def _misfit(path: str, factors: dict[str, int], whole: int, unit: str) -> list[Problem]:
+    """Return a problem if the product of the factors is not `whole`, or one is below 1."""
+    product = math.prod(factors.values())
     if product == whole and min(factors.values()) >= 1:
         return []
     text = " x ".join(f"{size} ({name})" for name, size in factors.items())

@@ -377,7 +377,7 @@ def means_of_means(engine: str) -> Any:
     """The held-out loss as the mean of the micro-batches' own means."""
     import torch
 
-    from trainer.engines.torch import engine as torch_engine
+    from trainer.engines import normalise
 
     def means(real, task, mesh, loss_sum, batches):
         batches = list(batches)
@@ -387,19 +387,19 @@ def means_of_means(engine: str) -> Any:
         torch.distributed.all_reduce(mean)
         return torch.cat([(mean * targets)[None], total[1:]]), targets
 
-    return around(torch_engine, "evaluated", means)
+    return around(normalise, "evaluated", means)
 
 
 # Randomness
 
 
 def seeded(**fixed: int) -> Any:
-    from trainer.engines.torch import engine as torch_engine
+    from trainer.engines import normalise
 
     def same(real, seed, step, data_rank):
         return real(seed, fixed.get("step", step), fixed.get("data_rank", data_rank))
 
-    return around(torch_engine, "step_seed", same)
+    return around(normalise, "step_seed", same)
 
 
 def same_dropout_on_all_ranks(engine: str) -> Any:
@@ -411,7 +411,7 @@ def same_dropout_in_each_step(engine: str) -> Any:
 
 
 def same_dropout_in_each_micro_batch(engine: str) -> Any:
-    from trainer.parallel.dropout import Dropout
+    from trainer.parallel.forward_backward import Dropout
 
     return around(Dropout, "start", lambda real, self, seed, micro_batch: real(self, seed, 0))
 
@@ -540,12 +540,12 @@ def gradient_of_rank_2_lost(engine: str) -> Any:
 
 
 def mean_over_the_other_axis(engine: str) -> Any:
-    from trainer.engines.torch import engine as torch_engine
+    from trainer.engines import normalise
 
-    def other(real, targets, mesh):
-        return real(targets, mesh) * mesh.layout.replicate / mesh.layout.shard
+    def other(real, targets, mesh, divided_by):
+        return real(targets, mesh, divided_by) * mesh.layout.replicate / mesh.layout.shard
 
-    return around(torch_engine, "gradient_scale", other)
+    return around(normalise, "gradient_scale", other)
 
 
 def ids_of_ten_bits(engine: str) -> Any:
@@ -655,7 +655,7 @@ def in_blocks_of_the_run(change: Callable[[Any, Any], None]) -> Any:
     """`change(model, spec)` comes after the model was split and wrapped; the one process knows
     nothing of it.
     """
-    from trainer.parallel.dropout import Dropout
+    from trainer.parallel.forward_backward import Dropout
 
     def changed(real: Any, self: Any, model: Any, spec: Any) -> None:
         real(self, model, spec)

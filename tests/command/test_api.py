@@ -387,7 +387,7 @@ def test_a_buffer_that_training_changes_is_one_processs():
     findings = check_module(spec, task)
     check_layout(spec, task, layout(), findings)
     with pytest.raises(ConfigError, match="training changes its buffer 1.seen"):
-        check_layout(spec, task, layout(replicate=2, world_size=2, train_batch=4), findings)
+        check_layout(spec, task, layout(replicate=2), findings)
 
 
 def test_neither_tokenizers_nor_records_are_sent_between_ranks(tmp_path, monkeypatch):

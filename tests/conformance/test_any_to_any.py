@@ -79,7 +79,7 @@ def save(case: Case, folder: Path) -> Losses:
 
 
 def resume(case: Case, folders: dict[str, Path]) -> dict[str, Losses]:
-    """The losses of the same two steps from each checkpoint. Runs on each rank."""
+    """Return the losses of the same two steps from each checkpoint. Runs on each rank."""
     from trainer import checkpoint
 
     engine, ranks = started(case, seed=77)
@@ -117,9 +117,7 @@ def advance(engine: Any, case: Case, first: int) -> Losses:
 def all_to_all(
     pools: Pools, folder: Path, pairs: set[tuple[str, str]]
 ) -> dict[str, dict[str, float]]:
-    """Largest relative difference of a loss to the run that had the later layout all along,
-    [from][to].
-    """
+    """Return by [from][to] the largest relative error of a loss, against a run in `to` alone."""
     folders = {name: folder / str(index) for index, name in enumerate(LAYOUTS)}
     used = {name for pair in pairs for name in pair}
     # one pool is alive at a time
@@ -156,7 +154,7 @@ def markdown(table: dict[str, dict[str, float]]) -> str:
 
 
 def ring(names: list[str], step: int) -> set[tuple[str, str]]:
-    """Each layout once as the one before, and once as the one after."""
+    """Pair each layout once as the one before, and once as the one after."""
     return {(name, names[(index + step) % len(names)]) for index, name in enumerate(names)}
 
 

@@ -25,7 +25,7 @@ CASES = {
 
 
 def places(engine: Any) -> tuple[set[str], set[str]]:
-    """The kinds of device of what this rank has of parameters, and of buffers."""
+    """Return the kinds of device of this rank's parameters, and of its buffers."""
     held = [p for module in engine.modules for p in module.parameters()]
     parameters = {(p._local_tensor if isinstance(p, DTensor) else p).device.type for p in held}
     return parameters, {b.device.type for module in engine.modules for b in module.buffers()}
@@ -45,9 +45,7 @@ def test_parameters_live_where_the_layout_says(name):
 
 
 def meta_before_values(case: Case) -> set[tuple[bool, bool]]:
-    """Of each parameter when its values are about to be made: is it on the meta device, is it
-    sharded.
-    """
+    """Return (on the meta device, sharded) of each parameter before it gets its values."""
     import torch.distributed as dist
 
     from trainer.parallel import apply

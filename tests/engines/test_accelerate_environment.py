@@ -1,6 +1,4 @@
-"""What `accelerate launch` says of training changes nothing: the run without it is the same, and a
-line says so.
-"""
+"""Training options of `accelerate launch` have no effect on the run, and a note says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPU is whose, what a launcher may say, and machines that are not alike."""
+"""The GPU of each rank, the environment of launchers, and machines that are not alike."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from trainer.supervise.world import World, drop_accelerate, gpu_count
 
 @pytest.fixture
 def joined(monkeypatch):
-    """What `_join` makes of a world on a machine with so many GPUs; sizes: processes of each rank's
-    machine.
-    """
+    """Return the device of `_join` with so many GPUs; `sizes`: processes of each rank's machine."""
     monkeypatch.setenv("LOCAL_RANK", "0")
 
     def join(world: World, gpus: int, sizes: list[int] | None = None, fails: str = "") -> Any:
@@ -61,9 +59,7 @@ def test_each_process_takes_the_gpu_of_its_number(joined):
 
 
 def test_a_process_that_sees_one_gpu_takes_it(joined):
-    """As Slurm's --gpus-per-task=1 has it; DeepSpeed and Accelerate take the local rank for the
-    number of the GPU.
-    """
+    """As with Slurm's --gpus-per-task=1; libraries take the local rank for the GPU's number."""
     assert joined(EIGHT, gpus=1).device == torch.device("cuda", 0)
     assert os.environ["LOCAL_RANK"] == "0"
 
@@ -178,9 +174,7 @@ def test_a_slow_float32_is_said():
 
 
 def test_mfu_counts_all_positions_on_the_devices_that_share_them():
-    """Ten positions, two of them targets, 6 FLOPs each, in a second, on two devices of 100
-    FLOP/s.
-    """
+    """Ten positions, two of them targets, 6 FLOPs each, in 1 s, on two devices of 100 FLOP/s."""
     from trainer.engines.engine import Metrics
     from trainer.optim.lr_schedules import Update
     from trainer.state import RunState

@@ -1,4 +1,4 @@
-"""What 16-bit training under DeepSpeed starts from."""
+"""The float32 masters with which 16-bit training under DeepSpeed starts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def masters_at_start(case: Case) -> dict[str, torch.Tensor]:
     "case", MASTERS, ids=lambda case: f"{label(case)}, {case.tensor} x {case.pipeline}"
 )
 def test_masters_start_from_the_float32_values(pools, case):
-    """Those that float32 starts from, bit for bit; not what is left of them in 16 bits."""
+    """The masters are the float32 values, bit for bit, not what rounding leaves of them."""
     from tests.support.training import spec_of
     from trainer.models.materialise import materialise
 

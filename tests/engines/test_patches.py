@@ -1,6 +1,4 @@
-"""Libraries show the symptoms for which they are patched: a test that fails here tells which patch
-can go.
-"""
+"""Libraries show the symptoms for which they are patched: a patch whose test fails can go."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ from trainer.engines.deepspeed import patches
 def stepped(
     stage: int, gradient: float, patch: Callable[[Any], object], bf16: bool = False
 ) -> tuple[bool, bool]:
-    """A step of plain DeepSpeed with this gradient: are weights finite, and has the second group
-    state?
-    """
+    """Take a step of plain DeepSpeed; return if weights are finite, and if group 2 has state."""
     import deepspeed
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -55,9 +51,7 @@ def stepped(
 
 
 def left_by_an_engine() -> tuple[bool, bool]:
-    """What an engine under ZeRO-3 that is destroyed leaves: PyTorch's own linear function, and no
-    groups?
-    """
+    """Return if a destroyed ZeRO-3 engine leaves PyTorch's linear function, and no groups."""
     import deepspeed
     from deepspeed.utils import groups
 
@@ -106,6 +100,23 @@ def test_deepspeed_takes_a_step_that_is_not_finite(
 def test_deepspeed_links_state_after_the_first_group_alone(pools: Any) -> None:
     for used, linked in ((nothing, False), (patches.link_group_by_group, True)):
         assert pools[1].run(stepped, stage=1, gradient=1.0, patch=used)[0][1] == linked
+
+
+def test_deepspeeds_pipeline_has_no_hook_before_its_update() -> None:
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    source = inspect.getsource(PipelineEngine._exec_optimizer_step)
+    assert "_take_model_step(lr_kwargs)" in source
+    assert "hook" not in source
+
+
+def test_deepspeeds_loss_scaler_loads_no_state() -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    assert not hasattr(DynamicLossScaler, "load_state_dict")
+    scaler = DynamicLossScaler(2**16, 1000, 1.0, 1, False)
+    patches.set_loss_scaler(scaler, {"cur_scale": 8.0, "cur_iter": 3.0})
+    assert (scaler.loss_scale, scaler.cur_iter) == (8.0, 3)
 
 
 def test_deepspeed_ties_only_layers_that_it_builds() -> None:

@@ -1,6 +1,4 @@
-"""Every optimizer of the config's table and each parameter, by engine: as its own library steps, or
-refused.
-"""
+"""Every optimizer and parameter of the table, by engine, against its library, or refused."""
 
 from __future__ import annotations
 
@@ -30,12 +28,12 @@ from trainer.optim.recipes import LACKS, ROWS, No, in_deepspeed, in_torch
 
 COLUMNS = ("torch", "deepspeed", "offloaded")
 CHOICES = {"adam_w_mode", "torch_adam"}
-"""Parameters that say which class is made."""
+"""Parameters that choose the class."""
 OTHER = {
     "AdamW": ["deepspeed.ops.adam.FusedAdam"],
     "Adam": ["torch.optim.AdamW", "deepspeed.ops.adam.FusedAdam"],
 }
-"""What is made beside the classes of the rows."""
+"""Classes that are built besides those of the rows."""
 
 # each parameter at a value that is not its default
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -117,9 +115,7 @@ def class_of(library: str) -> Any:
 
 
 def live(name: str) -> set[str]:
-    """The parameters of an optimizer that are neither refused nor without effect in the
-    compiler.
-    """
+    """Return an optimizer's parameters that are neither refused nor without effect."""
     return {key for key, rule in OPTIMIZERS[name].items() if not (rule.refused or rule.idle)}
 
 
@@ -559,7 +555,7 @@ def test_what_is_spared_is_what_the_trainer_of_transformers_spares(model):
     ids=["deepspeed-mesh", "mesh-deepspeed"],
 )
 def test_a_checkpoint_of_all_decayed_goes_on_where_norms_are_not(pools, tmp_path, before, after):
-    """As written before there were groups: state has names, and no group's number."""
+    """Return a state as written before there were groups: with names, without group numbers."""
     params = {
         **DECAY["params"],
         "weight_decay": 1e-12,
@@ -589,7 +585,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(pools, tmp_path
 
 
 def optimizer_table() -> str:
-    """What each engine makes of each optimizer, as Markdown."""
+    """Return the table of optimizers by engine, as Markdown."""
     lines = [
         "| optimizer | `mesh`, `accelerate` | `deepspeed` | `deepspeed`, optimizer on the host |",
         "| --- " * 4 + "|",

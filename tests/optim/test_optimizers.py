@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import RuntimeFacts, load, resolve
+from trainer.optim import patches
 from trainer.optim.lr_schedules import schedule_of
 
 rates = st.floats(1e-6, 1e-1)
@@ -75,7 +76,7 @@ def test_equals_deepspeed(kind):
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup"])
 @pytest.mark.parametrize(("warmup", "total"), [(0, 12), (1, 12), (5, 12), (12, 12), (3, 1)])
 def test_equals_transformers(kind, warmup, total):
-    """DeepSpeed's come an update late: here step 0 of a run without warm-up has the whole rate."""
+    """DeepSpeed's are an update late: here step 0 of a run without warm-up has the whole rate."""
     from transformers import get_scheduler
 
     for least in (0.0, 0.1) if kind == "cosine" else (0.0,):
@@ -98,7 +99,7 @@ def test_equals_transformers(kind, warmup, total):
 
 
 def test_the_certificate_knows_transformers_schedules_and_finds_one_that_is_late(monkeypatch):
-    """Its own ones are transformers', and not those of the loop."""
+    """The names of transformers have its rates, not those of DeepSpeed."""
     from trainer.certify.comparison import compare_schedule
     from trainer.optim import lr_schedules
 
@@ -132,3 +133,16 @@ def test_no_warm_up_is_none_under_transformers_names_and_a_step_under_deepspeeds
 def test_without_a_scheduler_the_rate_stays():
     schedule = schedule_of({"type": "AdamW", "params": {"lr": 0.25}}, None)
     assert {schedule(step).learning_rate for step in (0, 7, 10**6)} == {0.25}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_fused_kernel_skips_a_step_that_is_not_finite_by_its_flag_alone(kind, patched):
+    """The symptom for which `trainer/optim/patches.py` is there."""
+    weight = torch.ones(3)
+    weight.grad = torch.full((3,), float("nan"))
+    optimizer = kind([weight], fused=True)
+    if patched:
+        patches.set_found_inf(optimizer, torch.ones(()))
+    optimizer.step()
+    assert bool(weight.isfinite().all()) == patched

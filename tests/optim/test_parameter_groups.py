@@ -1,6 +1,4 @@
-"""`trainer.parameter_groups`: rates and weight decays by pattern of names, the same under every
-engine.
-"""
+"""`trainer.parameter_groups`: rates and weight decays by name, the same in every engine."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ GROUPS = (
     {"names": "model.embed_tokens.*", "lr_multiplier": 3.0, "weight_decay": 0.0},
     {"names": "*norm*", "weight_decay": 0.3},
 )
-"""A matrix of each block and a block as a whole; a tied table; what is not decayed otherwise."""
+"""A matrix of each block, a whole block, a tied table, and a parameter that is not decayed."""
 LAYOUTS = {
     "ddp": replace(DATA, zero_stage=0, groups=GROUPS),
     "zero1": replace(DATA, zero_stage=1, groups=GROUPS),

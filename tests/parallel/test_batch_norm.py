@@ -88,7 +88,7 @@ Outcome = tuple[list[float], list[dict[str, torch.Tensor]], dict[str, torch.Tens
 
 
 def trained(case: Case, together: bool) -> Outcome:
-    """Losses, gradients, weights and buffers, held-out loss. Runs on each rank."""
+    """Return losses, gradients, weights and buffers, held-out loss. Runs on each rank."""
     import torch.distributed as dist
 
     from trainer.distributed.ranks import Ranks
@@ -224,7 +224,7 @@ def test_in_16_bits_it_stays_near_float32(pools, name, together):
 
 
 def checked_in(build: Any, **sizes: Any) -> tuple[str, ...]:
-    """The lines that a start says of a layout on two processes."""
+    """Return the lines that a start prints about a layout on two processes."""
     from trainer.distributed.ranks import Ranks
     from trainer.models.own.module import spec_of
     from trainer.parallel.checks import checked

@@ -1,6 +1,4 @@
-"""Whole tensors from their parts, a buffer at a time: what a save does where the parts are on
-devices.
-"""
+"""Whole tensors gathered from shards on devices, a buffer at a time, as in a save."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ import torch
 def gathered(
     sizes: tuple[int, ...], names: tuple[str, ...], shape: tuple[int, ...], buffer: int
 ) -> list[int]:
-    """The ranks that had the whole, having been its owner, of a tensor that is cut over a mesh.
-    Runs on each rank.
-    """
+    """Return the owners that got a whole tensor cut over a mesh. Runs on each rank."""
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh

@@ -1,6 +1,4 @@
-"""Groups by what they reduce: the right ranks, and a new axis that needs an entry in the table
-alone.
-"""
+"""The ranks of each reduction; a new axis needs an entry in the table alone."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def members(sizes: dict[str, int]) -> dict[str, list[int]]:
-    """The ranks of this one's group in each reduction. Runs on each rank."""
+    """Return this rank's group in each reduction. Runs on each rank."""
     import torch.distributed as dist
 
     from trainer.parallel.parallel_mesh import parallel_mesh_of
@@ -37,9 +35,7 @@ def members(sizes: dict[str, int]) -> dict[str, list[int]]:
 HSDP = {
     "replicate": 2,
     "shard": 2,
-    "world_size": 4,
     "accumulation": 1,
-    "train_batch": 4,
     "zero_stage": 3,
 }
 
@@ -58,11 +54,11 @@ HSDP = {
             },
         ),
         (
-            {"pipeline": 2, "tensor": 2, "world_size": 4, "train_batch": 2},
+            {"pipeline": 2, "tensor": 2},
             {"batch": [3], "loss": [1, 3], "shard": [3], "replica": [3], "norm": [0, 1, 2, 3]},
         ),
         (
-            {"tensor": 2, "replicate": 2, "world_size": 4, "accumulation": 1, "train_batch": 2},
+            {"tensor": 2, "replicate": 2, "accumulation": 1},
             {"batch": [1, 3], "loss": [1, 3], "shard": [3], "replica": [1, 3], "norm": [2, 3]},
         ),
     ],
@@ -76,9 +72,7 @@ AXES = ("pipeline", "replicate", "shard", "tensor", "context")
 
 
 def with_a_context_axis(entry: bool) -> list[float]:
-    """Each row cut in two over an axis that the trainer does not have: [loss, targets, scale]. Runs
-    on each rank.
-    """
+    """Cut rows along an axis that the trainer lacks: [loss, targets, scale]. Runs on each rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from trainer.engines.normalise import counted_here, evaluated, gradient_scale
@@ -91,7 +85,7 @@ def with_a_context_axis(entry: bool) -> list[float]:
     with mock.patch.object(module, "REDUCTIONS", reductions):
         devices = init_device_mesh("cpu", (1, 2, 1, 1, 2), mesh_dim_names=AXES)
         mesh = module.ParallelMesh(
-            replace(layout(), replicate=2, world_size=2, train_batch=4),
+            replace(layout(), replicate=2),
             devices,
             module.groups_of(devices),
         )
@@ -106,7 +100,7 @@ def with_a_context_axis(entry: bool) -> list[float]:
 
 
 def summed(batches: list[dict[str, Any]]) -> torch.Tensor:
-    """Of a loss that is the position's token plus one."""
+    """Sum a loss that is each position's token plus one."""
     return (
         torch.stack([((b["input_ids"] + 1) * (b["targets"] != -100)).sum() for b in batches])
         .sum()

@@ -130,7 +130,7 @@ def test_too_few_blocks():
 
 
 def test_a_model_that_computes_beside_its_blocks_is_refused(monkeypatch):
-    """The proof is of the numbers: a stage that scales what it was sent shows."""
+    """The check compares numbers: it finds a stage that scales its input."""
     from transformers.models.llama.modeling_llama import LlamaModel
 
     real = LlamaModel.forward
@@ -175,7 +175,7 @@ def test_a_shared_module_is_refused(monkeypatch):
 
 
 def test_ranks_write_about_as_much_each():
-    """A parameter's size is that of all that is kept of it: a count of its steps has none."""
+    """A parameter counts with all its optimizer state, except a step count."""
     shapes = {
         "table": (4096, 32),
         **{f"layers.{i}.weight": (32, 32) for i in range(8)},

@@ -1,4 +1,4 @@
-"""Parameters are sharded where they are said to be, block by block, and replicas agree."""
+"""Parameters are sharded block by block, and replicas agree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MESH = Case(engine="mesh")
 
 
 def sharded_share(case: Case) -> tuple[float, int]:
-    """Local share of all parameters, and how many FSDP units hold some. Runs on each rank."""
+    """Return the local share of all parameters, and the number of FSDP units. On each rank."""
     import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -43,9 +43,7 @@ def test_parameters_are_really_sharded(pools):
 
 
 def trained_on_lengths(case: Case, lengths: list[tuple[int, ...]]) -> list[float]:
-    """The loss of each step, with an evaluation after it; `lengths` has a row's on each data rank.
-    On each rank.
-    """
+    """Return each step's loss, with an evaluation after it; `lengths`: a row's, by data rank."""
     import numpy as np
     import torch.distributed as dist
 
@@ -80,7 +78,7 @@ def test_a_length_that_is_new_to_one_data_rank_after_an_evaluation_does_not_stop
 
 
 def with_another_start(case: Case) -> str:
-    """An engine whose rank 3 has drawn other initial values. Runs on each rank."""
+    """Build an engine whose rank 3 has drawn other initial values. Runs on each rank."""
     import torch.distributed as dist
 
     from tests.support.training import build
@@ -123,15 +121,13 @@ def test_one_flat_unit_is_an_error(monkeypatch):
 
 
 def test_blocks_that_share_parameters_are_no_units():
-    """Zamba's hybrid blocks are one block, used again: FSDP2 ends with an error of its own at the
-    first step.
-    """
+    """Zamba uses one hybrid block several times: FSDP2 fails in the first step."""
     from tests.trial.test_model_checks import layout
     from trainer.errors import ConfigError
     from trainer.parallel.shard import check_shardable
 
     spec = spec_of({"model_type": "zamba2"}).tiny.copy()
-    sharded = layout(world_size=2, shard=2, accumulation=1, zero_stage=3)
+    sharded = layout(shard=2, accumulation=1, zero_stage=3)
     with pytest.raises(
         ConfigError,
         match="FSDP2 shards block by block, and model.layers.* is one with model.layers",
@@ -140,9 +136,7 @@ def test_blocks_that_share_parameters_are_no_units():
 
 
 def test_a_class_of_blocks_that_stands_elsewhere_too_is_refused_where_units_go_by_class():
-    """Accelerate made a unit of the nested layer, and the first step ended with mixed tensors and
-    DTensors.
-    """
+    """Accelerate wraps the nested layer, and the first step mixes tensors and DTensors."""
     from torch import nn
 
     from tests.trial.test_model_checks import layout
@@ -153,7 +147,7 @@ def test_a_class_of_blocks_that_stands_elsewhere_too_is_refused_where_units_go_b
     spec = spec_of_module(
         lambda: nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 8)), None, 0
     )
-    sharded = layout(world_size=2, shard=2, accumulation=1, zero_stage=3)
+    sharded = layout(shard=2, accumulation=1, zero_stage=3)
     with pytest.raises(
         ConfigError, match=r"is of a block's class, and no block.*Set trainer.engine to"
     ):

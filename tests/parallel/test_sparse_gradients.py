@@ -1,6 +1,4 @@
-"""Parameters that never, or only sometimes, get a gradient: as in one process, and no save or
-resume changes them.
-"""
+"""Parameters that never or sometimes get a gradient train, save and resume as in one process."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ STILL = LLAMA | {"attention_dropout": 0.0, "num_hidden_layers": 4}
 STEPS = 5
 NEVER, SOMETIMES = "model.layers.0.mlp.never.weight", "model.layers.3.mlp.sometimes.weight"
 USED: list[bool] = [True]
-"""Whether the next forward passes of this process go through what is used sometimes; the last holds
-on.
-"""
+"""Decides if the next forward passes use the matrix; the last entry holds from then on."""
 MESH = Case("mesh", model=STILL)
 SGD = {
     "type": "SGD",
@@ -69,12 +65,12 @@ CASES = {
 
 
 def some(cases: dict[str, Case], *always: str) -> list[Any]:
-    """The rest is run when the whole is asked for."""
+    """The others run with --more."""
     return [pytest.param(name, marks=() if name in always else pytest.mark.whole) for name in cases]
 
 
 def with_sparse(spec: Any) -> Any:
-    """The model with a matrix that nothing uses, and one that is used where USED says so."""
+    """Add a matrix that nothing uses, and one that is used where USED says so."""
 
     def made() -> nn.Module:
         model = spec.build()
@@ -125,7 +121,7 @@ def advance(
 
 
 def state_of(engine: Any, case: Case) -> dict[tuple[str, str], torch.Tensor]:
-    """All that this rank reads of the state."""
+    """Return all of the state that this rank reads."""
     found = {}
     for entry in engine.state_tensors():
         value = entry.read()
@@ -135,9 +131,7 @@ def state_of(engine: Any, case: Case) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def with_and_without_saves(case: Case, folder: Path, change: Any = with_sparse) -> list[list[str]]:
-    """What differs from a run without saves: [of one that saves at each step, of one resumed in the
-    middle].
-    """
+    """Return what differs from a run without saves: [saving at each step, resumed midway]."""
     import torch.distributed as dist
 
     from trainer import checkpoint
@@ -184,14 +178,12 @@ def with_and_without_saves(case: Case, folder: Path, change: Any = with_sparse) 
 
 
 def by_ranks(step: int, rank: int) -> list[bool]:
-    """Who goes through it: none, the first data rank in one of two micro-batches, others in the
-    other, all, none.
-    """
+    """Uses: none, data rank 0 in one of two micro-batches, others in the other, all, none."""
     return [[False], [rank == 0, False], [False, rank > 0], [True], [False]][step]
 
 
 def trained(case: Case) -> dict[str, torch.Tensor]:
-    """Weights after STEPS steps in which the data ranks differ. Runs on each rank of a pool."""
+    """Return weights after STEPS steps in which the data ranks differ. Runs on each rank."""
     import torch.distributed as dist
 
     engine = build(case, dist.get_rank(), change=with_sparse)
@@ -202,7 +194,7 @@ def trained(case: Case) -> dict[str, torch.Tensor]:
 
 
 def trained_plainly(case: Case) -> dict[str, torch.Tensor]:
-    """The same on the global batch, with nothing of ours but the initial values."""
+    """Return the same from plain PyTorch on the global batch."""
     from trainer.models.materialise import materialise
 
     spec = with_sparse(spec_of(case.model))
@@ -256,7 +248,7 @@ def test_a_gradient_on_one_rank_alone_is_that_of_one_process(pools, name):
 
 
 def differences(ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor]) -> list[str]:
-    """The names of what is not the same, bit for bit."""
+    """Return the names of tensors that are not the same, bit for bit."""
     keys = sorted(ours.keys() | theirs.keys())
     return [
         ".".join(key)
@@ -266,7 +258,7 @@ def differences(ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor]) 
 
 
 def with_frozen(spec: Any) -> Any:
-    """The model with a matrix that is used and not trained."""
+    """Add a matrix that is used and not trained."""
 
     def made() -> nn.Module:
         model = spec.build()

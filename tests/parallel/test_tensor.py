@@ -1,4 +1,4 @@
-"""What tensor parallelism splits, what it refuses, and by which engine."""
+"""The modules that tensor parallelism splits and refuses, by engine."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ TWO_RANKS = layout(pipeline=1, replicate=1, shard=1, tensor=2, micro=1, accumula
 
 
 def test_an_engine_that_comes_after_has_groups_of_its_own(pools):
-    """DeepSpeed keeps groups in its modules, and the next engine of the process would take them for
-    its own.
-    """
+    """DeepSpeed keeps groups in its modules, where the next engine would find them."""
     model = TIED | {"num_hidden_layers": 4}
     for case in (
         SPLIT_4,
@@ -63,7 +61,7 @@ def test_no_rank_holds_a_whole_matrix(pools):
 
 
 def held(case: Case) -> dict[str, tuple[int, ...]]:
-    """Local shapes of the first block's matrices. Runs on each rank."""
+    """Return local shapes of the first block's matrices. Runs on each rank."""
     import torch.distributed as dist
 
     from tests.support.training import build

@@ -262,16 +262,13 @@ FAST = torch.float32
 
 
 def layout(pipeline: int, replicate: int, shard: int, tensor: int) -> Layout:
-    micro_batches = 8
     return Layout(
-        world_size=pipeline * replicate * shard * tensor,
         pipeline=pipeline,
         replicate=replicate,
         shard=shard,
         tensor=tensor,
         micro_batch=1,
-        accumulation=micro_batches,
-        train_batch=micro_batches * replicate * shard,
+        accumulation=8,
         zero_stage=0,
         offload_optimizer="none",
         offload_param="none",

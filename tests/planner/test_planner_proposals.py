@@ -199,14 +199,13 @@ def test_where_few_changes_do_not_fit_more_are_tried():
     where = Cluster(128, 8, DEVICES["h100-80gb"])
     base = Layout(
         **{
-            "world_size": 1024,
             "pipeline": 1,
             "replicate": 1024,
             "shard": 1,
             "tensor": 1,
             "zero_stage": 0,
         },
-        **{"micro_batch": 4, "accumulation": 1, "train_batch": 4096, "precision": "bfloat16"},
+        **{"micro_batch": 4, "accumulation": 1, "precision": "bfloat16"},
         **{"offload_optimizer": "none", "offload_param": "none", "recompute": Recompute()},
     )
     room = where.device.memory - RESERVED

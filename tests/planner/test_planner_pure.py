@@ -24,10 +24,8 @@ PLAIN = layout_of(LAYOUTS["ddp"])
 
 def mesh(sizes: tuple[int, ...]):
     pipeline, replicate, shard, tensor = sizes
-    size = pipeline * replicate * shard * tensor
     axes = dict(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
-    batch = dict(micro_batch=1, accumulation=8, train_batch=8 * replicate * shard)
-    return replace(PLAIN, **axes, **batch, world_size=size)
+    return replace(PLAIN, **axes, micro_batch=1, accumulation=8)
 
 
 @given(SIZES)

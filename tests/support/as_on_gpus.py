@@ -40,14 +40,14 @@ def _gathered(into: list[Any], value: Any, group: Any = None) -> None:
 
 
 def _read(real: Any) -> Any:
-    """0 for a value that is not there."""
+    """Return 0 for a value that is not there."""
     kind = {"__float__": float, "__bool__": bool, "__int__": int}[real.__name__]
     return lambda tensor: kind(0) if isinstance(tensor, FakeTensor) else real(tensor)
 
 
 @contextmanager
 def gpus(count: int) -> Iterator[None]:
-    """This process is the first of `count` that have a GPU each."""
+    """Make this process the first of `count` that have a GPU each."""
     answers: dict[str, Any] = {
         "current_device": lambda: 0,
         "is_available": lambda: True,
@@ -83,5 +83,5 @@ def gpus(count: int) -> Iterator[None]:
 
 
 def built(case: Case) -> Any:
-    """The engine of a case, on the first of its GPUs."""
+    """Build the engine of a case on the first of its GPUs."""
     return build(case, 0, device=torch.device("cuda", 0))

@@ -1,6 +1,4 @@
-"""Training state made of plain tensors: what an engine's state tensors are to the checkpoint,
-without an engine.
-"""
+"""Training state of plain tensors, which a checkpoint sees as it sees an engine's."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ STATE = RunState(step=100, samples=3200, tokens=51_000, engine={"optimizer_step"
 
 
 class Live:
-    """Live state by (name, part): read from, and written to."""
+    """Live state by (name, part), to be read and written."""
 
     def __init__(self, tensors: dict[tuple[str, str], torch.Tensor], ranks: Ranks = ALONE) -> None:
         self.tensors = tensors

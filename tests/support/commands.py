@@ -28,16 +28,16 @@ PROGRESS = re.compile(r"^step \d+")
 class Result:
     code: int
     output: str
-    """Standard output and error, as a person sees them."""
+    """Return standard output and error, as a terminal shows them."""
 
     @property
     def lines(self) -> list[str]:
-        """What is printed beside the progress."""
+        """The output besides the progress."""
         return [line for line in self.output.splitlines() if not PROGRESS.match(line)]
 
 
 def write_job(folder: Path, **trainer: Any) -> Path:
-    """A config of a tiny Llama on a small text of its own; returns its path."""
+    """Write a config of a tiny Llama on a small text of its own; return its path."""
     (folder / "text.jsonl").write_text(
         "".join(json.dumps({"text": f"def f{i}(x): return x + {i}"}) + "\n" for i in range(99))
     )
@@ -81,9 +81,7 @@ def write_job(folder: Path, **trainer: Any) -> Path:
 def run(
     *command: str | Path, timeout: float = 400, cold: bool = False, **environment: str
 ) -> Result:
-    """Run a command in a process group of its own; past `timeout` seconds all of it is killed and
-    the test fails.
-    """
+    """Run a command in its own process group; past `timeout` s kill all of it and fail."""
     process = start(*command, cold=cold, **environment)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -95,9 +93,7 @@ def run(
 
 
 def start(*command: str | Path, cold: bool = False, **environment: str) -> subprocess.Popen[str]:
-    """Scripts of Python and launchers start warm (warm.py), but not `cold` and not with modules of
-    their own.
-    """
+    """Start scripts and launchers warm (warm.py), unless `cold` or with modules of their own."""
     inherited = {
         key: value
         for key, value in os.environ.items()
@@ -127,7 +123,7 @@ def start(*command: str | Path, cold: bool = False, **environment: str) -> subpr
 
 
 def agents(first: list[str | Path], second: list[str | Path]) -> list[Result]:
-    """Two commands at once, as if on two machines."""
+    """Run two commands at once, as if on two machines."""
     processes = [start(*first), start(*second)]
     try:
         outputs = [process.communicate(timeout=400)[0] for process in processes]
@@ -142,7 +138,7 @@ def agents(first: list[str | Path], second: list[str | Path]) -> list[Result]:
 
 @cache
 def warm_server() -> str:
-    """The socket of the process that warm ones are forked from; it ends with this one."""
+    """Return the socket of the server of warm processes, which ends with this one."""
     path = str(Path(tempfile.mkdtemp(), "warm"))
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.support.warm", path],
@@ -167,12 +163,12 @@ def metrics(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def losses(run_folder: Path) -> list[float]:
-    """Of each step, then of the evaluation."""
+    """Return the losses of each step, then of the evaluation."""
     return [line.get("loss", line.get("evaluation_loss")) for line in metrics(run_folder)]
 
 
 def sample_ids(run_folder: Path) -> dict[int, list[int]]:
-    """The samples of each step over all ranks, sorted."""
+    """Return the samples of each step over all ranks, sorted."""
     found: dict[int, list[int]] = {}
     for path in (run_folder / "logs").glob("samples-rank-*.jsonl"):
         for line in path.read_text().splitlines():

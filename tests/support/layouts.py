@@ -28,7 +28,7 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def family(model_type: str, **values: object) -> dict[str, Any]:
-    """A tiny model that draws nothing inside what tensor parallelism splits."""
+    """Return a tiny model that draws nothing inside what tensor parallelism splits."""
     return {"model_type": model_type, **SIZES, **TOKENS, "tie_word_embeddings": False, **values}
 
 
@@ -44,7 +44,7 @@ FAMILIES = {
     "gpt_neox": family("gpt_neox", hidden_dropout=0.1),
 }
 WITHOUT_WORDS = ("olmo2", "phi3")
-"""Families whose plan has a style that DeepSpeed's AutoTP has no word for."""
+"""Families whose plan has a style that AutoTP lacks."""
 
 # tied tables, dropout, ragged samples, clipping, accumulation
 DATA = Case()
@@ -196,7 +196,7 @@ PRECISIONS |= {
 
 
 def by_engine(cases: dict[str, Case]) -> dict[str, Case]:
-    """`mesh-NAME` and so on: each case under each engine that offers its layout."""
+    """Name each case under each engine that offers its layout: `mesh-NAME` and so on."""
     from tests.support.training import layout_of
     from trainer.engines import ENGINES
 

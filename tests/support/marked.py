@@ -1,4 +1,4 @@
-"""The processes of one run, found by a variable of their environment, whoever they hang on."""
+"""The processes of one run, found by a variable of their environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MARK = "MESHLOOM_TESTS_RUN"
 
 
 def processes(mark: str) -> list[psutil.Process]:
-    """Those that live, of the run whose MARK is `mark`."""
+    """Return the living processes of the run whose MARK is `mark`."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -24,13 +24,13 @@ def processes(mark: str) -> list[psutil.Process]:
 
 
 def ranks(mark: str) -> list[psutil.Process]:
-    """By rank."""
+    """Return them by rank."""
     found = [one for one in processes(mark) if "RANK" in one.environ() and TRAIN in one.cmdline()]
     return sorted(found, key=lambda one: int(one.environ()["RANK"]))
 
 
 def ended(mark: str, seconds: float) -> bool:
-    """Whether every process of the run is gone so soon."""
+    """Return True if every process of the run ends within so many seconds."""
     deadline = time.monotonic() + seconds
     while processes(mark):
         if time.monotonic() > deadline:

@@ -1,6 +1,4 @@
-"""Labelled images in the very formats that the loaders read: IDX, CIFAR's pickles, folders of PNGs,
-parquet.
-"""
+"""Labelled images in the formats of the loaders: IDX, CIFAR's pickles, PNGs, parquet."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from PIL import Image
 
 
 def pixels(count: int, *shape: int, classes: int = 10) -> tuple[np.ndarray, list[int]]:
-    """A bright row or column for each class, in noise; and the classes."""
+    """Return images with a bright row or column for each class, in noise; and the classes."""
     rng = np.random.default_rng(0)
     found = rng.integers(0, 60, (count, *shape), dtype=np.uint8)
     labels = [index % classes for index in range(count)]
@@ -26,7 +24,7 @@ def pixels(count: int, *shape: int, classes: int = 10) -> tuple[np.ndarray, list
 
 
 def write_idx(root: Path, kind: str, count: int = 40) -> None:
-    """As MNIST and FashionMNIST are, unpacked: a magic number, sizes, bytes."""
+    """Write files like MNIST's, unpacked: a magic number, sizes, bytes."""
     folder = root / kind / "raw"
     folder.mkdir(parents=True)
     for part in ("train", "t10k"):
@@ -39,9 +37,7 @@ def write_idx(root: Path, kind: str, count: int = 40) -> None:
 
 
 def write_cifar(root: Path, kind: Any, count: int = 20) -> dict[str, Any]:
-    """The files of CIFAR10 or CIFAR100; returns the class's attributes with the checksums of these
-    files.
-    """
+    """Write CIFAR10 or CIFAR100; return the class's attributes with these files' checksums."""
     folder = root / kind.base_folder
     folder.mkdir(parents=True)
     key = "labels" if kind.__name__ == "CIFAR10" else "fine_labels"
@@ -66,7 +62,7 @@ def write_cifar(root: Path, kind: Any, count: int = 20) -> dict[str, Any]:
 def write_folder(
     root: Path, count: int = 12, size: tuple[int, int] = (10, 8), mode: str = "RGB"
 ) -> Path:
-    """Three classes, a folder of PNGs each; `size` is height and width."""
+    """Write a folder of PNGs for each of three classes; `size` is height and width."""
     images, _ = pixels(count, *size, 3)
     for index, image in enumerate(images):
         folder = root / ("ant", "bee", "cat")[index % 3]

@@ -1,4 +1,4 @@
-"""What a layout takes in memory and says to others: as it is planned, and as it is."""
+"""The memory and the messages of a layout, planned and real."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH = 32
 
 
 def subject(case: Case) -> Any:
-    """Of a tiny language model."""
+    """Return the subject of a tiny language model."""
     from trainer.models.spec import NoWeights
 
     def batch(count: int) -> dict[str, torch.Tensor]:
@@ -52,18 +52,18 @@ def subject_of(
 
 
 @dataclass(frozen=True)
-class Told:
-    """Of one rank."""
+class Usage:
+    """The memory and messages of one rank."""
 
     peaks: dict[str, Any]
-    """By phase."""
+    """Bytes by phase."""
     messages: list[Any]
     copied: int
     """Bytes that a save in the background copies."""
 
 
-def measured(case: Case, of: Callable[[Case], Any] = subject) -> Told:
-    """What this rank takes and says, of a subject. Runs on each rank of a pool."""
+def measured(case: Case, of: Callable[[Case], Any] = subject) -> Usage:
+    """Measure memory and messages of this rank. Runs on each rank of a pool."""
     import torch.distributed as dist
 
     from trainer.distributed.ranks import Ranks
@@ -78,25 +78,23 @@ def measured(case: Case, of: Callable[[Case], Any] = subject) -> Told:
         ledger, copied = recorded(
             of(case), machine, lambda phase: setattr(messages, "phase", phase)
         )
-    return Told({peak.phase: peak for peak in ledger.peaks()}, messages.found, copied)
+    return Usage({peak.phase: peak for peak in ledger.peaks()}, messages.found, copied)
 
 
-def planned(case: Case, *ranks: int, of: Callable[[Case], Any] = subject) -> list[Told]:
-    """The same of each of these ranks, as it is planned."""
+def planned(case: Case, *ranks: int, of: Callable[[Case], Any] = subject) -> list[Usage]:
+    """Plan the same for each of these ranks."""
     from trainer.tools.planner.simulate import simulate_all
 
     for name in PRELOADED:  # once, and not in each process that pretends to be a rank
         import_module(name)
     traces = simulate_all([(of(case), rank) for rank in ranks], case.world_size)
     return [
-        Told({peak.phase: peak for peak in t.peaks}, list(t.messages), t.copied) for t in traces
+        Usage({peak.phase: peak for peak in t.peaks}, list(t.messages), t.copied) for t in traces
     ]
 
 
 def assert_as_planned(pools: Any, case: Case, of: Callable[[Case], Any] = subject) -> None:
-    """The first and the last of real ranks take in each phase what was planned, and say what was
-    planned.
-    """
+    """Assert that first and last rank take and send in each phase what was planned."""
     ranks = sorted({0, case.world_size - 1})
     plans = planned(case, *ranks, of=of)
     for _ in range(3):  # the least is meant: gloo may hold on to what it has sent a moment longer
@@ -127,7 +125,7 @@ def assert_as_planned(pools: Any, case: Case, of: Callable[[Case], Any] = subjec
 
 
 def bounds(case: Case) -> dict[str, tuple[float, float]]:
-    """How far under and over what is measured a plan may be, by phase."""
+    """By phase, how far a plan may be below and above what is measured."""
     # hidden states that a pretended pipeline's sends hold on to, in a model this small
     most = 0.05 if case.pipeline > 1 else 0.03
     # what a step leaves behind goes soon after; an evaluation, which takes far less, may see it or

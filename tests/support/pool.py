@@ -24,9 +24,7 @@ from trainer.supervise.world import environment_of, free_port
 
 
 class Pools:
-    """The pool of each world size: `pools[4]`. The one before is closed, so that memory holds
-    one.
-    """
+    """The pool of each world size: `pools[4]`. One is open at a time, to save memory."""
 
     def __init__(self, backend: str = "gloo") -> None:
         self._backend = backend
@@ -107,7 +105,7 @@ class Pool:
 
 
 def machine_here() -> Any:
-    """The `Machine` of this rank of a pool."""
+    """Return the `Machine` of this rank of a pool."""
     import torch
     import torch.distributed as dist
 

@@ -8,9 +8,7 @@ that are not here are run whole.
 from __future__ import annotations
 
 PARTS = 12
-"""How many parts `--part` cuts what a first run leaves out into: with one of them all of `.ci/run`
-takes 25 minutes.
-"""
+"""The parts of `--part`: with one of them all of `.ci/run` takes 25 minutes."""
 
 SAMPLE: dict[str, tuple[str, ...]] = {
     "test_accelerate_environment.py": (),
@@ -534,6 +532,4 @@ RARELY: dict[str, tuple[str, ...]] = {
         "tied_tables_of_pipeline_module_apart",
     ),
 }
-"""File -> words of the names that are run with `--whole` alone, unless the first run has them: like
-another there.
-"""
+"""File -> words of names run with `--whole` alone, unless in SAMPLE: others are like them."""

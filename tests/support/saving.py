@@ -26,7 +26,7 @@ _CONTEXT.set_forkserver_preload([__name__])  # a process then starts in a tenth 
 
 @dataclass(frozen=True)
 class Death:
-    """When `rank` comes to `phase` in the save of `step`, the ranks `victims` die at once."""
+    """Have the ranks `victims` die once `rank` comes to `phase` in the save of `step`."""
 
     phase: str
     rank: int
@@ -35,7 +35,7 @@ class Death:
 
 
 def state_at(step: int, ranks: Ranks | None = None) -> Live:
-    """What training makes of the initial state."""
+    """Return what training makes of the initial state."""
     state = live(ranks) if ranks else live()
     for number in range(1, step + 1):
         advance(state, number)
@@ -48,9 +48,7 @@ def advance(state: Live, step: int) -> None:
 
 
 class Run:
-    """Both processes of a run in `folder`, up to `steps`, with a save after each; goes on where the
-    last one was.
-    """
+    """Run both processes in `folder` up to `steps`, with a save after each; resumes."""
 
     def __init__(self, folder: Path, steps: int, death: Death | None = None) -> None:
         folder.mkdir(exist_ok=True)
@@ -69,7 +67,7 @@ class Run:
             self._processes.append(process)
 
     def started_from(self) -> int:
-        """Waits until both train; the step that they went on from."""
+        """Wait until both train; return the step from which they went on."""
         first, second = (int(pipe.recv()) for pipe in self._ready)
         assert first == second
         return first
@@ -79,9 +77,7 @@ class Run:
             self._processes[rank].kill()
 
     def wait(self) -> list[int]:
-        """The exit codes. As a launcher does it: when one has failed, the other is killed if it
-        does not leave.
-        """
+        """Return the exit codes; when one has failed, kill the other, as a launcher does."""
         process: Any
         for process in self._processes:
             process.join(20)

@@ -39,7 +39,7 @@ DEEPSPEED_ONLY = (
     "bias_correction",
     "set_grad_none",
 )
-"""Parameters of an optimizer that PyTorch's classes do not know."""
+"""Optimizer parameters that PyTorch's classes lack."""
 GPT2: dict[str, Any] = dict(
     model_type="gpt2",
     vocab_size=VOCABULARY,
@@ -50,18 +50,18 @@ GPT2: dict[str, Any] = dict(
     bos_token_id=0,
     eos_token_id=0,
 )
-"""Has dropout in embeddings, attention and MLP; learned positions; biases."""
+"""Has dropout in embeddings, attention and MLP, learned positions and biases."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layout and what it is trained with."""
+    """A layout, and what it trains."""
 
     engine: str = "deepspeed"
     world_size: int = 2
     pipeline: int = 1
     replicate: int = 1
-    """Of the data ranks; without ZeRO all of them."""
+    """Replicas among the data ranks; without ZeRO all of them."""
     tensor: int = 1
     zero_stage: int = 2
     micro_batch: int = 2
@@ -141,11 +141,11 @@ class Outcome:
     weights: dict[str, torch.Tensor]
     evaluation: float = 0.0
     right: int = 0
-    """Of the evaluated targets, those with the highest logit."""
+    """The number of evaluated targets that have the highest logit."""
 
 
 def samples(step: int) -> list[dict[str, np.ndarray]]:
-    """The global batch of a step: ragged, with some samples that have a single target."""
+    """Return a step's global batch: ragged, with some samples of a single target."""
     rng = np.random.default_rng(step)
     found = []
     for index in range(TRAIN_BATCH):
@@ -171,7 +171,7 @@ def spec_of(model: dict[str, Any], path: str | None = None) -> Any:
 
 
 def spec_in(case: Case, path: str | None = None) -> Any:
-    """The case's model, with what it changes of it."""
+    """Return the spec of the case's model, with its changes."""
     from trainer.config.sections import AdapterSection, ParameterGroup
     from trainer.models.finetuning.frozen import frozen
     from trainer.models.finetuning.lora import _MadeUp, adapted
@@ -194,9 +194,7 @@ def task_of(spec: Any, case: Case | None = None) -> Any:
 
 
 def shares(case: Case, step: int, data_rank: int) -> list[list[dict[str, np.ndarray]]]:
-    """The micro-batches of one data rank: the global batch seen as [accumulation, data ranks,
-    micro-batch].
-    """
+    """Return a data rank's micro-batches of [accumulation, data ranks, micro-batch]."""
     batch = samples(step)
     starts = [
         (m * case.data_ranks + data_rank) * case.micro_batch for m in range(case.accumulation)
@@ -209,7 +207,7 @@ def data_rank_of(case: Case, rank: int) -> int:
 
 
 def device_here() -> torch.device:
-    """This process's own GPU where the ranks meet through NCCL."""
+    """Return this process's GPU under NCCL, otherwise the CPU."""
     import torch.distributed as dist
 
     return (
@@ -223,15 +221,13 @@ def layout_of(case: Case) -> Any:
     from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
 
     replicate = case.replicate if case.zero_stage else case.data_ranks
-    return Layout(
-        world_size=case.world_size,
+    layout = Layout(
         pipeline=case.pipeline,
         replicate=replicate,
         shard=case.data_ranks // replicate,
         tensor=case.tensor,
         micro_batch=case.micro_batch,
         accumulation=case.accumulation,
-        train_batch=TRAIN_BATCH,
         zero_stage=case.zero_stage,
         offload_optimizer=case.offload_optimizer,
         offload_param=case.offload_param,
@@ -239,6 +235,8 @@ def layout_of(case: Case) -> Any:
         recompute=Recompute(case.recompute, case.every),
         schedule=PIPELINE_SCHEDULES[case.schedule],
     )
+    layout.check(case.world_size, TRAIN_BATCH)
+    return layout
 
 
 def build(
@@ -249,7 +247,7 @@ def build(
     device: torch.device | None = None,
     change: Callable[[Any], Any] = lambda spec: spec,
 ) -> Any:
-    """`change` makes another model of the case's own."""
+    """Build the engine of a case; `change` alters its spec."""
     from trainer.distributed.ranks import Ranks
     from trainer.engines import ENGINES, Job, Machine
     from trainer.optim.decay import spared
@@ -269,7 +267,7 @@ def collated(task: Any, samples: list[dict[str, np.ndarray]]) -> dict[str, torch
 
 
 def train_by_engine(case: Case, path: str | None = None) -> Outcome:
-    """Runs on each rank of a pool."""
+    """Train the case by its engine. Runs on each rank of a pool."""
     import torch.distributed as dist
 
     from trainer.optim.lr_schedules import Update
@@ -358,7 +356,7 @@ def allow_float16(case: Case) -> None:
 
 
 def whole_weights(engine: Any, case: Case) -> dict[str, torch.Tensor]:
-    """Every weight on every rank: each is read on its owner and sent round."""
+    """Return every weight, on every rank: each is read on its owner and broadcast."""
     import torch.distributed as dist
 
     found = {}
@@ -379,12 +377,10 @@ def whole_weights(engine: Any, case: Case) -> dict[str, torch.Tensor]:
 
 
 def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome:
-    """The same run with nothing of ours but the order of seeds: Hugging Face's forward, PyTorch's
-    loss and AdamW.
-    """
+    """Train with Hugging Face's forward, PyTorch's loss and AdamW, and our order of seeds."""
     from trainer.distributed.seeding import step_seed
     from trainer.models.materialise import materialise
-    from trainer.parallel.dropout import Dropout
+    from trainer.parallel.forward_backward import Dropout
 
     spec = spec_in(case, path)
     model = spec.build()
@@ -465,7 +461,7 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
 
 
 def plain_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """PyTorch's own, with what Hugging Face's Trainer decays, or with all."""
+    """Build PyTorch's optimizer, which decays what Hugging Face's Trainer decays, or all."""
     from transformers import Trainer
 
     params = {
@@ -508,9 +504,7 @@ def as_list(value: str | list[str]) -> list[str]:
 
 
 def assert_same(ours: Outcome, reference: Outcome, tolerance: float) -> None:
-    """Losses, norms, every gradient by name and every weight; relative to the largest entry of each
-    tensor.
-    """
+    """Assert equal losses, norms, gradients and weights, relative to a tensor's largest entry."""
     torch.testing.assert_close(ours.losses, reference.losses, rtol=tolerance, atol=0)
     torch.testing.assert_close(ours.norms, reference.norms, rtol=tolerance * 5, atol=0)
     torch.testing.assert_close(ours.evaluation, reference.evaluation, rtol=tolerance, atol=0)
@@ -521,9 +515,7 @@ def assert_same(ours: Outcome, reference: Outcome, tolerance: float) -> None:
 
 
 def assert_near(ours: Outcome, reference: Outcome) -> None:
-    """A gradient of low precision is a few bits of each number: wrong scaling shows, rounding does
-    not.
-    """
+    """Assert what low precision keeps: wrong scaling shows, rounding does not."""
     torch.testing.assert_close(ours.losses, reference.losses, rtol=0.02, atol=0)
     torch.testing.assert_close(ours.norms, reference.norms, rtol=0.05, atol=0)
     for mine, theirs in (

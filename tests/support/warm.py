@@ -45,9 +45,7 @@ PRELOADED = [
 
 
 def serve(path: str) -> dict[str, Any] | None:
-    """Fork a process for each request; returns in those processes, with the request. Ends with its
-    parent.
-    """
+    """Fork a process for each request, and return in it with the request. Ends with its parent."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)
@@ -101,7 +99,7 @@ def reap(waiting: dict[int, socket.socket]) -> None:
 
 
 def become(request: dict[str, Any]) -> None:
-    """This process as the interpreter would have started it, up to the script's first line."""
+    """Make this process what the interpreter would have started, up to the script's first line."""
     os.setsid()
     for target, fd in enumerate(request["fds"]):
         os.dup2(fd, target)
@@ -130,7 +128,7 @@ def go(arguments: list[str]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """As the interpreter ends, without taking all that was imported apart: that takes seconds."""
+    """End as the interpreter does, without taking all imports apart, which takes seconds."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

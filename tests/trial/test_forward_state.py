@@ -212,7 +212,7 @@ def test_a_buffer_that_no_checkpoint_has_is_no_place_for_what_moves():
     findings = check_module(spec, task)
     check_layout(spec, task, layout(), findings)
     with pytest.raises(ConfigError, match="training changes its buffer mean"):
-        check_layout(spec, task, layout(replicate=2, world_size=2, train_batch=4), findings)
+        check_layout(spec, task, layout(replicate=2), findings)
 
 
 def masked(net, hidden):

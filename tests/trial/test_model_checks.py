@@ -112,13 +112,13 @@ def layout(**sizes: Any) -> Layout:
                 "offload_param": "none",
                 "precision": "float32",
             },
-            **{"recompute": Recompute(), "world_size": 1, "train_batch": 2},
+            "recompute": Recompute(),
             **sizes,
         }
     )
 
 
-PIPELINE = layout(pipeline=2, world_size=2)
+PIPELINE = layout(pipeline=2)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_where_a_model_draws():
 def test_layerdrop_runs_on_one_process_alone():
     spec = spec_of(OPT | {"layerdrop": 0.01})
     checked(spec, task_of(spec), layout(), Ranks())
-    for several in (layout(replicate=2, world_size=2, train_batch=4), PIPELINE):
+    for several in (layout(replicate=2), PIPELINE):
         with pytest.raises(ConfigError, match="leaves out blocks at random"):
             check_layout(spec, task_of(spec), several, found(OPT | {"layerdrop": 0.01}))
 
@@ -536,12 +536,12 @@ def test_blocks_are_found_where_the_config_does_not_count_them():
     ("change", "key"),
     [
         (
-            {"shard": 2, "world_size": 2, "train_batch": 4, "zero_stage": 3},
+            {"shard": 2, "zero_stage": 3},
             "zero_optimization.stage",
         ),
-        ({"pipeline": 2, "world_size": 2}, "pipeline.stages"),
+        ({"pipeline": 2}, "pipeline.stages"),
         ({"recompute": Recompute("full")}, "trainer.activation_checkpointing"),
-        ({"tensor": 2, "world_size": 2}, "tensor_parallel.autotp_size"),
+        ({"tensor": 2}, "tensor_parallel.autotp_size"),
     ],
 )
 def test_a_layout_that_needs_blocks_says_that_there_are_none(change, key):
@@ -588,9 +588,7 @@ def test_what_can_not_be_tried_runs_on_one_process_alone():
             r"process"
         ),
     ):
-        check_layout(
-            spec, task_of(spec), layout(replicate=2, world_size=2, train_batch=4), findings
-        )
+        check_layout(spec, task_of(spec), layout(replicate=2), findings)
 
 
 def only_longer(module: torch.nn.Module, args: Any, output: Any) -> Any:

@@ -19,9 +19,8 @@ ENGINES: dict[str, EngineKind] = {
 __all__ = ["ENGINES", "Engine", "EngineKind", "Job", "Machine", "Metrics", "select"]
 
 
-def select(wanted: str, layout: Layout, config: Config, device: str) -> tuple[str, EngineKind]:
-    """Choose the engine `wanted`; for "auto", the first that can run the layout with the config's
-    optimizer.
+def select(engine: str, layout: Layout, config: Config, device: str) -> tuple[str, EngineKind]:
+    """Choose `engine`; for "auto", the first engine that runs the layout and the optimizer.
 
     DeepSpeed comes last for pipelines and tensor parallelism. Raises ConfigError with each engine's
     reason if none can.
@@ -29,14 +28,14 @@ def select(wanted: str, layout: Layout, config: Config, device: str) -> tuple[st
     order = sorted(
         ENGINES, key=lambda name: name == "deepspeed" and layout.pipeline * layout.tensor > 1
     )
-    candidates = {name: ENGINES[name] for name in (order if wanted == "auto" else [wanted])}
+    candidates = {name: ENGINES[name] for name in (order if engine == "auto" else [engine])}
     decays = config.optimizer.params.get("weight_decay", 0) > 0
     grouped = bool(config.trainer.parameter_groups) or (
         decays and config.trainer.weight_decay_excludes != "nothing"
     )
-    problems, strange = [], support.refusals(config)
+    problems, unsupported = [], support.refusals(config)
     for name, kind in candidates.items():
-        refusal = kind.refusal(layout) or strange.get(name)
+        refusal = kind.refusal(layout) or unsupported.get(name)
         recipe = kind.optimizer(config.settings, layout, device, grouped)
         if refusal is not None:
             problems.append(

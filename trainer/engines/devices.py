@@ -54,9 +54,7 @@ DEVICES = {
 
 
 def device_named(name: str, memory: float = 0) -> Device | None:
-    """Return the device in the table with this CUDA name (`NVIDIA H100 80GB HBM3`) and the nearest
-    memory, in bytes.
-    """
+    """Return the device of the table with this CUDA name and the nearest memory, in bytes."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     known = {
         key: device for key, device in DEVICES.items() if words.issuperset(key.split("-")[:-1])

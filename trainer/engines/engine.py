@@ -60,9 +60,7 @@ class Metrics:
     """The result of one optimizer step, as tensors on the device; reading them synchronises."""
 
     loss_sum: torch.Tensor
-    """The summed loss of this rank's share of the global batch; of all of it after a call of
-    `loss`.
-    """
+    """The summed loss of this rank's share of the global batch; of all of it after `loss()`."""
     targets: torch.Tensor
     """The number of targets (label tokens) in the global batch."""
     gradient_norm: torch.Tensor
@@ -73,9 +71,7 @@ class Metrics:
     """The ranks that hold the rest of `loss_sum`."""
 
     def loss(self) -> torch.Tensor:
-        """Return the mean loss of the global batch, nats per target (contract 1). Collective, and
-        only if called.
-        """
+        """Return the mean loss of the global batch, nats per target (contract 1). Collective."""
         if self.group is not None:
             dist.all_reduce(self.loss_sum, group=self.group)
             self.group = None
@@ -90,9 +86,7 @@ class Engine(Protocol):
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """The modules on this rank: the whole model, or its pipeline stages. Parameters are named
-        `model.<name>`.
-        """
+        """The whole model, or this rank's pipeline stages; parameters are named `model.<name>`."""
         ...
 
     def step(
@@ -109,21 +103,18 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the summed loss with the task's measures, [1 + measures], and the number of
-        targets, over all ranks.
+        """Return the summed loss and measures, [1 + measures], and targets, over all ranks.
 
         Collective; every rank has the same number of micro-batches.
         """
         ...
 
     def state_tensors(self) -> list[StateTensor]:
-        """List weights and optimizer state, to read or to write. The same list on every rank."""
+        """List weights and optimizer state, to read or to write; the same list on every rank."""
         ...
 
     def scalars(self) -> dict[str, float]:
-        """Return what a resumed run needs besides the state tensors: step counts, the loss
-        scale.
-        """
+        """Return the step counts and the loss scale, which a resumed run needs, too."""
         ...
 
     def restore(self, scalars: Mapping[str, float]) -> None:
@@ -155,26 +146,11 @@ class EngineKind:
 
 
 def recipe_of(kind: EngineKind, job: Job) -> Recipe:
-    """Return the recipe by which a job's optimizer is built. Raises ConfigError if the engine can't
-    build it.
-    """
+    """Return the recipe of a job's optimizer, or raise ConfigError if the engine can't build it."""
     decays = job.deepspeed["optimizer"]["params"].get("weight_decay", 0) > 0
     grouped = bool(job.spec.training.tuned) or (decays and bool(job.undecayed))
     recipe = kind.optimizer(job.deepspeed, job.layout, job.machine.device.type, grouped)
     if isinstance(recipe, No):
-        raise ConfigError(
-            Problem(
-                "optimizer.type", job.deepspeed["optimizer"]["type"], "one that it builds", recipe
-            )
-        )
+        seen = job.deepspeed["optimizer"]["type"]
+        raise ConfigError(Problem("optimizer.type", seen, "one that it builds", recipe))
     return recipe
-
-
-def set_update(groups: Iterable[dict[str, Any]], update: Update) -> None:
-    """Set the schedule's values in an optimizer's parameter groups, scaled by each group's
-    `lr_multiplier`.
-    """
-    for group in groups:
-        group["lr"] = update.learning_rate * group.get("lr_multiplier", 1.0)
-        if update.betas is not None:
-            group["betas"] = update.betas

@@ -1,5 +1,4 @@
-"""Contract 1, in one place: the loss of a step is the sum of its token losses / the number of its
-targets.
+"""Contract 1, in one place: a step's loss is the sum of its token losses / the number of targets.
 
 Engines average gradients over the `batch` reduction; the summed loss of each micro-batch is
 multiplied by `gradient_scale`, so that the result is the gradient of this loss.
@@ -7,12 +6,22 @@ multiplied by `gradient_scale`, so that the result is the gradient of this loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
+from trainer.distributed.seeding import step_seed
+from trainer.engines.engine import Job, Metrics, Observer
+from trainer.optim.lr_schedules import Update
+from trainer.optim.optimizer import set_update
+from trainer.parallel.batch_norm import RunningStatistics
+from trainer.parallel.forward_backward import Runner
 from trainer.parallel.parallel_mesh import ParallelMesh
+from trainer.state import StateTensor
 from trainer.tasks.task import Batch, Task
 
 AT_ONCE = 16
@@ -20,9 +29,7 @@ AT_ONCE = 16
 
 
 def counted_here(task: Task, micro_batches: Sequence[Batch], mesh: ParallelMesh) -> torch.Tensor:
-    """Count the targets whose loss is on this rank, an int64 scalar; its sum over `loss` is the
-    global batch's.
-    """
+    """Count the targets whose loss is on this rank, an int64 scalar to be summed over `loss`."""
     targets = torch.stack([task.targets(batch) for batch in micro_batches]).sum()
     return targets if mesh.has_loss else torch.zeros_like(targets)
 
@@ -38,16 +45,99 @@ def gradient_scale(targets: torch.Tensor, mesh: ParallelMesh, divided_by: int = 
 def evaluated(
     task: Task,
     mesh: ParallelMesh,
-    measured: Callable[[Sequence[Batch]], torch.Tensor],
+    evaluate: Callable[[Sequence[Batch]], torch.Tensor],
     micro_batches: Iterable[Batch],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum `measured` of each rank's micro-batches, and their targets, over the global batch.
-    Collective.
-    """
-    batches, found = iter(micro_batches), []
-    while some := list(islice(batches, AT_ONCE)):
-        found.append(
-            torch.cat([measured(some).double(), counted_here(task, some, mesh).double()[None]])
-        )
-    totals = mesh.sum(torch.stack(found).sum(0), "loss")
+    """Sum the measures and the targets of each rank's micro-batches over all ranks. Collective."""
+    batches, sums = iter(micro_batches), []
+    while part := list(islice(batches, AT_ONCE)):
+        targets = counted_here(task, part, mesh).double()
+        sums.append(torch.cat([evaluate(part).double(), targets[None]]))
+    totals = mesh.sum(torch.stack(sums).sum(0), "loss")
     return totals[:-1], totals[-1]
+
+
+class TrainingState(Protocol):
+    """Reads and writes the weights and the optimizer's state."""
+
+    def state_tensors(self) -> list[StateTensor]: ...
+
+    def gradients(self, observe: Observer) -> None:
+        """Call `observe` with every gradient, whole and unscaled, on every rank. Collective."""
+        ...
+
+    def scalars(self) -> dict[str, float]: ...
+
+    def restore(self, scalars: Mapping[str, float]) -> None: ...
+
+
+class NormalisedEngine(ABC):
+    """The part of an `Engine` that all share; a subclass computes gradients and updates weights."""
+
+    divided_by = 1
+    """The number by which the library divides each micro-batch's loss."""
+
+    def __init__(
+        self,
+        job: Job,
+        mesh: ParallelMesh,
+        runner: Runner,
+        optimizer: Any,
+        state: TrainingState,
+        notes: tuple[str, ...],
+    ) -> None:
+        self.job = job
+        self.notes = notes
+        self._mesh = mesh
+        self._runner = runner
+        self._optimizer = optimizer
+        self._state = state
+        self._clip = float(job.deepspeed["gradient_clipping"])
+        self._statistics = RunningStatistics(runner.modules, mesh, job.data_rank)
+
+    def step(
+        self,
+        step: int,
+        micro_batches: Sequence[Batch],
+        update: Update,
+        observe: Observer | None = None,
+    ) -> Metrics:
+        job, mesh = self.job, self._mesh
+        set_update(self._optimizer.param_groups, update)
+        targets = mesh.sum(counted_here(job.task, micro_batches, mesh), "loss")
+        scale = gradient_scale(targets, mesh, self.divided_by)
+        seed = step_seed(job.seed, step, job.data_rank)
+        with self._statistics.of_step(len(micro_batches)):
+            loss_sum = self._train(seed, micro_batches, scale, observe)
+        norm, skipped = self._finish(observe)
+        return Metrics(loss_sum, targets, norm, skipped, mesh.group("loss"))
+
+    @abstractmethod
+    def _train(
+        self,
+        seed: int,
+        micro_batches: Sequence[Batch],
+        scale: torch.Tensor,
+        observe: Observer | None,
+    ) -> torch.Tensor:
+        """Compute the gradients of `scale` x summed loss; return the summed loss of this rank."""
+
+    @abstractmethod
+    def _finish(self, observe: Observer | None) -> tuple[torch.Tensor, bool]:
+        """Update the weights if `_train` did not; return the norm, and True for a skipped step."""
+
+    def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+        return evaluated(self.job.task, self._mesh, self._runner.evaluate, micro_batches)
+
+    def state_tensors(self) -> list[StateTensor]:
+        return self._state.state_tensors()
+
+    def scalars(self) -> dict[str, float]:
+        return self._state.scalars()
+
+    def restore(self, scalars: Mapping[str, float]) -> None:
+        self._state.restore(scalars)
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return self._runner.modules

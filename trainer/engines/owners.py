@@ -1,6 +1,4 @@
-"""The rank that writes each tensor of the training state into a checkpoint; the same list on every
-rank.
-"""
+"""The rank that writes each state tensor into a checkpoint; the same list on every rank."""
 
 from __future__ import annotations
 
@@ -28,39 +26,34 @@ def state_tensors_of(
     ranks: Ranks,
     make: Callable[[Kind, T | None, bool, int], StateTensor],
 ) -> list[StateTensor]:
-    """List the state tensors of all pipeline stages, of which this rank has those `held`.
-    Collective.
+    """List the state tensors of all pipeline stages; this rank has those `held`. Collective.
 
-    Each is `make(kind, held tensor or None, True if it is read from this rank's stage, the rank
-    that writes it)`.
+    Each is `make(kind, held tensor or None, True if it is read from this rank's stage, owner)`.
     """
     stages = owning_stages(held, mesh)
     owner = owners(stages, ranks, mesh)
-    mine = mesh.rank("pipeline")
+    own_stage = mesh.rank("pipeline")
     return [
-        make(kind, held.get(kind), stage == mine, owner[kind[0]]) for kind, stage in stages.items()
+        make(kind, held.get(kind), stage == own_stage, owner[kind[0]])
+        for kind, stage in stages.items()
     ]
 
 
 def owning_stages(held: Iterable[Kind], mesh: ParallelMesh) -> dict[Kind, int]:
-    """Map every state tensor to the pipeline rank that it is read from: the first that has it.
-    Collective.
-    """
-    mine: list[list[Kind]] = [list(held)]
+    """Map every state tensor to the first pipeline rank that has it. Collective."""
+    held_by_stage: list[list[Kind]] = [list(held)]
     if mesh.layout.pipeline > 1:
-        mine = [[] for _ in range(mesh.layout.pipeline)]
-        dist.all_gather_object(mine, list(held), group=mesh.axis("pipeline"))
-    found: dict[Kind, int] = {}
-    for pipeline_rank, kinds in enumerate(mine):
+        held_by_stage = [[] for _ in range(mesh.layout.pipeline)]
+        dist.all_gather_object(held_by_stage, list(held), group=mesh.axis("pipeline"))
+    stages: dict[Kind, int] = {}
+    for pipeline_rank, kinds in enumerate(held_by_stage):
         for kind in kinds:
-            found.setdefault(kind, pipeline_rank)
-    return found
+            stages.setdefault(kind, pipeline_rank)
+    return stages
 
 
 def owners(stages: Mapping[Kind, int], ranks: Ranks, mesh: ParallelMesh) -> dict[str, int]:
-    """Choose the rank that writes each name's state tensors: one rank of the stage that holds the
-    parameter.
-    """
+    """Choose the rank that writes the state of each name: one of the stage that holds it."""
     per_stage = ranks.world_size // mesh.layout.pipeline
     sizes: dict[str, int] = {}
     for name, _, shape, _ in stages:
@@ -82,13 +75,14 @@ def least_loaded(sizes: Sequence[int], candidates: Sequence[Sequence[int]]) -> l
 
 
 def report(gradients: Mapping[str, torch.Tensor], mesh: ParallelMesh, observe: Observer) -> None:
-    """Call `observe` on every rank with the whole gradients of all stages; this rank has those
-    given. Collective.
+    """Call `observe` on every rank with the gradients of all stages; those given are of this one.
+
+    Collective.
     """
-    found = owning_stages(
+    stages = owning_stages(
         [(name, WEIGHT, tuple(g.shape), g.dtype) for name, g in gradients.items()], mesh
     )
-    for (name, _, shape, dtype), stage in found.items():
+    for (name, _, shape, dtype), stage in stages.items():
         if stage == mesh.rank("pipeline"):
             value = gradients[name]
         else:

@@ -1,6 +1,4 @@
-"""The optimizer's parameter groups, and those without weight decay: by default norms and biases, as
-in Trainer.
-"""
+"""The optimizer's parameter groups, and the parameters that weight decay spares."""
 
 from __future__ import annotations
 
@@ -14,13 +12,11 @@ from trainer.models.spec import ModelSpec, Tuning
 from trainer.tasks.task import bare_name
 
 _SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
-"""Patterns in lower-case parameter names; `Trainer.get_decay_parameter_names` spares all of a
-LayerNorm, too.
-"""
+"""Matches lower-case names that are spared, as in `Trainer.get_decay_parameter_names`."""
 
 
 def norms_and_biases(model: nn.Module) -> dict[str, int]:
-    """Return the trainable norms and biases, which are not decayed, by name, with their sizes."""
+    """Return the sizes of trainable norms and biases by name; all of a LayerNorm is one."""
     norms = tuple(
         f"{name}."
         for name, module in model.named_modules()
@@ -34,12 +30,15 @@ def norms_and_biases(model: nn.Module) -> dict[str, int]:
 
 
 def spared(excludes: str, spec: ModelSpec) -> dict[str, int]:
-    """Return the parameters that the optimizer's weight decay spares, by name, with their sizes:
-    those excluded by `trainer.weight_decay_excludes`, and those with a decay of their own."""
+    """Return the sizes of the parameters that the optimizer's weight decay spares, by name.
+
+    Those that `trainer.weight_decay_excludes` (`excludes`) names, and those with a decay of their
+    own.
+    """
     model = spec.build()
-    found = {} if excludes == "nothing" else norms_and_biases(model)
+    excluded = {} if excludes == "nothing" else norms_and_biases(model)
     own = {name for name, tuning in spec.training.tuned.items() if tuning.weight_decay is not None}
-    return found | {
+    return excluded | {
         name: parameter.numel() for name, parameter in model.named_parameters() if name in own
     }
 
@@ -50,8 +49,7 @@ def groups_of(
     weight_decay: float,
     tuned: Mapping[str, Tuning],
 ) -> list[dict[str, Any]]:
-    """Group the trainable parameters of `named` (a `ModelWithLoss`'s) by mesh, learning rate and
-    weight decay.
+    """Group a `ModelWithLoss`'s trainable parameters by mesh, learning rate and weight decay.
 
     One call of a fused kernel takes tensors of one mesh. The schedule's rate is multiplied by a
     group's `lr_multiplier`.

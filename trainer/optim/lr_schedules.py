@@ -1,10 +1,9 @@
-"""The learning rate of each step: learning-rate schedules as pure functions of the step.
+"""Learning-rate schedules as pure functions of the step, without a state to save.
 
 DeepSpeed steps its schedulers after each update, so update `step` (from 0) runs at the rate that
-the scheduler computes for iteration `step - 1`, and update 0 at the start value. These functions
-return those very numbers (`deepspeed/runtime/lr_schedules.py`), without a state that would have to
-be saved; and those of transformers, under its own names, where update `step` runs at the rate of
-`step`.
+the scheduler computes for iteration `step - 1`, and update 0 at the start value. The schedules with
+its names return those very numbers (`deepspeed/runtime/lr_schedules.py`). Those with the names of
+transformers run update `step` at the rate of `step`.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ def warmup(
     warmup_type: str = "log",
     after: Callable[[int, int], float] = lambda iteration, warmup_steps: 1.0,
 ) -> LRSchedule:
-    """Build WarmupLR; `after(iteration, warmup_steps)` is the share of the maximum after the
-    warm-up.
-    """
+    """Build WarmupLR; `after(iteration, warmup_steps)`: the share of the maximum from then on."""
     top = base if warmup_max_lr is None else warmup_max_lr
     steps = max(2, warmup_num_steps)
 
@@ -108,8 +105,9 @@ def of_transformers(
     total_num_steps: int = 0,
     cos_min_ratio: float = 0.0,
 ) -> LRSchedule:
-    """Those of `transformers/optimization.py`; `after(progress)` is the share of the maximum after
-    a linear warm-up.
+    """Build a schedule of `transformers/optimization.py`: a linear warm-up, then `after(progress)`.
+
+    `after` returns the share of the maximum; `progress` goes from 0 to 1.
     """
 
     def at(step: int) -> Update:
@@ -121,61 +119,66 @@ def of_transformers(
     return at
 
 
-def one_cycle(
-    base: float,
-    *,
-    cycle_min_lr: float,
-    cycle_max_lr: float,
-    decay_lr_rate: float = 0.0,
-    cycle_first_step_size: int = 2000,
-    cycle_second_step_size: int | None = None,
-    cycle_first_stair_count: int = 0,
-    cycle_second_stair_count: int | None = None,
-    decay_step_size: int = 0,
-    cycle_momentum: bool = True,
-    cycle_min_mom: float = 0.8,
-    cycle_max_mom: float = 0.9,
-    decay_mom_rate: float = 0.0,
-) -> LRSchedule:
-    """Build OneCycle (arXiv 1803.09820): the rate up and down once, the first beta down and up,
-    then decay.
-    """
-    first = float(cycle_first_step_size)
-    second = first if cycle_second_step_size is None else float(cycle_second_step_size)
-    second_stairs = (
-        cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-    )
-    decays_lr = decay_step_size != 0 and not math.isclose(decay_lr_rate, 0)
-    decays_momentum = decay_step_size != 0 and not math.isclose(decay_mom_rate, 0)
+@dataclass(frozen=True)
+class OneCycle:
+    """The schedule OneCycle (arXiv 1803.09820), by the names of its parameters in the JSON.
 
-    def height(step: int) -> float:
+    The rate goes up and down once, the first beta down and up; then both decay.
+    """
+
+    base: float
+    """The optimizer's rate, in whose place this schedule has its own."""
+    cycle_min_lr: float
+    cycle_max_lr: float
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: int = 2000
+    cycle_second_step_size: int | None = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int | None = None
+    decay_step_size: int = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: float = 0.8
+    cycle_max_mom: float = 0.9
+    decay_mom_rate: float = 0.0
+
+    def __call__(self, step: int) -> Update:
+        past = step - self.cycle_first_step_size - self._second  # updates since the cycle ended
+        if past < 1:
+            rate, momentum = self._within_cycle(step)
+        else:
+            rate = self.cycle_min_lr / self._growth(self.decay_lr_rate, past)
+            momentum = self.cycle_max_mom * self._growth(self.decay_mom_rate, past)
+        return Update(rate, (momentum, 0.99) if self.cycle_momentum else None)
+
+    @property
+    def _second(self) -> int:
+        size = self.cycle_second_step_size
+        return self.cycle_first_step_size if size is None else size
+
+    def _within_cycle(self, step: int) -> tuple[float, float]:
+        height = self._height(step)
+        rate = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * height
+        if step == 0:
+            return rate, self.cycle_min_mom
+        return rate, self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height
+
+    def _height(self, step: int) -> float:
+        """Return the share of the way from the lowest to the highest rate."""
+        first, second = self.cycle_first_step_size, self._second
         place = step % (first + second)
-        rising = place <= first
-        stairs = cycle_first_stair_count if rising else second_stairs
-        share = place / first if rising else (first + second - place) / second
+        stairs = self.cycle_first_stair_count
+        if place <= first:
+            share = place / first
+        else:
+            share = (first + second - place) / second
+            if self.cycle_second_stair_count is not None:
+                stairs = self.cycle_second_stair_count
         return math.floor(share * stairs) / stairs if stairs else share
 
-    def at(step: int) -> Update:
-        past = step - (first + second)  # updates since the cycle ended
-        if step - 1 < first + second:
-            rate = cycle_min_lr + (cycle_max_lr - cycle_min_lr) * height(step)
-            momentum = (
-                cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height(step)
-                if step
-                else cycle_min_mom
-            )
-        else:
-            rate = (
-                cycle_min_lr / (1 + decay_lr_rate * past / decay_step_size)
-                if decays_lr
-                else cycle_min_lr
-            )
-            momentum = cycle_max_mom * (
-                (1 + decay_mom_rate * past / decay_step_size) if decays_momentum else 1
-            )
-        return Update(rate, (momentum, 0.99) if cycle_momentum else None)
-
-    return at
+    def _growth(self, rate: float, past: float) -> float:
+        if self.decay_step_size == 0 or math.isclose(rate, 0):
+            return 1
+        return 1 + rate * past / self.decay_step_size
 
 
 def range_test(
@@ -206,7 +209,7 @@ SCHEDULES: dict[str, Callable[..., LRSchedule]] = {
     "WarmupLR": warmup,
     "WarmupDecayLR": warmup_decay,
     "WarmupCosineLR": warmup_cosine,
-    "OneCycle": one_cycle,
+    "OneCycle": OneCycle,
     "LRRangeTest": range_test,
     "linear": partial(of_transformers, after=lambda progress: 1.0 - progress),
     "cosine": partial(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from trainer.models.spec import Tuning
+from trainer.optim import patches
 from trainer.optim.decay import groups_of
+from trainer.optim.lr_schedules import Update
 from trainer.optim.recipes import Recipe
 
 
@@ -18,22 +21,26 @@ def optimizer_of(
     undecayed: Mapping[str, int],
     tuned: Mapping[str, Tuning],
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of a recipe from `torch.optim` over the trainable parameters of a
-    model.
-    """
+    """Build a recipe's optimizer from `torch.optim` over the trainable parameters of `named`."""
     kind = getattr(torch.optim, recipe.library.rpartition(".")[2])
     groups = groups_of(named, undecayed, recipe.params["weight_decay"], tuned)
-    made: torch.optim.Optimizer = kind(
-        groups or [{"params": []}], **recipe.params
-    )  # a stage may be frozen as a whole
-    return made
+    # a pipeline stage may be frozen as a whole
+    optimizer: torch.optim.Optimizer = kind(groups or [{"params": []}], **recipe.params)
+    return optimizer
+
+
+def set_update(groups: Iterable[dict[str, Any]], update: Update) -> None:
+    """Set the schedule's values in an optimizer's groups, scaled by each `lr_multiplier`."""
+    for group in groups:
+        group["lr"] = update.learning_rate * group.get("lr_multiplier", 1.0)
+        if update.betas is not None:
+            group["betas"] = update.betas
 
 
 def step_if_finite(
     optimizer: torch.optim.Optimizer, norm: torch.Tensor, step: Callable[[], object] | None = None
 ) -> None:
-    """Take a step, unless the gradient's norm is not finite: then no weights, moments or step
-    counts change.
+    """Take a step if the gradient norm is finite; otherwise change neither weights nor state.
 
     Fused kernels of Adam and AdamW decide that on the device; for others the host waits for the
     norm (SGD's fused kernel leaves momentum buffers uninitialised in a step that it skips). `step`
@@ -45,7 +52,7 @@ def step_if_finite(
     if optimizer.defaults.get("fused") and "betas" in optimizer.defaults:
         # moved before the kernel reads it: if on the host, it does not wait for the device
         device = optimizer.param_groups[0]["params"][0].device
-        optimizer.found_inf = (~norm.isfinite()).float().to(device)  # type: ignore[attr-defined]
+        patches.set_found_inf(optimizer, (~norm.isfinite()).float().to(device))
         step()
     elif bool(norm.isfinite()):
         step()

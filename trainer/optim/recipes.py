@@ -1,5 +1,4 @@
-"""The class and parameters that each engine uses for a config's optimizer, or the reason why it
-can't.
+"""The class and arguments by which each engine builds a config's optimizer, or why it can't.
 
 Facts of DeepSpeed 0.19.8 (`_configure_basic_optimizer` and `_do_optimizer_sanity_check` of
 runtime/engine.py) and of PyTorch 2.15.
@@ -54,18 +53,15 @@ class Classes:
 _PER_MATRIX = "Muon orthogonalises whole matrices, and a rank has a shard of each"
 _CLIPS_MUON = (
     "under ZeRO DeepSpeed clips Muon's orthogonalised update in place of the gradient, and one "
-    "learning-rate "
-    "schedule is set for both of its halves"
+    "learning-rate schedule is set for both of its halves"
 )
 _MUP = (
-    "it scales rates by base shapes that the package mup has to be told for each model, which "
-    "a "
-    "JSON can't"
+    "it scales rates by base shapes of each model, which the package mup needs and a JSON can't "
+    "give"
 )
 _LAMB = (
     "Lamb takes its trust ratio from each whole tensor, of which a rank has but a part under ZeRO; "
-    "without ZeRO "
-    "DeepSpeed's kernel is for GPUs, and not proven here"
+    "without ZeRO DeepSpeed's kernel is for GPUs, and not proven here"
 )
 _LION = No(
     "PyTorch has no Lion; the deepspeed engine runs DeepSpeed's on GPUs, and on a CPU with "
@@ -126,9 +122,7 @@ LACKS: dict[str, dict[str, Lack]] = {
 def in_torch(
     settings: Mapping[str, Any], layout: Layout, device: str, grouped: bool
 ) -> Recipe | No:
-    """Return the recipe of `mesh` and `accelerate` for a config's optimizer, or why they can't
-    build it.
-    """
+    """Return the recipe of `mesh` and `accelerate`, or why they can't build the optimizer."""
     kind, params = settings["optimizer"]["type"], settings["optimizer"]["params"]
     library = ROWS[kind].torch
     return library if isinstance(library, No) else _recipe(_adam(library, params), params)
@@ -158,22 +152,17 @@ def in_deepspeed(
             "DeepSpeedCPULion"
         )
     sharded = layout.zero_stage > 0 or layout.precision != "float32"
-    if (
-        kind in _PASSED
-        and layout.zero_stage > 0
-        and not settings.get("zero_allow_untested_optimizer")
-    ):
+    untested = kind in _PASSED and layout.zero_stage > 0
+    if untested and not settings.get("zero_allow_untested_optimizer"):
         return No(
             f'DeepSpeed takes {kind} under ZeRO only with "zero_allow_untested_optimizer": true; '
-            "the mesh engine runs "
-            "it without"
+            "the mesh engine runs it without"
         )
     if library == "torch.optim.Adagrad" and sharded and grouped:
         return No(
             "under ZeRO DeepSpeed makes Adagrad anew with one weight decay and one rate for all "
-            "parameters; set "
-            'trainer.weight_decay_excludes to "nothing", without trainer.parameter_groups, or use '
-            "the mesh engine"
+            'parameters; set trainer.weight_decay_excludes to "nothing", without '
+            "trainer.parameter_groups, or use the mesh engine"
         )
     if library == "torch.optim.Adagrad" and _has_bfloat16_optimizer(settings, layout):
         return No(
@@ -184,8 +173,7 @@ def in_deepspeed(
     if device == "cuda" and offload.get("ratio", 1) < 1:
         return No(
             "below an offload_optimizer.ratio of 1 DeepSpeed steps what stays on the GPU by an "
-            "AdamW that no "
-            "learning-rate schedule reaches; set it to 1"
+            "AdamW that no learning-rate schedule reaches; set it to 1"
         )
     return _recipe(_adam(library, params), params)
 
@@ -208,12 +196,9 @@ def _adam(library: str, params: Mapping[str, Any]) -> str:
 
 
 def _recipe(library: str, params: Mapping[str, Any]) -> Recipe | No:
-    """Build a recipe from `params`, without those that choose the class, and those that the class
-    lacks.
-    """
-    taken = {
-        name: value for name, value in params.items() if name not in ("adam_w_mode", "torch_adam")
-    }
+    """Build a recipe from those of `params` that `library` takes and that don't choose it."""
+    choices = ("adam_w_mode", "torch_adam")
+    taken = {name: value for name, value in params.items() if name not in choices}
     notes = []
     for name, lack in LACKS.get(library, {}).items():
         value = taken.pop(name, None)
@@ -224,9 +209,7 @@ def _recipe(library: str, params: Mapping[str, Any]) -> Recipe | No:
         notes.append(f"optimizer.params.{name} has no effect here: {lack.why}")
     if library in ("torch.optim.AdamW", "torch.optim.Adam"):
         if params.get("torch_adam") is False:
-            notes.append(
-                "optimizer.params.torch_adam has no effect here: PyTorch's kernel makes the same "
-                "update"
-            )
+            reason = "PyTorch's kernel makes the same update"
+            notes.append(f"optimizer.params.torch_adam has no effect here: {reason}")
         taken = {"fused": not taken.get("foreach"), **taken}
     return Recipe(library, taken, tuple(notes))

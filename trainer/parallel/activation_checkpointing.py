@@ -1,6 +1,4 @@
-"""Activation checkpointing: the choice of activations that are kept, and of those recomputed in the
-backward pass.
-"""
+"""Activation checkpointing: activations that are recomputed in the backward pass, not kept."""
 
 from __future__ import annotations
 
@@ -18,9 +16,8 @@ from torch.utils.checkpoint import (
 
 from trainer.layout import Recompute
 from trainer.models.spec import ModelSpec
+from trainer.parallel import patches
 
-# The operators that cost most to recompute: matrix products and attention. All others are
-# recomputed.
 KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -30,10 +27,11 @@ KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
+"""The costly operators, matrix products and attention; `selective` recomputes all others."""
 
 
 def apply(model: nn.Module, spec: ModelSpec, recompute: Recompute) -> None:
-    """Wrap the forward of each chosen block, in place; no module changes its name.
+    """Wrap the forward of each chosen block, in place.
 
     Random numbers are replayed: a recomputed block drops the same activations as before.
     """
@@ -42,7 +40,8 @@ def apply(model: nn.Module, spec: ModelSpec, recompute: Recompute) -> None:
     for index, name in enumerate(spec.blocks):
         if recompute.mode != "every" or index % recompute.every == 0:
             block = model.get_submodule(name)
-            block.forward = partial(_recomputed, block.forward, recompute.mode == "selective")  # type: ignore[method-assign]
+            selective = recompute.mode == "selective"
+            patches.replace_forward(block, partial(_recomputed, block.forward, selective))
 
 
 def _recomputed(forward: Callable[..., Any], selective: bool, *args: Any, **kwargs: Any) -> Any:

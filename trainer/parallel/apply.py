@@ -1,23 +1,22 @@
 """The order in which a model on the meta device is wrapped, with the reason for each position.
 
-1. the task turns the head into one that returns the loss: all later steps wrap modules, which have
+1. the task turns the head into one that returns the loss: later steps wrap modules, which have
    their final class by then;
-2. tensor parallelism splits matrices: FSDP then shards the rest on each tensor rank, and a
-   recomputed block runs its collectives again;
-3. activation checkpointing wraps the forward of blocks: outside of the split matrices, inside the
+2. tensor parallelism splits matrices: FSDP then shards what each tensor rank has, and a recomputed
+   block runs its collectives again;
+3. activation checkpointing wraps the forward of blocks: outside the split matrices, inside the
    hooks of dropout and FSDP, so that recomputing gathers and seeds nothing twice;
-4. compile would come here: after checkpointing, which it has to see through, and before FSDP, which
-   it must not;
-5. dropout's hooks seed each block by its place in the model: before the recomputed forward, which
-   replays them;
-6. the cut leaves a pipeline stage's own blocks: whole blocks, with all that was done to them;
+4. compile would come here: after checkpointing, which it has to trace, and before FSDP, which it
+   must not trace;
+5. dropout's hooks seed each block by its place in the model: outside the recomputed forward, which
+   restores the generators;
+6. the cut keeps a pipeline stage's own blocks, with all that was done to them;
 7. FSDP shards block by block, then the rest: on the meta device, so that no rank ever holds the
    whole model;
 8. values: each rank makes or reads its shard alone.
 
-DDP comes after all of it, since it sends real values. DeepSpeed does 2, 7 and 8 in its own way, and
-takes the rest from `wrap_blocks`: its AutoTP splits real values, and its ZeRO-3 partitions each
-unit as it is made.
+DDP comes last, since it sends real values. DeepSpeed replaces 2, 7 and 8: its AutoTP splits real
+values, and its ZeRO-3 partitions each unit as it is made.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from trainer.models.cut import check_cut, cut
 from trainer.models.materialise import materialise
 from trainer.models.spec import ModelSpec
 from trainer.parallel import activation_checkpointing, partition, shard, tensor
-from trainer.parallel.dropout import Dropout
+from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.pipeline import Stage
 from trainer.tasks.task import ModelWithLoss, Task
@@ -43,8 +42,9 @@ from trainer.tasks.task import ModelWithLoss, Task
 def wrap_blocks(
     spec: ModelSpec, task: Task, layout: Layout, mesh: ParallelMesh | None = None
 ) -> tuple[nn.Module, Dropout]:
-    """Return the model on the meta device after the steps 1 to 5, split over `mesh`'s tensor ranks;
-    its dropout.
+    """Return the model on the meta device after steps 1 to 5, and its dropout.
+
+    Tensor parallelism, step 2, needs `mesh`.
     """
     model = task.prepare(spec.build())
     if mesh is not None and layout.tensor > 1:
@@ -60,8 +60,7 @@ def stages_of_rank(
     ranks: Ranks,
     finish: Callable[[Stage, ModelSpec], None],
 ) -> tuple[list[Stage], str]:
-    """Build the pipeline stages of this rank by the steps 1 to 6, and a line on how the model was
-    cut. Collective.
+    """Build the stages of this rank by steps 1 to 6, and a note on the cut. Collective.
 
     `finish` gives a stage its values; it is called with a spec that has the stage's blocks alone.
     """
@@ -83,9 +82,9 @@ def stages_of_rank(
     )
     note = (
         f"{layout.stages} pipeline stages of {blocks} blocks; idle for about {bubble:.0%} of a "
-        f"step by {{}}"
+        f"step by {layout.schedule.name}"
     )
-    return stages, note.format(layout.schedule.name)
+    return stages, note
 
 
 def shard_and_materialise(
@@ -107,10 +106,12 @@ def give_values(
 
     The base of an adapter is kept in the precision in which it computes.
     """
-    storage, low = (
-        torch.device("cpu") if layout.offloads else device,
-        getattr(torch, layout.precision),
-    )
     materialise(
-        model, spec, seed=seed, device=device, dtype=torch.float32, storage=storage, base_dtype=low
+        model,
+        spec,
+        seed=seed,
+        device=device,
+        dtype=torch.float32,
+        storage=torch.device("cpu") if layout.offloads else device,
+        base_dtype=getattr(torch, layout.precision),
     )

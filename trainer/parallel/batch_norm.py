@@ -1,5 +1,4 @@
-"""Batch norm over several micro-batches and data ranks: running statistics as one process would
-have them.
+"""Batch norm on several data ranks, with the running statistics that one process would have.
 
 A micro-batch is normalised by its own statistics, whatever rank it runs on, so that the same
 micro-batches give the same gradients in any layout. The running statistics, which evaluation uses,
@@ -21,19 +20,24 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from trainer.errors import NumericsError, Problem
 from trainer.models.own.module import running_norms
+from trainer.parallel import patches
 from trainer.parallel.parallel_mesh import ParallelMesh
 
 
 class RunningStatistics:
-    """The running statistics of all batch norms on this rank. They replace a module's own update,
-    which knows neither the other ranks nor that a recomputed block has been counted."""
+    """The running statistics of all batch norms on this rank.
+
+    A module's own update knows neither the other ranks nor that a recomputed block was counted.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], mesh: ParallelMesh, data_rank: int) -> None:
         self._mesh = mesh
         self._synchronised = mesh.layout.sync_batch_norm and mesh.size("batch") > 1
         # synchronised ranks have all seen the same statistics
         self._ranks, self._rank = (1, 0) if self._synchronised else (mesh.size("batch"), data_rank)
-        self._norms = [_Norm(norm) for module in modules for norm in running_norms(module).values()]
+        self._norms = [
+            _NormOfStep(norm) for module in modules for norm in running_norms(module).values()
+        ]
         if self._synchronised or mesh.layout.precision != "float32":
             for module in modules:
                 _replace_forward(module, mesh.group("batch") if self._synchronised else None)
@@ -62,14 +66,12 @@ class RunningStatistics:
             norm.take_up(value, self._ranks)
 
 
-class _Norm:
+class _NormOfStep:
     """The statistics of one module in each forward pass of a step."""
 
     def __init__(self, module: _NormBase) -> None:
         self._module, self._momentum = module, module.momentum
-        module.momentum = (
-            1.0  # its running statistics are then those of the last forward pass alone
-        )
+        patches.keep_last_statistics(module)
         self._found: list[torch.Tensor] = []
         module.register_forward_hook(self._note)
 
@@ -91,9 +93,8 @@ class _Norm:
         for index, value in enumerate(self._found):
             micro_batch, turn = divmod(index, passes)
             later = len(self._found) * ranks - 1 - ((micro_batch * ranks + rank) * passes + turn)
-            total += value.double() * (
-                1.0 if momentum is None else momentum * (1 - momentum) ** later
-            )
+            weight = 1.0 if momentum is None else momentum * (1 - momentum) ** later
+            total += value.double() * weight
         return total
 
     def take_up(self, added: torch.Tensor, ranks: int) -> None:
@@ -108,10 +109,8 @@ class _Norm:
         self._found = []
 
     def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        again = (
-            torch._C._current_graph_task_id() != -1
-        )  # in a backward pass: it was counted already
-        if module.training and not again:
+        recomputed = torch._C._current_graph_task_id() != -1  # in a backward pass
+        if module.training and not recomputed:
             self._found.append(self._kept().clone())
 
     def _kept(self) -> torch.Tensor:
@@ -132,12 +131,13 @@ def _replace_forward(root: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Replace the forward of batch norms, in place; no module changes its name."""
     for module in root.modules():
         if isinstance(module, _BatchNorm):
-            module.forward = _Forward(module, group)  # type: ignore[method-assign,assignment]
+            patches.replace_forward(module, _Forward(module, group))
 
 
 class _Forward:
-    """Batch norm in float32, which not every device has for 16-bit weights, and over a group's
-    micro-batches together if there is a group: PyTorch's own SyncBatchNorm does that on GPUs only.
+    """Batch norm in float32, over the micro-batches of a group together if there is one.
+
+    Not every device has batch norm in 16 bits, and PyTorch's SyncBatchNorm is for GPUs only.
     """
 
     def __init__(self, module: _BatchNorm, group: dist.ProcessGroup | None) -> None:
@@ -152,12 +152,17 @@ class _Forward:
         )
         if module.training and self._group is not None:
             return self._together(wide, weight, bias, self._group).to(given.dtype)
-        by_batch = module.training or module.running_mean is None
-        kept = module.running_mean, module.running_var
-        found = F.batch_norm(
-            wide, *kept, weight, bias, by_batch, module.momentum or 0.0, module.eps
+        output = F.batch_norm(
+            wide,
+            module.running_mean,
+            module.running_var,
+            weight,
+            bias,
+            module.training or module.running_mean is None,
+            module.momentum or 0.0,
+            module.eps,
         )
-        return found.to(given.dtype)
+        return output.to(given.dtype)
 
     def _together(
         self,
@@ -168,23 +173,20 @@ class _Forward:
     ) -> torch.Tensor:
         module, dims = self._module, [dim for dim in range(wide.dim()) if dim != 1]
         shape = [1, -1] + [1] * (wide.dim() - 2)
-        total = _Sum.apply(
-            torch.cat([wide.sum(dims), wide.new_tensor([wide.numel() // wide.shape[1]])]), group
-        )
+        samples = wide.new_tensor([wide.numel() // wide.shape[1]])
+        total = _Sum.apply(torch.cat([wide.sum(dims), samples]), group)
         count = total[-1].detach()
         mean = total[:-1] / count
         centred = wide - mean.view(shape)
         variance = _Sum.apply(centred.square().sum(dims), group) / count
         if module.running_mean is not None and module.running_var is not None:
-            with torch.no_grad():  # whose momentum is 1
+            with torch.no_grad():  # as with a momentum of 1
                 module.running_mean.copy_(mean)
                 module.running_var.copy_(variance * count / (count - 1))
-        found = centred * (variance + module.eps).rsqrt().view(shape)
-        return (
-            found
-            if weight is None or bias is None
-            else found * weight.view(shape) + bias.view(shape)
-        )
+        output = centred * (variance + module.eps).rsqrt().view(shape)
+        if weight is None or bias is None:
+            return output
+        return output * weight.view(shape) + bias.view(shape)
 
 
 class _Sum(torch.autograd.Function):

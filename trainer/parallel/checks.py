@@ -1,6 +1,4 @@
-"""The requirements of a layout on a model, checked on a tiny copy before any of the model is
-allocated.
-"""
+"""The requirements of a layout on a model, checked on a tiny copy before anything is allocated."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from trainer.models.cut import check_cut, cut, of_tokens
 from trainer.models.own.module import running_norms
 from trainer.models.spec import ModelSpec
 from trainer.parallel import activation_checkpointing
-from trainer.parallel.dropout import Dropout
+from trainer.parallel.forward_backward import Dropout
 from trainer.trial.findings import Findings, applied
 from trainer.trial.isolation import check_isolation, packed_batch
 from trainer.trial.language import check_model
@@ -44,23 +42,17 @@ def checked(
         return findings
 
     findings = ranks.on_first(tried)
-    return applied(spec, findings), (
-        *spec.notes,
-        *findings.notes,
-        *_say_statistics(layout, findings),
-    )
+    notes = (*spec.notes, *findings.notes, *_notes_on_batch_norm(layout, findings))
+    return applied(spec, findings), notes
 
 
 def check_layout(
     spec: ModelSpec, task: TrialTask, layout: Layout, findings: Findings, packed: bool = False
 ) -> None:
-    """Raise ConfigError, with the reason, for a layout that can't train the model as one process
-    does.
-    """
+    """Raise ConfigError for a layout that can't train the model as one process does."""
     if findings.unproven and layout.world_size > 1:
         seen = (
-            f"no tiny copy of it can be tried ({findings.unproven}), so that nothing shows "
-            "what "
+            f"no tiny copy of it can be tried ({findings.unproven}), so that nothing shows what "
             "ranks would differ in"
         )
         raise _refused(spec, "processes", seen, "one process")
@@ -77,41 +69,36 @@ def check_layout(
             seen = f"it keeps running statistics in {other[0]}, which is no batch norm"
             raise _refused(spec, "trainer.sync_batch_norm", seen, "false, or batch norms alone")
     if findings.normalises and layout.micro_batch == 1:
-        _try(
-            "train_micro_batch_size_per_gpu",
-            spec,
-            lambda: _check_single(spec, task, findings.normalises),
-        )
+        key = "train_micro_batch_size_per_gpu"
+        _try(key, spec, lambda: _check_single(spec, task, findings.normalises))
     check_blocks(spec, layout)
     if layout.world_size > 1 and findings.draws.skips:
         seen = "it leaves out blocks at random (layerdrop), and each process would leave out others"
-        raise _refused(
-            spec, "processes", seen, "one process, or a layerdrop of 0 in the model's config"
-        )
+        expected = "one process, or a layerdrop of 0 in the model's config"
+        raise _refused(spec, "processes", seen, expected)
     if layout.pipeline > 1:
-        if spec.language.own_loss:
-            seen = (
-                "the router's loss (output_router_logits) is a product of means over all "
-                "layers: no sum over stages"
-            )
-            raise _refused(spec, "pipeline.stages", seen, "1 stage, or output_router_logits false")
-        if findings.draws.between:
-            seen = (
-                "it draws random numbers between its blocks, which a stage could only repeat "
-                "by "
-                "running those before"
-            )
-            raise _refused(
-                spec, "pipeline.stages", seen, "1 stage, or a model config without that dropout"
-            )
-        if findings.draws.any:
-            _try("pipeline.stages", spec, lambda: _check_stages(spec))
+        _check_pipeline(spec, findings)
     if layout.recompute.mode != "none":
-        _try(
-            "trainer.activation_checkpointing",
-            spec,
-            lambda: _check_recompute(spec, task, layout, packed),
+        key = "trainer.activation_checkpointing"
+        _try(key, spec, lambda: _check_recompute(spec, task, layout, packed))
+
+
+def _check_pipeline(spec: ModelSpec, findings: Findings) -> None:
+    key = "pipeline.stages"
+    if spec.language.own_loss:
+        seen = (
+            "the router's loss (output_router_logits) is a product of means over all layers: no "
+            "sum over stages"
         )
+        raise _refused(spec, key, seen, "1 stage, or output_router_logits false")
+    if findings.draws.between:
+        seen = (
+            "it draws random numbers between its blocks, which a stage could only repeat by "
+            "running those before"
+        )
+        raise _refused(spec, key, seen, "1 stage, or a model config without that dropout")
+    if findings.draws.any:
+        _try(key, spec, lambda: _check_stages(spec))
 
 
 def check_blocks(spec: ModelSpec, layout: Layout) -> None:
@@ -133,8 +120,8 @@ def check_blocks(spec: ModelSpec, layout: Layout) -> None:
             raise _refused(spec, key, f"{need}, and {seen}", "a model of repeated blocks")
 
 
-def _say_statistics(layout: Layout, findings: Findings) -> tuple[str, ...]:
-    """Say which samples are normalised together, unless they are all of a step."""
+def _notes_on_batch_norm(layout: Layout, findings: Findings) -> tuple[str, ...]:
+    """Return a note on the samples that are normalised together, unless they are all of a step."""
     if not findings.normalises or layout.accumulation * layout.data_ranks == 1:
         return ()
     own = (
@@ -144,22 +131,14 @@ def _say_statistics(layout: Layout, findings: Findings) -> tuple[str, ...]:
     if layout.data_ranks == 1:
         return (f"{own}, a micro-batch",)
     if layout.sync_batch_norm:
-        return (
-            f"{own} on each of {layout.data_ranks} data ranks together (trainer.sync_batch_norm)",
-        )
-    return (
-        (
-            f"{own}, a micro-batch of one data rank (trainer.sync_batch_norm takes those of all "
-            "data "
-            "ranks together)"
-        ),
-    )
+        ranks = f"on each of {layout.data_ranks} data ranks together"
+        return (f"{own} {ranks} (trainer.sync_batch_norm)",)
+    other = "trainer.sync_batch_norm takes those of all data ranks together"
+    return (f"{own}, a micro-batch of one data rank ({other})",)
 
 
 def _check_single(spec: ModelSpec, task: TrialTask, name: str) -> None:
-    """Raise ConfigError for batch norm on one sample, unless that has several positions for its
-    statistics.
-    """
+    """Raise ConfigError for batch norm on one sample without several positions to average over."""
     small, model = tiny(spec)
     assert small.tiny.input is not None
     try:
@@ -169,9 +148,8 @@ def _check_single(spec: ModelSpec, task: TrialTask, name: str) -> None:
             f"a micro-batch of 1 sample, of which batch norm ({name}, ...) can take no "
             f"statistics: {error}"
         )
-        raise _refused(
-            spec, "train_micro_batch_size_per_gpu", seen, "at least 2 samples"
-        ) from error
+        key = "train_micro_batch_size_per_gpu"
+        raise _refused(spec, key, seen, "at least 2 samples") from error
 
 
 def _try(key: str, spec: ModelSpec, check: Callable[[], None]) -> None:
@@ -180,23 +158,19 @@ def _try(key: str, spec: ModelSpec, check: Callable[[], None]) -> None:
     except ConfigError:
         raise
     except Exception as error:  # whatever a model's own code raises
-        seen = f"a tiny copy of the model fails so: {type(error).__name__}: {error}".splitlines()[
-            0
-        ][:200]
-        raise _refused(spec, key, seen, "a model that runs") from error
+        seen = f"a tiny copy of the model fails so: {type(error).__name__}: {error}"
+        raise _refused(spec, key, seen.splitlines()[0][:200], "a model that runs") from error
 
 
 def _check_stages(spec: ModelSpec) -> None:
-    """Check that one-block stages in training, each block seeded by its place, compute what the
-    whole model does.
-    """
+    """Check that stages of one block, each seeded by its place, draw what the whole model draws."""
     small, whole = tiny(spec)
     boundary, trial = check_cut(small, 1), small.tiny.input or of_tokens(small)
     dropout = Dropout(whole, small)
     dropout.start(1, 0)
     hidden = torch.empty(0)
     with torch.no_grad():
-        expected = trial.output(whole.train())
+        output = trial.output(whole.train())
         for index in range(len(small.blocks)):
             stage = tiny(spec)[1].train()
             dropout = Dropout(stage, small)
@@ -204,20 +178,18 @@ def _check_stages(spec: ModelSpec) -> None:
             stage_input.hidden = hidden
             dropout.start(1, 0)
             hidden = trial.hidden(stage) if index + 1 < len(small.blocks) else trial.output(stage)
-    if not (error := float((hidden - expected).abs().max() / expected.abs().max())) <= TOLERANCE:
+    error = float((hidden - output).abs().max() / output.abs().max())
+    if not error <= TOLERANCE:  # nor NaN
         seen = (
             "stages that start from their own seeds give other logits than the whole model, by "
             f"{error:.1e}"
         )
-        raise _refused(
-            spec, "pipeline.stages", seen, "1 stage, or a model config without what is random in it"
-        )
+        expected = "1 stage, or a model config without what is random in it"
+        raise _refused(spec, "pipeline.stages", seen, expected)
 
 
 def _check_recompute(spec: ModelSpec, task: TrialTask, layout: Layout, packed: bool) -> None:
-    """Check that the gradients of a model with recomputed blocks are those of one that keeps all
-    activations.
-    """
+    """Check that recomputing blocks gives the gradients of a model that keeps all activations."""
     models = []
     for again in (False, True):
         small, model = tiny(spec)
@@ -231,10 +203,10 @@ def _check_recompute(spec: ModelSpec, task: TrialTask, layout: Layout, packed: b
             model, small.tiny.input.batches[0] if small.tiny.input else language(small, task)
         ).backward()
         models.append(model)
-    if found := differing_gradient(models[1], models[0], TOLERANCE):
+    if difference := differing_gradient(models[1], models[0], TOLERANCE):
+        name, distance = difference
         seen = (
-            f"the gradient of {found[0]} is another when its block is computed again, by "
-            f"{found[1]:.1e}"
+            f"the gradient of {name} is another when its block is computed again, by {distance:.1e}"
         )
         raise _refused(spec, "trainer.activation_checkpointing", seen, '"none"')
 

@@ -1,4 +1,4 @@
-"""Forward and backward over the micro-batches of a step."""
+"""Forward and backward over the micro-batches of a step, and the dropout in them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,52 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from trainer.parallel.dropout import Dropout
+from trainer.distributed.seeding import derive, seed_generators
+from trainer.models.spec import ModelSpec
 from trainer.tasks.task import Batch
 
 
-class ForwardBackward(Protocol):
+class Dropout:
+    """Seeds each micro-batch, and each block in it by its place in the model (contract 3).
+
+    So a pipeline stage drops what the whole model drops. Recomputed blocks are not seeded again:
+    their checkpoint restores the generator state that they had.
+    """
+
+    def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
+        self._base = 0
+        for index, name in enumerate(spec.blocks):
+            model.get_submodule(name).register_forward_pre_hook(self._seed_block(index))
+
+    def start(self, step_seed: int, micro_batch: int) -> None:
+        """Seed the forward pass of this micro-batch, which comes next."""
+        self._base = derive(step_seed, micro_batch)
+        seed_generators(self._base)
+
+    def _seed_block(self, index: int) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            seed_generators((self._base + index + 1) % 2**63)
+
+        return hook
+
+
+class Runner(Protocol):
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """The modules on this rank: the whole model, or its pipeline stages. Parameters are named
-        `model.<name>`.
-        """
-        ...
-
-    def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
-        """Compute the gradients of `scale` x summed loss; return the summed loss of this rank,
-        detached.
-
-        `seed` is that of the step's dropout on this data rank.
-        """
+        """The whole model, or this rank's pipeline stages; parameters are named `model.<name>`."""
         ...
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """Return the task's measures, summed over this rank's micro-batches, without gradients."""
+        ...
+
+
+class ForwardBackward(Runner, Protocol):
+    def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
+        """Compute the gradients of `scale` x summed loss; return the summed loss, detached.
+
+        `seed` is that of the step's dropout on this data rank.
+        """
         ...
 
 
@@ -60,8 +84,6 @@ class GradientAccumulation:
             return torch.stack([self._module(batch) for batch in micro_batches]).sum(0)
 
     def _without_sync(self) -> Any:
-        """Keep DDP from reducing until the last micro-batch; FSDP reduces each, so as to hold only
-        its shard.
-        """
+        """Keep DDP from reducing before the last micro-batch; FSDP has to reduce each."""
         no_sync = getattr(self._module, "no_sync", None)
         return no_sync() if no_sync is not None else nullcontext()

@@ -1,6 +1,4 @@
-"""Gradients after the last backward pass: made equal on all ranks that hold a parameter, measured,
-clipped.
-"""
+"""Gradients after the last backward pass: reduced between ranks, measured, clipped."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ BUCKET_BYTES = 64 << 20
 
 
 class GradientSync:
-    """Sums or averages the gradients of parameters that several ranks hold, where no DDP or FSDP
-    does it.
+    """Reduces gradients of parameters that several ranks hold, where no DDP or FSDP does it.
 
     Averages over replicas; sums over tensor ranks, each of which saw a part of the activations; and
     sums over pipeline stages: a tied table on the first and the last stage gets the sum of both
@@ -40,53 +37,35 @@ class GradientSync:
     ) -> None:
         """Find the parameters to reduce; `averages` is True where no DDP averages over replicas."""
         layout = mesh.layout
-        named = [
-            (name, p)
-            for module in modules
-            for name, p in module.named_parameters()
-            if p.requires_grad
-        ]
-        self._averaged = (
-            layout.zero_stage == 0
-            and layout.replicate > 1
-            and (averages or layout.pipeline * layout.tensor > 1)
-        )
-        whole = [
-            f"model.{name}" for name, style in spec.language.tensor_plan.items() if style == SUMMED
-        ]
-        self._partial = (
-            [p for name, p in named if name.rpartition(".")[0] in whole]
-            if layout.tensor > 1
-            else []
-        )
+        pairs = [pair for module in modules for pair in module.named_parameters()]
+        named = [(name, p) for name, p in pairs if p.requires_grad]
+        replicas = layout.zero_stage == 0 and layout.replicate > 1
+        self._averaged = replicas and (averages or layout.pipeline * layout.tensor > 1)
+        plan = spec.language.tensor_plan if layout.tensor > 1 else {}
+        whole = [f"model.{name}" for name, style in plan.items() if style == SUMMED]
+        self._partial = [p for name, p in named if name.rpartition(".")[0] in whole]
         self._mesh = mesh
         self.parameters = [p for _, p in named]
         tied = {f"model.{name}" for name in spec.tied.values()} if layout.pipeline > 1 else set()
+        self._pair: Any = None
         self._tied: dict[str, list[nn.Parameter]] = {}
         for name, parameter in named:
             if name in tied:
                 self._tied.setdefault(name, []).append(parameter)
-                self._pair: Any = None
         if tied and not mesh.layout.schedule.folded:
             self._pair = ends(mesh)
             self._tied = {name: self._tied[name] for name in on_both(self._pair, self._tied)}
         self.counted = [p for name, p in named if self._counts(name, p)]
-        """The parameters whose gradients this rank counts in the norm: each counts once over the
-        ranks of `norm`.
-        """
+        """The parameters that this rank counts in the norm: each is counted once over `norm`."""
 
     def reduce(self) -> None:
-        """Make the gradients of all copies of a parameter equal. Collective, after the last
-        backward pass.
-        """
+        """Make the gradients of all copies of a parameter equal. Collective."""
         if self._averaged:
             gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
             add_up(gradients, self._mesh.group("replica"), self._mesh.size("replica"))
         if self._partial:
-            add_up(
-                [local(p.grad) for p in self._partial if p.grad is not None],
-                self._mesh.axis("tensor"),
-            )
+            gradients = [local(p.grad) for p in self._partial if p.grad is not None]
+            add_up(gradients, self._mesh.axis("tensor"))
         for copies in self._tied.values():
             gradients = [local(p.grad) for p in copies if p.grad is not None]
             total = gradients[0]
@@ -129,18 +108,15 @@ class GradientNorm:
         self._device = device
 
     def clip(self, limit: float) -> torch.Tensor:
-        """Return the norm before clipping; scale gradients in place, down to `limit` if that is
-        above 0. Collective.
-        """
+        """Return the norm, then scale gradients down to `limit` if that is above 0. Collective."""
         mine = [(counts, local(p.grad)) for p, counts in self._parameters if p.grad is not None]
         counted = [gradient for counts, gradient in mine if counts]
-        # on a CPU, float32 sums sequentially: the norm of a table of 5 million entries is off by
-        # 1e-3
-        wide = torch.float64 if counted and not counted[0].is_cuda else None
-        norms = (
-            list(torch._foreach_norm(counted, 2, wide)) if counted else []
-        )  # a stage may be frozen as a whole
-        squares = torch.stack(norms).float().square().sum() if norms else torch.zeros(())
+        squares = torch.zeros(())  # a stage may be frozen as a whole
+        if counted:
+            # a CPU sums float32 sequentially: the norm of 5 million entries is off by 1e-3
+            wide = None if counted[0].is_cuda else torch.float64
+            norms = torch.stack(list(torch._foreach_norm(counted, 2, wide)))
+            squares = norms.float().square().sum()
         total = squares.to(self._device)  # gradients may be offloaded
         norm = self._mesh.sum(total, "norm").sqrt()
         if limit > 0 and mine:
@@ -150,18 +126,14 @@ class GradientNorm:
 
 
 def ends(mesh: ParallelMesh) -> Any:
-    """Return the group of this rank and its peer at the other end of the pipeline; None in between.
-    Collective.
-    """
+    """Return the group of first and last stage; None on a stage in between. Collective."""
     pairs = mesh.device_mesh.mesh[[0, -1]].reshape(2, -1).T
     pair, _ = dist.new_subgroups_by_enumeration([[int(rank) for rank in pair] for pair in pairs])
     return pair
 
 
 def on_both(pair: Any, names: Iterable[str]) -> list[str]:
-    """Return the `names` that both first and last stage have; a head may be tied within one stage.
-    Collective.
-    """
+    """Return the `names` that both first and last stage have. Collective."""
     if pair is None:
         return []
     held: list[list[str]] = [[], []]
@@ -172,9 +144,7 @@ def on_both(pair: Any, names: Iterable[str]) -> list[str]:
 def add_up(
     gradients: list[torch.Tensor], group: dist.ProcessGroup | None, divisor: int = 1
 ) -> None:
-    """Sum gradients over a group, divided by `divisor`, in place, in buckets of one dtype.
-    Collective.
-    """
+    """Sum gradients in place, in buckets of one dtype, divided by `divisor`. Collective."""
     for dtype in {gradient.dtype for gradient in gradients}:
         bucket: list[torch.Tensor] = []
         alike = [gradient for gradient in gradients if gradient.dtype == dtype]

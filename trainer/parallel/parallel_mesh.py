@@ -1,6 +1,4 @@
-"""The ranks of a layout as one DeviceMesh, the groups of them that reduce together, and the check
-of replicas.
-"""
+"""The ranks of a layout as a DeviceMesh, its reductions, and the check of replicas."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ token's loss and each target is on one. `shard`: ranks that share one copy of ea
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """The mesh pipeline x replicate x shard x tensor, row-major, with the groups of its
-    reductions.
-    """
+    """The mesh pipeline x replicate x shard x tensor, row-major, with the groups that reduce."""
 
     layout: Layout
     device_mesh: DeviceMesh
@@ -83,14 +79,10 @@ class ParallelMesh:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """The mesh over which FSDP shards; two-dimensional (HSDP) if `replicate` > 1, `shard`
-        innermost.
-        """
-        return (
-            self.device_mesh["replicate", "shard"]
-            if self.layout.replicate > 1
-            else self.device_mesh["shard"]
-        )
+        """The mesh over which FSDP shards: `shard`, or `replicate` x `shard` (HSDP)."""
+        if self.layout.replicate > 1:
+            return self.device_mesh["replicate", "shard"]
+        return self.device_mesh["shard"]
 
 
 def parallel_mesh_of(layout: Layout, device: torch.device) -> ParallelMesh:
@@ -102,14 +94,14 @@ def parallel_mesh_of(layout: Layout, device: torch.device) -> ParallelMesh:
 
 def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
     """Make this rank's group of each reduction. Collective."""
-    made: dict[tuple[str, ...], dist.ProcessGroup | None] = {}  # by the axes larger than 1
-    found = {}
+    by_axes: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+    groups = {}
     for reduction, axes in REDUCTIONS.items():
         along = tuple(axis for axis in axes if mesh.size(_names(mesh).index(axis)) > 1)
-        if along not in made:
-            made[along] = _group(mesh, along)
-        found[reduction] = made[along]
-    return found
+        if along not in by_axes:
+            by_axes[along] = _group(mesh, along)
+        groups[reduction] = by_axes[along]
+    return groups
 
 
 def ranks_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> list[list[int]]:
@@ -138,15 +130,13 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def check_replicas(modules: Sequence[nn.Module], mesh: ParallelMesh, ranks: Ranks) -> None:
-    """Raise NumericsError, on all ranks, unless the ranks of each `replica` hold the same
-    parameters. Collective.
-    """
+    """Raise NumericsError if ranks of a `replica` differ in their parameters. Collective."""
     with torch.no_grad():
         sums = torch.stack([_checksum(local(p)) for module in modules for p in module.parameters()])
-    found = ranks.gather([float(value) for value in sums])
+    all_sums = ranks.gather([float(value) for value in sums])
     for first, *others in ranks_along(mesh.device_mesh, REDUCTIONS["replica"]):
         for rank in others:
-            if found[rank] != found[first]:
+            if all_sums[rank] != all_sums[first]:
                 seen = f"other initial values on rank {rank} than on rank {first}"
                 raise NumericsError(Problem("replicas", seen, "the same on all replicas"))
 

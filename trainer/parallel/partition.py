@@ -11,20 +11,17 @@ from trainer.models.spec import ModelSpec
 
 
 def divide(costs: Sequence[float], first: float, last: float, stages: int) -> list[range]:
-    """Divide blocks with these costs into `stages` runs of at least one, such that the costliest
-    stage is cheapest.
+    """Divide blocks into `stages` runs of at least one, so that the costliest stage is cheapest.
 
-    `first` and `last` are the costs of the first and last stage besides their blocks. Among equal
-    divisions, it is the one with the smallest sum of squares. Raises ValueError for fewer blocks
-    than stages.
+    `first` and `last` are the costs of the first and last stage besides their blocks. Among equals,
+    the sum of squares is smallest. Raises ValueError for fewer blocks than stages.
     """
     if len(costs) < stages:
         raise ValueError(f"{len(costs)} blocks for {stages} stages")
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[b]: (costliest stage, sum of squares, starts of the stages) for the blocks before b in
-    # the stages so far
+    # best[b]: (costliest stage, sum of squares, starts of the stages) of the blocks before b
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
         extra = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
@@ -54,7 +51,8 @@ def block_ranges(
 
     `uniform`: equal numbers of blocks. `parameters`: equal numbers of parameters, with the input
     table on the first stage and the head on the last. `best`: equal work, 6 FLOPs a parameter and
-    token in blocks and head; a look-up is free."""
+    token in blocks and head; a look-up is free.
+    """
     if partition == "uniform":
         return divide([1.0] * len(spec.blocks), 0.0, 0.0, stages)
     costs = [

@@ -1,6 +1,4 @@
-"""Pipeline stages by `torch.distributed.pipelining`: a step's micro-batches run through all of them
-at once.
-"""
+"""Pipeline stages and their schedule, by `torch.distributed.pipelining`."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from trainer.models.cut import StageInput
-from trainer.parallel.dropout import Dropout
+from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.tasks.task import Batch, ModelWithLoss, Task
 
@@ -24,8 +22,7 @@ class Stage(ModelWithLoss):
     """One stage of a model that was cut, with the loss if it is the last.
 
     It takes the hidden state of the stage before (`Task.hidden_shape`; the first takes none), and
-    returns its own, or the summed loss, shape [1], followed in an evaluation by the task's
-    measures.
+    returns its own; the last returns the summed loss, shape [1], or [1 + measures] in evaluation.
     """
 
     def __init__(
@@ -102,16 +99,12 @@ class PipelineRun:
             losses=losses,
             return_outputs=False,
         )
-        return (
-            torch.stack(losses).sum().detach() / scale
-            if losses
-            else torch.zeros((), device=self._device)
-        )
+        if losses:
+            return torch.stack(losses).sum().detach() / scale
+        return torch.zeros((), device=self._device)
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Run micro-batches one after the other; a stage starts the next while later stages still
-        work on the last.
-        """
+        """Run micro-batches one by one; a stage starts the next while later stages still work."""
         total = torch.zeros(1 + len(self._task.measures), device=self._device)
         for stage in self._stages.values():
             stage.eval()
@@ -126,11 +119,8 @@ class PipelineRun:
                         elif index + 1 in self._stages:
                             self._kept = output
                         else:
-                            dist.send(
-                                output.contiguous(),
-                                group=self._group,
-                                group_dst=self._rank_of(index + 1),
-                            )
+                            next_rank = self._rank_of(index + 1)
+                            dist.send(output.contiguous(), group=self._group, group_dst=next_rank)
         return total
 
     def _received(self, index: int, batch: Batch) -> torch.Tensor:
@@ -142,9 +132,8 @@ class PipelineRun:
 
     def _rank_of(self, stage: int) -> int:
         """Return the pipeline rank that holds a stage."""
-        return next(
-            rank for rank in range(self._layout.pipeline) if stage in self._layout.stages_of(rank)
-        )
+        ranks = range(self._layout.pipeline)
+        return next(rank for rank in ranks if stage in self._layout.stages_of(rank))
 
     def _hidden(self, batch: Batch, block: int) -> torch.Tensor:
         """Make an empty hidden state, as it enters a block."""

@@ -1,6 +1,4 @@
-"""FSDP2 over the `shard` axis, or over `replicate` x `shard` (HSDP): one unit per block, the rest
-in the root.
-"""
+"""FSDP2 over `shard`, or `replicate` x `shard` (HSDP): a unit per block, and the root."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ from trainer.parallel.parallel_mesh import ParallelMesh
 
 
 def policy_of(layout: Layout) -> MixedPrecisionPolicy:
-    """Return FSDP's policy: forward and backward in the layout's precision, gradients reduced in
-    float32.
-    """
+    """Return FSDP's policy: compute in the layout's precision, reduce in float32."""
     if layout.precision == "float32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
@@ -37,9 +33,7 @@ def policy_of(layout: Layout) -> MixedPrecisionPolicy:
 
 
 def offload_of(layout: Layout, device: str) -> OffloadPolicy:
-    """Return FSDP2's policy, one for a rank's weights, gradients and optimizer state: all offloaded
-    or none.
-    """
+    """Return FSDP2's policy, one for weights, gradients and optimizer state together."""
     if not layout.offloads:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device != "cpu")
@@ -50,53 +44,41 @@ def apply(module: nn.Module, mesh: ParallelMesh) -> None:
 
     ZeRO-2 keeps them gathered in between, ZeRO-3 does not (arXiv 2304.11277, section 3.3.1).
     """
-    resharded = mesh.layout.zero_stage == 3
     fully_shard(
         module,
         mesh=mesh.fsdp,
-        reshard_after_forward=resharded,
+        reshard_after_forward=mesh.layout.zero_stage == 3,
         mp_policy=policy_of(mesh.layout),
         offload_policy=offload_of(mesh.layout, mesh.device_mesh.device_type),
     )
 
 
 def check_shardable(spec: ModelSpec, layout: Layout) -> None:
-    """Raise ConfigError if FSDP2 would gather the whole model at once, or can't gather a block
-    alone.
-    """
-    if layout.zero_stage > 0 and not spec.blocks:
-        mend = (
-            'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed" (stages 1 and 2).'
-        )
-        seen = "FSDP2 shards block by block, and no blocks were found"
-        raise ConfigError(
-            Problem(
-                f"zero_optimization.stage: {spec.name}", seen, "a model of repeated blocks", mend
-            )
-        )
+    """Raise ConfigError for a model that FSDP2 can't gather block by block."""
+    if layout.zero_stage == 0:
+        return
     blocks = tuple(f"{block}." for block in spec.blocks)
     shared = [
-        (alias, name)
+        f"{alias} is one with {name}"
         for alias, name in spec.tied.items()
         if alias.startswith(blocks) or name.startswith(blocks)
     ]
-    if layout.zero_stage > 0 and shared:
-        alias, name = shared[0]
-        mend = 'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed".'
-        seen = f"FSDP2 shards block by block, and {alias} is one with {name}"
-        raise ConfigError(
-            Problem(
-                f"zero_optimization.stage: {spec.name}", seen, "blocks that share nothing", mend
-            )
-        )
-    if layout.zero_stage > 0 and spec.tiny.input and _uses_weights_outside(spec, spec.tiny.input):
-        mend = 'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed".'
-        seen = "FSDP2 shards block by block, and a block's weight is used outside it"
-        raise ConfigError(
-            Problem(
-                f"zero_optimization.stage: {spec.name}", seen, "blocks that share nothing", mend
-            )
-        )
+    expected, stages = "blocks that share nothing", ""
+    if not spec.blocks:
+        reason, expected = "no blocks were found", "a model of repeated blocks"
+        stages = " (stages 1 and 2)"
+    elif shared:
+        reason = shared[0]
+    elif spec.tiny.input and _uses_weights_outside(spec, spec.tiny.input):
+        reason = "a block's weight is used outside it"
+    else:
+        return
+    place, seen = (
+        f"zero_optimization.stage: {spec.name}",
+        f"FSDP2 shards block by block, and {reason}",
+    )
+    hint = f'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed"{stages}.'
+    raise ConfigError(Problem(place, seen, expected, hint))
 
 
 def _uses_weights_outside(spec: ModelSpec, trial: Trial) -> bool:
@@ -127,14 +109,10 @@ def _uses_weights_outside(spec: ModelSpec, trial: Trial) -> bool:
 
 
 def check_units(module: nn.Module, spec: ModelSpec) -> None:
-    """Raise NumericsError unless every block is an FSDP unit of its own: one flat unit would gather
-    all at once.
-    """
+    """Raise NumericsError unless every block is an FSDP unit: one unit would gather all at once."""
     units = {name for name, inner in module.named_modules() if isinstance(inner, FSDPModule)}
     missing = [name for name in spec.blocks if f"model.{name}" not in units]
     if missing:
-        seen = (
-            f"{len(missing)} of {len(spec.blocks)} blocks are no unit of their own "
-            f"({missing[0]}, ...)"
-        )
+        count = f"{len(missing)} of {len(spec.blocks)} blocks"
+        seen = f"{count} are no unit of their own ({missing[0]}, ...)"
         raise NumericsError(Problem("FSDP", seen, "one unit per block"))

@@ -1,5 +1,4 @@
-"""Parameters that some tokens leave without a gradient: an expert that none chose, a tower that
-text never enters.
+"""Parameters that some tokens leave without a gradient, such as an expert that none chose.
 
 One process leaves such a parameter unchanged, which for Adam differs from a gradient of zero. So in
 each step the data ranks agree on the parameters that have a gradient on any of them.
@@ -37,16 +36,15 @@ class Used:
             self._watch(unit, index)
 
     def agree(self) -> None:
-        """Give all ranks a gradient, if only zeros, of each parameter that one rank has a gradient
-        of. Collective.
+        """Give a parameter a gradient on all data ranks if one has it, else none. Collective.
 
-        Called after the last backward pass; other parameters get none. It runs on the host, which
-        knows its own flags, so that nothing waits for the device.
+        Called after the last backward pass. The flags are on the host, so nothing waits for the
+        device.
         """
         mine = self._flags if self._sharded else [p.grad is not None for p in self._parameters]
-        found = torch.tensor(mine, dtype=torch.uint8)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        for parameter, used in zip(self._parameters, found, strict=True):
+        flags = torch.tensor(mine, dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        for parameter, used in zip(self._parameters, flags, strict=True):
             if not used:
                 parameter.grad = None
             elif parameter.grad is None:
@@ -54,9 +52,7 @@ class Used:
         self._flags = [False] * len(self._parameters)
 
     def _watch(self, unit: nn.Module, index: dict[nn.Parameter, int]) -> None:
-        """Watch the gradients of a unit's gathered parameters: its shards have a zero gradient
-        where there was none.
-        """
+        """Watch the gradients of gathered parameters: shards have zeros where there was none."""
         inner = {
             m
             for child in unit.modules()
@@ -85,9 +81,7 @@ class Used:
 
 
 def _data_ranks(mesh: ParallelMesh) -> Any:
-    """Make a group, on the host, of the ranks with the same parameters and different samples.
-    Collective.
-    """
+    """Make a group on the host of ranks with the same parameters and other samples. Collective."""
     rows = ranks_along(mesh.device_mesh, REDUCTIONS["batch"])
     group, _ = dist.new_subgroups_by_enumeration(rows, backend="gloo")
     return group

@@ -1,5 +1,4 @@
-"""Megatron-style tensor parallelism (arXiv 1909.08053): each block's matrices split over the
-`tensor` axis.
+"""Tensor parallelism (Megatron, arXiv 1909.08053): each block's matrices split over `tensor`.
 
 The model's own plan says which are split and how; PyTorch's DTensor styles do it. Embedding, norms
 and head are whole on every tensor rank, and have the same values there.
@@ -37,15 +36,11 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 """DTensor styles by transformers' names."""
 SUMMED = "replicated_with_grad_allreduce"
-"""The style of a module that is whole on every rank but sees a part of the heads: its gradients
-must be summed.
-"""
+"""The style of a module whole on every rank that sees some heads: its gradients are summed."""
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
-    """Split the modules that the plan names, of a model on the meta device, in place; no parameter
-    changes its name.
-    """
+    """Split the modules that the plan names, on the meta device, in place."""
     modules = dict(model.named_modules())
     for name, style in spec.language.tensor_plan.items():
         if style in STYLES and name in modules:
@@ -55,24 +50,20 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raise ConfigError, with each reason once, for a model that `layout.tensor` ranks can't train
-    exactly.
-    """
-    mend = "Change tensor_parallel.autotp_size; 1 trains every model."
-    found = dict.fromkeys(
-        (re.sub(r"\.\d+\.", ".*.", seen), expected) for seen, expected in _problems(spec, layout)
+    """Raise ConfigError for a model that `layout.tensor` ranks can't train exactly."""
+    place = f"tensor_parallel.autotp_size: {spec.name}"
+    hint = "Change tensor_parallel.autotp_size; 1 trains every model."
+    problems = dict.fromkeys(
+        Problem(place, re.sub(r"\.\d+\.", ".*.", seen), expected, hint)
+        for seen, expected in _problems(spec, layout)
     )
-    if found:
-        place = f"tensor_parallel.autotp_size: {spec.name}"
-        raise ConfigError(*(Problem(place, seen, expected, mend) for seen, expected in found))
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
-    plan, size, modules = (
-        spec.language.tensor_plan,
-        layout.tensor,
-        dict(spec.build().named_modules()),
-    )
+    plan, size = spec.language.tensor_plan, layout.tensor
+    modules = dict(spec.build().named_modules())
     if not plan:
         yield "its family has no tensor plan in transformers", "a model with `base_model_tp_plan`"
     for name, style in plan.items():
@@ -86,32 +77,29 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
             )
         elif isinstance(module, nn.Linear):
             what = "in_features" if style.startswith("rowwise") else "out_features"
-            if (width := getattr(module, what)) % size:
-                yield (
-                    f"{name}.{what} = {width} = {width // size} x {size} + {width % size}",
-                    f"a multiple of {size}",
-                )
+            width = getattr(module, what)
+            if width % size:
+                seen = f"{name}.{what} = {width} = {width // size} x {size} + {width % size}"
+                yield seen, f"a multiple of {size}"
     regions = dict.fromkeys(_region(name) for name, style in plan.items() if style == "colwise")
     if any("att" in region for region in regions):
-        for heads, what in (
-            (spec.language.heads, "attention heads"),
-            (spec.language.kv_heads, "key-value heads"),
-        ):
+        counts = {
+            "attention heads": spec.language.heads,
+            "key-value heads": spec.language.kv_heads,
+        }
+        for what, heads in counts.items():
             if heads % size:
-                yield (
-                    f"{heads} {what} = {heads // size} x {size} + {heads % size}",
-                    f"a multiple of {size}",
-                )
+                seen = f"{heads} {what} = {heads // size} x {size} + {heads % size}"
+                yield seen, f"a multiple of {size}"
     drawing = _drawing(spec) if plan else set()
     for region in regions:
         yield from _inside(region, modules[region], spec)
         if pattern_of(region) in drawing:
             seen = (
-                f"{region} draws random numbers (dropout) inside what is split: each rank "
-                "would "
-                "draw others than one"
+                f"{region} draws random numbers (dropout) inside what is split: each rank would "
+                "draw others than one process"
             )
-            yield f"{seen} process", "a model config without that dropout"
+            yield seen, "a model config without that dropout"
 
 
 def _region(name: str) -> str:
@@ -120,9 +108,7 @@ def _region(name: str) -> str:
 
 
 def _inside(name: str, region: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Yield parameters between split matrices that work on a part of the activations and are not in
-    the plan.
-    """
+    """Yield parameters that see a part of the activations and are not in the plan."""
     for key, _ in region.named_parameters():
         owner = f"{name}.{key}".rpartition(".")[0]
         if owner not in spec.language.tensor_plan:
@@ -133,10 +119,9 @@ def _inside(name: str, region: nn.Module, spec: ModelSpec) -> Iterator[tuple[str
 
 
 def _drawing(spec: ModelSpec) -> set[str]:
-    """Find the modules, by pattern, that draw random numbers between split matrices in training.
+    """Find the patterns of modules that draw random numbers between split matrices.
 
-    Tried on a tiny copy. Draws for the residual stream are the same on all ranks, which have the
-    same seed.
+    Tried on a tiny copy. Draws for the residual stream are the same on all ranks, by their seed.
     """
     small, model = tiny(spec)
     place = ""

@@ -6,7 +6,6 @@ import json
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ def run_description(prepared: Prepared) -> dict[str, Any]:
     return {
         "seed": prepared.config.trainer.seed,
         "engine": prepared.engine_name,
-        "layout": asdict(prepared.layout),
+        "layout": prepared.layout.to_json(),
         "config": resolved(prepared),
         "data": {
             "fingerprint": prepared.subject.data.fingerprint,
@@ -116,7 +115,7 @@ def write(folder: Path, prepared: Prepared, machine: Machine, overrides: Sequenc
     environment = {
         "versions": versions(),
         "engine": prepared.engine_name,
-        "layout": asdict(prepared.layout),
+        "layout": prepared.layout.to_json(),
         "device": machine.device.type,
         "platform": platform.platform(),
         "command": sys.argv,
@@ -185,12 +184,4 @@ def layout_table() -> str:
 def _plain_layout(given: dict[str, Any]) -> Layout:
     sizes: dict[str, Any] = dict.fromkeys((*AXES, "micro_batch"), 1)
     sizes |= {"zero_stage": 0, "precision": "float32", **_NO_OFFLOAD, **given}
-    ranks, accumulation = sizes["replicate"] * sizes["shard"], 2 * sizes["pipeline"]
-    world_size, train_batch = ranks * sizes["pipeline"] * sizes["tensor"], accumulation * ranks
-    return Layout(
-        **sizes,
-        world_size=world_size,
-        accumulation=accumulation,
-        train_batch=train_batch,
-        recompute=Recompute(),
-    )
+    return Layout(**sizes, accumulation=2 * sizes["pipeline"], recompute=Recompute())

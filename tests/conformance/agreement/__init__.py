@@ -1,6 +1,4 @@
-"""Whether all ranks say what the others wait for: proven from what each says, before it hangs
-anyone.
-"""
+"""Proof from the messages of all ranks that each issues what the others wait for."""
 
 from __future__ import annotations
 
@@ -17,45 +15,43 @@ from trainer.tools.planner.simulate import Trace
 
 GROUP_MEND = (
     "All ranks of a group have to issue the same collectives in one order: look for a branch or a "
-    "loop there that not "
-    "all of them take alike."
+    "loop there that not all of them take alike."
 )
 PAIR_MEND = "Each send has to meet a receive of its size and dtype, in order."
 
 WINDOW = 400
-"""Messages that are looked through at once for the first that differs: what it takes grows with
-their square.
-"""
+"""The number of messages compared at once: the cost grows with its square."""
 
 Lines = dict[int, list[Message]]
-"""Rank -> what it says in one meeting and phase, in order."""
+"""Rank -> its messages in one meeting and phase, in order."""
 
 
 def disagreements(traces: Sequence[Trace], layout: Layout) -> list[Problem]:
-    """What would hang these ranks, or mix up what they send; empty: it is proven that nothing does.
+    """List what would hang these ranks or mix up their messages; empty is a proof of neither.
 
-    Of all ranks of a layout, what is proven is this, of what the traces hold (the building, the
-    steps and the evaluation that were taken):
+    If `traces` holds all ranks of the layout, this is proven of the messages in them (of building,
+    of the steps and the evaluation that were taken):
 
-    - in each phase, all members of a group issue the same collectives, in the same order, with the same dtypes and
-      sizes; groups of the same members count as one;
-    - in each phase, and for each pair of ranks and direction, what is sent is received: as many messages, in the same
-      order, with the same dtypes and sizes;
-    - over all groups and pairs together no rank waits for good, even if no send is buffered and no message overlaps
-      with another but those of its batch (`tests/conformance/agreement/interleaving.py`).
+    - in each phase, all members of a group issue the same collectives in the same order, with the
+      same dtypes and sizes; groups of the same members count as one;
+    - in each phase, for each pair of ranks and direction, every send has its receive, in the same
+      order, with the same dtype and size;
+    - over all groups and pairs together no rank waits for ever, even if no send is buffered and no
+      message overlaps with another but those of its batch
+      (`tests/conformance/agreement/interleaving.py`).
 
-    Of representatives (fewer ranks than `layout` has), groups that differ in where they stand along
-    `replicate` and `shard` alone count as one, and so do pairs; a rank is held to those that are,
-    by their coordinates, in such a group. It is proven for the layout where each of its ranks says
-    what one of the representatives says, to the same places relative to it. A group of which one
-    representative is traced is compared with nothing, and a send to a stage that has no
+    If `traces` holds representatives (fewer ranks than the layout has), groups that differ only in
+    their place along `replicate` and `shard` count as one, and so do pairs; a rank has to agree
+    with the representatives that have a place in such a group. The proof holds for a layout whose
+    other ranks issue what one of the representatives issues, to the same places relative to it. A
+    group with one representative is compared with nothing, and a send to a stage without a
     representative counts as received.
 
-    Not in a trace, and so not proven: the making of groups, barriers and objects that are gathered
-    as pickles; that values which decide about a branch, such as a norm, are equal on all ranks: a
-    pretended rank is told that they are; where a reduction's operator or a broadcast's source
-    differ; what a kernel sends by itself. A pretended DeepSpeed pipeline leaves out the messages in
-    which a stage tells the next what shape comes.
+    Not proven, as it is in no trace: the making of groups, barriers and objects gathered as
+    pickles; that values which decide about a branch, such as a norm, are equal on all ranks (a
+    pretended rank gets equal ones); a reduction's operator or a broadcast's source; what a kernel
+    sends by itself. A pretended DeepSpeed pipeline leaves out the messages by which a stage
+    announces shapes to the next.
     """
     meetings = Meetings([trace.rank for trace in traces], layout)
     rows = _by_meeting(traces, meetings)
@@ -71,7 +67,7 @@ def disagreements(traces: Sequence[Trace], layout: Layout) -> list[Problem]:
 
 
 def _by_meeting(traces: Sequence[Trace], meetings: Meetings) -> dict[tuple[Meeting, str], Lines]:
-    """What each member says in each meeting and phase; nothing, where it does not come."""
+    """Collect the messages of each member by meeting and phase; none if it does not take part."""
     rows: dict[tuple[Meeting, str], Lines] = {}
     for trace in traces:
         for message in trace.messages:
@@ -87,9 +83,7 @@ def _by_meeting(traces: Sequence[Trace], meetings: Meetings) -> dict[tuple[Meeti
 def _usual(
     rows: dict[tuple[Meeting, str], Lines],
 ) -> dict[tuple[bool, tuple[str, ...], str], Counter[object]]:
-    """How often each row is said in meetings along the same axes: of two ranks that differ, one may
-    be the odd one.
-    """
+    """Count each row of messages over meetings along the same axes, to find the odd one of two."""
     found: dict[tuple[bool, tuple[str, ...], str], Counter[object]] = defaultdict(Counter)
     for (meeting, phase), lines in rows.items():
         found[meeting.is_pair, meeting.along, phase].update(
@@ -105,7 +99,7 @@ def _row(messages: Sequence[Message]) -> tuple[object, ...]:
 def _compared(
     meeting: Meeting, phase: str, lines: Lines, usual: Counter[object]
 ) -> Iterator[Problem]:
-    """A problem for those who say the same other thing than most do."""
+    """Yield a problem for each set of ranks that differs from the most common row."""
     ranks: dict[tuple[object, ...], list[int]] = {}
     for rank in sorted(lines):
         ranks.setdefault(_row(lines[rank]), []).append(rank)
@@ -149,9 +143,9 @@ def _problem(
 def _difference(
     mine: Sequence[Message], theirs: Sequence[Message], *, placed: bool
 ) -> tuple[Sequence[Message], Sequence[Message]]:
-    """The first messages that one side alone has, of each; of two that were swapped, both.
+    """Return the first messages of each side that the other lacks; both of two that are swapped.
 
-    `placed`: by where they are issued, too: in a row of like messages that tells which is left out.
+    `placed`: compare also where they are issued, which tells like messages apart.
     """
     ours, other = ([(said(m), m.place if placed else "") for m in side] for side in (mine, theirs))
     start = next(

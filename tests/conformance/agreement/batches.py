@@ -1,4 +1,4 @@
-"""Messages with the batch that each send and receive is under way in."""
+"""Messages with the batch in which a send or a receive is under way."""
 
 from __future__ import annotations
 
@@ -15,23 +15,19 @@ from trainer.tools.planner import simulate
 from trainer.tools.planner.messages import Message, Messages
 
 BATCHES = ((dist, "batch_isend_irecv"), (schedules, "_batch_p2p"))
-"""Functions that send and receive several at once; PyTorch's schedules wait for all that the second
-one issued.
-"""
+"""Functions that send and receive several at once; schedules wait for all of the second."""
 
 
 @dataclass(frozen=True)
 class InBatch(Message):
-    """A message, and which others are under way beside it."""
+    """A message with the number of its batch."""
 
     batch: int | None = None
-    """Sends and receives of a rank that are under way together have the same number; None: it is
-    alone.
-    """
+    """The same for sends and receives of a rank that are under way together; None if alone."""
 
 
 class BatchedMessages(Messages):
-    """Writes down, as `Messages` does, also what is in one batch."""
+    """Records, besides what `Messages` does, the batch of each message."""
 
     def __enter__(self) -> Any:
         self._batches = self._depth = 0
@@ -47,7 +43,7 @@ class BatchedMessages(Messages):
         self._patches.close()
 
     def _batched(self, function: Any) -> Any:
-        """`function`, all that it sends and receives in one batch."""
+        """Wrap a function so that all it sends and receives is one batch."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._batches += not self._depth
@@ -69,6 +65,6 @@ class BatchedMessages(Messages):
 
 @contextmanager
 def noting_batches() -> Iterator[None]:
-    """Within it, what is simulated notes them: each rank is simulated in a fork of this process."""
+    """Have simulations note batches; each rank is simulated in a fork of this process."""
     with mock.patch.object(simulate, "Messages", BatchedMessages):
         yield

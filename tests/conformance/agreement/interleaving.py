@@ -1,10 +1,9 @@
-"""The messages of all ranks, let run against each other: who stands still for good, and for whom.
+"""The messages of all ranks, run against each other: which rank waits for ever, and for whom.
 
-Each rank goes through its messages in the order in which it issues them, and past none before all
-who have to meet in it are at it: no collective overlaps another, and no send is buffered. Sends and
-receives of one batch are under way together. What gets through like this gets through wherever
-messages may overtake one another, be buffered or overlap with others, since that only takes
-conditions away.
+Each rank goes through its messages in the order in which it issues them, and passes none before all
+members have arrived at it: no collective overlaps another, and no send is buffered. Sends and
+receives of one batch are under way together. Ranks that finish under these conditions also finish
+where messages may overtake one another, be buffered or overlap: that only removes conditions.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MEND = (
 
 
 class _Rank:
-    """How far a rank is: what it waits at, by meeting, in order."""
+    """The progress of a rank: the messages at which it waits, by meeting, in order."""
 
     def __init__(self, trace: Trace) -> None:
         self.number = trace.rank
@@ -34,14 +33,14 @@ class _Rank:
         self.waits: dict[Meeting, list[Message]] = {}
 
     def go_on(self, meetings: Meetings) -> Iterable[Meeting]:
-        """To the next message or batch; gives where it now waits."""
+        """Go on to the next message or batch; return the meetings at which it now waits."""
         for message in next(self._steps, ()):
             self.waits.setdefault(meetings.of(self.number, message), []).append(message)
         return list(self.waits)
 
 
 def standing_still(traces: Sequence[Trace], meetings: Meetings) -> list[Problem]:
-    """Each rank that does not come to its end: at which message, and who is not there."""
+    """List the ranks that never reach their end: at which message, and who is missing there."""
     ranks = {trace.rank: _Rank(trace) for trace in traces}
     waiting: dict[Meeting, set[int]] = defaultdict(set)
     ready: list[Meeting] = []
@@ -72,7 +71,7 @@ def standing_still(traces: Sequence[Trace], meetings: Meetings) -> list[Problem]
 
 
 def _together(messages: Sequence[Message]) -> Iterator[tuple[Message, ...]]:
-    """Message by message, those of a batch at once."""
+    """Yield message by message, and those of a batch together."""
     numbered = (
         (at, getattr(message, "batch", None), message) for at, message in enumerate(messages)
     )

@@ -1,6 +1,4 @@
-"""Who has to be at a message together: the members of a group, or the two ends of a pair of ranks,
-in one direction.
-"""
+"""The ranks that have to be at a message together: a group, or the two ends of a direction."""
 
 from __future__ import annotations
 
@@ -11,24 +9,20 @@ from trainer.layout import AXES, Layout
 from trainer.tools.planner.messages import POINT_TO_POINT, Message
 
 SYMMETRIC = ("replicate", "shard")
-"""Axes along which groups say the same: data ranks. Stages differ, and tensor ranks may hold
-unequal parts.
-"""
+"""Axes along which groups issue the same; stages and tensor ranks may issue other messages."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """A group, or one direction between two ranks; of representatives, all that differ in their
-    data rank alone.
-    """
+    """A group, or a direction between two ranks; data ranks count as one among representatives."""
 
     key: tuple[object, ...]
     name: str = field(compare=False)
-    """For a person."""
+    """The name in messages to the user."""
     along: tuple[str, ...] = field(compare=False)
-    """The mesh axes along which those who meet differ."""
+    """The mesh axes along which the members differ."""
     members: tuple[int, ...] = field(compare=False)
-    """The ranks of the traces that have to be at it."""
+    """The traced ranks that have to take part."""
 
     @property
     def is_pair(self) -> bool:
@@ -47,7 +41,7 @@ class Meetings:
         self._made: dict[Meeting, Meeting] = {}
 
     def of(self, rank: int, message: Message) -> Meeting:
-        """Where `rank` meets others in `message`."""
+        """Return the meeting in which `rank` issues `message`."""
         ends: tuple[int, ...] = ()
         if message.name in POINT_TO_POINT:
             assert message.peer is not None
@@ -71,9 +65,7 @@ class Meetings:
         return Meeting(("group", *group), f"among {ranks_named(group)}", along, group)
 
     def _like(self, group: tuple[int, ...], ends: tuple[int, ...]) -> Meeting:
-        """By coordinates: those along which the members differ, and those outside that make a
-        difference.
-        """
+        """Return the meeting of all ranks that differ from this group in their data rank alone."""
         along = self._layout.axes_of(group)
         fixed = {
             axis: self._coordinate(group[0], axis)
@@ -118,7 +110,7 @@ class Meetings:
 
 
 def ranks_named(ranks: Sequence[int], most: int = 6) -> str:
-    """`rank 3`, `ranks 0, 1` or `ranks 0, 1, ... and 7`."""
+    """Name ranks: `rank 3`, `ranks 0, 1` or `ranks 0, 1, ... and 7`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) <= most:
@@ -127,7 +119,7 @@ def ranks_named(ranks: Sequence[int], most: int = 6) -> str:
 
 
 def described(message: Message) -> str:
-    """A message for a person: what, how much of which dtype, and where in the code."""
+    """Describe a message: its kind, size and dtype, and where in the code it is issued."""
     kind = str(message.dtype).removeprefix("torch.") if message.dtype is not None else "nothing"
     to = {"send": " to", "receive": " from"}.get(message.name)
     peer = f"{to} rank {message.peer}" if to else ""
@@ -138,7 +130,7 @@ def described(message: Message) -> str:
 
 
 def said(message: Message) -> tuple[object, ...]:
-    """What all who meet have to say alike."""
+    """Return the part of a message that has to be equal on all members."""
     return (
         "message" if message.name in POINT_TO_POINT else message.name,
         message.dtype,

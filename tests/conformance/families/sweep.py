@@ -62,7 +62,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 
 LEFT_OUT: dict[str, str] = {}
-"""Tried, and not in the table until it is mended."""
+"""Families that fail, and are left out of the table until they are mended."""
 
 
 def families() -> list[str]:
@@ -87,7 +87,7 @@ def config_of(family: str, layout: str) -> dict[str, Any]:
 
 
 def certified(path: str) -> str:
-    """Runs on each rank: the verdict."""
+    """Return the verdict. Runs on each rank."""
     import transformers
 
     from trainer.certify.certificate import certify, table
@@ -103,7 +103,7 @@ def certified(path: str) -> str:
 
 
 def verdict(pool: Pool, family: str, layout: str) -> str:
-    """`pass`; `refused:` and why; `FAIL:` and where it came apart; `CRASH:` and the last line."""
+    """Return `pass`, `refused: REASON`, `FAIL: PLACE` or `CRASH: LAST LINE`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config_of(family, layout)))
@@ -174,7 +174,7 @@ def page(table: dict[str, dict[str, str]]) -> str:
 
 
 def shortened(reason: str) -> str:
-    """A reason without what is the family's own: its name in front, and numbers of layers."""
+    """Return a reason without the family's name and numbers of layers."""
     import re
     import textwrap
 

@@ -1,6 +1,4 @@
-"""The table of families says what is so: a few of each kind by default, every one of it with
---whole.
-"""
+"""The table of families is true: a few of each kind by default, all with --whole."""
 
 from __future__ import annotations
 

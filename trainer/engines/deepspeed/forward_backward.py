@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,32 +12,34 @@ from trainer.engines.deepspeed import tensor
 from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import Job
 from trainer.models.spec import ModelSpec
-from trainer.parallel.dropout import Dropout
+from trainer.optim.decay import groups_of
+from trainer.parallel.forward_backward import Dropout, Runner
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.tasks.task import Batch
 
 
-@dataclass(frozen=True)
-class Step:
-    """The inputs of a step besides its micro-batches."""
+def initialize(
+    module: nn.Module,
+    named: Iterable[tuple[str, nn.Parameter]],
+    job: Job,
+    config: dict[str, Any],
+    mpu: Any = None,
+) -> Any:
+    """Have DeepSpeed wrap a module that has its values, and build the optimizer of `named`."""
+    import deepspeed
 
-    seed: int
-    """The seed of dropout on this data rank."""
-    scale: Callable[[], torch.Tensor]
-    """Returns the factor of each summed loss; waits until it is known."""
-    before_update: Callable[[], None]
-    """A callback for when the gradients are complete and averaged."""
+    decay = config["optimizer"]["params"]["weight_decay"]
+    groups = groups_of(named, job.undecayed, decay, job.spec.training.tuned)
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=config, mpu=mpu)
+    return engine
 
 
-class StepRunner(Protocol):
+class StepRunner(Runner, Protocol):
     engine: Any
     """The `deepspeed.DeepSpeedEngine`."""
-    module: nn.Module
-    """The module on this rank: the whole model, its tensor parallel shard, or its pipeline
-    stage.
-    """
     mesh: ParallelMesh
     split: Split | None
+    """The parameters that tensor parallelism splits."""
     notes: tuple[str, ...]
 
     @property
@@ -46,12 +47,17 @@ class StepRunner(Protocol):
         """This rank's model or stage, unsharded, on the meta device, and its spec."""
         ...
 
-    def train(self, micro_batches: Sequence[Batch], step: Step) -> torch.Tensor:
-        """Run one optimizer step; return the summed loss of this rank's micro-batches, detached."""
-        ...
+    def train(
+        self,
+        seed: int,
+        micro_batches: Sequence[Batch],
+        scale: torch.Tensor,
+        before_update: Callable[[], None],
+    ) -> torch.Tensor:
+        """Run one optimizer step; return the summed loss of this rank's micro-batches, detached.
 
-    def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Return the task's measures, summed over this rank's micro-batches, without gradients."""
+        `before_update` is called when the gradients are complete and averaged.
+        """
         ...
 
 
@@ -62,28 +68,34 @@ class AccumulatedStep:
         self, engine: Any, job: Job, dropout: Dropout, mesh: ParallelMesh, split: Split | None
     ) -> None:
         self.engine = engine
-        self._job = job
-        self.module: nn.Module = engine.module
+        self.modules: list[nn.Module] = [engine.module]
         self.mesh = mesh
         self.split = split
         self.notes: tuple[str, ...] = (tensor.NOTE,) if split else ()
+        self._job = job
         self._dropout = dropout
 
     @property
     def blank(self) -> tuple[nn.Module, ModelSpec]:
         return self._job.spec.build(), self._job.spec
 
-    def train(self, micro_batches: Sequence[Batch], step: Step) -> torch.Tensor:
-        if not self.module.training:
+    def train(
+        self,
+        seed: int,
+        micro_batches: Sequence[Batch],
+        scale: torch.Tensor,
+        before_update: Callable[[], None],
+    ) -> torch.Tensor:
+        if not self.engine.module.training:
             self.engine.train()
         losses = []
         for index, batch in enumerate(micro_batches):
-            self._dropout.start(step.seed, index)
+            self._dropout.start(seed, index)
             loss = self.engine(batch)
             losses.append(loss.detach())
-            self.engine.backward(loss * step.scale())
+            self.engine.backward(loss * scale)
             if index + 1 == len(micro_batches):
-                step.before_update()
+                before_update()
             self.engine.step()
         return sum(losses[1:], losses[0])
 
@@ -92,7 +104,6 @@ class AccumulatedStep:
         with torch.no_grad():
             measured = torch.stack([self.engine(batch) for batch in micro_batches]).double().sum(0)
         if self._job.layout.zero_stage == 3:
-            # it has prefetched weights for a backward pass that does not follow, and would refuse
-            # to have them read
+            # drop weights prefetched for a backward pass: otherwise they can't be read
             self.engine.optimizer.empty_partition_cache()
         return measured

@@ -23,14 +23,11 @@ OF_OPTIMIZERS = {
     "deepspeed.ops.adam.FusedAdam": "fused_adam",
     "deepspeed.ops.lion.FusedLion": "fused_lion",
 }
-"""Operators by optimizer class; the CPU ones are C++ on any device, the fused ones run on the
-device.
-"""
+"""DeepSpeed's operators by optimizer class; those without `fused` run on the host."""
 
 STAGE_0_NOTE = (
     "ZeRO-0 in {} runs as ZeRO-1, with the same gradients and less memory: DeepSpeed's own path "
-    "for float16 divides "
-    "gradients by a loss scale that it never applied"
+    "for float16 divides gradients by a loss scale that it never applied"
 )
 
 
@@ -41,40 +38,29 @@ def check_precision(layout: Layout) -> None:
     if layout.precision == "float16" and not get_accelerator().is_fp16_supported():
         seen = "true on a processor without float16 arithmetic"
         expected = "a GPU, or a processor with AVX512-FP16 or AMX"
-        raise ConfigError(
-            Problem("fp16.enabled", seen, expected, 'Set bf16.enabled, or trainer.device="cuda"')
-        )
+        hint = 'Set bf16.enabled, or trainer.device="cuda"'
+        raise ConfigError(Problem("fp16.enabled", seen, expected, hint))
 
 
 def has_plain_optimizer(layout: Layout) -> bool:
-    """Return True without ZeRO in float32: DeepSpeed then steps PyTorch's optimizer itself,
-    unwrapped.
-    """
+    """Return True if DeepSpeed steps PyTorch's optimizer itself: without ZeRO, in float32."""
     return layout.zero_stage == 0 and layout.precision == "float32"
 
 
 def runtime_config(job: Job, recipe: Recipe) -> dict[str, Any]:
-    """Return the resolved JSON as this machine needs it; no change here affects what is
-    computed.
-    """
+    """Return the resolved JSON as this machine needs it, with the same numerical results."""
     config = {**job.deepspeed, "steps_per_print": 2**31 - 1}
     kind, given = config["optimizer"]["type"], config["optimizer"]["params"]
     params = dict(recipe.params)
     if kind in ("Adam", "AdamW"):
-        # PyTorch's own fused kernel: the same update as DeepSpeed's FusedAdam, without a compiler
-        # at run time
-        params |= {
-            "adam_w_mode": given.get("adam_w_mode", True),
-            "torch_adam": recipe.library.startswith("torch."),
-        }
+        # PyTorch's fused kernel makes FusedAdam's update without a compiler at run time
+        params["adam_w_mode"] = given.get("adam_w_mode", True)
+        params["torch_adam"] = recipe.library.startswith("torch.")
     config["optimizer"] = {"type": kind, "params": params}
     if job.layout.zero_stage == 3 and job.layout.recompute.mode == "selective":
-        # its linear layer adds the bias in place to the saved product: recomputed, it would be
-        # added twice
-        config["zero_optimization"] = {
-            **config["zero_optimization"],
-            "memory_efficient_linear": False,
-        }
+        # its linear layer adds the bias to the saved product in place: recomputed, that is twice
+        zero = {**config["zero_optimization"], "memory_efficient_linear": False}
+        config["zero_optimization"] = zero
     if has_plain_optimizer(job.layout):
         # DeepSpeed reports no norm here, so this engine computes it and clips
         config["gradient_clipping"] = 0.0
@@ -98,24 +84,19 @@ def check_compiler(layout: Layout, device: torch.device, optimizer: str = "") ->
         for tool, package in tools:
             if shutil.which(tool) is None:
                 seen = f"no {tool} in PATH, by which DeepSpeed compiles its operator {name}"
-                mend = (
-                    f'Install it (apt install {package}), or set trainer.engine to "mesh" or '
-                    '"accelerate"'
-                )
-                expected = "a C++ compiler and ninja" + (
-                    " and CUDA's nvcc" if len(tools) > 2 else ""
-                )
-                raise ConfigError(Problem("engine deepspeed", seen, expected, mend))
+                cuda = " and CUDA's nvcc" if len(tools) > 2 else ""
+                expected = f"a C++ compiler and ninja{cuda}"
+                engines = 'set trainer.engine to "mesh" or "accelerate"'
+                hint = f"Install it (apt install {package}), or {engines}"
+                raise ConfigError(Problem("engine deepspeed", seen, expected, hint))
 
 
 def announce(layout: Layout, machine: Machine, optimizer: str = "") -> None:
     """Tell the user which operators are about to be compiled."""
     if names := list(_missing(layout, machine.device, optimizer)):
         operators = f"operator{'s' if len(names) > 1 else ''} {' and '.join(names)}"
-        machine.signs.at(
-            f"compiling DeepSpeed's {operators}, once for this environment: about a minute",
-            stays=True,
-        )
+        text = f"compiling DeepSpeed's {operators}, once for this environment: about a minute"
+        machine.signs.at(text, stays=True)
 
 
 def _missing(layout: Layout, device: torch.device, optimizer: str) -> Iterator[str]:

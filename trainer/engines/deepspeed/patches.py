@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +48,7 @@ def link_group_by_group(optimizer: Any) -> None:
         ("bit16_groups", "single_partition_of_fp32_groups"),
         ("bf16_groups", "fp32_groups_flat_partition"),
     )
-    found = [
+    present = [
         attributes for attributes in names if all(hasattr(optimizer, name) for name in attributes)
     ]
     linked: set[int] = set()
@@ -56,13 +56,13 @@ def link_group_by_group(optimizer: Any) -> None:
     def link() -> None:
         state = optimizer.optimizer.state
         for index, (group, flat) in enumerate(
-            zip(*(getattr(optimizer, name) for name in found[0]), strict=True)
+            zip(*(getattr(optimizer, name) for name in present[0]), strict=True)
         ):
             if index not in linked and state.get(flat):
                 lazy_init_hp_params_optimizer_state(group, flat, state)
                 linked.add(index)
 
-    if found:
+    if present:
         optimizer._lazy_init_hp_params_optimizer_state = link
 
 
@@ -73,6 +73,31 @@ def replace_step(optimizer: Any, step: Callable[[Callable[[], object]], object])
     """
     update = optimizer.step
     optimizer.step = lambda: step(update)
+
+
+def surround_update(engine: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before` and `after` around each update that a `PipelineEngine` takes in its schedule.
+
+    Symptom: it clips and steps right after its last reduction, where nothing else gets in. Can go
+    when its schedule has an instruction, or the engine a hook, between the two.
+    """
+    update = engine._take_model_step
+
+    def surrounded(options: Any) -> None:
+        before()
+        update(options)
+        after()
+
+    engine._take_model_step = surrounded
+
+
+def set_loss_scaler(scaler: Any, values: Mapping[str, float]) -> None:
+    """Set the scale and the counts of a dynamic loss scaler, by name.
+
+    Symptom: a resumed run starts at the initial scale. Can go when scalers load a state.
+    """
+    for name, value in values.items():
+        setattr(scaler, name, type(getattr(scaler, name))(value))
 
 
 def tie_stages(

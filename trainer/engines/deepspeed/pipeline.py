@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.engines.deepspeed import patches
-from trainer.engines.deepspeed.forward_backward import Step
+from trainer.engines.deepspeed.forward_backward import initialize
 from trainer.engines.deepspeed.machine import DTYPES
 from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import Job
@@ -22,7 +22,6 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.materialise import materialise
 from trainer.models.spec import ModelSpec
-from trainer.optim.decay import groups_of
 from trainer.parallel.apply import stages_of_rank
 from trainer.parallel.gradients import ends, on_both
 from trainer.parallel.parallel_mesh import ParallelMesh, parallel_mesh_of
@@ -40,15 +39,12 @@ def refusal(layout: Layout) -> str | None:
 
 
 def is_copy(parameter: nn.Parameter) -> bool:
-    """Return True if an earlier stage holds the parameter, too, and counts it in norms: DeepSpeed's
-    own mark.
-    """
+    """Return DeepSpeed's mark of a parameter that an earlier stage holds and counts, too."""
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
 def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
     """Cut the model, and pass this rank's stage to DeepSpeed as one of several layers."""
-    import deepspeed
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
@@ -60,13 +56,8 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
 
     def finish(stage: Stage, spec: ModelSpec) -> None:
         blank.append((copy.deepcopy(stage.model), spec))
-        materialise(
-            stage.model,
-            spec,
-            seed=job.seed_of_values,
-            device=device,
-            dtype=DTYPES[layout.precision],
-        )
+        dtype = DTYPES[layout.precision]
+        materialise(stage.model, spec, seed=job.seed_of_values, device=device, dtype=dtype)
 
     [stage], note = stages_of_rank(job.spec, job.task, mesh, job.machine.ranks, finish)
     job.machine.ranks.on_each(lambda: _check_learns(stage, rank, job.spec))
@@ -89,22 +80,17 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
 
     held = {name: p for name, p in stage.named_parameters() if name in tied and p.requires_grad}
     copies = [held[name] for name in on_both(pair, held)]
-    without = {
-        key: value for key, value in config.items() if key != "pipeline"
-    }  # stages are cut, and recompute
-    decay = config["optimizer"]["params"]["weight_decay"]
-    learned = groups_of(stage.named_parameters(), job.undecayed, decay, job.spec.training.tuned)
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=learned, config=without)
+    # stages are cut, and recomputed, here
+    without = {key: value for key, value in config.items() if key != "pipeline"}
+    engine = initialize(module, stage.named_parameters(), job, without)
     patches.tie_stages(module, engine.optimizer, copies, pair, is_copy=rank > 0)
     return PipelinedStep(engine, layer, job, mesh, blank[0], note, equalise)
 
 
 def _check_learns(stage: Stage, rank: int, spec: ModelSpec) -> None:
     if not any(parameter.requires_grad for parameter in stage.parameters()):
-        place, seen = (
-            f"engine deepspeed: {spec.name}",
-            f"pipeline stage {rank} is frozen as a whole",
-        )
+        place = f"engine deepspeed: {spec.name}"
+        seen = f"pipeline stage {rank} is frozen as a whole"
         expected = "something to learn in each stage: DeepSpeed makes no optimizer of nothing"
         raise ConfigError(Problem(place, seen, expected, 'Set trainer.engine to "mesh".'))
 
@@ -117,19 +103,19 @@ class _StageLayer(nn.Module):
         self.stage = stage
         self._first = first
 
-    def start(self, micro_batches: Sequence[Batch], step: Step) -> None:
-        self._waiting, self._step = enumerate(micro_batches), step
+    def start(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> None:
+        self._seed = seed
+        self._waiting = enumerate(micro_batches)
+        self._scale = scale
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         index, batch = next(self._waiting)
         hidden = () if self._first else (inputs,)
-        output: torch.Tensor = self.stage(
-            *hidden, batch=batch, seed=self._step.seed, micro_batch=index
-        )
+        output: torch.Tensor = self.stage(*hidden, batch=batch, seed=self._seed, micro_batch=index)
         return output.contiguous()
 
     def loss(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return output.squeeze(0) * self._step.scale()
+        return output.squeeze(0) * self._scale
 
 
 class PipelinedStep:
@@ -147,7 +133,7 @@ class PipelinedStep:
     ) -> None:
         self.engine = engine
         self.blank = blank
-        self.module: nn.Module = layer.stage
+        self.modules: list[nn.Module] = [layer.stage]
         self.mesh = mesh
         self.split: Split | None = None
         self.notes: tuple[str, ...] = (note,)
@@ -155,25 +141,25 @@ class PipelinedStep:
         self._task = job.task
         self._shape: tuple[int, ...] | None = None
         self.evaluate = PipelineRun([layer.stage], job.task, mesh, job.machine.device).evaluate
-        self._update, self._equalise = engine._take_model_step, equalise
+        self._before_update: Callable[[], None] = lambda: None
+        patches.surround_update(engine, lambda: self._before_update(), equalise)
         self._nothing = torch.zeros((), device=job.machine.device)
 
-    def train(self, micro_batches: Sequence[Batch], step: Step) -> torch.Tensor:
+    def train(
+        self,
+        seed: int,
+        micro_batches: Sequence[Batch],
+        scale: torch.Tensor,
+        before_update: Callable[[], None],
+    ) -> torch.Tensor:
         batches = self._task.padded(micro_batches)
         if (shape := self._task.shape(batches[0])) != self._shape:
             self.engine.reset_activation_shape()
             self._shape = shape
-        self._layer.start(batches, step)
-
-        def update(options: Any) -> None:
-            step.before_update()
-            self._update(options)
-            self._equalise()
-
-        self.engine._take_model_step = update
+        self._layer.start(seed, batches, scale)
+        self._before_update = before_update
         self.engine.train_batch(repeat((self._nothing, self._nothing)))
-        return (
-            self.engine.total_loss / step.scale()
-            if self.engine.is_last_stage()
-            else self._nothing.clone()
-        )
+        if self.engine.is_last_stage():
+            loss: torch.Tensor = self.engine.total_loss / scale
+            return loss
+        return self._nothing.clone()

@@ -1,6 +1,4 @@
-"""DeepSpeed's weights, float32 masters and moments under each ZeRO stage, as whole tensors by
-name.
-"""
+"""DeepSpeed's weights, float32 masters and moments by name, whole, under each ZeRO stage."""
 
 from __future__ import annotations
 
@@ -21,9 +19,10 @@ from deepspeed.utils import (
 from torch import nn
 
 from trainer.distributed.ranks import Ranks
+from trainer.engines.deepspeed import patches
 from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import Observer
-from trainer.engines.optimizer_state import OptimizerState, elsewhere, made
+from trainer.engines.optimizer_state import OptimizerState, elsewhere, fresh_state
 from trainer.engines.owners import Kind, persistent_buffers, report, state_tensors_of
 from trainer.errors import ConfigError, Problem
 from trainer.models.materialise import materialise
@@ -34,9 +33,7 @@ from trainer.tasks.task import bare_name
 
 
 class MasterState:
-    """Reads and writes the training state of a `deepspeed.DeepSpeedEngine`, of all stages if it is
-    a pipeline's.
-    """
+    """Reads and writes the training state of all pipeline stages of a DeepSpeed engine."""
 
     def __init__(
         self, engine: Any, module: nn.Module, ranks: Ranks, mesh: ParallelMesh, split: Split | None
@@ -47,29 +44,25 @@ class MasterState:
         self._split = split
         self._partitioned = engine.zero_optimization_stage() == 3
         self._optimizer = engine.optimizer
-        # without ZeRO in float32, the engine's optimizer is PyTorch's own, over the model's
-        # parameters
+        # without ZeRO in float32, the engine's optimizer is PyTorch's own
         self._inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
         self._states = OptimizerState(self._inner)
         self._scalars: dict[str, float] = {}
         """Restored scalars that all parameters of a flat partition share."""
         dtypes = {p.dtype for p in module.parameters()}
         self.low_precision = dtypes != {torch.float32}
-        self._scaler = (
-            getattr(engine.optimizer, "loss_scaler", None) if torch.float16 in dtypes else None
-        )
+        scales = torch.float16 in dtypes
+        self._scaler = getattr(engine.optimizer, "loss_scaler", None) if scales else None
         self._flat = next((name for name in _FLAT if hasattr(engine.optimizer, name)), None)
 
     def start_masters(self, blank: nn.Module, spec: ModelSpec, seed: int) -> None:
-        """Give the float32 masters their initial values, before rounding to low precision.
-        Collective.
+        """Give the float32 masters the initial values as they are before rounding. Collective.
 
         `blank` is on the meta device, with the names of this rank's parameters. One unit of it is
-        whole at a time.
+        materialised at a time.
         """
-        learned = {
-            bare_name(name): p for name, p in self._module.named_parameters() if p.requires_grad
-        }
+        named = self._module.named_parameters()
+        learned = {bare_name(name): p for name, p in named if p.requires_grad}
 
         def take(unit: nn.Module, parameters: list[nn.Parameter]) -> None:
             names = {parameter: name for name, parameter in blank.named_parameters()}
@@ -78,20 +71,15 @@ class MasterState:
                     self._write(name, learned[name], MASTER, parameter.detach())
                 parameter.data = torch.empty(0)
 
-        materialise(
-            blank, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32, after_unit=take
-        )
+        host = torch.device("cpu")
+        materialise(blank, spec, seed=seed, device=host, dtype=torch.float32, after_unit=take)
 
     def state_tensors(self) -> list[StateTensor]:
-        """List each parameter's weight, float32 master and optimizer state; then persistent
-        buffers. Collective.
-        """
+        """List weights, float32 masters, optimizer state and persistent buffers. Collective."""
         held: dict[Kind, torch.Tensor] = {}
-        for (
-            name,
-            parameter,
-        ) in self._module.named_parameters():  # a tied parameter comes once, under its first name
-            name, shape = bare_name(name), self._shape(parameter)
+        # a tied parameter comes once, under its first name
+        for full_name, parameter in self._module.named_parameters():
+            name, shape = bare_name(full_name), self._shape(parameter)
             held[name, WEIGHT, shape, parameter.dtype] = parameter
             if parameter.requires_grad:
                 if self.low_precision:
@@ -103,28 +91,27 @@ class MasterState:
         return state_tensors_of(held, self._mesh, self._ranks, self._state_tensor)
 
     def gradients(self, observe: Observer) -> None:
-        """Call `observe` with every gradient, whole, averaged and unscaled. Collective; before
-        `engine.step`.
-        """
+        """Implement `TrainingState.gradients`, before `engine.step`."""
         scale = float(getattr(self._optimizer, "loss_scale", 1.0))
-        found = {
+        gradients = {
             bare_name(name): self._whole(parameter, gradient.detach().float()) / scale
             for name, parameter in self._module.named_parameters()
             if parameter.requires_grad and (gradient := safe_get_full_grad(parameter)) is not None
         }
-        report(found, self._mesh, observe)
+        report(gradients, self._mesh, observe)
 
     def scalars(self) -> dict[str, float]:
-        found = {"optimizer_step": self._states.step()}
+        scalars = {"optimizer_step": self._states.step()}
         known = [key for key in _SCALER_KEYS if hasattr(self._scaler, key)]
-        return found | {f"scaler.{key}": float(getattr(self._scaler, key)) for key in known}
+        return scalars | {f"scaler.{key}": float(getattr(self._scaler, key)) for key in known}
 
     def restore(self, scalars: Mapping[str, float]) -> None:
         self._states.common_step, self._scalars = scalars["optimizer_step"], {}
-        for key in _SCALER_KEYS:
-            if f"scaler.{key}" in scalars and hasattr(self._scaler, key):
-                kind = type(getattr(self._scaler, key))
-                setattr(self._scaler, key, kind(scalars[f"scaler.{key}"]))
+        saved = {
+            key: scalars[f"scaler.{key}"] for key in _SCALER_KEYS if f"scaler.{key}" in scalars
+        }
+        known = {key: value for key, value in saved.items() if hasattr(self._scaler, key)}
+        patches.set_loss_scaler(self._scaler, known)
 
     # Reading and writing one tensor
 
@@ -152,9 +139,7 @@ class MasterState:
     def _keep(
         self, name: str, parameter: torch.Tensor | None, shapes: Mapping[str, tuple[int, ...]]
     ) -> list[StateTensor]:
-        """Implement `StateTensor.keep`; if a flat partition has state, a parameter without any gets
-        zeros.
-        """
+        """Implement `StateTensor.keep`; what a flat partition adds for itself is zero."""
         if parameter is None:
             return elsewhere(name, shapes)
         tensors, flat = self._updated(parameter), self._flat is not None
@@ -164,10 +149,8 @@ class MasterState:
             self._optimizer._lazy_init_hp_params_optimizer_state()
         entries = []
         for key, value in self._states.of(tensors[0]).items():
-            write, shape = (
-                partial(self._write, name, parameter, key),
-                self._shape(parameter) if value.ndim else (),
-            )
+            write = partial(self._write, name, parameter, key)
+            shape = self._shape(parameter) if value.ndim else ()
             if shapes and key == STEP and key not in shapes:
                 write(torch.tensor(self._states.common_step))
             elif shapes or self._states.from_start:
@@ -197,10 +180,8 @@ class MasterState:
         return self._whole(held, safe_get_full_optimizer_state(held, key)) if state.ndim else state
 
     def _write(self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
-        if (
-            key not in (WEIGHT, MASTER)
-            and not self._states.of(self._updated(parameter)[0])[key].ndim
-        ):
+        in_state = key not in (WEIGHT, MASTER)
+        if in_state and not self._states.of(self._updated(parameter)[0])[key].ndim:
             return self._put(name, parameter, key, value)
         value = self._split.own(parameter, value) if self._split else value
         if key == WEIGHT:
@@ -243,26 +224,22 @@ class MasterState:
             known = self._scalars.get(key)
             if known is not None and known != float(value):
                 seen = (
-                    f"{key} {float(value):g} of {name}, {known:g} of others: it had no "
-                    "gradient "
-                    "in some steps"
+                    f"{key} {float(value):g} of {name}, {known:g} of others: it had no gradient in "
+                    "some steps"
                 )
                 expected = "one for all of a ZeRO partition, which is what DeepSpeed has"
-                raise ConfigError(
-                    Problem("optimizer state", seen, expected, 'Set trainer.engine to "mesh"')
-                )
+                hint = 'Set trainer.engine to "mesh"'
+                raise ConfigError(Problem("optimizer state", seen, expected, hint))
             if known is None and key == STEP and hasattr(self._inner, "ds_opt_adam"):
                 # it accumulates its bias correction step by step; a power would round otherwise
-                made(self._inner, tensors[0], steps=int(value))
+                fresh_state(self._inner, tensors[0], steps=int(value))
             self._scalars[key] = float(value)
             if known is not None:
                 return
         self._states.put(tensors, key, value)
 
     def _updated(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that the inner optimizer updates: all flat partitions, or the
-        parameter itself.
-        """
+        """Return the tensors that the inner optimizer updates: `parameter` or all flat ones."""
         return [parameter] if self._flat is None else list(getattr(self._optimizer, self._flat))
 
 

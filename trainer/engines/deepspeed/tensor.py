@@ -35,9 +35,8 @@ def refusal(layout: Layout) -> str | None:
     if layout.recompute.mode == "selective":
         return (
             "Its AutoTP adds a row-split product up in place, where selective recomputation has "
-            "kept it: computed "
-            'again, it is added up twice. Set activation_checkpointing to "full", or use the mesh '
-            "engine."
+            "kept it: computed again, it is added up twice. Set activation_checkpointing to "
+            '"full", or use the mesh engine.'
         )
     return None
 
@@ -45,21 +44,18 @@ def refusal(layout: Layout) -> str | None:
 def check(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError for a model that AutoTP would not split exactly."""
     tensor.check(spec, layout)
-    if WHOLE in spec.language.tensor_plan.values():
-        place, mend = f"engine deepspeed: {spec.name}", 'Set trainer.engine to "mesh".'
+    styles, hint = set(spec.language.tensor_plan.values()), 'Set trainer.engine to "mesh".'
+    if WHOLE in styles:
+        place = f"engine deepspeed: {spec.name}"
         seen = "an adapter, of which AutoTP would take each matrix for a layer of its own"
-        raise ConfigError(Problem(place, seen, "no adapter in what it splits", mend))
-    if strange := sorted(set(spec.language.tensor_plan.values()) - _KINDS.keys()):
-        place, mend = f"tensor_parallel.autotp_size: {spec.name}", 'Set trainer.engine to "mesh".'
-        raise ConfigError(
-            Problem(place, f"split as {', '.join(strange)}", f"one of {', '.join(_KINDS)}", mend)
-        )
+        raise ConfigError(Problem(place, seen, "no adapter in what it splits", hint))
+    if unknown := sorted(styles - _KINDS.keys()):
+        place, seen = f"tensor_parallel.autotp_size: {spec.name}", f"split as {', '.join(unknown)}"
+        raise ConfigError(Problem(place, seen, f"one of {', '.join(_KINDS)}", hint))
 
 
 def groups(layout: Layout) -> Any:
-    """Return DeepSpeed's groups of data and tensor ranks, which are those of the layout.
-    Collective.
-    """
+    """Make DeepSpeed's groups of data and tensor ranks, equal to the layout's. Collective."""
     from deepspeed.utils import groups
 
     groups._init_tp_mesh_device(tensor_model_parallel_size=layout.tensor)

@@ -1,6 +1,4 @@
-"""The accelerate engine: DDP, FSDP2 and HSDP through Accelerate, over the DeviceMesh of its
-ParallelismConfig.
-"""
+"""The accelerate engine: DDP, FSDP2 and HSDP as Accelerate wraps them."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ from trainer.engines.torch.mesh import refusal as mesh_refusal
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
-from trainer.optim.optimizer import optimizer_of
 from trainer.optim.recipes import in_torch
 from trainer.parallel import shard
 from trainer.parallel.apply import give_values, wrap_blocks
@@ -32,8 +29,8 @@ def refusal(layout: Layout) -> str | None:
     if layout.tensor > 1:
         return (
             "Accelerate leaves tensor parallelism to how transformers loads a model, and for its "
-            "product with FSDP2 "
-            "imports a class that transformers 5 has dropped; the mesh engine has both."
+            "product with FSDP2 imports a class that transformers 5 has dropped; the mesh engine "
+            "has both."
         )
     if layout.zero_stage > 0 and layout.shard == 1 < layout.replicate:
         return "Accelerate has no replicas of a single rank each under ZeRO; the mesh engine has."
@@ -41,29 +38,25 @@ def refusal(layout: Layout) -> str | None:
 
 
 def build(job: Job) -> TorchEngine:
-    """Have Accelerate wrap the model: with its values for replicas, on the meta device for
-    shards.
-    """
+    """Have Accelerate wrap the model: with values for replicas, on the meta device for shards."""
     from accelerate.utils import fsdp2_prepare_model
 
     layout, spec, device = job.layout, job.spec, job.machine.device
     model, dropout = wrap_blocks(spec, job.task, layout)
-    recipe = recipe_of(KIND, job)
     module: nn.Module = ModelWithLoss(model, job.task)
     accelerator = _accelerator(job)
     if layout.zero_stage > 0:
-        # what `prepare` calls; with an optimizer, that identifies parameters by address, which they
-        # lack on meta
+        # `prepare` calls this, but maps an optimizer by addresses, which meta tensors lack
         module = fsdp2_prepare_model(accelerator, module)
         shard.check_units(module, spec)
     give_values(model, spec, layout, job.seed_of_values, device)
-    optimizer = optimizer_of(recipe, module.named_parameters(), job.undecayed, spec.training.tuned)
     if layout.zero_stage == 0:
         module = accelerator.prepare(module)
-    mesh, notes = parallel_mesh_of(layout, device), (*notes_of(layout), *recipe.notes)
+    mesh = parallel_mesh_of(layout, device)
     check_replicas([module], mesh, job.machine.ranks)
     used = Used([module], mesh) if job.sparse and layout.zero_stage > 0 else None
-    return TorchEngine(GradientAccumulation(module, dropout), optimizer, job, mesh, notes, used)
+    forward_backward = GradientAccumulation(module, dropout)
+    return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), notes_of(layout), used)
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
@@ -77,13 +70,10 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     if other := [
         f"{name} ({kind})" for name, kind in named if kind in classes and name not in spec.blocks
     ]:
+        place, hint = f"engine accelerate: {spec.name}", 'Set trainer.engine to "mesh".'
         seen = f"{other[0]} is of a block's class, and no block: it would be a unit of its own"
         expected = "a class for blocks alone, by which Accelerate shards"
-        raise ConfigError(
-            Problem(
-                f"engine accelerate: {spec.name}", seen, expected, 'Set trainer.engine to "mesh".'
-            )
-        )
+        raise ConfigError(Problem(place, seen, expected, hint))
 
 
 KIND = EngineKind(refusal, in_torch, build, check)
@@ -127,9 +117,7 @@ def _classes_of_blocks(model: nn.Module, spec: ModelSpec) -> set[str]:
 
 
 def _let_shard(layout: Layout, cpu: bool) -> None:
-    """Let Accelerate shard on any device: it silently ignores an FSDP plugin unless it sees several
-    GPUs.
-    """
+    """Let Accelerate shard on any device: without several GPUs it ignores an FSDP plugin."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 

@@ -12,7 +12,6 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.cut import check_cut
 from trainer.models.spec import ModelSpec
-from trainer.optim.optimizer import optimizer_of
 from trainer.optim.recipes import in_torch
 from trainer.parallel import shard, tensor
 from trainer.parallel.apply import shard_and_materialise, stages_of_rank, wrap_blocks
@@ -33,8 +32,8 @@ def refusal(layout: Layout) -> str | None:
     if layout.pipeline > 1 and layout.schedule.splits_backward and layout.zero_stage == 3:
         return (
             f"{layout.schedule.name} with ZeRO-3 gives wrong gradients without a word: FSDP2 frees "
-            "parameters between "
-            "the two halves of the backward pass. Use ZeRO-2, or the schedule 1F1B."
+            "parameters between the two halves of the backward pass. Use ZeRO-2, or the schedule "
+            "1F1B."
         )
     if layout.precision == "float16":
         return (
@@ -71,26 +70,17 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 
 
 def build(job: Job) -> TorchEngine:
-    """Build and wrap the part of the model on this rank: the whole model, or its pipeline
-    stages.
-    """
+    """Build and wrap the whole model, or this rank's pipeline stages."""
     layout, device = job.layout, job.machine.device
     mesh, notes = parallel_mesh_of(layout, device), notes_of(layout)
-    if (
-        job.sparse
-        and layout.pipeline > 1
-        and layout.schedule.splits_backward
-        and layout.zero_stage > 0
-    ):
+    splits_backward = layout.pipeline > 1 and layout.schedule.splits_backward
+    if job.sparse and splits_backward and layout.zero_stage > 0:
         # such a schedule accumulates gradients itself, unseen by `Used`
+        key, hint = "trainer.pipeline_schedule", "Use the schedule 1F1B."
         seen = (
             f"{layout.schedule.name} with ZeRO, and tokens that leave parameters without a gradient"
         )
-        raise ConfigError(
-            Problem(
-                "trainer.pipeline_schedule", seen, "a gradient of each", "Use the schedule 1F1B."
-            )
-        )
+        raise ConfigError(Problem(key, seen, "a gradient of each", hint))
 
     def finish(module: ModelWithLoss, spec: ModelSpec) -> None:
         shard_and_materialise(module, spec, mesh, job.seed_of_values, device)
@@ -106,21 +96,13 @@ def build(job: Job) -> TorchEngine:
         module = ModelWithLoss(model, job.task)
         finish(module, job.spec)
         check_replicas([module], mesh, job.machine.ranks)
-        # where neither FSDP nor `GradientSync` (tensor ranks, sparse models) averages gradients
-        by_ddp = (
-            layout.zero_stage == 0
-            and layout.replicate > 1
-            and layout.tensor == 1
-            and not job.sparse
-        )
-        forward_backward = GradientAccumulation(
-            _replicated(module, device) if by_ddp else module, dropout
-        )
-    recipe = recipe_of(KIND, job)
-    named = [found for module in forward_backward.modules for found in module.named_parameters()]
-    optimizer = optimizer_of(recipe, named, job.undecayed, job.spec.training.tuned)
+        # FSDP, and `GradientSync` for tensor ranks and sparse models, average gradients themselves
+        replicas = layout.replicate > 1 and layout.zero_stage == 0
+        by_ddp = replicas and layout.tensor == 1 and not job.sparse
+        wrapped = _replicated(module, device) if by_ddp else module
+        forward_backward = GradientAccumulation(wrapped, dropout)
     used = Used(forward_backward.modules, mesh) if job.sparse else None
-    return TorchEngine(forward_backward, optimizer, job, mesh, (*notes, *recipe.notes), used)
+    return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), notes, used)
 
 
 def _replicated(module: ModelWithLoss, device: torch.device) -> nn.Module:

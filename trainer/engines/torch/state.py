@@ -1,6 +1,4 @@
-"""The state of PyTorch's optimizers over whole or sharded (DTensor) parameters, as whole tensors by
-name.
-"""
+"""The state of PyTorch's optimizers by name, whole, over whole or sharded (DTensor) parameters."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ from trainer.tasks.task import bare_name
 
 
 class TorchState:
-    """Reads and writes parameters, buffers and optimizer state of the stages that this rank
-    holds.
-    """
+    """Reads and writes parameters, buffers and optimizer state of this rank's stages."""
 
     def __init__(
         self,
@@ -35,9 +31,7 @@ class TorchState:
         mesh: ParallelMesh,
     ) -> None:
         self._named: dict[str, list[nn.Parameter]] = {}
-        """Parameters by Hugging Face name; two for a table shared by first and last stage on this
-        rank.
-        """
+        """Parameters by Hugging Face name; two for a table of this rank's first and last stage."""
         self._buffers: dict[str, list[torch.Tensor]] = {}
         for module in modules:
             for name, parameter in module.named_parameters():
@@ -49,29 +43,22 @@ class TorchState:
         self._mesh = mesh
 
     def state_tensors(self) -> list[StateTensor]:
-        """List every parameter's weight, then the optimizer's state of it; then persistent buffers.
-        Collective.
-        """
+        """List weights, the optimizer state of each, and persistent buffers. Collective."""
         held: dict[Kind, list[torch.Tensor]] = {}
         for name, parameters in self._named.items():
             held[_kind(name, WEIGHT, parameters[0])] = list(parameters)
             states = [self._optimizer.of(parameter) for parameter in parameters]
             for key, value in states[0].items():
                 held[_kind(name, key, value)] = [state[key] for state in states if key in state]
-        held |= {
-            _kind(name, WEIGHT, buffers[0]): list(buffers)
-            for name, buffers in self._buffers.items()
-        }
+        for name, buffers in self._buffers.items():
+            held[_kind(name, WEIGHT, buffers[0])] = list(buffers)
         return state_tensors_of(held, self._mesh, self._ranks, self._state_tensor)
 
     def gradients(self, observe: Observer) -> None:
-        """Call `observe` with every gradient, whole, on every rank. Collective."""
-        found = {
-            name: whole(p[0].grad).float()
-            for name, p in self._named.items()
-            if p[0].grad is not None
-        }
-        report(found, self._mesh, observe)
+        """Implement `TrainingState.gradients`."""
+        gradients = {name: parameters[0].grad for name, parameters in self._named.items()}
+        present = {name: whole(g).float() for name, g in gradients.items() if g is not None}
+        report(present, self._mesh, observe)
 
     def scalars(self) -> dict[str, float]:
         return {"optimizer_step": self._optimizer.step()}
@@ -90,8 +77,7 @@ class TorchState:
             if not is_source:
                 return None
             if isinstance(held[0], DTensor):
-                # collectively: NCCL has a communicator for the group, and would make one for each
-                # pair that sends
+                # a collective: to send, NCCL would make a communicator for each pair
                 return gather_by_device(held[0], owner, self._ranks.rank)
             return held[0].detach() if owner == self._ranks.rank else None
 
@@ -105,11 +91,9 @@ class TorchState:
 
         def assemble(shard: torch.Tensor | None, ranks: Ranks) -> torch.Tensor | None:
             like = held[0] if held else None
-            return (
-                gather(shard, like, owner, ranks)
-                if shard is not None and isinstance(like, DTensor)
-                else shard
-            )
+            if shard is None or not isinstance(like, DTensor):
+                return shard
+            return gather(shard, like, owner, ranks)
 
         still = bool(held) and not held[0].requires_grad
         keep = partial(self._keep, kind[0]) if kind[1] == WEIGHT and not still else None

@@ -101,12 +101,7 @@ def candidates(
                 try:
                     yield replace(
                         layout,
-                        **{
-                            "world_size": world,
-                            "pipeline": pipeline,
-                            "tensor": tensor,
-                            "zero_stage": stage,
-                        },
+                        **{"pipeline": pipeline, "tensor": tensor, "zero_stage": stage},
                         **{"shard": shard, "replicate": ranks // shard, "micro_batch": micro},
                         accumulation=layout.train_batch // (micro * ranks),
                         offload_optimizer=optimizer,

@@ -389,12 +389,10 @@ def with_blocks(
     """
     layout = workload.layout
     few = accumulation or layout.accumulation
-    samples = layout.micro_batch * few * layout.data_ranks
     changed = replace(
         layout,
         accumulation=few,
-        train_batch=samples,
         partition="uniform" if blocks is not None else layout.partition,
     )
-    batches = {"train_batch_size": samples, "gradient_accumulation_steps": few}
+    batches = {"train_batch_size": changed.train_batch, "gradient_accumulation_steps": few}
     return replace(workload, layout=changed, spec=spec, deepspeed={**workload.deepspeed, **batches})
