@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -13,6 +13,11 @@ SHOWN = 6
 def pattern_of(name: str) -> str:
     """Replace each number in a name by `*`, so that layers and experts share one pattern."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def outermost(names: Sequence[str]) -> list[str]:
+    """Return the modules that are within no other of them."""
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
 def layer_of(name: str) -> str:

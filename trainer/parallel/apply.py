@@ -31,7 +31,7 @@ from torch import nn
 from trainer.distributed.ranks import Ranks
 from trainer.layout import Layout
 from trainer.models.cut import check_cut, cut
-from trainer.models.materialise import materialise
+from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
 from trainer.parallel import activation_checkpointing, partition, shard, tensor
 from trainer.parallel.dropout import Dropout
@@ -107,10 +107,6 @@ def give_values(
 
     The base of an adapter is kept in the precision in which it computes.
     """
-    storage, low = (
-        torch.device("cpu") if layout.offloads else device,
-        getattr(torch, layout.precision),
-    )
-    materialise(
-        model, spec, seed=seed, device=device, dtype=torch.float32, storage=storage, base_dtype=low
-    )
+    storage = torch.device("cpu") if layout.offloads else device
+    placement = Placement(device, storage=storage, base_dtype=getattr(torch, layout.precision))
+    materialise(model, spec, seed=seed, placement=placement)

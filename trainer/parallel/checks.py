@@ -201,7 +201,7 @@ def _check_stages(spec: ModelSpec) -> None:
             stage = tiny(spec)[1].train()
             dropout = Dropout(stage, small)
             stage_input = cut(stage, small, boundary, range(index, index + 1))
-            stage_input.hidden = hidden
+            stage_input.put(hidden)
             dropout.start(1, 0)
             hidden = trial.hidden(stage) if index + 1 < len(small.blocks) else trial.output(stage)
     if not (error := float((hidden - expected).abs().max() / expected.abs().max())) <= TOLERANCE:

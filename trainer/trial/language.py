@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.distributed.seeding import seed_generators
 from trainer.errors import ConfigError, MeshloomError, Problem, named_line
-from trainer.models.blocks import blocks_of
+from trainer.models.language_model import blocks_of
 from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
 from trainer.trial.draws import observe_draws

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError, Problem
-from trainer.models.materialise import materialise
+from trainer.models.materialise import on_host
 from trainer.models.names import pattern_of
 from trainer.models.own.module import LARGEST_BUILT, running_norms
 from trainer.models.own.python_state import snapshot
@@ -35,7 +35,7 @@ def check_module(spec: ModelSpec, task: OwnTask) -> Findings:
         return Findings(notes=(f"{spec.name} is too large to be tried before it is trained",))
     with own_randomness(), Alone():
         whole, *single = spec.tiny.input.batches
-        model = _made(spec)
+        model = on_host(spec)
         model.train()
         try:
             loss, found = _with_gradient(model, task, whole)
@@ -77,7 +77,7 @@ def check_module(spec: ModelSpec, task: OwnTask) -> Findings:
         halves = _halves(whole)
         run: Run = lambda model, rows: task.loss_sum(model, halves[rows])  # noqa: E731
         moved = check_forward_state(
-            spec.name, lambda: _made(spec), run, ("loss", getattr(task, "_loss", None))
+            spec.name, lambda: on_host(spec), run, ("loss", getattr(task, "_loss", None))
         )
     notes = list(say_unused(spec, never))
     if spec.blocks and not runs:
@@ -88,12 +88,6 @@ def check_module(spec: ModelSpec, task: OwnTask) -> Findings:
     sparse = tuple(sorted(sometimes - set(never)))
     moves = next((name for name in moved if name not in known), "")
     return Findings(never, sparse, draws, runs, moves, next(iter(norms), ""), notes=tuple(notes))
-
-
-def _made(spec: ModelSpec) -> nn.Module:
-    model = spec.build()
-    materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
-    return model
 
 
 def _halves(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import ConfigError, Problem
-from trainer.models.materialise import materialise
+from trainer.models.materialise import on_host
 from trainer.models.spec import ModelSpec
 
 IGNORED = -100
@@ -48,8 +48,7 @@ def tiny(spec: ModelSpec) -> tuple[ModelSpec, nn.Module]:
 
 def drawn(small: ModelSpec) -> nn.Module:
     """Build the tiny model anew, so that nothing is left over from an earlier pass."""
-    model = small.build()
-    materialise(model, small, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    model = on_host(small)
     spread(model, seed=0)
     return model
 

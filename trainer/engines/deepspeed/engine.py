@@ -30,7 +30,7 @@ from trainer.engines.normalise import counted_here, evaluated, gradient_scale
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.cut import check_cut
-from trainer.models.materialise import materialise
+from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
 from trainer.optim.decay import groups_of
 from trainer.optim.lr_schedules import Update
@@ -126,7 +126,8 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     on_host = layout.offload_param != "none" or layout.tensor > 1
     storage = torch.device("cpu") if on_host else job.machine.device
     with torch.device("cpu"):
-        materialise(model, job.spec, seed=job.seed_of_values, device=storage, dtype=dtype, **after)
+        placement = Placement(storage, dtype)
+        materialise(model, job.spec, seed=job.seed_of_values, placement=placement, **after)
     module = ModelWithLoss(model, job.task)
     decay = config["optimizer"]["params"]["weight_decay"]
     learned = groups_of(module.named_parameters(), job.undecayed, decay, job.spec.training.tuned)

@@ -78,9 +78,7 @@ class MasterState:
                     self._write(name, learned[name], MASTER, parameter.detach())
                 parameter.data = torch.empty(0)
 
-        materialise(
-            blank, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32, after_unit=take
-        )
+        materialise(blank, spec, seed=seed, after_unit=take)
 
     def state_tensors(self) -> list[StateTensor]:
         """List each parameter's weight, float32 master and optimizer state; then persistent
