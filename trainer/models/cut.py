@@ -157,7 +157,7 @@ def _blank(module: nn.Module, stage_input: StageInput) -> nn.Module:
 
 
 def kept_for_the_head(spec: ModelSpec, boundary: StageBoundary) -> set[str]:
-    """Return the modules before the blocks to which the head is tied: the last stage has them, too."""
+    """Return the modules before the blocks that the last stage keeps: its head is tied to them."""
     after = tuple(f"{name}." for name in boundary.after)
     needed = {
         owner.rpartition(".")[0] for alias, owner in spec.tied.items() if alias.startswith(after)
@@ -177,12 +177,11 @@ def check_cut(spec: ModelSpec, stages: int) -> StageBoundary:
         raise ConfigError(Problem(place, seen, "at least one block for each stage"))
     try:
         return _try(spec.tiny.copy() if spec.tiny.copy else spec)
-    except _CannotCut as error:
-        reason, cause = str(error), error
     except Exception as error:  # whatever a model's own code raises when its blocks are gone
-        reason, cause = named_line(error), error
-    expected, mend = "the same logits and gradients", "Set pipeline.stages to 1."
-    raise ConfigError(Problem(place, f"cut into stages: {reason}", expected, mend)) from cause
+        reason = str(error) if isinstance(error, _CannotCut) else named_line(error)
+        expected, mend = "the same logits and gradients", "Set pipeline.stages to 1."
+        problem = Problem(place, f"cut into stages: {reason}", expected, mend)
+        raise ConfigError(problem) from error
 
 
 @dataclass

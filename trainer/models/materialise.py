@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.distributed.dtensor import own_shard
 from trainer.distributed.seeding import seeded_init
 from trainer.errors import ConfigError, Problem
+from trainer.models.names import tensors_of
 from trainer.models.patches import has_values, mark_values
 from trainer.models.spec import ModelSpec, NoWeights, units
 
@@ -203,8 +204,8 @@ def _all(build: Callable[[], nn.Module]) -> Mapping[str, torch.Tensor]:
             model = build()
         except Exception:  # small and large tensors may not go together
             return {}
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return {name: tensor.detach() for name, tensor in tensors if not tensor.is_meta}
+    tensors = tensors_of(model)
+    return {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
 
 
 class _BuiltOnHost(TorchFunctionMode):

@@ -1,13 +1,15 @@
-"""Names of tensors, shortened for the user."""
+"""Tensors and modules by name, and names shortened for the user."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
 
+import torch
 from torch import nn
 
 SHOWN = 6
+"""The most modules that a line lists."""
 
 
 def pattern_of(name: str) -> str:
@@ -21,10 +23,14 @@ def outermost(names: Sequence[str]) -> list[str]:
 
 
 def layer_of(name: str) -> str:
-    """Return the layer around an adapter's part of it (`.base_layer`, `.lora_A.default`, ...); else
-    `name` itself.
-    """
+    """Return the name of the layer that `name`, such as `q_proj.lora_A.default`, belongs to."""
     return re.sub(r"\.(base_layer|lora_[AB]\.\w+)$", "", name)
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Map each name of a parameter or buffer to it; a tied one has several names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return dict((*parameters, *model.named_buffers(remove_duplicate=False)))
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
@@ -35,17 +41,13 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 
 
 def in_short(names: Collection[str], others: Collection[str]) -> str:
-    """List the largest modules, by pattern, whose tensors are among `names` and never among
-    `others`; at most SHOWN.
-    """
+    """List the largest modules with tensors in `names` alone, and none in `others`, by pattern."""
     kept = {pattern_of(name) for name in others}
     shown: dict[str, None] = {}
     for pattern in map(pattern_of, names):
         parts = pattern.split(".")
         heads = (".".join(parts[:depth]) + "." for depth in range(1, len(parts)))
-        whole = next(
-            (head for head in heads if not any(name.startswith(head) for name in kept)), None
-        )
-        shown[f"{whole}*" if whole else pattern] = None
+        whole = (head for head in heads if not any(name.startswith(head) for name in kept))
+        shown.setdefault(next((f"{head}*" for head in whole), pattern))
     more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
     return ", ".join(list(shown)[:SHOWN]) + more

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.models.finetuning.lora_folder import STEM, Started
 from trainer.models.materialise import on_host
+from trainer.models.names import tensors_of
 from trainer.models.spec import ModelSpec, Weights
 
 ADAPTER = "default"
@@ -100,7 +101,7 @@ class MergedWeights:
 
 
 class MadeUpWeights:
-    """Weights of a tiny copy's base: the same for every seed, rounded to bfloat16 as in most files."""
+    """Weights of a tiny copy's base: the same for every seed, rounded to bfloat16 as files are."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
@@ -113,8 +114,5 @@ class MadeUpWeights:
 
     @cached_property
     def _values(self) -> dict[str, torch.Tensor]:
-        model = on_host(self._spec)
-        parameters = model.named_parameters(remove_duplicate=False)
-        buffers = model.named_buffers(remove_duplicate=False)
-        tensors = dict((*parameters, *buffers))
+        tensors = tensors_of(on_host(self._spec))
         return {name: t.detach().bfloat16().to(t.dtype) for name, t in tensors.items()}
