@@ -1,6 +1,4 @@
-"""The tiny copy of a model, rows of tokens for it, and the comparison of gradients, for all
-trials.
-"""
+"""The tiny copy of a model, rows of tokens for it, and the comparison of gradients."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ WIDER = LENGTH + 8
 SINGLE = 4
 """The number of rows of one token, tried for parameters that they leave without a gradient."""
 TOLERANCE = 1e-4
-"""The relative error allowed of logits, losses and gradients in float32: rounding is smaller, a
-mistake is larger.
-"""
+"""The relative error allowed in float32, larger than rounding and smaller than any mistake."""
 
 
 class TrialTask(Protocol):
@@ -54,25 +50,20 @@ def drawn(small: ModelSpec) -> nn.Module:
 
 
 def spread(model: nn.Module, seed: int) -> None:
-    """Draw the weights anew, such that activations keep their scale; what they were read from stays
-    as it is.
-    """
+    """Draw the weights anew, such that activations keep their scale; files stay as they are."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        scaled = (
-            noise / parameter.shape[-1] ** 0.5
-            if parameter.dim() > 1
-            else parameter.data + 0.1 * noise
-        )
-        parameter.data = scaled.to(parameter.dtype)
+        values = parameter.data + 0.1 * noise
+        if parameter.dim() > 1:
+            values = noise / parameter.shape[-1] ** 0.5
+        parameter.data = values.to(parameter.dtype)
 
 
 def row_of(spec: ModelSpec) -> torch.Tensor:
     """Draw the ids of one row, [LENGTH], none of them 0, which is the padding."""
-    return 1 + torch.randint(
-        spec.language.vocabulary - 1, (LENGTH,), generator=torch.Generator().manual_seed(2)
-    )
+    generator = torch.Generator().manual_seed(2)
+    return 1 + torch.randint(spec.language.vocabulary - 1, (LENGTH,), generator=generator)
 
 
 def batches(spec: ModelSpec, task: TrialTask) -> Iterator[dict[str, torch.Tensor]]:
@@ -81,18 +72,15 @@ def batches(spec: ModelSpec, task: TrialTask) -> Iterator[dict[str, torch.Tensor
     """
     ids = np.asarray(row_of(spec))
     for lengths, silent in (((LENGTH, 3, 11, 7), {2}), ((LENGTH,), set[int]()), ((5, 9), {0, 1})):
-        targets = [
-            np.full(n, IGNORED) if row in silent else np.roll(ids, -1)[:n]
-            for row, n in enumerate(lengths)
-        ]
-        targets = [
-            np.append(t[:-1], IGNORED) for t in targets
-        ]  # labels are as long as the ids: no place for the last
-        batch = task.collate([{"input_ids": ids[: len(t)], "targets": t} for t in targets])
-        yield {
-            **batch,
-            "input_ids": batch["input_ids"] % spec.language.vocabulary,
-        }  # the task's padding may be larger
+        samples = []
+        for row, length in enumerate(lengths):
+            targets = np.full(length, IGNORED)
+            if row not in silent:
+                targets[:-1] = ids[1:length]  # labels are as long as the ids: none for the last
+            samples.append({"input_ids": ids[:length], "targets": targets})
+        batch = task.collate(samples)
+        # the task's padding may be larger than the vocabulary
+        yield {**batch, "input_ids": batch["input_ids"] % spec.language.vocabulary}
 
 
 def differing_gradient(
@@ -107,12 +95,10 @@ def differing_gradient(
         {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         for model in (ours, theirs)
     )
-    largest = max(
-        (float(gradient.abs().max()) for gradient in other.values() if gradient.numel()),
-        default=0.0,
-    )
+    sizes = [float(gradient.abs().max()) for gradient in other.values() if gradient.numel()]
+    largest, nothing = max(sizes, default=0.0), torch.zeros(())
     for name in dict.fromkeys([*other, *mine]):
-        a, b = (found.get(name, torch.zeros(())) for found in (mine, other))
+        a, b = mine.get(name, nothing), other.get(name, nothing)
         error, scale = float((a - b).abs().max()), max(float(b.abs().max()), 1e-3 * largest)
         if not error <= most * scale:
             return name, error / max(scale, 1e-30)
@@ -132,17 +118,12 @@ def own_randomness() -> Iterator[None]:
 
 
 class Alone(ContextDecorator, TorchDispatchMode):
-    """A dispatch mode that refuses collective operations where one rank runs alone: no other would
-    join.
-    """
+    """A dispatch mode that refuses collective operations where one rank runs alone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             seen = f"a collective operation ({func}) in a forward pass or a loss"
-            mend = (
-                "The sum of the loss and the number of targets are added up over the ranks for it."
-            )
-            raise ConfigError(
-                Problem("model, loss", seen, "what each rank computes by itself", mend)
-            )
+            expected = "what each rank computes by itself"
+            mend = "The loss and the number of targets are summed over the ranks for it."
+            raise ConfigError(Problem("model, loss", seen, expected, mend))
         return func(*args, **(kwargs or {}))
