@@ -34,8 +34,6 @@ SIZED = {"vit_": "image_size", "VisionTransformer": "image_size", "maxvit": "inp
 """The argument for the size of the images, by the beginning of the builder's name."""
 CLASSES = ("ResNet", "VisionTransformer")
 """Classes of torchvision that may be named, too, for sizes that no function has."""
-
-
 NAMES = (
     "a name of torchvision.models (resnet50, vit_b_16, ...), package.module:callable, or a folder"
 )
@@ -121,9 +119,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Classifier:
-    """The description from which a model is built, without its weights: a name, and keyword
-    arguments.
-    """
+    """The description from which a model is built, without its weights: name and arguments."""
 
     name: str
     """The name of a function or class of torchvision.models, or "package.module:callable"."""

@@ -111,8 +111,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> ModelSpec:
-    """Build the spec of an architecture, with its weights where `trainer.model.name_or_path` names
-    some.
+    """Build the spec of an architecture, with the weights of `trainer.model.name_or_path`, if any.
 
     Without `weights`, none are looked for or downloaded. Raises ConfigError for an architecture
     that can't be built.
@@ -260,9 +259,7 @@ def _initialise(root: nn.Module, name: str) -> None:
 
 
 def weights_of(model: nn.Module, options: Any) -> tuple[Weights, str]:
-    """Open the weights of the folder or hub id; also return a line on tensors without a place in
-    the model.
-    """
+    """Open the weights of the folder or hub id; also return a line on tensors that are left out."""
     folder = Path(options.name_or_path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -167,6 +167,18 @@ class ModelSpec:
     def tried_on(self, trial: Trial) -> ModelSpec:
         """Return the spec with the input on which it is tried."""
         return replace(self, tiny=replace(self.tiny, input=trial))
+
+    def held(self, names: Collection[str]) -> ModelSpec:
+        """Return the spec in which the parameters called `names` get no gradient."""
+
+        def build() -> nn.Module:
+            model = self.build()
+            for name, parameter in model.named_parameters():
+                if name in names:
+                    parameter.requires_grad_(False)
+            return model
+
+        return replace(self, build=build)
 
     @property
     def one_file(self) -> bool:

@@ -80,21 +80,18 @@ def scale_of(config: Any, split: int, *, head_sizes: bool) -> Scale:
     """Compute the scale of an architecture; `head_sizes` says if the sizes of heads may shrink."""
     text = _text(config)
     hidden = _first(text, "hidden_size", "d_model", "n_embd", "embedding_dim", "emb_dim") or 1
-    heads = (
-        _first(
-            text, "num_attention_heads", "decoder_attention_heads", "num_heads", "mamba_num_heads"
-        )
-        or 0
-    )
+    names = ("num_attention_heads", "decoder_attention_heads", "num_heads", "mamba_num_heads")
+    heads = _first(text, *names)
     if not heads:  # no attention
         return Scale({}, 1, Fraction(min(HIDDEN, hidden), hidden), hidden, split)
     kv = _first(text, "num_key_value_heads", "num_kv_heads", "kv_n_heads") or heads
     size = _first(text, "head_dim") or max(1, hidden // heads)
-    few = _count(min(kv, _GROUPS if kv < heads else _HEADS), kv, split)
-    many = few
-    if kv != heads:  # the fewest that are a multiple of the key-value heads
-        fitting = range(max(2 * few, -(-_HEADS // few) * few), heads, few)
-        many = next((n for n in fitting if _splits_like(n, heads, split)), heads)
+    tiny_kv = _count(min(kv, _GROUPS if kv < heads else _HEADS), kv, split)
+    tiny_heads = tiny_kv
+    if kv != heads:  # at least two to a key-value head
+        start = max(2 * tiny_kv, -(-_HEADS // tiny_kv) * tiny_kv)
+        fitting = (n for n in range(start, heads, tiny_kv) if _splits_like(n, heads, split))
+        tiny_heads = next(fitting, heads)
     divisor = 16 if head_sizes else 1
     sizes = [size, *(2 * part for part in _rotary(text, size))]
     sizes += [v for name, v in vars(text).items() if _is_int(v) and _role(name) == "head size"]
@@ -102,12 +99,11 @@ def scale_of(config: Any, split: int, *, head_sizes: bool) -> Scale:
         if size // divisor >= _HEAD_SIZE and all(v % (2 * divisor) == 0 for v in sizes):
             break
         divisor //= 2
-    width = Fraction(hidden * many, heads * divisor)
-    if width.denominator != 1 or (
-        hidden != heads * size and width % _WIDTH
-    ):  # nothing ties the width to the heads
+    width = Fraction(hidden * tiny_heads, heads * divisor)
+    is_tied = hidden == heads * size
+    if width.denominator != 1 or (width % _WIDTH and not is_tied):
         width = Fraction(_nearest(width, hidden, split))
-    return Scale({heads: many, kv: few}, divisor, width / hidden, hidden, split)
+    return Scale({heads: tiny_heads, kv: tiny_kv}, divisor, width / hidden, hidden, split)
 
 
 def tiny_config(
@@ -235,13 +231,13 @@ def _width(value: int, scale: Scale) -> int:
 
 def _other_heads(value: int, scale: Scale) -> int:
     """Shrink a head count that `scale` lacks: by its factor if heads stay whole, else to a few."""
-    many, few = (max(scale.heads), min(scale.heads)) if scale.heads else (1, 1)
-    exact = Fraction(value * scale.heads.get(many, 1), many)
+    most, fewest = max(scale.heads, default=1), min(scale.heads, default=1)
+    exact = Fraction(value * scale.heads.get(most, 1), most)
     if scale.heads and exact.denominator == 1:
         return int(exact)
-    if value <= few:
+    if value <= fewest:
         return _count(min(value, 2), value, 1)
-    group = scale.heads.get(few, 1)
+    group = scale.heads.get(fewest, 1)
     return -(-exact.numerator // (exact.denominator * group)) * group
 
 

@@ -31,8 +31,9 @@ class Draws:
 
 
 def observe_draws(model: nn.Module, spec: ModelSpec) -> Draws:
-    """Find where the model draws random numbers. Raises ConfigError if they are not from torch's
-    default generator.
+    """Find where the model draws random numbers.
+
+    Raises ConfigError if they are not from torch's default generator.
     """
     model.train()
     outside = _outside_torch()

@@ -33,28 +33,24 @@ class Findings:
 
 def applied(spec: ModelSpec, findings: Findings) -> ModelSpec:
     """Return the spec with unused parameters frozen, and no blocks if they do not run in order."""
+    if findings.unused:
+        spec = spec.held(_matching(spec, findings.unused).keys())
+    blocks = spec.blocks if findings.blocks else ()
+    return replace(spec, blocks=blocks, training=replace(spec.training, sparse=findings.sparse))
 
-    def build() -> nn.Module:
-        model = spec.build()
-        for name, parameter in model.named_parameters():
-            if pattern_of(name) in findings.unused:
-                parameter.requires_grad_(False)
-        return model
 
-    return replace(
-        spec,
-        build=build if findings.unused else spec.build,
-        blocks=spec.blocks if findings.blocks else (),
-        training=replace(spec.training, sparse=findings.sparse),
-    )
+def _matching(spec: ModelSpec, patterns: Sequence[str]) -> dict[str, nn.Parameter]:
+    named = spec.build().named_parameters()
+    return {name: parameter for name, parameter in named if pattern_of(name) in patterns}
 
 
 def say_unused(spec: ModelSpec, patterns: Sequence[str]) -> Iterator[str]:
-    sizes = {name: parameter.numel() for name, parameter in spec.build().named_parameters()}
-    names = [name for name in sizes if pattern_of(name) in patterns]
-    if names:
-        values = sum(sizes[name] for name in names) / 1e6
-        where = in_short(names, sizes.keys() - names)
-        count = f"{len(names)} parameters ({values:,.1f} M values)"
+    """Yield a line on the parameters that match, if there are some: they get no gradient."""
+    found = _matching(spec, patterns)
+    if found:
+        values = sum(parameter.numel() for parameter in found.values()) / 1e6
+        others = {name for name, _ in spec.build().named_parameters()} - found.keys()
+        where = in_short(found, others)
+        count = f"{len(found)} parameters ({values:,.1f} M values)"
         source = " from text" if spec.tiny.input is None else ""
         yield f"{count} get no gradient{source}; they stay as they are: {where}"

@@ -67,9 +67,7 @@ def row_of(spec: ModelSpec) -> torch.Tensor:
 
 
 def batches(spec: ModelSpec, task: TrialTask) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield ragged rows, one of them without a target; then one row alone; then a micro-batch
-    without a target.
-    """
+    """Yield ragged rows, one without a target; one row alone; a micro-batch without a target."""
     ids = np.asarray(row_of(spec))
     for lengths, silent in (((LENGTH, 3, 11, 7), {2}), ((LENGTH,), set[int]()), ((5, 9), {0, 1})):
         samples = []

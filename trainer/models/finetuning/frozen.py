@@ -49,16 +49,8 @@ def _holding(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
     if all(name in names or not p.requires_grad for name, p in parameters.items()):
         seen, mend = f"all {len(parameters)} parameters", "Leave out what is to be trained."
         raise ConfigError(Problem("trainer.freeze", seen, "some that are left to learn", mend))
-
-    def build() -> nn.Module:
-        model = spec.build()
-        for name, parameter in model.named_parameters():
-            if name in names:
-                parameter.requires_grad_(False)
-        return model
-
-    held = {**spec.training.frozen, **{name: parameters[name].numel() for name in names}}
-    return replace(spec, build=build, training=replace(spec.training, frozen=held))
+    sizes = {**spec.training.frozen, **{name: parameters[name].numel() for name in names}}
+    return replace(spec.held(names), training=replace(spec.training, frozen=sizes))
 
 
 def _note(model: nn.Module, names: Collection[str], patterns: Sequence[str]) -> str:

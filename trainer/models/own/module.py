@@ -108,9 +108,7 @@ def _checked(on_meta: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _not_kept(name: str, parameter: nn.Parameter) -> Iterator[Problem]:
-    """Yield a problem for each trait of a parameter that is lost when an engine rebuilds, shards or
-    gathers it.
-    """
+    """Yield a problem for each trait of a parameter that is lost when an engine rebuilds it."""
     kind, dtype = type(parameter), f"{name} is a parameter of {parameter.dtype}"
     if not (parameter.is_floating_point() or parameter.is_complex()):
         yield Problem("model", dtype, "floating point", "Make it a buffer: register_buffer.")
