@@ -16,8 +16,11 @@ from torch import nn
 
 from trainer.errors import ConfigError, Problem, named_line
 from trainer.models.materialise import materialise, on_host
-from trainer.models.names import outermost
+from trainer.models.names import differing, gradients_of, outermost
 from trainer.models.spec import ModelSpec, Trial
+
+TOLERANCE = 1e-4
+"""The relative error allowed of a gradient in float32, larger than rounding."""
 
 
 @dataclass(frozen=True)
@@ -204,13 +207,11 @@ def _try(spec: ModelSpec) -> StageBoundary:
     weight = torch.sin(torch.arange(expected.numel()).reshape(expected.shape))
     (expected * weight).sum().backward()
     gradients = _backward(passes, weight)
-    for name, parameter in whole.named_parameters():
+    for name, _ in whole.named_parameters():
         if name not in gradients:
             raise _CannotCut(f"no stage for {name}")
-        gradient = _gradient(parameter)
-        atol = 1e-4 * float(gradient.abs().max()) + 1e-7
-        if not torch.allclose(gradients[name], gradient, rtol=1e-3, atol=atol):
-            raise _CannotCut(f"another gradient of {name} than the whole model")
+    if found := differing(gradients, gradients_of(whole), TOLERANCE):
+        raise _CannotCut(f"another gradient of {found[0]} than the whole model")
     return boundary
 
 
@@ -240,13 +241,10 @@ def _backward(passes: Sequence[_StagePass], weight: torch.Tensor) -> dict[str, t
         if one.output.requires_grad:  # else every parameter up to here is frozen
             one.output.backward(gradient)
         gradient = None if one.hidden is None else one.hidden.grad
+        own = gradients_of(one.stage)
         for name, parameter in one.stage.named_parameters():
-            found[name] = found.get(name, 0.0) + _gradient(parameter)
+            found[name] = found.get(name, 0.0) + own.get(name, torch.zeros_like(parameter))
     return found
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def of_tokens(spec: ModelSpec) -> Trial:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -31,6 +31,29 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Map each name of a parameter or buffer to it; a tied one has several names."""
     parameters = model.named_parameters(remove_duplicate=False)
     return dict((*parameters, *model.named_buffers(remove_duplicate=False)))
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Map the names of the parameters that have a gradient to it."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def differing(
+    ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], most: float
+) -> tuple[str, float] | None:
+    """Return the first gradient that differs from `theirs`, and by what share of its largest entry.
+
+    Returns None if no share is above `most`. A gradient's largest entry counts as at least a
+    thousandth of the largest of all; a missing gradient counts as zeros.
+    """
+    sizes = [float(gradient.abs().max()) for gradient in theirs.values() if gradient.numel()]
+    largest, nothing = max(sizes, default=0.0), torch.zeros(())
+    for name in dict.fromkeys([*theirs, *ours]):
+        a, b = ours.get(name, nothing), theirs.get(name, nothing)
+        error, scale = float((a - b).abs().max()), max(float(b.abs().max()), 1e-3 * largest)
+        if not error <= most * scale:
+            return name, error / max(scale, 1e-30)
+    return None
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:

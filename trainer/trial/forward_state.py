@@ -10,6 +10,7 @@ from torch import nn
 
 from trainer.distributed.seeding import seed_generators
 from trainer.errors import ConfigError, Problem, listed
+from trainer.models.names import gradients_of
 from trainer.models.own.python_state import snapshot
 
 TOLERANCE = 1e-5
@@ -88,8 +89,8 @@ def _passes(
         found = {"something else": output.detach().clone()}
         if output.requires_grad:
             output.square().sum().backward()
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            found["other gradients"] = torch.stack([gradient.norm() for gradient in gradients])
+            norms = [gradient.norm() for gradient in gradients_of(model).values()]
+            found["other gradients"] = torch.stack(norms)
             model.zero_grad()
         after = snapshot(model, *beside)
         changed = _changed(before, after)

@@ -12,7 +12,7 @@ from torch import nn
 from trainer.distributed.seeding import seed_generators
 from trainer.errors import ConfigError, MeshloomError, Problem, named_line
 from trainer.models.language_model import blocks_of
-from trainer.models.names import pattern_of
+from trainer.models.names import gradients_of, pattern_of
 from trainer.models.spec import ModelSpec
 from trainer.trial.draws import observe_draws
 from trainer.trial.findings import Findings, say_unused
@@ -171,7 +171,7 @@ def check_loss(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[str,
         mine = task.loss_sum(ours, batch)
         mine.backward()
         if not counted:  # the model's own mean of nothing is NaN
-            gradients = [p.grad for p in ours.parameters() if p.grad is not None]
+            gradients = gradients_of(ours).values()
             if bool(mine != 0) or any(bool((gradient != 0).any()) for gradient in gradients):
                 seen = f"{float(mine.detach()):g} without a target"
                 raise _other(spec, seen, "0, and no gradient")
@@ -248,4 +248,4 @@ def _with_gradient(model: nn.Module, batch: dict[str, torch.Tensor], task: Trial
     model.zero_grad()
     seed_generators(1)
     task.loss_sum(model, batch).backward()
-    return {name for name, p in model.named_parameters() if p.grad is not None}
+    return set(gradients_of(model))

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer.errors import ConfigError, Problem
 from trainer.models.materialise import on_host
-from trainer.models.names import pattern_of
+from trainer.models.names import gradients_of, pattern_of
 from trainer.models.own.module import LARGEST_BUILT, running_norms
 from trainer.models.own.python_state import snapshot
 from trainer.models.spec import ModelSpec
@@ -116,7 +116,7 @@ def _with_gradient(
         expected = "a sum that gradients can be taken of"
         raise ConfigError(Problem("loss", "depends on no parameter", expected))
     loss.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    gradients = gradients_of(model)
     for name, gradient in gradients.items():
         if gradient.is_sparse:
             seen = f"{name} has a sparse gradient"

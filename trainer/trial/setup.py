@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import ConfigError, Problem
 from trainer.models.materialise import on_host
+from trainer.models.names import differing, gradients_of
 from trainer.models.spec import ModelSpec
 
 IGNORED = -100
@@ -84,23 +85,8 @@ def batches(spec: ModelSpec, task: TrialTask) -> Iterator[dict[str, torch.Tensor
 def differing_gradient(
     ours: nn.Module, theirs: nn.Module, most: float = 10 * TOLERANCE
 ) -> tuple[str, float] | None:
-    """Return the first parameter whose gradients differ, and by what share of its largest entry.
-
-    Returns None if no share is above `most`. A parameter's largest entry counts as at least a
-    thousandth of the model's.
-    """
-    mine, other = (
-        {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        for model in (ours, theirs)
-    )
-    sizes = [float(gradient.abs().max()) for gradient in other.values() if gradient.numel()]
-    largest, nothing = max(sizes, default=0.0), torch.zeros(())
-    for name in dict.fromkeys([*other, *mine]):
-        a, b = mine.get(name, nothing), other.get(name, nothing)
-        error, scale = float((a - b).abs().max()), max(float(b.abs().max()), 1e-3 * largest)
-        if not error <= most * scale:
-            return name, error / max(scale, 1e-30)
-    return None
+    """Return the first parameter whose gradient differs, and by what share of its largest entry."""
+    return differing(gradients_of(ours), gradients_of(theirs), most)
 
 
 @contextmanager
