@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from torch import nn
 
 from trainer.errors import ConfigError, Problem, listed
-from trainer.models.names import aliases_of, pattern_of
+from trainer.models.names import aliases_of, pattern_of, suggestion
 from trainer.models.spec import ModelSpec
 
 Value = TypeVar("Value")
@@ -122,8 +121,7 @@ def unmatched(place: str, pattern: str, known: Sequence[str]) -> Problem:
     names = dict.fromkeys(map(pattern_of, known))
     modules = _modules_of(names)
     parents = _modules_of(module.removesuffix(".*") for module in modules)
-    near = get_close_matches(pattern[:200], [*names, *modules, *parents], n=2, cutoff=0.5)
-    mend = "Did you mean " + " or ".join(f'"{name}"' for name in near) + "?" if near else ""
+    mend = suggestion(pattern, [*names, *modules, *parents], cutoff=0.5)
     seen = f'"{pattern}" matches no parameter'
     return Problem(place, seen, f'a name such as "{known[0]}", * for any letters', mend)
 

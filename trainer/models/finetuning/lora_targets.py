@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import get_close_matches
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.config.grammar import show
 from trainer.errors import ConfigError, Problem, listed
-from trainer.models.names import pattern_of
+from trainer.models.names import pattern_of, suggestion
 from trainer.models.spec import ModelSpec
 
 LINEAR = (nn.Linear, Conv1D)
@@ -100,15 +99,10 @@ def _no_target(place: str, target: str, model: nn.Module, linear: Sequence[str])
     if known:
         seen += f" ({known[0]} is {type(model.get_submodule(known[0])).__name__})"
     longer = [pattern.rpartition(".*.")[2] for pattern in _patterns(linear)]
-    mend = _suggestion(target[:100], [*short, *dict.fromkeys(longer)], cutoff=0.5)
+    mend = suggestion(target, [*short, *dict.fromkeys(longer)], cutoff=0.5)
     if known and not mend:
         mend = f"{_SAVED} trains a module as a whole."
     return Problem(place, seen, f'"all-linear", or some of {listed(short, 12)}', mend)
-
-
-def _suggestion(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
-    near = get_close_matches(word, known, n=2, cutoff=cutoff)
-    return "Did you mean " + " or ".join(f'"{name}"' for name in near) + "?" if near else ""
 
 
 def check_saved(
@@ -123,7 +117,7 @@ def check_saved(
         inside = [t for t in targets for m in found if f"{t}.".startswith(f"{m}.")]
         shared = [n for n in tied for m in found if n.startswith(f"{m}.")]
         if not any(any(True for _ in modules[module].parameters()) for module in found):
-            mend = _suggestion(name, _last_parts(module for module in modules if module))
+            mend = suggestion(name, _last_parts(module for module in modules if module))
             seen = f'"{name}" is no module with parameters'
             problems.append(Problem(place, seen, "the name of one", mend))
         elif inside:
