@@ -61,7 +61,7 @@ def text_config(model: Any) -> Any:
 
 
 def _heads(text: Any, hidden: int) -> tuple[int, int, int]:
-    """Return query and key-value heads, common divisors of layers, and the mean heads x head size."""
+    """Return query and key-value heads (common divisors of layers), and mean heads x head size."""
     layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
     heads, kv_heads, width = [], [], 0
     for layer in layers:

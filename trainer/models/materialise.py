@@ -156,8 +156,8 @@ class _Values:
             expected = "a tensor that `_init_weights` fills, or one that is stored with the weights"
             self._report(name, seen, expected)
 
-    def _report(self, name: str, seen: str, expected: str) -> None:
-        self.missing.append(Problem(f"{self.spec.name}: {name}", seen, expected))
+    def _report(self, name: str, actual: str, expected: str) -> None:
+        self.missing.append(Problem(f"{self.spec.name}: {name}", actual, expected))
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor | None]:

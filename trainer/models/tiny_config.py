@@ -114,12 +114,12 @@ def tiny_config(
     Widths shrink only with a `scale`. `layers` is 0 if no number is known to count the blocks.
     """
     small = copy.deepcopy(config)
-    _Shrink(scale, keep, layers, sizes).apply(small)
+    _Resize(scale, keep, layers, sizes).apply(small)
     return small
 
 
 @dataclass(frozen=True)
-class _Shrink:
+class _Resize:
     """The change of a config, or of a part of it, to that of a tiny copy."""
 
     scale: Scale | None
@@ -147,7 +147,7 @@ class _Shrink:
             }
             config.update({"per_layer_config": kept})
 
-    def _of_part(self, config: Any, part: Any) -> _Shrink:
+    def _of_part(self, config: Any, part: Any) -> _Resize:
         """Return the change of a part of the config: one with heads is a model of its own."""
         scale = self.scale
         is_model = _first(part, "num_attention_heads") and part is not _text(config)
@@ -155,7 +155,7 @@ class _Shrink:
             return self
         count = _first(part, "num_hidden_layers") or self.layers
         own = scale_of(part, scale.split, head_sizes=scale.head_size > 1)
-        return _Shrink(own, range(min(2, count)), count, self.sizes)
+        return _Resize(own, range(min(2, count)), count, self.sizes)
 
     def value(self, name: Any, value: Any) -> Any:
         """Return the value in the tiny copy of what the config has under a name."""
