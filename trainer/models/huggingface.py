@@ -23,7 +23,9 @@ from trainer.models.language_model import (
     blocks_by_run,
     blocks_like,
     language_of,
+    routes,
     stated_blocks,
+    text_config,
 )
 from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of, in_short
@@ -127,6 +129,7 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
     stated = list(getattr(config, "architectures", None) or ())
     build = _builder(config, options)
     model = _built(build, place)
+    _check_router(model, place)
     notes = []
     kind = type(model).__name__
     if options.name_or_path and stated and kind not in stated:
@@ -166,6 +169,14 @@ def _built(build: Callable[[], PreTrainedModel], place: str) -> PreTrainedModel:
         seen = f"{type(error).__name__}: {error}"[:200]
         expected = "a config that the family's own code builds a model of"
         raise ConfigError(Problem(place, seen, expected)) from error
+
+
+def _check_router(model: PreTrainedModel, place: str) -> None:
+    """Raise ConfigError for a router's loss in a model without routed experts: it has no value."""
+    if getattr(text_config(model), "output_router_logits", False) and not routes(model):
+        seen = "a router's loss (output_router_logits), and no layer with experts to route to"
+        expected = "output_router_logits false, or a layer with experts"
+        raise ConfigError(Problem(place, seen, expected))
 
 
 def _tiny_copy(

@@ -94,6 +94,14 @@ def _tensor_plan(model: PreTrainedModel, blocks: tuple[str, ...]) -> dict[str, s
 # Experts
 
 
+def routes(model: PreTrainedModel) -> bool:
+    """Return True if a layer routes tokens to experts: has some, or what the family records."""
+    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    router = getattr(recorded, "target_class", recorded)
+    has_router = isinstance(router, type) and any(isinstance(m, router) for m in model.modules())
+    return has_router or _routed_parameters(model, text_config(model)) > 0
+
+
 def _routed_parameters(model: nn.Module, config: Any) -> int:
     """Count the parameters of routed experts: modules named `experts`, or stacked over all experts.
 
