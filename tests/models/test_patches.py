@@ -1,11 +1,14 @@
-"""transformers shows the symptoms for which it is patched: a failure here tells which patch can go."""
+"""Libraries show the symptoms for which they are patched: a failure tells which patch can go."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -47,3 +50,13 @@ def test_rwkv_divides_its_weights_in_evaluation() -> None:
             model.eval()(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
         assert torch.equal(before, model.rwkv.blocks[2].attention.output.weight) is patched
         assert model.config.rescale_every == 2
+
+
+def test_peft_keeps_no_order_of_target_modules(tmp_path: Path) -> None:
+    names = [f"layers.{index}.up" for index in range(12)]
+    config = LoraConfig(target_modules=names)
+    assert isinstance(config.target_modules, set)
+    patches.saved_adapter_config(config).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["target_modules"] == sorted(names)
+    assert saved["inference_mode"] and not config.inference_mode

@@ -1,4 +1,4 @@
-"""Patches of transformers 5.0 to 5.24: each says the symptom without it, and when it can go.
+"""Patches of transformers 5.0 to 5.24 and PEFT 0.17 to 0.21: symptoms, and when each can go.
 
 `tests/models/test_patches.py` fails once one of them is no longer needed.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,3 +47,14 @@ def skip_rescaling(model: Any) -> None:
         unscaled = copy.deepcopy(model.base_model.config)
         unscaled.update({"rescale_every": 0})
         model.base_model.config = unscaled
+
+
+def saved_adapter_config(config: Any) -> Any:
+    """Return a PEFT config as it is saved: for inference, with its target modules in order.
+
+    Symptom: PEFT makes a set of them, so that each process saves another order. Can go when
+    `save_pretrained` sorts them.
+    """
+    saved = replace(config, inference_mode=True)
+    saved.target_modules = sorted(config.target_modules)
+    return saved

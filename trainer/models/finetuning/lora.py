@@ -31,7 +31,7 @@ from trainer.models.finetuning.lora_weights import (
     is_adapters,
 )
 from trainer.models.names import aliases_of, pattern_of
-from trainer.models.patches import has_values
+from trainer.models.patches import has_values, saved_adapter_config
 from trainer.models.spec import WHOLE, ModelFiles, ModelSpec, NoWeights, Training
 from trainer.models.weights import fingerprint
 
@@ -151,8 +151,7 @@ def _files(
         return replace(spec, weights=MergedWeights(spec.weights, model, folder, published))
 
     def save_config(folder: Path, dtype: torch.dtype | None) -> None:
-        targets = sorted(config.target_modules)
-        replace(config, inference_mode=True, target_modules=targets).save_pretrained(str(folder))
+        saved_adapter_config(config).save_pretrained(str(folder))
 
     return replace(
         spec.files,
