@@ -103,9 +103,9 @@ def no_dropout_of_adapters() -> Any:
 def a_target_left_out() -> Any:
     from trainer.models.finetuning import lora
 
-    real = lora._targets
+    real = lora.chosen_targets
     return mock.patch.object(
-        lora, "_targets", lambda *args: [n for n in real(*args) if "mlp" not in n]
+        lora, "chosen_targets", lambda *args: [n for n in real(*args) if "mlp" not in n]
     )
 
 

@@ -65,7 +65,7 @@ def test_it_is_that_of_one_process(pools, name):
     case = CASES[name]
     spec = spec_in(case)
     model = spec.build()
-    materialise(model, spec, seed=5, device=torch.device("cpu"), dtype=torch.float32)
+    materialise(model, spec, seed=5)
     expected = torch.zeros(2, 2)
     for index, sample in enumerate(samples(0)):
         logits = model(input_ids=torch.tensor(sample["input_ids"])[None].long()).logits[0]

@@ -460,7 +460,7 @@ def one_process(case: Case) -> Outcome:
 
     spec, samples = spec_of(case.model), packed_samples(0)
     model = spec.build()
-    materialise(model, spec, seed=5, device=torch.device("cpu"), dtype=torch.float32)
+    materialise(model, spec, seed=5)
     loss = loss_alone(model.train(), samples) / sum(
         int((s["targets"] != IGNORED).sum()) for s in samples
     )

@@ -49,7 +49,7 @@ def test_masters_start_from_the_float32_values(pools, case):
 
     spec = spec_of(case.model)
     model = spec.build()
-    materialise(model, spec, seed=5, device=torch.device("cpu"), dtype=torch.float32)
+    materialise(model, spec, seed=5)
     wanted = dict(model.named_parameters())
     for found in pools[case.world_size].run(masters_at_start, case=case):
         assert found.keys() == wanted.keys()

@@ -42,7 +42,8 @@ from tests.support.training import (
 )
 from trainer.config.sections import AdapterSection
 from trainer.errors import ConfigError
-from trainer.models.finetuning.lora import _MadeUp, adapted
+from trainer.models.finetuning.lora import adapted
+from trainer.models.finetuning.lora_weights import MadeUpWeights
 from trainer.models.materialise import materialise
 from trainer.models.spec import ModelFiles
 
@@ -494,9 +495,9 @@ def test_a_run_may_start_from_an_adapter(tmp_path):
     theirs = saved_by_peft(tmp_path / "one")
     section = AdapterSection(path=str(tmp_path / "one"), dropout=0.1)
     base = spec_of(UNTIED)
-    spec = adapted(replace(base, weights=_MadeUp(base)), section)
+    spec = adapted(replace(base, weights=MadeUpWeights(base)), section)
     model = spec.build()
-    materialise(model, spec, seed=3, device=torch.device("cpu"), dtype=torch.float32)
+    materialise(model, spec, seed=3)
     named = dict(model.named_parameters())
     assert set(spec.files.published.values()) == set(theirs)
     assert all(
@@ -573,7 +574,7 @@ def test_without_peft_it_says_what_to_install(monkeypatch):
 def test_values_are_pefts_and_the_names_those_of_its_files():
     spec = spec_in(Case(adapter=DRY))
     model = spec.build()
-    materialise(model, spec, seed=3, device=torch.device("cpu"), dtype=torch.float32)
+    materialise(model, spec, seed=3)
     named = dict(model.named_parameters())
     first = named["model.layers.0.self_attn.q_proj.lora_A.default.weight"]
     assert first.abs().max() <= 1 / 32**0.5 and first.std() > 0.05  # uniform, by the inputs alone
@@ -583,6 +584,6 @@ def test_values_are_pefts_and_the_names_those_of_its_files():
         "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
     )
     again = spec.build()
-    materialise(again, spec, seed=3, device=torch.device("cpu"), dtype=torch.float32)
+    materialise(again, spec, seed=3)
     first = next(iter(spec.files.published))
     assert torch.equal(dict(again.named_parameters())[first], named[first])

@@ -76,7 +76,7 @@ def tiny(name: str, **more: Any) -> tuple[Any, Any, Any]:
     spec = spec_of({"model_type": name, **FAMILIES[name], **more})
     task = task_of(spec)
     model = task.prepare(spec.build())
-    materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    materialise(model, spec, seed=0)
     return spec, task, model.train()
 
 

@@ -56,7 +56,7 @@ def family(name: str) -> dict[str, Any]:
 
 def real(spec: Any, seed: int = 0) -> Any:
     model = spec.build()
-    materialise(model, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
+    materialise(model, spec, seed=seed)
     return model.eval()
 
 
@@ -150,9 +150,7 @@ def test_no_more_than_a_unit_is_whole_at_once():
         for parameter in parameters:
             parameter.data = torch.empty(0)
 
-    materialise(
-        model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32, after_unit=take_away
-    )
+    materialise(model, spec, seed=0, after_unit=take_away)
     block = sum(p.numel() for p in spec.build().get_submodule("model.layers.0").parameters())
     embedding = VOCABULARY * 32
     assert max(alive) <= max(block, embedding)

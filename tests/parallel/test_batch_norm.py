@@ -142,7 +142,7 @@ def plainly(case: Case, together: bool) -> Outcome:
 
     spec, _ = spec_and_task()
     model = spec.build()
-    materialise(model, spec, seed=5, device=torch.device("cpu"), dtype=torch.float32)
+    materialise(model, spec, seed=5)
     optimizer = torch.optim.AdamW(model.parameters(), **case.optimizer["params"])
     losses, gradients = [], []
     for step in range(STEPS):

@@ -199,7 +199,7 @@ def trained_plainly(case: Case) -> dict[str, torch.Tensor]:
 
     spec = with_sparse(spec_of(case.model))
     model, task = spec.build(), task_of(spec)
-    materialise(model, spec, seed=5, device=torch.device("cpu"), dtype=torch.float32)
+    materialise(model, spec, seed=5)
     optimizer = plain_optimizer(case, model)
     for step in range(STEPS):
         counted = sum(int((s["targets"] != -100).sum()) for s in samples(step))

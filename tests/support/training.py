@@ -174,13 +174,14 @@ def spec_in(case: Case, path: str | None = None) -> Any:
     """Return the spec of the case's model, with its changes."""
     from trainer.config.sections import AdapterSection, ParameterGroup
     from trainer.models.finetuning.frozen import frozen
-    from trainer.models.finetuning.lora import _MadeUp, adapted
+    from trainer.models.finetuning.lora import adapted
+    from trainer.models.finetuning.lora_weights import MadeUpWeights
     from trainer.models.finetuning.tuned import tuned
 
     spec = spec_of(case.model, path)
     if case.adapter is not None:
         spec = adapted(
-            replace(spec, weights=spec.weights if path else _MadeUp(spec)),
+            replace(spec, weights=spec.weights if path else MadeUpWeights(spec)),
             AdapterSection(**case.adapter),
         )
     return tuned(frozen(spec, case.freeze), [ParameterGroup(**group) for group in case.groups])
@@ -384,7 +385,7 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
 
     spec = spec_in(case, path)
     model = spec.build()
-    materialise(model, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
+    materialise(model, spec, seed=seed)
     dropout = Dropout(model, spec)
     optimizer = plain_optimizer(case, model)
     outcome = Outcome([], [], [], {})

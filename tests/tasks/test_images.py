@@ -307,7 +307,7 @@ def test_pretrained_weights_are_torchvisions_but_for_the_head(
         found = classifiers.named("resnet18", {}, weights).completed(images)
         spec = classifiers.spec_of(found, None, seed=3)
         model = spec.build()
-        materialise(model, spec, seed=3, device=torch.device("cpu"), dtype=torch.float32)
+        materialise(model, spec, seed=3)
         own = {spec.files.published[name]: value for name, value in model.state_dict().items()}
         assert all(
             torch.equal(own[name], value)

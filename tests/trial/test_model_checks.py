@@ -259,7 +259,7 @@ def test_a_folder_with_vision_is_trained_as_text_and_says_what_stays(tmp_path):
 
     def read() -> dict[str, torch.Tensor]:
         model = spec.build()
-        materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+        materialise(model, spec, seed=0)
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     before = read()
@@ -655,3 +655,13 @@ def test_what_is_frozen_stays_as_it_is_and_is_saved(pools, case):
     for outcome in pools[2].run(train_checked, case=case):
         assert any("crossattention" in name for name in outcome.weights)
         training.assert_same(outcome, reference, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("dense", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
+def test_a_routers_loss_without_a_layer_that_routes_is_refused(family, dense):
+    """transformers itself fails on the empty list of their logits, in the first step."""
+    model = {**QWEN_MOE, "model_type": family, "num_hidden_layers": 1, **dense}
+    with pytest.raises(ConfigError, match="a router's loss .* no layer with experts to route to"):
+        spec_of(model)
+    assert not spec_of({**model, "output_router_logits": False}).language.own_loss

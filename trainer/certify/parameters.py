@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.config import TrainerSection
 from trainer.distributed.seeding import seeded_init
 from trainer.models.finetuning.frozen import carried
-from trainer.models.materialise import materialise
+from trainer.models.materialise import on_host
 from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
 from trainer.trial.setup import drawn
@@ -67,9 +67,7 @@ def learner(
 
 def initial(spec: ModelSpec, seed: int) -> nn.Module:
     """Build a model with the initial values of a run, by the run's own code."""
-    model = spec.build()
-    materialise(model, spec, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
-    return model
+    return on_host(spec, seed)
 
 
 def constructed(build: Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -1,5 +1,4 @@
-"""Image classifiers: torchvision's by name, as a chain of segments; or a callable of the user's
-own.
+"""Image classifiers: torchvision's by name, as a chain of segments; or a user's own callable.
 
 A chain has a classifier's very modules in an `nn.Sequential`, so that any run of segments is a
 pipeline stage, and any segment a unit of FSDP. Its files have torchvision's own names
@@ -30,19 +29,11 @@ from trainer.models.spec import ModelSpec, Weights
 from trainer.models.weights import SafetensorsFolder
 
 DESCRIPTION = "module.json"
-"""The file in `model/` of a checkpoint and in `final/` on a classifier: how to build it, classes,
-input.
-"""
+"""The file that describes a classifier in its folder: how to build it, its classes and input."""
 SIZED = {"vit_": "image_size", "VisionTransformer": "image_size", "maxvit": "input_size"}
-"""The argument that gives a builder the size of the images, by the beginning of the builder's
-name.
-"""
+"""The argument for the size of the images, by the beginning of the builder's name."""
 CLASSES = ("ResNet", "VisionTransformer")
-"""Classes of torchvision that may be named besides its functions, for sizes that no function
-has.
-"""
-
-
+"""Classes of torchvision that may be named, too, for sizes that no function has."""
 NAMES = (
     "a name of torchvision.models (resnet50, vit_b_16, ...), package.module:callable, or a folder"
 )
@@ -54,8 +45,9 @@ class Segment(nn.Sequential):
 
 
 class Tokens(nn.Module):
-    """A vision transformer before its blocks: patches, class token, positions, as [batch, tokens,
-    width].
+    """A vision transformer before its blocks: patches, class token and positions.
+
+    Gives [batch, tokens, width].
     """
 
     def __init__(self, model: Any) -> None:
@@ -75,9 +67,7 @@ class FirstToken(nn.Module):
 
 
 def chain_of(model: nn.Module) -> nn.Sequential | None:
-    """Return the same modules as a chain of segments; None for an architecture whose split is not
-    known.
-    """
+    """Return the same modules as a chain of segments; None if its split is not known."""
     from torchvision.models import ResNet, VisionTransformer
 
     if not type(model).__module__.startswith("torchvision.models") or "forward" in vars(model):
@@ -85,12 +75,10 @@ def chain_of(model: nn.Module) -> nn.Sequential | None:
     if isinstance(model, ResNet):
         segments = {"stem": _segment(model, "conv1", "bn1", "relu", "maxpool")}
         for name in ("layer1", "layer2", "layer3", "layer4"):
-            segments |= {
-                f"{name}_{index}": block for index, block in enumerate(getattr(model, name))
-            }
-        segments["head"] = Segment(
-            OrderedDict(avgpool=model.avgpool, flatten=nn.Flatten(), fc=model.fc)
-        )
+            numbered = enumerate(getattr(model, name))
+            segments |= {f"{name}_{index}": block for index, block in numbered}
+        end = OrderedDict(avgpool=model.avgpool, flatten=nn.Flatten(), fc=model.fc)
+        segments["head"] = Segment(end)
         return nn.Sequential(OrderedDict(segments))
     if isinstance(model, VisionTransformer):
         head = Segment(OrderedDict(ln=model.encoder.ln, first=FirstToken(), heads=model.heads))
@@ -101,11 +89,9 @@ def chain_of(model: nn.Module) -> nn.Sequential | None:
         # ConvNeXt's classifier flattens after its norm
         flattens = any(isinstance(inner, nn.Flatten) for inner in parts["classifier"].children())
         between = {} if flattens else {"flatten": nn.Flatten()}
-        head = Segment(
-            OrderedDict(avgpool=parts["avgpool"], **between, classifier=parts["classifier"])
-        )
+        ends = OrderedDict(avgpool=parts["avgpool"], **between, classifier=parts["classifier"])
         blocks = ((f"features_{name}", block) for name, block in parts["features"].named_children())
-        return nn.Sequential(OrderedDict([*blocks, ("head", head)]))
+        return nn.Sequential(OrderedDict([*blocks, ("head", Segment(ends))]))
     return None
 
 
@@ -124,9 +110,7 @@ class Images:
     """Height and width in pixels."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """Mean and standard deviation of each channel, of values from 0 to 1, by which images are
-    normalised.
-    """
+    """Mean and standard deviation of each channel, of values from 0 to 1, to normalise by."""
 
     @property
     def channels(self) -> int:
@@ -135,9 +119,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Classifier:
-    """The description from which a model is built, without its weights: a name, and keyword
-    arguments.
-    """
+    """The description from which a model is built, without its weights: name and arguments."""
 
     name: str
     """The name of a function or class of torchvision.models, or "package.module:callable"."""
@@ -148,17 +130,14 @@ class Classifier:
     """The name of torchvision's weights."""
 
     def completed(self, images: Images) -> Classifier:
-        """Fill in the number of classes and the size of the images where the config gives
-        neither.
-        """
+        """Fill in the number of classes and the size of the images where the config lacks them."""
         arguments = dict(self.arguments)
         if takes(self.callable, "num_classes"):
             arguments.setdefault("num_classes", len(images.classes))
         sized = next((key for start, key in SIZED.items() if self.name.startswith(start)), None)
         if sized is not None:
-            arguments.setdefault(
-                sized, images.size[0] if sized == "image_size" else list(images.size)
-            )
+            size = images.size[0] if sized == "image_size" else list(images.size)
+            arguments.setdefault(sized, size)
         return replace(self, arguments=arguments)
 
     @property
@@ -173,31 +152,24 @@ class Classifier:
         from torchvision import models
 
         # these two change their input once they are pretrained
-        unknown = (
-            ":" in self.name or self.folder or self.name in (*CLASSES, "googlenet", "inception_v3")
-        )
+        without = (*CLASSES, "googlenet", "inception_v3")
+        unknown = ":" in self.name or self.folder or self.name in without
         known = {} if unknown else models.get_model_weights(self.name).__members__
         if self.weights not in known:
-            expected = (
-                f"one of {', '.join(known)}" if known else "none: there are no weights by name"
-            )
-            raise ConfigError(
-                Problem("trainer.model.weights", f'saw "{self.weights}" of {self.name}', expected)
-            )
+            seen, expected = f'saw "{self.weights}" of {self.name}', f"one of {', '.join(known)}"
+            if not known:
+                expected = "none: there are no weights by name"
+            raise ConfigError(Problem("trainer.model.weights", seen, expected))
         return known[self.weights]
 
     @property
     def normalised_by(self) -> tuple[tuple[float, ...], ...] | None:
-        """The mean and standard deviation of the images that the pretrained weights were trained
-        on, or None.
-        """
+        """Mean and standard deviation of the images of the pretrained weights, or None."""
         given = self.pretrained and self.pretrained.transforms()
         return given and (tuple(given.mean), tuple(given.std))
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """Return pretrained weights, without pickle, from torchvision's cache (TORCH_HOME) or the
-        network.
-        """
+        """Return torchvision's weights, without pickle, from TORCH_HOME or the network."""
         if (entry := self.pretrained) is None:
             return {}
         try:
@@ -229,14 +201,14 @@ def named(name: str, arguments: Mapping[str, Any], weights: str | None = None) -
         return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         seen = f"a folder without a {DESCRIPTION} that says how it is built: {named_line(error)}"
-        raise ConfigError(
-            Problem("trainer.model.name_or_path", seen, "a folder such as runs/NAME/final")
-        ) from error
+        expected = "a folder such as runs/NAME/final"
+        raise ConfigError(Problem("trainer.model.name_or_path", seen, expected)) from error
 
 
 def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
-    """Build the spec: of a chain of segments where the split is known, else of the model, its
-    blocks by `blocks`.
+    """Build the spec of the chain of segments if the split is known, else of the model itself.
+
+    `blocks` is a pattern of the names of the model's blocks.
     """
 
     def build() -> nn.Module:
@@ -253,19 +225,14 @@ def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
         weights = _Published(SafetensorsFolder(classifier.folder), names)
     config = module.config_of(whole)
     if (entry := classifier.pretrained) is not None:
+        arguments = {**classifier.arguments, "num_classes": len(entry.meta["categories"])}
         with torch.device("meta"):
-            theirs = replace(
-                classifier,
-                arguments={**classifier.arguments, "num_classes": len(entry.meta["categories"])},
-            )
-            shapes = module.config_of(theirs.build())["shapes"]
+            pretrained = replace(classifier, arguments=arguments).build()
+        shapes = module.config_of(pretrained)["shapes"]
         head = [name for name, shape in config["shapes"].items() if shapes.get(name) != shape]
         weights = _Pretrained(classifier, names, head, spec.weights)
-        notes = (
-            *notes,
-            f"weights {entry}"
-            + (f"; {', '.join(head)} of other classes begin anew" if head else ""),
-        )
+        anew = f"; {', '.join(head)} of other classes begin anew" if head else ""
+        notes = (*notes, f"weights {entry}{anew}")
     files = replace(spec.files, published=names)
     return replace(
         spec, name=classifier.name, files=files, weights=weights, config=config, notes=notes
@@ -322,29 +289,23 @@ class _Pretrained:
 
 def describe(classifier: Classifier, images: Images) -> str:
     """Return the text of the file DESCRIPTION."""
-    model = {"name": classifier.name, "arguments": dict(classifier.arguments)}
-    given = {"mode": images.mode, "size": images.size, "mean": images.mean, "std": images.std}
     content = {
         "task": "image_classification",
-        "model": model,
+        "model": {"name": classifier.name, "arguments": dict(classifier.arguments)},
         "classes": images.classes,
-        "images": given,
+        "images": {key: getattr(images, key) for key in ("mode", "size", "mean", "std")},
     }
     return json.dumps(content, indent=2) + "\n"
 
 
 def opened(folder: Path) -> tuple[nn.Module, Images]:
-    """Load a trained classifier from its folder, in evaluation mode. Raises ConfigError if the
-    folder has none.
-    """
+    """Load a trained classifier, in evaluation mode. Raises ConfigError if the folder has none."""
     classifier, weights = named(str(folder), {}), SafetensorsFolder(folder)
     content = json.loads((folder / DESCRIPTION).read_bytes())
     given = content["images"]
     numbers = [tuple(given[key]) for key in ("size", "mean", "std")]
     model = classifier.build()
-    model.load_state_dict(
-        {name: tensor for name in weights.names() if (tensor := weights.read(name)) is not None}
-    )
+    model.load_state_dict({name: weights.read(name) for name in weights.names()})
     return model.eval(), Images(tuple(content["classes"]), given["mode"], *numbers)
 
 
@@ -354,9 +315,7 @@ def takes(function: Callable[..., Any], argument: str) -> bool:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # callables written in C have no signature
         return False
-    return any(
-        one.name == argument or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters
-    )
+    return any(argument == p.name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 def _of_torchvision(name: str) -> Callable[..., nn.Module]:
@@ -378,15 +337,9 @@ def _imported(name: str) -> Callable[..., nn.Module]:
         found = getattr(importlib.import_module(path), attribute)
     except Exception as error:  # whatever the module's own code raises
         seen = f'saw "{name}": {named_line(error)}'
-        raise ConfigError(
-            Problem("trainer.model.name_or_path", seen, "a callable that can be imported")
-        ) from error
+        expected = "a callable that can be imported"
+        raise ConfigError(Problem("trainer.model.name_or_path", seen, expected)) from error
     if not callable(found):
-        raise ConfigError(
-            Problem(
-                "trainer.model.name_or_path",
-                f'saw "{name}": no callable',
-                "one that builds a model",
-            )
-        )
+        seen, expected = f'saw "{name}": no callable', "one that builds a model"
+        raise ConfigError(Problem("trainer.model.name_or_path", seen, expected))
     return found  # type: ignore[no-any-return]

@@ -1,5 +1,4 @@
-"""A model cut into pipeline stages: each is the model itself, with a stand-in for every block of
-another stage.
+"""A model cut into pipeline stages: the model itself, with stand-ins for other stages' blocks.
 
 So rotary embeddings, masks, windows and soft caps stay the model's own code, and no parameter
 changes its name. Every stage runs the whole forward on the micro-batch's ids; the output of the
@@ -16,8 +15,12 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError, Problem, named_line
-from trainer.models.materialise import materialise
+from trainer.models.materialise import materialise, on_host
+from trainer.models.names import differing, gradients_of, outermost
 from trainer.models.spec import ModelSpec, Trial
+
+TOLERANCE = 1e-4
+"""The relative error allowed of a gradient in float32, larger than rounding."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,15 @@ class StageBoundary:
 
 
 class StageInput:
-    """The place where a stage finds the hidden state [batch, sequence, hidden] that the stage
-    before it sent.
-    """
+    """The hidden state [batch, sequence, hidden] that a stage got from the stage before it."""
 
-    hidden: torch.Tensor | None = None
+    def __init__(self) -> None:
+        self.hidden: torch.Tensor | None = None
+        """The hidden state; None on the first stage, and between micro-batches."""
+
+    def put(self, hidden: torch.Tensor | None) -> None:
+        """Set the hidden state that the next forward pass starts from."""
+        self.hidden = hidden
 
 
 class _Passed(nn.Module):
@@ -55,9 +62,7 @@ class _Passed(nn.Module):
 
 
 class _UntilBlocks(nn.Module):
-    """A stand-in for a module on both sides of the blocks: behind this stage's last block it
-    returns its input.
-    """
+    """A stand-in for a module on both sides of the blocks: behind them it returns its input."""
 
     def __init__(self, module: nn.Module, whole: nn.Module, last_block: nn.Module) -> None:
         super().__init__()
@@ -75,9 +80,7 @@ class _UntilBlocks(nn.Module):
 
 
 class _Blank(nn.Module):
-    """A stand-in for an input table or projection: gives zeros in its shape, which nothing of this
-    stage reads.
-    """
+    """A stand-in for an input table or projection: gives zeros, which no block reads."""
 
     def __init__(self, stage_input: StageInput, width: int, table: bool) -> None:
         super().__init__()
@@ -89,16 +92,13 @@ class _Blank(nn.Module):
         return self._stage_input.hidden
 
     def forward(self, given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        assert self._stage_input.hidden is not None
-        return self._stage_input.hidden.new_zeros(
-            *(given.shape if self._table else given.shape[:-1]), self._width
-        )
+        hidden = self._stage_input.hidden
+        assert hidden is not None
+        return hidden.new_zeros(*(given.shape if self._table else given.shape[:-1]), self._width)
 
 
 class _Received(_Passed):
-    """A stand-in for the block right before this stage's first: gives the hidden state that was
-    received.
-    """
+    """A stand-in for the block before this stage's first: gives the received hidden state."""
 
     def __init__(self, stage_input: StageInput, tuples: int = 0) -> None:
         super().__init__(tuples)
@@ -114,57 +114,53 @@ def is_whole(module: nn.Module) -> bool:
 
 
 def cut(model: nn.Module, spec: ModelSpec, boundary: StageBoundary, blocks: range) -> StageInput:
-    """Reduce `model`, in place, to the stage of these `blocks`; the first keeps the tables, the
-    last norm and head.
+    """Reduce `model`, in place, to the stage of these `blocks`.
 
-    The last stage keeps an input table, too, if the head is tied to it: the parameter is then on
-    both stages.
+    The first stage keeps the tables, the last norm and head; the last keeps an input table, too, if
+    the head is tied to it: the parameter is then on both stages.
     """
     stage_input, first, last = StageInput(), blocks.start == 0, blocks.stop == len(spec.blocks)
     for index, name in enumerate(spec.blocks):
-        if index not in blocks:
-            block = model.get_submodule(name)
-            kind: nn.Module = (
-                _Received(stage_input, boundary.tuples)
-                if index == blocks.start - 1
-                else _Passed(boundary.tuples)
-            )
-            # a model may ask a block what kind of mask it wants
-            words = {
-                k: v
-                for part in (*reversed(type(block).__mro__), block)
-                for k, v in vars(part).items()
-            }
-            vars(kind).update(
-                {k: v for k, v in words.items() if isinstance(v, str) and not k.startswith("_")}
-            )
-            model.set_submodule(name, kind)
-    kept = kept_for_the_head(spec, boundary)
-    for name in boundary.before if not first else ():
-        if not (last and name in kept):
-            module = model.get_submodule(name)
-            width = getattr(module, "embedding_dim", None) or getattr(module, "out_features", None)
-            kind = (
-                _Blank(stage_input, width, isinstance(module, nn.Embedding))
-                if isinstance(width, int)
-                else _Passed()
-            )
-            model.set_submodule(name, kind)
-    for name in boundary.after if not last else ():
-        model.set_submodule(name, _Passed())
-    for name in boundary.around if not last else ():
-        whole, last_block = (
-            getattr(model, "base_model", model),
-            model.get_submodule(spec.blocks[blocks.stop - 1]),
-        )
-        model.set_submodule(name, _UntilBlocks(model.get_submodule(name), whole, last_block))
+        if index == blocks.start - 1:
+            _replace_block(model, name, _Received(stage_input, boundary.tuples))
+        elif index not in blocks:
+            _replace_block(model, name, _Passed(boundary.tuples))
+    if not first:
+        kept = kept_for_the_head(spec, boundary) if last else set()
+        for name in boundary.before:
+            if name not in kept:
+                model.set_submodule(name, _blank(model.get_submodule(name), stage_input))
+    if not last:
+        for name in boundary.after:
+            model.set_submodule(name, _Passed())
+        whole = getattr(model, "base_model", model)
+        last_block = model.get_submodule(spec.blocks[blocks.stop - 1])
+        for name in boundary.around:
+            stand_in = _UntilBlocks(model.get_submodule(name), whole, last_block)
+            model.set_submodule(name, stand_in)
     return stage_input
 
 
+def _replace_block(model: nn.Module, name: str, stand_in: nn.Module) -> None:
+    """Replace a block; its words stay, as a model may ask a block what kind of mask it wants."""
+    block = model.get_submodule(name)
+    attributes: dict[str, Any] = {}
+    for part in (*reversed(type(block).__mro__), block):
+        attributes.update(vars(part))
+    words = {k: v for k, v in attributes.items() if isinstance(v, str) and not k.startswith("_")}
+    vars(stand_in).update(words)
+    model.set_submodule(name, stand_in)
+
+
+def _blank(module: nn.Module, stage_input: StageInput) -> nn.Module:
+    width = getattr(module, "embedding_dim", None) or getattr(module, "out_features", None)
+    if not isinstance(width, int):
+        return _Passed()
+    return _Blank(stage_input, width, isinstance(module, nn.Embedding))
+
+
 def kept_for_the_head(spec: ModelSpec, boundary: StageBoundary) -> set[str]:
-    """Return the modules before the blocks that the last stage keeps, too, since its head is tied
-    to them.
-    """
+    """Return the modules before the blocks that the last stage keeps: its head is tied to them."""
     after = tuple(f"{name}." for name in boundary.after)
     needed = {
         owner.rpartition(".")[0] for alias, owner in spec.tied.items() if alias.startswith(after)
@@ -173,98 +169,94 @@ def kept_for_the_head(spec: ModelSpec, boundary: StageBoundary) -> set[str]:
 
 
 def check_cut(spec: ModelSpec, stages: int) -> StageBoundary:
-    """Check on a tiny copy, cut into one stage a block, that the stages compute the whole model's
-    logits and gradients.
+    """Check on a tiny copy that stages of a block each have the whole model's logits and gradients.
 
     Raises ConfigError, with the reason, for a model that can't be cut so or has fewer blocks than
     `stages`.
     """
+    place = f"pipeline.stages: {spec.name}"
     if len(spec.blocks) < stages:
         seen = f"{len(spec.blocks)} blocks for {stages} pipeline stages"
-        raise ConfigError(
-            Problem(f"pipeline.stages: {spec.name}", seen, "at least one block for each stage")
-        )
+        raise ConfigError(Problem(place, seen, "at least one block for each stage"))
     try:
-        small = spec.tiny.copy() if spec.tiny.copy else spec
-        boundary, wrong = _try(small)
-    except _CannotCut as reason:
-        wrong = str(reason)
+        return _try(spec.tiny.copy() if spec.tiny.copy else spec)
     except Exception as error:  # whatever a model's own code raises when its blocks are gone
-        wrong = named_line(error)
-    if wrong:
-        place, mend = f"pipeline.stages: {spec.name}", "Set pipeline.stages to 1."
-        raise ConfigError(
-            Problem(place, f"cut into stages: {wrong}", "the same logits and gradients", mend)
-        )
+        reason = str(error) if isinstance(error, _CannotCut) else named_line(error)
+        expected, mend = "the same logits and gradients", "Set pipeline.stages to 1."
+        problem = Problem(place, f"cut into stages: {reason}", expected, mend)
+        raise ConfigError(problem) from error
+
+
+@dataclass
+class _StagePass:
+    """A stage with what it got and gave in a forward pass."""
+
+    stage: nn.Module
+    hidden: torch.Tensor | None
+    output: torch.Tensor
+
+
+def _try(spec: ModelSpec) -> StageBoundary:
+    """Compare stages of one block each with the whole model, forward and backward."""
+    whole, trial = on_host(spec).eval(), spec.tiny.input or of_tokens(spec)
+    boundary, expected = _survey(whole, spec, trial)
+    passes = _forward(spec, boundary, trial)
+    if not torch.equal(passes[-1].output, expected):
+        seen = "other logits than the whole model"
+        raise _CannotCut(f"{seen}: a block reads more than the block before it gives")
+    weight = torch.sin(torch.arange(expected.numel()).reshape(expected.shape))
+    (expected * weight).sum().backward()
+    gradients = _backward(passes, weight)
+    for name, _ in whole.named_parameters():
+        if name not in gradients:
+            raise _CannotCut(f"no stage for {name}")
+    if found := differing(gradients, gradients_of(whole), TOLERANCE):
+        raise _CannotCut(f"another gradient of {found[0]} than the whole model")
     return boundary
 
 
-def _try(spec: ModelSpec) -> tuple[StageBoundary, str]:
-    """Compare stages of one block each with the whole model, forward and backward; return what
-    differs, if anything.
-    """
-    whole, trial = _real(spec), spec.tiny.input or of_tokens(spec)
-    boundary, expected = _survey(whole, spec, trial)
-    found: dict[str, torch.Tensor] = {}
-    stages: list[nn.Module] = []
-    given: list[torch.Tensor | None] = []
-    made: list[torch.Tensor] = []
+def _forward(spec: ModelSpec, boundary: StageBoundary, trial: Trial) -> list[_StagePass]:
+    passes: list[_StagePass] = []
     for index in range(len(spec.blocks)):
-        stages.append(spec.build())
-        stage_input = cut(stages[-1], spec, boundary, range(index, index + 1))
-        _fill(
-            stages[-1], spec
-        )  # after the cut, as engines do: an initialiser may refer to a module that was cut away
-        stage_input.hidden = made[-1].detach().requires_grad_() if made else None
-        given.append(stage_input.hidden)
-        if index + 1 < len(spec.blocks):
-            made.append(trial.hidden(stages[-1]))
-            if not isinstance(made[-1], torch.Tensor):
-                return (
-                    boundary,
-                    f"what it gives is a {type(made[-1]).__name__}, and a stage sends one tensor",
-                )
-        else:
-            made.append(trial.output(stages[-1]))
-    if not torch.equal(made[-1], expected):
-        return (
-            boundary,
-            "other logits than the whole model: a block reads more than the block before it gives",
-        )
-    weight = torch.sin(torch.arange(expected.numel()).reshape(expected.shape))
-    (expected * weight).sum().backward()
+        stage = spec.build()
+        stage_input = cut(stage, spec, boundary, range(index, index + 1))
+        # after the cut, as engines do: an initialiser may refer to a module that was cut away
+        materialise(stage, spec, seed=0)
+        hidden = passes[-1].output.detach().requires_grad_() if passes else None
+        stage_input.put(hidden)
+        last = index + 1 == len(spec.blocks)
+        output = trial.output(stage.eval()) if last else trial.hidden(stage.eval())
+        if not isinstance(output, torch.Tensor):
+            seen = f"what it gives is a {type(output).__name__}"
+            raise _CannotCut(f"{seen}, and a stage sends one tensor")
+        passes.append(_StagePass(stage, hidden, output))
+    return passes
+
+
+def _backward(passes: Sequence[_StagePass], weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Run the backward passes, last stage first; return the gradients, summed over stages."""
+    found: dict[str, torch.Tensor] = {}
     gradient: torch.Tensor | None = weight
-    for stage, hidden, output in zip(
-        reversed(stages), reversed(given), reversed(made), strict=True
-    ):
-        if output.requires_grad:  # else every parameter up to here is frozen
-            output.backward(gradient)
-        gradient = None if hidden is None else hidden.grad
-        for name, parameter in stage.named_parameters():
-            earlier = found.get(name, 0.0)
-            found[name] = earlier + (
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            )
-    for name, parameter in whole.named_parameters():
-        if name not in found:
-            return boundary, f"no stage for {name}"
-        theirs = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if not torch.allclose(
-            found[name], theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()) + 1e-7
-        ):
-            return boundary, f"another gradient of {name} than the whole model"
-    return boundary, ""
+    for one in reversed(passes):
+        if one.output.requires_grad:  # else every parameter up to here is frozen
+            one.output.backward(gradient)
+        gradient = None if one.hidden is None else one.hidden.grad
+        own = gradients_of(one.stage)
+        for name, parameter in one.stage.named_parameters():
+            found[name] = found.get(name, 0.0) + own.get(name, torch.zeros_like(parameter))
+    return found
 
 
 def of_tokens(spec: ModelSpec) -> Trial:
     """Make a trial of two rows of tokens, for a language model."""
     ids = torch.arange(2 * 12).reshape(2, 12) % (spec.language.vocabulary - 1) + 1
+    width = spec.language.hidden_size
 
     def hidden(stage: nn.Module) -> torch.Tensor:
         state: torch.Tensor = stage.base_model(input_ids=ids, use_cache=False)[0]  # type: ignore[operator]
-        if tuple(state.shape) != (wanted := (*ids.shape, spec.language.hidden_size)):
+        if tuple(state.shape) != (*ids.shape, width):
             seen = f"a block gives a hidden state of shape {list(state.shape)}"
-            raise _CannotCut(f"{seen}, and stages send [batch, sequence, {wanted[-1]}] alone")
+            raise _CannotCut(f"{seen}, and stages send [batch, sequence, {width}] alone")
         return state
 
     return Trial(lambda model: model(input_ids=ids, use_cache=False).logits, hidden)
@@ -274,19 +266,8 @@ class _CannotCut(Exception):
     pass
 
 
-def _real(spec: ModelSpec) -> nn.Module:
-    return _fill(spec.build(), spec)
-
-
-def _fill(model: nn.Module, spec: ModelSpec) -> nn.Module:
-    materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
-    return model.eval()
-
-
 def _survey(model: nn.Module, spec: ModelSpec, trial: Trial) -> tuple[StageBoundary, torch.Tensor]:
-    """Run the whole model, and note when each module outside the blocks is called; return that and
-    the output.
-    """
+    """Run the whole model; return where modules outside the blocks are called, and the output."""
     blocks = {model.get_submodule(name): index for index, name in enumerate(spec.blocks)}
     called: dict[str, set[str]] = {}
     place, tuples = "before", 0
@@ -301,50 +282,46 @@ def _survey(model: nn.Module, spec: ModelSpec, trial: Trial) -> tuple[StageBound
 
     for block in blocks:
         block.register_forward_hook(leave)
-    outside = {
-        name: module
-        for name, module in model.named_modules()
-        if _is_outside(name, module, spec.blocks)
-    }
-    owners = {
-        name
-        for name, module in outside.items()
-        if any(p is not None for p in module._parameters.values())
-    }
+    outside = _modules_outside(model, spec.blocks)
     for name, module in outside.items():
         module.register_forward_pre_hook(enter(name))
     output = trial.output(model)
+    owners = [name for name, module in outside.items() if _owns_parameters(module)]
     for name in owners:
         if any(block.startswith(f"{name}.") for block in spec.blocks) or not name:
             raise _CannotCut(f"{name or spec.name} has parameters beside its blocks")
-        if (places := called.get(name, set())) not in ({"before"}, {"after"}, set()):
-            raise _CannotCut(
-                f"{name} runs {' and '.join(sorted(places))}, not once before or after all blocks"
-            )
+        places = called.get(name, set())
+        if places not in ({"before"}, {"after"}, set()):
+            where = " and ".join(sorted(places))
+            raise _CannotCut(f"{name} runs {where}, not once before or after all blocks")
     # modules that text never runs stay with the first stage, whole: their parts may read one
     # another's weights
-    idle = [
-        name
-        for name, _ in model.named_modules()
-        if name and not _holds(name, (*called, *spec.blocks))
-    ]
-    before = [
-        name
-        for name in outside
-        if called.get(name, set()) in ({"before"}, set()) and name in owners
-    ]
-    before = [name for name in dict.fromkeys((*idle, *before)) if _holds(name, tuple(owners))]
+    run = (*called, *spec.blocks)
+    before = [name for name, _ in model.named_modules() if name and not _holds(name, run)]
+    before += [name for name in owners if called.get(name, set()) != {"after"}]
+    before = [name for name in dict.fromkeys(before) if _holds(name, owners)]
     after = [name for name, places in called.items() if places == {"after"}]
-    around = tuple(
-        name
-        for name, places in called.items()
-        if places == {"before", "after"} and name not in owners
+    around = [name for name, places in called.items() if places == {"before", "after"}]
+    around = [name for name in around if name not in owners]
+    boundary = StageBoundary(
+        tuple(outermost(before)), tuple(outermost(after)), tuples, tuple(around)
     )
-    return StageBoundary(_outermost(before), _outermost(after), tuples, around), output
+    return boundary, output
 
 
-def _outermost(names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
+def _modules_outside(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the modules that do work of their own and belong to no block."""
+    inside = tuple(f"{block}." for block in blocks)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(inside)
+        and (_owns_parameters(module) or not any(module.children()))
+    }
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    return any(parameter is not None for parameter in module._parameters.values())
 
 
 def _holds(name: str, others: Sequence[str]) -> bool:
@@ -352,9 +329,3 @@ def _holds(name: str, others: Sequence[str]) -> bool:
     return any(
         f"{other}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other}.") for other in others
     )
-
-
-def _is_outside(name: str, module: nn.Module, blocks: Sequence[str]) -> bool:
-    """Return True if a module does work of its own and belongs to no block."""
-    works = any(p is not None for p in module._parameters.values()) or not any(module.children())
-    return works and not any(f"{name}.".startswith(f"{block}.") for block in blocks)

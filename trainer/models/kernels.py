@@ -1,6 +1,4 @@
-"""The kernels that a model's config may name: those of PyTorch and transformers, and none from
-elsewhere.
-"""
+"""The kernels that a config may name: those of PyTorch and transformers, and no others."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ NAMES = {
     ),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
 }
-"""The implementations in transformers itself; any other name is a repository whose compiled code it
-loads.
-"""
+"""The implementations in transformers; any other name is a repository of compiled code to load."""
 
 
 def check_kernels(config: PreTrainedConfig, place: str) -> None:

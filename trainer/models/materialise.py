@@ -6,6 +6,7 @@ No more than one unit is whole at any time if `after_unit` shards each as it com
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
 
@@ -17,7 +18,23 @@ from torch.overrides import TorchFunctionMode
 from trainer.distributed.dtensor import own_shard
 from trainer.distributed.seeding import seeded_init
 from trainer.errors import ConfigError, Problem
+from trainer.models.names import tensors_of
+from trainer.models.patches import has_values, mark_values
 from trainer.models.spec import ModelSpec, NoWeights, units
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The device and dtype of a model's tensors."""
+
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32
+    storage: torch.device | None = None
+    """The device of parameters, if it is not that of buffers."""
+    base_dtype: torch.dtype | None = None
+    """The dtype of parameters that checkpoints leave out, if it is another."""
 
 
 def materialise(
@@ -25,109 +42,136 @@ def materialise(
     spec: ModelSpec,
     *,
     seed: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    storage: torch.device | None = None,
-    base_dtype: torch.dtype | None = None,
+    placement: Placement = Placement(),
     after_unit: Callable[[nn.Module, list[nn.Parameter]], None] = lambda module, parameters: None,
 ) -> None:
-    """Give every parameter and buffer of `root` its value: pretrained where there is one, else
-    initial.
+    """Give every parameter and buffer of `root` its pretrained value, else its initial value.
 
     Initial values depend on `seed` and the module's name alone. Of a DTensor parameter, this
-    process keeps its own shard, and reads no more than that of a pretrained one. Parameters live on
-    `storage`, or on `device` if that is None. `base_dtype` is the dtype of those that checkpoints
-    leave out. `after_unit` is called with each unit and its new parameters, in order; they may be
-    empty shards afterwards. Raises ConfigError if the pretrained weights lack a parameter or have
-    it in another shape.
+    process keeps its own shard, and reads no more than that of a pretrained one. `after_unit` is
+    called with each unit and its new parameters, in order; they may be empty shards afterwards.
+    Raises ConfigError if the pretrained weights lack a parameter or have it in another shape.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}  # meta -> real: a tied parameter is made once
-    missing: list[Problem] = []
-    named = root.named_parameters(remove_duplicate=False) if base_dtype else ()
+    named = root.named_parameters(remove_duplicate=False) if placement.base_dtype else ()
     base = {parameter for name, parameter in named if name in spec.training.unsaved}
+    values = _Values(spec)
     for unit in units(root, spec.blocks):
-        whole: dict[nn.Parameter, nn.Parameter] = {}  # parameters of this unit, meta -> value
         for name, module in unit:
-            _allocate(name, module, spec, made, whole, missing)
+            values.allocate(name, module)
         for name, module in unit:
-            held = {**module._parameters, **module._buffers}
-            before = {key: tensor._version for key, tensor in held.items() if tensor is not None}
             with torch.no_grad(), seeded_init(seed, name):
-                spec.initialise(root, name)
-                for key, version in before.items():
-                    _fill_untouched(
-                        f"{name}.{key}".lstrip("."), module, key, held[key], version, spec, missing
-                    )
-        own = {
-            value: _own(
-                value, meta, storage or device, base_dtype if base_dtype and meta in base else dtype
-            )
-            for meta, value in whole.items()
-        }
-        made |= {meta: own[value] for meta, value in whole.items()}
+                values.initialise(root, name, module)
+        own: dict[nn.Parameter, nn.Parameter] = {}  # whole value -> the part that is kept
+        for meta, value in values.whole.items():
+            low = placement.base_dtype if meta in base else None
+            storage = placement.storage or placement.device
+            own[value] = values.made[meta] = _own(value, meta, storage, low or placement.dtype)
+        values.whole.clear()
         for _, module in unit:
-            module._parameters.update(
-                {k: own[value] for k, value in module._parameters.items() if value in own}
-            )
+            parameters = module._parameters.items()
+            module._parameters.update({k: own[value] for k, value in parameters if value in own})
+            buffers = module._buffers.items()
             module._buffers.update(
-                {key: b.to(device) for key, b in module._buffers.items() if b is not None}
+                {key: b.to(placement.device) for key, b in buffers if b is not None}
             )
         after_unit(unit[-1][1], list(own.values()))
-    if missing:
-        raise ConfigError(*missing)
+    if values.missing:
+        raise ConfigError(*values.missing)
 
 
-def _allocate(
-    name: str,
-    module: nn.Module,
-    spec: ModelSpec,
-    made: dict[nn.Parameter, nn.Parameter],
-    whole: dict[nn.Parameter, nn.Parameter],
-    missing: list[Problem],
-) -> None:
-    for key, parameter in module._parameters.items():
-        if parameter is None:
-            continue
-        if parameter not in made and parameter not in whole:
-            whole[parameter] = _filled(f"{name}.{key}".lstrip("."), parameter, spec, missing)
-        module._parameters[key] = made[parameter] if parameter in made else whole[parameter]
-    for key, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[key] = _buffer(f"{name}.{key}".lstrip("."), buffer, spec)
+def on_host(spec: ModelSpec, seed: int = 0) -> nn.Module:
+    """Build a model with its values, whole, on the CPU in float32."""
+    model = spec.build()
+    materialise(model, spec, seed=seed)
+    return model
 
 
-def _filled(name: str, meta: nn.Parameter, spec: ModelSpec, missing: list[Problem]) -> nn.Parameter:
-    value = spec.weights.read(name)
-    if (
-        value is None
-        and not isinstance(spec.weights, NoWeights)
-        and name not in spec.training.fresh
-    ):
-        missing.append(
-            Problem(
-                f"{spec.name}: {name}", "absent from the weights", "every parameter of the model"
+@dataclass
+class _Values:
+    """The values of a model, as they are made."""
+
+    spec: ModelSpec
+    made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    """Parameters of earlier units, by those on the meta device: a tied one is made once."""
+    whole: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    """Whole parameters of the current unit, by those on the meta device."""
+    missing: list[Problem] = field(default_factory=list)
+
+    def allocate(self, name: str, module: nn.Module) -> None:
+        """Replace a module's own tensors on the meta device by pretrained or empty ones."""
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in self.made and parameter not in self.whole:
+                self.whole[parameter] = self._parameter(_joined(name, key), parameter)
+            known = self.made if parameter in self.made else self.whole
+            module._parameters[key] = known[parameter]
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                value = self.spec.weights.read(_joined(name, key))
+                real = torch.zeros_like(buffer, device="cpu") if value is None else value
+                mark_values(real, given=value is not None)
+                module._buffers[key] = real
+
+    def _parameter(self, name: str, meta: nn.Parameter) -> nn.Parameter:
+        weights = self.spec.weights
+        value = weights.read(name)
+        needed = not isinstance(weights, NoWeights) and name not in self.spec.training.fresh
+        if value is None and needed:
+            self._report(name, "absent from the weights", "every parameter of the model")
+        elif value is not None and value.shape != meta.shape:
+            self._report(name, f"shape {tuple(value.shape)}", f"{tuple(meta.shape)}")
+            value = None
+        dtype = meta.dtype if meta.dtype.is_floating_point else torch.float32
+        # a pretrained value stays mapped from its file until it is known which part is kept
+        data = torch.empty(meta.shape, dtype=dtype) if value is None else value
+        parameter = nn.Parameter(data, requires_grad=meta.requires_grad)
+        mark_values(parameter, given=value is not None)
+        return parameter
+
+    def initialise(self, root: nn.Module, name: str, module: nn.Module) -> None:
+        """Fill the module's own tensors: by `initialise`, else with its constructor's values."""
+        before = {
+            key: (tensor, tensor._version)
+            for key, tensor in _tensors(module).items()
+            if tensor is not None
+        }
+        self.spec.initialise(root, name)
+        for key, (tensor, version) in before.items():
+            untouched = _tensors(module).get(key) is tensor and tensor._version == version
+            if untouched and not has_values(tensor):
+                self._construct(_joined(name, key), module, tensor)
+
+    def _construct(self, name: str, module: nn.Module, tensor: torch.Tensor) -> None:
+        value = self.spec.constructed(name)
+        reset = getattr(module, "reset_parameters", None)
+        if value is not None and value.shape == tensor.shape and not value.is_meta:
+            tensor.copy_(value)
+        elif isinstance(tensor, nn.Parameter) and callable(reset):
+            reset()
+        else:
+            seen = (
+                "the model's own initialisation leaves it empty when it is built on the meta device"
             )
-        )
-    elif value is not None and value.shape != meta.shape:
-        missing.append(
-            Problem(f"{spec.name}: {name}", f"shape {tuple(value.shape)}", f"{tuple(meta.shape)}")
-        )
-        value = None
-    dtype = meta.dtype if meta.dtype.is_floating_point else torch.float32
-    # a pretrained value stays mapped from its file until it is known which part this process keeps
-    data = torch.empty(meta.shape, dtype=dtype) if value is None else value
-    parameter = nn.Parameter(data, requires_grad=meta.requires_grad)
-    # transformers' initialisers leave a tensor with this mark alone
-    parameter._is_hf_initialized = value is not None  # type: ignore[attr-defined]
-    return parameter
+            expected = "a tensor that `_init_weights` fills, or one that is stored with the weights"
+            self._report(name, seen, expected)
+
+    def _report(self, name: str, actual: str, expected: str) -> None:
+        self.missing.append(Problem(f"{self.spec.name}: {name}", actual, expected))
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {**module._parameters, **module._buffers}
+
+
+def _joined(module: str, key: str) -> str:
+    return f"{module}.{key}".lstrip(".")
 
 
 def _own(
     value: nn.Parameter, meta: nn.Parameter, storage: torch.device, dtype: torch.dtype
 ) -> nn.Parameter:
-    """Return the parameter that this process keeps: of a DTensor, the shard that its placements
-    give it.
-    """
+    """Return what this process keeps of a parameter: the whole, or its shard of a DTensor."""
     if isinstance(meta, DTensor):
         # `from_local` would move offloaded parameters to the mesh's device
         kept: torch.Tensor = torch.empty_like(meta.detach(), dtype=dtype, device=storage)
@@ -137,54 +181,8 @@ def _own(
         parameter = value
         parameter.data = value.data.to(storage, dtype)
     # a tied parameter keeps its first module's values: at the second, it may be an empty shard
-    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    mark_values(parameter, given=True)
     return parameter
-
-
-def _buffer(name: str, meta: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
-    value = spec.weights.read(name)
-    buffer = torch.zeros_like(meta, device="cpu") if value is None else value
-    # transformers' initialisers leave a tensor with this mark alone
-    buffer._is_hf_initialized = value is not None  # type: ignore[attr-defined]
-    return buffer
-
-
-def _fill_untouched(
-    name: str,
-    module: nn.Module,
-    key: str,
-    old: Any,
-    version: int,
-    spec: ModelSpec,
-    missing: list[Problem],
-) -> None:
-    """Fill a tensor that the family's initialisation did not write with the constructor's value of
-    it.
-    """
-    tensor = {**module._parameters, **module._buffers}.get(key)
-    if (
-        tensor is not old
-        or tensor._version != version
-        or getattr(tensor, "_is_hf_initialized", False)
-    ):
-        return
-    value = spec.constructed(name)
-    if value is not None and value.shape == tensor.shape and not value.is_meta:
-        tensor.copy_(value)
-    elif isinstance(tensor, nn.Parameter) and callable(
-        reset := getattr(module, "reset_parameters", None)
-    ):
-        reset()
-    else:
-        missing.append(_uninitialised(spec, name))
-
-
-def _uninitialised(spec: ModelSpec, name: str) -> Problem:
-    return Problem(
-        f"{spec.name}: {name}",
-        "the model's own initialisation leaves it empty when it is built on the meta device",
-        "a tensor that `_init_weights` fills, or one that is stored with the weights",
-    )
 
 
 # Tensors as a constructor makes them
@@ -194,9 +192,7 @@ SMALL = 65_536
 
 
 def built_tensor(build: Callable[[], nn.Module], name: str) -> torch.Tensor | None:
-    """Return a tensor as `build` makes it; None if it, or one it is computed from, has over SMALL
-    values.
-    """
+    """Return a tensor as `build` makes it; None if it depends on one of over SMALL values."""
     return _all(build).get(name)
 
 
@@ -208,11 +204,8 @@ def _all(build: Callable[[], nn.Module]) -> Mapping[str, torch.Tensor]:
             model = build()
         except Exception:  # small and large tensors may not go together
             return {}
-    return {
-        name: t.detach()
-        for name, t in (*model.named_parameters(), *model.named_buffers())
-        if not t.is_meta
-    }
+    tensors = tensors_of(model)
+    return {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
 
 
 class _BuiltOnHost(TorchFunctionMode):
@@ -221,7 +214,8 @@ class _BuiltOnHost(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        asked = kwargs.get("device")
-        small = torch.is_tensor(result) and result.numel() <= SMALL
-        on_meta = asked is not None and torch.device(asked).type == "meta"
-        return func(*args, **{**kwargs, "device": "cpu"}) if on_meta and small else result
+        device = kwargs.get("device")
+        on_meta = device is not None and torch.device(device).type == "meta"
+        if on_meta and torch.is_tensor(result) and result.numel() <= SMALL:
+            return func(*args, **{**kwargs, "device": "cpu"})
+        return result

@@ -1,13 +1,16 @@
-"""Names of tensors, shortened for the user."""
+"""Tensors and modules by name, and names shortened for the user."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 
+import torch
 from torch import nn
 
 SHOWN = 6
+"""The most modules that a line lists."""
 
 
 def pattern_of(name: str) -> str:
@@ -15,11 +18,43 @@ def pattern_of(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
+def outermost(names: Sequence[str]) -> list[str]:
+    """Return the modules that are within no other of them."""
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
 def layer_of(name: str) -> str:
-    """Return the layer around an adapter's part of it (`.base_layer`, `.lora_A.default`, ...); else
-    `name` itself.
-    """
+    """Return the name of the layer that `name`, such as `q_proj.lora_A.default`, belongs to."""
     return re.sub(r"\.(base_layer|lora_[AB]\.\w+)$", "", name)
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Map each name of a parameter or buffer to it; a tied one has several names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return dict((*parameters, *model.named_buffers(remove_duplicate=False)))
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Map the names of the parameters that have a gradient to it."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def differing(
+    ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], most: float
+) -> tuple[str, float] | None:
+    """Return the first gradient that differs from `theirs`, and by what share of its largest entry.
+
+    Returns None if no share is above `most`. A gradient's largest entry counts as at least a
+    thousandth of the largest of all; a missing gradient counts as zeros.
+    """
+    sizes = [float(gradient.abs().max()) for gradient in theirs.values() if gradient.numel()]
+    largest, nothing = max(sizes, default=0.0), torch.zeros(())
+    for name in dict.fromkeys([*theirs, *ours]):
+        a, b = ours.get(name, nothing), theirs.get(name, nothing)
+        error, scale = float((a - b).abs().max()), max(float(b.abs().max()), 1e-3 * largest)
+        if not error <= most * scale:
+            return name, error / max(scale, 1e-30)
+    return None
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
@@ -29,18 +64,20 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
     return {alias: name for alias, name in named if alias != name}
 
 
+def suggestion(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+    """Return a question with the one or two known names that a wrong one is close to, if any is."""
+    near = get_close_matches(word[:200], known, n=2, cutoff=cutoff)
+    return "Did you mean " + " or ".join(f'"{name}"' for name in near) + "?" if near else ""
+
+
 def in_short(names: Collection[str], others: Collection[str]) -> str:
-    """List the largest modules, by pattern, whose tensors are among `names` and never among
-    `others`; at most SHOWN.
-    """
+    """List the largest modules with tensors in `names` alone, and none in `others`, by pattern."""
     kept = {pattern_of(name) for name in others}
     shown: dict[str, None] = {}
     for pattern in map(pattern_of, names):
         parts = pattern.split(".")
         heads = (".".join(parts[:depth]) + "." for depth in range(1, len(parts)))
-        whole = next(
-            (head for head in heads if not any(name.startswith(head) for name in kept)), None
-        )
-        shown[f"{whole}*" if whole else pattern] = None
+        whole = (head for head in heads if not any(name.startswith(head) for name in kept))
+        shown.setdefault(next((f"{head}*" for head in whole), pattern))
     more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
     return ", ".join(list(shown)[:SHOWN]) + more

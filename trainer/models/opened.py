@@ -19,65 +19,55 @@ EXPECTED = "runs/NAME/final, or a checkpoint such as runs/NAME/checkpoints/step-
 
 
 def opened(folder: Path, build: Callable[[], nn.Module] | None) -> nn.Module:
-    """Load the model of `final/` or of a checkpoint, in evaluation mode. Raises ConfigError where
-    there is none.
+    """Load the model of `final/` or of a checkpoint, in evaluation mode.
+
+    Raises ConfigError if there is none.
     """
     if (inner := folder / "model").is_dir():
         folder = inner
-    known = [
-        name
-        for name in (classifiers.DESCRIPTION, "adapter_config.json", "config.json")
-        if (folder / name).exists()
-    ]
-    if not known:
-        raise ConfigError(Problem(f"open: {folder}", "a folder without a model", EXPECTED))
-    if known[0] != classifiers.DESCRIPTION and build is None:
-        return _pretrained(folder, adapter=known[0] == "adapter_config.json")
-    if known[0] != classifiers.DESCRIPTION:
-        raise ConfigError(
-            Problem(f"open: {folder}", "model=, and a folder that says it", "the folder alone")
-        )
+    place = f"open: {folder}"
+    files = (classifiers.DESCRIPTION, "adapter_config.json", "config.json")
+    kind = next((name for name in files if (folder / name).exists()), None)
+    if kind is None:
+        raise ConfigError(Problem(place, "a folder without a model", EXPECTED))
+    if kind != classifiers.DESCRIPTION:
+        if build is not None:
+            seen = "model=, and a folder that says it"
+            raise ConfigError(Problem(place, seen, "the folder alone"))
+        return _pretrained(folder, adapter=kind == "adapter_config.json")
     content = json.loads((folder / classifiers.DESCRIPTION).read_bytes())
     name = content.get("module") or content["model"]["name"].rpartition(":")[2]
     if build is None and "model" in content:
         return classifiers.opened(folder)[0]
     if build is None:
-        raise ConfigError(
-            Problem(
-                f"open: {folder}", "the weights of an own module", f"model=, which builds {name}"
-            )
-        )
+        expected = f"model=, which builds {name}"
+        raise ConfigError(Problem(place, "the weights of an own module", expected))
     return _filled(build(), folder, name)
 
 
 def _pretrained(folder: Path, *, adapter: bool) -> nn.Module:
-    library, name = (
-        ("peft", "AutoPeftModelForCausalLM")
-        if adapter
-        else ("transformers", "AutoModelForCausalLM")
-    )
+    library, name = "transformers", "AutoModelForCausalLM"
+    if adapter:
+        library, name = "peft", "AutoPeftModelForCausalLM"
     try:
-        return getattr(import_module(library), name).from_pretrained(folder).eval()  # type: ignore[no-any-return]
+        model: nn.Module = getattr(import_module(library), name).from_pretrained(folder)
+        return model.eval()
     except (OSError, ValueError) as error:
         raise ConfigError(Problem(f"open: {folder}", first_line(error), EXPECTED)) from error
 
 
 def _filled(model: nn.Module, folder: Path, name: str) -> nn.Module:
-    """Load the folder's values into an own module. Raises ConfigError if they belong to another
-    module.
-    """
-    weights, own = SafetensorsFolder(folder), model.state_dict()
-    first = aliases_of(model)  # a tied tensor has one name in the files
-    stored = {key: weights.read(first.get(key, key)) for key in own} | {
-        key: weights.read(key) for key in weights.names()
-    }
+    """Load the folder's values into an own module. Raises ConfigError if they are another's."""
+    weights, first = SafetensorsFolder(folder), aliases_of(model)
+    # a tied tensor has one name in the files
+    stored = {key: weights.read(first.get(key, key)) for key in model.state_dict()}
+    stored |= {key: weights.read(key) for key in weights.names()}
     try:
         if name.rpartition(".")[2] != type(model).__name__:
             raise RuntimeError(f"a {name}")
         model.load_state_dict({key: value for key, value in stored.items() if value is not None})
     except RuntimeError as error:
+        seen = " ".join(str(error).split())[:400]
         expected = f"the tensors of a {class_of(model)}, which model= builds"
-        raise ConfigError(
-            Problem(f"open: {folder}", " ".join(str(error).split())[:400], expected)
-        ) from error
+        raise ConfigError(Problem(f"open: {folder}", seen, expected)) from error
     return model.eval()

@@ -1,10 +1,8 @@
-"""`ModelSpec`: the one description of a model that all engines share, and how its values are
-made.
-"""
+"""`ModelSpec`: the one description of a model that all engines share, and what it costs to run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -17,9 +15,9 @@ from trainer.distributed.ranks import Ranks
 from trainer.state import WEIGHT, StateTensor, renamed
 
 WHOLE = "whole"
-"""The word, besides transformers' own, for a tensor plan entry that every rank holds whole, with
-its whole gradient.
-"""
+"""The style of a tensor plan entry that every rank holds whole; the others are transformers'."""
+ONE_FILE = 250_000_000
+"""The most parameters of an own module whose weights are saved as one file: 1 GB in float32."""
 
 
 class Weights(Protocol):
@@ -29,11 +27,6 @@ class Weights(Protocol):
 
     def release(self) -> None:
         """Free the weights held in memory: the engine is built."""
-        ...
-
-
-ONE_FILE = 250_000_000
-"""The most parameters of an own module whose weights are saved as one file: 1 GB in float32."""
 
 
 class NoWeights:
@@ -72,9 +65,7 @@ class LanguageModel:
     head_parameters: int = 0
     """The number of parameters of the output head's matrix (0 without one)."""
     embedding_parameters: int = 0
-    """The number of parameters of the input table, which is in no matrix product (0 if it is also
-    the head).
-    """
+    """The number of parameters of the input table, a lookup (0 if the head is tied to it)."""
     idle_parameters: int = 0
     """The number of parameters of experts that a token is not routed to (0 for a dense model)."""
     vocabulary: int = 0
@@ -87,15 +78,11 @@ class LanguageModel:
     heads: int = 0
     kv_heads: int = 0
     tensor_plan: dict[str, str] = field(default_factory=dict)
-    """Names of modules and parameters in blocks that tensor parallelism splits -> transformers'
-    word for how.
-    """
+    """Modules and parameters of blocks that tensor parallelism splits -> the style, as a word."""
     plain_head: bool = False
     """True if the logits are the head's product with the last hidden state and nothing else."""
     own_loss: bool = False
-    """True if its own `forward(labels=...)` adds a router's loss to the token losses
-    (`output_router_logits`).
-    """
+    """True if `forward(labels=...)` adds a router's loss (`output_router_logits`)."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +94,7 @@ class Training:
     tuned: Mapping[str, Tuning] = field(default_factory=dict)
     """Parameters with a learning rate or a weight decay of their own, by name."""
     sparse: tuple[str, ...] = ()
-    """Patterns (numbers replaced by `*`) of the names of parameters that only some rows give a
-    gradient.
-    """
+    """Name patterns (`*` for a number) of parameters that only some rows give a gradient."""
     fresh: frozenset[str] = frozenset()
     """Parameters that pretrained weights need not have: they get initial values."""
     unsaved: frozenset[str] = frozenset()
@@ -121,12 +106,9 @@ class TinyCopies:
     """Smaller models of the same architecture, and the input on which they are tried."""
 
     input: Trial | None = None
-    """The input on which a module that is no language model is tried; language models are tried on
-    tokens.
-    """
+    """The input for a module that is no language model; language models are tried on tokens."""
     copy: Callable[..., ModelSpec] | None = None
-    """`copy(layers=3, split=1)` makes a tiny copy of the architecture with at least so many blocks,
-    to try things on.
+    """`copy(layers=3, split=1)` makes a tiny copy with at least so many blocks, to try things on.
 
     Numbers that are multiples of `split` stay multiples of it; language models also take `sizes`.
     Raises ConfigError if no copy runs.
@@ -148,15 +130,11 @@ class ModelFiles:
     opens: str = "safetensors"
     """The function or format by which a trained model's folder is opened."""
     save_config: Callable[[Any, torch.dtype | None], None] = lambda folder, dtype: None
-    """Writes config.json, with the dtype if one is given, and generation_config.json into a
-    folder.
-    """
+    """Writes config.json, with a dtype if one is given, and generation_config.json to a folder."""
     merged: Callable[[Path], ModelSpec] | None = None
-    """Returns, if an adapter is to be merged, the spec of the base with a folder's adapter merged
-    into it.
-    """
+    """Makes the spec of the base with a folder's adapter merged, if an adapter is to be merged."""
     revision: str | None = None
-    """The revision asked for of a model on the hub."""
+    """The requested revision of a model on the hub."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +146,7 @@ class ModelSpec:
     build: Callable[[], nn.Module]
     """Builds the module on the meta device."""
     initialise: Callable[[nn.Module, str], None]
-    """`initialise(root, module_name)` fills one module's own parameters and buffers with initial
-    values.
-    """
+    """`initialise(root, module_name)` fills one module's own parameters and buffers."""
     blocks: tuple[str, ...]
     """Dotted names of the repeated blocks, in order; empty if none are known."""
     parameters: int
@@ -179,9 +155,7 @@ class ModelSpec:
     """Parameter name -> the name of the parameter that it is tied to."""
     weights: Weights = field(default_factory=NoWeights)
     constructed: Callable[[str], torch.Tensor | None] = lambda name: None
-    """Returns the constructor's value of a small parameter or buffer that `initialise` does not
-    fill, or None.
-    """
+    """Returns the constructor's value of a small tensor that `initialise` leaves empty, or None."""
     training: Training = field(default_factory=Training)
     tiny: TinyCopies = field(default_factory=TinyCopies)
     files: ModelFiles = field(default_factory=ModelFiles)
@@ -194,57 +168,58 @@ class ModelSpec:
         """Return the spec with the input on which it is tried."""
         return replace(self, tiny=replace(self.tiny, input=trial))
 
+    def held(self, names: Collection[str]) -> ModelSpec:
+        """Return the spec in which the parameters called `names` get no gradient."""
+
+        def build() -> nn.Module:
+            model = self.build()
+            for name, parameter in model.named_parameters():
+                if name in names:
+                    parameter.requires_grad_(False)
+            return model
+
+        return replace(self, build=build)
+
     @property
     def one_file(self) -> bool:
-        """True if a trained model is saved as a single file, whichever ranks held its shards: a
-        small own module.
-        """
+        """True if a trained model, a small own module, is saved as one file, however sharded."""
         return self.files.opens == "safetensors" and self.parameters <= ONE_FILE
 
 
 def stored(spec: ModelSpec, entries: Sequence[StateTensor]) -> list[StateTensor]:
     """Select an engine's state tensors that files hold, under their names in the files."""
-    return renamed(
-        [entry for entry in entries if entry.name not in spec.training.unsaved],
-        spec.files.published,
-    )
+    saved = [entry for entry in entries if entry.name not in spec.training.unsaved]
+    return renamed(saved, spec.files.published)
 
 
 def given_tensors(spec: ModelSpec, ranks: Ranks) -> list[StateTensor]:
-    """Return the model's tensors from its weights, without an engine; each rank reads its share,
-    one at a time.
-    """
+    """Return the tensors of the weights, without an engine; each rank reads a share of them."""
     model = spec.build()
     stateful = model.state_dict().keys()
-    tensors = {
-        name: t
-        for name, t in (*model.named_parameters(), *model.named_buffers())
-        if name in stateful
-    }
 
-    def entry(name: str, owner: int, like: torch.Tensor) -> StateTensor:
-        dtype = value.dtype if (value := spec.weights.read(name)) is not None else like.dtype
-        read = lambda: spec.weights.read(name) if owner == ranks.rank else None  # noqa: E731
-        return StateTensor(
-            name, WEIGHT, tuple(like.shape), dtype, owner, read, write=lambda value: None
-        )
+    def entry(name: str, like: torch.Tensor, owner: int) -> StateTensor:
+        def read() -> torch.Tensor | None:
+            return spec.weights.read(name) if owner == ranks.rank else None
 
-    return [
-        entry(name, index % ranks.world_size, tensors[name]) for index, name in enumerate(tensors)
-    ]
+        value = spec.weights.read(name)
+        dtype, shape = like.dtype if value is None else value.dtype, tuple(like.shape)
+        return StateTensor(name, WEIGHT, shape, dtype, owner, read, write=lambda value: None)
+
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    kept = [(name, tensor) for name, tensor in tensors.items() if name in stateful]
+    return [entry(*named, index % ranks.world_size) for index, named in enumerate(kept)]
 
 
 def units(root: nn.Module, blocks: tuple[str, ...]) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Split the model into units that are materialised one at a time: each block whole, every other
-    module alone.
+    """Yield the units that are materialised one at a time: each block whole, other modules alone.
 
-    Yields the named modules of each unit, children before parents.
+    A unit is a list of named modules, children before parents.
     """
-    heads = set(blocks)
+    inside = tuple(f"{block}." for block in blocks)
     for name, module in root.named_modules():
-        if name in heads:
+        if name in blocks:
             yield list(_children_first(name, module))
-        elif not any(name.startswith(f"{block}.") for block in blocks):
+        elif not name.startswith(inside):
             yield [(name, module)]
 
 
@@ -255,11 +230,9 @@ def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Modu
 
 
 def counted_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor]) -> float:
-    """Count the FLOPs of a forward and a backward pass of a loss, with PyTorch's counter on the
-    meta device.
+    """Count the FLOPs of a loss's forward and backward pass with PyTorch's counter, on meta.
 
-    Matrix products, convolutions and attention are counted; `loss(model)` makes its own input on
-    that device.
+    Matrix products, convolutions and attention count; `loss(model)` makes its input on that device.
     """
     ours = {torch.ops.aten.convolution_backward: _convolution_backward}
     with FlopCounterMode(display=False, custom_mapping=ours) as counter:
@@ -268,9 +241,7 @@ def counted_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor]) ->
 
 
 def _convolution_backward(grad: Any, given: Any, weight: Any, *rest: Any, **_: Any) -> int:
-    """Count as many FLOPs for the input and for the weight as forward; PyTorch's own formula
-    ignores groups.
-    """
+    """Count forward's FLOPs for the input and for the weight; PyTorch's formula ignores groups."""
     transposed, wanted = rest[4], rest[7]
     return conv_flop_count(given, weight, grad, transposed) * sum(wanted[:2])
 
@@ -282,10 +253,8 @@ def flops_per_token(spec: ModelSpec, sequence: int) -> float:
     and the experts that it is not routed to. Frozen ones have no weight gradient: 4 N. H is heads x
     head size. Source: PaLM, arXiv 2204.02311, appendix B, halved for the causal mask.
     """
-    matrix = spec.parameters - spec.language.embedding_parameters - spec.language.idle_parameters
+    language = spec.language
+    matrix = spec.parameters - language.embedding_parameters - language.idle_parameters
     learned = min(matrix, spec.parameters - sum(spec.training.frozen.values()))
-    return (
-        4.0 * matrix
-        + 2.0 * learned
-        + 6.0 * spec.language.layers * spec.language.attention_width * sequence
-    )
+    attention = 6.0 * language.layers * language.attention_width * sequence
+    return 4.0 * matrix + 2.0 * learned + attention

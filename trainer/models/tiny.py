@@ -1,6 +1,4 @@
-"""A tiny copy of an architecture that keeps its kinds of blocks and the transitions between
-them.
-"""
+"""A tiny copy of an architecture: the same kinds of blocks, and the transitions between them."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.models.materialise import materialise
+from trainer.models.materialise import on_host
 from trainer.models.spec import ModelSpec
 from trainer.models.tiny_config import SIZES, Sizes, scale_of, tiny_config
 
@@ -47,9 +45,7 @@ class Structure:
 
 
 def structure_of(model: nn.Module, blocks: Sequence[str]) -> Structure:
-    """Read the structure from the modules: classes, parameters, flags and words of each block, and
-    which are shared.
-    """
+    """Read each block's classes, parameters, flags and words, and which parameters are shared."""
     owners = {id(parameter): name for name, parameter in model.named_parameters()}
     inside = tuple(f"{block}." for block in blocks)
     around = frozenset(
@@ -61,23 +57,17 @@ def structure_of(model: nn.Module, blocks: Sequence[str]) -> Structure:
 
 
 def _kind(model: nn.Module, block: str, owners: dict[int, str]) -> Kind:
-    found = set()
+    lines = set()
     for name, module in model.get_submodule(block).named_modules():
         flags = sorted(
             f"{key}={_pattern(str(value))}"
             for key, value in vars(module).items()
-            if isinstance(value, bool | str | None)
-            and not key.startswith("_")
-            and key != "training"
+            if isinstance(value, bool | str | None) and key != "training" and key[0] != "_"
         )
-        parameters = {key: p for key, p in module._parameters.items() if p is not None}
-        foreign = sorted(
-            key for key, p in parameters.items() if not owners[id(p)].startswith(f"{block}.")
-        )
-        found.add(
-            f"{_pattern(name)}: {type(module).__name__} {flags} {sorted(parameters)} {foreign}"
-        )
-    return frozenset(found)
+        own = {key: owners[id(p)] for key, p in module._parameters.items() if p is not None}
+        foreign = sorted(key for key, owner in own.items() if not owner.startswith(f"{block}."))
+        lines.add(f"{_pattern(name)}: {type(module).__name__} {flags} {sorted(own)} {foreign}")
+    return frozenset(lines)
 
 
 def _pattern(name: str) -> str:
@@ -93,8 +83,7 @@ def tiny(
     split: int,
     sizes: Sizes = SIZES,
 ) -> tuple[ModelSpec, tuple[str, ...]]:
-    """Make a copy of `full` with at least `layers` of its `blocks`, if it has as many, and list
-    what the copy lacks.
+    """Make a copy of `full` with `layers` or more of its `blocks`, and list what the copy lacks.
 
     Numbers that are multiples of `split` stay so. The copy runs, and is as small as that allows.
     Raises the last attempt's error if no copy runs.
@@ -105,11 +94,8 @@ def tiny(
     for keep in _choices(whole.blocks, layers):
         built = False
         lacks: tuple[str, ...] = ()
-        for scale in (
-            scale_of(config, split, head_sizes=True),
-            scale_of(config, split, head_sizes=False),
-            None,
-        ):
+        scales = [scale_of(config, split, head_sizes=shrink) for shrink in (True, False)]
+        for scale in (*scales, None):
             try:
                 spec = spec_of(tiny_config(config, scale, keep, count, sizes))
                 if spec.parameters > LARGEST:
@@ -131,18 +117,15 @@ def tiny(
 
 
 def _run(spec: ModelSpec) -> None:
-    model = spec.build()
-    materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    ids = torch.arange(1, 25).reshape(2, 12)
     with torch.no_grad():
-        logits = model.eval()(input_ids=torch.arange(1, 25).reshape(2, 12), use_cache=False).logits
+        logits = on_host(spec).eval()(input_ids=ids, use_cache=False).logits
     if not logits.isfinite().all():
         raise ValueError("its logits are not finite")
 
 
 def _choices(kinds: Sequence[Kind], layers: int) -> Iterator[Sequence[int]]:
-    """Yield choices of layers to keep: first those that make all transitions, then ever more of the
-    first layers.
-    """
+    """Yield layers to keep: first those that make all transitions, then ever more first layers."""
     if not kinds:
         yield range(layers)
         return
@@ -152,9 +135,8 @@ def _choices(kinds: Sequence[Kind], layers: int) -> Iterator[Sequence[int]]:
         if len(fewer) >= layers and set(pairwise(kinds[kept] for kept in fewer)) == steps:
             keep = fewer
     yield keep
-    least = max(
-        layers, next(n for n in range(1, len(kinds) + 1) if set(pairwise(kinds[:n])) == steps)
-    )
+    complete = (n for n in range(1, len(kinds) + 1) if set(pairwise(kinds[:n])) == steps)
+    least = max(layers, next(complete))
     while least < len(kinds):
         yield range(least)
         least *= 2

@@ -30,37 +30,29 @@ class Sizes(NamedTuple):
 SIZES = Sizes()
 
 
-# the first pattern found in an attribute's name gives the role of its number
-_ROLES: tuple[tuple[str, str], ...] = (
-    (
-        "kept",
-        r"nextn|mtp|_id$|_ids$|kernel|conv_L|seed|chunk_size_feed|image|patch|pattern$|original_max|^group_",
-    ),
-    ("first", r"first_k_dense|dense_layers|max_window_layers|layer_start_index"),
-    ("last index", r"layer_end_index"),
-    ("last", r"kv_shared_layers"),
-    ("every", r"_every$"),
-    ("layers", r"(num|n)_(\w+_)?layers?$|^n_layer|coder_layers$|^num_blocks$|layers_per_stack$"),
-    ("vocabulary", r"vocab_size"),
-    (
-        "positions",
-        r"max_position|n_positions|n_ctx|max_seq|max_source|max_target|model_max_length|^context_length",
-    ),
-    (
-        "window",
-        r"window(_size)?$|attention_chunk_size|^(mamba_)?chunk_size|index_topk$|^local_attention$",
-    ),
-    ("chosen", r"(experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts)$"),
-    ("chosen groups", r"topk_group$"),
-    ("groups", r"n_?groups?$|expert_group$"),
-    ("experts", r"experts$|expert_num$"),
-    ("head size", r"head_?(dim|size)$|d_head$|dim_head$|^kv_channels$|^rotary_(dim|ndims)$|^d_kv$"),
-    ("heads", r"heads?(_per_layer)?$|num_query_groups$"),
-    (
-        "width",
-        r"hidden|intermediate|inner|width|ffn_?dim|_dim$|^dim_|dff$|^d_|_d_|n_embd|rank$|embd?_dim|_size$|_proj",
-    ),
-)
+_ROLES = {
+    "kept": r"nextn|mtp|_id$|_ids$|kernel|conv_L|seed|chunk_size_feed"
+    r"|image|patch|pattern$|original_max|^group_",
+    "first": r"first_k_dense|dense_layers|max_window_layers|layer_start_index",
+    "last index": r"layer_end_index",
+    "last": r"kv_shared_layers",
+    "every": r"_every$",
+    "layers": r"(num|n)_(\w+_)?layers?$|^n_layer|coder_layers$|^num_blocks$|layers_per_stack$",
+    "vocabulary": r"vocab_size",
+    "positions": r"max_position|n_positions|n_ctx|max_seq|max_source|max_target"
+    r"|model_max_length|^context_length",
+    "window": r"window(_size)?$|attention_chunk_size|^(mamba_)?chunk_size|index_topk$"
+    r"|^local_attention$",
+    "chosen": r"(experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts)$",
+    "chosen groups": r"topk_group$",
+    "groups": r"n_?groups?$|expert_group$",
+    "experts": r"experts$|expert_num$",
+    "head size": r"head_?(dim|size)$|d_head$|dim_head$|^kv_channels$|^rotary_(dim|ndims)$|^d_kv$",
+    "heads": r"heads?(_per_layer)?$|num_query_groups$",
+    "width": r"hidden|intermediate|inner|width|ffn_?dim|_dim$|^dim_|dff$"
+    r"|^d_|_d_|n_embd|rank$|embd?_dim|_size$|_proj",
+}
+"""The roles of numbers -> the pattern of their names; the first that is found counts."""
 _OF_LAYERS = ("first", "last index", "last", "layers")
 
 
@@ -77,9 +69,7 @@ class Scale:
     hidden: int
     """The hidden size, of which other widths are multiples or parts."""
     split: int
-    """The number of tensor parallel ranks: a multiple of it stays one, and a non-multiple stays a
-    non-multiple.
-    """
+    """The number of tensor parallel ranks: what it divides, and nothing else, it still divides."""
 
 
 KEPT = Scale({}, 1, Fraction(1), 0, 1)
@@ -89,227 +79,205 @@ KEPT = Scale({}, 1, Fraction(1), 0, 1)
 def scale_of(config: Any, split: int, *, head_sizes: bool) -> Scale:
     """Compute the scale of an architecture; `head_sizes` says if the sizes of heads may shrink."""
     text = _text(config)
-    numbers = dict(_numbers(text))
     hidden = _first(text, "hidden_size", "d_model", "n_embd", "embedding_dim", "emb_dim") or 1
-    heads = (
-        _first(
-            text, "num_attention_heads", "decoder_attention_heads", "num_heads", "mamba_num_heads"
-        )
-        or 0
-    )
+    names = ("num_attention_heads", "decoder_attention_heads", "num_heads", "mamba_num_heads")
+    heads = _first(text, *names)
     if not heads:  # no attention
         return Scale({}, 1, Fraction(min(HIDDEN, hidden), hidden), hidden, split)
     kv = _first(text, "num_key_value_heads", "num_kv_heads", "kv_n_heads") or heads
     size = _first(text, "head_dim") or max(1, hidden // heads)
-    few = _count(min(kv, _GROUPS if kv < heads else _HEADS), kv, split)
-    many = (
-        few
-        if kv == heads
-        else next(
-            n for n in range(few, heads + 1, few) if n == heads or _fits(n, few, heads, split)
-        )
-    )
+    tiny_kv = _count(min(kv, _GROUPS if kv < heads else _HEADS), kv, split)
+    tiny_heads = tiny_kv
+    if kv != heads:  # at least two to a key-value head
+        start = max(2 * tiny_kv, -(-_HEADS // tiny_kv) * tiny_kv)
+        fitting = (n for n in range(start, heads, tiny_kv) if _splits_like(n, heads, split))
+        tiny_heads = next(fitting, heads)
     divisor = 16 if head_sizes else 1
-    sizes = [value for name, value in numbers.items() if _role(name) == "head size"] + [size]
-    sizes += [2 * part for part in _rotary(text, size)]
-    while divisor > 1 and not (
-        size // divisor >= _HEAD_SIZE and all(v % (2 * divisor) == 0 for v in sizes)
-    ):
+    sizes = [size, *(2 * part for part in _rotary(text, size))]
+    sizes += [v for name, v in vars(text).items() if _is_int(v) and _role(name) == "head size"]
+    while divisor > 1:
+        if size // divisor >= _HEAD_SIZE and all(v % (2 * divisor) == 0 for v in sizes):
+            break
         divisor //= 2
-    width = Fraction(hidden * many, heads * divisor)
-    if width.denominator != 1 or (
-        hidden != heads * size and width % _WIDTH
-    ):  # nothing ties the width to the heads
+    width = Fraction(hidden * tiny_heads, heads * divisor)
+    is_tied = hidden == heads * size
+    if width.denominator != 1 or (width % _WIDTH and not is_tied):
         width = Fraction(_nearest(width, hidden, split))
-    return Scale({heads: many, kv: few}, divisor, width / hidden, hidden, split)
+    return Scale({heads: tiny_heads, kv: tiny_kv}, divisor, width / hidden, hidden, split)
 
 
 def tiny_config(
     config: Any, scale: Scale | None, keep: Sequence[int], layers: int, sizes: Sizes = SIZES
 ) -> Any:
-    """Copy the config with the layers `keep` of `layers`, each number by its role; widths shrink
-    only with a `scale`.
+    """Copy the config with the layers `keep` of `layers`, each number made smaller by its role.
 
-    `layers` is 0 if it is unknown which number counts the blocks.
+    Widths shrink only with a `scale`. `layers` is 0 if no number is known to count the blocks.
     """
     small = copy.deepcopy(config)
-    _make_tiny(small, scale, keep, layers, sizes)
+    _Resize(scale, keep, layers, sizes).apply(small)
     return small
 
 
-def _make_tiny(
-    config: Any, scale: Scale | None, keep: Sequence[int], layers: int, sizes: Sizes
-) -> None:
-    overrides = (
-        config.to_dict().get("per_layer_config") if "_heterogeneity_spec" in vars(config) else None
-    )
-    config.__dict__.pop("_heterogeneity_spec", None)
-    for name, value in list(vars(config).items()):
-        if hasattr(
-            value, "to_dict"
-        ):  # a part of the config: with heads of its own, it is a model of its own
-            own = (
-                scale not in (None, KEPT)
-                and _first(value, "num_attention_heads")
-                and value is not _text(config)
-            )
-            inner = (
-                scale_of(value, scale.split, head_sizes=scale.head_size > 1)
-                if own and scale
-                else scale
-            )
-            count = _first(value, "num_hidden_layers") or layers
-            _make_tiny(
-                value, inner, range(min(2, count)) if own else keep, count if own else layers, sizes
-            )
-        elif not name.startswith("_"):
-            new = _value(name, value, scale, keep, layers, sizes)
-            if new != value:
-                setattr(config, name, new)
-    if overrides is not None:
-        config.per_layer_config = {
-            keep.index(int(layer)): {
-                k: _value(k, v, scale, keep, layers, sizes) for k, v in changes.items()
+@dataclass(frozen=True)
+class _Resize:
+    """The change of a config, or of a part of it, to that of a tiny copy."""
+
+    scale: Scale | None
+    keep: Sequence[int]
+    layers: int
+    sizes: Sizes
+
+    def apply(self, config: Any) -> None:
+        """Change a config in place, with its parts."""
+        differ = "_heterogeneity_spec" in vars(config)
+        overrides = config.to_dict().get("per_layer_config") if differ else None
+        config.__dict__.pop("_heterogeneity_spec", None)
+        for name, value in list(vars(config).items()):
+            if hasattr(value, "to_dict"):
+                self._of_part(config, value).apply(value)
+            elif not name.startswith("_"):
+                new = self.value(name, value)
+                if new != value:
+                    config.update({name: new})
+        if overrides is not None:
+            kept = {
+                self.keep.index(int(layer)): self.value("", changes)
+                for layer, changes in overrides.items()
+                if int(layer) in self.keep
             }
-            for layer, changes in overrides.items()
-            if int(layer) in keep
-        }
+            config.update({"per_layer_config": kept})
+
+    def _of_part(self, config: Any, part: Any) -> _Resize:
+        """Return the change of a part of the config: one with heads is a model of its own."""
+        scale = self.scale
+        is_model = _first(part, "num_attention_heads") and part is not _text(config)
+        if not is_model or scale is None or scale is KEPT:
+            return self
+        count = _first(part, "num_hidden_layers") or self.layers
+        own = scale_of(part, scale.split, head_sizes=scale.head_size > 1)
+        return _Resize(own, range(min(2, count)), count, self.sizes)
+
+    def value(self, name: Any, value: Any) -> Any:
+        """Return the value in the tiny copy of what the config has under a name."""
+        if isinstance(value, bool) or value is None:
+            return value
+        number = isinstance(value, int)
+        kept = self.scale is KEPT and _role(str(name)) not in _OF_LAYERS
+        if kept and (number or "token_id" in str(name)):
+            return value
+        if number:
+            return self._number(name, value)
+        if isinstance(value, dict):
+            return {key: self.value(key, part) for key, part in value.items()}
+        return self._list(name, value) if isinstance(value, (list, tuple)) else value
+
+    def _list(self, name: str, value: Any) -> Any:
+        scale, kind = self.scale, type(value)
+        if re.search("token_id", name):
+            return kind(0 for _ in value)
+        if scale and scale.head_size > 1 and name in ("short_factor", "long_factor"):
+            return value[: max(1, len(value) // scale.head_size)]
+        if scale and scale.head_size > 1 and name == "mrope_section":
+            parts = [part // scale.head_size for part in value]
+            return [sum(value) // scale.head_size - sum(parts[1:]), *parts[1:]]
+        if len(value) == self.layers > 0:
+            return kind(self.value(name, value[index]) for index in self.keep)
+        if _is_spelled_out(value, self.layers):  # [[["global", "local"], 12]]
+            kinds = [word for pattern, times in value for _ in range(times) for word in pattern]
+            return [[[kinds[index]], 1] for index in self.keep]
+        indices = all(_is_int(v) and 0 <= v < self.layers for v in value)
+        if indices and re.search(r"layer|idx|index", name) and sorted(set(value)) == list(value):
+            return kind(place for place, index in enumerate(self.keep) if index in value)
+        return value
+
+    def _number(self, name: str, value: int) -> int:
+        scale, layers, role = self.scale, self.layers, _role(name)
+        if re.search("token_id$|^(pad|bos|eos|unk|mask)_index$", name):
+            return 0
+        if role == "layers":
+            if value == layers:
+                return len(self.keep)
+            return min(value, 2 if layers else len(self.keep))
+        if role == "every":  # events every few blocks occur in the copy, too: RWKV divides weights
+            return min(value, 1)
+        if role == "first":
+            return sum(index < value for index in self.keep)
+        if role == "last index":
+            return sum(index <= value for index in self.keep) - 1
+        if role == "last":
+            return sum(index >= layers - value for index in self.keep)
+        limits = {**self.sizes._asdict(), "window": _WINDOW, "experts": _EXPERTS, "chosen": 2}
+        limits |= {"chosen groups": 1, "groups": _GROUPS}
+        if role in limits:
+            return min(value, limits[role])
+        if scale is None or value <= 1:
+            return value
+        if role == "heads":
+            return scale.heads.get(value) or _other_heads(value, scale)
+        if role == "head size":
+            return value // scale.head_size if value % scale.head_size == 0 else value
+        if role == "width" and value > _WIDTH:
+            return _width(value, scale)
+        return value
 
 
-def _value(
-    name: str, value: Any, scale: Scale | None, keep: Sequence[int], layers: int, sizes: Sizes
-) -> Any:
-    if isinstance(value, bool) or value is None:
-        return value
-    if (
-        scale is KEPT
-        and (isinstance(value, int) or "token_id" in str(name))
-        and _role(str(name)) not in _OF_LAYERS
-    ):
-        return value
-    if isinstance(value, int):
-        return _number(name, value, scale, keep, layers, sizes)
-    if isinstance(value, dict):
-        return {k: _value(k, v, scale, keep, layers, sizes) for k, v in value.items()}
-    if not isinstance(value, (list, tuple)):
-        return value
-    if re.search("token_id", name):
-        return type(value)(0 for _ in value)
-    if scale and scale.head_size > 1 and name in ("short_factor", "long_factor"):
-        return value[: max(1, len(value) // scale.head_size)]
-    if scale and scale.head_size > 1 and name == "mrope_section":
-        parts = [part // scale.head_size for part in value]
-        return [sum(value) // scale.head_size - sum(parts[1:]), *parts[1:]]
-    if len(value) == layers > 0:
-        return type(value)(_value(name, value[index], scale, keep, layers, sizes) for index in keep)
-    if _is_spelled_out(value, layers):  # [[["global", "local"], 12]]
-        kinds = [kind for pattern, times in value for _ in range(times) for kind in pattern]
-        return [[[kinds[index]], 1] for index in keep]
-    indices = all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < layers for v in value)
-    if indices and re.search(r"layer|idx|index", name) and sorted(set(value)) == list(value):
-        return type(value)(place for place, index in enumerate(keep) if index in value)
-    return value
-
-
-def _number(
-    name: str, value: int, scale: Scale | None, keep: Sequence[int], layers: int, sizes: Sizes
-) -> int:
-    role = _role(name)
-    below = sum(index < value for index in keep)
-    if re.search("token_id$|^(pad|bos|eos|unk|mask)_index$", name):
-        return 0
-    if role == "layers":
-        return len(keep) if value == layers else min(value, 2 if layers else len(keep))
-    if role == "every":  # events every few blocks occur in the copy, too: RWKV divides weights
-        return min(value, 1)
-    if role in ("first", "last index", "last"):
-        end = sum(index <= value for index in keep) - 1
-        return {
-            "first": below,
-            "last index": end,
-            "last": sum(index >= layers - value for index in keep),
-        }[role]
-    limits = {**sizes._asdict(), "window": _WINDOW, "experts": _EXPERTS, "chosen": 2}
-    limits |= {"chosen groups": 1, "groups": _GROUPS}
-    if role in limits:
-        return min(value, limits[role])
-    if scale is None or value <= 1:
-        return value
-    if role == "heads":
-        return scale.heads.get(value) or _other_heads(value, scale)
-    if role == "head size":
-        return value // scale.head_size if value % scale.head_size == 0 else value
-    if role == "width" and value > _WIDTH:
-        exact, tied = value * scale.width, value % scale.hidden == 0 or scale.hidden % value == 0
-        return (
-            int(exact) if tied and exact.denominator == 1 else _nearest(exact, value, scale.split)
-        )
-    return value
+def _width(value: int, scale: Scale) -> int:
+    exact = value * scale.width
+    tied = value % scale.hidden == 0 or scale.hidden % value == 0
+    if tied and exact.denominator == 1:
+        return int(exact)
+    return _nearest(exact, value, scale.split)
 
 
 def _other_heads(value: int, scale: Scale) -> int:
-    """Shrink a head count that `scale` does not list: by its factor if that gives whole heads, else
-    to a few.
-    """
-    many, few = (max(scale.heads), min(scale.heads)) if scale.heads else (1, 1)
-    exact = Fraction(value * scale.heads.get(many, 1), many)
+    """Shrink a head count that `scale` lacks: by its factor if heads stay whole, else to a few."""
+    most, fewest = max(scale.heads, default=1), min(scale.heads, default=1)
+    exact = Fraction(value * scale.heads.get(most, 1), most)
     if scale.heads and exact.denominator == 1:
         return int(exact)
-    group = scale.heads.get(few, 1)
-    return (
-        -(-exact.numerator // (exact.denominator * group)) * group
-        if value > few
-        else _count(min(value, 2), value, 1)
-    )
+    if value <= fewest:
+        return _count(min(value, 2), value, 1)
+    group = scale.heads.get(fewest, 1)
+    return -(-exact.numerator // (exact.denominator * group)) * group
 
 
 def _role(name: str) -> str:
-    return next((role for role, pattern in _ROLES if re.search(pattern, name)), "kept")
+    roles = (role for role, pattern in _ROLES.items() if re.search(pattern, name))
+    return next(roles, "kept")
 
 
 def _count(least: int, value: int, split: int) -> int:
-    """Return the smallest number from `least` on that is, or is not, a multiple of `split` as
-    `value` is.
-    """
-    return next(
-        n for n in range(least, value + 1) if n == value or (n % split == 0) == (value % split == 0)
-    )
+    """Return the smallest number from `least` that `split` divides, or not, as it does `value`."""
+    fitting = (n for n in range(least, value) if _splits_like(n, value, split))
+    return next(fitting, value)
 
 
-def _fits(n: int, few: int, heads: int, split: int) -> bool:
-    return n >= _HEADS and n > few and (n % split == 0) == (heads % split == 0)
+def _splits_like(n: int, value: int, split: int) -> bool:
+    return (n % split == 0) == (value % split == 0)
 
 
 def _nearest(exact: Fraction, value: int, split: int) -> int:
-    """Return a width near `exact`, of a size that kernels take, and a multiple of `split` if
-    `value` is.
-    """
+    """Return a width near `exact` that kernels take, a multiple of `split` if `value` is."""
     rounded = max(_WIDTH, round(exact / _WIDTH) * _WIDTH)
     if split > 1:
-        while (rounded % split == 0) != (value % split == 0):
+        while not _splits_like(rounded, value, split):
             rounded += _WIDTH if value % _WIDTH == 0 else 1
     return min(rounded, value)
 
 
 def _rotary(text: Any, size: int) -> Iterator[int]:
-    """Yield the rotated sizes of a head where it is rotated in part, halved, since the axes share
-    them.
-    """
-    rope = [vars(text).get("rope_parameters"), vars(text)]
-    rope += (
-        [v for v in rope[0].values() if isinstance(v, dict)] if isinstance(rope[0], dict) else []
-    )
-    for values in rope:
-        if isinstance(values, dict):
-            for name in ("partial_rotary_factor", "rotary_pct"):
-                if isinstance(part := values.get(name), float):
-                    yield int(size * part) // 2
+    """Yield the halves of the rotated sizes of a head that is rotated in part."""
+    rope = vars(text).get("rope_parameters")
+    rope = rope if isinstance(rope, dict) else {}
+    for values in (rope, vars(text), *rope.values()):
+        for name in ("partial_rotary_factor", "rotary_pct"):
+            part = values.get(name) if isinstance(values, dict) else None
+            if isinstance(part, float):
+                yield int(size * part) // 2
 
 
-def _numbers(config: Any) -> Iterator[tuple[str, int]]:
-    for name, value in vars(config).items():
-        if isinstance(value, int) and not isinstance(value, bool):
-            yield name, value
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_spelled_out(value: Sequence[Any], layers: int) -> bool:
@@ -320,9 +288,7 @@ def _is_spelled_out(value: Sequence[Any], layers: int) -> bool:
 
 
 def _first(config: Any, *names: str) -> int | None:
-    """Return the first of these values that the config has, under the name by which it stores
-    it.
-    """
+    """Return the first of these numbers that a config has, under its own names for them."""
     for name in names:
         value = vars(config).get(getattr(config, "attribute_map", {}).get(name, name))
         if isinstance(value, int) and value:

@@ -28,18 +28,12 @@ class SafetensorsFolder:
             try:
                 self._file_of: dict[str, str] = dict(parse_json(read_file(index))["weight_map"])
             except (OSError, ValueError, LookupError, TypeError) as error:
-                raise ConfigError(
-                    Problem(str(index), named_line(error), "a weight_map of names to files")
-                ) from error
-            names = map(str, self._file_of.values())
-            if strange := [
-                name for name in names if not re.fullmatch(r"[^/\\]+\.safetensors", name)
-            ]:
-                raise ConfigError(
-                    Problem(
-                        str(index), repr(strange[0]), "names of safetensors files in this folder"
-                    )
-                )
+                expected = "a weight_map of names to files"
+                raise ConfigError(Problem(str(index), named_line(error), expected)) from error
+            for name in map(str, self._file_of.values()):
+                if not re.fullmatch(r"[^/\\]+\.safetensors", name):
+                    expected = "names of safetensors files in this folder"
+                    raise ConfigError(Problem(str(index), repr(name), expected))
         else:
             with safe_open(folder / "model.safetensors", "pt") as file:
                 self._file_of = dict.fromkeys(file.keys(), "model.safetensors")
@@ -71,9 +65,10 @@ class StateDict:
 
 
 def fingerprint(weights: Any, names: Iterable[str]) -> str:
-    """Return the SHA-256 of the names, shapes and dtypes, and of the first, middle and last SAMPLED
-    values of each tensor. It distinguishes bases without reading them whole; it misses a single
-    value changed by hand in between.
+    """Return the SHA-256 of names, shapes, dtypes, and each tensor's first, middle and last values.
+
+    It distinguishes bases without reading them whole; it misses a single value changed by hand in
+    between.
     """
     digest = hashlib.sha256()
     for name in names:
@@ -102,28 +97,21 @@ def open_weights(
     merged experts) transformers converts them, which holds the whole model in memory on every rank.
     Raises ConfigError if the folder has no weights.
     """
-    if (folder / "model.safetensors.index.json").is_file() or (
-        folder / "model.safetensors"
-    ).is_file():
+    place = f"trainer.model.name_or_path: {folder}"
+    files = ("model.safetensors.index.json", "model.safetensors")
+    if any((folder / name).is_file() for name in files):
         direct = SafetensorsFolder(folder)
         if needed <= direct.names():
             return direct
     elif not any(folder.glob("*.bin")):
-        raise ConfigError(
-            Problem(
-                f"trainer.model.name_or_path: {folder}",
-                "no weights",
-                "model.safetensors, model.safetensors.index.json or pytorch_model.bin",
-                "Give the architecture alone as trainer.model.config to train from scratch",
-            )
-        )
+        expected = "model.safetensors, model.safetensors.index.json or pytorch_model.bin"
+        mend = "Give the architecture alone as trainer.model.config to train from scratch"
+        raise ConfigError(Problem(place, "no weights", expected, mend))
     try:
         return StateDict(load_whole())
     except UnpicklingError as error:
-        place, mend = (
-            f"trainer.model.name_or_path: {folder}",
-            "Have who made them save them as safetensors",
+        seen, mend = (
+            f"weights in a file {REFUSED_PICKLE}",
+            "Have their author save them as safetensors",
         )
-        raise ConfigError(
-            Problem(place, f"weights in a file {REFUSED_PICKLE}", "tensors alone", mend)
-        ) from error
+        raise ConfigError(Problem(place, seen, "tensors alone", mend)) from error

@@ -30,7 +30,7 @@ from torch import nn
 from trainer.distributed.ranks import Ranks
 from trainer.layout import Layout
 from trainer.models.cut import check_cut, cut
-from trainer.models.materialise import materialise
+from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
 from trainer.parallel import activation_checkpointing, partition, shard, tensor
 from trainer.parallel.forward_backward import Dropout
@@ -106,12 +106,6 @@ def give_values(
 
     The base of an adapter is kept in the precision in which it computes.
     """
-    materialise(
-        model,
-        spec,
-        seed=seed,
-        device=device,
-        dtype=torch.float32,
-        storage=torch.device("cpu") if layout.offloads else device,
-        base_dtype=getattr(torch, layout.precision),
-    )
+    storage = torch.device("cpu") if layout.offloads else device
+    placement = Placement(device, storage=storage, base_dtype=getattr(torch, layout.precision))
+    materialise(model, spec, seed=seed, placement=placement)

@@ -175,7 +175,7 @@ def _check_stages(spec: ModelSpec) -> None:
             stage = tiny(spec)[1].train()
             dropout = Dropout(stage, small)
             stage_input = cut(stage, small, boundary, range(index, index + 1))
-            stage_input.hidden = hidden
+            stage_input.put(hidden)
             dropout.start(1, 0)
             hidden = trial.hidden(stage) if index + 1 < len(small.blocks) else trial.output(stage)
     error = float((hidden - output).abs().max() / output.abs().max())

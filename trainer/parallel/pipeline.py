@@ -45,10 +45,10 @@ class Stage(ModelWithLoss):
     def forward(  # type: ignore[override]
         self, *hidden: torch.Tensor, batch: Batch, seed: int, micro_batch: int
     ) -> torch.Tensor:
-        self._stage_input.hidden = hidden[0] if hidden else None
+        self._stage_input.put(hidden[0] if hidden else None)
         self.dropout.start(seed, micro_batch)
         output = super().forward(batch) if self.last else self._task.hidden(self.model, batch)
-        self._stage_input.hidden = None
+        self._stage_input.put(None)
         if torch.is_grad_enabled() and not output.requires_grad:
             # everything up to here is frozen; a schedule sends gradients back to every stage
             output.requires_grad_()

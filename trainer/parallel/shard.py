@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from trainer.errors import ConfigError, NumericsError, Problem
 from trainer.layout import Layout
-from trainer.models.materialise import materialise
+from trainer.models.materialise import on_host
 from trainer.models.spec import ModelSpec, Trial
 from trainer.parallel.parallel_mesh import ParallelMesh
 
@@ -83,8 +83,7 @@ def check_shardable(spec: ModelSpec, layout: Layout) -> None:
 
 def _uses_weights_outside(spec: ModelSpec, trial: Trial) -> bool:
     """Return True if a forward pass fails when each block has its parameters only while it runs."""
-    model = spec.build()
-    materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    model = on_host(spec)
     for name in spec.blocks:
         block = model.get_submodule(name)
         own = [(inner, dict(inner._parameters)) for inner in block.modules()]

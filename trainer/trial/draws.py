@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.distributed.seeding import seed_generators
 from trainer.errors import ConfigError, Problem
+from trainer.models.cut import of_tokens
 from trainer.models.spec import ModelSpec
-from trainer.trial.setup import row_of
 
 
 @dataclass(frozen=True)
@@ -30,31 +31,36 @@ class Draws:
 
 
 def observe_draws(model: nn.Module, spec: ModelSpec) -> Draws:
-    """Find where the model draws random numbers. Raises ConfigError if they are not from torch's
-    default generator.
+    """Find where the model draws random numbers.
+
+    Raises ConfigError if they are not from torch's default generator.
     """
     model.train()
     outside = _outside_torch()
-    _, places, private, _ = _watched(model, spec, None)
-    if private or _outside_torch() != outside:
-        seen = (
-            "draws random numbers from Python, NumPy or a generator of its own: no other "
-            "layout "
-            "could replay them"
-        )
-        raise ConfigError(Problem(f"trainer.model: {spec.name}", seen, "torch's default generator"))
+    first = _observe(model, spec, None)
+    places = first.watch.places
+    if first.watch.private or _outside_torch() != outside:
+        source = "draws random numbers from Python, NumPy or a generator of its own"
+        seen, expected = f"{source}: no other layout could replay them", "torch's default generator"
+        raise ConfigError(Problem(f"trainer.model: {spec.name}", seen, expected))
     if "between" not in places:
         return Draws(any=bool(places))
-    ends = [_watched(model, spec, held) for held in (0.0, 1.0 - 2.0**-24)]
-    skips = any(ran != ends[0][3] for *_, ran in ends)
-    return Draws(True, skips or not torch.equal(ends[0][0], ends[1][0]), skips)
+    low, high = (_observe(model, spec, held) for held in (0.0, 1.0 - 2.0**-24))
+    skips = low.ran != high.ran
+    return Draws(True, skips or not torch.equal(low.output, high.output), skips)
 
 
-def _watched(
-    model: nn.Module, spec: ModelSpec, held: float | None
-) -> tuple[torch.Tensor, set[str], bool, list[str]]:
-    """Run one forward pass; return its output, where it drew, if a private generator did, and the
-    modules that ran.
+@dataclass(frozen=True)
+class _Observed:
+    """A forward pass: its output, where it drew random numbers, and the modules that ran."""
+
+    output: torch.Tensor
+    watch: DrawWatch
+    ran: list[str]
+
+
+def _observe(model: nn.Module, spec: ModelSpec, held: float | None) -> _Observed:
+    """Run one forward pass, in which numbers drawn between blocks are `held` unless that is None.
 
     Where no blocks are known, the whole model counts as between them.
     """
@@ -69,36 +75,24 @@ def _watched(
         left += 1
         place = "between" if left < len(spec.blocks) else "after"
 
-    hooks = [
-        module.register_forward_hook(lambda *_, name=name: ran.append(name))
-        for name, module in model.named_modules()
-    ]
-    for name in spec.blocks:
-        block = model.get_submodule(name)
-        hooks += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
-    ids = None if spec.tiny.input else row_of(spec)[None]
-    run = (
-        spec.tiny.input.output
-        if spec.tiny.input
-        else lambda model: model(input_ids=ids, use_cache=False).logits
-    )
-    seed_generators(1)
-    try:
-        with (
-            torch.no_grad(),
-            DrawWatch(lambda: place, {"between": held} if held is not None else {}) as watch,
-        ):
-            output = run(model)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return output, watch.places, watch.private, ran
+    trial = spec.tiny.input or of_tokens(spec)
+    watch = DrawWatch(lambda: place, {} if held is None else {"between": held})
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            note = lambda *_, name=name: ran.append(name)  # noqa: E731
+            hooks.enter_context(module.register_forward_hook(note))
+        for name in spec.blocks:
+            block = model.get_submodule(name)
+            hooks.enter_context(block.register_forward_pre_hook(enter))
+            hooks.enter_context(block.register_forward_hook(leave))
+        seed_generators(1)
+        with torch.no_grad(), watch:
+            output = trial.output(model)
+    return _Observed(output, watch, ran)
 
 
 class DrawWatch(TorchDispatchMode):
-    """A dispatch mode that notes where random numbers are drawn, and in places of `held` sets them
-    to its value.
-    """
+    """A dispatch mode that notes where random numbers are drawn; places of `held` get its value."""
 
     def __init__(self, place: Callable[[], str], held: Mapping[str, float] | None = None) -> None:
         super().__init__()

@@ -22,11 +22,9 @@ class Findings:
     blocks: bool = True
     """True if the spec's blocks run once each, in their order."""
     moves_buffers: str = ""
-    """The name of a buffer, no running statistic, that a training forward pass changes; else
-    empty.
-    """
+    """The buffer, no running statistic, that a forward pass in training changes; else empty."""
     normalises: str = ""
-    """The name of a module that keeps running statistics of its input (batch norm); else empty."""
+    """The module that keeps running statistics of its input (batch norm); else empty."""
     unproven: str = ""
     """Why nothing could be tried; every other field is then a guess."""
     notes: tuple[str, ...] = ()
@@ -34,32 +32,25 @@ class Findings:
 
 
 def applied(spec: ModelSpec, findings: Findings) -> ModelSpec:
-    """Return the spec with gradient-less parameters frozen, and without blocks that do not run
-    once, in order.
-    """
+    """Return the spec with unused parameters frozen, and no blocks if they do not run in order."""
+    if findings.unused:
+        spec = spec.held(_matching(spec, findings.unused).keys())
+    blocks = spec.blocks if findings.blocks else ()
+    return replace(spec, blocks=blocks, training=replace(spec.training, sparse=findings.sparse))
 
-    def build() -> nn.Module:
-        model = spec.build()
-        for name, parameter in model.named_parameters():
-            if pattern_of(name) in findings.unused:
-                parameter.requires_grad_(False)
-        return model
 
-    return replace(
-        spec,
-        build=build if findings.unused else spec.build,
-        blocks=spec.blocks if findings.blocks else (),
-        training=replace(spec.training, sparse=findings.sparse),
-    )
+def _matching(spec: ModelSpec, patterns: Sequence[str]) -> dict[str, nn.Parameter]:
+    named = spec.build().named_parameters()
+    return {name: parameter for name, parameter in named if pattern_of(name) in patterns}
 
 
 def say_unused(spec: ModelSpec, patterns: Sequence[str]) -> Iterator[str]:
-    sizes = {name: parameter.numel() for name, parameter in spec.build().named_parameters()}
-    names = [name for name in sizes if pattern_of(name) in patterns]
-    if names:
-        values = (
-            f"{len(names)} parameters ({sum(sizes[name] for name in names) / 1e6:,.1f} M values)"
-        )
-        where = in_short(names, sizes.keys() - names)
+    """Yield a line on the parameters that match, if there are some: they get no gradient."""
+    found = _matching(spec, patterns)
+    if found:
+        values = sum(parameter.numel() for parameter in found.values()) / 1e6
+        others = {name for name, _ in spec.build().named_parameters()} - found.keys()
+        where = in_short(found, others)
+        count = f"{len(found)} parameters ({values:,.1f} M values)"
         source = " from text" if spec.tiny.input is None else ""
-        yield f"{values} get no gradient{source}; they stay as they are: {where}"
+        yield f"{count} get no gradient{source}; they stay as they are: {where}"

@@ -1,6 +1,4 @@
-"""Checks on a copy of the model that a forward pass leaves nothing that changes a later one or what
-is saved.
-"""
+"""A check that a forward pass leaves nothing behind that changes a later one or what is saved."""
 
 from __future__ import annotations
 
@@ -12,12 +10,11 @@ from torch import nn
 
 from trainer.distributed.seeding import seed_generators
 from trainer.errors import ConfigError, Problem, listed
+from trainer.models.names import gradients_of
 from trainer.models.own.python_state import snapshot
 
 TOLERANCE = 1e-5
-"""The error allowed of an output, relative to its largest value: a library may sum in another
-order.
-"""
+"""The error allowed of an output, relative to its largest value, for another order of sums."""
 TRAIN, EVAL = True, False
 ALONE = ((TRAIN, 0), (EVAL, 1), (TRAIN, 1), (TRAIN, 0), (EVAL, 0), (TRAIN, 0))
 """The passes of the first copy: training or evaluation, and the rows. Some over rows 0 are an odd
@@ -37,21 +34,18 @@ class Pass(NamedTuple):
     before: dict[str, Any]
     after: dict[str, Any]
     found: dict[str, torch.Tensor]
-    """The output, and in training the norm of each gradient: a hook of the backward pass may leave
-    things, too.
-    """
+    """The output, and in training the norm of each gradient: backward hooks may leave things."""
 
 
 def check_forward_state(
     name: str, make: Callable[[], nn.Module], run: Run, *beside: tuple[str, Any]
 ) -> list[str]:
-    """Return the persistent buffers that a forward pass in training changes; each pass starts from
-    their first values.
+    """Return the persistent buffers that a forward pass in training changes.
 
-    `make` gives the same model each time. Raises ConfigError, with the place, if a pass changes a
-    parameter, if one in evaluation changes a persistent buffer, if anything left behind changes a
-    later output, and if an attribute never settles, such as a count. State that settles and changes
-    no output is allowed, such as a mask.
+    `make` gives the same model each time, and each pass starts from the buffers' first values.
+    Raises ConfigError, with the place, if a pass changes a parameter, if one in evaluation changes
+    a persistent buffer, if anything left behind changes a later output, and if an attribute never
+    settles, such as a count. State that settles and changes no output is allowed, such as a mask.
     """
     alone, moved = _passes(name, make(), run, ALONE, beside)
     others, _ = _passes(name, make(), run, AFTER_OTHERS, beside)
@@ -63,17 +57,12 @@ def check_forward_state(
             _compare(name, first, one)
     before, after = alone[3].after, alone[5].after
     if restless := _changed(before, after):
-        seen = (
-            "each forward pass leaves something behind, and never rests: "
-            f"{_shown(restless, before, after)}"
-        )
-        mend = (
-            "What is counted in training alone can be a buffer (register_buffer), which "
-            "checkpoints have"
-        )
+        places = _shown(restless, before, after)
         raise _refused(
             name,
-            f"{seen}. No checkpoint has it, and ranks that make other passes have another. {mend}",
+            f"each forward pass leaves something behind, and never rests: {places}. No checkpoint "
+            "has it, and ranks that make other passes have another. What is counted in training "
+            "alone can be a buffer (register_buffer), which checkpoints have",
         )
     return moved
 
@@ -85,9 +74,7 @@ def _passes(
     order: Sequence[tuple[bool, int]],
     beside: Sequence[tuple[str, Any]],
 ) -> tuple[list[Pass], list[str]]:
-    """Run the passes; return their results, and the persistent buffers that those in training
-    change.
-    """
+    """Run the passes; return them, and the persistent buffers that those in training change."""
     parameters = dict(model.named_parameters(remove_duplicate=False)).keys()
     buffers = {key: value for key, value in model.state_dict().items() if key not in parameters}
     first = {key: value.clone() for key, value in buffers.items()}
@@ -102,23 +89,17 @@ def _passes(
         found = {"something else": output.detach().clone()}
         if output.requires_grad:
             output.square().sum().backward()
-            norms = [
-                parameter.grad.norm()
-                for parameter in model.parameters()
-                if parameter.grad is not None
-            ]
+            norms = [gradient.norm() for gradient in gradients_of(model).values()]
             found["other gradients"] = torch.stack(norms)
             model.zero_grad()
         after = snapshot(model, *beside)
         changed = _changed(before, after)
-        if wrong := [
-            key for key in changed if key in parameters or (key in buffers and not training)
-        ]:
+        held = parameters if training else {*parameters, *buffers}
+        if wrong := [key for key in changed if key in held]:
             mode = "training" if training else "evaluation"
             seen = f"a forward pass in {mode} changes {_shown(wrong, before, after)}"
-            raise _refused(
-                name, f"{seen}. What is trained and saved would depend on when it is evaluated"
-            )
+            effect = "What is trained and saved would depend on when it is evaluated"
+            raise _refused(name, f"{seen}. {effect}")
         moved |= dict.fromkeys(key for key in changed if key in buffers)
         passes.append(Pass(training, rows, before, after, found))
     return passes, list(moved)

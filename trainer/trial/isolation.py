@@ -32,18 +32,14 @@ class TokenTask(TrialTask, Protocol):
 
 
 def check_isolation(spec: ModelSpec, task: Any) -> None:
-    """Raise ConfigError, with the numbers, unless packed documents have the logits and gradients of
-    each one alone.
+    """Raise ConfigError unless packed documents have the logits and gradients of each one alone.
 
     Gradients are compared in training mode unless the model draws random numbers. Leaves the
     generators as they were.
     """
     if spec.language.own_loss:
-        seen = (
-            "the router's loss (output_router_logits) is a product of means over all that "
-            "share "
-            "a micro-batch"
-        )
+        loss = "the router's loss (output_router_logits)"
+        seen = f"{loss} is a product of means over all that share a micro-batch"
         raise _refused(spec, seen, "output_router_logits false")
     with own_randomness():
         try:
@@ -52,19 +48,16 @@ def check_isolation(spec: ModelSpec, task: Any) -> None:
             packed = task.prepare(copy.deepcopy(model))
             wrong = _compare_logits(packed.eval(), model.eval(), small, task)
             if not wrong:
-                wrong = _compare_gradients(
-                    packed.train(not draws.any), model.train(not draws.any), small, task
-                )
+                packed.train(not draws.any)
+                model.train(not draws.any)
+                wrong = _compare_gradients(packed, model, small, task)
         except ConfigError:
             raise
         except Exception as error:  # whatever a model's own code raises about documents
             wrong = f"packed documents can't be tried: {named_line(error, 300)}"
     if wrong:
-        raise _refused(
-            spec,
-            f"on a tiny copy of it: {wrong}",
-            "documents of one sample that do not see one another",
-        )
+        expected = "documents of one sample that do not see one another"
+        raise _refused(spec, f"on a tiny copy of it: {wrong}", expected)
 
 
 def packed_batch(spec: ModelSpec, task: Any) -> dict[str, torch.Tensor]:
@@ -85,58 +78,48 @@ def _documents(spec: ModelSpec) -> list[list[tuple[np.ndarray, np.ndarray]]]:
 
 
 def _compare_logits(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: TokenTask) -> str:
-    """Return the worst difference of logits between packed documents and each alone, or an empty
-    string.
-    """
+    """Return how packed documents' logits differ most from those of each alone; else nothing."""
     with torch.no_grad():
         together = task.logits(packed, packed_batch(spec, task)).float()
         worst, where = 0.0, ""
         for row, documents in zip(together, _documents(spec), strict=True):
-            parts = row.split(
-                [
-                    *(len(ids) for ids, _ in documents),
-                    len(row) - sum(len(ids) for ids, _ in documents),
-                ]
-            )
-            for number, ((ids, _), mine) in enumerate(zip(documents, parts, strict=False)):
-                theirs = alone(input_ids=torch.tensor(ids)[None], use_cache=False).logits[0].float()
-                moved = (mine - theirs).abs().amax(-1).nan_to_num(torch.inf)
+            start = 0
+            for number, (ids, _) in enumerate(documents, 1):
+                own = row[start : start + len(ids)]
+                start += len(ids)
+                moved = (own - _logits(alone, ids)).abs().amax(-1).nan_to_num(torch.inf)
                 if (error := float(moved.max())) > worst:
-                    worst, where = (
-                        error,
-                        f"token {int(moved.argmax())} of document {number + 1} of {len(documents)}",
-                    )
+                    token = int(moved.argmax())
+                    worst, where = error, f"token {token} of document {number} of {len(documents)}"
         spread = float(together[0].std(0).max())
     if worst <= TOLERANCE * spread:
         return ""
-    return (
-        f"{where} in a row has other logits than alone, by {worst:.1e}; their spread is "
-        f"{spread:.1e}"
-    )
+    difference = f"{where} in a row has other logits than alone, by {worst:.1e}"
+    return f"{difference}; their spread is {spread:.1e}"
+
+
+def _logits(model: nn.Module, ids: np.ndarray) -> torch.Tensor:
+    """Return the logits of a document alone: [tokens, vocabulary]."""
+    logits: torch.Tensor = model(input_ids=torch.tensor(ids)[None], use_cache=False).logits
+    return logits[0].float()
 
 
 def _compare_gradients(
     packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: TokenTask
 ) -> str:
-    """Return the first difference of gradients between packed documents and each alone, or an empty
-    string.
-    """
+    """Return the first gradient of packed documents that differs from each alone; else nothing."""
     task.loss_sum(packed, packed_batch(spec, task)).backward()
     for ids, targets in (document for row in _documents(spec) for document in row):
-        logits = alone(input_ids=torch.tensor(ids)[None], use_cache=False).logits[0].float()
-        F.cross_entropy(
-            logits, torch.tensor(targets), reduction="sum", ignore_index=IGNORED
-        ).backward()
+        labels = torch.tensor(targets)
+        loss = F.cross_entropy(_logits(alone, ids), labels, reduction="sum", ignore_index=IGNORED)
+        loss.backward()
     found = differing_gradient(packed, alone)
     if not found:
         return ""
-    return (
-        f"the gradient of {found[0]} from packed documents is off by {found[1]:.1%} of its "
-        "largest entry"
-    )
+    gradient = f"the gradient of {found[0]} from packed documents"
+    return f"{gradient} is off by {found[1]:.1%} of its largest entry"
 
 
 def _refused(spec: ModelSpec, actual: str, expected: str) -> ConfigError:
-    return ConfigError(
-        Problem(f"trainer.data.documents: {spec.name}", actual, expected, 'Set it to "pad".')
-    )
+    place = f"trainer.data.documents: {spec.name}"
+    return ConfigError(Problem(place, actual, expected, 'Set it to "pad".'))

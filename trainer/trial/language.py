@@ -11,8 +11,8 @@ from torch import nn
 
 from trainer.distributed.seeding import seed_generators
 from trainer.errors import ConfigError, MeshloomError, Problem, named_line
-from trainer.models.blocks import blocks_of
-from trainer.models.names import pattern_of
+from trainer.models.language_model import blocks_of
+from trainer.models.names import gradients_of, pattern_of
 from trainer.models.spec import ModelSpec
 from trainer.trial.draws import observe_draws
 from trainer.trial.findings import Findings, say_unused
@@ -35,31 +35,22 @@ from trainer.trial.setup import (
 
 
 def check_model(spec: ModelSpec, task: TrialTask) -> Findings:
-    """Try a tiny copy: is it causal, is the task's loss its own, which parameters get no gradient,
-    where is it random?
+    """Try a tiny copy: is it causal, its loss ours, all of it trained, and where is it random?
 
-    Takes about a second, and leaves the random generators as they were.
-    Raises ConfigError, with the numbers, for a model that can't be trained on next tokens as it is.
+    Takes about a second, and leaves the random generators as they were. Raises ConfigError, with
+    the numbers, for a model that can't be trained on next tokens as it is.
     """
     with own_randomness():
         try:
             small, model = tiny(spec)
-            with torch.no_grad():
-                logits = model.eval()(input_ids=row_of(small)[None], use_cache=False).logits
-            reason = (
-                ""
-                if float(logits.std(1).max()) > 0
-                else "its logits are not finite, or all the same"
-            )
-        except (
-            Exception
-        ) as error:  # whatever a model's own code raises about sizes it does not expect
+            spreads = _logits(model.eval(), row_of(small)[None]).std(1)
+            same = not float(spreads.max()) > 0
+            reason = "its logits are not finite, or all the same" if same else ""
+        except Exception as error:  # what a model's own code raises about unexpected sizes
             reason = named_line(error)
         if reason:
-            note = (
-                f"it is not proven that {spec.name} is causal, nor that its loss is ours: {reason}"
-            )
-            return Findings(unproven=reason, notes=(note,))
+            unproven = f"it is not proven that {spec.name} is causal, nor that its loss is ours"
+            return Findings(unproven=reason, notes=(f"{unproven}: {reason}",))
         with _trying(spec, "whether it is causal"):
             check_causal(model, small)
             notes = tuple(_say_padding(model, small))
@@ -75,11 +66,17 @@ def check_model(spec: ModelSpec, task: TrialTask) -> Findings:
         with _trying(spec, "which parameters have no gradient"):
             patterns, sometimes = unused(model, small, task)
         with _trying(spec, "what its blocks are"):
-            found = (
-                bool(small.blocks) and blocks_of(model.eval(), row_of(small)[None]) == small.blocks
-            )
-    said = (*notes, *say_unused(spec, patterns))
-    return Findings(patterns, sometimes, draws, found, moves, notes=said)
+            found = blocks_of(model.eval(), row_of(small)[None])
+            in_order = bool(small.blocks) and found == small.blocks
+    notes += tuple(say_unused(spec, patterns))
+    return Findings(patterns, sometimes, draws, in_order, moves, notes=notes)
+
+
+def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits of rows of tokens: [rows, tokens, vocabulary]."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.float()
 
 
 @contextmanager
@@ -105,53 +102,41 @@ def check_causal(model: nn.Module, spec: ModelSpec) -> None:
     for position in range(LENGTH):
         changed[position, position] = 1 + row[position] % (spec.language.vocabulary - 1)
         changed[LENGTH + position, position:] = 0  # as collation pads
-    with torch.no_grad():
-        logits = model(input_ids=torch.cat([row[None], changed]), use_cache=False).logits.float()
+    logits = _logits(model, torch.cat([row[None], changed]))
     moved = (logits[1:] - logits[0]).abs().amax(-1)  # [2 x changed position, position]
     moved *= (torch.arange(LENGTH)[None] < torch.arange(LENGTH)[:, None]).repeat(2, 1)
     spread = float(logits[0].std(0).max())  # of one token's logit over the positions
     if not (worst := float(moved.max())) <= TOLERANCE * spread:
         later, earlier = divmod(int(moved.nan_to_num(torch.inf).argmax()), LENGTH)
-        seen = (
-            f"token {later % LENGTH} moves the logits of token {earlier} by {worst:.1e}; their "
-            f"spread is {spread:.1e}"
-        )
-        expected, mend = (
-            "a causal model",
-            'Set "is_decoder": true where the family has it, or take a decoder.',
-        )
-        raise ConfigError(
-            Problem(f"trainer.model: {spec.name}", f"not causal: {seen}", expected, mend)
-        )
+        tokens = f"token {later % LENGTH} moves the logits of token {earlier}"
+        seen = f"not causal: {tokens} by {worst:.1e}; their spread is {spread:.1e}"
+        mend = 'Set "is_decoder": true where the family has it, or take a decoder.'
+        raise ConfigError(Problem(f"trainer.model: {spec.name}", seen, "a causal model", mend))
 
 
 def _say_padding(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
-    """Yield a line if padding changes the logits: if the beginning of a row alone has other logits
-    than within the row.
+    """Yield a line if the beginning of a row has other logits alone than in it: padding moves them.
 
     Models that select by rank do this: how a tie is broken depends on the width. Repeated tokens
     make ties.
     """
     row = row_of(spec)[: WIDER // 2].repeat(2)[None]
-    moved: dict[int, float] = {}
-    with torch.no_grad():
-        logits = model(input_ids=row, use_cache=False).logits.float()
-        for length in range(LENGTH - 4, WIDER, 4):
-            alone = model(input_ids=row[:, :length], use_cache=False).logits.float()
-            moved[length] = float((alone - logits[:, :length]).abs().max())
+    logits = _logits(model, row)
+    moved = {
+        length: float((_logits(model, row[:, :length]) - logits[:, :length]).abs().max())
+        for length in range(LENGTH - 4, WIDER, 4)
+    }
     worst, spread = max(moved, key=lambda length: moved[length]), float(logits[0].std(0).max())
     if not moved[worst] <= TOLERANCE * spread:
         yield (
             f"padding moves its logits: on a tiny copy, those of {worst} tokens in a row of "
-            f"{WIDER} by "
-            f"{moved[worst]:.1e}; their spread is {spread:.1e}. Its loss depends on which samples "
-            "share a micro-batch"
+            f"{WIDER} by {moved[worst]:.1e}; their spread is {spread:.1e}. Its loss depends on "
+            "which samples share a micro-batch"
         )
 
 
 def check_again(spec: ModelSpec) -> str:
-    """Return the name of a persistent buffer that a forward pass in training changes, or an empty
-    string.
+    """Return the persistent buffer that a forward pass in training changes; else an empty string.
 
     Raises ConfigError if a pass leaves anything else behind. Rows have several lengths, which shows
     a module that keeps the longest it has seen.
@@ -169,8 +154,7 @@ def check_again(spec: ModelSpec) -> str:
 
 
 def check_loss(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[str, ...]:
-    """Raise ConfigError unless the task's loss and gradients are those of the model's own
-    `forward(labels=...)`.
+    """Raise ConfigError unless the task's loss and gradients are those of `forward(labels=...)`.
 
     Both run in training with the same random numbers; the model's mean loss is multiplied by its
     targets.
@@ -187,13 +171,10 @@ def check_loss(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[str,
         mine = task.loss_sum(ours, batch)
         mine.backward()
         if not counted:  # the model's own mean of nothing is NaN
-            wrong = [
-                p for p in ours.parameters() if p.grad is not None and bool((p.grad != 0).any())
-            ]
-            if wrong or bool(mine != 0):
-                raise _other(
-                    spec, f"{float(mine.detach()):g} without a target", "0, and no gradient"
-                )
+            gradients = gradients_of(ours).values()
+            if bool(mine != 0) or any(bool((gradient != 0).any()) for gradient in gradients):
+                seen = f"{float(mine.detach()):g} without a target"
+                raise _other(spec, seen, "0, and no gradient")
             continue
         seed_generators(1)
         loss = own(input_ids=ids, labels=labels, use_cache=False).loss
@@ -201,14 +182,10 @@ def check_loss(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[str,
             return (f"{spec.name} has no loss of its own that ours could be compared with",)
         theirs = loss * counted
         theirs.backward()
-        if not abs(float(mine.detach() - theirs.detach())) <= TOLERANCE * abs(
-            float(theirs.detach())
-        ):
-            raise _other(
-                spec,
-                f"loss {float(mine.detach()) / counted:.6g}",
-                f"its own, {float(loss.detach()):.6g}",
-            )
+        mine, theirs = mine.detach(), theirs.detach()
+        if not abs(float(mine - theirs)) <= TOLERANCE * abs(float(theirs)):
+            expected = f"its own, {float(loss.detach()):.6g}"
+            raise _other(spec, f"loss {float(mine) / counted:.6g}", expected)
         if found := differing_gradient(ours, own):
             seen = f"the gradient of {found[0]} is off by {found[1]:.1%} of its largest entry"
             raise _other(spec, seen, "that of its own loss")
@@ -218,27 +195,18 @@ def check_loss(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[str,
 
 
 def _shifts_labels(model: nn.Module, spec: ModelSpec) -> bool:
-    """Return True if the model's own loss shifts labels and so ignores the first one (BART's does
-    not).
-    """
+    """Return True if the model's own loss shifts labels, and ignores the first; BART's does not."""
     ids = row_of(spec)[None]
+    labels = torch.where(torch.arange(LENGTH) > 0, IGNORED, ids)
     with torch.no_grad():
-        loss = model(
-            input_ids=ids,
-            labels=torch.where(torch.arange(LENGTH) > 0, IGNORED, ids),
-            use_cache=False,
-        ).loss
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
     return loss is None or not bool(loss.isfinite())
 
 
 def _other(spec: ModelSpec, actual: str, expected: str) -> ConfigError:
-    mend = (
-        "It adds what this trainer does not know (a router's loss, a scale); it is not trained "
-        "without it."
-    )
-    return ConfigError(
-        Problem(f"trainer.model: {spec.name}", f"on a tiny copy of it: {actual}", expected, mend)
-    )
+    place, seen = f"trainer.model: {spec.name}", f"on a tiny copy of it: {actual}"
+    unknown = "It adds what this trainer does not know (a router's loss, a scale)"
+    return ConfigError(Problem(place, seen, expected, f"{unknown}; it is not trained without it."))
 
 
 # Parameters without a gradient
@@ -247,8 +215,7 @@ def _other(spec: ModelSpec, actual: str, expected: str) -> ConfigError:
 def unused(
     model: nn.Module, spec: ModelSpec, task: TrialTask
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return patterns of the names of parameters that no row gives a gradient, and of those that
-    some rows do not.
+    """Return name patterns of parameters that no row gives a gradient, and that some rows do not.
 
     Tried with single tokens and with short and long rows; a parameter without a gradient then is
     tried with many more tokens and other weights, since a token may be routed to it.
@@ -281,4 +248,4 @@ def _with_gradient(model: nn.Module, batch: dict[str, torch.Tensor], task: Trial
     model.zero_grad()
     seed_generators(1)
     task.loss_sum(model, batch).backward()
-    return {name for name, p in model.named_parameters() if p.grad is not None}
+    return set(gradients_of(model))

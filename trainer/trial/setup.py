@@ -1,6 +1,4 @@
-"""The tiny copy of a model, rows of tokens for it, and the comparison of gradients, for all
-trials.
-"""
+"""The tiny copy of a model, rows of tokens for it, and the comparison of gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import ConfigError, Problem
-from trainer.models.materialise import materialise
+from trainer.models.materialise import on_host
+from trainer.models.names import differing, gradients_of
 from trainer.models.spec import ModelSpec
 
 IGNORED = -100
@@ -26,9 +25,7 @@ WIDER = LENGTH + 8
 SINGLE = 4
 """The number of rows of one token, tried for parameters that they leave without a gradient."""
 TOLERANCE = 1e-4
-"""The relative error allowed of logits, losses and gradients in float32: rounding is smaller, a
-mistake is larger.
-"""
+"""The relative error allowed in float32, larger than rounding and smaller than any mistake."""
 
 
 class TrialTask(Protocol):
@@ -48,76 +45,48 @@ def tiny(spec: ModelSpec) -> tuple[ModelSpec, nn.Module]:
 
 def drawn(small: ModelSpec) -> nn.Module:
     """Build the tiny model anew, so that nothing is left over from an earlier pass."""
-    model = small.build()
-    materialise(model, small, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    model = on_host(small)
     spread(model, seed=0)
     return model
 
 
 def spread(model: nn.Module, seed: int) -> None:
-    """Draw the weights anew, such that activations keep their scale; what they were read from stays
-    as it is.
-    """
+    """Draw the weights anew, such that activations keep their scale; files stay as they are."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        scaled = (
-            noise / parameter.shape[-1] ** 0.5
-            if parameter.dim() > 1
-            else parameter.data + 0.1 * noise
-        )
-        parameter.data = scaled.to(parameter.dtype)
+        values = parameter.data + 0.1 * noise
+        if parameter.dim() > 1:
+            values = noise / parameter.shape[-1] ** 0.5
+        parameter.data = values.to(parameter.dtype)
 
 
 def row_of(spec: ModelSpec) -> torch.Tensor:
     """Draw the ids of one row, [LENGTH], none of them 0, which is the padding."""
-    return 1 + torch.randint(
-        spec.language.vocabulary - 1, (LENGTH,), generator=torch.Generator().manual_seed(2)
-    )
+    generator = torch.Generator().manual_seed(2)
+    return 1 + torch.randint(spec.language.vocabulary - 1, (LENGTH,), generator=generator)
 
 
 def batches(spec: ModelSpec, task: TrialTask) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield ragged rows, one of them without a target; then one row alone; then a micro-batch
-    without a target.
-    """
+    """Yield ragged rows, one without a target; one row alone; a micro-batch without a target."""
     ids = np.asarray(row_of(spec))
     for lengths, silent in (((LENGTH, 3, 11, 7), {2}), ((LENGTH,), set[int]()), ((5, 9), {0, 1})):
-        targets = [
-            np.full(n, IGNORED) if row in silent else np.roll(ids, -1)[:n]
-            for row, n in enumerate(lengths)
-        ]
-        targets = [
-            np.append(t[:-1], IGNORED) for t in targets
-        ]  # labels are as long as the ids: no place for the last
-        batch = task.collate([{"input_ids": ids[: len(t)], "targets": t} for t in targets])
-        yield {
-            **batch,
-            "input_ids": batch["input_ids"] % spec.language.vocabulary,
-        }  # the task's padding may be larger
+        samples = []
+        for row, length in enumerate(lengths):
+            targets = np.full(length, IGNORED)
+            if row not in silent:
+                targets[:-1] = ids[1:length]  # labels are as long as the ids: none for the last
+            samples.append({"input_ids": ids[:length], "targets": targets})
+        batch = task.collate(samples)
+        # the task's padding may be larger than the vocabulary
+        yield {**batch, "input_ids": batch["input_ids"] % spec.language.vocabulary}
 
 
 def differing_gradient(
     ours: nn.Module, theirs: nn.Module, most: float = 10 * TOLERANCE
 ) -> tuple[str, float] | None:
-    """Return the first parameter whose gradients differ, and by what share of its largest entry.
-
-    Returns None if no share is above `most`. A parameter's largest entry counts as at least a
-    thousandth of the model's.
-    """
-    mine, other = (
-        {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        for model in (ours, theirs)
-    )
-    largest = max(
-        (float(gradient.abs().max()) for gradient in other.values() if gradient.numel()),
-        default=0.0,
-    )
-    for name in dict.fromkeys([*other, *mine]):
-        a, b = (found.get(name, torch.zeros(())) for found in (mine, other))
-        error, scale = float((a - b).abs().max()), max(float(b.abs().max()), 1e-3 * largest)
-        if not error <= most * scale:
-            return name, error / max(scale, 1e-30)
-    return None
+    """Return the first parameter whose gradient differs, and by what share of its largest entry."""
+    return differing(gradients_of(ours), gradients_of(theirs), most)
 
 
 @contextmanager
@@ -133,17 +102,12 @@ def own_randomness() -> Iterator[None]:
 
 
 class Alone(ContextDecorator, TorchDispatchMode):
-    """A dispatch mode that refuses collective operations where one rank runs alone: no other would
-    join.
-    """
+    """A dispatch mode that refuses collective operations where one rank runs alone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             seen = f"a collective operation ({func}) in a forward pass or a loss"
-            mend = (
-                "The sum of the loss and the number of targets are added up over the ranks for it."
-            )
-            raise ConfigError(
-                Problem("model, loss", seen, "what each rank computes by itself", mend)
-            )
+            expected = "what each rank computes by itself"
+            mend = "The loss and the number of targets are summed over the ranks for it."
+            raise ConfigError(Problem("model, loss", seen, expected, mend))
         return func(*args, **(kwargs or {}))

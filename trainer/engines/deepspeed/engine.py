@@ -27,7 +27,7 @@ from trainer.engines.normalise import NormalisedEngine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.cut import check_cut
-from trainer.models.materialise import materialise
+from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
 from trainer.optim.optimizer import step_if_finite
 from trainer.optim.recipes import Recipe, in_deepspeed
@@ -110,7 +110,8 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     on_host = layout.offload_param != "none" or layout.tensor > 1
     storage = torch.device("cpu") if on_host else job.machine.device
     with torch.device("cpu"):
-        materialise(model, job.spec, seed=job.seed_of_values, device=storage, dtype=dtype, **after)
+        placement = Placement(storage, dtype)
+        materialise(model, job.spec, seed=job.seed_of_values, placement=placement, **after)
     module = ModelWithLoss(model, job.task)
     engine = initialize(module, module.named_parameters(), job, config, mpu)
     if layout.tensor > 1:

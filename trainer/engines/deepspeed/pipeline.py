@@ -20,7 +20,7 @@ from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import Job
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
-from trainer.models.materialise import materialise
+from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
 from trainer.parallel.apply import stages_of_rank
 from trainer.parallel.gradients import ends, on_both
@@ -56,8 +56,8 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
 
     def finish(stage: Stage, spec: ModelSpec) -> None:
         blank.append((copy.deepcopy(stage.model), spec))
-        dtype = DTYPES[layout.precision]
-        materialise(stage.model, spec, seed=job.seed_of_values, device=device, dtype=dtype)
+        placement = Placement(device, DTYPES[layout.precision])
+        materialise(stage.model, spec, seed=job.seed_of_values, placement=placement)
 
     [stage], note = stages_of_rank(job.spec, job.task, mesh, job.machine.ranks, finish)
     job.machine.ranks.on_each(lambda: _check_learns(stage, rank, job.spec))

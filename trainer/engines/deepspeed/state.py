@@ -71,8 +71,7 @@ class MasterState:
                     self._write(name, learned[name], MASTER, parameter.detach())
                 parameter.data = torch.empty(0)
 
-        host = torch.device("cpu")
-        materialise(blank, spec, seed=seed, device=host, dtype=torch.float32, after_unit=take)
+        materialise(blank, spec, seed=seed, after_unit=take)
 
     def state_tensors(self) -> list[StateTensor]:
         """List weights, float32 masters, optimizer state and persistent buffers. Collective."""

@@ -1,3 +1,1 @@
-"""The parts of a model that are trained, and how: adapters, frozen parameters, rates of their
-own.
-"""
+"""The parts of a model that are trained, and how: adapters, frozen parameters, own rates."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from torch import nn
 
 from trainer.errors import ConfigError, Problem, listed
-from trainer.models.names import aliases_of, pattern_of
+from trainer.models.names import aliases_of, pattern_of, suggestion
 from trainer.models.spec import ModelSpec
 
 Value = TypeVar("Value")
@@ -27,46 +26,37 @@ def frozen(spec: ModelSpec, patterns: Sequence[str], *, copied: bool = False) ->
     if not patterns:
         return spec
     model = spec.build()
-    aliases, known = (
-        aliases_of(model),
-        [name for name, _ in model.named_parameters(remove_duplicate=False)],
-    )
-    found = {
-        pattern: [name for name in known if fnmatchcase(name, pattern)] for pattern in patterns
-    }
-    wrong = [
-        unmatched(f"trainer.freeze[{i}]", p, known) for i, p in enumerate(patterns) if not found[p]
-    ]
-    if wrong and not copied:
-        raise ConfigError(*wrong)
-    names = {aliases.get(name, name) for matched in found.values() for name in matched}
-    held = replace(
-        _holding(spec, names),
-        notes=(*spec.notes, *([_said(model, names, patterns)] if names else [])),
-    )
+    aliases = aliases_of(model)
+    known = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names, problems = set[str](), []
+    for index, pattern in enumerate(patterns):
+        matched = [name for name in known if fnmatchcase(name, pattern)]
+        names.update(aliases.get(name, name) for name in matched)
+        if not matched:
+            problems.append(unmatched(f"trainer.freeze[{index}]", pattern, known))
+    if problems and not copied:
+        raise ConfigError(*problems)
+    notes = [_note(model, names, patterns)] if names else []
+    held = replace(_holding(spec, names), notes=(*spec.notes, *notes))
     lacking = "some of the ways in which blocks are frozen"
     return tiny_with(held, dict.fromkeys(names, True), _holding, lacking)
 
 
 def _holding(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
     """Freeze the parameters called `names`. Raises ConfigError if no other parameter learns."""
-    sizes = {name: p.numel() for name, p in spec.build().named_parameters()}
-    learned = [
-        name for name, p in spec.build().named_parameters() if p.requires_grad and name not in names
-    ]
-    if not learned:
-        seen, mend = f"all {len(sizes)} parameters", "Leave out what is to be trained."
+    parameters = dict(spec.build().named_parameters())
+    if all(name in names or not p.requires_grad for name, p in parameters.items()):
+        seen, mend = f"all {len(parameters)} parameters", "Leave out what is to be trained."
         raise ConfigError(Problem("trainer.freeze", seen, "some that are left to learn", mend))
+    sizes = {**spec.training.frozen, **{name: parameters[name].numel() for name in names}}
+    return replace(spec.held(names), training=replace(spec.training, frozen=sizes))
 
-    def build() -> nn.Module:
-        model = spec.build()
-        for name, parameter in model.named_parameters():
-            if name in names:
-                parameter.requires_grad_(False)
-        return model
 
-    held = {**spec.training.frozen, **{name: sizes[name] for name in names}}
-    return replace(spec, build=build, training=replace(spec.training, frozen=held))
+def _note(model: nn.Module, names: Collection[str], patterns: Sequence[str]) -> str:
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    values = sum(sizes[name] for name in names) / 1e6
+    held = f"{len(names)} of {len(sizes)} parameters ({values:,.1f} M values)"
+    return f"{held} stay as they are (trainer.freeze): {listed(patterns)}"
 
 
 def tiny_with(
@@ -75,8 +65,10 @@ def tiny_with(
     change: Callable[[ModelSpec, dict[str, Value]], ModelSpec],
     lacking: str,
 ) -> ModelSpec:
-    """Return the spec with tiny copies that get the same `change`: `found`, of its parameters, by
-    their names.
+    """Return the spec with tiny copies that get the same `change`.
+
+    `found` has the values of parameters, by name; `lacking` says what a copy lacks if it has too
+    few blocks for all.
     """
     tiny_copy, blocks = spec.tiny.copy, spec.blocks
     if tiny_copy is None:
@@ -84,8 +76,8 @@ def tiny_with(
 
     def copy(layers: int = 3, split: int = 1) -> ModelSpec:
         small = tiny_copy(layers, split)
-        wanted, whole = carried(found, blocks, small.blocks, small.build())
-        lacks = (*small.tiny.lacks, *([] if whole else [lacking]))
+        wanted, complete = carried(found, blocks, small.blocks, small.build())
+        lacks = small.tiny.lacks if complete else (*small.tiny.lacks, lacking)
         changed = change(small, wanted)
         return replace(changed, tiny=replace(changed.tiny, lacks=lacks))
 
@@ -95,34 +87,28 @@ def tiny_with(
 def carried(
     found: Mapping[str, Value], blocks: Sequence[str], small: Sequence[str], copy: nn.Module
 ) -> tuple[dict[str, Value], bool]:
-    """Carry `found` over to a copy with `small` blocks, each of which gets the entries of the block
-    that it stands for; also return True if every kind of block is among them.
+    """Carry values of parameters over to a copy whose blocks are `small`.
+
+    Each gets the entries of the block that it stands for. Also returns True if every kind of block
+    is among them.
     """
-    kinds = [
-        frozenset(
-            (name.removeprefix(f"{block}."), own)
-            for name, own in found.items()
-            if name.startswith(f"{block}.")
-        )
-        for block in blocks
-    ]
-    within = {
-        f"{block}.{key}" for block, kind in zip(blocks, kinds, strict=True) for key, _ in kind
-    }
-    wanted = {name: own for name, own in found.items() if name not in within}
+    wanted, kinds = dict(found), []
+    for block in blocks:
+        inside = [name for name in found if name.startswith(f"{block}.")]
+        own = ((name.removeprefix(f"{block}."), wanted.pop(name)) for name in inside)
+        kinds.append(frozenset(own))
     chosen = stand_ins(kinds, len(small)) if kinds else []
     for block, index in zip(small, chosen, strict=False):
-        wanted |= {f"{block}.{key}": own for key, own in kinds[index]}
+        wanted |= {f"{block}.{key}": value for key, value in kinds[index]}
     known = {name for name, _ in copy.named_parameters()}
-    return {name: own for name, own in wanted.items() if name in known}, set(kinds) == {
-        kinds[i] for i in chosen
-    }
+    complete = set(kinds) == {kinds[index] for index in chosen}
+    return {name: value for name, value in wanted.items() if name in known}, complete
 
 
 def stand_ins(kinds: Sequence[object], count: int) -> list[int]:
-    """Choose, by index and in order, the blocks that the `count` blocks of a tiny copy stand for:
-    one for every change of kind if there is room, else each kind once, else some. `kinds`: what
-    marks each block.
+    """Choose, by index and in order, the blocks that the `count` blocks of a tiny copy stand for.
+
+    One for every change of kind if there is room, else each kind once, else some of them.
     """
     starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
     if len(starts) > count:
@@ -131,22 +117,15 @@ def stand_ins(kinds: Sequence[object], count: int) -> list[int]:
 
 
 def unmatched(place: str, pattern: str, known: Sequence[str]) -> Problem:
-    """Build the problem of a pattern that matches none of the `known` parameter names, with close
-    matches.
-    """
+    """Build the problem of a pattern that matches no known parameter, with close matches."""
     names = dict.fromkeys(map(pattern_of, known))
-    modules = dict.fromkeys(f"{name.rpartition('.')[0]}.*" for name in names if "." in name)
-    parents = dict.fromkeys(
-        f"{name.rpartition('.')[0]}.*" for name in (m[:-2] for m in modules) if "." in name
-    )
-    near = get_close_matches(pattern[:200], [*names, *modules, *parents], n=2, cutoff=0.5)
-    mend = "Did you mean " + " or ".join(f'"{name}"' for name in near) + "?" if near else ""
+    modules = _modules_of(names)
+    parents = _modules_of(module.removesuffix(".*") for module in modules)
+    mend = suggestion(pattern, [*names, *modules, *parents], cutoff=0.5)
     seen = f'"{pattern}" matches no parameter'
     return Problem(place, seen, f'a name such as "{known[0]}", * for any letters', mend)
 
 
-def _said(model: nn.Module, names: Collection[str], patterns: Sequence[str]) -> str:
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    values = sum(sizes[name] for name in names) / 1e6
-    held = f"{len(names)} of {len(sizes)} parameters ({values:,.1f} M values)"
-    return f"{held} stay as they are (trainer.freeze): {listed(patterns)}"
+def _modules_of(names: Iterable[str]) -> list[str]:
+    parents = (name.rpartition(".")[0] for name in names if "." in name)
+    return list(dict.fromkeys(f"{parent}.*" for parent in parents))

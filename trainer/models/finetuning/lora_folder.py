@@ -1,6 +1,4 @@
-"""An existing adapter, in a folder that PEFT or a run wrote: what `trainer.adapter.path` starts
-from.
-"""
+"""An existing adapter in a folder, from which `trainer.adapter.path` starts."""
 
 from __future__ import annotations
 
@@ -29,22 +27,15 @@ _SAME = {
 }
 """Our keys that define an adapter -> PEFT's keys."""
 _HARMLESS = {
-    *(
-        "task_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-    ),
-    *("lora_dropout", "fan_in_fan_out", "init_lora_weights", "qalora_group_size", "megatron_core"),
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "lora_dropout", "fan_in_fan_out", "init_lora_weights"),
+    *("qalora_group_size", "megatron_core"),
 }
 """PEFT's keys that do not define an adapter, or that follow from the base."""
 
 
 def completed(options: AdapterSection) -> AdapterSection:
-    """Return the section filled in from its folder's adapter; the section itself if it names no
-    folder.
+    """Return the section filled in from its folder's adapter; the section itself without a folder.
 
     Raises ConfigError if the folder holds no LoRA adapter or one of an unsupported kind, and if a
     key of the section contradicts it.
@@ -53,41 +44,30 @@ def completed(options: AdapterSection) -> AdapterSection:
         return options
     from peft import LoraConfig
 
-    folder = Path(options.path)
-    given = _read(folder / CONFIG)
-    default = LoraConfig().to_dict()
-    strange = [
+    file = Path(options.path) / CONFIG
+    given, default = _read(file), LoraConfig().to_dict()
+    known = {*_HARMLESS, *_SAME.values()}
+    unsupported = [
         f"{key} {show(value)}"
         for key, value in given.items()
-        if key not in _HARMLESS
-        and key not in _SAME.values()
-        and (value or None) != (default.get(key) or None)
+        if key not in known and (value or None) != (default.get(key) or None)
     ]
     if not isinstance(given.get("target_modules"), list):
-        strange.append(f"target_modules {show(given.get('target_modules'))}")
-    if strange:
-        expected = "LoRA with the keys of trainer.adapter"
-        raise ConfigError(
-            Problem(
-                f"{PLACE}: {folder / CONFIG}", listed(strange), expected, "Merge it into its base."
-            )
-        )
+        unsupported.append(f"target_modules {show(given.get('target_modules'))}")
+    if unsupported:
+        expected, mend = "LoRA with the keys of trainer.adapter", "Merge it into its base."
+        raise ConfigError(Problem(f"{PLACE}: {file}", listed(unsupported), expected, mend))
     found = {ours: given.get(theirs, default[theirs]) for ours, theirs in _SAME.items()}
     found |= {"modules_to_save": found["modules_to_save"] or [], "alpha": float(found["alpha"])}
-    plain = AdapterSection()
-    others = [
-        Problem(
-            f"trainer.adapter.{key}",
-            f"saw {show(mine)}",
-            f"{show(value)}, as in {folder / CONFIG}",
-            "Leave it out.",
-        )
-        for key, value in found.items()
-        if not _alike(mine := getattr(options, key), value)
-        and not _alike(mine, getattr(plain, key))
-    ]
-    if others:
-        raise ConfigError(*others)
+    plain, problems = AdapterSection(), []
+    for key, value in found.items():
+        own = getattr(options, key)
+        if not _alike(own, value) and not _alike(own, getattr(plain, key)):
+            expected = f"{show(value)}, as in {file}"
+            place = f"trainer.adapter.{key}"
+            problems.append(Problem(place, f"saw {show(own)}", expected, "Leave it out."))
+    if problems:
+        raise ConfigError(*problems)
     return options.model_copy(update=found)
 
 
@@ -95,27 +75,21 @@ class Started:
     """The values of an existing adapter, by the names in its file."""
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ConfigError unless the file has exactly the tensors that the model learns, of these
-        shapes.
-        """
+        """Raise ConfigError unless the file has exactly the tensors that the model learns."""
         self._file = folder / f"{STEM}.safetensors"
-        found = self._shapes()
+        found, differences = self._shapes(), []
         missing, more = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
-        other = [
-            name for name in sorted(shapes.keys() & found.keys()) if shapes[name] != found[name]
-        ]
-        seen = [
-            *([f"{len(missing)} tensors are not there ({missing[0]}, ...)"] if missing else []),
-            *([f"{len(more)} have no place in the model ({more[0]}, ...)"] if more else []),
-            *(
-                [f"{other[0]} is {list(found[other[0]])} and not {list(shapes[other[0]])}"]
-                if other
-                else []
-            ),
-        ]
-        if seen:
+        if missing:
+            differences.append(f"{len(missing)} tensors are not there ({missing[0]}, ...)")
+        if more:
+            differences.append(f"{len(more)} have no place in the model ({more[0]}, ...)")
+        for name in sorted(shapes.keys() & found.keys()):
+            if shapes[name] != found[name]:
+                differences.append(f"{name} is {list(found[name])} and not {list(shapes[name])}")
+                break
+        if differences:
             expected = "an adapter of this base: trainer.model.name_or_path"
-            raise ConfigError(Problem(f"{PLACE}: {self._file}", "; ".join(seen), expected))
+            raise ConfigError(Problem(f"{PLACE}: {self._file}", "; ".join(differences), expected))
 
     def read(self, name: str) -> torch.Tensor:
         with safe_open(self._file, "pt") as file:
@@ -124,28 +98,26 @@ class Started:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         try:
             with safe_open(self._file, "pt") as file:
-                return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                names = file.keys()
+                return {name: tuple(file.get_slice(name).get_shape()) for name in names}
         except (OSError, SafetensorError) as error:
-            raise ConfigError(
-                Problem(f"{PLACE}: {self._file}", first_line(error), "the adapter's safetensors")
-            ) from error
+            seen, expected = first_line(error), "the adapter's safetensors"
+            raise ConfigError(Problem(f"{PLACE}: {self._file}", seen, expected)) from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(file: Path) -> dict[str, Any]:
     expected = "the folder of a LoRA adapter, as PEFT writes it: final/ of a run"
     try:
-        given = parse_json(read_file(path))
+        given = parse_json(read_file(file))
     except (OSError, ValueError) as error:
-        raise ConfigError(Problem(f"{PLACE}: {path}", first_line(error), expected)) from error
+        raise ConfigError(Problem(f"{PLACE}: {file}", first_line(error), expected)) from error
     if not isinstance(given, dict) or given.pop("peft_type", None) != "LORA":
-        raise ConfigError(Problem(f"{PLACE}: {path}", "no adapter of the type LORA", expected))
+        raise ConfigError(Problem(f"{PLACE}: {file}", "no adapter of the type LORA", expected))
     return given
 
 
-def _alike(mine: Any, theirs: Any) -> bool:
+def _alike(own: Any, other: Any) -> bool:
     """Return True if two values are equal; lists, which name modules, in any order."""
-    return (
-        sorted(mine) == sorted(theirs)
-        if isinstance(mine, list) and isinstance(theirs, list)
-        else mine == theirs
-    )
+    if isinstance(own, list) and isinstance(other, list):
+        return sorted(own) == sorted(other)
+    return bool(own == other)

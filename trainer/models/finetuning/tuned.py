@@ -1,6 +1,4 @@
-"""Parameters with a learning rate or a weight decay of their own, by patterns of names:
-`trainer.parameter_groups`.
-"""
+"""Parameters with a learning rate or a weight decay of their own: `trainer.parameter_groups`."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ from trainer.models.spec import ModelSpec, Tuning
 
 
 def tuned(spec: ModelSpec, groups: Sequence[ParameterGroup], *, copied: bool = False) -> ModelSpec:
-    """Return the spec with each group's settings for the trainable parameters that match its
-    patterns (`fnmatch`).
+    """Return the spec with each group's settings for the parameters that match it (`fnmatch`).
 
     The first group that matches counts; a tied parameter matches by any of its names. Raises
     ConfigError for a pattern that matches nothing and for a group that has nothing left, unless the
@@ -27,39 +24,29 @@ def tuned(spec: ModelSpec, groups: Sequence[ParameterGroup], *, copied: bool = F
         return spec
     model = spec.build()
     aliases = aliases_of(model)
-    sizes = {
-        name: p.numel()
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if p.requires_grad
-    }
+    named = model.named_parameters(remove_duplicate=False)
+    sizes = {name: p.numel() for name, p in named if p.requires_grad}
     found: dict[str, Tuning] = {}
-    wrong, notes = list[Problem](), []
+    problems, notes = list[Problem](), list[str]()
     for index, group in enumerate(groups):
-        place = f"trainer.parameter_groups[{index}].names"
-        matched = {
-            pattern: [name for name in sizes if fnmatchcase(name, pattern)]
-            for pattern in group.patterns
-        }
-        missed = [
-            unmatched(place, pattern, list(sizes))
-            for pattern in group.patterns
-            if not matched[pattern]
-        ]
-        names = {
-            aliases.get(name, name) for some in matched.values() for name in some
-        } - found.keys()
-        if not names and not missed:
-            seen, expected = (
-                "earlier groups have all that matches",
-                "a parameter that is in none of them",
-            )
-            missed = [Problem(place, seen, expected, "The first group that matches counts.")]
-        wrong += missed
-        found |= dict.fromkeys(names, Tuning(group.lr_multiplier, group.weight_decay))
+        place, missed, names = f"trainer.parameter_groups[{index}].names", False, set[str]()
+        for pattern in group.patterns:
+            matched = [name for name in sizes if fnmatchcase(name, pattern)]
+            names.update(aliases.get(name, name) for name in matched)
+            if not matched:
+                problems.append(unmatched(place, pattern, list(sizes)))
+                missed = True
+        names -= found.keys()
         if names:
-            notes.append(_said(group, len(names), sum(sizes[name] for name in names), index))
-    if wrong and not copied:
-        raise ConfigError(*wrong)
+            notes.append(_note(group, len(names), sum(sizes[name] for name in names), index))
+        elif not missed:
+            seen = "earlier groups have all that matches"
+            expected = "a parameter that is in none of them"
+            mend = "The first group that matches counts."
+            problems.append(Problem(place, seen, expected, mend))
+        found |= dict.fromkeys(names, Tuning(group.lr_multiplier, group.weight_decay))
+    if problems and not copied:
+        raise ConfigError(*problems)
     whole = _tuning(replace(spec, notes=(*spec.notes, *notes)), found)
     return tiny_with(whole, found, _tuning, "some of trainer.parameter_groups")
 
@@ -68,8 +55,9 @@ def _tuning(spec: ModelSpec, found: Mapping[str, Tuning]) -> ModelSpec:
     return replace(spec, training=replace(spec.training, tuned=found))
 
 
-def _said(group: ParameterGroup, count: int, values: int, index: int) -> str:
-    decay = [] if group.weight_decay is None else [f"weight decay {group.weight_decay:g}"]
-    what = ", ".join([f"{group.lr_multiplier:g} x the learning rate", *decay])
+def _note(group: ParameterGroup, count: int, values: int, index: int) -> str:
+    rates = [f"{group.lr_multiplier:g} x the learning rate"]
+    if group.weight_decay is not None:
+        rates.append(f"weight decay {group.weight_decay:g}")
     where = f"trainer.parameter_groups[{index}]: {listed(group.patterns)}"
-    return f"{count} parameters ({values / 1e6:,.1f} M values) with {what} ({where})"
+    return f"{count} parameters ({values / 1e6:,.1f} M values) with {', '.join(rates)} ({where})"

@@ -1,6 +1,4 @@
-"""Digests, by name, of the code that a model and its loss run: they show edits, but not of
-comments.
-"""
+"""Digests, by name, of the code that a model and its loss run: they show edits of it."""
 
 from __future__ import annotations
 
@@ -26,12 +24,11 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def code_of(model: nn.Module, /, **given: Any) -> dict[str, str]:
-    """Return digests of the source of the user's own classes in the model and of all own functions
-    that they call.
+    """Return digests of the source of the user's classes in the model, and of what they call.
 
     Functions in `given` are included, and so are plain values from closures, defaults and globals.
     If anything is given, the model is the user's own: classes and plain attributes of all
-    submodules are included, too.
+    submodules are included, too. Comments and docstrings do not count.
     """
     found, visited = dict[str, str](), set[int]()
     for name, thing in given.items():
@@ -42,21 +39,21 @@ def code_of(model: nn.Module, /, **given: Any) -> dict[str, str]:
         pattern = pattern_of(place) or "model"
         values.setdefault(f"{pattern}'s class", []).append(type(module).__qualname__)
         for key, value in vars(module).items():
-            if callable(value) and not isinstance(
-                value, nn.Module
-            ):  # a forward of this instance, an activation
+            if callable(value) and not isinstance(value, nn.Module):  # a forward, an activation
                 _note(f"{pattern}.{key}", value, found, visited)
             elif key.endswith("_hooks") and not isinstance(value, set):
                 for hook in value.values():
                     _note(f"{pattern}.{key}", hook, found, visited)
-            elif (
-                not key.startswith("_") and key != "training" and (text := _text(value)) is not None
-            ):
+            elif _is_setting(key) and (text := _text(value)) is not None:
                 values.setdefault(f"{pattern}.{key}", []).append(text)
     if given:
         for key, texts in values.items():
             found[key] = _short(texts[0] if len(set(texts)) == 1 else " ".join(texts))
     return found
+
+
+def _is_setting(key: str) -> bool:
+    return not key.startswith("_") and key != "training"
 
 
 def _note(name: str, thing: Any, found: dict[str, str], visited: set[int]) -> None:
@@ -67,9 +64,8 @@ def _note(name: str, thing: Any, found: dict[str, str], visited: set[int]) -> No
     elif isinstance(thing, MethodType):
         _note(name, thing.__func__, found, visited)
     elif isinstance(thing, (FunctionType, type)):
-        _note_code(
-            thing.__qualname__ if thing.__name__ != "<lambda>" else name, thing, found, visited
-        )
+        own = name if thing.__name__ == "<lambda>" else thing.__qualname__
+        _note_code(own, thing, found, visited)
     elif callable(thing) and not is_library(type(thing)):
         _add(found, f"{name}'s values", _text(vars(thing)) if hasattr(thing, "__dict__") else None)
         _note(type(thing).__qualname__, type(thing), found, visited)
@@ -80,11 +76,10 @@ def _note_code(name: str, thing: Any, found: dict[str, str], visited: set[int]) 
         return
     visited.add(id(thing))
     _add(found, name, _source(thing), 0)
-    root = thing.__module__.partition(".")[0]
-    for package in (
-        packages_distributions().get(root, []) if _is_installed(thing) else []
-    ):  # not followed further
-        found[f"package {package}"] = version(package)
+    if _is_installed(thing):  # not followed further
+        root = thing.__module__.partition(".")[0]
+        for package in packages_distributions().get(root, []):
+            found[f"package {package}"] = version(package)
     members = [*vars(thing).values(), *thing.__bases__] if isinstance(thing, type) else [thing]
     for member in members:
         function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
@@ -99,9 +94,7 @@ def _note_code(name: str, thing: Any, found: dict[str, str], visited: set[int]) 
 
 
 def _is_installed(thing: Any) -> bool:
-    """Return True for code of an installed package, which is not followed from function to
-    function.
-    """
+    """Return True for code of an installed package, whose functions are not followed."""
     try:
         return any(part in (inspect.getsourcefile(thing) or "") for part in _INSTALLED)
     except TypeError:
@@ -121,9 +114,8 @@ def _short(text: str, most: int = SHORT) -> str:
 
 def _text(value: Any, depth: int = 0) -> str | None:
     """Return plain data as text; None for anything else."""
-    data = isinstance(value, (list, tuple, set, frozenset, dict, SimpleNamespace)) or is_dataclass(
-        type(value)
-    )
+    kinds = (list, tuple, set, frozenset, dict, SimpleNamespace)
+    data = isinstance(value, kinds) or is_dataclass(type(value))
     if (text := plain(value)) is not None or not data or depth > 5:
         return text
     if getattr(value, "__len__", int)() > LONGEST:
@@ -133,34 +125,21 @@ def _text(value: Any, depth: int = 0) -> str | None:
 
 
 def _source(thing: Any) -> str:
-    """Return the source without comments and docstrings; the bytecode if there is no source, as of
-    typed-in code.
-    """
+    """Return the source without comments and docstrings; the bytecode of code without a source."""
     try:
-        tree = (
-            _lambda(thing.__code__)
-            if thing.__name__ == "<lambda>"
-            else _parsed(inspect.getsource(thing))
-        )
+        if thing.__name__ == "<lambda>":
+            tree = _lambda(thing.__code__)
+        else:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
     except (OSError, TypeError, SyntaxError, LookupError):
         functions = vars(thing).values() if isinstance(thing, type) else [thing]
-        return " ".join(
-            _bytecode(one.__code__) for one in functions if isinstance(one, FunctionType)
-        )
+        return " ".join(_bytecode(f.__code__) for f in functions if isinstance(f, FunctionType))
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if (
-            isinstance(body, list)
-            and body
-            and isinstance(body[0], ast.Expr)
-            and isinstance(body[0].value, ast.Constant)
-        ):
+        body: Any = getattr(node, "body", None)
+        first = body[0] if isinstance(body, list) and body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
             body[:1] = [] if len(body) > 1 else [ast.Pass()]
     return ast.unparse(tree)
-
-
-def _parsed(text: str) -> ast.AST:
-    return ast.parse(textwrap.dedent(text))
 
 
 @cache
@@ -171,15 +150,11 @@ def _file(text: str) -> ast.AST:
 def _lambda(code: CodeType) -> ast.AST:
     """Parse the lambda alone, without the statement that it stands in. Raises LookupError."""
     spots = [(line, column) for line, _, column, _ in code.co_positions() if line and column]
-    nodes = (
+    around = [
         node
         for node in ast.walk(_file("".join(inspect.findsource(code)[0])))
         if isinstance(node, ast.Lambda)
-    )
-    around = [
-        node
-        for node in nodes
-        if all(_start(node.body) <= spot <= _end(node.body) for spot in spots)
+        and all(_start(node.body) <= spot <= _end(node.body) for spot in spots)
     ]
     if not spots or not around:
         raise LookupError
@@ -196,6 +171,6 @@ def _end(node: ast.expr) -> tuple[int, int]:
 
 def _bytecode(code: CodeType) -> str:
     constants = [
-        _bytecode(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts
+        _bytecode(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts
     ]
     return f"{code.co_code.hex()} {constants} {code.co_names}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from trainer.distributed.seeding import seeded_init
 from trainer.errors import ConfigError, Problem
 from trainer.models.materialise import built_tensor
-from trainer.models.names import aliases_of
-from trainer.models.spec import ModelFiles, ModelSpec, NoWeights
+from trainer.models.names import aliases_of, outermost, tensors_of
+from trainer.models.patches import has_values
+from trainer.models.spec import ModelFiles, ModelSpec, NoWeights, Weights
 
 LARGEST_BUILT = 1_000_000_000
-"""The most parameters of a module that each process builds on the host, to take its constructor's
-values.
-"""
+"""The most parameters of a module that each process builds on the host, for its initial values."""
 
 UNUSED = {"_is_hf_initialized", "_no_reinit", "_no_weight_decay"}
-"""Attributes of parameters that transformers' own initialisation sets, and no forward pass
-reads.
-"""
+"""Attributes of parameters that transformers' initialisation sets, and no forward pass reads."""
 
 
 class _Built:
@@ -47,12 +44,7 @@ class _Built:
     def _values(self) -> dict[str, torch.Tensor]:
         with torch.device("cpu"), seeded_init(self._seed, "module"):
             model = self._build()
-        return dict(
-            (
-                *model.named_parameters(remove_duplicate=False),
-                *model.named_buffers(remove_duplicate=False),
-            )
-        )
+        return tensors_of(model)
 
 
 def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> ModelSpec:
@@ -60,49 +52,21 @@ def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> Mo
 
     `blocks` is a dotted pattern in which `*` stands for a number, such as `layers.*`. Without one,
     the children of an `nn.Sequential` are its blocks. Raises ConfigError if `build` makes no
-    module, can't run on the meta device, or the module has no such blocks."""
+    module, can't run on the meta device, or the module has no such blocks.
+    """
 
     def on_meta() -> nn.Module:
         with torch.device("meta"):
             return build()
 
-    try:
-        model = on_meta()
-    except Exception as error:  # whatever the constructor raises
-        seen = f"on the meta device: {type(error).__name__}: {error}".splitlines()[0][:200]
-        raise ConfigError(
-            Problem("model", seen, "a callable that builds an nn.Module, on any device")
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            Problem("model", type(model).__name__, "a callable that builds an nn.Module")
-        )
-    named = dict(model.named_parameters())
-    tensors = (*named.items(), *model.named_buffers())
-    if stray := next(
-        ((name, tensor.device) for name, tensor in tensors if not tensor.is_meta), None
-    ):
-        seen = f"{stray[0]} is built on {stray[1]}"
-        raise ConfigError(
-            Problem("model", seen, "tensors on the default device", "Leave `device=` out.")
-        )
-    if synced := [
-        name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)
-    ]:
-        wanted, mend = (
-            "nn.BatchNorm",
-            "Set trainer.sync_batch_norm, which knows the data ranks of each layout.",
-        )
-        raise ConfigError(Problem("model", f"{synced[0]} is an nn.SyncBatchNorm", wanted, mend))
-    if problems := [problem for name, p in named.items() for problem in _not_kept(name, p)]:
-        raise ConfigError(*problems)
-    parameters = sum(parameter.numel() for parameter in named.values())
-    built = parameters <= LARGEST_BUILT
-    note = (
-        f"its {parameters / 1e9:.1f} G parameters get initial values from reset_parameters, "
-        "not "
-        "from the constructor"
-    )
+    model = _checked(on_meta)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    weights: Weights = _Built(build, seed)
+    notes: tuple[str, ...] = ()
+    if parameters > LARGEST_BUILT:
+        count = f"its {parameters / 1e9:.1f} G parameters"
+        source = "reset_parameters, not from the constructor"
+        weights, notes = NoWeights(), (f"{count} get initial values from {source}",)
     return ModelSpec(
         name=type(model).__name__,
         build=on_meta,
@@ -110,106 +74,99 @@ def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> Mo
         blocks=_blocks(model, blocks),
         parameters=parameters,
         tied=aliases_of(model),
-        weights=_Built(build, seed) if built else NoWeights(),
-        notes=() if built else (note,),
-        constructed=lambda name: built_tensor(on_meta, name),
+        weights=weights,
+        notes=notes,
+        constructed=partial(built_tensor, on_meta),
         config=config_of(model),
-        files=ModelFiles(save_config=lambda folder, dtype: _save_config(model, folder)),
+        files=ModelFiles(save_config=partial(_save_config, model)),
     )
+
+
+def _checked(on_meta: Callable[[], nn.Module]) -> nn.Module:
+    """Build the module on the meta device. Raises ConfigError if it can't be trained so."""
+    expected = "a callable that builds an nn.Module"
+    try:
+        model = on_meta()
+    except Exception as error:  # whatever the constructor raises
+        seen = f"on the meta device: {type(error).__name__}: {error}".splitlines()[0][:200]
+        raise ConfigError(Problem("model", seen, f"{expected}, on any device")) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(Problem("model", type(model).__name__, expected))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_meta:
+            seen, expected = f"{name} is built on {tensor.device}", "tensors on the default device"
+            raise ConfigError(Problem("model", seen, expected, "Leave `device=` out."))
+    for name, inner in model.named_modules():
+        if isinstance(inner, nn.SyncBatchNorm):
+            mend = "Set trainer.sync_batch_norm, which knows the data ranks of each layout."
+            seen = f"{name} is an nn.SyncBatchNorm"
+            raise ConfigError(Problem("model", seen, "nn.BatchNorm", mend))
+    problems = [one for name, p in model.named_parameters() for one in _not_kept(name, p)]
+    if problems:
+        raise ConfigError(*problems)
+    return model
 
 
 def _not_kept(name: str, parameter: nn.Parameter) -> Iterator[Problem]:
-    """Yield a problem for each trait of a parameter that is lost when an engine rebuilds, shards or
-    gathers it.
-    """
-    kind, hooks = (
-        type(parameter),
-        (parameter._backward_hooks, parameter._post_accumulate_grad_hooks),
-    )
+    """Yield a problem for each trait of a parameter that is lost when an engine rebuilds it."""
+    kind, dtype = type(parameter), f"{name} is a parameter of {parameter.dtype}"
     if not (parameter.is_floating_point() or parameter.is_complex()):
-        mend = "Make it a buffer: register_buffer."
-        yield Problem(
-            "model", f"{name} is a parameter of {parameter.dtype}", "floating point", mend
-        )
+        yield Problem("model", dtype, "floating point", "Make it a buffer: register_buffer.")
     elif parameter.dtype != torch.float32:
-        mend = (
-            "Complex numbers fit two real ones (torch.view_as_complex); bf16.enabled computes "
-            "in bfloat16."
-        )
-        yield Problem("model", f"{name} is a parameter of {parameter.dtype}", "float32", mend)
+        complex_numbers = "Complex numbers fit two real ones (torch.view_as_complex)"
+        mend = f"{complex_numbers}; bf16.enabled computes in bfloat16."
+        yield Problem("model", dtype, "float32", mend)
     if kind is not nn.Parameter:
-        yield Problem(
-            "model",
-            f"{name} is a {kind.__module__}.{kind.__qualname__}",
-            "an nn.Parameter of known size",
-        )
-    if any(hooks):
+        seen = f"{name} is a {kind.__module__}.{kind.__qualname__}"
+        yield Problem("model", seen, "an nn.Parameter of known size")
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         mend = "Scale what comes out in the forward pass, or use a hook of the module."
         yield Problem("model", f"{name} has a hook of its own", "none: it would never run", mend)
     if own := vars(parameter).keys() - UNUSED:
-        yield Problem(
-            "model",
-            f"{name} has an attribute {min(own)}",
-            "none: keep it on the module, which has it in every layout",
-        )
+        expected = "none: keep it on the module, which has it in every layout"
+        yield Problem("model", f"{name} has an attribute {min(own)}", expected)
 
 
 def _blocks(model: nn.Module, pattern: str | None) -> tuple[str, ...]:
+    children = [name for name, _ in model.named_children()]
     if pattern is None:
-        return (
-            tuple(name for name, _ in model.named_children())
-            if isinstance(model, nn.Sequential)
-            else _repeated(model)
-        )
+        return tuple(children) if isinstance(model, nn.Sequential) else _repeated(model)
     wanted = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
-    found = [
-        (match, name) for name, _ in model.named_modules() if (match := wanted.fullmatch(name))
-    ]
+    found = {
+        name: [int(number) for number in match.groups()]
+        for name, _ in model.named_modules()
+        if (match := wanted.fullmatch(name))
+    }
     if not found:
         seen = f"no module of {type(model).__name__} is named {pattern}"
-        names = ", ".join(name for name, _ in model.named_children())
-        raise ConfigError(
-            Problem("blocks", seen, f"a pattern of names below {names}, such as layers.*")
-        )
-    return tuple(
-        name
-        for _, name in sorted(found, key=lambda item: [int(number) for number in item[0].groups()])
-    )
+        expected = f"a pattern of names below {', '.join(children)}, such as layers.*"
+        raise ConfigError(Problem("blocks", seen, expected))
+    return tuple(sorted(found, key=lambda name: found[name]))
 
 
 def _repeated(model: nn.Module) -> tuple[str, ...]:
-    """Find the blocks where no pattern is given: the class with the most parameters among members
-    of module lists.
+    """Find the blocks without a pattern: the largest class among members of module lists.
 
     Only classes that occur twice or more and have children count; all members of the class are
     blocks, in order, except those inside another. `check_module` tries later if they run so.
     """
-    lists = [
-        (name, inner)
-        for name, inner in model.named_modules()
-        if isinstance(inner, nn.ModuleList | nn.Sequential)
-    ]
+    lists = nn.ModuleList | nn.Sequential
     kinds: dict[type, dict[str, int]] = {}
-    for name, inner in lists:
-        for key, member in inner.named_children():
-            if not isinstance(member, nn.ModuleList | nn.Sequential) and any(member.children()):
-                kinds.setdefault(type(member), {})[f"{name}.{key}".lstrip(".")] = sum(
-                    p.numel() for p in member.parameters()
-                )
+    for name, inner in model.named_modules():
+        for key, member in inner.named_children() if isinstance(inner, lists) else ():
+            if not isinstance(member, lists) and any(member.children()):
+                size = sum(parameter.numel() for parameter in member.parameters())
+                kinds.setdefault(type(member), {})[f"{name}.{key}".lstrip(".")] = size
     alike = [found for found in kinds.values() if len(found) > 1]
-    best = max(alike, key=lambda found: sum(found.values()), default={})
-    return tuple(name for name in best if not any(name.startswith(f"{other}.") for other in best))
+    best = max(alike, key=lambda found: sum(found.values()), default=dict[str, int]())
+    return tuple(outermost(list(best)))
 
 
 def _initialise(root: nn.Module, name: str) -> None:
     """Initialise a module by its own `reset_parameters`, unless all its values were read."""
     module = root.get_submodule(name)
-    own = [*module._parameters.values(), *module._buffers.values()]
-    fresh = [
-        tensor
-        for tensor in own
-        if tensor is not None and not getattr(tensor, "_is_hf_initialized", False)
-    ]
+    own = (*module._parameters.values(), *module._buffers.values())
+    fresh = any(tensor is not None and not has_values(tensor) for tensor in own)
     if fresh and callable(reset := getattr(module, "reset_parameters", None)):
         reset()
 
@@ -219,26 +176,18 @@ def class_of(model: nn.Module) -> str:
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """Return the architecture for comparison: the class, and the shape of each tensor of the state
-    dict.
-    """
+    """Return the architecture for comparison: the class, and the shapes of its state dict."""
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     return {"module": class_of(model), "shapes": shapes}
 
 
-def _save_config(model: nn.Module, folder: Any) -> None:
-    """Write `module.json`, the module's class; its weights are safetensors under the names of its
-    state dict.
-    """
+def _save_config(model: nn.Module, folder: Path | str, dtype: torch.dtype | None) -> None:
+    """Write `module.json`: the class of the module, whose state dict the folder has."""
     content = {"module": class_of(model)}
     (Path(folder) / "module.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 def running_norms(root: nn.Module) -> dict[str, _NormBase]:
-    """Return the modules that keep running statistics, by name: batch norms, and instance norms
-    that track them.
-    """
-    found = (
-        (name, module) for name, module in root.named_modules() if isinstance(module, _NormBase)
-    )
-    return {name: module for name, module in found if module.running_mean is not None}
+    """Return the modules that keep running statistics, by name: batch norms and tracking others."""
+    norms = {name: part for name, part in root.named_modules() if isinstance(part, _NormBase)}
+    return {name: norm for name, norm in norms.items() if norm.running_mean is not None}

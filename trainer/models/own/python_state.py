@@ -1,6 +1,4 @@
-"""The state that Python code keeps outside the state dict: attributes, closures, defaults, globals,
-generators.
-"""
+"""The state that Python code keeps outside the state dict: attributes, closures, generators, ..."""
 
 from __future__ import annotations
 
@@ -17,13 +15,7 @@ import torch
 from torch import nn
 
 LIBRARIES = {
-    "torch",
-    "transformers",
-    "torchvision",
-    "numpy",
-    "deepspeed",
-    "accelerate",
-    "peft",
+    *("torch", "transformers", "torchvision", "numpy", "deepspeed", "accelerate", "peft"),
     "trainer",
 }
 """Packages whose code is not the user's own; Python's own modules are not, either."""
@@ -40,16 +32,13 @@ _OF_MODULES = {"training", "_parameters", "_buffers", "_modules"}
 
 def is_library(thing: Any) -> bool:
     """Return True if code belongs to Python, to one of LIBRARIES or to this program."""
-    root = str(
-        getattr(thing, "__module__", None) or getattr(thing, "__name__", "builtins")
-    ).partition(".")[0]
+    name = getattr(thing, "__module__", None) or getattr(thing, "__name__", "builtins")
+    root = str(name).partition(".")[0]
     return root in LIBRARIES or (root in sys.stdlib_module_names and root != "__main__")
 
 
 def captured(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the outside values that a function uses: closure, defaults, attributes, and globals
-    that it names.
-    """
+    """Yield the outside values that a function uses: closure, defaults, attributes, globals."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -62,11 +51,9 @@ def captured(function: FunctionType) -> Iterator[tuple[str, Any]]:
         if isinstance(value, KEPT):
             yield name, value
         elif isinstance(value, ModuleType) and not is_library(value):  # `module.function` of it
-            yield from (
-                (f"{name}.{key}", vars(value)[key])
-                for key in names
-                if isinstance(vars(value).get(key, ...), KEPT)
-            )
+            for key in names:
+                if isinstance(part := vars(value).get(key, ...), KEPT):
+                    yield f"{name}.{key}", part
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -77,8 +64,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def snapshot(model: nn.Module, *beside: tuple[str, Any]) -> dict[str, Any]:
-    """Return the state that a model keeps, by place: tensors as checksums, everything else
-    comparable as text.
+    """Return the state that a model keeps, by place: tensors as checksums, all else as text.
 
     Functions of the user's classes are included with what they capture, and so are the objects
     `beside` the model.
@@ -99,9 +85,7 @@ def snapshot(model: nn.Module, *beside: tuple[str, Any]) -> dict[str, Any]:
 def leaves(
     place: str, value: Any, visited: dict[int, Any], depth: int = 0
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the comparable values in a value, each object once; `visited` keeps the objects by id,
-    alive.
-    """
+    """Yield the comparable values in a value, each object once; `visited` keeps objects alive."""
     if (text := plain(value)) is not None:
         yield place, text
     elif id(value) not in visited and depth < DEEPEST:
@@ -122,17 +106,15 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (set, frozenset)):
         yield "", repr(sorted(map(repr, list(value)[:LONGEST])))
     elif isinstance(value, nn.Module):  # kept where `modules()` does not find it
-        yield from (
-            (f".{key}", part) for key, part in vars(value).items() if key not in _OF_MODULES
-        )
+        own = ((key, part) for key, part in vars(value).items() if key not in _OF_MODULES)
+        yield from ((f".{key}", part) for key, part in own)
         yield from ((f".{name}", tensor) for name, tensor in value.state_dict().items())
     elif isinstance(value, (MethodType, staticmethod, classmethod, property)):
         function = getattr(value, "__func__", None) or getattr(value, "fget", None)
         yield from (("", part) for part in (getattr(value, "__self__", None), function))
     elif isinstance(value, FunctionType):
-        yield from (
-            () if is_library(value) else ((f" {name}", part) for name, part in captured(value))
-        )
+        if not is_library(value):
+            yield from ((f" {name}", part) for name, part in captured(value))
     elif isinstance(value, type):
         return
     elif not is_library(kind) and getattr(value, "__dict__", None):
@@ -140,16 +122,12 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     elif not is_library(kind) or kind.__module__.startswith(_STREAMS):
         try:
             yield "", value.__reduce_ex__(2)[1:]
-        except (
-            Exception
-        ):  # a lock, an open file, a Python generator: its effect shows, if it has one
+        except Exception:  # a lock, a file, a Python generator: its effect shows, if it has one
             return
 
 
 def plain(value: Any) -> str | None:
-    """Return a tensor, array, generator, number or string as text; None for a value that has
-    parts.
-    """
+    """Return a tensor, array, generator, number or string as text; None for what has parts."""
     if isinstance(value, torch.Generator):
         value = value.get_state()
     if isinstance(value, (torch.Tensor, np.ndarray)):
@@ -165,9 +143,7 @@ def checksum(value: torch.Tensor | np.ndarray) -> str:
             return f"a tensor ({kind}, without values)"
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         return f"a tensor ({kind}, {zlib.crc32(flat.data):x})"
-    plain = (
-        np.zeros(0, np.uint8)
-        if value.dtype.hasobject
-        else np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    )
-    return f"an array ({value.dtype}, {list(value.shape)}, {zlib.crc32(plain.data):x})"
+    data = np.zeros(0, np.uint8)
+    if not value.dtype.hasobject:
+        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return f"an array ({value.dtype}, {list(value.shape)}, {zlib.crc32(data.data):x})"

@@ -1,0 +1,133 @@
+"""The choice of the modules that get an adapter, and of those that are trained as a whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from trainer.config.grammar import show
+from trainer.errors import ConfigError, Problem, listed
+from trainer.models.names import pattern_of, suggestion
+from trainer.models.spec import ModelSpec
+
+LINEAR = (nn.Linear, Conv1D)
+_TARGETS, _SAVED = "trainer.adapter.targets", "trainer.adapter.modules_to_save"
+
+
+def chosen_targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str]) -> list[str]:
+    """Return the linear layers of blocks that `trainer.adapter.targets` selects.
+
+    Raises ConfigError if a target selects none.
+    """
+    linear = [name for name, module in _in_blocks(model, spec) if type(module) in LINEAR]
+    if isinstance(wanted, str):
+        if not linear:
+            expected = "a model with blocks that have one"
+            raise ConfigError(Problem(_TARGETS, "no linear layer", expected))
+        return linear if wanted == "all-linear" else _matched(model, wanted, linear)
+    problems, chosen = [], set[str]()
+    for index, target in enumerate(wanted):
+        names = [name for name in linear if _names(target, name)]
+        chosen.update(names)
+        if not names:
+            problems.append(_no_target(f"{_TARGETS}[{index}]", target, model, linear))
+    if not wanted:
+        problems.append(_no_target(_TARGETS, "", model, linear))
+    if problems:
+        raise ConfigError(*problems)
+    return [name for name in linear if name in chosen]
+
+
+def _matched(model: nn.Module, pattern: str, linear: Sequence[str]) -> list[str]:
+    """Return the modules whose whole name matches, as in PEFT.
+
+    Raises ConfigError if there is none, or one that is not in `linear`.
+    """
+    found = [name for name, module in model.named_modules() if name and re.fullmatch(pattern, name)]
+    others = [name for name in found if name not in linear]
+    if others or not found:
+        seen = f"{show(pattern)} matches {listed(others) if found else 'no module'}"
+        short = listed(_patterns(linear), 12)
+        raise ConfigError(Problem(_TARGETS, seen, f"linear layers of the blocks alone: {short}"))
+    return found
+
+
+def left_out(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
+    """Yield a note on the matrices of blocks that are in no linear layer, if there are some.
+
+    "all-linear" leaves them out: fused experts, routers, convolutions.
+    """
+    sizes = {
+        f"{name}.{key}": parameter.numel()
+        for name, module in _in_blocks(model, spec)
+        if type(module) not in LINEAR
+        for key, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim > 1
+    }
+    if sizes:
+        values, shown = f"{sum(sizes.values()) / 1e6:,.1f} M values", listed(_patterns(sizes))
+        matrices = f'{_TARGETS} "all-linear" leaves {len(sizes)} matrices ({values})'
+        yield f"{matrices} without an adapter, as they are in no linear layer: {shown}"
+
+
+def _names(target: str, name: str) -> bool:
+    """Return True if `target` is the name, or its end after a dot, as in PEFT."""
+    return name == target or name.endswith(f".{target}")
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(map(pattern_of, names)))
+
+
+def _last_parts(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def _in_blocks(model: nn.Module, spec: ModelSpec) -> list[tuple[str, nn.Module]]:
+    """Return the named modules inside the blocks; all modules where no blocks are known."""
+    inside = tuple(f"{block}." for block in spec.blocks) or ("",)
+    return [(name, module) for name, module in model.named_modules() if name.startswith(inside)]
+
+
+def _no_target(place: str, target: str, model: nn.Module, linear: Sequence[str]) -> Problem:
+    short = _last_parts(linear)
+    known = [name for name, _ in model.named_modules() if target and _names(target, name)]
+    seen = f'"{target}" names no linear layer of a block'
+    if known:
+        seen += f" ({known[0]} is {type(model.get_submodule(known[0])).__name__})"
+    longer = [pattern.rpartition(".*.")[2] for pattern in _patterns(linear)]
+    mend = suggestion(target, [*short, *dict.fromkeys(longer)], cutoff=0.5)
+    if known and not mend:
+        mend = f"{_SAVED} trains a module as a whole."
+    return Problem(place, seen, f'"all-linear", or some of {listed(short, 12)}', mend)
+
+
+def check_saved(
+    model: nn.Module, spec: ModelSpec, wanted: Sequence[str], targets: Sequence[str]
+) -> None:
+    """Raise ConfigError for a module that does not exist, or can't be trained with the adapters."""
+    modules, tied = dict(model.named_modules()), {*spec.tied, *spec.tied.values()}
+    problems = []
+    for index, name in enumerate(wanted):
+        place = f"{_SAVED}[{index}]"
+        found = [module for module in modules if module.endswith(name) and name]
+        inside = [t for t in targets for m in found if f"{t}.".startswith(f"{m}.")]
+        shared = [n for n in tied for m in found if n.startswith(f"{m}.")]
+        if not any(any(True for _ in modules[module].parameters()) for module in found):
+            mend = suggestion(name, _last_parts(module for module in modules if module))
+            seen = f'"{name}" is no module with parameters'
+            problems.append(Problem(place, seen, "the name of one", mend))
+        elif inside:
+            seen = f'"{name}" holds {inside[0]}, which has an adapter'
+            problems.append(Problem(place, seen, "one or the other"))
+        elif shared:
+            seen = f'"{name}" has {sorted(shared)[0]}, which is tied'
+            mend = (
+                "Trained by itself it would part from the other: no merged model could have both."
+            )
+            problems.append(Problem(place, seen, "a module that shares no parameter", mend))
+    if problems:
+        raise ConfigError(*problems)

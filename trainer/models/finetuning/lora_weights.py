@@ -1,0 +1,118 @@
+"""The weights of a base with an adapter around it, or merged into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from trainer.models.finetuning.lora_folder import STEM, Started
+from trainer.models.materialise import on_host
+from trainer.models.names import tensors_of
+from trainer.models.spec import ModelSpec, Weights
+
+ADAPTER = "default"
+"""PEFT's name for a single adapter, which its files leave out."""
+
+
+def is_adapters(name: str) -> bool:
+    """Return True if a parameter or module belongs to an adapter, not to the base or its copies."""
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+def base_name(name: str) -> str:
+    """Return the name that a tensor of the base has without adapters around it."""
+    for added in (".base_layer", f".modules_to_save.{ADAPTER}", ".original_module"):
+        name = name.replace(added, "")
+    return name
+
+
+class BaseWeights:
+    """Weights of the base, under the names that its tensors have with an adapter around them."""
+
+    def __init__(
+        self,
+        base: Weights,
+        *,
+        lasting: bool,
+        started: Started | None = None,
+        published: Mapping[str, str] | None = None,
+    ) -> None:
+        """Keep them in memory if `lasting`: they are read again after the engine is built.
+
+        `started` is the adapter to start from, and `published` the names of its tensors in it.
+        """
+        self._base, self._lasting = base, lasting
+        self._started, self._published = started, published or {}
+
+    def read(self, name: str) -> torch.Tensor | None:
+        if self._started is not None and name in self._published:
+            return self._started.read(self._published[name])
+        if is_adapters(name):
+            return None
+        value = self._base.read(base_name(name))
+        # the copy that is trained and the original that is not may not share memory
+        is_copy = f".modules_to_save.{ADAPTER}." in name
+        return value.clone() if value is not None and is_copy else value
+
+    def release(self) -> None:
+        if not self._lasting:
+            self._base.release()
+
+
+class MergedWeights:
+    """Weights of the base with an adapter merged in: in float32, then in the base's dtype."""
+
+    def __init__(
+        self, base: Weights, model: nn.Module, folder: Path, published: Mapping[str, str]
+    ) -> None:
+        self._base, self._file = base, folder / f"{STEM}.safetensors"
+        copies = {name: theirs for name, theirs in published.items() if not is_adapters(name)}
+        self._copies = {base_name(name): theirs for name, theirs in copies.items()}
+        layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
+        self._layers = {base_name(f"{name}.weight"): layer for name, layer in layers.items()}
+
+    def read(self, name: str) -> torch.Tensor | None:
+        value = self._base.read(name)
+        if value is None:
+            return None
+        with safe_open(self._file, "pt") as file:
+            if name in self._copies:
+                return file.get_tensor(self._copies[name]).to(value.dtype)  # type: ignore[no-any-return]
+            if name not in self._layers:
+                return value
+            prefix = f".{name.removesuffix('.weight')}.lora_"
+            names = [key for key in file.keys() if prefix in key]  # noqa: SIM118
+            part = {key.rpartition(prefix)[2]: file.get_tensor(key).float() for key in names}
+        layer = self._layers[name]
+        turned = isinstance(layer.base_layer, Conv1D)
+        update = layer.scaling[ADAPTER] * (part["B.weight"] @ part["A.weight"])  # type: ignore[index]
+        merged = (value.T if turned else value).float() + update
+        if "magnitude_vector" in part:
+            merged *= (part["magnitude_vector"] / torch.linalg.norm(merged, dim=1))[:, None]
+        return (merged.T.contiguous() if turned else merged).to(value.dtype)
+
+    def release(self) -> None: ...
+
+
+class MadeUpWeights:
+    """Weights of a tiny copy's base: the same for every seed, rounded to bfloat16 as files are."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+
+    def read(self, name: str) -> torch.Tensor | None:
+        value = self._values.get(name)
+        return None if value is None else value.detach().clone()
+
+    def release(self) -> None: ...
+
+    @cached_property
+    def _values(self) -> dict[str, torch.Tensor]:
+        tensors = tensors_of(on_host(self._spec))
+        return {name: t.detach().bfloat16().to(t.dtype) for name, t in tensors.items()}

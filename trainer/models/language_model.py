@@ -1,0 +1,261 @@
+"""The properties of a language model, read from its modules and config, or found by running it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from trainer.errors import ConfigError, Problem, first_line
+from trainer.models.materialise import on_host
+from trainer.models.names import outermost, pattern_of
+from trainer.models.spec import LanguageModel, ModelSpec
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+"""Transformers' config keys, by family, for a layer's routed experts and a token's chosen ones."""
+LARGEST = 50_000_000
+"""The most parameters of a model that is run to find its blocks."""
+
+
+def language_of(model: PreTrainedModel, blocks: tuple[str, ...]) -> LanguageModel:
+    """Read a model's head, sizes and tensor plan on the meta device."""
+    text = text_config(model)
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    tables = [module for module in (table, head) if module is not None]
+    is_tied = head is not None and table is not None and head.weight is table.weight
+    hidden = getattr(text, "hidden_size", None)
+    heads, kv_heads, width = _heads(text, hidden or 0)
+    return LanguageModel(
+        head_parameters=head.weight.numel() if head is not None else 0,
+        embedding_parameters=0 if is_tied or table is None else table.weight.numel(),
+        idle_parameters=_idle_parameters(model, text),
+        # target ids must be in the table, too
+        vocabulary=min((len(module.weight) for module in tables), default=0),
+        positions=_positions(model, text),
+        hidden_size=hidden,
+        layers=getattr(text, "num_hidden_layers", 0),
+        attention_width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        tensor_plan=_tensor_plan(model, blocks),
+        plain_head=_has_plain_head(model),
+        own_loss=bool(getattr(text, "output_router_logits", False)),
+    )
+
+
+def text_config(model: Any) -> Any:
+    """Return the part of the config that describes the decoder. Raises ConfigError for several."""
+    try:
+        return model.config.get_text_config()
+    except ValueError as error:
+        place = f"trainer.model: {model.config.model_type}"
+        raise ConfigError(Problem(place, first_line(error), "one decoder")) from error
+
+
+def _heads(text: Any, hidden: int) -> tuple[int, int, int]:
+    """Return query and key-value heads (common divisors of layers), and mean heads x head size."""
+    layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
+    heads, kv_heads, width = [], [], 0
+    for layer in layers:
+        many = getattr(layer, "num_attention_heads", 0) or 0
+        size = getattr(layer, "head_dim", None) or (hidden // many if many else 0)
+        heads.append(many)
+        kv_heads.append(getattr(layer, "num_key_value_heads", None) or many)
+        width += many * size
+    return math.gcd(*heads), math.gcd(*kv_heads), width // len(layers)
+
+
+def _positions(model: nn.Module, text: Any) -> int | None:
+    """Return the most tokens of a row; RoBERTa's kin number them from behind the padding's."""
+    reserved = [0]
+    for name, module in model.named_modules():
+        if "position" in name and isinstance(module, nn.Embedding):
+            reserved.append(0 if module.padding_idx is None else module.padding_idx + 1)
+    stated = getattr(text, "max_position_embeddings", None)
+    return stated and stated - max(reserved)
+
+
+def _tensor_plan(model: PreTrainedModel, blocks: tuple[str, ...]) -> dict[str, str]:
+    """Return the rules of the model's tensor plan within the blocks, layer numbers filled in."""
+    inside = tuple(f"{block}." for block in blocks)
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    plan = {name: model.tp_plan.get(pattern_of(name)) for name in names if name.startswith(inside)}
+    return {name: style for name, style in plan.items() if style is not None}
+
+
+# Experts
+
+
+def routes(model: PreTrainedModel) -> bool:
+    """Return True if a layer routes tokens to experts: has some, or what the family records."""
+    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    router = getattr(recorded, "target_class", recorded)
+    has_router = isinstance(router, type) and any(isinstance(m, router) for m in model.modules())
+    return has_router or _routed_parameters(model, text_config(model)) > 0
+
+
+def _routed_parameters(model: nn.Module, config: Any) -> int:
+    """Count the parameters of routed experts: modules named `experts`, or stacked over all experts.
+
+    Shared experts, which see every token, do not count.
+    """
+    experts = _first_number(config, EXPERTS)
+    return sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if "experts" in name.split(".") or (parameter.ndim == 3 and parameter.shape[0] == experts)
+    )
+
+
+def _idle_parameters(model: nn.Module, config: Any) -> int:
+    """Count the parameters of the experts that a token is not routed to; 0 for a dense model."""
+    experts, chosen = _first_number(config, EXPERTS), _first_number(config, CHOSEN)
+    if not experts or not chosen or chosen >= experts:
+        return 0
+    return _routed_parameters(model, config) * (experts - chosen) // experts
+
+
+def _first_number(config: Any, names: Sequence[str]) -> int | None:
+    parts = (config, getattr(config, "ffn_config", None))
+    values = (getattr(part, name, None) for part in parts for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+# The head
+
+
+@dataclass
+class _BodyOutput(ModelOutput):
+    """The output of a model below its head, with every field that the families use."""
+
+    last_hidden_state: torch.Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: Any = None
+    attentions: Any = None
+    cross_attentions: Any = None
+    router_logits: Any = None
+
+
+class _Body(nn.Module):
+    """A stand-in for everything below the head: returns `hidden`, and has the body's attributes."""
+
+    def __init__(self, body: nn.Module, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self._body, self._hidden = (body,), hidden  # in a tuple, it is no submodule
+
+    def forward(self, *args: Any, **kwargs: Any) -> _BodyOutput:
+        return _BodyOutput(last_hidden_state=self._hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_body"][0], name)
+
+
+def _has_plain_head(model: PreTrainedModel) -> bool:
+    """Return True if the logits are the head's product with the last hidden state, untouched.
+
+    Runs the model's own forward on the meta device with a stand-in for everything below the head,
+    and checks that the head sees that very storage and that its output is returned as the logits.
+    This detects soft caps, logit scales and upcasts.
+    """
+    head, body = model.get_output_embeddings(), model.base_model
+    if type(head) is not nn.Linear or body is model:
+        return False
+    hidden = torch.empty(1, 2, head.in_features, device="meta", dtype=head.weight.dtype)
+    passed: list[torch.Tensor] = []
+
+    def observe(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        passed[:] = inputs[0], output
+
+    hook = head.register_forward_hook(observe)
+    model.set_submodule(model.base_model_prefix, _Body(body, hidden))
+    try:
+        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta")).logits
+    except Exception:  # a forward that needs more than this has no plain head
+        return False
+    finally:
+        hook.remove()
+        model.set_submodule(model.base_model_prefix, body)
+    if not passed:
+        return False
+    same = passed[0].untyped_storage()._cdata == hidden.untyped_storage()._cdata
+    return same and logits is passed[1]
+
+
+# The blocks
+
+
+def stated_blocks(model: Any) -> tuple[str, ...]:
+    """Return the members of the one module list below the head that is as long as the config says.
+
+    Empty if there is no such list, or more than one that is in no other.
+    """
+    layers = getattr(text_config(model), "num_hidden_layers", 0)
+    lists = [
+        name
+        for name, module in _lists(model).items()
+        if len(module) == layers and name.startswith(model.base_model_prefix)
+    ]
+    found = outermost(lists)
+    return tuple(f"{found[0]}.{i}" for i in range(layers)) if len(found) == 1 else ()
+
+
+def blocks_like(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the model's blocks: the members of the lists that hold the blocks of its tiny copy."""
+    lists = dict.fromkeys(block.rpartition(".")[0] for block in blocks)
+    sizes = {name: len(list(model.get_submodule(name).children())) for name in lists}
+    return tuple(f"{name}.{index}" for name, size in sizes.items() for index in range(size))
+
+
+def blocks_by_run(spec: ModelSpec) -> tuple[str, ...]:
+    """Find the blocks of a tiny model by running it; empty if it is too large or can't be run."""
+    if spec.parameters > LARGEST:
+        return ()
+    try:
+        ids = torch.arange(1, 17)[None] % spec.language.vocabulary
+        return blocks_of(on_host(spec).eval(), ids)
+    except Exception:  # whatever a model's own code raises
+        return ()
+
+
+def blocks_of(model: nn.Module, ids: torch.Tensor) -> tuple[str, ...]:
+    """Return the members of the module list whose modules run once each, in order; empty if none.
+
+    Each must give a tensor of the shape it is given. Of several such lists, the outermost counts;
+    of several outermost ones, that with the most parameters. `ids`: [batch, sequence].
+    """
+    lists = {name: module for name, module in _lists(model).items() if len(module)}
+    calls: dict[str, list[int]] = {name: [] for name in lists}
+
+    def observe(name: str, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            given = args[0] if args else next(iter(kwargs.values()), None)
+            result = output[0] if isinstance(output, tuple) else output
+            before, after = getattr(given, "shape", ()), getattr(result, "shape", ())
+            alike = before == after and after[:2] == ids.shape
+            calls[name].append(index if alike else -1)
+
+        return hook
+
+    with ExitStack() as hooks:
+        for name, members in lists.items():
+            for index, member in enumerate(members):
+                hook = member.register_forward_hook(observe(name, index), with_kwargs=True)
+                hooks.enter_context(hook)
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+    found = outermost([name for name in lists if calls[name] == list(range(len(lists[name])))])
+    sizes = {name: sum(p.numel() for p in lists[name].parameters()) for name in found}
+    best = max(sizes, key=lambda name: sizes[name], default="")
+    return tuple(f"{best}.{index}" for index in range(len(lists[best]))) if best else ()
+
+
+def _lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
