@@ -1,6 +1,4 @@
-"""The rendezvous of a run's processes: a store on rank 0's machine that listens on no more
-addresses than needed.
-"""
+"""The rendezvous of a run's ranks: a store on rank 0's machine, and who has come to it."""
 
 from __future__ import annotations
 
@@ -26,10 +24,9 @@ POLL_SECONDS = 0.02
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Listen on this machine's address that `host` names, or on all if it names none, as behind a
-    load balancer.
+    """Listen on this machine's address that `host` names, and on no other, if it names one.
 
-    Raises ConfigError if the port is taken.
+    Else, as behind a load balancer, listen on all. Raises ConfigError if the port is taken.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -48,27 +45,16 @@ def listening_socket(host: str, port: int) -> socket.socket:
                 hint = "Give the launcher another port (--master-port, MASTER_PORT)"
                 raise ConfigError(Problem("rendezvous", actual, "a free port", hint)) from error
     bound.close()
-    raise ConfigError(
-        Problem("rendezvous", f"{host}:{port} can't be listened on", "an address of this machine")
-    )
+    actual = f"{host}:{port} can't be listened on"
+    raise ConfigError(Problem("rendezvous", actual, "an address of this machine"))
 
 
 def serve(host: str, port: int, timeout: datetime.timedelta) -> Any:
     """Serve the store from this process. Raises ConfigError as `listening_socket` does."""
     bound = listening_socket(host, port)
-    options: dict[str, Any] = {
-        "is_master": True,
-        "wait_for_workers": False,
-        "master_listen_fd": bound.detach(),
-    }
-    return dist.TCPStore(
-        host, port or bound_port(options["master_listen_fd"]), None, timeout=timeout, **options
-    )
-
-
-def bound_port(descriptor: int) -> int:
-    with socket.socket(fileno=socket.dup(descriptor)) as copy:
-        return int(copy.getsockname()[1])
+    port = bound.getsockname()[1]
+    options: Any = {"wait_for_workers": False, "master_listen_fd": bound.detach()}
+    return dist.TCPStore(host, port, None, is_master=True, timeout=timeout, **options)
 
 
 def reach(
@@ -79,37 +65,23 @@ def reach(
     Raises ConfigError after a minute if a machine can't be reached; one that refuses may not have
     started its process yet, and gets as long as the other ranks.
     """
+    options: Any = {"is_master": False, "wait_for_workers": False, "timeout": timeout}
+    here = f"rank {rank} on {socket.gethostname()} can't reach rank 0 at {host}:{port}"
     begun = reported = time.monotonic()
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
-            return dist.TCPStore(
-                host, port, None, is_master=False, wait_for_workers=False, timeout=timeout
-            )
+            return dist.TCPStore(host, port, None, **options)
         except (OSError, dist.DistError) as error:
             actual, refused = str(error), isinstance(error, ConnectionRefusedError)
         now = time.monotonic()
-        here = f"rank {rank} on {socket.gethostname()} can't reach rank 0 at {host}:{port}"
         if now - begun > (MEET_SECONDS if refused else REACH_SECONDS):
-            hint = (
-                "Look at that machine's log, its name (MASTER_ADDR) and the firewall between them"
-            )
-            raise ConfigError(
-                Problem(
-                    "rendezvous", f"{here}: {actual}", f"an answer within {now - begun:.0f} s", hint
-                )
-            )
+            hint = "Look at its log, its name (MASTER_ADDR) and the firewall between the machines"
+            raise _late(f"{here}: {actual}", "an answer", now - begun, hint)
         if now - reported > REACH_SECONDS:
             reported = now
             say(f"{here} for {now - begun:.0f} s: {actual}")
         time.sleep(0.2)
-
-
-def await_all(store: Any, rank: int, world_size: int, say: Callable[[str], None]) -> None:
-    """Wait for all ranks, saying who is missing. Raises ConfigError if some don't come."""
-    store.set(f"meshloom/host/{rank}", socket.gethostname())
-    came = lambda other: store.check([f"meshloom/host/{other}"])  # noqa: E731
-    _await(came, world_size, MEET_SECONDS, say)
 
 
 def session(
@@ -119,26 +91,36 @@ def session(
     patience: float,
     say: Callable[[str], None] = lambda line: None,
 ) -> Any:
-    """Return the part of `store` that belongs to this start of the run alone. Collective.
+    """Wait for all ranks; return the part of `store` that belongs to this start alone. Collective.
 
     The agent of torchrun keeps its store when it restarts the ranks, with the addresses of those
     that died, and its nodes do not agree on the number of the start. So rank 0 makes up a name, and
     answers each rank's request with it: a rank's own word, which comes back, proves that the answer
-    is not an old one. Raises ConfigError if ranks don't come in `patience` seconds; meanwhile `say`
-    is called with those that are missing.
+    is not an old one. Raises ConfigError if ranks don't come in `patience` seconds; meanwhile rank
+    0 calls `say` with those that are missing.
     """
     word = uuid.uuid4().hex
     if rank != 0:
         return dist.PrefixStore(f"meshloom/{_ask(store, rank, word, patience)}", store)
 
     def came(other: int) -> bool:
-        if other and store.check([f"meshloom/asks/{other}"]):
-            store.set(
-                f"meshloom/told/{other}", f"{store.get(f'meshloom/asks/{other}').decode()} {word}"
-            )
-        return other == 0 or store.check([f"meshloom/came/{word}/{other}"])
+        if store.check([f"meshloom/asks/{other}"]):
+            answer = f"{store.get(f'meshloom/asks/{other}').decode()} {word}"
+            store.set(f"meshloom/told/{other}", answer)
+        return bool(store.check([f"meshloom/came/{word}/{other}"]))
 
-    _await(came, world_size, patience, say)
+    begun = reported = time.monotonic()
+    missing = list(range(1, world_size))
+    while missing := [other for other in missing if not came(other)]:
+        now, names = time.monotonic(), listed([f"rank {other}" for other in missing])
+        if now - begun > patience:
+            raise _late(
+                f"{len(missing)} of {world_size} ranks did not come: {names}", "all", patience
+            )
+        if now - reported > TELL_SECONDS:
+            reported = now
+            say(f"waiting for {names} of {world_size} for {now - begun:.0f} s")
+        time.sleep(POLL_SECONDS)
     return dist.PrefixStore(f"meshloom/{word}", store)
 
 
@@ -153,25 +135,10 @@ def _ask(store: Any, rank: int, word: str, patience: float) -> str:
                 store.set(f"meshloom/came/{name}/{rank}", "")
                 return str(name)
         time.sleep(POLL_SECONDS)
-    raise _late(f"rank {rank} heard nothing of rank 0", patience)
+    raise _late(f"rank {rank} heard nothing of rank 0", "all", patience)
 
 
-def _await(
-    came: Callable[[int], bool], world_size: int, patience: float, say: Callable[[str], None]
-) -> None:
-    """Wait until all ranks came. Raises ConfigError if some don't in `patience` seconds."""
-    begun = reported = time.monotonic()
-    missing = list(range(world_size))
-    while missing := [rank for rank in missing if not came(rank)]:
-        now, names = time.monotonic(), listed([f"rank {rank}" for rank in missing])
-        if now - begun > patience:
-            raise _late(f"{len(missing)} of {world_size} ranks did not come: {names}", patience)
-        if now - reported > TELL_SECONDS:
-            reported = now
-            say(f"waiting for {names} of {world_size} for {now - begun:.0f} s")
-        time.sleep(POLL_SECONDS)
-
-
-def _late(actual: str, patience: float) -> ConfigError:
-    hint = "Look at the logs of their machines"
-    return ConfigError(Problem("rendezvous", actual, f"all within {patience:.0f} s", hint))
+def _late(
+    actual: str, expected: str, seconds: float, hint: str = "Look at the logs of their machines"
+) -> ConfigError:
+    return ConfigError(Problem("rendezvous", actual, f"{expected} within {seconds:.0f} s", hint))
