@@ -76,8 +76,9 @@ class Ending:
         if isinstance(error, MeshloomError):
             self.tell(error.render(), error.exit_code, shared=error.shared)
             return self.end(error.exit_code)
-        trace = "\n" + "".join(traceback.format_exception(error))
-        where = trace if self.log is None else f"; the whole trace is in {self.log}"
+        where = f"; the whole trace is in {self.log}"
+        if self.log is None:
+            where = "\n" + "".join(traceback.format_exception(error))
         at = f", {self.watch.place}" if self.watch else ""
         place = f"rank {self._world.rank} on {socket.gethostname()}{at}"
         text = f"internal error ({place}): {type(error).__name__}: {error}{where}"
@@ -100,10 +101,7 @@ class Ending:
         return code
 
     def tell(self, text: str, code: int, shared: bool = False, follows: bool = False) -> None:
-        """Report the end with exit code `code`.
-
-        `shared`: all ranks report it; `follows`: another rank is the cause.
-        """
+        """Report the end; `shared`: all ranks report it, `follows`: another rank is the cause."""
         text = printable(text)
         self._hush()
         if self._notes is not None and self._leave_note(self._notes, text, code, follows):
@@ -195,10 +193,9 @@ def watched(config: Config, ranks: Ranks, *reports: Callable[..., None]) -> Watc
 
 @contextmanager
 def watched_in_script(config: Config, machine: Machine) -> Iterator[Machine]:
-    """Yield `machine` with a watchdog, which reports a hang on standard error and ends the process.
-    Collective.
+    """Yield `machine` with a watchdog, which ends a run that hangs, for a script. Collective.
 
-    A process alone waits for nobody and has its user before it, so it is not watched.
+    It reports on standard error. A process alone waits for nobody, and is not watched.
     """
 
     def stalled(lines: Sequence[str]) -> None:

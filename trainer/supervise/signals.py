@@ -70,11 +70,10 @@ class StopSignals:
 
     def release(self) -> None:
         """End the handling: a signal now ends the process at once, unless it repeats the first."""
-        for number in self.NUMBERS:
-            signal.signal(number, signal.SIG_IGN if self.received else signal.SIG_DFL)
+        self.deliver_to(signal.SIG_IGN if self.received else signal.SIG_DFL)
 
     def close(self) -> None:
-        self._saving = True  # nothing is to be reported any more
+        self.hand_over()
         signal.set_wakeup_fd(self._woken)
         os.close(self._tell)
 

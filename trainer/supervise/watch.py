@@ -146,7 +146,7 @@ class Watch:
             # without the store no beats arrive, and only rank 0's silence explains that
             silent = self._silent(beat) and (answered or rank == 0)
             ended = is_gone(beat.process) if beat.host == socket.gethostname() else silent
-            if ended and rank != self._rank and beat.phase is not Phase.LEAVING:
+            if ended and beat.phase is not Phase.LEAVING:
                 gone.append(beat)
         return gone
 
@@ -209,10 +209,10 @@ class Watch:
             self._report_slow(f"note: the others wait for {who([slow])} most of the time: {reason}")
 
     def _read(self) -> None:
-        """Read the beats of all ranks, the last known of silent ones. Raises the store's errors."""
+        """Read the others' beats, the last known of silent ranks. Raises the store's errors."""
         if self._store is None:
             return
-        keys = [f"{KEY}/{rank}" for rank in range(self._world_size)]
+        keys = [f"{KEY}/{rank}" for rank in self._others]
         unheard = any(beat.number == 0 for beat, _ in self._others.values())
         if unheard and not self._store.check(keys):  # getting a missing key would wait for it
             keys = [key for key in keys if self._store.check([key])]
@@ -220,19 +220,17 @@ class Watch:
         for value in self._store.multi_get(keys):
             row = json.loads(value)
             beat = Beat(**{**row, "phase": Phase(row["phase"]), "stack": tuple(row["stack"])})
-            known = self._others.get(beat.rank)
-            if known is None or known[0].number != beat.number:
+            if self._others[beat.rank][0].number != beat.number:
                 self._others[beat.rank] = beat, now
         self._complete = True
 
     def _beats(self) -> list[Beat]:
         """Return each rank's last beat, with its seconds without progress up to now."""
         now = time.monotonic()
-        known = {
-            rank: replace(beat, still=beat.still + now - heard)
-            for rank, (beat, heard) in self._others.items()
-        }
-        return [beat for _, beat in sorted((known | {self._rank: self._mine()}).items())]
+        others = [
+            replace(beat, still=beat.still + now - heard) for beat, heard in self._others.values()
+        ]
+        return sorted([self._mine(), *others], key=lambda beat: beat.rank)
 
     def _silent(self, beat: Beat) -> bool:
         return self._unheard(beat) > SILENT_SECONDS
@@ -243,16 +241,14 @@ class Watch:
 
     def _unheard(self, beat: Beat) -> float:
         """Return the seconds since the last new beat of a rank."""
-        _, heard = self._others.get(beat.rank, (beat, time.monotonic()))
-        return 0.0 if beat.rank == self._rank else time.monotonic() - heard
+        return 0.0 if beat.rank == self._rank else time.monotonic() - self._others[beat.rank][1]
 
     def _lost(self, beats: Sequence[Beat]) -> bool:
         """Return True if a rank is silent for longer than it may; only READERS can tell."""
         patience = self._patience()
-        limits = [patience * SILENT_PHASES.get(beat.phase, 1.0) for beat in beats]
         return self._rank in READERS and any(
-            self._unheard(beat) > max(SILENT_SECONDS, limit)
-            for beat, limit in zip(beats, limits, strict=True)
+            self._unheard(beat) > max(SILENT_SECONDS, patience * SILENT_PHASES.get(beat.phase, 1.0))
+            for beat in beats
         )
 
     def status(self) -> dict[str, Any]:
@@ -285,9 +281,9 @@ class Watch:
                 self._end(self._no_answer())
             beats = self._beats()
             lost = self._lost(beats)  # then nobody has to wait for as long as its phase may take
-            limits = [patience if lost else self._limit(beat.phase, beat.step) for beat in beats]
             if self._knows(beats) and all(
-                beat.still > limit for beat, limit in zip(beats, limits, strict=True)
+                beat.still > (patience if lost else self._limit(beat.phase, beat.step))
+                for beat in beats
             ):
                 self._verdict(beats)
 

@@ -20,13 +20,8 @@ from pathlib import Path
 
 import psutil
 
-LAUNCHERS = (
-    "torchrun",
-    "deepspeed",
-    "accelerate",
-    "torch.distributed.run",
-    "torch.distributed.launch",
-)
+LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
+MODULES = ("torch.distributed.run", "torch.distributed.launch")
 LOOK_SECONDS = 1.0
 MOST_LEVELS = 4
 """The most levels of a launcher's processes: script, launcher, runner, shell."""
@@ -50,33 +45,19 @@ class World:
 def world_of(environment: MutableMapping[str, str]) -> World | None:
     """Read the world that a launcher made; None without a launcher.
 
-    If Slurm's srun started the ranks, `environment` gets the variables that torchrun would set, as
-    libraries look there."""
+    If Slurm's srun started the ranks, `environment` gets what torchrun would set, for libraries.
+    """
     if "RANK" not in environment:
         environment.update(from_slurm(environment))
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
-    world_size = int(environment["WORLD_SIZE"])
-    return World(
-        rank=int(environment["RANK"]),
-        local_rank=int(environment.get("LOCAL_RANK", 0)),
-        world_size=world_size,
-        local_world_size=int(
-            environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", world_size))
-        ),
-    )
+    world_size = environment["WORLD_SIZE"]
+    local_size = environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", world_size))
+    local_rank = environment.get("LOCAL_RANK", "0")
+    return World(int(environment["RANK"]), int(local_rank), int(world_size), int(local_size))
 
 
-SLURM = (
-    "PROCID",
-    "LOCALID",
-    "NODEID",
-    "JOB_ID",
-    "STEP_ID",
-    "STEP_NUM_TASKS",
-    "STEP_TASKS_PER_NODE",
-    "STEP_NODELIST",
-)
+SLURM = "PROCID LOCALID NODEID JOB_ID STEP_ID STEP_NUM_TASKS STEP_TASKS_PER_NODE STEP_NODELIST"
 """Names after `SLURM_`, with some that only srun sets: a batch script has the others, too."""
 PORTS = range(10_000, 30_000)
 """Ports for the rendezvous: no system uses these for outgoing connections."""
@@ -84,26 +65,25 @@ PORTS = range(10_000, 30_000)
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what torchrun would set if srun started several ranks; empty in interactive shells."""
-    found = [environment.get(f"SLURM_{name}", "") for name in SLURM]
-    if not all(found) or "SLURM_PTY_PORT" in environment or found[5] == "1":
+    values = [environment.get(f"SLURM_{name}", "") for name in SLURM.split()]
+    rank, local_rank, node, job, step, world_size, tasks, nodes = values
+    if not all(values) or "SLURM_PTY_PORT" in environment or world_size == "1":
         return {}
-    rank, local_rank, node, job, step, world_size, tasks, nodes = found
+    port = PORTS[(int(job) + 1009 * int(step)) % len(PORTS)]
     return {
         "RANK": rank,
         "LOCAL_RANK": local_rank,
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": str(_tasks_per_node(tasks)[int(node)]),
         "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(nodes)),
-        "MASTER_PORT": environment.get(
-            "MASTER_PORT", str(PORTS[(int(job) + 1009 * int(step)) % len(PORTS)])
-        ),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
     }
 
 
 def _tasks_per_node(text: str) -> list[int]:
     """Expand a list of tasks per node: 2(x3),1 is 2, 2, 2 and 1."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
 
 
 def first_host(nodes: str) -> str:
@@ -151,7 +131,7 @@ def is_launcher(arguments: list[str]) -> bool:
     program = Path(arguments[0]).name if arguments else ""
     if program.startswith("python"):
         program = Path(next((word for word in arguments[1:] if not word.startswith("-")), "")).name
-    return program in LAUNCHERS or program.startswith("deepspeed.launcher.")
+    return program in (*LAUNCHERS, *MODULES) or program.startswith("deepspeed.launcher.")
 
 
 def launchers_above(process: psutil.Process) -> list[psutil.Process]:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trainer.errors import ConfigError, Problem, first_line
-from trainer.trackers.tracker import Evaluation, Record, Tracker, numbers
+from trainer.trackers.tracker import Logged, Tracker, numbers
 
 
 class TensorBoard:
@@ -20,7 +20,7 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(folder))
 
-    def record(self, item: Record | Evaluation, /) -> None:
+    def record(self, item: Logged, /) -> None:
         for key, value in numbers(item).items():
             self._writer.add_scalar(key, value, item.step)
 
@@ -49,7 +49,7 @@ class MLflow:
         experiment = found.experiment_id if found else self._client.create_experiment(_EXPERIMENT)
         self._run = self._client.create_run(experiment, run_name=name).info.run_id
 
-    def record(self, item: Record | Evaluation, /) -> None:
+    def record(self, item: Logged, /) -> None:
         now = round(time.time() * 1000)
         metrics = [self._metric(key, value, now, item.step) for key, value in numbers(item).items()]
         self._client.log_batch(self._run, metrics=metrics)
@@ -83,7 +83,7 @@ class WeightsAndBiases:
             "*", step_metric="step"
         )  # its own counter can't go back to an earlier step
 
-    def record(self, item: Record | Evaluation, /) -> None:
+    def record(self, item: Logged, /) -> None:
         self._run.log({"step": item.step, **numbers(item)})
 
     evaluation = record
