@@ -24,8 +24,10 @@ def say(console: Terminal, line: str) -> None:
 def _broken(line: str, width: int) -> str:
     if len(line) <= width:
         return line
-    lines = TextWrapper(width, subsequent_indent=HANGING)
-    lines.break_long_words = lines.break_on_hyphens = False  # a path stays whole, to be copied
+    # a path stays whole, to be copied
+    lines = TextWrapper(
+        width, subsequent_indent=HANGING, break_long_words=False, break_on_hyphens=False
+    )
     return lines.fill(line)
 
 
