@@ -70,11 +70,13 @@ def test_who_is_missing_is_said_and_then_an_error(monkeypatch: pytest.MonkeyPatc
     store, said = meeting.serve("127.0.0.1", 0, TIMEOUT), []
     others = [meeting.reach("127.0.0.1", store.port, rank, TIMEOUT, print) for rank in (1, 2, 3)]
     with ThreadPoolExecutor(3) as pool:
-        pool.submit(meeting.session, others[0], 1, 4, 20.0)
+        alone = pool.submit(meeting.session, others[0], 1, 4, 2.0)
         store.wait(["meshloom/asks/1"])
         with pytest.raises(ConfigError, match="2 of 4 ranks did not come: rank 2; rank 3"):
             meeting.session(store, 0, 4, 1.5, said.append)
         assert said and said[0].startswith("waiting for rank 2; rank 3 of 4 for ")
+        with pytest.raises(ConfigError, match="rank 1 met rank 0, but not all the others came"):
+            alone.result()
         said.clear()
         for rank, other in enumerate(others, 1):
             pool.submit(meeting.session, other, rank, 4, 20.0)

@@ -121,21 +121,25 @@ def session(
             reported = now
             say(f"waiting for {names} of {world_size} for {now - begun:.0f} s")
         time.sleep(POLL_SECONDS)
+    store.set(f"meshloom/all/{word}", "")
     return dist.PrefixStore(f"meshloom/{word}", store)
 
 
 def _ask(store: Any, rank: int, word: str, patience: float) -> str:
-    """Return the name of this start, which rank 0 sends with this rank's `word`."""
+    """Return the name of this start, which rank 0 sends with this rank's `word`, once all came."""
     store.set(f"meshloom/asks/{rank}", word)
-    deadline = time.monotonic() + patience
+    deadline, name = time.monotonic() + patience, ""
     while time.monotonic() < deadline:
-        if store.check([f"meshloom/told/{rank}"]):
-            answered, _, name = store.get(f"meshloom/told/{rank}").decode().partition(" ")
+        if name and store.check([f"meshloom/all/{name}"]):
+            return name
+        if not name and store.check([f"meshloom/told/{rank}"]):
+            answered, _, named = store.get(f"meshloom/told/{rank}").decode().partition(" ")
             if answered == word:
+                name = str(named)
                 store.set(f"meshloom/came/{name}/{rank}", "")
-                return str(name)
         time.sleep(POLL_SECONDS)
-    raise _late(f"rank {rank} heard nothing of rank 0", "all", patience)
+    heard = "met rank 0, but not all the others came" if name else "heard nothing of rank 0"
+    raise _late(f"rank {rank} {heard}", "all", patience)
 
 
 def _late(
