@@ -1,6 +1,4 @@
-"""Which rank the project's launcher names, and with what code it ends, in whatever order the ranks'
-ends come.
-"""
+"""The rank that the project's launcher names as the cause, and its exit code, in any order of ends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How the ranks meet: who is missing is said, what is taken or out of reach is an error, nothing
-else listens.
-"""
+"""The rendezvous: missing ranks are named, taken ports and unreachable hosts are errors."""
 
 from __future__ import annotations
 

@@ -53,32 +53,93 @@ class _ForkedInSession(ForkedRank):
         super().run()
 
 
+class _Rank:
+    """A rank's process, in a session of its own so that Ctrl-C comes once, and its notes."""
+
+    def __init__(
+        self, number: int, process: subprocess.Popen[bytes] | _ForkedInSession, notes: Notes
+    ) -> None:
+        self.number, self.process, self._notes = number, process, notes
+        self.ended: float | None = None
+        """The time when it was last seen alive, by the machine's clock, once it has ended."""
+        self._looked = time.time()
+
+    def runs(self) -> bool:
+        """Look if it runs; return True if it does."""
+        before, self._looked = self._looked, time.time()
+        if self.ended is None and self.process.poll() is not None:
+            self.ended = before
+        return self.ended is None
+
+    @property
+    def left(self) -> bool:
+        """True if it ended with 0 unannounced, as when a library ends the process."""
+        good = self.ended is not None and self.process.returncode == 0
+        return good and self._notes.announced(self.number) is None
+
+    def overdue(self) -> bool:
+        """Return True if it should have ended long ago, or has left the others waiting."""
+        since = self._notes.announced(self.number) if self.ended is None else None
+        if self.left:
+            since = self.ended
+        return since is not None and time.time() - since > LEAVE_SECONDS
+
+    def failure(self) -> Failure | None:
+        """Return its failure, as it reports it or as it is seen; None if it has not failed."""
+        if (reported := self._notes.end(self.number)) is not None:
+            return reported
+        if self.ended is None or not (self.process.returncode or self.left):
+            return None
+        return Failure(self.number, self.process.returncode or MeshloomError.exit_code, self.ended)
+
+    def described(self, code: int) -> str:
+        """Describe a failure without a report; empty before the first note: the rank printed it."""
+        place = self._notes.place(self.number)
+        at = f"process {self.process.pid}, {place or 'while it started'}"
+        who = f"rank {self.number} on {socket.gethostname()} ({at})"
+        if code < 0:
+            return f"{who} was ended by {signal.Signals(-code).name}{self._why(-code)}"
+        if self.left:
+            return f"{who} left with exit code 0 before the run was over"
+        if self.ended is None:
+            after = f"{LEAVE_SECONDS:.0f} s after its last word, and was killed"
+            return f"{Stalled.kind}: {who} had not ended {after}: what the run saved is whole"
+        return f"{who} ended with exit code {code}" if place else ""
+
+    def _why(self, number: int) -> str:
+        if number == signal.SIGKILL:
+            return " (a person did it, or the kernel where memory ran out)"
+        if number in CRASHES and (folder := self._notes.folder()) is not None:
+            log = status_files.log_of(folder, self.number)
+            return f": a crash or an abort in native code; where it stood is at the end of {log}"
+        return ""
+
+
 class _Launcher:
     def __init__(
         self, count: int, arguments: Sequence[str] | Callable[[], NoReturn], folder: Path
     ) -> None:
         self._count, self._arguments, self._folder = count, arguments, folder
         self._notes = Notes(folder)
-        self._children: list[subprocess.Popen[bytes] | _ForkedInSession] = []
+        self._ranks: list[_Rank] = []
         self._received: list[int] = []
-        self._ended: dict[int, float] = {}
-        """The time when each ended rank was last seen alive, by the machine's clock."""
-        self._looked = time.time()
 
     def run(self) -> int:
         StopSignals.deliver_to(self._receive)
         with reserved_port() as port:
-            for rank in range(self._count):
+            for number in range(self._count):
                 if not self._received:
-                    self._children.append(self._begun(rank, port))
-            while len(self._children) == self._count and self._all_go_on():
+                    self._ranks.append(_Rank(number, self._begun(number, port), self._notes))
+            while len(self._ranks) == self._count and self._all_go_on():
                 time.sleep(POLL_SECONDS)
             failed = self._awaited_cause()
-            for child in self._children:
-                child.send_signal(signal.SIGKILL)
-                child.wait()
-        text, code = ("", 0) if failed is None else (self._text(failed), failed.code)
-        code = 128 - code if code < 0 else code
+            for rank in self._ranks:
+                rank.process.send_signal(signal.SIGKILL)
+                rank.process.wait()
+        text, code = "", 0
+        if failed is not None:
+            code = 128 - failed.code if failed.code < 0 else failed.code
+            text = failed.text or self._ranks[failed.rank].described(failed.code)
         if len(self._received) > 1:
             name, code = signal.Signals(self._received[1]).name, 128 + self._received[1]
             after = "the same command goes on from its checkpoint"
@@ -90,9 +151,8 @@ class _Launcher:
                 status_files.end(folder, code, text or f"exit code {code}")
         return code
 
-    def _begun(self, rank: int, port: int) -> subprocess.Popen[bytes] | _ForkedInSession:
-        """Start a rank in a session of its own, so that Ctrl-C comes once, from here."""
-        own = environment_of(rank, self._count, port) | {FOLDER: str(self._folder)}
+    def _begun(self, number: int, port: int) -> subprocess.Popen[bytes] | _ForkedInSession:
+        own = environment_of(number, self._count, port) | {FOLDER: str(self._folder)}
         if callable(self._arguments):
             return _ForkedInSession(self._arguments, own)
         command = [sys.executable, *self._arguments]
@@ -104,44 +164,24 @@ class _Launcher:
         self._send(number if len(self._received) == 1 else signal.SIGKILL)
 
     def _send(self, number: int) -> None:
-        for child in self._children:
-            child.send_signal(number)
+        for rank in self._ranks:
+            rank.process.send_signal(number)
 
-    def _look(self) -> bool:
-        """Note which ranks have ended; return True if one still runs."""
-        before, self._looked = self._looked, time.time()
-        for rank, child in enumerate(self._children):
-            if child.poll() is not None:
-                self._ended.setdefault(rank, before)
-        return len(self._ended) < len(self._children)
+    def _running(self) -> bool:
+        return any([rank.runs() for rank in self._ranks])  # each is looked at
 
     def _all_go_on(self) -> bool:
         """Return True if some ranks run, and none has failed or should have ended long ago."""
-        runs = self._look()
-        return (
-            runs and not self._overdue() and not any(child.returncode for child in self._children)
+        return self._running() and not any(
+            rank.process.returncode or rank.overdue() for rank in self._ranks
         )
-
-    def _overdue(self) -> list[int]:
-        """List the ranks that should have ended long ago, or that left the others waiting."""
-        since = {rank: self._ended[rank] for rank in self._left()}
-        for rank in range(len(self._children)):
-            announced = self._notes.announced(rank)
-            if rank not in self._ended and announced is not None:
-                since[rank] = announced
-        return [rank for rank, at in since.items() if time.time() - at > LEAVE_SECONDS]
-
-    def _left(self) -> list[int]:
-        """List the ranks that ended with 0 unannounced, as when a library ends the process."""
-        silent = [rank for rank in self._ended if self._notes.announced(rank) is None]
-        return [rank for rank in silent if self._children[rank].returncode == 0]
 
     def _awaited_cause(self) -> Failure | None:
         """Wait a while for the ends of all ranks; return the cause of failure, if there is one."""
         self._await_ends()
         failed = cause(self._failures())
         code = 0 if failed is None else failed.code
-        unready = len(self._children) < self._count or self._before_handlers(code)
+        unready = len(self._ranks) < self._count or self._before_handlers(code)
         if not unready and code != Preempted.exit_code:
             return failed
         self._send(signal.SIGTERM)  # one of them alone was asked to stop
@@ -151,16 +191,11 @@ class _Launcher:
         return cause(reports) or Failure(0, Preempted.exit_code, time.time(), text)
 
     def _failures(self) -> list[Failure]:
-        """List the ranks that failed, or reported why they will; else those that are overdue."""
-        failures = []
-        for rank, child in enumerate(self._children):
-            if (reported := self._notes.end(rank)) is not None:
-                failures.append(reported)
-            elif (child.returncode or rank in self._left()) and rank in self._ended:
-                code = child.returncode or MeshloomError.exit_code
-                failures.append(Failure(rank, code, self._ended[rank]))
-        overdue = [Failure(rank, Stalled.exit_code, self._looked) for rank in self._overdue()]
-        return failures or overdue
+        """List the failures of ranks; if there are none, those that are overdue."""
+        failures = [failure for rank in self._ranks if (failure := rank.failure()) is not None]
+        overdue = [rank.number for rank in self._ranks if rank.overdue()]
+        stalled = [Failure(number, Stalled.exit_code, time.time()) for number in overdue]
+        return failures or stalled
 
     def _before_handlers(self, code: int) -> bool:
         """Return True if a rank was asked to stop before it handled signals."""
@@ -169,38 +204,12 @@ class _Launcher:
 
     def _await_ends(self) -> None:
         begun = time.monotonic()
-        while self._look():
+        while self._running():
             failures = self._failures()
             unexplained = failures and all(failure.follows for failure in failures)
             if time.monotonic() - begun > (CAUSE_SECONDS if unexplained else GRACE_SECONDS):
                 break
             time.sleep(POLL_SECONDS)
-
-    def _text(self, failed: Failure) -> str:
-        """Return the last line; empty if the rank has printed it itself."""
-        if failed.text:
-            return failed.text
-        place = self._notes.place(failed.rank)
-        number = self._children[failed.rank].pid
-        at = f"process {number}, {place or 'while it started'}"
-        who = f"rank {failed.rank} on {socket.gethostname()} ({at})"
-        if failed.code < 0:
-            name = signal.Signals(-failed.code).name
-            return f"{who} was ended by {name}{self._why(failed.rank, -failed.code)}"
-        if failed.rank in self._left():
-            return f"{who} left with exit code 0 before the run was over"
-        if failed.rank not in self._ended:
-            after = f"{LEAVE_SECONDS:.0f} s after its last word, and was killed"
-            return f"{Stalled.kind}: {who} had not ended {after}: what the run saved is whole"
-        return f"{who} ended with exit code {failed.code}" if place else ""
-
-    def _why(self, rank: int, number: int) -> str:
-        if number == signal.SIGKILL:
-            return " (a person did it, or the kernel where memory ran out)"
-        if number in CRASHES and (folder := self._notes.folder()) is not None:
-            log = status_files.log_of(folder, rank)
-            return f": a crash or an abort in native code; where it stood is at the end of {log}"
-        return ""
 
     def _say(self, text: str) -> None:
         """Print in a thread: nobody may read the pipe any more."""
