@@ -1,4 +1,4 @@
-"""The rank that the project's launcher names as the cause, and its exit code, in any order of ends."""
+"""The rank that the launcher names as the cause, and its exit code, in any order of ends."""
 
 from __future__ import annotations
 

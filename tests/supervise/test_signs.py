@@ -272,7 +272,7 @@ def test_of_a_gpu_the_compiler_is_named_before_it_is_needed(tmp_path: Path) -> N
 
 
 def test_what_an_offloaded_config_compiles_is_checked_before_its_data(tmp_path: Path) -> None:
-    """`EngineKind.ready` knows that DeepSpeed's Adam on the host is compiled, and PyTorch's is not."""
+    """DeepSpeed's Adam is compiled on the host, PyTorch's is not, as `EngineKind.ready` knows."""
     settings = {"optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": 2}}
     layout: Any = SimpleNamespace(
         offload_optimizer="cpu", offload_param="none", zero_stage=2, precision="float32", pipeline=1
