@@ -104,7 +104,7 @@ def test_the_cause_is_named_whatever_ends_first(
 def test_forked_ranks_end_like_those_that_are_started(
     tmp_path: Path, first: str, second: str, code: int, last: str
 ) -> None:
-    """As `meshloom verify` has them; and each is a session of its own, with its own rank."""
+    """`meshloom verify` forks its ranks; each has a session of its own."""
     rank = RANK.format(root=str(ROOT), first=first, later=0.5, second=second, folder=str(tmp_path))
     rank = rank.replace("came.touch()", "assert os.getsid(0) == os.getpid(); came.touch()")
     launch = (

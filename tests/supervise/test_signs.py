@@ -171,7 +171,7 @@ def test_on_a_terminal_of_80_columns_nothing_is_wider(tmp_path: Path) -> None:
     assert "Traceback" not in text
 
 
-# What DeepSpeed compiles
+# Operators that DeepSpeed compiles
 
 
 class Noted:

@@ -228,7 +228,7 @@ def test_a_slow_rank_is_named_while_the_run_goes_on(tmp_path: Path, cache: Path)
     assert len(re.findall(named, result.output, re.MULTILINE)) == 1, result.output
 
 
-# What is said, from what the ranks say
+# The diagnosis, from the beats of the ranks
 
 
 def beats(
@@ -323,7 +323,7 @@ def test_what_may_take_long_is_not_still():
     assert ended == []
 
 
-# Who says nothing from the start
+# Ranks that never beat
 
 
 SERVES = """
