@@ -33,10 +33,11 @@ GRACE_SECONDS = 2.0
 CAUSE_SECONDS = 10.0
 """Seconds for that while all failed ones lost another rank, whose process may take long to end."""
 POLL_SECONDS = 0.05
+Arguments = Sequence[str] | Callable[[], NoReturn]
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 
 
-def start(count: int, arguments: Sequence[str] | Callable[[], NoReturn]) -> int:
+def start(count: int, arguments: Arguments) -> int:
     """Run Python with `arguments` in `count` ranks, or call them in forks; return the exit code.
 
     A signal goes to all, and then they are waited for, since they may have to save; a second one
@@ -53,12 +54,13 @@ class _ForkedInSession(ForkedRank):
         super().run()
 
 
+Process = subprocess.Popen[bytes] | _ForkedInSession
+
+
 class _Rank:
     """A rank's process, in a session of its own so that Ctrl-C comes once, and its notes."""
 
-    def __init__(
-        self, number: int, process: subprocess.Popen[bytes] | _ForkedInSession, notes: Notes
-    ) -> None:
+    def __init__(self, number: int, process: Process, notes: Notes) -> None:
         self.number, self.process, self._notes = number, process, notes
         self.ended: float | None = None
         """The time when it was last seen alive, by the machine's clock, once it has ended."""
@@ -116,9 +118,7 @@ class _Rank:
 
 
 class _Launcher:
-    def __init__(
-        self, count: int, arguments: Sequence[str] | Callable[[], NoReturn], folder: Path
-    ) -> None:
+    def __init__(self, count: int, arguments: Arguments, folder: Path) -> None:
         self._count, self._arguments, self._folder = count, arguments, folder
         self._notes = Notes(folder)
         self._ranks: list[_Rank] = []
@@ -151,7 +151,7 @@ class _Launcher:
                 status_files.end(folder, code, text or f"exit code {code}")
         return code
 
-    def _begun(self, number: int, port: int) -> subprocess.Popen[bytes] | _ForkedInSession:
+    def _begun(self, number: int, port: int) -> Process:
         own = environment_of(number, self._count, port) | {FOLDER: str(self._folder)}
         if callable(self._arguments):
             return _ForkedInSession(self._arguments, own)
@@ -213,9 +213,9 @@ class _Launcher:
 
     def _say(self, text: str) -> None:
         """Print in a thread: nobody may read the pipe any more."""
-        telling = threading.Thread(target=print, args=(text,), kwargs={"flush": True}, daemon=True)
-        telling.start()
-        telling.join(GRACE_SECONDS)
+        thread = threading.Thread(target=print, args=(text,), kwargs={"flush": True}, daemon=True)
+        thread.start()
+        thread.join(GRACE_SECONDS)
 
 
 def cause(failures: Sequence[Failure]) -> Failure | None:

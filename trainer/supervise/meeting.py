@@ -21,6 +21,7 @@ MEET_SECONDS = 600.0
 TELL_SECONDS = 20.0
 """Seconds between messages that say who is missing."""
 POLL_SECONDS = 0.02
+Say = Callable[[str], None]
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -57,9 +58,7 @@ def serve(host: str, port: int, timeout: datetime.timedelta) -> Any:
     return dist.TCPStore(host, port, None, is_master=True, timeout=timeout, **options)
 
 
-def reach(
-    host: str, port: int, rank: int, timeout: datetime.timedelta, say: Callable[[str], None]
-) -> Any:
+def reach(host: str, port: int, rank: int, timeout: datetime.timedelta, say: Say) -> Any:
     """Connect to the store that rank 0, or the launcher, serves.
 
     Raises ConfigError after a minute if a machine can't be reached; one that refuses may not have
@@ -85,11 +84,7 @@ def reach(
 
 
 def session(
-    store: Any,
-    rank: int,
-    world_size: int,
-    patience: float,
-    say: Callable[[str], None] = lambda line: None,
+    store: Any, rank: int, world_size: int, patience: float, say: Say = lambda line: None
 ) -> Any:
     """Wait for all ranks; return the part of `store` that belongs to this start alone. Collective.
 
@@ -114,9 +109,8 @@ def session(
     while missing := [other for other in missing if not came(other)]:
         now, names = time.monotonic(), listed([f"rank {other}" for other in missing])
         if now - begun > patience:
-            raise _late(
-                f"{len(missing)} of {world_size} ranks did not come: {names}", "all", patience
-            )
+            actual = f"{len(missing)} of {world_size} ranks did not come: {names}"
+            raise _late(actual, "all", patience)
         if now - reported > TELL_SECONDS:
             reported = now
             say(f"waiting for {names} of {world_size} for {now - begun:.0f} s")

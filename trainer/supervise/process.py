@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -45,7 +45,7 @@ class Machine:
     """Shows the user what this process does before the first step."""
 
 
-def join(config: Config, world: World, say: Callable[[str], None] = lambda line: None) -> Machine:
+def join(config: Config, world: World, say: meeting.Say = lambda line: None) -> Machine:
     """Choose this process's device, and join the group of all ranks. Collective.
 
     `say` is called with notes on missing ranks. Raises ConfigError if the ranks don't fit or meet.
@@ -101,7 +101,7 @@ def _crowded(actual: str, hint: str) -> ConfigError:
     )
 
 
-def _store(world: World, say: Callable[[str], None]) -> Any:
+def _store(world: World, say: meeting.Say) -> Any:
     """Return the store of this start once all ranks are there, else raise ConfigError."""
     if world.world_size == 1:
         return dist.HashStore()
