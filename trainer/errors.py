@@ -5,8 +5,9 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Self, TypeVar
 
+AnyError = TypeVar("AnyError", bound="MeshloomError")
 MOST_SHOWN = 20
 """The most problems that an error spells out; it counts the others."""
 
@@ -19,14 +20,11 @@ FLAGS = {
     "--world-size": "processes",
     "Run the same command again": "Make the same call again",
 }
-"""Command line flags and their Python equivalents; a longer flag comes before one that it begins
-with.
-"""
+"""Command line flags and their Python equivalents, longer ones before those they begin with."""
 
 
 def printable(text: str) -> str:
-    """Return `text` with characters that control a terminal or reverse its direction shown as
-    `\\x1b`.
+    """Return `text` with escapes such as `\\x1b` for characters that steer a terminal.
 
     Line breaks stay; a lone surrogate, which no terminal takes, is shown as an escape, too.
     """
@@ -42,9 +40,7 @@ def _steers(character: str) -> bool:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the place, what was seen, what is expected there, and how to mend
-    it.
-    """
+    """One thing that is wrong: its place, what was seen there, what is expected, how to mend it."""
 
     place: str
     seen: str
@@ -69,11 +65,15 @@ class MeshloomError(Exception):
         super().__init__("\n".join(map(str, problems)))
         self.problems = problems
 
+    def share(self) -> Self:
+        """Mark this error as one that every rank raises; return it."""
+        self.shared = True
+        return self
+
     def said_in_python(self) -> None:
         """Reword the problems, in place, for the Python API."""
-        self.problems = tuple(
-            Problem(*map(in_python, vars(problem).values())) for problem in self.problems
-        )
+        texts = [map(in_python, vars(problem).values()) for problem in self.problems]
+        self.problems = tuple(Problem(*four) for four in texts)
         self.args = ("\n".join(map(str, self.problems)),)
 
     def render(self) -> str:
@@ -85,10 +85,9 @@ class MeshloomError(Exception):
         return "\n".join([f"{head}:", *lines, *rest])
 
 
-def shared(error: MeshloomError) -> Any:
+def shared(error: AnyError) -> AnyError:
     """Mark `error` as one that every rank raises, and return it."""
-    error.shared = True
-    return error
+    return error.share()
 
 
 class ConfigError(MeshloomError):
@@ -146,12 +145,11 @@ def first_line(error: Exception) -> str:
 
 
 def named_line(error: Exception, most: int = 200) -> str:
-    """Return the same, after the kind of error."""
+    """Return the first line of a library's error, after its class, shortened."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:most]
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
     """Join the first of some names or lines, and say how many more there are."""
-    return "; ".join(names[:most]) + (
-        f"; and {len(names) - most} more" if len(names) > most else ""
-    )
+    more = f"; and {len(names) - most} more" if len(names) > most else ""
+    return "; ".join(names[:most]) + more

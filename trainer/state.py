@@ -17,29 +17,21 @@ if TYPE_CHECKING:
 VERSION = "0.1.0"
 """The version of this program, which every checkpoint records."""
 WEIGHT = "weight"
-"""The `key` of a state tensor that holds model weights; every other key is optimizer state of the
-same name.
-"""
+"""The `key` of model weights; every other key is optimizer state of the same name."""
 MASTER = "master"
 """The `key` of the exact float32 weight beside a 16-bit one."""
 STEP = "step"
-"""The `key` that counts a parameter's updates. Old checkpoints have one count for all,
-`optimizer_step`.
-"""
+"""The `key` of a parameter's count of updates; in old checkpoints `optimizer_step`, for all."""
 
 
 @dataclass(frozen=True)
 class LocalRead:
-    """Reading of a state tensor without waiting for other ranks: each copies its shard, to be
-    gathered later.
-    """
+    """Reads a state tensor without waiting for others: shards are copied, and gathered later."""
 
     shard: Callable[[], torch.Tensor | None]
     """Returns this rank's shard of the live tensor; None if it has none that `gather` needs."""
     gather: Callable[[torch.Tensor | None, Ranks], torch.Tensor | None]
-    """Returns the whole tensor on its owner from a copy of `shard`, on the host. Collective over
-    the ranks given.
-    """
+    """Returns the whole tensor on its owner, from copied shards on the host. Collective."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +46,7 @@ class StateTensor:
     name: str
     """The parameter's Hugging Face name, e.g. `model.layers.0.mlp.up_proj.weight`."""
     key: str
-    """`weight`, or the optimizer's name of its state: `master` (float32 weights), `exp_avg`,
-    `exp_avg_sq`, `step`.
-    """
+    """`weight`, or the optimizer's name: `master` (float32), `exp_avg`, `exp_avg_sq`, `step`."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     owner: int

@@ -29,36 +29,26 @@ def ensure_writable(folder: Path, needed_bytes: int = 0) -> None:
     """
     with disk_errors(folder, needed_bytes):
         folder.mkdir(parents=True, exist_ok=True)
-        probe = (
-            folder / ".writable"
-        )  # one name: a probe that a kill leaves behind goes with the next one
+        probe = folder / ".writable"  # one name: a probe that a kill leaves goes with the next one
         probe.write_bytes(b"0" * 512)
         probe.unlink(missing_ok=True)
         free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        mend = "Free space there, or choose another folder"
-        raise DiskError(
-            Problem(str(folder), f"{size(free)} free", f"at least {size(needed_bytes)} free", mend)
-        )
+        actual, expected = f"{size(free)} free", f"at least {size(needed_bytes)} free"
+        hint = "Free space there, or choose another folder"
+        raise DiskError(Problem(str(folder), actual, expected, hint))
 
 
 @contextmanager
 def disk_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Turn an OSError inside into a DiskError that names the place, what is free there, and what is
-    needed.
-    """
+    """Turn an OSError inside into a DiskError with the place, and what is free and needed there."""
     try:
         yield
     except OSError as error:
-        seen = f"{error.strerror or error}, {_free(path)} free"
-        expected = (
-            f"a place that takes {size(needed_bytes)}"
-            if needed_bytes
-            else "a place that can be written"
-        )
-        raise DiskError(
-            Problem(str(path), seen, expected, "Free space there, or mend its permissions")
-        ) from error
+        actual = f"{error.strerror or error}, {_free(path)} free"
+        wanted = f"takes {size(needed_bytes)}" if needed_bytes else "can be written"
+        hint = "Free space there, or mend its permissions"
+        raise DiskError(Problem(str(path), actual, f"a place that {wanted}", hint)) from error
 
 
 def size(count: int) -> str:
@@ -70,9 +60,7 @@ def size(count: int) -> str:
 
 
 def to_json(value: Any) -> bytes:
-    """Return the one form in which a checkpoint's own JSON files are written. Raises TypeError,
-    ValueError.
-    """
+    """Return a value as a checkpoint's JSON files have it. Raises TypeError, ValueError."""
     return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
@@ -95,9 +83,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_file(path: Path, most: int = 1 << 26) -> bytes:
-    """Return the bytes of a regular file. Raises OSError, also for one of more than `most`
-    bytes.
-    """
+    """Return a regular file's bytes. Raises OSError, also if there are more than `most`."""
     check_regular(path)
     with path.open("rb") as file:
         content = file.read(most + 1)
@@ -107,14 +93,12 @@ def read_file(path: Path, most: int = 1 << 26) -> bytes:
 
 
 def opened_at_once(path: str, flags: int) -> int:
-    """Open a file as `open`'s `opener`, without waiting for somebody to read a pipe. Raises
-    OSError.
-    """
+    """Open a file, for `open`, without waiting for a pipe's reader. Raises OSError."""
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def tail(path: Path, most: int = 1 << 20) -> bytes:
-    """The last bytes of a file. Raises OSError."""
+    """Return the last bytes of a file. Raises OSError."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - most))
         return file.read(most)
@@ -155,9 +139,7 @@ def _free(path: Path) -> str:
 
 
 def private_folder() -> Path:
-    """Return this user's own folder among temporary files. Raises PermissionError if someone else
-    owns it.
-    """
+    """Return this user's folder for temporary files. Raises PermissionError if another owns it."""
     folder = Path(tempfile.gettempdir(), f"meshloom-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -167,10 +149,10 @@ def private_folder() -> Path:
 
 
 class Unfailing:
-    """A text file for people that never fails: text that a full disk or a gone reader does not take
-    is lost.
+    """A text file for people that never fails: text that it does not take is lost.
 
-    `failed` is called with the first such error. Later text may be written again.
+    A full disk may be the reason, or a reader that is gone. `failed` is called with the first such
+    error. Later text may be written again.
     """
 
     def __init__(

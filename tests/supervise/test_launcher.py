@@ -1,17 +1,19 @@
-"""Which rank the project's launcher names, and with what code it ends, in whatever order the ranks'
-ends come.
-"""
+"""The rank that the launcher names as the cause, and its exit code, in any order of ends."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import ROOT, run
 from trainer.supervise import status_files
+from trainer.supervise.stall import is_gone
 
 RANK = """
 import os, sys, time
@@ -106,7 +108,7 @@ def test_the_cause_is_named_whatever_ends_first(
 def test_forked_ranks_end_like_those_that_are_started(
     tmp_path: Path, first: str, second: str, code: int, last: str
 ) -> None:
-    """As `meshloom verify` has them; and each is a session of its own, with its own rank."""
+    """`meshloom verify` forks its ranks; each has a session of its own."""
     rank = RANK.format(root=str(ROOT), first=first, later=0.5, second=second, folder=str(tmp_path))
     rank = rank.replace("came.touch()", "assert os.getsid(0) == os.getpid(); came.touch()")
     launch = (
@@ -121,3 +123,42 @@ def test_forked_ranks_end_like_those_that_are_started(
     )
     assert result.code == code, result.output
     assert re.match(last, result.output.splitlines()[-1]), result.output
+
+
+FORKS = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from trainer.supervise.launcher import start
+def rank():
+    Path({folder!r}, "started-" + os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(600)
+start(2, rank)
+"""
+
+
+def test_forked_ranks_leave_once_their_launcher_is_killed(tmp_path: Path) -> None:
+    script = FORKS.format(root=str(ROOT), folder=str(tmp_path))
+    launcher = subprocess.Popen([sys.executable, "-c", script])
+    files = [tmp_path / f"started-{rank}" for rank in range(2)]
+    assert soon(lambda: all(file.exists() and file.read_text() for file in files))
+    launcher.kill()
+    launcher.wait()
+    assert soon(lambda: all(is_gone(int(file.read_text())) for file in files))
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return condition()
+
+
+def test_a_hang_up_that_nohup_ignores_is_ignored_to_the_end() -> None:
+    code = (
+        f"import signal, sys; sys.path.insert(0, {str(ROOT)!r}); "
+        "from trainer.supervise.signals import StopSignals; "
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN); StopSignals().release(); "
+        "sys.exit(signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)"
+    )
+    assert run(sys.executable, "-c", code).code == 0

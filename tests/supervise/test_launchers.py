@@ -194,7 +194,7 @@ runpy.run_path({train!r}, run_name="__main__")
 
 
 def test_a_rank_is_killed_and_the_agent_starts_the_run_again(tmp_path):
-    """What a Kubernetes job and `torchrun --max-restarts` do: docs/clusters.md."""
+    """A Kubernetes job and `torchrun --max-restarts` do that: docs/clusters.md."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED.format(root=str(ROOT), train=TRAIN))
     common = ["torchrun", "--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d"]
@@ -230,7 +230,7 @@ print(os.environ["RANK"], os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
 def test_an_optimizer_on_the_host_has_the_cores_that_torchrun_would_leave_idle(
     tmp_path, monkeypatch, given
 ):
-    """But not where a person has set OMP_NUM_THREADS."""
+    """Unless a person has set OMP_NUM_THREADS."""
     script = tmp_path / "threads.py"
     script.write_text(THREADS.format(root=str(ROOT)))
     environment = {

@@ -1,6 +1,4 @@
-"""How the ranks meet: who is missing is said, what is taken or out of reach is an error, nothing
-else listens.
-"""
+"""The rendezvous: missing ranks are named, taken ports and unreachable hosts are errors."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import datetime
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from tests.support.commands import run, write_job
 from trainer.errors import ConfigError
 from trainer.supervise import meeting
 from trainer.supervise.notes import Notes, notes_of
+from trainer.supervise.world import reserved_port
 
 TIMEOUT = datetime.timedelta(seconds=20)
 
@@ -64,29 +64,38 @@ def test_one_that_has_not_started_yet_is_waited_for(monkeypatch: pytest.MonkeyPa
 
 
 def test_who_is_missing_is_said_and_then_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "MEET_SECONDS", 1.5)
     monkeypatch.setattr(meeting, "TELL_SECONDS", 0.5)
     store, said = meeting.serve("127.0.0.1", 0, TIMEOUT), []
-    store.set("meshloom/host/1", "there")
-    with pytest.raises(ConfigError, match="2 of 4 ranks did not come: rank 2; rank 3"):
-        meeting.await_all(store, 0, 4, said.append)
-    assert said and said[0].startswith("waiting for rank 2; rank 3 of 4 for ")
-    store.set("meshloom/host/2", "there")
-    store.set("meshloom/host/3", "elsewhere")
-    said.clear()
-    meeting.await_all(store, 0, 4, said.append)
+    others = [meeting.reach("127.0.0.1", store.port, rank, TIMEOUT, print) for rank in (1, 2, 3)]
+    with ThreadPoolExecutor(3) as pool:
+        alone = pool.submit(meeting.session, others[0], 1, 4, 2.0)
+        store.wait(["meshloom/asks/1"])
+        with pytest.raises(ConfigError, match="2 of 4 ranks did not come: rank 2; rank 3"):
+            meeting.session(store, 0, 4, 1.5, said.append)
+        assert said and said[0].startswith("waiting for rank 2; rank 3 of 4 for ")
+        with pytest.raises(ConfigError, match="rank 1 met rank 0, but not all the others came"):
+            alone.result()
+        said.clear()
+        for rank, other in enumerate(others, 1):
+            pool.submit(meeting.session, other, rank, 4, 20.0)
+        meeting.session(store, 0, 4, 20.0, said.append)
     assert said == []
+
+
+def test_a_reserved_port_is_nobody_elses_but_who_listens_on_purpose() -> None:
+    with reserved_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        assert meeting.serve("127.0.0.1", port, TIMEOUT).port == port
 
 
 def test_notes_between_a_launcher_and_its_ranks(tmp_path: Path) -> None:
     notes = Notes(tmp_path)
     assert notes_of({}) is None
-    assert notes.await_port(0.0) is None and notes.end(0) is None and notes.place(0) is None
-    notes.write_port(1234)
+    assert notes.end(0) is None and notes.place(0) is None
     notes.write_place(1, "step 3, training")
     notes.write_end(1, "first", 70, follows=True)
     notes.write_end(1, "second", 74)
-    assert notes.await_port(0.0) == 1234
     assert notes.place(1) == "step 3, training"
     assert (end := notes.end(1)) and (end.text, end.code, end.follows) == ("first", 70, True)
     (tmp_path / "end-0").write_text("{")

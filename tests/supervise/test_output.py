@@ -1,6 +1,4 @@
-"""Output that can't be written: its disk is full, its reader has left, or it was closed before the
-command began.
-"""
+"""Output that can't be written: a full disk, a reader that has left, a closed descriptor."""
 
 from __future__ import annotations
 

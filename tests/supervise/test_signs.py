@@ -1,6 +1,4 @@
-"""From the command to the first step: what it does is said, and what can be wrong is said before
-what takes long.
-"""
+"""From the command to the first step: what it does is shown, and mistakes are named early."""
 
 from __future__ import annotations
 
@@ -173,7 +171,7 @@ def test_on_a_terminal_of_80_columns_nothing_is_wider(tmp_path: Path) -> None:
     assert "Traceback" not in text
 
 
-# What DeepSpeed compiles
+# Operators that DeepSpeed compiles
 
 
 class Noted:
@@ -274,9 +272,7 @@ def test_of_a_gpu_the_compiler_is_named_before_it_is_needed(tmp_path: Path) -> N
 
 
 def test_what_an_offloaded_config_compiles_is_checked_before_its_data(tmp_path: Path) -> None:
-    """`EngineKind.ready` knows the optimizer: DeepSpeed's Adam of the host is compiled, PyTorch's
-    is not.
-    """
+    """DeepSpeed's Adam is compiled on the host, PyTorch's is not, as `EngineKind.ready` knows."""
     settings = {"optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": 2}}
     layout: Any = SimpleNamespace(
         offload_optimizer="cpu", offload_param="none", zero_stage=2, precision="float32", pipeline=1

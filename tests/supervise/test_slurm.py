@@ -52,7 +52,7 @@ esac
 
 
 class Slurm:
-    """What a batch script finds on a node."""
+    """A node as a batch script finds it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.bin = folder, folder / "bin"

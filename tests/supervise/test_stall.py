@@ -1,6 +1,4 @@
-"""Runs that stand still, each for a reason of its own: the run ends, and says which rank holds it
-and by what.
-"""
+"""Runs that hang, each for a reason of its own: the run ends, and names the rank and the reason."""
 
 from __future__ import annotations
 
@@ -230,7 +228,7 @@ def test_a_slow_rank_is_named_while_the_run_goes_on(tmp_path: Path, cache: Path)
     assert len(re.findall(named, result.output, re.MULTILINE)) == 1, result.output
 
 
-# What is said, from what the ranks say
+# The diagnosis, from the beats of the ranks
 
 
 def beats(
@@ -294,9 +292,7 @@ def test_preparing_tells_that_it_goes_on():
 
 
 def test_its_readers_hear_of_it_from_its_first_beat() -> None:
-    """Not only once the run's folder is known: until then a launcher could not say where a rank
-    was.
-    """
+    """Before the run's folder is known, too: the launcher has to say where a rank was."""
     heard: queue.Queue[Any] = queue.Queue()
     watch = Watch(0, [("here", 1)], None, 100.0, print, heard.put)
     watch.plan(5)
@@ -306,9 +302,7 @@ def test_its_readers_hear_of_it_from_its_first_beat() -> None:
 
 
 def test_each_phase_is_one_that_the_watchdog_and_its_readers_know() -> None:
-    """A word that a table lacked was a KeyError in the watchdog's thread, which then watched no
-    more.
-    """
+    """A phase that a table lacked was a KeyError in the watchdog's thread, which then ended."""
     for phase in Phase:
         found = beats((phase, 1), (Phase.LEAVING, 1))
         assert phase.patience >= 1.0
@@ -329,7 +323,7 @@ def test_what_may_take_long_is_not_still():
     assert ended == []
 
 
-# Who says nothing from the start
+# Ranks that never beat
 
 
 SERVES = """
@@ -345,9 +339,7 @@ time.sleep(600)
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
-    """What a watcher says, and then the code with which it ends its process: here its thread stays
-    there.
-    """
+    """The diagnosis of a watchdog, then the code with which it would end its process."""
     said: queue.Queue[str] = queue.Queue()
 
     def leave(code: int) -> None:
@@ -376,9 +368,7 @@ def watch(
 
 @pytest.fixture
 def first_rank() -> Iterator[tuple[int, Any]]:
-    """The process of one that has met the others and serves the store, and never beats; and the
-    store.
-    """
+    """A first rank's process, which has met the others and serves the store but never beats."""
     words = [str(warm.PYTHON), "-c", SERVES.format(root=str(ROOT))]
     inherited = {**os.environ, warm.SOCKET: warm_server()}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=inherited, cwd=ROOT)
@@ -444,9 +434,7 @@ def test_a_beat_from_before_it_stood_does_not_make_a_verdict(ended: queue.Queue[
 def test_who_falls_silent_has_no_more_time_than_a_step(
     ended: queue.Queue[str], moves: bool
 ) -> None:
-    """Whatever it did when it was heard last: a phase that may take fifteen times as long, this one
-    and the others.
-    """
+    """Whatever its last phase was, even one that may take fifteen times as long."""
     other = subprocess.Popen(["sleep", "600"])
     store = serve("127.0.0.1", 0, datetime.timedelta(seconds=20))
     watcher = watch(ended, 0, store, (HERE, os.getpid()), (HERE, other.pid), patience=3.0)

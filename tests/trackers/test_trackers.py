@@ -1,4 +1,4 @@
-"""What a person watches: the console's text, and files that other tools can read."""
+"""Trackers: the console's text, and files that other tools can read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A process's shard of a DTensor: cut from the whole tensor, and gathered into it on one
-process.
-"""
+"""A process's shard of a DTensor: cut from the whole tensor, and gathered on one process."""
 
 from __future__ import annotations
 
@@ -44,20 +42,19 @@ def shard_at(value: torch.Tensor, like: DTensor, coordinate: Sequence[int]) -> t
 
 
 def gather(part: torch.Tensor, like: DTensor, owner: int, ranks: Ranks) -> torch.Tensor | None:
-    """Gather the whole tensor on `owner` from each process's `part` on the host; None elsewhere.
-    Collective.
+    """Gather the whole tensor on `owner` from each process's `part`; None elsewhere. Collective.
 
-    Parts are sent to `owner` only, and only one of several equal ones.
+    The parts are on the host, and sent to `owner` only, one of several equal ones.
     """
     mesh = like.device_mesh.mesh
     coordinates = {int(mesh[at]): at for at in product(*map(range, mesh.shape))}
     if owner not in coordinates:  # it belongs to another replica
         return None
-    divided = [hasattr(placement, "dim") for placement in like.placements]
+    replicated = _axes(like, divided=False)
     senders = {
         rank: at
         for rank, at in coordinates.items()
-        if all(cut or a == b for cut, a, b in zip(divided, at, coordinates[owner], strict=True))
+        if all(at[axis] == coordinates[owner][axis] for axis in replicated)
     }
     if ranks.rank != owner:
         if ranks.rank in senders and part.numel():
@@ -69,52 +66,47 @@ def gather(part: torch.Tensor, like: DTensor, owner: int, ranks: Ranks) -> torch
         if rank == owner:
             target.copy_(part)
         elif target.numel():
-            received = (
-                target
-                if target.is_contiguous()
-                else torch.empty_like(target, memory_format=torch.contiguous_format)
-            )
+            received = target.contiguous()  # the target itself, if it is
             dist.recv(received, rank, group=ranks.group)
             if received is not target:
                 target.copy_(received)
     return whole
 
 
+def _axes(like: DTensor, divided: bool) -> list[int]:
+    """List the axes of the mesh that divide `like`, or those on which it is replicated."""
+    sharded = [hasattr(placement, "dim") for placement in like.placements]
+    return [axis for axis, cut in enumerate(sharded) if cut == divided]
+
+
 def gather_by_device(like: DTensor, owner: int, rank: int) -> torch.Tensor | None:
-    """Gather the whole tensor on the host of `owner`; None elsewhere. Collective over the mesh of
-    `like`.
+    """Gather the whole tensor on the host of `owner`; None elsewhere. Collective over its mesh.
 
     Uses the devices' own groups, which gather on all their ranks, a buffer at a time: only the host
     holds the whole.
     """
     mesh, part = like.device_mesh, like.to_local().detach()
     coordinates = {int(mesh.mesh[at]): at for at in product(*map(range, mesh.mesh.shape))}
-    divided = [axis for axis, placement in enumerate(like.placements) if hasattr(placement, "dim")]
     if owner not in coordinates:
         return None
-    if any(
-        coordinates[owner][axis] != coordinates[rank][axis]
-        for axis in range(mesh.ndim)
-        if axis not in divided
-    ):
+    own, mine = coordinates[owner], coordinates[rank]
+    if any(own[axis] != mine[axis] for axis in _axes(like, divided=False)):
         return None  # another replica
     whole = torch.empty(like.shape, dtype=part.dtype, device="meta" if rank != owner else None)
-    senders = product(
-        *(
-            range(mesh.size(axis)) if axis in divided else [coordinates[owner][axis]]
-            for axis in range(mesh.ndim)
-        )
-    )
-    targets = [shard_at(whole, like, at) for at in senders]
+    divided = _axes(like, divided=True)
+    places = [
+        range(mesh.size(axis)) if axis in divided else [own[axis]] for axis in range(mesh.ndim)
+    ]
+    targets = [shard_at(whole, like, at) for at in product(*places)]
     parts = [
         target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
         for target in targets
     ]
     most, step = max(map(len, parts)), max(1, BUFFER_BYTES // (len(parts) * part.itemsize))
     for start in range(0, most, step):
-        mine = part.reshape(-1)[start : start + step]
+        piece = part.reshape(-1)[start : start + step]
         buffer = torch.zeros(min(step, most - start), dtype=part.dtype, device=mesh.device_type)
-        buffer[: len(mine)].copy_(mine)
+        buffer[: len(piece)].copy_(piece)
         for axis in reversed(divided):
             received = buffer.new_empty(mesh.size(axis) * len(buffer))
             dist.all_gather_into_tensor(received, buffer, group=mesh.get_group(axis))

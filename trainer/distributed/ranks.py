@@ -1,6 +1,4 @@
-"""The processes of a run, with the host-side operations that code outside the engines needs of
-them.
-"""
+"""The processes of a run, with the operations on the host that code outside the engines needs."""
 
 from __future__ import annotations
 
@@ -29,16 +27,12 @@ class Ranks:
     group: Any = None
     """The process group in which they communicate; None: that of the run."""
     keepers: tuple[int, ...] = ()
-    """For each rank, the first rank that sees the same run folder; empty: all share that of rank
-    0.
-    """
+    """For each rank, the first rank that sees the same run folder; empty if all share one."""
     among_keepers: Any = None
     """The process group, on the host, of the keepers, if there are several."""
 
     def on_host(self) -> Ranks:
-        """Return the same processes with a group of their own on the host, which a thread may use.
-        Collective.
-        """
+        """Return the same ranks with an own group on the host, for use in a thread. Collective."""
         if self.world_size == 1:
             return self
         import torch.distributed as dist
@@ -57,11 +51,8 @@ class Ranks:
     @property
     def beside(self) -> list[int]:
         """The ranks that see the same run folder as this one."""
-        return [
-            rank
-            for rank in range(self.world_size)
-            if not self.keepers or self.keepers[rank] == self.keeper
-        ]
+        everyone = range(self.world_size)
+        return [rank for rank in everyone if not self.keepers or self.keepers[rank] == self.keeper]
 
     def barrier(self) -> None:
         self.gather(None)
@@ -103,28 +94,20 @@ class Ranks:
         return self.on_each(lambda: work() if self.first else None)[0]  # type: ignore[return-value]
 
     def on_keepers(self, work: Callable[[], T]) -> T:
-        """Run `work` once for each run folder, and return this folder's result. Raises as `on_each`
-        does.
-        """
+        """Run `work` once for each run folder; return this folder's result. Raises as `on_each`."""
         return self.each_keeper(work)[self.keeper]
 
     def each_keeper(self, work: Callable[[], T]) -> dict[int, T]:
-        """Run `work` once for each run folder, and return all results, by keeper. Raises as
-        `on_each` does.
-        """
+        """Run `work` once for each run folder; return results by keeper. Raises as `on_each`."""
         found = self.on_each(lambda: work() if self.rank == self.keeper else None)
         return {keeper: found[keeper] for keeper in sorted({*self.keepers} or {0})}  # type: ignore[misc]
 
     def on_each(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return all results; raises everywhere the error of the
-        lowest failing rank.
-        """
+        """Run `work` on every rank; return all results. Raises the lowest rank's error on all."""
         return self._agree(_outcome(work))
 
     def on_own(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank and return this rank's own result, without sending it. Raises as
-        `on_each` does.
-        """
+        """Run `work` on every rank; return this rank's result, unsent. Raises as `on_each`."""
         failed, result = _outcome(work)
         self._agree((failed, result if failed else None))
         return result  # type: ignore[no-any-return]
@@ -134,13 +117,13 @@ class Ranks:
         return self.await_each(lambda: work() if self.first else None)[0]  # type: ignore[return-value]
 
     def await_each(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` as `on_each` does, even if it takes hours: a finished rank waits outside
-        collectives, without a timeout.
-        The watcher ends the run if a rank dies over its work."""
-        if self.world_size == 1:
-            return self._agree(_outcome(work))
+        """Run `work` as `on_each` does, even if it takes hours: others wait without a timeout.
+
+        They wait outside collectives; the watchdog ends the run if a rank dies over its work.
+        """
         outcome = _outcome(work)
-        _await_all_done(self.rank, self.world_size)
+        if self.world_size > 1:
+            _await_all_done(self.rank, self.world_size)
         return self._agree(outcome)
 
     def _agree(self, outcome: tuple[bool, Any]) -> list[Any]:
@@ -164,11 +147,9 @@ def _outcome(work: Callable[[], Any]) -> tuple[bool, Any]:
 
 
 def _await_all_done(rank: int, world_size: int) -> None:
-    """Wait over the store, without a collective and its timeout, until all have come here as often
-    as this rank.
+    """Wait over the store, without a timeout, until all have come here as often as this rank.
 
-    The watcher ends a run in which one can't any more. Raises RuntimeError where the store is gone,
-    and with it the rank that has it.
+    Raises RuntimeError where the store is gone, and with it the rank that has it.
     """
     from torch.distributed.distributed_c10d import _get_default_store
 

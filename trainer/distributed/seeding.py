@@ -1,6 +1,4 @@
-"""Random seeds derived from their purpose, so that no random state has to be stored (contract
-3).
-"""
+"""Random seeds derived from their purpose, so that no random state is stored (contract 3)."""
 
 from __future__ import annotations
 
@@ -10,9 +8,7 @@ from contextlib import contextmanager
 
 
 def derive(*parts: int | str) -> int:
-    """Derive a 63-bit seed that depends on every part and on nothing else, the same on every
-    machine.
-    """
+    """Derive a 63-bit seed from every part and nothing else, the same on every machine."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -34,9 +30,7 @@ def seed_generators(value: int) -> None:
 
 @contextmanager
 def seeded_init(seed: int, name: str) -> Iterator[None]:
-    """Seed the initial values of module `name`, equal in every layout (contract 4). Restores the
-    CPU generator.
-    """
+    """Seed the initial values of module `name`, alike in all layouts (contract 4), for a while."""
     import torch
 
     with torch.random.fork_rng(devices=[]):

@@ -29,9 +29,9 @@ from trainer.supervise.world import World
 OTHERS_SECONDS = 4.0
 """Seconds for which a rank that lost its connection waits for the rank that knows why."""
 FOLLOWS = re.compile(
-    r"^rank \d+ failed:|closed by peer|reset by peer|broken pipe|connection (was "
-    r")?(closed|refused|aborted)|timed out|"
-    r"wait timeout|pair closure|NCCL|store of the ranks is gone|failed to (recv|send)|socket",
+    r"^rank \d+ failed:|closed by peer|reset by peer|broken pipe|timed out|wait timeout|"
+    r"connection (was )?(closed|refused|aborted)|pair closure|failed to (recv|send)|socket|"
+    r"NCCL|store of the ranks is gone",
     re.IGNORECASE,
 )
 """Messages of libraries when another rank is gone."""
@@ -76,17 +76,15 @@ class Ending:
         if isinstance(error, MeshloomError):
             self.tell(error.render(), error.exit_code, shared=error.shared)
             return self.end(error.exit_code)
-        where = (
-            f"; the whole trace is in {self.log}"
-            if self.log
-            else "\n" + "".join(traceback.format_exception(error))
-        )
+        where = f"; the whole trace is in {self.log}"
+        if self.log is None:
+            where = "\n" + "".join(traceback.format_exception(error))
         at = f", {self.watch.place}" if self.watch else ""
         place = f"rank {self._world.rank} on {socket.gethostname()}{at}"
-        message = f"{type(error).__name__}: {error}"
-        code, follows = MeshloomError.exit_code, bool(FOLLOWS.search(str(error)))
-        self.tell(f"internal error ({place}): {message}{where}", code, follows=follows)
-        return self.end(code)
+        text = f"internal error ({place}): {type(error).__name__}: {error}{where}"
+        follows = bool(FOLLOWS.search(str(error)))
+        self.tell(text, MeshloomError.exit_code, follows=follows)
+        return self.end(MeshloomError.exit_code)
 
     def end(self, code: int) -> int:
         """Record the exit code in the run's folder, and stop the watchdog; return the code."""
@@ -103,14 +101,10 @@ class Ending:
         return code
 
     def tell(self, text: str, code: int, shared: bool = False, follows: bool = False) -> None:
-        """Report the end; `code`: exit code; `shared`: all ranks report it; `follows`: another rank
-        is the cause.
-        """
+        """Report the end; `shared`: all ranks report it, `follows`: another rank is the cause."""
         text = printable(text)
         self._hush()
-        if self._notes is not None and self.watch is not None:
-            self._notes.write_place(self._world.rank, self.watch.place)
-        if self._notes is not None and self._notes.write_end(self._world.rank, text, code, follows):
+        if self._notes is not None and self._leave_note(self._notes, text, code, follows):
             return  # the launcher, which knows how the others ended, reports it
         if shared or self._world.world_size == 1:
             if self._world.rank == 0:
@@ -121,35 +115,41 @@ class Ending:
                 time.sleep(OTHERS_SECONDS)
             self._print(f"rank {self._world.rank}: {text}" if self._world.rank else text)
         elif follows:
-            self._tell_who_is_gone(self.watch, text, code)
-        elif self.watch.fails_first() and self._leave_word(text, code):
+            self._tell_first(self.watch, f"{self._lost(self.watch)}{text}", code)
+        elif self._tell_first(self.watch, text, code) and self._world.rank == 0:
+            # the store ends with it, and with the store the note that it has reported
+            time.sleep(OTHERS_SECONDS / 2)
+
+    def _leave_note(self, notes: Notes, text: str, code: int, follows: bool) -> bool:
+        """Leave the end to this project's launcher; return False if that is gone."""
+        if self.watch is not None:
+            notes.write_place(self._world.rank, self.watch.place)
+        return notes.write_end(self._world.rank, text, code, follows)
+
+    def _tell_first(self, watch: Watch, text: str, code: int) -> bool:
+        """Print the end, unless another rank has; return True if this one did."""
+        first = watch.fails_first() and self._leave_word(text, code)
+        if first:
             self._print(text)
-            if (
-                self._world.rank == 0
-            ):  # the store ends with it, and with the store the note that it has reported
-                time.sleep(OTHERS_SECONDS / 2)
+        return first
 
     def _leave_word(self, text: str, code: int) -> bool:
-        """Record the end; return False if another rank has: the store that would tell may be
-        gone.
-        """
+        """Record the end in the run's folder; return False if another rank has already."""
         with suppress(OSError):  # a full disk may be the reason
             return self.folder is None or status_files.end(self.folder, code, text)
         return True
 
-    def _tell_who_is_gone(self, watch: Watch, text: str, code: int) -> None:
+    def _lost(self, watch: Watch) -> str:
+        """Wait for a rank that knows why a connection was lost; return a line on who is gone."""
         deadline = time.monotonic() + OTHERS_SECONDS
         gone = watch.gone()
         while not gone and not watch.somebody_failed() and time.monotonic() < deadline:
             time.sleep(0.2)
             gone = watch.gone()
-        lost = (
-            f"{who(gone)} is gone, at {gone[0].place}: it was killed, or left without a word\n  "
-            if gone
-            else ""
-        )
-        if watch.fails_first() and self._leave_word(f"{lost}{text}", code):
-            self._print(f"{lost}{text}")
+        if not gone:
+            return ""
+        end = "it was killed, or left without a word"
+        return f"{who(gone)} is gone, at {gone[0].place}: {end}\n  "
 
     def _print(self, text: str) -> None:
         print(text, file=self._terminal, flush=True)
@@ -172,9 +172,7 @@ def _end_at_last(code: int) -> None:
 
 
 def write_flight_record(path: Path) -> None:
-    """Write the record of this process's NCCL collectives, if PyTorch kept one
-    (TORCH_FR_BUFFER_SIZE).
-    """
+    """Write the record of this process's NCCL collectives, if TORCH_FR_BUFFER_SIZE kept one."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d
 
@@ -195,10 +193,9 @@ def watched(config: Config, ranks: Ranks, *reports: Callable[..., None]) -> Watc
 
 @contextmanager
 def watched_in_script(config: Config, machine: Machine) -> Iterator[Machine]:
-    """Yield `machine` with a watchdog, which reports a hang on standard error and ends the process.
-    Collective.
+    """Yield `machine` with a watchdog, which ends a run that hangs, for a script. Collective.
 
-    A process alone waits for nobody and has its user before it, so it is not watched.
+    It reports on standard error. A process alone waits for nobody, and is not watched.
     """
 
     def stalled(lines: Sequence[str]) -> None:

@@ -1,25 +1,96 @@
-"""Work of the user's own script in each rank: in the processes of a launcher, or in processes
-forked here.
-"""
+"""Forked ranks, and the work of a user's script in each rank, forked here or under a launcher."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from multiprocessing.context import ForkProcess
+from typing import Any, TypeVar, cast
 
 from trainer.errors import ConfigError, MeshloomError, Preempted, Problem, Stalled
 from trainer.supervise.signals import StopSignals, borrowed, preempted
-from trainer.supervise.world import environment_of, free_port, leave_with_launcher, world_of
+from trainer.supervise.world import environment_of, leave_with_launcher, reserved_port, world_of
 
 T = TypeVar("T")
 
 END_SECONDS = 5.0
-"""Seconds that a process takes to end after its last message."""
+"""Seconds that a process may take to end after its last message."""
+
+
+class ForkedRank(ForkProcess):
+    """A forked child, which leaves with this process and has the methods of `subprocess.Popen`."""
+
+    wait, returncode = ForkProcess.join, ForkProcess.exitcode
+
+    def __init__(
+        self, work: Callable[[], object], environment: Mapping[str, str], daemon: bool = False
+    ) -> None:
+        super().__init__(target=work, daemon=daemon)
+        self._environment = environment
+        self.start()
+
+    def run(self) -> None:
+        StopSignals.deliver_to(signal.SIG_DFL)
+        os.environ.update(self._environment)
+        leave_with_launcher(own=True)
+        super().run()
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid or 0, number)
+
+
+class _ScriptRank(ForkedRank):
+    """A rank that sends the result of the script's `work`, or its error."""
+
+    def __init__(self, work: Callable[[], object], environment: Mapping[str, str]) -> None:
+        self.heard = False
+        self.result: Any = None
+        self.pipe, theirs = Pipe(duplex=False)
+        super().__init__(partial(_send_outcome, work, theirs), environment, daemon=True)
+        theirs.close()
+
+    def hear(self) -> None:
+        """Take the result. Raises the error of a rank that failed."""
+        try:
+            failed, self.result = self.pipe.recv()
+        except EOFError:
+            failed, self.result = True, self._silent_end()
+        self.heard = True
+        if failed:
+            raise self.result
+
+    def _silent_end(self) -> Exception:
+        self.join(END_SECONDS)
+        if -(self.exitcode or 0) in StopSignals.NUMBERS or self.exitcode == Preempted.exit_code:
+            return preempted(0)
+        if self.exitcode == Stalled.exit_code:
+            hint = "What they waited for stands above (trainer.patience: how long a run may)"
+            return Stalled(Problem("processes", "they stood still", "ranks that go on", hint))
+        rank = self._environment["RANK"]
+        return RuntimeError(f"rank {rank} ended without a word, with {self.exitcode}")
+
+
+def _send_outcome(work: Callable[[], object], pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # the parent's threads do not exist after a fork
+    try:
+        pipe.send((False, work()))
+    except MeshloomError as error:
+        pipe.send((True, error))
+    except BaseException as error:
+        text = f"rank {os.environ['RANK']}: {error}\n{traceback.format_exc()}"
+        pipe.send((True, RuntimeError(text)))
 
 
 def in_processes(work: Callable[[], T], processes: int | None) -> T:
@@ -29,103 +100,44 @@ def in_processes(work: Callable[[], T], processes: int | None) -> T:
     `work` exist and this process is unchanged. Raises the error of the first rank that failed.
     """
     try:
-        return _in_processes(work, processes)
+        launched = world_of(os.environ)
+        if launched is None:
+            return _in_forks(work, processes or 1)
+        if processes not in (None, launched.world_size):
+            actual = f"{processes} in a world of {launched.world_size} that a launcher started"
+            raise ConfigError(Problem("processes", actual, "None under a launcher"))
+        return work()
     except MeshloomError as error:
         error.said_in_python()
         raise
 
 
-def _in_processes(work: Callable[[], T], processes: int | None) -> T:
-    launched = world_of(os.environ)
-    if launched is not None:
-        if processes not in (None, launched.world_size):
-            actual = f"{processes} in a world of {launched.world_size} that a launcher started"
-            raise ConfigError(Problem("processes", actual, "None under a launcher"))
-        return work()
-    count, port = processes or 1, free_port()
-    return _forked(work, [environment_of(rank, count, port) for rank in range(count)])
-
-
-def _forked(work: Callable[[], T], environments: Sequence[dict[str, str]]) -> T:
+def _in_forks(work: Callable[[], T], count: int) -> T:
     _refuse_cuda()
-    context = multiprocessing.get_context("fork")
-    children: list[tuple[Any, Connection]] = []
-    answers: dict[int, Any] = {}
+    ranks: list[_ScriptRank] = []
 
     def pass_on(number: int, frame: Any) -> None:
-        """Send a signal to the ranks, which save; a notebook's interrupt reaches this process
-        alone.
-        """
-        for child, _ in children:
-            if child.exitcode is None:
-                os.kill(child.pid, number)
+        """Send a signal to the ranks; a notebook's interrupt reaches this process alone."""
+        for rank in ranks:
+            rank.send_signal(number)
 
-    with borrowed() as hears:
-        if hears:
+    with ExitStack() as stack:
+        if stack.enter_context(borrowed()):
             StopSignals.deliver_to(pass_on)
+        port = stack.enter_context(reserved_port())
         try:
-            for environment in environments:
-                ours, theirs = context.Pipe(duplex=False)
-                child = context.Process(
-                    target=_child, args=(work, environment, theirs), daemon=True
-                )
-                child.start()
-                theirs.close()
-                children.append((child, ours))
-            while len(answers) < len(children):
-                _hear(children, answers)
-            return answers[0]
+            for number in range(count):
+                ranks.append(_ScriptRank(work, environment_of(number, count, port)))
+            while waiting := {rank.pipe: rank for rank in ranks if not rank.heard}:
+                for pipe in wait(list(waiting)):
+                    waiting[cast(Connection, pipe)].hear()
+            return cast(T, ranks[0].result)
         finally:
-            for child, _ in children:
-                child.join(10 if len(answers) == len(children) else 0)
-                child.kill()
-                child.join()
-
-
-def _hear(children: Sequence[tuple[Any, Connection]], answers: dict[int, Any]) -> None:
-    """Wait for the next answers. Raises a rank's error."""
-    waiting = {pipe: rank for rank, (_, pipe) in enumerate(children) if rank not in answers}
-    for pipe in wait(list(waiting)):
-        assert isinstance(pipe, Connection)
-        rank = waiting[pipe]
-        try:
-            failed, answers[rank] = pipe.recv()
-        except EOFError:
-            failed, answers[rank] = True, _silent_end(rank, children[rank][0])
-        if failed:
-            raise answers[rank]
-
-
-def _silent_end(rank: int, child: Any) -> Exception:
-    child.join(END_SECONDS)
-    if -(child.exitcode or 0) in StopSignals.NUMBERS or child.exitcode == Preempted.exit_code:
-        return preempted(0)
-    if child.exitcode == Stalled.exit_code:
-        actual, hint = (
-            "they stood still",
-            "What they waited for stands above (trainer.patience: how long a run may)",
-        )
-        return Stalled(Problem("processes", actual, "ranks that go on", hint))
-    return RuntimeError(f"rank {rank} ended without a word, with {child.exitcode}")
-
-
-def _child(work: Callable[[], Any], environment: dict[str, str], pipe: Connection) -> None:
-    import torch
-
-    for number in StopSignals.NUMBERS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)  # the parent passes signals on
-    leave_with_launcher(own=True)
-    torch.set_num_threads(1)  # the parent's threads do not exist after a fork
-    os.environ.update(environment)
-    try:
-        pipe.send((False, work()))
-    except MeshloomError as error:
-        pipe.send((True, error))
-    except BaseException as error:
-        pipe.send(
-            (True, RuntimeError(f"rank {environment['RANK']}: {error}\n{traceback.format_exc()}"))
-        )
+            seconds = 10 if all(rank.heard for rank in ranks) else 0
+            for rank in ranks:
+                rank.join(seconds)
+                rank.kill()
+                rank.join()
 
 
 def _refuse_cuda() -> None:
@@ -133,8 +145,5 @@ def _refuse_cuda() -> None:
 
     if torch.cuda.is_initialized():
         actual = "CUDA is in use in this process, which can't be forked then"
-        raise ConfigError(
-            Problem(
-                "processes", actual, "a call before CUDA is used, or a launcher such as torchrun"
-            )
-        )
+        expected = "a call before CUDA is used, or a launcher such as torchrun"
+        raise ConfigError(Problem("processes", actual, expected))

@@ -1,5 +1,8 @@
-"""The project's own launcher: starts a process per rank, passes signals on, waits for all, and
-reports the end.
+"""The project's launcher for one machine: starts its ranks, passes signals on, reports the end.
+
+torch's `elastic_launch` (2.15) does not hold to docs/ends.md: it stops all ranks at the first end,
+whoever is the cause, waits for good if one leaves with 0, takes their store along when it is
+killed, does not end them at a second signal, and imports for 6 s, which the ranks do as well.
 """
 
 from __future__ import annotations
@@ -12,115 +15,135 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from trainer.errors import MeshloomError, Preempted, Stalled
 from trainer.supervise import status_files
-from trainer.supervise.notes import FOLDER, LEAVE_SECONDS, LastWords, Notes
+from trainer.supervise.forked import ForkedRank
+from trainer.supervise.notes import FOLDER, LEAVE_SECONDS, Failure, Notes
 from trainer.supervise.signals import StopSignals
-from trainer.supervise.world import environment_of, free_port
+from trainer.supervise.world import environment_of, reserved_port
 
 GRACE_SECONDS = 2.0
 """Seconds in which the others may end by themselves after one process has failed."""
 CAUSE_SECONDS = 10.0
-"""The same, while the failed ones only report that they lost another rank: its process may take
-long to end.
-"""
+"""Seconds for that while all failed ones lost another rank, whose process may take long to end."""
 POLL_SECONDS = 0.05
+Arguments = Sequence[str] | Callable[[], NoReturn]
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 
 
-def start(count: int, arguments: Sequence[str] | Callable[[], NoReturn]) -> int:
-    """Run Python with `arguments` once per process, or fork processes that call them; return the
-    exit code of the cause of failure, else 0.
+def start(count: int, arguments: Arguments) -> int:
+    """Run Python with `arguments` in `count` ranks, or call them in forks; return the exit code.
 
     A signal goes to all, and then they are waited for, since they may have to save; a second one
     ends them. When one fails, the others get `GRACE_SECONDS` and are then ended: no process is left
-    behind. The last line is that of the cause."""
+    behind. The exit code and the last line are those of the cause.
+    """
     with tempfile.TemporaryDirectory(prefix="meshloom-", ignore_cleanup_errors=True) as folder:
         return _Launcher(count, arguments, Path(folder)).run()
 
 
-class _Forked(ForkProcess):
-    """A forked child of this process, with the methods that `subprocess.Popen` has."""
-
-    wait, returncode = ForkProcess.join, ForkProcess.exitcode
-
-    def __init__(self, begin: Callable[[], NoReturn], environment: Mapping[str, str]) -> None:
-        super().__init__(target=begin)
-        self._environment = environment
-        self.start()
-
+class _ForkedInSession(ForkedRank):
     def run(self) -> None:
-        StopSignals.deliver_to(signal.SIG_DFL)
         os.setsid()
-        os.environ.update(self._environment)
         super().run()
 
-    def poll(self) -> int | None:
-        return self.exitcode
 
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid or 0, number)
+Process = subprocess.Popen[bytes] | _ForkedInSession
+
+
+class _Rank:
+    """A rank's process, in a session of its own so that Ctrl-C comes once, and its notes."""
+
+    def __init__(self, number: int, process: Process, notes: Notes) -> None:
+        self.number, self.process, self._notes = number, process, notes
+        self.ended: float | None = None
+        """The time when it was last seen alive, by the machine's clock, once it has ended."""
+        self._looked = time.time()
+
+    def runs(self) -> bool:
+        """Look if it runs; return True if it does."""
+        before, self._looked = self._looked, time.time()
+        if self.ended is None and self.process.poll() is not None:
+            self.ended = before
+        return self.ended is None
+
+    @property
+    def left(self) -> bool:
+        """True if it ended with 0 unannounced, as when a library ends the process."""
+        good = self.ended is not None and self.process.returncode == 0
+        return good and self._notes.announced(self.number) is None
+
+    def overdue(self) -> bool:
+        """Return True if it should have ended long ago, or has left the others waiting."""
+        since = self._notes.announced(self.number) if self.ended is None else None
+        if self.left:
+            since = self.ended
+        return since is not None and time.time() - since > LEAVE_SECONDS
+
+    def failure(self) -> Failure | None:
+        """Return its failure, as it reports it or as it is seen; None if it has not failed."""
+        if (reported := self._notes.end(self.number)) is not None:
+            return reported
+        if self.ended is None or not (self.process.returncode or self.left):
+            return None
+        return Failure(self.number, self.process.returncode or MeshloomError.exit_code, self.ended)
+
+    def described(self, code: int) -> str:
+        """Describe a failure without a report; empty before the first note: the rank printed it."""
+        place = self._notes.place(self.number)
+        at = f"process {self.process.pid}, {place or 'while it started'}"
+        who = f"rank {self.number} on {socket.gethostname()} ({at})"
+        if code < 0:
+            return f"{who} was ended by {signal.Signals(-code).name}{self._why(-code)}"
+        if self.left:
+            return f"{who} left with exit code 0 before the run was over"
+        if self.ended is None:
+            after = f"{LEAVE_SECONDS:.0f} s after its last word, and was killed"
+            return f"{Stalled.kind}: {who} had not ended {after}: what the run saved is whole"
+        return f"{who} ended with exit code {code}" if place else ""
+
+    def _why(self, number: int) -> str:
+        if number == signal.SIGKILL:
+            return " (a person did it, or the kernel where memory ran out)"
+        if number in CRASHES and (folder := self._notes.folder()) is not None:
+            log = status_files.log_of(folder, self.number)
+            return f": a crash or an abort in native code; where it stood is at the end of {log}"
+        return ""
 
 
 class _Launcher:
-    def __init__(
-        self, count: int, arguments: Sequence[str] | Callable[[], NoReturn], folder: Path
-    ) -> None:
+    def __init__(self, count: int, arguments: Arguments, folder: Path) -> None:
         self._count, self._arguments, self._folder = count, arguments, folder
         self._notes = Notes(folder)
-        self._children: list[subprocess.Popen[bytes] | _Forked] = []
+        self._ranks: list[_Rank] = []
         self._received: list[int] = []
-        self._ended: dict[int, float] = {}
-        """The time when each ended rank was last seen alive, by the machine's clock."""
-        self._looked = time.time()
 
     def run(self) -> int:
         StopSignals.deliver_to(self._receive)
-        port = free_port()
-        for rank in range(self._count):
-            if not self._received:
-                environment = {
-                    **os.environ,
-                    **environment_of(rank, self._count, port),
-                    FOLDER: str(self._folder),
-                }
-                self._children.append(self._begun(environment))
-        complete = len(self._children) == self._count
-        while (
-            complete and self._running() and not any(child.returncode for child in self._children)
-        ):
-            if self._overdue():
-                break
-            time.sleep(POLL_SECONDS)
-        self._await()
-        failed = cause(self._failures())  # before this process kills the rest
-        code = 0 if failed is None else failed.code
-        if not complete or self._too_young(code):
-            failed, code = None, Preempted.exit_code
-        if code == Preempted.exit_code:  # one of them alone was asked to stop
-            self._send(signal.SIGTERM)
-            self._await()
-        for child in self._children:
-            if child.poll() is None:
-                child.send_signal(signal.SIGKILL)
-            child.wait()
-        text, code = self._text(failed, code), 128 - code if code < 0 else code
+        with reserved_port() as port:
+            for number in range(self._count):
+                if not self._received:
+                    self._ranks.append(_Rank(number, self._begun(number, port), self._notes))
+            while len(self._ranks) == self._count and self._all_go_on():
+                time.sleep(POLL_SECONDS)
+            failed = self._awaited_cause()
+            for rank in self._ranks:
+                rank.process.send_signal(signal.SIGKILL)
+                rank.process.wait()
+        text, code = "", 0
+        if failed is not None:
+            code = 128 - failed.code if failed.code < 0 else failed.code
+            text = failed.text or self._ranks[failed.rank].described(failed.code)
         if len(self._received) > 1:
             name, code = signal.Signals(self._received[1]).name, 128 + self._received[1]
-            text = (
-                f"a second signal, {name}, ended the run at once; the same command goes on "
-                "from "
-                "its checkpoint"
-            )
+            after = "the same command goes on from its checkpoint"
+            text = f"a second signal, {name}, ended the run at once; {after}"
         if text:
             self._say(text)
         if code and (folder := self._notes.folder()) is not None:
@@ -128,13 +151,12 @@ class _Launcher:
                 status_files.end(folder, code, text or f"exit code {code}")
         return code
 
-    def _begun(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | _Forked:
-        """Start a process in a session of its own, so that Ctrl-C comes once, from here."""
+    def _begun(self, number: int, port: int) -> Process:
+        own = environment_of(number, self._count, port) | {FOLDER: str(self._folder)}
         if callable(self._arguments):
-            return _Forked(self._arguments, environment)
-        return subprocess.Popen(
-            [sys.executable, *self._arguments], env=environment, start_new_session=True
-        )
+            return _ForkedInSession(self._arguments, own)
+        command = [sys.executable, *self._arguments]
+        return subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True)
 
     def _receive(self, number: int, frame: FrameType | None = None) -> None:
         self._received.append(number)
@@ -142,53 +164,45 @@ class _Launcher:
         self._send(number if len(self._received) == 1 else signal.SIGKILL)
 
     def _send(self, number: int) -> None:
-        for child in self._children:
-            if child.poll() is None:
-                child.send_signal(number)
+        for rank in self._ranks:
+            rank.process.send_signal(number)
 
     def _running(self) -> bool:
-        """Return True if a process still runs."""
-        before, self._looked = self._looked, time.time()
-        for rank, child in enumerate(self._children):
-            if child.poll() is not None:
-                self._ended.setdefault(rank, before)
-        return len(self._ended) < len(self._children)
+        return any([rank.runs() for rank in self._ranks])  # each is looked at
 
-    def _overdue(self) -> list[int]:
-        """List the ranks that should have ended long ago, or that left the others waiting."""
-        since = {rank: self._ended[rank] for rank in self._left()}
-        running = [rank for rank in range(self._count) if rank not in self._ended]
-        since |= {rank: at for rank in running if (at := self._notes.over(rank)) is not None}
-        return [rank for rank, at in since.items() if time.time() - at > LEAVE_SECONDS]
+    def _all_go_on(self) -> bool:
+        """Return True if some ranks run, and none has failed or should have ended long ago."""
+        return self._running() and not any(
+            rank.process.returncode or rank.overdue() for rank in self._ranks
+        )
 
-    def _left(self) -> list[int]:
-        """List the ranks that ended with 0 without reporting their end, as when a library ends the
-        process.
-        """
-        return [
-            r
-            for r in self._ended
-            if self._children[r].returncode == 0 and self._notes.over(r) is None
-        ]
+    def _awaited_cause(self) -> Failure | None:
+        """Wait a while for the ends of all ranks; return the cause of failure, if there is one."""
+        self._await_ends()
+        failed = cause(self._failures())
+        code = 0 if failed is None else failed.code
+        unready = len(self._ranks) < self._count or self._before_handlers(code)
+        if not unready and code != Preempted.exit_code:
+            return failed
+        self._send(signal.SIGTERM)  # one of them alone was asked to stop
+        self._await_ends()
+        reports = [end for end in self._failures() if end.code == Preempted.exit_code and end.text]
+        text = f"{Preempted.kind}: a signal asked the run to stop while it started"
+        return cause(reports) or Failure(0, Preempted.exit_code, time.time(), text)
 
     def _failures(self) -> list[Failure]:
-        """List the ranks that failed, or reported why they will."""
-        found = []
-        for rank, child in enumerate(self._children):
-            if (words := self._notes.end(rank)) is not None:
-                found.append(Failure(rank, words.code, words.at, words))
-            elif (child.returncode or rank in self._left()) and rank in self._ended:
-                found.append(
-                    Failure(rank, child.returncode or MeshloomError.exit_code, self._ended[rank])
-                )
-        return found or [Failure(rank, Stalled.exit_code, self._looked) for rank in self._overdue()]
+        """List the failures of ranks; if there are none, those that are overdue."""
+        failures = [failure for rank in self._ranks if (failure := rank.failure()) is not None]
+        overdue = [rank.number for rank in self._ranks if rank.overdue()]
+        stalled = [Failure(number, Stalled.exit_code, time.time()) for number in overdue]
+        return failures or stalled
 
-    def _too_young(self, code: int) -> bool:
+    def _before_handlers(self, code: int) -> bool:
         """Return True if a rank was asked to stop before it handled signals."""
         requested = self._received[0] if len(self._received) == 1 else 0
         return requested in StopSignals.NUMBERS and code in (-requested, 128 + requested)
 
-    def _await(self) -> None:
+    def _await_ends(self) -> None:
         begun = time.monotonic()
         while self._running():
             failures = self._failures()
@@ -197,81 +211,15 @@ class _Launcher:
                 break
             time.sleep(POLL_SECONDS)
 
-    def _text(self, failed: Failure | None, code: int) -> str:
-        """Return the last line; empty after a good end, and if a process has reported for
-        itself.
-        """
-        if failed is not None and failed.words is not None:
-            return failed.words.text
-        if code == Preempted.exit_code:
-            reasons = (
-                failure.words.text
-                for failure in self._failures()
-                if failure.words and failure.code == code
-            )
-            return next(reasons, "preempted: a signal asked the run to stop while it started")
-        if failed is None:
-            return ""
-        if code < 0:
-            return (
-                f"{self._who(failed.rank)} was ended by "
-                f"{signal.Signals(-code).name}{self._why(failed.rank, -code)}"
-            )
-        if failed.rank in self._left():
-            return f"{self._who(failed.rank)} left with exit code 0 before the run was over"
-        if failed.rank not in self._ended:
-            after = (
-                f"{LEAVE_SECONDS:.0f} s after its last word, and was killed: what the run "
-                "saved is whole"
-            )
-            return f"{Stalled.kind}: {self._who(failed.rank)} had not ended {after}"
-        return (
-            f"{self._who(failed.rank)} ended with exit code {code}"
-            if self._notes.place(failed.rank)
-            else ""
-        )
-
-    def _why(self, rank: int, number: int) -> str:
-        if number == signal.SIGKILL:
-            return " (a person did it, or the kernel where memory ran out)"
-        if number in CRASHES and (folder := self._notes.folder()) is not None:
-            log = status_files.log_of(folder, rank)
-            return f": a crash or an abort in native code; where it stood is at the end of {log}"
-        return ""
-
-    def _who(self, rank: int) -> str:
-        place = self._notes.place(rank) or "while it started"
-        return (
-            f"rank {rank} on {socket.gethostname()} (process {self._children[rank].pid}, {place})"
-        )
-
     def _say(self, text: str) -> None:
         """Print in a thread: nobody may read the pipe any more."""
-        telling = threading.Thread(target=print, args=(text,), kwargs={"flush": True}, daemon=True)
-        telling.start()
-        telling.join(GRACE_SECONDS)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A rank that failed, as the launcher saw it."""
-
-    rank: int
-    code: int
-    """Its exit code; below zero: the signal that ended it."""
-    at: float
-    """The time when it was last seen alive, by the machine's clock."""
-    words: LastWords | None = None
-
-    @property
-    def follows(self) -> bool:
-        """True if it reports that it failed because of another one."""
-        return self.words is not None and self.words.follows
+        thread = threading.Thread(target=print, args=(text,), kwargs={"flush": True}, daemon=True)
+        thread.start()
+        thread.join(GRACE_SECONDS)
 
 
 def cause(failures: Sequence[Failure]) -> Failure | None:
-    """Return the first rank that failed by itself: processes neither end nor are seen to end in the
-    order of causes.
+    """Return the first rank that failed by itself; processes are not seen to end in that order.
 
     Those are the ranks that report an error, and those that a signal ended. Next are SIGABRT, with
     which libraries end a process, some when another rank is gone, and exit codes without a report.
@@ -281,7 +229,7 @@ def cause(failures: Sequence[Failure]) -> Failure | None:
 
 
 def _order(failure: Failure) -> tuple[int, float, int]:
-    if failure.words is not None:
-        return (2 if failure.follows else 0), failure.words.at, failure.rank
+    if failure.text:
+        return (2 if failure.follows else 0), failure.at, failure.rank
     by_signal = failure.code < 0 and failure.code != -signal.SIGABRT
     return (0 if by_signal else 1), failure.at, failure.rank

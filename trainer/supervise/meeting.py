@@ -1,6 +1,4 @@
-"""The rendezvous of a run's processes: a store on rank 0's machine that listens on no more
-addresses than needed.
-"""
+"""The rendezvous of a run's ranks: a store on rank 0's machine, and who has come to it."""
 
 from __future__ import annotations
 
@@ -23,13 +21,13 @@ MEET_SECONDS = 600.0
 TELL_SECONDS = 20.0
 """Seconds between messages that say who is missing."""
 POLL_SECONDS = 0.02
+Say = Callable[[str], None]
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Listen on this machine's address that `host` names, or on all if it names none, as behind a
-    load balancer.
+    """Listen on this machine's address that `host` names, and on no other, if it names one.
 
-    Raises ConfigError if the port is taken.
+    Else, as behind a load balancer, listen on all. Raises ConfigError if the port is taken.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -48,130 +46,97 @@ def listening_socket(host: str, port: int) -> socket.socket:
                 hint = "Give the launcher another port (--master-port, MASTER_PORT)"
                 raise ConfigError(Problem("rendezvous", actual, "a free port", hint)) from error
     bound.close()
-    raise ConfigError(
-        Problem("rendezvous", f"{host}:{port} can't be listened on", "an address of this machine")
-    )
+    actual = f"{host}:{port} can't be listened on"
+    raise ConfigError(Problem("rendezvous", actual, "an address of this machine"))
 
 
 def serve(host: str, port: int, timeout: datetime.timedelta) -> Any:
     """Serve the store from this process. Raises ConfigError as `listening_socket` does."""
     bound = listening_socket(host, port)
-    options: dict[str, Any] = {
-        "is_master": True,
-        "wait_for_workers": False,
-        "master_listen_fd": bound.detach(),
-    }
-    return dist.TCPStore(
-        host, port or bound_port(options["master_listen_fd"]), None, timeout=timeout, **options
-    )
+    port = bound.getsockname()[1]
+    options: Any = {"wait_for_workers": False, "master_listen_fd": bound.detach()}
+    return dist.TCPStore(host, port, None, is_master=True, timeout=timeout, **options)
 
 
-def bound_port(descriptor: int) -> int:
-    with socket.socket(fileno=socket.dup(descriptor)) as copy:
-        return int(copy.getsockname()[1])
-
-
-def reach(
-    host: str, port: int, rank: int, timeout: datetime.timedelta, say: Callable[[str], None]
-) -> Any:
+def reach(host: str, port: int, rank: int, timeout: datetime.timedelta, say: Say) -> Any:
     """Connect to the store that rank 0, or the launcher, serves.
 
     Raises ConfigError after a minute if a machine can't be reached; one that refuses may not have
     started its process yet, and gets as long as the other ranks.
     """
+    options: Any = {"is_master": False, "wait_for_workers": False, "timeout": timeout}
+    here = f"rank {rank} on {socket.gethostname()} can't reach rank 0 at {host}:{port}"
     begun = reported = time.monotonic()
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
-            return dist.TCPStore(
-                host, port, None, is_master=False, wait_for_workers=False, timeout=timeout
-            )
+            return dist.TCPStore(host, port, None, **options)
         except (OSError, dist.DistError) as error:
             actual, refused = str(error), isinstance(error, ConnectionRefusedError)
         now = time.monotonic()
-        here = f"rank {rank} on {socket.gethostname()} can't reach rank 0 at {host}:{port}"
         if now - begun > (MEET_SECONDS if refused else REACH_SECONDS):
-            hint = (
-                "Look at that machine's log, its name (MASTER_ADDR) and the firewall between them"
-            )
-            raise ConfigError(
-                Problem(
-                    "rendezvous", f"{here}: {actual}", f"an answer within {now - begun:.0f} s", hint
-                )
-            )
+            hint = "Look at its log, its name (MASTER_ADDR) and the firewall between the machines"
+            raise _late(f"{here}: {actual}", "an answer", now - begun, hint)
         if now - reported > REACH_SECONDS:
             reported = now
             say(f"{here} for {now - begun:.0f} s: {actual}")
         time.sleep(0.2)
 
 
-def await_all(store: Any, rank: int, world_size: int, say: Callable[[str], None]) -> None:
-    """Wait for all ranks, saying who is missing. Raises ConfigError if some don't come."""
-    store.set(f"meshloom/host/{rank}", socket.gethostname())
-    came = lambda other: store.check([f"meshloom/host/{other}"])  # noqa: E731
-    _await(came, world_size, MEET_SECONDS, say)
-
-
 def session(
-    store: Any,
-    rank: int,
-    world_size: int,
-    patience: float,
-    say: Callable[[str], None] = lambda line: None,
+    store: Any, rank: int, world_size: int, patience: float, say: Say = lambda line: None
 ) -> Any:
-    """Return the part of `store` that belongs to this start of the run alone. Collective.
+    """Wait for all ranks; return the part of `store` that belongs to this start alone. Collective.
 
     The agent of torchrun keeps its store when it restarts the ranks, with the addresses of those
     that died, and its nodes do not agree on the number of the start. So rank 0 makes up a name, and
     answers each rank's request with it: a rank's own word, which comes back, proves that the answer
-    is not an old one. Raises ConfigError if ranks don't come in `patience` seconds; meanwhile `say`
-    is called with those that are missing.
+    is not an old one. Raises ConfigError if ranks don't come in `patience` seconds; meanwhile rank
+    0 calls `say` with those that are missing.
     """
     word = uuid.uuid4().hex
     if rank != 0:
         return dist.PrefixStore(f"meshloom/{_ask(store, rank, word, patience)}", store)
 
     def came(other: int) -> bool:
-        if other and store.check([f"meshloom/asks/{other}"]):
-            store.set(
-                f"meshloom/told/{other}", f"{store.get(f'meshloom/asks/{other}').decode()} {word}"
-            )
-        return other == 0 or store.check([f"meshloom/came/{word}/{other}"])
+        if store.check([f"meshloom/asks/{other}"]):
+            answer = f"{store.get(f'meshloom/asks/{other}').decode()} {word}"
+            store.set(f"meshloom/told/{other}", answer)
+        return bool(store.check([f"meshloom/came/{word}/{other}"]))
 
-    _await(came, world_size, patience, say)
-    return dist.PrefixStore(f"meshloom/{word}", store)
-
-
-def _ask(store: Any, rank: int, word: str, patience: float) -> str:
-    """Return the name of this start, which rank 0 sends with this rank's `word`."""
-    store.set(f"meshloom/asks/{rank}", word)
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        if store.check([f"meshloom/told/{rank}"]):
-            answered, _, name = store.get(f"meshloom/told/{rank}").decode().partition(" ")
-            if answered == word:
-                store.set(f"meshloom/came/{name}/{rank}", "")
-                return str(name)
-        time.sleep(POLL_SECONDS)
-    raise _late(f"rank {rank} heard nothing of rank 0", patience)
-
-
-def _await(
-    came: Callable[[int], bool], world_size: int, patience: float, say: Callable[[str], None]
-) -> None:
-    """Wait until all ranks came. Raises ConfigError if some don't in `patience` seconds."""
     begun = reported = time.monotonic()
-    missing = list(range(world_size))
-    while missing := [rank for rank in missing if not came(rank)]:
-        now, names = time.monotonic(), listed([f"rank {rank}" for rank in missing])
+    missing = list(range(1, world_size))
+    while missing := [other for other in missing if not came(other)]:
+        now, names = time.monotonic(), listed([f"rank {other}" for other in missing])
         if now - begun > patience:
-            raise _late(f"{len(missing)} of {world_size} ranks did not come: {names}", patience)
+            actual = f"{len(missing)} of {world_size} ranks did not come: {names}"
+            raise _late(actual, "all", patience)
         if now - reported > TELL_SECONDS:
             reported = now
             say(f"waiting for {names} of {world_size} for {now - begun:.0f} s")
         time.sleep(POLL_SECONDS)
+    store.set(f"meshloom/all/{word}", "")
+    return dist.PrefixStore(f"meshloom/{word}", store)
 
 
-def _late(actual: str, patience: float) -> ConfigError:
-    hint = "Look at the logs of their machines"
-    return ConfigError(Problem("rendezvous", actual, f"all within {patience:.0f} s", hint))
+def _ask(store: Any, rank: int, word: str, patience: float) -> str:
+    """Return the name of this start, which rank 0 sends with this rank's `word`, once all came."""
+    store.set(f"meshloom/asks/{rank}", word)
+    deadline, name = time.monotonic() + patience, ""
+    while time.monotonic() < deadline:
+        if name and store.check([f"meshloom/all/{name}"]):
+            return name
+        if not name and store.check([f"meshloom/told/{rank}"]):
+            answered, _, named = store.get(f"meshloom/told/{rank}").decode().partition(" ")
+            if answered == word:
+                name = str(named)
+                store.set(f"meshloom/came/{name}/{rank}", "")
+        time.sleep(POLL_SECONDS)
+    heard = "met rank 0, but not all the others came" if name else "heard nothing of rank 0"
+    raise _late(f"rank {rank} {heard}", "all", patience)
+
+
+def _late(
+    actual: str, expected: str, seconds: float, hint: str = "Look at the logs of their machines"
+) -> ConfigError:
+    return ConfigError(Problem("rendezvous", actual, f"{expected} within {seconds:.0f} s", hint))

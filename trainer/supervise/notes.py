@@ -1,6 +1,4 @@
-"""Notes that this project's launcher and its processes leave for one another, in a folder of their
-machine.
-"""
+"""Notes that this project's launcher and its ranks leave for one another, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -20,42 +18,32 @@ LEAVE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class LastWords:
-    """The report of a rank on its end, for the user."""
+class Failure:
+    """The end of a rank that failed, as the rank reports it or as the launcher saw it."""
 
-    text: str
+    rank: int
     code: int
-    """The exit code."""
+    """The exit code; below zero: the signal that ended it."""
     at: float
-    """The time of the report, by the machine's clock."""
+    """The time of the report, or when it was last seen alive, by the machine's clock."""
+    text: str = ""
+    """The rank's report, for the user; empty if it left none."""
     follows: bool = False
-    """True if it lost its connection to another rank, whose report is better."""
+    """True if it reports that it lost its connection to another rank, whose report is better."""
 
 
 class Notes:
     def __init__(self, folder: Path, reader: int | None = None) -> None:
-        """Use `folder`; `reader` is the process that must still be the parent, else nobody reads
-        this one's end.
-        """
+        """Use `folder`; once `reader` is no longer the parent, nobody reads this rank's end."""
         self._folder, self._reader = folder, reader
 
-    def write_port(self, port: int) -> None:
-        """Write the port on which the ranks' store listens."""
-        self._write("port", port)
-
-    def await_port(self, seconds: float) -> int | None:
-        deadline = time.monotonic() + seconds
-        while (port := self._read("port")) is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return None if port is None else int(port)
-
     def write_folder(self, folder: Path) -> None:
-        """Write the run's folder."""
+        """Write the path of the run's folder."""
         self._write("folder", str(folder.absolute()))
 
     def folder(self) -> Path | None:
-        found = self._read("folder")
-        return None if found is None else Path(found)
+        path = self._read("folder")
+        return None if path is None else Path(path)
 
     def write_place(self, rank: int, place: str) -> None:
         """Write what the rank is doing, such as "step 12, training"; called now and then."""
@@ -65,38 +53,33 @@ class Notes:
         return self._read(f"place-{rank}") or self._read(f"left-{rank}")
 
     def leave(self, rank: int, place: str) -> None:
-        """Announce a good end: by a rename at last, which works on a full disk, too."""
+        """Announce a good end, by a rename, which works on a full disk, too."""
         self.write_place(rank, place)
         with suppress(OSError):
             (self._folder / f"place-{rank}").rename(self._folder / f"left-{rank}")
 
-    def over(self, rank: int) -> float | None:
-        """Return the time at which the rank announced its end, good or bad, by the machine's
-        clock.
-        """
-        if (words := self.end(rank)) is not None:
-            return words.at
+    def announced(self, rank: int) -> float | None:
+        """Return when the rank announced its end, good or bad, by the machine's clock."""
+        if (end := self.end(rank)) is not None:
+            return end.at
         with suppress(OSError):
             return (self._folder / f"left-{rank}").stat().st_mtime
         return None
 
     def write_end(self, rank: int, text: str, code: int, follows: bool = False) -> bool:
-        """Write the end; return True if the launcher will find it: it may be gone, or the disk may
-        be full.
-        """
+        """Write the end, unless the rank has; return True if the launcher is there to read it."""
         if self.end(rank) is None:
-            self._write(f"end-{rank}", asdict(LastWords(text, code, time.time(), follows)))
+            self._write(f"end-{rank}", asdict(Failure(rank, code, time.time(), text, follows)))
         return self._reader in (None, os.getppid()) and self.end(rank) is not None
 
-    def end(self, rank: int) -> LastWords | None:
-        found = self._read(f"end-{rank}")
-        return None if found is None else LastWords(**found)
+    def end(self, rank: int) -> Failure | None:
+        fields = self._read(f"end-{rank}")
+        return None if fields is None else Failure(**fields)
 
     def _write(self, name: str, value: Any) -> None:
         partial = self._folder / f".{name}.{os.getpid()}"
-        with suppress(
-            OSError
-        ):  # a launcher that is gone took its folder along; a full disk is reported elsewhere
+        # a launcher that is gone took its folder along; a full disk is reported elsewhere
+        with suppress(OSError):
             partial.write_text(json.dumps(value))
             partial.rename(self._folder / name)
 
@@ -107,5 +90,5 @@ class Notes:
 
 
 def notes_of(environment: Mapping[str, str]) -> Notes | None:
-    """Return the notes of this project's launcher; None under another launcher, or without one."""
+    """Return the notes of this project's launcher; None under another one, or without one."""
     return Notes(Path(environment[FOLDER]), os.getppid()) if FOLDER in environment else None

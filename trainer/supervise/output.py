@@ -1,6 +1,4 @@
-"""The output on the terminal: the run's own lines, and signs of life; that of libraries goes to the
-rank's log.
-"""
+"""The terminal: the run's own lines and signs of life. What libraries print goes to the log."""
 
 from __future__ import annotations
 
@@ -27,12 +25,11 @@ UNSEEN = Console(quiet=True)
 
 
 class Signs:
-    """A display of what the run is doing: on a terminal one live line with its seconds, below all
-    other output; elsewhere a line for phases that take a while before the first step, and then only
-    what is logged.
+    """A display of what the run is doing, with its seconds.
 
-    `hide` makes room for another live display (rich shows one at a time), until the next phase. On
-    a quiet terminal, which is the default, nothing is shown.
+    On a terminal it is one live line below all other output; elsewhere a line for each phase that
+    takes a while before the first step. `hide` makes room for another live display (rich shows one
+    at a time), until the next phase. On a quiet terminal, which is the default, nothing is shown.
     """
 
     def __init__(self, terminal: Console = UNSEEN) -> None:
@@ -46,9 +43,7 @@ class Signs:
             threading.Thread(target=self._tell, name="signs", daemon=True).start()
 
     def at(self, phase: str, stays: bool = False) -> None:
-        """Begin a phase; one that takes long gets a line at once, which `stays`. Does nothing after
-        `close`.
-        """
+        """Begin a phase, unless closed; one that `stays` gets a line at once, which is kept."""
         if self._closed.is_set() or self._terminal.quiet:
             return
         self._begun = time.monotonic()
@@ -109,9 +104,7 @@ class Output:
     """
 
     def __init__(self, quiet: bool = False) -> None:
-        """Take over the output; if `quiet`, another process reports for this one, of which only
-        errors are shown.
-        """
+        """Take over the output; if `quiet`, only this process's errors are shown."""
         reached = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
         self.terminal = cast(TextIO, Unfailing(reached, self._tell_lost))
         self._errors = os.dup(2)
@@ -119,10 +112,8 @@ class Output:
         self.signs = Signs(self.console)
         self._log = tempfile.TemporaryFile("w+b")
         self._redirect(self._log.fileno())
-        sys.stdout, sys.stderr = (
-            cast(TextIO, Unfailing(sys.stdout)),
-            cast(TextIO, Unfailing(sys.stderr)),
-        )
+        sys.stdout = cast(TextIO, Unfailing(sys.stdout))
+        sys.stderr = cast(TextIO, Unfailing(sys.stderr))
         faulthandler.enable(2)
 
     def say(self, line: str) -> None:

@@ -1,6 +1,4 @@
-"""This process among those of the run: its device, its process group, and the output of its
-libraries.
-"""
+"""This process among those of the run: its device, its group, and the output of its libraries."""
 
 from __future__ import annotations
 
@@ -10,12 +8,13 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -24,15 +23,12 @@ from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, Problem
 from trainer.storage import private_folder
 from trainer.supervise import meeting
-from trainer.supervise.notes import notes_of
 from trainer.supervise.output import Signs
 from trainer.supervise.watch import NoWatch, Watch
 from trainer.supervise.world import World, launchers_above
 
 TIMEOUT = datetime.timedelta(minutes=30)
-"""The timeout of collectives, longer than any step or save; a lost rank is detected then at the
-latest.
-"""
+"""The timeout of collectives: longer than any step or save; the watchdog is quicker."""
 
 
 @dataclass(frozen=True)
@@ -49,34 +45,19 @@ class Machine:
     """Shows the user what this process does before the first step."""
 
 
-def join(config: Config, world: World, say: Callable[[str], None] = lambda line: None) -> Machine:
-    """Choose this process's device, and join all processes' group; `say` is called with a note on
-    missing ranks.
+def join(config: Config, world: World, say: meeting.Say = lambda line: None) -> Machine:
+    """Choose this process's device, and join the group of all ranks. Collective.
+
+    `say` is called with notes on missing ranks. Raises ConfigError if the ranks don't fit or meet.
     """
-    section = config.trainer.device
-    cuda = section == "cuda" or (section == "auto" and torch.cuda.is_available())
-    own = (
-        cuda and torch.cuda.device_count() == 1
-    )  # as with Slurm's --gpus-per-task=1: each process sees its own
-    if cuda and not own and torch.cuda.device_count() < world.local_world_size:
-        raise ConfigError(
-            Problem(
-                "processes on this machine",
-                f"{world.local_world_size} for {torch.cuda.device_count()} GPUs",
-                "at most one process per GPU",
-                'Start fewer, or set trainer.device="cpu"',
-            )
-        )
-    index = 0 if own else world.local_rank
-    device = torch.device("cuda", index) if cuda else torch.device("cpu")
+    device = _device(config.trainer.device, world)
+    cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # set for forks after use, which warn otherwise
-    os.environ["LOCAL_RANK"] = str(
-        index
-    )  # DeepSpeed and Accelerate take it for the number of the GPU
+    # tokenizers warn in forks after their use, unless it is set
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # DeepSpeed and Accelerate take it for the number of the GPU
+    os.environ["LOCAL_RANK"] = str(device.index if cuda else world.local_rank)
     if not cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     place_for_operators()
@@ -95,54 +76,52 @@ def join(config: Config, world: World, say: Callable[[str], None] = lambda line:
     except dist.DistBackendError as error:
         if "Duplicate GPU" not in str(error):
             raise
-        actual, hint = (
-            "several processes on one GPU",
-            "Start fewer, or give each its own (CUDA_VISIBLE_DEVICES)",
-        )
-        raise ConfigError(
-            Problem("processes on this machine", actual, "at most one process per GPU", hint)
-        ) from error
+        hint = "Start fewer, or give each its own (CUDA_VISIBLE_DEVICES)"
+        raise _crowded("several processes on one GPU", hint) from error
     ranks.on_first(lambda: _check_even(sizes))
     return Machine(device, ranks, world.local_world_size)
 
 
-def _store(world: World, say: Callable[[str], None]) -> Any:
-    """Return the rendezvous store, of torchrun's agent or rank 0. Raises ConfigError if ranks don't
-    come.
-    """
+def _device(section: str, world: World) -> torch.device:
+    """Return the device that `trainer.device` means. Raises ConfigError with too few GPUs."""
+    if section != "cuda" and (section != "auto" or not torch.cuda.is_available()):
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if gpus == 1:  # as with Slurm's --gpus-per-task=1: each process sees its own
+        return torch.device("cuda", 0)
+    if gpus < world.local_world_size:
+        actual = f"{world.local_world_size} for {gpus} GPUs"
+        raise _crowded(actual, 'Start fewer, or set trainer.device="cpu"')
+    return torch.device("cuda", world.local_rank)
+
+
+def _crowded(actual: str, hint: str) -> ConfigError:
+    return ConfigError(
+        Problem("processes on this machine", actual, "at most one process per GPU", hint)
+    )
+
+
+def _store(world: World, say: meeting.Say) -> Any:
+    """Return the store of this start once all ranks are there, else raise ConfigError."""
     if world.world_size == 1:
         return dist.HashStore()
-    host, port, notes = (
-        os.environ.get("MASTER_ADDR"),
-        os.environ.get("MASTER_PORT", ""),
-        notes_of(os.environ),
-    )
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         actual = f"RANK={world.rank} with MASTER_ADDR={host!r} and MASTER_PORT={port!r}"
-        raise ConfigError(
-            Problem("environment", actual, "a host and a port, as a launcher sets them")
-        )
+        expected = "a host and a port, as a launcher sets them"
+        raise ConfigError(Problem("environment", actual, expected))
     if world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = meeting.serve(host, 0 if notes else int(port), TIMEOUT)
-        if notes:
-            notes.write_port(store.port)
+        store = meeting.serve(host, int(port), TIMEOUT)
     else:
-        listens = (
-            int(port) if notes is None else notes.await_port(meeting.MEET_SECONDS) or int(port)
-        )
-        store = meeting.reach(host, listens, world.rank, TIMEOUT, say)
-    os.environ["MASTER_PORT"] = str(store.port)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # which outlives the ranks
-        store = meeting.session(store, world.rank, world.world_size, meeting.MEET_SECONDS, say)
-    meeting.await_all(store, world.rank, world.world_size, say)
-    return store
+        store = meeting.reach(host, int(port), world.rank, TIMEOUT, say)
+    return meeting.session(store, world.rank, world.world_size, meeting.MEET_SECONDS, say)
 
 
 def place_for_operators() -> None:
-    """Choose a folder for each environment's compiled operators: else environments would recompile
-    each other's.
+    """Choose a folder for the operators that DeepSpeed compiles in this environment.
 
-    Compilers get the environment's paths. If the home can't be written, the folder is elsewhere.
+    Environments that shared one would recompile each other's. If the home can't be written, the
+    folder is among temporary files.
     """
     if "TORCH_EXTENSIONS_DIR" in os.environ:
         return
@@ -158,15 +137,12 @@ def place_for_operators() -> None:
 
 
 def _check_even(sizes: Sequence[int]) -> None:
-    """Raise ConfigError unless all machines run equally many processes: each would build another
-    mesh.
-    """
+    """Raise ConfigError unless all machines run equally many processes, as their meshes need."""
     if len(set(sizes)) > 1:
-        found = ", ".join(
-            f"{size} on that of rank {sizes.index(size)}" for size in dict.fromkeys(sizes)
-        )
+        first_ranks = {size: sizes.index(size) for size in sizes}
+        actual = ", ".join(f"{size} on that of rank {rank}" for size, rank in first_ranks.items())
         hint = "Start as many on each (--nproc-per-node, slots of the hostfile)"
-        raise ConfigError(Problem("processes on a machine", found, "equally many on all", hint))
+        raise ConfigError(Problem("processes on a machine", actual, "equally many on all", hint))
 
 
 def cache_folder() -> Path:
@@ -187,11 +163,8 @@ def share_of_cores(local_world_size: int) -> str | None:
     torchrun and Accelerate set OMP_NUM_THREADS to 1 if it is unset, and an Adam on the host is then
     slower by the number of cores. The launcher's own environment shows if the user had set it.
     """
-    if (
-        local_world_size < 2
-        or os.environ.get("OMP_NUM_THREADS") != "1"
-        or not _by_launcher("OMP_NUM_THREADS")
-    ):
+    single = os.environ.get("OMP_NUM_THREADS") == "1" and _set_by_launcher("OMP_NUM_THREADS")
+    if local_world_size < 2 or not single:
         return None
     share = len(os.sched_getaffinity(0)) // local_world_size
     if share < 2:
@@ -203,26 +176,17 @@ def share_of_cores(local_world_size: int) -> str | None:
     )
 
 
-def _by_launcher(name: str) -> bool:
-    """Return True if the launcher above set a variable that it was not given. Only Linux shows
-    that.
-    """
-    above = launchers_above(os.getpid())
+def _set_by_launcher(name: str) -> bool:
+    """Return True if the launcher above set a variable that it was not given itself."""
+    above = launchers_above(psutil.Process())
     try:
-        given = (
-            Path(f"/proc/{above[-1][1]}/environ").read_bytes().split(b"\0")
-            if above
-            else [f"{name}=".encode()]
-        )
-    except OSError:
+        return bool(above) and name not in above[-1].environ()
+    except psutil.Error:
         return False
-    return not any(word.startswith(f"{name}=".encode()) for word in given)
 
 
 def unheard() -> int:
-    """Discard the output and warnings of libraries from now on; return a descriptor of the former
-    standard output.
-    """
+    """Discard libraries' output and warnings; return a descriptor of the former standard output."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     terminal = os.dup(1)

@@ -13,19 +13,13 @@ from types import FrameType
 from trainer.errors import MeshloomError, Preempted, Problem, shared
 
 PATIENCE_SECONDS = 3.0
-"""Seconds in which the main thread must notice a signal: one that waits for another rank does
-not.
-"""
+"""Seconds in which the main thread must notice a signal; not if it waits for another rank."""
 SAME_SECONDS = 5.0
-"""Seconds within which another signal means the same: launchers pass on a terminal's, or send
-two.
-"""
+"""Seconds in which a second signal is the same request: some launchers send it twice."""
 
 
 class StopSignals:
-    """Handles signals once made: the first asks the run to stop, one later than SAME_SECONDS ends
-    the process.
-    """
+    """Handles signals from now on: one asks the run to stop, one after SAME_SECONDS ends it."""
 
     NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -58,16 +52,13 @@ class StopSignals:
         self._saving = True
 
     def saving(self) -> None:
-        """Let the run check `received` and save from now on; until now a signal raised Preempted,
-        on its rank alone.
-        """
+        """Let the run check `received` and save; before, a signal raises Preempted on its rank."""
         self._saving = True
         if self.received:  # a library swallowed the exception
             raise preempted(0)
 
     def explain_failure(self, others: bool) -> bool:
-        """Return True if a failure has its cause in a request to stop, on this or another rank,
-        with nothing to save.
+        """Return True if a request to stop caused a failure of this rank, with nothing to save.
 
         A launcher passes the signal to all ranks, but a lost connection may be noticed before it.
         """
@@ -78,14 +69,11 @@ class StopSignals:
         return self.received and not self._saving
 
     def release(self) -> None:
-        """End the handling: a signal now ends the process at once, except one that repeats the
-        first.
-        """
-        for number in self.NUMBERS:
-            signal.signal(number, signal.SIG_IGN if self.received else signal.SIG_DFL)
+        """End the handling: a signal now ends the process at once, unless it repeats the first."""
+        self.deliver_to(signal.SIG_IGN if self.received else signal.SIG_DFL)
 
     def close(self) -> None:
-        self._saving = True  # nothing is to be reported any more
+        self.hand_over()
         signal.set_wakeup_fd(self._woken)
         os.close(self._tell)
 
@@ -100,8 +88,7 @@ class StopSignals:
             raise preempted(0)
 
     def _watch(self, wakes: int) -> None:
-        # written by the interpreter, whatever the main thread waits for; also for signals of
-        # libraries
+        # the interpreter writes there, whatever the main thread waits for, also libraries' signals
         while (written := os.read(wakes, 1)) and written[0] not in self.NUMBERS:
             pass
         if not written:
@@ -123,9 +110,7 @@ class NoSignals:
 
 @contextmanager
 def borrowed() -> Iterator[bool]:
-    """Restore signal handlers at the end; yields False outside the main thread, which alone gets
-    signals.
-    """
+    """Restore signal handlers at the end; yields False in threads, which get no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield False
         return
@@ -157,6 +142,5 @@ def preempted(saved_step: int) -> Preempted:
     """Build the error of a run that was asked to stop; step 0: before its first step."""
     actual = "a signal asked the run to stop" + ", and all is saved" * bool(saved_step)
     place = f"step {saved_step}" if saved_step else "before the first step"
-    return shared(
-        Preempted(Problem(place, actual, "to go on", "Run the same command again"))
-    )  # rank 0 reports it
+    problem = Problem(place, actual, "to go on", "Run the same command again")
+    return shared(Preempted(problem))

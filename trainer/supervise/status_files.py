@@ -1,8 +1,7 @@
 """The status of a run for outside readers, in two files in its folder.
 
-Its first rank rewrites one each second; the other says why the run ended, written by the first rank
-to know. The store by which ranks agree on that one ends with the rank that holds it; the folder
-outlives them all.
+The first rank rewrites `status.json` each second. `end.json` says why the run ended; the first
+process to know writes it, and no other. It outlives the ranks' store, by which they agree as well.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ _WAITED_FOR: _Kinds = {"rank": (int,), "host": (str,), "place": (str,), "still":
 _LAST_WORDS: _Kinds = {"code": (int,), "text": (str,)}
 """The types of fields read from the files, and of each rank that is waited for."""
 FRESH_SECONDS = 60.0
-"""Seconds since the last sign of a run that counts as alive: clocks of machines differ, shared
-folders lag.
-"""
+"""Seconds since the last sign of a live run: machines' clocks differ, shared folders lag."""
 
 
 def write(folder: Path, status: Mapping[str, Any]) -> None:
@@ -44,9 +41,7 @@ def write(folder: Path, status: Mapping[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """Return the first rank's last status; None if there is none, or it lacks its writer or
-    time.
-    """
+    """Return the first rank's last status; None without one, or if it lacks a writer or a time."""
     return _read(folder / NAME, _WRITER)
 
 
@@ -60,9 +55,7 @@ def begin(folder: Path) -> None:
 
 
 def end(folder: Path, code: int, text: str) -> bool:
-    """Record the exit code and the reason, for the user; return False if another rank has already.
-    Raises OSError.
-    """
+    """Record the exit code and the reason; return False if another rank has. Raises OSError."""
     try:
         with (folder / END).open("x") as file:
             json.dump({"code": code, "text": text}, file)
@@ -81,9 +74,7 @@ def read_end(folder: Path) -> dict[str, Any] | None:
 
 
 def lives(status: Mapping[str, Any] | None) -> bool:
-    """Return True if the status's writer still runs: seen on its own machine, elsewhere judged by
-    the time.
-    """
+    """Return True if the writer still runs: seen on its machine, elsewhere judged by the time."""
     if status is None or status.get("ended") is not None:
         return False
     if status.get("host") == socket.gethostname():
@@ -105,10 +96,10 @@ def _read(path: Path, kinds: _Kinds) -> dict[str, Any] | None:
 
 def _is(found: Any, kinds: _Kinds) -> bool:
     """Return True if a parsed value has these fields, of these types, with plausible numbers."""
-    values: list[tuple[Any, tuple[type, ...]]] = [(None, ())]
-    if isinstance(found, dict):
-        values = [(found.get(name), kinds[name]) for name in kinds]
-    return all(
-        type(value) in kind and not (type(value) in _NUMBER and not abs(value) < _MOST)
-        for value, kind in values
+    return isinstance(found, dict) and all(
+        _fits(found.get(name), types) for name, types in kinds.items()
     )
+
+
+def _fits(value: Any, types: tuple[type, ...]) -> bool:
+    return type(value) in types and (type(value) not in _NUMBER or abs(value) < _MOST)

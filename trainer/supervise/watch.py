@@ -1,6 +1,4 @@
-"""The watchdog in each rank, which reports what the rank does, and ends a run that hangs, naming
-the culprit.
-"""
+"""The watchdog in each rank: says what it does, and ends a run that hangs, naming the culprit."""
 
 from __future__ import annotations
 
@@ -18,37 +16,25 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from trainer.errors import Stalled
+from trainer.supervise import stall
 from trainer.supervise.phase import Phase
-from trainer.supervise.stall import (
-    Beat,
-    behind,
-    described,
-    diagnosis,
-    is_gone,
-    place,
-    straggler,
-    table,
-    who,
-)
+from trainer.supervise.stall import Beat, is_gone, who
 
 FIRST_STEP = 5.0
 """The factor by which the first step may take longer: kernels are compiled and buffers made."""
 LEAST_SECONDS, STEPS = 120.0, 10.0
-"""The patience if none is given: this many times the median step, and at least this many
-seconds.
-"""
+"""The patience if none is given: at least these seconds, and this many times the median step."""
 BEAT_SECONDS, DOUBTFUL_SECONDS, SILENT_SECONDS = 1.0, 4.0, 10.0
 ANSWER_SECONDS = 8.0
 """Seconds that the rank that reports for all may take."""
 READERS = (0, 1)
 """The ranks that read all beats each second: the first, and one that sees the first fall silent."""
 SILENT_PHASES = {Phase.PREPARING: 5.0, Phase.BUILDING: 5.0}
-"""Multiples of its patience for which a rank may be silent: parsing a huge file holds the
-interpreter.
-"""
+"""Multiples of its patience for which a rank may be silent: to parse may hold the interpreter."""
 KEY = "meshloom/watch"
 SAMPLES = 60
 """The number of beats over which slow ranks are found."""
@@ -57,8 +43,7 @@ FRAMES = 8
 
 
 class Watch:
-    """Sends beats from a thread of its own, over its own connection to the store: no step waits for
-    it.
+    """Sends beats over a connection and from a thread of its own: no step waits for them.
 
     `processes`: host and process of each rank, exchanged at the rendezvous, which name one that is
     silent later. `stalled` is called once with the diagnosis, in the one process that reports for
@@ -89,16 +74,13 @@ class Watch:
             for other, (host, process) in enumerate(processes)
             if other != rank
         }
-        """Each other rank's last beat, and when it was read; before its first beat, the time of the
-        rendezvous.
-        """
+        """Each other rank's last beat, and when it was read; at first, when the ranks met."""
         self._complete = False
         """True once all beats were read."""
         self._answered = time.monotonic()
         self._closed = threading.Event()
         self._unanswered = False
         self._planned: int | None = None
-        self._main = threading.main_thread().ident
         self._samples: deque[bool] = deque(maxlen=SAMPLES)
         self._slow: set[int] = set()
         self._store = store.clone() if self._world_size > 1 else None
@@ -136,7 +118,7 @@ class Watch:
 
     @property
     def place(self) -> str:
-        return place(self._step, self._phase)
+        return stall.place(self._step, self._phase)
 
     def fails_first(self) -> bool:
         """Return True if no other rank has failed before, or the store is gone."""
@@ -154,21 +136,19 @@ class Watch:
             return False
 
     def gone(self) -> list[Beat]:
-        """Return the ranks whose process on this machine has ended, or that have fallen silent on
-        another machine.
-        """
+        """Return the ranks that ended on this machine, or have fallen silent on another one."""
         answered = False
         with suppress(Exception):  # earlier beats still count
             self._read()
             answered = True
-        found = []
-        for beat, _ in self._others.values():
+        gone = []
+        for rank, (beat, _) in self._others.items():
             # without the store no beats arrive, and only rank 0's silence explains that
-            silent = self._silent(beat) and (answered or beat.rank == 0)
+            silent = self._silent(beat) and (answered or rank == 0)
             ended = is_gone(beat.process) if beat.host == socket.gethostname() else silent
-            if ended and beat.rank != self._rank and beat.phase is not Phase.LEAVING:
-                found.append(beat)
-        return found
+            if ended and beat.phase is not Phase.LEAVING:
+                gone.append(beat)
+        return gone
 
     # the threads
 
@@ -177,15 +157,9 @@ class Watch:
         return self._patience() * max(phase.patience, FIRST_STEP if step == self._first else 1.0)
 
     def _patience(self) -> float:
-        """Return the seconds for which a usual step may stand still, and a training rank may be
-        silent.
-        """
-        usual = (
-            max(LEAST_SECONDS, STEPS * statistics.median(self._steps))
-            if self._steps
-            else LEAST_SECONDS
-        )
-        return self._given or usual
+        """Return the seconds for which a usual step may stand still, or its rank be silent."""
+        median = statistics.median(self._steps) if self._steps else 0.0
+        return self._given or max(LEAST_SECONDS, STEPS * median)
 
     def _mine(self) -> Beat:
         still = max(0.0, time.monotonic() - self._moved)
@@ -195,20 +169,14 @@ class Watch:
         return Beat(*me, self._phase, self._step, still, self._number, busy, stack)
 
     def _sample(self) -> None:
-        """Note if the main thread works, or waits for other ranks in a collective, which blocks it
-        on the host.
-        """
-        frame = sys._current_frames().get(self._main or 0)
+        """Note if the main thread works, or waits for other ranks in a collective, on the host."""
         if self._phase in (Phase.TRAINING, Phase.WAITING):
-            files = (
-                os.path.basename(found.f_code.co_filename)
-                for found, _ in traceback.walk_stack(frame)
-            )
-            self._samples.append(not any(file in COLLECTIVES for file in files))
+            frames = traceback.walk_stack(_main_frame())
+            files = {os.path.basename(frame.f_code.co_filename) for frame, _ in frames}
+            self._samples.append(files.isdisjoint(COLLECTIVES))
 
     def _stack(self) -> tuple[str, ...]:
-        frame = sys._current_frames().get(self._main or 0)
-        frames = traceback.extract_stack(frame)[-FRAMES:]
+        frames = traceback.extract_stack(_main_frame())[-FRAMES:]
         return tuple(f"{'/'.join(Path(f.filename).parts[-3:])}:{f.lineno} {f.name}" for f in frames)
 
     def _say(self) -> None:
@@ -234,19 +202,17 @@ class Watch:
                 self._progress(self.status())
 
     def _tell_slow(self) -> None:
-        found = straggler(self._beats())
-        if found is not None and found.rank not in self._slow:
-            self._slow.add(found.rank)
-            self._report_slow(
-                f"note: the others wait for {who([found])} most of the time: it is slower than "
-                "they are"
-            )
+        slow = stall.straggler(self._beats())
+        if slow is not None and slow.rank not in self._slow:
+            self._slow.add(slow.rank)
+            reason = "it is slower than they are"
+            self._report_slow(f"note: the others wait for {who([slow])} most of the time: {reason}")
 
     def _read(self) -> None:
-        """Read the beats of all ranks, the last known of silent ones. Raises the store's errors."""
+        """Read the others' beats, the last known of silent ranks. Raises the store's errors."""
         if self._store is None:
             return
-        keys = [f"{KEY}/{rank}" for rank in range(self._world_size)]
+        keys = [f"{KEY}/{rank}" for rank in self._others]
         unheard = any(beat.number == 0 for beat, _ in self._others.values())
         if unheard and not self._store.check(keys):  # getting a missing key would wait for it
             keys = [key for key in keys if self._store.check([key])]
@@ -254,19 +220,17 @@ class Watch:
         for value in self._store.multi_get(keys):
             row = json.loads(value)
             beat = Beat(**{**row, "phase": Phase(row["phase"]), "stack": tuple(row["stack"])})
-            known = self._others.get(beat.rank)
-            if known is None or known[0].number != beat.number:
+            if self._others[beat.rank][0].number != beat.number:
                 self._others[beat.rank] = beat, now
         self._complete = True
 
     def _beats(self) -> list[Beat]:
         """Return each rank's last beat, with its seconds without progress up to now."""
         now = time.monotonic()
-        known = {
-            rank: replace(beat, still=beat.still + now - heard)
-            for rank, (beat, heard) in self._others.items()
-        }
-        return [beat for _, beat in sorted((known | {self._rank: self._mine()}).items())]
+        others = [
+            replace(beat, still=beat.still + now - heard) for beat, heard in self._others.values()
+        ]
+        return sorted([self._mine(), *others], key=lambda beat: beat.rank)
 
     def _silent(self, beat: Beat) -> bool:
         return self._unheard(beat) > SILENT_SECONDS
@@ -277,13 +241,10 @@ class Watch:
 
     def _unheard(self, beat: Beat) -> float:
         """Return the seconds since the last new beat of a rank."""
-        _, heard = self._others.get(beat.rank, (beat, time.monotonic()))
-        return 0.0 if beat.rank == self._rank else time.monotonic() - heard
+        return 0.0 if beat.rank == self._rank else time.monotonic() - self._others[beat.rank][1]
 
     def _lost(self, beats: Sequence[Beat]) -> bool:
-        """Return True if a rank is silent for longer than allowed; only READERS, which read all
-        beats, can tell.
-        """
+        """Return True if a rank is silent for longer than it may; only READERS can tell."""
         patience = self._patience()
         return self._rank in READERS and any(
             self._unheard(beat) > max(SILENT_SECONDS, patience * SILENT_PHASES.get(beat.phase, 1.0))
@@ -292,21 +253,20 @@ class Watch:
 
     def status(self) -> dict[str, Any]:
         """Return the status for outside readers, of all ranks as far as this one knows."""
-        beats = self._beats()
+        status = asdict(self._mine())
+        for name in ("stack", "number", "rank"):
+            del status[name]
+        late = [
+            {"rank": beat.rank, "host": beat.host, "place": beat.place, "still": beat.still}
+            for beat in stall.behind(self._beats())[:5]
+        ]
         return {
-            **{
-                name: value
-                for name, value in asdict(self._mine()).items()
-                if name not in ("stack", "number", "rank")
-            },
+            **status,
             "place": self.place,
             "steps": self._planned,
             "ranks": self._world_size,
             "limit": self._limit(self._phase, self._step),
-            "waits_for": [
-                {"rank": b.rank, "host": b.host, "place": b.place, "still": b.still}
-                for b in behind(beats)[:5]
-            ],
+            "waits_for": late,
         }
 
     def _judge(self) -> None:
@@ -321,36 +281,31 @@ class Watch:
                 self._end(self._no_answer())
             beats = self._beats()
             lost = self._lost(beats)  # then nobody has to wait for as long as its phase may take
-            limits = [patience if lost else self._limit(beat.phase, beat.step) for beat in beats]
             if self._knows(beats) and all(
-                beat.still > limit for beat, limit in zip(beats, limits, strict=True)
+                beat.still > (patience if lost else self._limit(beat.phase, beat.step))
+                for beat in beats
             ):
                 self._verdict(beats)
 
     def _knows(self, beats: Sequence[Beat]) -> bool:
-        """Return True if the store has answered lately, and each rank that is not silent has
-        reported its stack.
-        """
-        answers = self._store is None or (
-            self._complete and time.monotonic() - self._answered < DOUBTFUL_SECONDS
-        )
+        """Return True if the store answers, and each rank has sent its stack or is silent."""
+        lately = time.monotonic() - self._answered < DOUBTFUL_SECONDS
+        answers = self._store is None or (self._complete and lately)
         return answers and all(
             self._silent(beat) or (beat.stack and not self._doubtful(beat)) for beat in beats
         )
 
     def _no_answer(self) -> list[str]:
-        """Describe a store that is gone or hangs: it is in rank 0's process, or in the launcher's
-        beside it.
-        """
+        """Describe a store that is gone or hangs, with the process of rank 0 or its launcher."""
         first = next(beat for beat in self._beats() if beat.rank == 0)
-        held = f"in {first.place}, {who([first])} {described(first)}"
-        return [f"the run stands still: {held}", *table([self._mine()], self._silent)]
+        reason = f"in {first.place}, {who([first])} {stall.described(first)}"
+        return [f"the run stands still: {reason}", *stall.table([self._mine()], self._silent)]
 
     def _verdict(self, beats: list[Beat]) -> None:
         speaker = min(beat.rank for beat in beats if not self._silent(beat))
         if speaker != self._rank and _in_time(self._await_verdict):
             os._exit(Stalled.exit_code)
-        self._end(diagnosis(beats, self._silent))
+        self._end(stall.diagnosis(beats, self._silent))
 
     def _await_verdict(self) -> None:
         assert self._store is not None
@@ -381,10 +336,12 @@ class NoWatch:
     def close(self) -> None: ...
 
 
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
 def _in_time(work: Callable[[], None]) -> bool:
-    """Return True if done in ANSWER_SECONDS: a store that does not answer, or a full pipe, would
-    block forever.
-    """
+    """Return True if done in ANSWER_SECONDS: a hung store, or a full pipe, would block for good."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)

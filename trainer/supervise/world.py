@@ -1,7 +1,6 @@
-"""The place of this process among the run's processes, from the environment; the launcher above it;
-its GPUs.
+"""This process's place among those of the run, the launcher above it, and its GPUs.
 
-Does not import torch. Only Linux shows other processes.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -10,30 +9,27 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
 
-LAUNCHERS = (
-    "torchrun",
-    "deepspeed",
-    "accelerate",
-    "torch.distributed.run",
-    "torch.distributed.launch",
-)
+import psutil
+
+LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
+MODULES = ("torch.distributed.run", "torch.distributed.launch")
 LOOK_SECONDS = 1.0
-MOST = 4
+MOST_LEVELS = 4
 """The most levels of a launcher's processes: script, launcher, runner, shell."""
 
 ACCELERATE = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "FP8_")
-"""The beginnings of the names of variables by which `accelerate launch` tells its library how to
-train.
-"""
+"""Prefixes of the variables by which `accelerate launch` tells its library how to train."""
 IDLE = ("", "no", "none", "false", "0", "1", "default")
-"""Values of such variables that ask for nothing."""
+"""Values of those variables that request nothing."""
 
 
 @dataclass(frozen=True)
@@ -49,62 +45,45 @@ class World:
 def world_of(environment: MutableMapping[str, str]) -> World | None:
     """Read the world that a launcher made; None without a launcher.
 
-    If Slurm's srun started the ranks, `environment` gets the variables that torchrun would set, as
-    libraries look there."""
+    If Slurm's srun started the ranks, `environment` gets what torchrun would set, for libraries.
+    """
     if "RANK" not in environment:
         environment.update(from_slurm(environment))
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
-    world_size = int(environment["WORLD_SIZE"])
-    return World(
-        rank=int(environment["RANK"]),
-        local_rank=int(environment.get("LOCAL_RANK", 0)),
-        world_size=world_size,
-        local_world_size=int(
-            environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", world_size))
-        ),
-    )
+    world_size = environment["WORLD_SIZE"]
+    local_size = environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", world_size))
+    local_rank = environment.get("LOCAL_RANK", "0")
+    return World(int(environment["RANK"]), int(local_rank), int(world_size), int(local_size))
 
 
-SLURM = (
-    "PROCID",
-    "LOCALID",
-    "NODEID",
-    "JOB_ID",
-    "STEP_ID",
-    "STEP_NUM_TASKS",
-    "STEP_TASKS_PER_NODE",
-    "STEP_NODELIST",
-)
+SLURM = "PROCID LOCALID NODEID JOB_ID STEP_ID STEP_NUM_TASKS STEP_TASKS_PER_NODE STEP_NODELIST"
 """Names after `SLURM_`, with some that only srun sets: a batch script has the others, too."""
 PORTS = range(10_000, 30_000)
 """Ports for the rendezvous: no system uses these for outgoing connections."""
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what torchrun would set if srun started several ranks; empty elsewhere, as in an
-    interactive shell.
-    """
-    found = [environment.get(f"SLURM_{name}", "") for name in SLURM]
-    if not all(found) or "SLURM_PTY_PORT" in environment or found[5] == "1":
+    """Return what torchrun would set if srun started several ranks; empty in interactive shells."""
+    values = [environment.get(f"SLURM_{name}", "") for name in SLURM.split()]
+    rank, local_rank, node, job, step, world_size, tasks, nodes = values
+    if not all(values) or "SLURM_PTY_PORT" in environment or world_size == "1":
         return {}
-    rank, local_rank, node, job, step, world_size, tasks, nodes = found
+    port = PORTS[(int(job) + 1009 * int(step)) % len(PORTS)]
     return {
         "RANK": rank,
         "LOCAL_RANK": local_rank,
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": str(_tasks_per_node(tasks)[int(node)]),
         "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(nodes)),
-        "MASTER_PORT": environment.get(
-            "MASTER_PORT", str(PORTS[(int(job) + 1009 * int(step)) % len(PORTS)])
-        ),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
     }
 
 
 def _tasks_per_node(text: str) -> list[int]:
     """Expand a list of tasks per node: 2(x3),1 is 2, 2, 2 and 1."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
 
 
 def first_host(nodes: str) -> str:
@@ -114,9 +93,7 @@ def first_host(nodes: str) -> str:
 
 
 def environment_of(rank: int, count: int, port: int) -> dict[str, str]:
-    """Return the variables that a launcher would set for process `rank` of `count` on this
-    machine.
-    """
+    """Return what a launcher would set for process `rank` of `count` on this machine."""
     threads = max(1, (os.cpu_count() or 1) // count)
     return {
         "RANK": str(rank),
@@ -129,89 +106,81 @@ def environment_of(rank: int, count: int, port: int) -> dict[str, str]:
     }
 
 
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a port of this machine that nobody else is given meanwhile.
+
+    On Linux, a socket with SO_REUSEADDR can listen there; elsewhere the port is only free.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        port = int(reserved.getsockname()[1])
+        if sys.platform != "linux":
+            reserved.close()
+        yield port
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def arguments_of(pid: int) -> list[str]:
-    """Return a process's arguments. Raises OSError if it is gone or can't be seen."""
-    return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1]
-
-
-def parent_of(pid: int) -> int:
-    """Return a process's parent. Raises OSError as `arguments_of` does."""
-    return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    with reserved_port() as port:
+        return port
 
 
 def is_launcher(arguments: list[str]) -> bool:
-    """Return True if a process with these arguments starts ranks: its program, or the script or
-    module Python runs.
-    """
+    """Return True if a process with these arguments starts ranks, by its program or script."""
     program = Path(arguments[0]).name if arguments else ""
     if program.startswith("python"):
         program = Path(next((word for word in arguments[1:] if not word.startswith("-")), "")).name
-    return program in LAUNCHERS or program.startswith("deepspeed.launcher.")
+    return program in (*LAUNCHERS, *MODULES) or program.startswith("deepspeed.launcher.")
 
 
-def launchers_above(pid: int) -> list[tuple[int, int]]:
-    """List the launcher's processes above process `pid`, each with its child on the way down to it.
+def launchers_above(process: psutil.Process) -> list[psutil.Process]:
+    """List the launcher's processes above `process`, nearest first.
 
     DeepSpeed has two, of which the upper one takes signals without passing them on.
     """
-    found: list[tuple[int, int]] = []
-    try:
-        while len(found) < MOST and is_launcher(arguments_of(parent := parent_of(pid))):
-            found.append((pid, parent))
-            pid = parent
-    except (OSError, ValueError, IndexError):
-        pass
+    found = []
+    with suppress(psutil.Error):
+        for parent in process.parents()[:MOST_LEVELS]:
+            if not is_launcher(parent.cmdline()):
+                break
+            found.append(parent)
     return found
 
 
 def leave_with_launcher(own: bool) -> None:
-    """Ask this process to stop once its launcher is gone, whatever ended it: nobody waits for its
-    training.
+    """Ask this process to stop, by SIGTERM, once its launcher is gone, whatever ended that.
 
     `own`: the parent is this project's launcher; others are recognised by their command.
     """
-    above = [(os.getpid(), os.getppid())] if own else launchers_above(os.getpid())
+    process = psutil.Process()
+    above = process.parents()[:1] if own else launchers_above(process)
     if above:
-        threading.Thread(target=_look, args=(above,), name="launcher", daemon=True).start()
+        chain = [process, *above]
+        threading.Thread(target=_leave_after, args=(chain,), name="launcher", daemon=True).start()
 
 
-def _look(above: list[tuple[int, int]]) -> None:
-    while all(_is_below(child, parent) for child, parent in above):
-        time.sleep(LOOK_SECONDS)
+def _leave_after(chain: list[psutil.Process]) -> None:
+    with suppress(psutil.Error):
+        while all(child.ppid() == parent.pid for child, parent in pairwise(chain)):
+            time.sleep(LOOK_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _is_below(child: int, parent: int) -> bool:
-    if child == os.getpid():
-        return os.getppid() == parent
-    try:
-        return parent_of(child) == parent
-    except (OSError, ValueError, IndexError):
-        return False
-
-
 def missing_hostfile(pid: int) -> str | None:
-    """Return the hostfile given to the `deepspeed` command above process `pid`, if it does not
-    exist.
+    """Return the hostfile named by a `deepspeed` command from process `pid` up, if it is missing.
 
     DeepSpeed itself would then train on this machine alone and exit with 0.
     """
-    for _ in range(MOST):
-        try:
-            arguments = arguments_of(pid)
-            pid = parent_of(pid)
-        except (OSError, ValueError):
-            return None
-        named = [after for word, after in pairwise(arguments) if word in ("-H", "--hostfile")]
-        named += [word.partition("=")[2] for word in arguments if word.startswith("--hostfile=")]
-        if named and any("deepspeed" in argument for argument in arguments):
-            return None if Path(named[0]).is_file() else named[0]
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for command in [process, *process.parents()][:MOST_LEVELS]:
+            arguments = command.cmdline()
+            named = [after for word, after in pairwise(arguments) if word in ("-H", "--hostfile")]
+            prefix = "--hostfile="
+            named += [word.removeprefix(prefix) for word in arguments if word.startswith(prefix)]
+            if named and any("deepspeed" in argument for argument in arguments):
+                return None if Path(named[0]).is_file() else named[0]
     return None
 
 
@@ -223,31 +192,22 @@ def gpu_count() -> int:
 
 
 def _named(visible: str) -> int:
-    """Count the GPUs that CUDA sees: numbers or UUIDs up to the first other name; of slices (MIG) a
-    single one.
-    """
-    names = list(
-        takewhile(
-            re.compile(r"\d+|GPU-[\w-]+|MIG-.+").fullmatch, map(str.strip, visible.split(","))
-        )
-    )
+    """Count the GPUs that CUDA sees: those before the first invalid name, one if MIG slices."""
+    known = re.compile(r"\d+|GPU-[\w-]+|MIG-.+")
+    names = list(takewhile(known.fullmatch, map(str.strip, visible.split(","))))
     return min(len(names), 1) if any(name.startswith("MIG-") for name in names) else len(names)
 
 
 def drop_accelerate(environment: MutableMapping[str, str]) -> str | None:
-    """Remove the training settings of `accelerate launch`, which Accelerate would follow; the JSON
-    has them here.
+    """Remove the training settings of `accelerate launch`, which Accelerate would follow.
 
-    Returns a line for the user if one of them asked for something, else None.
+    Returns a line for the user if one of them requested something, else None.
     """
-    found = {
-        name: environment.pop(name) for name in sorted(environment) if name.startswith(ACCELERATE)
-    }
-    wanted = [f"{name}={value}" for name, value in found.items() if value.lower() not in IDLE]
+    names = [name for name in sorted(environment) if name.startswith(ACCELERATE)]
+    settings = {name: environment.pop(name) for name in names}
+    wanted = [f"{name}={value}" for name, value in settings.items() if value.lower() not in IDLE]
     if not wanted:
         return None
     more = f" and {len(wanted) - 4} more" if len(wanted) > 4 else ""
-    return (
-        f"left aside, the JSON says what is trained: {', '.join(wanted[:4])}{more} (from "
-        "accelerate's launcher)"
-    )
+    shown = ", ".join(wanted[:4]) + more
+    return f"left aside, the JSON says what is trained: {shown} (from accelerate's launcher)"

@@ -1,6 +1,4 @@
-"""Trackers: console and `metrics.jsonl`, and on request TensorBoard, MLflow and Weights &
-Biases.
-"""
+"""Trackers: console, `metrics.jsonl`, and on request TensorBoard, MLflow, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -21,8 +19,6 @@ __all__ += ["Tracker", "open_trackers", "progress_line", "require", "say"]
 def open_trackers(
     names: Sequence[str], run_folder: Path, terminal: Terminal, unit: str = "tok"
 ) -> list[Tracker]:
-    """Open the trackers of rank 0: console, with rates in `unit`, `metrics.jsonl`, and those of
-    TRACKERS in `names`.
-    """
+    """Open rank 0's trackers: the console, with rates in `unit`, `metrics.jsonl`, and `names`."""
     always: list[Tracker] = [Console(terminal, unit), JsonLines(run_folder / "metrics.jsonl")]
     return always + [TRACKERS[name](run_folder) for name in names]

@@ -40,25 +40,20 @@ class Console:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         shares = {"accuracy": evaluation.accuracy, "top-5": evaluation.accuracy_top5}
-        found = "".join(
-            f" | {name} {share:.2%}" for name, share in shares.items() if share is not None
-        )
-        found += "".join(
-            f" | {name} {loss:.3f}" for name, loss in (evaluation.by_source or {}).items()
-        )
-        line = (
-            f"step {evaluation.step} | evaluation loss {evaluation.loss:.3f}{found} | "
-            f"{evaluation.targets:,} targets"
-        )
-        say(self._terminal, line)
+        parts = [
+            f"step {evaluation.step}",
+            f"evaluation loss {evaluation.loss:.3f}",
+            *(f"{name} {share:.2%}" for name, share in shares.items() if share is not None),
+            *(f"{name} {loss:.3f}" for name, loss in (evaluation.by_source or {}).items()),
+            f"{evaluation.targets:,} targets",
+        ]
+        say(self._terminal, " | ".join(parts))
 
     def close(self) -> None: ...
 
 
 def progress_line(record: Record, unit: str = "tok") -> str:
-    """Format a line such as `step 120/150 | loss 3.214 | ETA 0:12 | lr 9.1e-4 | |g| 0.83 | ... |
-    data 0.3%`.
-    """
+    """Format a line such as `step 120/150 | loss 3.214 | ETA 0:12 | ... | data 0.3%`."""
     parts = [
         f"step {record.step}/{record.total_steps}",
         f"loss {record.loss:.3f}",

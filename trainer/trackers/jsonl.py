@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.storage import disk_errors, opened_at_once, tail
-from trainer.trackers.tracker import Evaluation, Record, fields
+from trainer.trackers.tracker import Logged, fields
 
 
 class JsonLines:
@@ -35,7 +35,7 @@ class JsonLines:
             self._file.write(json.dumps(line | ({"non_finite": odd} if odd else {})) + "\n")
             self._file.flush()
 
-    def record(self, item: Record | Evaluation, /) -> None:
+    def record(self, item: Logged, /) -> None:
         self.write(fields(item))
 
     evaluation = record

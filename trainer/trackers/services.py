@@ -1,4 +1,7 @@
-"""Trackers of other projects: TensorBoard, MLflow and Weights & Biases, on request."""
+"""Trackers of other projects: TensorBoard, MLflow and Weights & Biases, on request.
+
+Accelerate's are not used: its MLflow run is the global one of the process, which may be a script's.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trainer.errors import ConfigError, Problem, first_line
-from trainer.trackers.tracker import Evaluation, Record, Tracker, numbers
+from trainer.trackers.tracker import Logged, Tracker, numbers
 
 
 class TensorBoard:
@@ -20,7 +23,7 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(folder))
 
-    def record(self, item: Record | Evaluation, /) -> None:
+    def record(self, item: Logged, /) -> None:
         for key, value in numbers(item).items():
             self._writer.add_scalar(key, value, item.step)
 
@@ -40,16 +43,14 @@ class MLflow:
 
         for chatty in ("mlflow.store.db.utils", "alembic"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
-        local = (
-            None if mlflow.is_tracking_uri_set() else f"sqlite:///{folder.absolute() / 'mlflow.db'}"
-        )
+        local = f"sqlite:///{folder.absolute() / 'mlflow.db'}"
         self._metric = Metric
-        self._client = MlflowClient(tracking_uri=local)
+        self._client = MlflowClient(None if mlflow.is_tracking_uri_set() else local)
         found = self._client.get_experiment_by_name(_EXPERIMENT)
         experiment = found.experiment_id if found else self._client.create_experiment(_EXPERIMENT)
         self._run = self._client.create_run(experiment, run_name=name).info.run_id
 
-    def record(self, item: Record | Evaluation, /) -> None:
+    def record(self, item: Logged, /) -> None:
         now = round(time.time() * 1000)
         metrics = [self._metric(key, value, now, item.step) for key, value in numbers(item).items()]
         self._client.log_batch(self._run, metrics=metrics)
@@ -61,9 +62,7 @@ class MLflow:
 
 
 class WeightsAndBiases:
-    """Logs a run `name` as WANDB_* variables and `wandb login` say; `WANDB_MODE=offline` keeps it
-    in `FOLDER/wandb`.
-    """
+    """Logs a run `name` where `wandb login` says; if `WANDB_MODE=offline`, in `FOLDER/wandb`."""
 
     def __init__(self, folder: Path, name: str) -> None:
         import wandb
@@ -75,15 +74,13 @@ class WeightsAndBiases:
                 project=_EXPERIMENT, name=name, dir=str(folder), settings=settings
             )
         except wandb.Error as error:  # a bad key, or a server that does not answer
-            mend = "WANDB_MODE=offline keeps it on this disk"
-            raise ConfigError(
-                Problem("wandb", first_line(error), "a login that its server takes", mend)
-            ) from error
-        self._run.define_metric(
-            "*", step_metric="step"
-        )  # its own counter can't go back to an earlier step
+            actual, expected = first_line(error), "a login that its server takes"
+            hint = "WANDB_MODE=offline keeps it on this disk"
+            raise ConfigError(Problem("wandb", actual, expected, hint)) from error
+        # its own counter can't go back to an earlier step
+        self._run.define_metric("*", step_metric="step")
 
-    def record(self, item: Record | Evaluation, /) -> None:
+    def record(self, item: Logged, /) -> None:
         self._run.log({"step": item.step, **numbers(item)})
 
     evaluation = record
@@ -112,25 +109,19 @@ def require(names: Sequence[str]) -> None:
     for name in names:
         missing = [package for package in _PACKAGES[name] if find_spec(package) is None]
         if missing:
-            seen = f'"{name}" without the package {missing[0]}'
-            mend = f"pip install meshloom[{name}]"
-            raise ConfigError(
-                Problem("trainer.log.trackers", seen, "trackers that are installed", mend)
-            )
+            actual = f'"{name}" without the package {missing[0]}'
+            raise _unusable(actual, "trackers that are installed", f"pip install meshloom[{name}]")
         if name == "wandb" and not _logged_in():
-            seen, mend = (
-                '"wandb" without a login',
-                "Run `wandb login`, or set WANDB_MODE=offline to keep it on this disk",
-            )
-            raise ConfigError(
-                Problem("trainer.log.trackers", seen, "a login, or WANDB_API_KEY", mend)
-            )
+            hint = "Run `wandb login`, or set WANDB_MODE=offline to keep it on this disk"
+            raise _unusable('"wandb" without a login', "a login, or WANDB_API_KEY", hint)
+
+
+def _unusable(actual: str, expected: str, hint: str) -> ConfigError:
+    return ConfigError(Problem("trainer.log.trackers", actual, expected, hint))
 
 
 def _logged_in() -> bool:
-    """Return True if logged in or if nothing is sent; also for an old package that would ask, and
-    for a bad key.
-    """
+    """Return True if logged in, or nothing is sent; also with an old package, or a bad key."""
     import wandb
 
     settings = wandb.setup().settings

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Protocol
 
 
 @dataclass(frozen=True)
-class Record:
+class Logged:
+    """The values that are logged after a step."""
+
+    prefix: ClassVar[str] = ""
+    """The beginning of the names under which they are logged."""
+    step: int
+    loss: float
+    """Nats per label token, or per target."""
+    by_source: dict[str, float] | None = field(default=None, kw_only=True)
+    """The loss on each of several sources' targets, if requested; `loss` is that on all."""
+
+
+@dataclass(frozen=True)
+class Record(Logged):
     """The values of one logged step. Rates and shares are over the steps since the last record."""
 
-    step: int
     total_steps: int
     samples: int
     tokens: int
     """Label tokens since the start of the run."""
-    loss: float
-    """Nats per label token."""
     learning_rate: float
     gradient_norm: float | None
     tokens_per_second: float
@@ -31,16 +41,13 @@ class Record:
     loss_scale: float | None = None
     skipped: int | None = None
     """Steps skipped since the start of the run because a gradient was not finite."""
-    by_source: dict[str, float] | None = None
-    """The loss on each source's targets since the last record, if requested."""
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """The held-out loss after `step` steps, in nats per target."""
+class Evaluation(Logged):
+    """The held-out loss after `step` steps."""
 
-    step: int
-    loss: float
+    prefix: ClassVar[str] = "evaluation_"
     targets: int
     accuracy: float | None = None
     """The share of the targets, classes or tokens, that have the highest score."""
@@ -48,10 +55,6 @@ class Evaluation:
     """The share of the targets among the five highest scores; None with five classes or less."""
     perplexity: float | None = None
     """exp(loss), of a language model."""
-    by_source: dict[str, float] | None = None
-    """The loss on each of several named sources; `loss` is that on all of their targets
-    together.
-    """
 
 
 class Tracker(Protocol):
@@ -62,21 +65,16 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def fields(item: Record | Evaluation) -> dict[str, Any]:
-    """Return the known values of a record, by the names under which they are logged."""
-    prefix = "evaluation_" if isinstance(item, Evaluation) else ""
-    known = {
-        key: value for key, value in asdict(item).items() if value is not None and key != "step"
-    }
-    named = {
-        f"{prefix}loss/{name}": loss for name, loss in (known.pop("by_source", None) or {}).items()
-    }
-    return {"step": item.step} | {prefix + key: value for key, value in known.items()} | named
+def fields(item: Logged) -> dict[str, Any]:
+    """Return the known values by the names under which they are logged."""
+    values = asdict(item)
+    del values["step"], values["by_source"]
+    values |= {f"loss/{name}": loss for name, loss in (item.by_source or {}).items()}
+    known = {name: value for name, value in values.items() if value is not None}
+    return {"step": item.step} | {item.prefix + name: value for name, value in known.items()}
 
 
-def numbers(item: Record | Evaluation) -> dict[str, float]:
-    return {
-        key: float(value)
-        for key, value in fields(item).items()
-        if key not in ("step", "total_steps")
-    }
+def numbers(item: Logged) -> dict[str, float]:
+    """Return those values without the steps, for which services have an axis."""
+    values = fields(item).items()
+    return {name: float(value) for name, value in values if name not in ("step", "total_steps")}
