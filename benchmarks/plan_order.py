@@ -3,10 +3,10 @@
     python benchmarks/plan_order.py [--ranks 2 4 8] [--layouts 12] [--smoke]
 
 Of all layouts of one global batch that the mesh engine runs on so many ranks, some are taken,
-evenly from the fastest to the slowest that the closed form of `trainer/tools/planner/candidates.py`
-makes of them. Each is planned for a device whose numbers are measured first (two blocks, forward
-and backward, a copy, a line through the times of gloo's collectives by their bytes), and run: the
-median of some steps, each as long as its slowest rank. Ranks have one thread.
+evenly from the fastest to the slowest by `trainer/tools/planner/closed_form.py`. Each is planned
+for a device whose numbers are measured first (two blocks, forward and backward, a copy, a line
+through the times of gloo's collectives by their bytes), and run: the median of some steps, each as
+long as its slowest rank. Ranks have one thread.
 
 A processor sends by itself, so that nothing is hidden behind what it computes: layouts are put in
 the order of `Time.most`. Where ranks share cores, what one leaves idle in a pipeline another takes:
@@ -40,10 +40,11 @@ from trainer.errors import ConfigError
 from trainer.layout import Layout
 from trainer.models.materialise import materialise
 from trainer.models.spec import flops_per_token
-from trainer.tools.planner.candidates import Estimates, ModelSizes, candidates
+from trainer.tools.planner.candidates import candidates
+from trainer.tools.planner.closed_form import ClosedForm
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.from_config import ModelOnCluster, model_on, planned
-from trainer.tools.planner.search import changed_to
+from trainer.tools.planner.proposals import changed_to
 
 RESULTS = ROOT / "benchmarks" / "results" / "plan.md"
 LAYERS, STEPS = 8, 4
@@ -176,7 +177,7 @@ def step_seconds(config: Config, cluster: Cluster) -> list[float]:
 def chosen(config: Config, cluster: Cluster, count: int) -> Iterator[tuple[Layout, Config]]:
     """Layouts that the engine runs, evenly from the fastest to the slowest by the closed form."""
     base = planned(config, cluster)
-    old, estimates = base.workload.layout, Estimates(ModelSizes.of(base), cluster)
+    old, form = base.workload.layout, ClosedForm.of(base)
     known: list[tuple[float, Layout, Config]] = []
     for layout in candidates(old, cluster, LAYERS):
         if (
@@ -188,7 +189,7 @@ def chosen(config: Config, cluster: Cluster, count: int) -> Iterator[tuple[Layou
             continue
         try:
             known.append(
-                (estimates.seconds(layout), layout, changed_to(config, cluster, old, layout)[1])
+                (form.seconds(layout), layout, changed_to(config, cluster, old, layout)[1])
             )
         except ConfigError:
             continue

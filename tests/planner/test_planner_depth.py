@@ -12,7 +12,7 @@ from trainer.config import load
 from trainer.engines.devices import DEVICES
 from trainer.models import cut
 from trainer.models.tiny import LARGEST
-from trainer.tools.planner import estimate as planner
+from trainer.tools.planner import extrapolate as planner
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.from_config import model_on, planned
 from trainer.tools.planner.ledger import Ledger

@@ -27,7 +27,7 @@ from trainer.tools.planner.candidates import (
     rank,
 )
 from trainer.tools.planner.cluster import RESERVED, Cluster
-from trainer.tools.planner.estimate import Plan
+from trainer.tools.planner.extrapolate import Plan
 
 MODEL = {
     **LLAMA,

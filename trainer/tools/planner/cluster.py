@@ -23,10 +23,9 @@ UNITS = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "": 0}
 LARGE = re.compile(r"(\d+(?:\.\d*)?) ?([kmgtp]?)(i?)([a-z/]*)", re.IGNORECASE)
 SHORT = re.compile(r"(\d+(?:\.\d*)?) ?(m|u|)s")
 SUFFIXES = {"memory": ("", "B", "b"), "peak": ("", "FLOPS", "flops", "FLOP/s", "flop/s")}
-"""The accepted units of some numbers; RATES holds for the others: bytes/s, as networks are sold in
-bits/s.
-"""
+"""The accepted units of some numbers; the others take RATES: bytes/s, as bits/s are common, too."""
 RATES = ("", "B/s", "B")
+EXAMPLE = "memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s"
 
 
 @dataclass(frozen=True)
@@ -42,68 +41,62 @@ class Cluster:
     def world_size(self) -> int:
         return self.nodes * self.devices
 
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.devices} {self.device.name}"
+
 
 def gib(size: float) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:,.2f} MiB"
 
 
 def device_of(text: str) -> Device:
-    """Return a device by name, or from numbers:
-    `memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s,latency=20us`.
-    Raises ConfigError for any other text."""
+    """Return a device by name, or from numbers: `memory=80GB,peak=989TFLOPS,latency=20us,...`.
+
+    Raises ConfigError for any other text.
+    """
     if text in DEVICES:
         return DEVICES[text]
-    found = {}
+    numbers = {}
     for part in text.split(",") if "=" in text else []:
         key, _, value = (word.strip() for word in part.partition("="))
         number = _seconds(value) if key == "latency" else _number(value, SUFFIXES.get(key, RATES))
         if key not in NUMBERS or number is None:
-            examples = "memory=80GB, network=50GB/s or latency=20us"
-            raise ConfigError(
-                Problem("--device", part, f"one of {', '.join(NUMBERS)} with a number: {examples}")
-            )
-        found[key] = number
-    missing = [name for name in NUMBERS[:4] if name not in found]
+            names, examples = ", ".join(NUMBERS), "memory=80GB, network=50GB/s or latency=20us"
+            expected = f"one of {names} with a number: {examples}"
+            raise ConfigError(Problem("--device", part, expected))
+        numbers[key] = number
+    missing = [name for name in NUMBERS[:4] if name not in numbers]
     if missing:
-        seen = (
-            f"{text}, which is not in the table"
-            if not found
-            else f"{text}, without {', '.join(missing)}"
-        )
-        mend = (
-            "Give its numbers: --device memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s"
-        )
-        raise ConfigError(Problem("--device", seen, f"one of {', '.join(DEVICES)}", mend))
-    return Device("a device of its own", **found)
+        fault = f"without {', '.join(missing)}" if numbers else "which is not in the table"
+        hint = f"Give its numbers: --device {EXAMPLE}"
+        names = f"one of {', '.join(DEVICES)}"
+        raise ConfigError(Problem("--device", f"{text}, {fault}", names, hint))
+    return Device("a device of its own", **numbers)
 
 
 def described(device: Device) -> str:
     """Return the numbers from which `device_of` makes this device."""
-    return (
-        ",".join(f"{name}={getattr(device, name):.0f}" for name in NUMBERS[:-1])
-        + f",latency={device.latency:.9f}s"
-    )
+    numbers = [f"{name}={getattr(device, name):.0f}" for name in NUMBERS if name != "latency"]
+    return ",".join([*numbers, f"latency={device.latency:.9f}s"])
 
 
 def _number(text: str, suffixes: Sequence[str]) -> float | None:
     """Parse a number above zero with one of the suffixes; None for any other text."""
-    found = LARGE.fullmatch(text)
-    if found is None or found[4] not in suffixes or not float(found[1]):
+    match = LARGE.fullmatch(text)
+    if match is None or match[4] not in suffixes or not float(match[1]):
         return None
-    return float(found[1]) * (1024 if found[3] else 1000) ** UNITS[found[2].lower()]
+    return float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].lower()]
 
 
 def _seconds(text: str) -> float | None:
-    found = SHORT.fullmatch(text)
-    return float(found[1]) / {"": 1, "m": 1e3, "u": 1e6}[found[2]] if found else None
+    match = SHORT.fullmatch(text)
+    return float(match[1]) / {"": 1, "m": 1e3, "u": 1e6}[match[2]] if match else None
 
 
 # The time of a step
 
 HOST = 25e9
-"""Bytes/s at which each device's offloaded state is moved and updated: PCIe 4 x16, or host memory
-over 8.
-"""
+"""Bytes/s at which a device's offloaded state is moved and updated: PCIe 4 x16."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +134,7 @@ class Time:
 
     @property
     def least(self) -> float:
-        """The time of a step if all communication overlaps with computation, while it lasts."""
+        """The time of a step if communication overlaps with all of the computation."""
         return max(self.compute, self.inside, self.between) + self.bubble + self.update + self.host
 
     @property
@@ -167,20 +160,23 @@ def time_of(
 ) -> Time:
     """Estimate the parts of a step's time for a layout.
 
-    `flops`: those of all ranks, without recomputation. `inside`, `between`: traffic within a node
-    and to others, of the rank that takes longest to send it. `state`: bytes of weights, gradients
-    and optimizer state on a device; `on_host`: bytes of it that are offloaded.
+    `flops`: those of all ranks, without recomputation. `inside`, `between`: the traffic of the rank
+    that sends longest, within its node and to others. `state`, `on_host`: bytes of weights,
+    gradients and optimizer state on a device, and offloaded.
     """
     # float32 is counted as half the 16-bit rate: TF32, on tensor cores
     rate = device.peak / 2 if layout.precision == "float32" else device.peak
     compute = flops * (1 + recomputed(layout)) / layout.world_size / rate
     rounds = layout.accumulation * layout.stages_per_rank
     bubble = compute * (layout.pipeline - 1) / rounds if layout.pipeline > 1 else 0.0
-    wires = (
-        inside.seconds(device.link, device.latency),
-        between.seconds(device.network, device.latency),
+    return Time(
+        compute=compute,
+        bubble=bubble,
+        inside=inside.seconds(device.link, device.latency),
+        between=between.seconds(device.network, device.latency),
+        update=2 * state / device.bandwidth,
+        host=2 * on_host / HOST,
     )
-    return Time(compute, bubble, *wires, 2 * state / device.bandwidth, 2 * on_host / HOST)
 
 
 def recomputed(layout: Layout) -> float:

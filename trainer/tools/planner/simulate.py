@@ -1,6 +1,4 @@
-"""The simulation of one rank: its engine is built, takes steps, evaluates and is saved, all of it
-recorded.
-"""
+"""The simulation of one rank: its engine is built, takes steps, evaluates and is saved."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ from trainer.tools.planner.messages import Message, Messages
 from trainer.tools.planner.pretend import pretending
 
 STEPS = 2
-"""The number of steps: optimizers create their state in the first, and all are alike from the
-second on.
-"""
+"""Optimizers create their state in the first step; from the second on all are alike."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +50,6 @@ class SampleCost:
     """FLOPs to train on it, forward and backward, without recomputation."""
     hidden: int
     """The number of values in the smallest hidden state that enters a block; 0 if unknown."""
-    kept: int
-    """The multiple of `hidden` that a block surely keeps if nothing is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +66,14 @@ class Workload:
     schedule: LRSchedule
     sample: SampleCost
     batch: Callable[[int], Batch]
-    """Makes a micro-batch of that many samples, of the length trained with; its values mean
-    nothing.
-    """
+    """Makes a micro-batch of that many samples, of the trained length and without meaning."""
 
     def received(self, rank: int) -> torch.Tensor:
         """Make the hidden state that a rank's stage receives for a micro-batch, of zeros."""
         layout, spec = self.layout, self.spec
-        stage = block_ranges(spec.build(), spec, layout.partition, layout.stages)[
-            layout.coordinates(rank)["pipeline"]
-        ]
-        shape = self.task.hidden_shape(self.batch(layout.micro_batch), stage.start)
+        ranges = block_ranges(spec.build(), spec, layout.partition, layout.stages)
+        first = ranges[layout.coordinates(rank)["pipeline"]].start
+        shape = self.task.hidden_shape(self.batch(layout.micro_batch), first)
         return torch.zeros(shape, dtype=getattr(torch, layout.precision))
 
 
@@ -98,9 +89,8 @@ class Trace:
     copied: int = 0
     """Bytes that a background save copies to the host."""
 
-    def peak(self, phase: str | None = None) -> Peak:
-        """Return the peak of a phase, or of all."""
-        return max((p for p in self.peaks if phase in (None, p.phase)), key=lambda p: p.size)
+    def peak(self, phase: str) -> Peak:
+        return next(peak for peak in self.peaks if peak.phase == phase)
 
 
 def simulate_all(jobs: Sequence[tuple[Workload, int]], local_world_size: int) -> list[Trace]:
@@ -120,8 +110,9 @@ def simulate_all(jobs: Sequence[tuple[Workload, int]], local_world_size: int) ->
             index, process = running.pop(pipe)
             found[index] = _answer(jobs[index][1], process, pipe)
 
+    work = [len(job.spec.blocks) * job.layout.accumulation for job, _ in jobs]
     # the longest first, so that no core waits long at the end
-    for index in sorted(range(len(jobs)), key=lambda index: -_work(jobs[index][0])):
+    for index in sorted(range(len(jobs)), key=lambda index: -work[index]):
         workload, rank = jobs[index]
         ours, theirs = multiprocessing.Pipe(duplex=False)
         process = multiprocessing.get_context("fork").Process(
@@ -137,11 +128,6 @@ def simulate_all(jobs: Sequence[tuple[Workload, int]], local_world_size: int) ->
     return [found[index] for index in range(len(jobs))]
 
 
-def _work(workload: Workload) -> int:
-    """Estimate the amount of work in a simulation, for comparison."""
-    return len(workload.spec.blocks) * workload.layout.accumulation
-
-
 def _answer(rank: int, process: Any, pipe: Connection) -> Trace:
     try:
         trace, problem = pipe.recv()
@@ -150,9 +136,8 @@ def _answer(rank: int, process: Any, pipe: Connection) -> Trace:
         trace, problem = None, f"the process that pretended to be it ended with {process.exitcode}"
     process.join()
     if trace is None:
-        raise ConfigError(
-            Problem(f"rank {rank}", problem, "a model and a layout that run on fake tensors")
-        )
+        expected = "a model and a layout that run on fake tensors"
+        raise ConfigError(Problem(f"rank {rank}", problem, expected))
     return trace  # type: ignore[no-any-return]
 
 
@@ -160,23 +145,18 @@ def _simulate(pipe: Connection, workload: Workload, rank: int, local_world_size:
     """Run the simulation in the rank's process; send (trace, None) or (None, the error)."""
     torch.set_num_threads(1)  # the forked process has no such threads
     gc.freeze()  # nothing from before the fork is finalised here
-    layout, messages = workload.layout, Messages(rank)
+    world_size, messages = workload.layout.world_size, Messages(rank)
+    received = partial(workload.received, rank) if workload.engine_name == "deepspeed" else None
     try:
-        deepspeed = (
-            partial(workload.received, rank) if workload.engine_name == "deepspeed" else None
-        )
-        with pretending(rank, layout.world_size, local_world_size, deepspeed=deepspeed) as ranks:
+        with pretending(rank, world_size, local_world_size, deepspeed=received) as ranks:
             machine = Machine(torch.device("cpu"), ranks, local_world_size)
             with messages:
-                ledger, copied = recorded(
-                    workload, machine, lambda phase: setattr(messages, "phase", phase)
-                )
+                ledger, copied = recorded(workload, machine, messages.begin)
         pipe.send((Trace(rank, tuple(ledger.peaks()), tuple(messages.found), copied), None))
     except Exception as error:  # whatever an engine's or a model's own code raises
         where = traceback.extract_tb(error.__traceback__)[-1]
-        pipe.send(
-            (None, f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"[:600])
-        )
+        problem = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        pipe.send((None, problem[:600]))
     finally:
         pipe.close()
         os._exit(0)  # nothing of the parent process is finalised here
@@ -185,15 +165,12 @@ def _simulate(pipe: Connection, workload: Workload, rank: int, local_world_size:
 def recorded(
     workload: Workload, machine: Machine, at: Callable[[str], None] = lambda phase: None
 ) -> tuple[Ledger, int]:
-    """Record an engine, real or simulated, that is built, takes `STEPS` steps, evaluates and is
-    saved.
+    """Record an engine, real or simulated, that is built, steps, evaluates and is saved.
 
-    Returns the ledger, and the bytes that a background save copies.
+    `at` is called with each phase. Returns the ledger, and the bytes a background save copies.
     """
     layout = workload.layout
-    ledger = Ledger(
-        vocabulary=workload.spec.language.vocabulary // (layout.tensor if layout.tensor > 1 else 1)
-    )
+    ledger = Ledger(vocabulary=workload.spec.language.vocabulary // layout.tensor)
 
     def begin(phase: str) -> None:
         gc.collect()
@@ -227,11 +204,9 @@ def recorded(
 
 
 def _saved(entry: StateTensor) -> int:
-    """Read a tensor as a save does; return the bytes that a background save keeps on this rank's
-    host.
+    """Read a tensor as a save does; return the bytes that a background save copies to the host.
 
-    If a rank copies its shard, the later gather passes through the device in small buffers and is
-    not counted.
+    A shard is gathered later through small buffers on the device, which are not counted.
     """
     kept = entry.local.shard() if entry.local else entry.read()
     return 0 if kept is None else kept.nbytes
@@ -246,9 +221,7 @@ def _weights(ledger: Ledger, modules: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def _optimizers(ledger: Ledger, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Tell the ledger which tensors are gradients and optimizer state, whenever an optimizer
-    steps.
-    """
+    """Name gradients and optimizer state in the ledger, whenever an optimizer steps."""
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for module in modules:

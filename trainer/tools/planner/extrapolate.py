@@ -1,5 +1,4 @@
-"""The plan of a run: the memory and messages of each kind of rank, and an estimate of the time of a
-step.
+"""The plan of a run: memory and messages of each kind of rank, and an estimate of a step's time.
 
 Ranks of one kind do the same, so one is simulated for each place in the pipeline. If all blocks are
 alike, a few are simulated at two depths and the rest is extrapolated linearly; so is the number of
@@ -8,9 +7,9 @@ micro-batches.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 from torch import nn
@@ -29,6 +28,12 @@ LONG = 4
 """The most pipeline ranks of which all are simulated, and with all their micro-batches."""
 
 Axes = tuple[str, ...]
+Point = tuple[int | None, int]
+"""Blocks per stage, or all, and micro-batches that were simulated."""
+Kind = tuple[str, Axes, int, bool]
+"""The first four fields of `Sent`."""
+Totals = dict[Kind, tuple[int, float]]
+"""Kind of message -> the number of them, and the bytes sent."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +86,7 @@ class Plan:
     cluster: Cluster
     roles: tuple[Role, ...]
     loaded: float
-    """The most bytes on the host that each process takes while it loads the model: those of the
-    largest unit.
-    """
+    """The most bytes on the host that a process takes to load the model: its largest unit's."""
 
     @property
     def background_copy(self) -> float:
@@ -101,9 +104,7 @@ class Plan:
 
     @property
     def needed(self) -> float:
-        """Bytes of tensors on the fullest device, as its allocator rounds them, without those
-        offloaded to the host.
-        """
+        """Bytes of tensors on the fullest device, as its allocator rounds them."""
         peak = self.fullest.peak
         return peak.size + peak.rounding - self.on_host
 
@@ -122,9 +123,7 @@ class Plan:
         return self.workload.sample.flops * self.workload.layout.train_batch
 
     def traffic(self, inside: bool) -> Traffic:
-        """Return the traffic of a step, inside nodes or between them, of the rank that takes
-        longest to send it.
-        """
+        """Return a step's traffic, inside nodes or between, of the rank that sends longest."""
         device = self.cluster.device
         bandwidth = device.link if inside else device.network
         return max(
@@ -140,18 +139,19 @@ class Plan:
     @cached_property
     def time(self) -> Time:
         state = self.on_device(("weights", "gradients", "optimizer"))
-        layout, device, wires = (
+        return time_of(
             self.workload.layout,
             self.cluster.device,
-            map(self.traffic, (True, False)),
+            self.step_flops,
+            self.traffic(inside=True),
+            self.traffic(inside=False),
+            state=state,
+            on_host=self.on_host,
         )
-        return time_of(layout, device, self.step_flops, *wires, state=state, on_host=self.on_host)
 
 
 def offloaded(workload: Workload) -> tuple[str, ...]:
-    """Return the kinds of memory on the host: FSDP2 offloads all of a shard, DeepSpeed as the
-    layout says.
-    """
+    """Return the kinds of memory on the host: FSDP2's whole shard, DeepSpeed's by the layout."""
     layout = workload.layout
     if not layout.offloads:
         return ()
@@ -170,47 +170,38 @@ def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Pl
     not run on fake tensors.
     """
     full = make(None, 0)
-    layout = full.layout
-    model = full.spec.build()
+    layout, model = full.layout, full.spec.build()
     held = blocks_held(full, model)
-    depths = depths_of(full, model, held)
-    grid: list[Point] = [
-        (depth, micro) for micro in micro_batches_of(layout) for depth in (depths or (None,))
-    ]
-    workloads = {point: make(*point) for point in grid}
-    stand = representatives(layout)
-    jobs = [(rank, point) for _, rank in stand for point in grid]
-    found = dict(
-        zip(
-            jobs,
-            simulate_all([(workloads[point], rank) for rank, point in jobs], cluster.devices),
-            strict=True,
-        )
-    )
+    depths = depths_of(full, model, held) or (None,)
+    grid: list[Point] = [(depth, micro) for micro in micro_batches_of(layout) for depth in depths]
+    workloads = [make(*point) for point in grid]
+    places = representatives(layout)
+    jobs = [(workload, rank) for _, rank in places for workload in workloads]
+    traces = iter(simulate_all(jobs, cluster.devices))
     roles = []
-    for name, rank in stand:
-        goal = (
-            held[layout.coordinates(rank)["pipeline"]] / layout.stages_per_rank,
-            layout.accumulation,
-        )
-        points = {point: found[rank, point] for point in grid}
-        copied = _plane({point: trace.copied for point, trace in points.items()}, goal)
-        roles.append(
-            Role(
-                name,
-                rank,
-                _peaks(points, goal),
-                tuple(_sent(points, goal, layout, cluster)),
-                copied,
-            )
-        )
+    for name, rank in places:
+        blocks = held[layout.coordinates(rank)["pipeline"]] / layout.stages_per_rank
+        points = {point: next(traces) for point in grid}
+        roles.append(_role(name, rank, points, (blocks, layout.accumulation), layout, cluster))
     return Plan(full, cluster, tuple(roles), loaded_at_once(full, model))
 
 
+def _role(
+    name: str,
+    rank: int,
+    points: Mapping[Point, Trace],
+    goal: tuple[float, int],
+    layout: Layout,
+    cluster: Cluster,
+) -> Role:
+    """Extrapolate the traces of a rank to the blocks and micro-batches in `goal`."""
+    copied = _plane({point: trace.copied for point, trace in points.items()}, goal)
+    totals = {point: _totals(trace.messages, layout, cluster) for point, trace in points.items()}
+    return Role(name, rank, _peaks(points, goal), tuple(_sent(totals, goal)), copied)
+
+
 def representatives(layout: Layout) -> list[tuple[str, int]]:
-    """Choose a rank for each kind: in each place, the first data and tensor rank, which has the
-    largest shards.
-    """
+    """Choose a rank for each place: the first data and tensor rank, with the largest shards."""
     last = layout.pipeline - 1
     if last == 0:
         return [("each rank", 0)]
@@ -225,9 +216,9 @@ def representatives(layout: Layout) -> list[tuple[str, int]]:
 def blocks_held(workload: Workload, model: nn.Module) -> list[int]:
     """Count the blocks of each pipeline rank."""
     layout, spec = workload.layout, workload.spec
-    ranges = (
-        block_ranges(model, spec, layout.partition, layout.stages) if spec.blocks else [range(0)]
-    )
+    ranges = [range(0)]
+    if spec.blocks:
+        ranges = block_ranges(model, spec, layout.partition, layout.stages)
     return [
         sum(len(ranges[stage]) for stage in layout.stages_of(place))
         for place in range(layout.pipeline)
@@ -235,26 +226,20 @@ def blocks_held(workload: Workload, model: nn.Module) -> list[int]:
 
 
 def loaded_at_once(workload: Workload, model: nn.Module) -> float:
-    """Return the bytes of the largest unit in float32; of the whole model under AutoTP, which
-    splits a loaded one.
-    """
+    """Return the bytes of the largest unit in float32; AutoTP splits a whole model."""
     if workload.engine_name == "deepspeed" and workload.layout.tensor > 1:
         return 4.0 * workload.spec.parameters
-    return 4.0 * max(
-        sum(
-            parameter.numel()
-            for _, module in unit
-            for parameter in module.parameters(recurse=False)
-        )
+    sizes = (
+        sum(part.numel() for _, module in unit for part in module.parameters(recurse=False))
         for unit in units(model, workload.spec.blocks)
     )
+    return 4.0 * max(sizes)
 
 
 def depths_of(workload: Workload, model: nn.Module, held: Sequence[int]) -> list[int] | None:
-    """Choose two numbers of blocks per stage to extrapolate from; None if all blocks are simulated.
+    """Choose two numbers of blocks per stage to extrapolate from; None to simulate all blocks.
 
-    All are simulated if they differ from one another, or if they are no more than the blocks of
-    both depths.
+    All are simulated if they differ, or are no more than both depths have together.
     """
     spec, layout = workload.spec, workload.layout
     step = layout.recompute.every
@@ -283,11 +268,9 @@ def alike(spec: ModelSpec, model: nn.Module) -> bool:
 
 
 def micro_batches_of(layout: Layout) -> list[int]:
-    """Choose one or two numbers of micro-batches, enough to fill a pipeline or to accumulate
-    gradients.
+    """Choose one or two numbers of micro-batches that fill a pipeline or accumulate gradients.
 
-    For a long pipeline one is enough: what occurs once per micro-batch then grows with their number
-    (`_sent`).
+    One is enough for a long pipeline: messages of each micro-batch grow with their number (`_sent`).
     """
     if layout.pipeline == 1:
         enough, more = 2, 3
@@ -300,68 +283,55 @@ def micro_batches_of(layout: Layout) -> list[int]:
     )
 
 
-Point = tuple[int | None, int]
-
-
 def _peaks(points: Mapping[Point, Trace], goal: tuple[float, int]) -> tuple[Peak, ...]:
-    """Extrapolate each phase's peak to the depth and micro-batches in `goal`."""
-    found = []
-    for peak in next(iter(points.values())).peaks:
-        at = {point: trace.peak(peak.phase) for point, trace in points.items()}
-        kinds, users = (
-            {
-                name: round(_plane({p: read(found).get(name, 0) for p, found in at.items()}, goal))
-                for name in names
-            }
-            for read, names in (
-                (
-                    lambda p: p.by_kind,
-                    dict.fromkeys(kind for p in at.values() for kind in p.by_kind),
-                ),
-                (
-                    lambda p: p.by_consumer,
-                    dict.fromkeys(user for p in at.values() for user in p.by_consumer),
-                ),
-            )
-        )
-        rounding = round(_plane({point: p.rounding for point, p in at.items()}, goal))
-        found.append(Peak(peak.phase, sum(kinds.values()), kinds, users, rounding))
-    return tuple(found)
+    """Extrapolate each phase's peak to the blocks and micro-batches in `goal`."""
+    peaks = []
+    for phase in [peak.phase for peak in next(iter(points.values())).peaks]:
+        at = {point: trace.peak(phase) for point, trace in points.items()}
+        kinds = _each({point: peak.by_kind for point, peak in at.items()}, goal)
+        consumers = _each({point: peak.by_consumer for point, peak in at.items()}, goal)
+        # peaks at two depths may be different moments: no consumer has more than all of its kind
+        for name, size in consumers.items():
+            consumers[name] = min(size, kinds[name.partition(" of ")[0]])
+        rounding = round(_plane({point: peak.rounding for point, peak in at.items()}, goal))
+        peaks.append(Peak(phase, sum(kinds.values()), kinds, consumers, rounding))
+    return tuple(peaks)
 
 
-def _sent(
-    points: Mapping[Point, Trace], goal: tuple[float, int], layout: Layout, cluster: Cluster
-) -> Iterator[Sent]:
-    totals = {point: _totals(trace.messages, layout, cluster) for point, trace in points.items()}
-    micros = {accumulation for _, accumulation in points}
+def _each(values: Mapping[Point, Mapping[str, float]], goal: tuple[float, int]) -> dict[str, int]:
+    """Extrapolate each named value."""
+    names = dict.fromkeys(name for named in values.values() for name in named)
+    return {
+        name: round(_plane({point: named.get(name, 0) for point, named in values.items()}, goal))
+        for name in names
+    }
+
+
+def _sent(totals: Mapping[Point, Totals], goal: tuple[float, int]) -> Iterator[Sent]:
+    """Extrapolate the messages of each kind to the blocks and micro-batches in `goal`."""
+    micros = {accumulation for _, accumulation in totals}
     few = min(micros)
     for key in dict.fromkeys(key for total in totals.values() for key in total):
-        count, size = (
-            _plane({p: total.get(key, (0, 0))[i] for p, total in totals.items()}, goal)
-            for i in (0, 1)
-        )
-        if len(micros) == 1 and all(
-            total.get(key, (0,))[0] % few == 0 for total in totals.values()
-        ):
-            count, size = (
-                count * goal[1] / few,
-                size * goal[1] / few,
-            )  # a fixed number of times per micro-batch
+        at = {point: total.get(key, (0, 0.0)) for point, total in totals.items()}
+        count = _plane({point: number for point, (number, _) in at.items()}, goal)
+        size = _plane({point: sent for point, (_, sent) in at.items()}, goal)
+        if len(micros) == 1 and all(number % few == 0 for number, _ in at.values()):
+            # a fixed number of times per micro-batch
+            count, size = count * goal[1] / few, size * goal[1] / few
         yield Sent(*key, count, size)
 
 
-def _totals(
-    messages: Iterable[Message], layout: Layout, cluster: Cluster
-) -> dict[tuple[str, Axes, int, bool], tuple[float, float]]:
+def _totals(messages: Iterable[Message], layout: Layout, cluster: Cluster) -> Totals:
+    """Count the messages of a step, and the bytes sent, of each kind."""
     axes_of = cache(layout.axes_of)
-    counts: Counter[tuple[str, Axes, int, bool]] = Counter()
-    sizes: Counter[tuple[str, Axes, int, bool]] = Counter()
+    counts: Counter[Kind] = Counter()
+    sizes: defaultdict[Kind, float] = defaultdict(float)
     for message in messages:
         if message.phase == STEADY and message.name != "receive":
             inside = len({rank // cluster.devices for rank in message.group}) == 1
             key = (message.name, axes_of(message.group), len(message.group), inside)
             counts[key] += 1
-            sizes[key] += message.sent  # type: ignore[assignment]
+            sizes[key] += message.sent
     return {key: (counts[key], sizes[key]) for key in counts}
 
 
@@ -379,22 +349,3 @@ def _straight(values: Mapping[int | None, float] | Mapping[int, float], goal: fl
         return next(iter(values.values()))
     (low, first), (high, second) = sorted((d, v) for d, v in values.items() if d is not None)
     return first + (second - first) * (goal - low) / (high - low)
-
-
-def with_blocks(
-    workload: Workload, spec: ModelSpec, blocks: int | None, accumulation: int
-) -> Workload:
-    """Return the workload with another number of blocks per stage and of micro-batches, otherwise
-    the same.
-    """
-    layout = workload.layout
-    few = accumulation or layout.accumulation
-    samples = layout.micro_batch * few * layout.data_ranks
-    changed = replace(
-        layout,
-        accumulation=few,
-        train_batch=samples,
-        partition="uniform" if blocks is not None else layout.partition,
-    )
-    batches = {"train_batch_size": samples, "gradient_accumulation_steps": few}
-    return replace(workload, layout=changed, spec=spec, deepspeed={**workload.deepspeed, **batches})

@@ -1,0 +1,228 @@
+"""Changes to a config that make it fit a cluster, or faster: a short list of layouts, simulated."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Config, load
+from trainer.config.compiled import path_of
+from trainer.config.read import override, read
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
+from trainer.storage import disk_errors, replace_file
+from trainer.tools.planner.candidates import candidates, changes_to, differences, overrides_of
+from trainer.tools.planner.closed_form import ClosedForm
+from trainer.tools.planner.cluster import Cluster
+from trainer.tools.planner.extrapolate import Plan
+from trainer.tools.planner.from_config import on_cluster, planned
+from trainer.tools.planner.rendering import reason, shortfall
+
+SIMULATED = 8
+"""The most layouts that are simulated."""
+REFUSED = 24
+"""The most layouts that no engine runs, before the list is given up."""
+FASTER = 0.98
+"""The largest share of the present step time at which an optional change is proposed."""
+MARGIN = 0.9
+"""The largest share of a device's room that an estimate may fill to count as fitting."""
+MOST_NODES = 64
+"""The largest multiple of the present nodes that is tried to find how many would do."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A change to a config, and its result."""
+
+    changes: dict[str, Any]
+    """Config paths -> values."""
+    plan: Plan
+    reason: str
+    """One sentence."""
+
+    @property
+    def seconds(self) -> float:
+        """The estimated time of a step, by which proposals are sorted."""
+        return self.plan.time.middle
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.workload.layout
+
+
+def rank(proposal: Proposal) -> tuple[bool, float, int, float]:
+    """Return the sort key: first what fits, by time (to a percent) and number of changes.
+
+    Of those that do not fit, the one that misses least comes first.
+    """
+    plan, count = proposal.plan, len(proposal.changes)
+    if not plan.fits:
+        return True, plan.needed, count, plan.time.middle
+    return False, round(math.log(plan.time.middle) * 100), count, plan.time.middle
+
+
+def proposals(
+    config: Config, cluster: Cluster, plan: Plan, most: int = 5, seconds: float = math.inf
+) -> list[Proposal]:
+    """Find changes that fit, the fastest first; for a config that fits, faster ones.
+
+    All keep the global batch and have been simulated; after `seconds` no other simulation begins.
+    If none fits, the one that misses least comes first, and its reason says what would do.
+    """
+    until = time.monotonic() + seconds
+    found = sorted(_tried(config, cluster, plan, most, until), key=rank)
+    if plan.fits:
+        faster = [one for one in found if one.plan.fits and one.seconds < FASTER * plan.time.middle]
+        return faster[:most]
+    if not any(proposal.plan.fits for proposal in found):
+        best = min([Proposal({}, plan, ""), *found[:1]], key=lambda one: one.plan.needed)
+        nodes = nodes_enough(config, cluster, plan, found, until)
+        nearest = replace(best, reason=shortfall(plan, best.plan, len(found), nodes))
+        found = [nearest, *(proposal for proposal in found if proposal is not best)]
+    return found[:most]
+
+
+def grid(plan: Plan, form: ClosedForm) -> list[Layout]:
+    """List the other layouts on the form's cluster."""
+    spec, old = plan.workload.spec, plan.workload.layout
+    blocks, splits = max(1, len(spec.blocks)), spec.language.vocabulary > 0
+    return [one for one in candidates(old, form.cluster, blocks, splits) if one != old]
+
+
+def shortlist(plan: Plan, form: ClosedForm) -> list[Layout]:
+    """List the layouts to try, in order: in turn the one of fewest changes and the fastest.
+
+    All are estimated to fit, and to be faster than a plan that fits.
+    """
+    old = plan.workload.layout
+    likely = [one for one in grid(plan, form) if form.bytes(one) <= MARGIN * plan.room]
+    count = {one: len(differences(old, one)) for one in likely}
+    seconds = {one: form.seconds(one) for one in likely}
+    if plan.fits:
+        likely = [one for one in likely if seconds[one] < FASTER * form.seconds(old)]
+    simplest = sorted(likely, key=lambda one: (count[one], seconds[one]))
+    fastest = sorted(likely, key=lambda one: (seconds[one] * (1 + count[one] / 100), count[one]))
+    return list(dict.fromkeys(chain.from_iterable(zip(simplest, fastest, strict=True))))
+
+
+def _tried(
+    config: Config, cluster: Cluster, plan: Plan, most: int, until: float
+) -> Iterator[Proposal]:
+    """Simulate the layouts of the short list, but for those that simulated ones rule out.
+
+    If the list is empty because nothing is estimated to fit, the smallest are simulated.
+    """
+    old, form = plan.workload.layout, ClosedForm.of(plan)
+    listed = shortlist(plan, form)
+    if not listed and not plan.fits:
+        listed = sorted(grid(plan, form), key=form.bytes)
+    errors: dict[tuple[str, ...], float] = {}
+    """The ratio of simulated to estimated bytes, by what is recomputed and offloaded."""
+    fitting: list[Layout] = []
+    simulated = refused = 0
+    for layout in listed:
+        kind = layout.recompute.mode, layout.offload_optimizer, layout.offload_param
+        size = form.bytes(layout) * errors.get(kind, 0.0)
+        if size > plan.room or any(_adds_nothing(layout, one, old, form) for one in fitting):
+            continue
+        if simulated == SIMULATED or refused == REFUSED or len(fitting) == most:
+            return
+        if simulated and time.monotonic() > until:
+            return
+        try:
+            changes, changed = changed_to(config, cluster, old, layout)
+            new = planned(changed, cluster)
+        except ConfigError:  # no engine runs it, or not with this model
+            refused += 1
+            continue
+        simulated += 1
+        errors[kind] = new.needed / form.bytes(layout)
+        if new.fits:
+            fitting.append(layout)
+        yield Proposal(changes, new, reason(plan, new))
+
+
+def _adds_nothing(layout: Layout, fitting: Layout, old: Layout, form: ClosedForm) -> bool:
+    """Return True if it changes what one that fits does, and is not faster by changing more."""
+    known, changed = differences(old, fitting), differences(old, layout)
+    slower = form.seconds(layout) >= FASTER * form.seconds(fitting)
+    return known == changed or (known < changed and slower)
+
+
+def changed_to(
+    config: Config, cluster: Cluster, old: Layout, new: Layout
+) -> tuple[dict[str, Any], Config]:
+    """Return the changes that make a config's layout `new`, and the changed config.
+
+    Raises ConfigError if none do.
+    """
+    changes = changes_to(config.raw, old, new)
+    mesh: dict[str, Any] = {"trainer.mesh.shard": new.shard}
+    if config.trainer.mesh.replicate is not None:
+        mesh["trainer.mesh.replicate"] = new.replicate
+    auto = {"trainer.engine": "auto"}
+    for more in ({}, mesh, auto, mesh | auto):
+        try:
+            changed = replace(load(config.raw, overrides_of(changes | more)), path=config.path)
+            composed = on_cluster(changed, cluster)
+            composed.engine()  # an error where none can run it
+            if composed.layout == new:
+                return changes | more, changed
+        except ConfigError as error:
+            problem = error
+            continue
+        expected = "a layout that the config has keys for"
+        problem = ConfigError(Problem("proposals", new.describe(), expected))
+    raise problem
+
+
+def nodes_enough(
+    config: Config, cluster: Cluster, plan: Plan, found: Sequence[Proposal], until: float = math.inf
+) -> int | None:
+    """Find the least power of two times the nodes on which something fits, by simulation, or None.
+
+    Nothing begins after `until`, a time of `time.monotonic`.
+    """
+    old, form = plan.workload.layout, ClosedForm.of(plan)
+    errors = [proposal.plan.needed / form.bytes(proposal.layout) for proposal in found]
+    form = replace(form, correction=form.correction * max([1.0, *errors]))
+    times = 2
+    while times <= MOST_NODES and time.monotonic() < until:
+        form = replace(form, cluster=replace(cluster, nodes=cluster.nodes * times))
+        times *= 2
+        likely = [one for one in grid(plan, form) if form.bytes(one) <= MARGIN * plan.room]
+        likely.sort(key=lambda one: (len(differences(old, one)), form.bytes(one)))
+        for layout in likely[:REFUSED]:
+            try:
+                _, changed = changed_to(config, form.cluster, old, layout)
+                if planned(changed, form.cluster).fits:
+                    return form.cluster.nodes
+            except ConfigError:
+                continue
+            break
+    return None
+
+
+def write(
+    config_path: str | Path, overrides: Sequence[str], proposal: Proposal, target: str | Path
+) -> None:
+    """Write the config's JSON, with the overrides and a proposal's changes, to `target`.
+
+    Raises ConfigError if another file than the config itself exists there, DiskError if it can't be
+    written.
+    """
+    source, target = path_of(config_path), Path(target)
+    raw, _, problems = override(read(source), [*overrides, *overrides_of(proposal.changes)])
+    if problems:
+        raise ConfigError(*problems)
+    if target.is_symlink() or (target.exists() and not target.samefile(source)):
+        expected = "a new file, or the config itself"
+        raise ConfigError(Problem(str(target), "is there already", expected))
+    with disk_errors(target):
+        replace_file(target, (json.dumps(raw, indent=2, ensure_ascii=False) + "\n").encode())
