@@ -17,11 +17,8 @@ TENSORS = (1, 2, 4, 8)
 PIPELINES = (1, 2, 4, 8, 16)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
-BATCH, MICRO, ACCUMULATION = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+BATCH, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
 
 
 def candidates(
@@ -32,22 +29,17 @@ def candidates(
     `splits`: True if tensor parallelism supports the model; its groups stay inside a node. Whether
     an engine supports a layout is not checked.
     """
-    tensors = {size for size in TENSORS if splits and cluster.devices % size == 0}
-    pipelines = {stages for stages in PIPELINES if stages <= blocks}
+    tensors = {layout.tensor, *(t for t in TENSORS if splits and cluster.devices % t == 0)}
+    pipelines = {layout.pipeline, *(stages for stages in PIPELINES if stages <= blocks)}
     recomputes = layout.recompute, Recompute(), Recompute("selective"), Recompute("full")
     offloads = (layout.offload_optimizer, layout.offload_param), *OFFLOADS
-    for tensor, pipeline in product(
-        sorted(tensors | {layout.tensor}), sorted(pipelines | {layout.pipeline})
-    ):
+    for tensor, pipeline in product(sorted(tensors), sorted(pipelines)):
         ranks, rest = divmod(cluster.world_size, tensor * pipeline)
         if rest:
             continue
-        for stage, micro, (optimizer, param), recompute in product(
-            range(4),
-            _micro_batches(layout, ranks),
-            dict.fromkeys(offloads),
-            dict.fromkeys(recomputes),
-        ):
+        micros = _micro_batches(layout, ranks)
+        changes = product(range(4), micros, dict.fromkeys(offloads), dict.fromkeys(recomputes))
+        for stage, micro, (optimizer, param), recompute in changes:
             if (optimizer != "none" and stage == 0) or (param != "none" and stage < 3):
                 continue
             for shard in sorted(_shards(layout, ranks, stage, cluster.devices // tensor)):

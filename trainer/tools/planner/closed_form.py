@@ -63,13 +63,11 @@ class ClosedForm:
         return _value(layout) * self.parameters / self.blocks / layout.tensor
 
     def _state(self, layout: Layout) -> float:
-        """Sum weights, gradients and optimizer by ZeRO stage (arXiv 1910.02054, section 3).
-
-        Gradients count even where the state is on the host: they are made on the device.
-        """
+        """Sum weights, gradients and optimizer by ZeRO stage (arXiv 1910.02054, section 3)."""
         weights, optimizer = (4, 8) if layout.precision == "float32" else (2, 12)
         learned = self.learned / self.parameters
         sizes = {3: weights, 2: weights * learned, 1: optimizer * learned}
+        # gradients are made on the device, wherever they are kept
         if layout.offloads:
             sizes[1] = 0
         if layout.offload_param != "none":
@@ -89,13 +87,13 @@ class ClosedForm:
 
     def seconds(self, layout: Layout) -> float:
         """Estimate the seconds of a step, midway between all messages hidden and none."""
-        wires = {True: Traffic(), False: Traffic()}
-        for ranks, count, size in self._sent(layout):
-            wires[ranks <= self.cluster.devices] += Traffic(count, size)
+        wires = []
+        for inside in (True, False):
+            sent = [one for one in self._sent(layout) if (one[0] <= self.cluster.devices) is inside]
+            wires.append(Traffic(sum(one[1] for one in sent), sum(one[2] for one in sent)))
         each = 16 if layout.offload_param != "none" else 12 if layout.offloads else 0
         host = each * self.learned / _model_ranks(layout) / layout.shard
-        device, inside, between = self.cluster.device, wires[True], wires[False]
-        return time_of(layout, device, self.flops, inside, between, on_host=host).middle
+        return time_of(layout, self.cluster.device, self.flops, *wires, 0.0, host).middle
 
     def _sent(self, layout: Layout) -> Iterator[tuple[int, float, float]]:
         """Yield (ranks spanned, messages, bytes) sent by one rank in rings, for each axis."""

@@ -7,7 +7,6 @@ its latency plus its bytes over the bandwidth (Hockney, 1994).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.engines.devices import DEVICES, GIB, Device
@@ -30,11 +29,10 @@ EXAMPLE = "memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s"
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes with the same number of devices each, of one kind."""
+    """Nodes with so many devices each, of one kind."""
 
     nodes: int
     devices: int
-    """The number of devices in each node."""
     device: Device
 
     @property
@@ -50,16 +48,13 @@ def gib(size: float) -> str:
 
 
 def device_of(text: str) -> Device:
-    """Return a device by name, or from numbers: `memory=80GB,peak=989TFLOPS,latency=20us,...`.
-
-    Raises ConfigError for any other text.
-    """
+    """Return a device by name, or from numbers as in EXAMPLE. Raises ConfigError for other text."""
     if text in DEVICES:
         return DEVICES[text]
     numbers = {}
     for part in text.split(",") if "=" in text else []:
         key, _, value = (word.strip() for word in part.partition("="))
-        number = _seconds(value) if key == "latency" else _number(value, SUFFIXES.get(key, RATES))
+        number = _number(key, value)
         if key not in NUMBERS or number is None:
             names, examples = ", ".join(NUMBERS), "memory=80GB, network=50GB/s or latency=20us"
             expected = f"one of {names} with a number: {examples}"
@@ -80,17 +75,15 @@ def described(device: Device) -> str:
     return ",".join([*numbers, f"latency={device.latency:.9f}s"])
 
 
-def _number(text: str, suffixes: Sequence[str]) -> float | None:
-    """Parse a number above zero with one of the suffixes; None for any other text."""
+def _number(key: str, text: str) -> float | None:
+    """Parse one of a device's numbers, above zero; None for any other text."""
+    if key == "latency":
+        match = SHORT.fullmatch(text)
+        return float(match[1]) / {"": 1, "m": 1e3, "u": 1e6}[match[2]] if match else None
     match = LARGE.fullmatch(text)
-    if match is None or match[4] not in suffixes or not float(match[1]):
+    if match is None or match[4] not in SUFFIXES.get(key, RATES) or not float(match[1]):
         return None
     return float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].lower()]
-
-
-def _seconds(text: str) -> float | None:
-    match = SHORT.fullmatch(text)
-    return float(match[1]) / {"": 1, "m": 1e3, "u": 1e6}[match[2]] if match else None
 
 
 # The time of a step
@@ -103,16 +96,13 @@ HOST = 25e9
 class Traffic:
     """The messages that one rank sends in a step over one kind of link."""
 
-    count: float = 0.0
-    """The number of messages."""
-    size: float = 0.0
+    count: float
+    size: float
     """Bytes."""
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.count + other.count, self.size + other.size)
-
-    def seconds(self, bandwidth: float, latency: float) -> float:
-        return self.count * latency + self.size / bandwidth
+    def seconds(self, device: Device, inside: bool) -> float:
+        """Return the time that a device takes to send them, inside its node or to others."""
+        return self.count * device.latency + self.size / (device.link if inside else device.network)
 
 
 @dataclass(frozen=True)
@@ -122,11 +112,9 @@ class Time:
     compute: float
     """Matrix products, with recomputation."""
     bubble: float
-    """The time that the pipeline is idle."""
     inside: float
-    """Messages inside nodes, of the rank that takes longest to send them."""
     between: float
-    """Messages between nodes."""
+    """Messages inside nodes, and between them, of the rank that sends longest."""
     update: float
     """The optimizer's update, at the memory's bandwidth."""
     host: float
@@ -154,29 +142,21 @@ def time_of(
     flops: float,
     inside: Traffic,
     between: Traffic,
-    *,
-    state: float = 0.0,
-    on_host: float = 0.0,
+    state: float,
+    on_host: float,
 ) -> Time:
     """Estimate the parts of a step's time for a layout.
 
-    `flops`: those of all ranks, without recomputation. `inside`, `between`: the traffic of the rank
-    that sends longest, within its node and to others. `state`, `on_host`: bytes of weights,
-    gradients and optimizer state on a device, and offloaded.
+    `flops` are those of all ranks, without recomputation; traffic is that of the rank that sends
+    longest; `state` and `on_host` are bytes of training state on a device, and offloaded.
     """
     # float32 is counted as half the 16-bit rate: TF32, on tensor cores
     rate = device.peak / 2 if layout.precision == "float32" else device.peak
     compute = flops * (1 + recomputed(layout)) / layout.world_size / rate
     rounds = layout.accumulation * layout.stages_per_rank
     bubble = compute * (layout.pipeline - 1) / rounds if layout.pipeline > 1 else 0.0
-    return Time(
-        compute=compute,
-        bubble=bubble,
-        inside=inside.seconds(device.link, device.latency),
-        between=between.seconds(device.network, device.latency),
-        update=2 * state / device.bandwidth,
-        host=2 * on_host / HOST,
-    )
+    wires = inside.seconds(device, inside=True), between.seconds(device, inside=False)
+    return Time(compute, bubble, *wires, 2 * state / device.bandwidth, 2 * on_host / HOST)
 
 
 def recomputed(layout: Layout) -> float:

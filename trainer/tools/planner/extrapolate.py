@@ -24,6 +24,7 @@ from trainer.tools.planner.simulate import Trace, Workload, simulate_all
 
 STEADY = "step 2"
 """The phase that stands for all later steps."""
+STATE = "weights", "gradients", "optimizer"
 LONG = 4
 """The most pipeline ranks of which all are simulated, and with all their micro-batches."""
 
@@ -41,16 +42,15 @@ class Sent:
     """The messages of one kind that one rank sends in a step along one set of axes."""
 
     name: str
-    """The collective or message: all-gather, reduce-scatter, all-reduce, send, ..."""
+    """The same as `Message.name`."""
     axes: Axes
     """The axes along which the ranks of the group differ."""
     ranks: int
-    """The number of ranks in the group."""
     inside: bool
     """True if all of them are in one node."""
     count: float
     size: float
-    """Bytes that the rank sends, in rings."""
+    """Bytes, as `Message.sent`."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,6 @@ class Role:
 
     name: str
     rank: int
-    """The rank that was simulated."""
     peaks: tuple[Peak, ...]
     sent: tuple[Sent, ...]
     copied: float
@@ -67,10 +66,8 @@ class Role:
 
     def traffic(self, inside: bool) -> Traffic:
         """Return the traffic of a step inside the rank's node, or to other nodes."""
-        return sum(
-            (Traffic(sent.count, sent.size) for sent in self.sent if sent.inside is inside),
-            Traffic(),
-        )
+        sent = [sent for sent in self.sent if sent.inside is inside]
+        return Traffic(sum(one.count for one in sent), sum(one.size for one in sent))
 
     @property
     def peak(self) -> Peak:
@@ -90,7 +87,6 @@ class Plan:
 
     @property
     def background_copy(self) -> float:
-        """Bytes on the host of a process that a background save copies."""
         return max(role.copied for role in self.roles)
 
     @cached_property
@@ -125,11 +121,8 @@ class Plan:
     def traffic(self, inside: bool) -> Traffic:
         """Return a step's traffic, inside nodes or between, of the rank that sends longest."""
         device = self.cluster.device
-        bandwidth = device.link if inside else device.network
-        return max(
-            (role.traffic(inside) for role in self.roles),
-            key=lambda t: t.seconds(bandwidth, device.latency),
-        )
+        traffics = [role.traffic(inside) for role in self.roles]
+        return max(traffics, key=lambda traffic: traffic.seconds(device, inside))
 
     def on_device(self, kinds: Iterable[str]) -> float:
         """Return the bytes of these kinds that are on the device at the fullest moment."""
@@ -138,16 +131,9 @@ class Plan:
 
     @cached_property
     def time(self) -> Time:
-        state = self.on_device(("weights", "gradients", "optimizer"))
-        return time_of(
-            self.workload.layout,
-            self.cluster.device,
-            self.step_flops,
-            self.traffic(inside=True),
-            self.traffic(inside=False),
-            state=state,
-            on_host=self.on_host,
-        )
+        layout, device, state = self.workload.layout, self.cluster.device, self.on_device(STATE)
+        traffic = self.traffic(inside=True), self.traffic(inside=False)
+        return time_of(layout, device, self.step_flops, *traffic, state, self.on_host)
 
 
 def offloaded(workload: Workload) -> tuple[str, ...]:
@@ -156,18 +142,15 @@ def offloaded(workload: Workload) -> tuple[str, ...]:
     if not layout.offloads:
         return ()
     if workload.engine_name != "deepspeed" or layout.offload_param != "none":
-        return ("weights", "gradients", "optimizer")
-    if layout.zero_stage == 3:
-        return ("gradients", "optimizer")
-    return ("optimizer",)
+        return STATE
+    return STATE[1:] if layout.zero_stage == 3 else STATE[2:]
 
 
 def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Plan:
     """Simulate a run and build its plan.
 
-    `make(blocks, accumulation)` returns a workload to simulate: with `blocks` in each stage, or all
-    if None, and with that many micro-batches. Raises ConfigError for a model or layout that does
-    not run on fake tensors.
+    `make(blocks, accumulation)` returns a workload with so many blocks in each stage, or all if
+    None, and so many micro-batches. Raises ConfigError for what does not run on fake tensors.
     """
     full = make(None, 0)
     layout, model = full.layout, full.spec.build()
@@ -182,22 +165,12 @@ def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Pl
     for name, rank in places:
         blocks = held[layout.coordinates(rank)["pipeline"]] / layout.stages_per_rank
         points = {point: next(traces) for point in grid}
-        roles.append(_role(name, rank, points, (blocks, layout.accumulation), layout, cluster))
+        goal = blocks, layout.accumulation
+        copied = _plane({point: trace.copied for point, trace in points.items()}, goal)
+        totals = {p: _totals(trace.messages, layout, cluster) for p, trace in points.items()}
+        sent = tuple(_sent(totals, goal))
+        roles.append(Role(name, rank, _peaks(points, goal), sent, copied))
     return Plan(full, cluster, tuple(roles), loaded_at_once(full, model))
-
-
-def _role(
-    name: str,
-    rank: int,
-    points: Mapping[Point, Trace],
-    goal: tuple[float, int],
-    layout: Layout,
-    cluster: Cluster,
-) -> Role:
-    """Extrapolate the traces of a rank to the blocks and micro-batches in `goal`."""
-    copied = _plane({point: trace.copied for point, trace in points.items()}, goal)
-    totals = {point: _totals(trace.messages, layout, cluster) for point, trace in points.items()}
-    return Role(name, rank, _peaks(points, goal), tuple(_sent(totals, goal)), copied)
 
 
 def representatives(layout: Layout) -> list[tuple[str, int]]:
@@ -219,10 +192,8 @@ def blocks_held(workload: Workload, model: nn.Module) -> list[int]:
     ranges = [range(0)]
     if spec.blocks:
         ranges = block_ranges(model, spec, layout.partition, layout.stages)
-    return [
-        sum(len(ranges[stage]) for stage in layout.stages_of(place))
-        for place in range(layout.pipeline)
-    ]
+    stages = [layout.stages_of(place) for place in range(layout.pipeline)]
+    return [sum(len(ranges[stage]) for stage in held) for held in stages]
 
 
 def loaded_at_once(workload: Workload, model: nn.Module) -> float:
@@ -244,26 +215,17 @@ def depths_of(workload: Workload, model: nn.Module, held: Sequence[int]) -> list
     spec, layout = workload.spec, workload.layout
     step = layout.recompute.every
     # whole groups of blocks recomputed together; more of them where FSDP2 prefetches
-    few, more = (2 * step, step) if layout.pipeline > 1 else (_whole(4, step), _whole(2, step))
+    whole = [-(-least // step) * step for least in (4, 2)]
+    few, more = (2 * step, step) if layout.pipeline > 1 else whole
     depths = [few, few + more]
     gains = max(held) > sum(depths) * layout.stages_per_rank
     return depths if gains and spec.tiny.first_blocks is not None and alike(spec, model) else None
 
 
-def _whole(least: int, step: int) -> int:
-    """Return the first multiple of `step` that is at least `least`."""
-    return -(-least // step) * step
-
-
 def alike(spec: ModelSpec, model: nn.Module) -> bool:
     """Return True if all blocks have the same parameters."""
-    shapes = [
-        sorted(
-            (name, tuple(p.shape), p.requires_grad)
-            for name, p in model.get_submodule(block).named_parameters()
-        )
-        for block in spec.blocks
-    ]
+    blocks = [model.get_submodule(block).named_parameters() for block in spec.blocks]
+    shapes = [sorted((name, tuple(p.shape), p.requires_grad) for name, p in ps) for ps in blocks]
     return all(shape == shapes[0] for shape in shapes[1:])
 
 
@@ -278,9 +240,8 @@ def micro_batches_of(layout: Layout) -> list[int]:
         enough, more = layout.stages, layout.stages + layout.pipeline
     if layout.accumulation <= more:
         return [layout.accumulation]
-    return (
-        [enough] if layout.pipeline > LONG and layout.schedule.name != "GPipe" else [enough, more]
-    )
+    one = layout.pipeline > LONG and layout.schedule.name != "GPipe"
+    return [enough] if one else [enough, more]
 
 
 def _peaks(points: Mapping[Point, Trace], goal: tuple[float, int]) -> tuple[Peak, ...]:

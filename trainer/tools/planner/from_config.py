@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -40,38 +40,26 @@ STEPS = 1000
 """The steps of the learning-rate schedule if the config leaves them to the data."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelOnCluster:
     """A config's model on a cluster, whole and with fewer blocks."""
 
     config: Config
-    """The resolved config."""
     workload: Workload
-    """The workload with all blocks."""
     task: Callable[[ModelSpec], Task]
     """Builds the task of the model, or of it with fewer blocks."""
 
-    @cached_property
-    def of_blocks(self) -> Callable[[int], ModelSpec]:
-        """A function from a number of blocks to the model with so many; requires `first_blocks`.
-
-        Trials use the whole model's tiny copy: a few blocks of a large model are still large.
-        """
-        whole = self.workload.spec
-        first_blocks = whole.tiny.first_blocks
-        assert first_blocks is not None
-
-        @cache
-        def of_blocks(count: int) -> ModelSpec:
-            few = amended(first_blocks(count), self.config.trainer, ALONE, copied=True)
-            return replace(few, weights=NoWeights(), tiny=whole.tiny)
-
-        return of_blocks
+    @cache  # noqa: B019 - a plan is a process's work
+    def of_blocks(self, count: int) -> ModelSpec:
+        """Return the model with so many blocks; trials stay those of the whole model's tiny copy."""
+        tiny = self.workload.spec.tiny
+        assert tiny.first_blocks is not None
+        few = amended(tiny.first_blocks(count), self.config.trainer, ALONE, copied=True)
+        return replace(few, weights=NoWeights(), tiny=tiny)
 
     def with_blocks(self, blocks: int | None, accumulation: int) -> Workload:
         """Return the workload with so many blocks per stage, or all, and so many micro-batches."""
-        full = self.workload
-        spec, layout = full.spec, full.layout
+        full, spec, layout = self.workload, self.workload.spec, self.workload.layout
         if blocks is not None:
             spec = _of_shapes(self.of_blocks(blocks * layout.stages))
             layout = replace(layout, partition="uniform")
@@ -89,15 +77,12 @@ class ModelOnCluster:
 
 
 def planned(config: Config, cluster: Cluster) -> Plan:
-    """Plan a config on a cluster.
-
-    Raises ConfigError if its layout is none of the cluster, or can't be simulated.
-    """
+    """Plan a config. Raises ConfigError if its layout does not suit the cluster, or fake tensors."""
     return plan_of(model_on(config, cluster).with_blocks, cluster)
 
 
 def on_cluster(config: Config, cluster: Cluster) -> Composed:
-    """Compose a config on all GPUs of a cluster. Raises ConfigError if it is none for them."""
+    """Compose a config on all GPUs of a cluster. Raises ConfigError if it does not suit them."""
     facts = RuntimeFacts(cluster.world_size, None, None, True, "cuda", cluster.devices)
     return compose(config, facts)
 
@@ -105,8 +90,7 @@ def on_cluster(config: Config, cluster: Cluster) -> Composed:
 def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     """Read a config's model for a cluster: only its description.
 
-    Raises ConfigError if the layout does not fit the cluster or the model, DataError if images do
-    not.
+    Raises ConfigError if the layout does not suit both, DataError if images do not.
     """
     composed = on_cluster(config, cluster)
     section, layout = composed.config.trainer, composed.layout
@@ -140,9 +124,7 @@ class TaskModel(NamedTuple):
 
     spec: ModelSpec
     task: Callable[[ModelSpec], Task]
-    """Builds the task of the model, or of it with fewer blocks."""
     batch: Callable[[int], Batch]
-    """Makes a micro-batch of so many samples."""
     sample: SampleCost
 
 
@@ -189,10 +171,7 @@ def _classifier(section: TrainerSection, layout: Layout) -> TaskModel:
 def _flops_of_an_image(
     spec: ModelSpec, task: ImageClassification, batch: Callable[[int], Batch]
 ) -> float:
-    """Count FLOPs on the meta device, on two images: batch norm has no statistics of one.
-
-    Raises ConfigError if the model can't be trained there.
-    """
+    """Count FLOPs on the meta device, of two images: batch norm has no statistics of one."""
     two = {name: part.to("meta") for name, part in batch(2).items()}
     try:
         return counted_flops(spec, lambda model: task.loss_sum(task.prepare(model), two)) / 2
@@ -225,11 +204,9 @@ def _of_shapes(spec: ModelSpec) -> ModelSpec:
     @cache
     def shapes() -> dict[str, torch.Size]:
         model = spec.build()
-        tensors = (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        )
-        return {name: tensor.shape for name, tensor in tensors if tensor.numel() <= most}
+        named: list[tuple[str, torch.Tensor]] = list(model.named_buffers(remove_duplicate=False))
+        named += model.named_parameters(remove_duplicate=False)
+        return {name: tensor.shape for name, tensor in named if tensor.numel() <= most}
 
     def constructed(name: str) -> torch.Tensor | None:
         return torch.empty(shape) if (shape := shapes().get(name)) is not None else None

@@ -10,8 +10,8 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePath
 from typing import Any
@@ -30,19 +30,15 @@ BLOCK = 512
 """Bytes to which the CUDA allocator rounds up (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
 BUILD, SAVE = "build", "save"
 """The phases in which new tensors are never activations."""
-FSDP, ZERO = "_fully_shard", "zero"
 COMMUNICATING = {
-    (FSDP, "_fsdp_collectives.py"),
-    (FSDP, "_fsdp_param.py"),
-    (FSDP, "_fsdp_param_group.py"),
-    (ZERO, "partition_parameters.py"),
-    (ZERO, "stage_1_and_2.py"),
-    (ZERO, "stage3.py"),
-    (ZERO, "contiguous_memory_allocator.py"),
-    ("planner", "replicas_by_buckets.py"),
-    ("planner", "patches.py"),
+    "_fully_shard": ("_fsdp_collectives.py", "_fsdp_param.py", "_fsdp_param_group.py"),
+    "zero": (
+        *("partition_parameters.py", "contiguous_memory_allocator.py"),
+        *("stage_1_and_2.py", "stage3.py"),
+    ),
+    "planner": ("replicas_by_buckets.py", "patches.py"),
 }
-"""Files, by folder and name, whose functions make tensors to communicate: gathered weights too."""
+"""Files, by folder, whose functions make tensors to communicate: gathered weights too."""
 KEPT = {
     ("stage_1_and_2.py", "zeros"): "optimizer",
     ("stage_1_and_2.py", "full"): "optimizer",
@@ -103,20 +99,17 @@ class Peak:
         return sorted(self.by_consumer.items(), key=lambda item: -item[1])[:3]
 
 
-@dataclass(eq=False)
 class Ledger(TorchDispatchMode):
     """A dispatch mode that records each storage made and freed while it is entered.
 
     `vocabulary`: floating-point tensors whose last dimension has this size count as logits.
     """
 
-    vocabulary: int = 0
-    allocations: list[Allocation] = field(default_factory=list)
-    phases: list[tuple[str, int]] = field(default_factory=list)
-    """Each phase that began, with its first tick, in order."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, vocabulary: int = 0) -> None:
         super().__init__()
+        self.vocabulary = vocabulary
+        self.allocations: list[Allocation] = []
+        self.phases: list[tuple[str, int]] = []  # with their first ticks
         self._tick = 0
         self._live: dict[int, Allocation] = {}  # by the address of the storage's Python object
         self._names: dict[nn.Module, str] = {}
@@ -145,13 +138,11 @@ class Ledger(TorchDispatchMode):
                 module: bare_name(name) for name, module in root.named_modules() if name
             }
         hooks = nn.modules.module
-        before = hooks.register_module_forward_pre_hook(self._enter)
-        after = hooks.register_module_forward_hook(self._leave, always_call=True)
-        try:
+        with ExitStack() as stack:
+            stack.callback(hooks.register_module_forward_pre_hook(self._enter).remove)
+            after = hooks.register_module_forward_hook(self._leave, always_call=True)
+            stack.callback(after.remove)
             yield
-        finally:
-            before.remove()
-            after.remove()
 
     @contextmanager
     def open(self) -> Iterator[Ledger]:
@@ -167,30 +158,23 @@ class Ledger(TorchDispatchMode):
         self._tick += 1
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
-            if (
-                isinstance(leaf, torch.Tensor)
-                and not isinstance(leaf, DTensor)
-                and _device(leaf).type != "meta"
-            ):
-                storage = leaf.untyped_storage()
-                known = self._live.get(id(storage))
-                if known is None:
-                    kind = self._kind_of(leaf, func._opname)
-                    self._note(storage, kind, self._module, func._opname)
-                elif known.size != storage.nbytes():
-                    self._resized(storage)
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
+                continue
+            if _device(leaf).type == "meta":
+                continue
+            storage = leaf.untyped_storage()
+            if id(storage) in self._live:
+                self._resized(storage)
+            else:
+                kind = self._kind_of(leaf, func._opname)
+                self._note(storage, kind, self._module, func._opname)
         return output
 
     def _note(self, storage: torch.UntypedStorage, kind: str, module: str, operator: str) -> None:
         key = id(storage)
-        self._enter_line(storage, kind, module, operator)
-        self._refs[key] = weakref.ref(storage, lambda _: self._freed(key))
-
-    def _enter_line(
-        self, storage: torch.UntypedStorage, kind: str, module: str, operator: str
-    ) -> None:
         line = Allocation(storage.nbytes(), kind, module, operator, self._tick)
-        self._live[id(storage)] = line
+        self._live[key] = line
+        self._refs[key] = weakref.ref(storage, lambda _: self._freed(key))
         if line.size:
             self.allocations.append(line)
 
@@ -205,7 +189,7 @@ class Ledger(TorchDispatchMode):
             return
         self._tick += 1
         line.free(self._tick)
-        self._enter_line(storage, line.kind, line.module, line.operator)
+        self._note(storage, line.kind, line.module, line.operator)
 
     @property
     def _module(self) -> str:
@@ -218,9 +202,9 @@ class Ledger(TorchDispatchMode):
         for _ in range(FRAMES):
             if frame is None:
                 break
-            place = _place(frame.f_code.co_filename)
-            if place in COMMUNICATING:
-                return KEPT.get((place[1], operator), "communication")
+            folder, name = _place(frame.f_code.co_filename)
+            if name in COMMUNICATING.get(folder, ()):
+                return KEPT.get((name, operator), "communication")
             frame = frame.f_back
         wide = tensor.is_floating_point() and tensor.ndim > 1
         if self.vocabulary and wide and tensor.shape[-1] == self.vocabulary:

@@ -47,8 +47,7 @@ def check_memory(
 ) -> Callable[[], list[str]]:
     """Predict and report the memory that a run takes on its device, if requested. Collective.
 
-    Returns a function that compares it at the end with what was measured. Raises ConfigError if
-    the run does not fit.
+    Returns a function that compares it with what was measured. Raises ConfigError if it is too much.
     """
     if not wanted(prepared, machine):
         return list
@@ -66,11 +65,8 @@ def wanted(prepared: Prepared, machine: Machine) -> bool:
     """Return True on GPUs or if the config asks for it, for a model and data that it names."""
     config, section = prepared.config, prepared.config.trainer
     requested = config.origins.get("trainer.plan") in (FILE, OVERRIDE)
-    return (
-        prepared.subject.is_named(section)
-        and section.plan != "off"
-        and (machine.device.type == "cuda" or requested)
-    )
+    possible = prepared.subject.is_named(section) and section.plan != "off"
+    return possible and (machine.device.type == "cuda" or requested)
 
 
 def predict(
@@ -90,15 +86,11 @@ def predict(
     needed, owner = plan["needed"], "device" if machine.device.type == "cuda" else "host"
     if needed > device.memory and prepared.config.trainer.plan == "refuse":
         raise ConfigError(_problem(plan, device))
-    lines = [
-        f"memory  {gib(needed)} predicted on the fullest rank, of {gib(device.memory)} that the "
-        f"{owner} has for it"
-    ]
+    room = f"of {gib(device.memory)} that the {owner} has for it"
+    lines = [f"memory  {gib(needed)} predicted on the fullest rank, {room}"]
     if not plan["fits"]:
-        lines.append(
-            f"note    predicted to miss by {gib(needed - plan['room'])}, with {gib(RESERVED)} left "
-            f"for CUDA and NCCL{_proposed(plan)}"
-        )
+        left = f"with {gib(RESERVED)} left for CUDA and NCCL{_proposed(plan)}"
+        lines.append(f"note    predicted to miss by {gib(needed - plan['room'])}, {left}")
     return needed, lines
 
 

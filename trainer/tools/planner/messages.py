@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,22 @@ from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_OPERATORS = (
-    ("all-reduce", "allreduce_ all_reduce all_reduce_ allreduce_coalesced_ all_reduce_coalesced"),
-    ("all-gather", "_allgather_base_ allgather_ allgather_into_tensor_coalesced_"),
-    ("all-gather", "all_gather_into_tensor all_gather_into_tensor_out"),
-    ("all-gather", "all_gather_into_tensor_coalesced"),
-    ("reduce-scatter", "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor"),
-    ("reduce-scatter", "reduce_scatter_tensor_coalesced_ reduce_scatter_tensor_coalesced"),
-    ("all-to-all", "alltoall_ alltoall_base_ all_to_all_single shard_dim_alltoall"),
-    ("broadcast", "broadcast_ broadcast"),
-    ("reduce", "reduce_"),
-    ("gather", "gather_"),
-    ("scatter", "scatter_"),
-    ("send", "send"),
-    ("receive", "recv_"),
-    ("barrier", "barrier"),
-)
-NAMES = {operator: name for name, operators in _OPERATORS for operator in operators.split()}
+_OPERATORS = {
+    "all-reduce": "allreduce_ all_reduce all_reduce_ allreduce_coalesced_ all_reduce_coalesced",
+    "all-gather": "_allgather_base_ allgather_ allgather_into_tensor_coalesced_ "
+    "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced",
+    "reduce-scatter": "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor "
+    "reduce_scatter_tensor_coalesced_ reduce_scatter_tensor_coalesced",
+    "all-to-all": "alltoall_ alltoall_base_ all_to_all_single shard_dim_alltoall",
+    "broadcast": "broadcast_ broadcast",
+    "reduce": "reduce_",
+    "gather": "gather_",
+    "scatter": "scatter_",
+    "send": "send",
+    "receive": "recv_",
+    "barrier": "barrier",
+}
+NAMES = {operator: name for name, words in _OPERATORS.items() for operator in words.split()}
 """PyTorch's communication operators -> the field's names."""
 LIBRARIES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 POINT_TO_POINT = ("send", "receive")
@@ -64,16 +63,13 @@ class Message:
         return (2 if self.name == "all-reduce" else 1) * share * self.size
 
 
-@dataclass(eq=False)
 class Messages(TorchDispatchMode):
     """A dispatch mode that records a rank's messages while it is entered."""
 
-    rank: int = 0
-    found: list[Message] = field(default_factory=list)
-    phase: str = ""
-
-    def __post_init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()
+        self.rank, self.phase = rank, ""
+        self.found: list[Message] = []
 
     def begin(self, phase: str) -> None:
         """Begin `phase`: what follows belongs to it."""

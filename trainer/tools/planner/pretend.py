@@ -129,9 +129,8 @@ class _HostReads(TorchDispatchMode):
             if args[0].dtype is torch.bool:
                 self._reads[where := place()] += 1
                 if self._reads[where] > MOST_READS:
-                    raise RuntimeError(
-                        f"a loop waits for a value, which fake tensors have not, below {where}"
-                    )
+                    problem = "a loop waits for a value, which fake tensors have not, below"
+                    raise RuntimeError(f"{problem} {where}")
             return ONES[args[0].dtype.is_floating_point, args[0].dtype is torch.bool]
         if func is aten.equal.default and isinstance(args[0], FakeTensor):
             return True
@@ -146,10 +145,7 @@ class _NoKernels:
 
 
 def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tuple[Any, str, Any]]:
-    """Yield owner, name and replacement of each function whose result depends on values.
-
-    Meshes have values; collectives of objects return what was sent.
-    """
+    """Yield owner, name and replacement of each function whose result depends on values."""
     for name in ("__init__", "__getitem__", "_flatten", "__hash__", "__eq__"):
         yield DeviceMesh, name, real(getattr(DeviceMesh, name))
     yield DeviceMesh, "mesh", property(real(vars(DeviceMesh)["mesh"].fget))

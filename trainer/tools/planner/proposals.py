@@ -25,9 +25,7 @@ from trainer.tools.planner.from_config import on_cluster, planned
 from trainer.tools.planner.rendering import reason, shortfall
 
 SIMULATED = 8
-"""The most layouts that are simulated."""
-REFUSED = 24
-"""The most layouts that no engine runs, before the list is given up."""
+"""The most layouts that are simulated on a cluster."""
 FASTER = 0.98
 """The largest share of the present step time at which an optional change is proposed."""
 MARGIN = 0.9
@@ -44,7 +42,6 @@ class Proposal:
     """Config paths -> values."""
     plan: Plan
     reason: str
-    """One sentence."""
 
     @property
     def seconds(self) -> float:
@@ -57,10 +54,7 @@ class Proposal:
 
 
 def rank(proposal: Proposal) -> tuple[bool, float, int, float]:
-    """Return the sort key: first what fits, by time (to a percent) and number of changes.
-
-    Of those that do not fit, the one that misses least comes first.
-    """
+    """Return the sort key: what fits by time (to a percent) and changes, then what misses least."""
     plan, count = proposal.plan, len(proposal.changes)
     if not plan.fits:
         return True, plan.needed, count, plan.time.middle
@@ -76,13 +70,13 @@ def proposals(
     If none fits, the one that misses least comes first, and its reason says what would do.
     """
     until = time.monotonic() + seconds
-    found = sorted(_tried(config, cluster, plan, most, until), key=rank)
+    found = sorted(_tried(config, cluster, plan, until, most=most), key=rank)
     if plan.fits:
         faster = [one for one in found if one.plan.fits and one.seconds < FASTER * plan.time.middle]
         return faster[:most]
     if not any(proposal.plan.fits for proposal in found):
         best = min([Proposal({}, plan, ""), *found[:1]], key=lambda one: one.plan.needed)
-        nodes = nodes_enough(config, cluster, plan, found, until)
+        nodes = nodes_enough(config, cluster, plan, until)
         nearest = replace(best, reason=shortfall(plan, best.plan, len(found), nodes))
         found = [nearest, *(proposal for proposal in found if proposal is not best)]
     return found[:most]
@@ -112,34 +106,37 @@ def shortlist(plan: Plan, form: ClosedForm) -> list[Layout]:
 
 
 def _tried(
-    config: Config, cluster: Cluster, plan: Plan, most: int, until: float
+    config: Config,
+    cluster: Cluster,
+    plan: Plan,
+    until: float,
+    most: int = 1,
+    tries: int = SIMULATED,
 ) -> Iterator[Proposal]:
-    """Simulate the layouts of the short list, but for those that simulated ones rule out.
+    """Simulate a cluster's short list until `most` fit, but for what simulated ones rule out.
 
     If the list is empty because nothing is estimated to fit, the smallest are simulated.
     """
-    old, form = plan.workload.layout, ClosedForm.of(plan)
+    old, form = plan.workload.layout, replace(ClosedForm.of(plan), cluster=cluster)
     listed = shortlist(plan, form)
     if not listed and not plan.fits:
         listed = sorted(grid(plan, form), key=form.bytes)
+    # the ratio of simulated to estimated bytes, by what is recomputed and offloaded
     errors: dict[tuple[str, ...], float] = {}
-    """The ratio of simulated to estimated bytes, by what is recomputed and offloaded."""
     fitting: list[Layout] = []
-    simulated = refused = 0
-    for layout in listed:
+    simulated = 0
+    for number, layout in enumerate(listed):
         kind = layout.recompute.mode, layout.offload_optimizer, layout.offload_param
         size = form.bytes(layout) * errors.get(kind, 0.0)
         if size > plan.room or any(_adds_nothing(layout, one, old, form) for one in fitting):
             continue
-        if simulated == SIMULATED or refused == REFUSED or len(fitting) == most:
-            return
-        if simulated and time.monotonic() > until:
+        late = number > 0 and time.monotonic() > until
+        if late or simulated == tries or len(fitting) == most:
             return
         try:
             changes, changed = changed_to(config, cluster, old, layout)
             new = planned(changed, cluster)
         except ConfigError:  # no engine runs it, or not with this model
-            refused += 1
             continue
         simulated += 1
         errors[kind] = new.needed / form.bytes(layout)
@@ -158,10 +155,7 @@ def _adds_nothing(layout: Layout, fitting: Layout, old: Layout, form: ClosedForm
 def changed_to(
     config: Config, cluster: Cluster, old: Layout, new: Layout
 ) -> tuple[dict[str, Any], Config]:
-    """Return the changes that make a config's layout `new`, and the changed config.
-
-    Raises ConfigError if none do.
-    """
+    """Return the changes that make the layout `new`, and the config. Raises ConfigError for none."""
     changes = changes_to(config.raw, old, new)
     mesh: dict[str, Any] = {"trainer.mesh.shard": new.shard}
     if config.trainer.mesh.replicate is not None:
@@ -183,29 +177,15 @@ def changed_to(
 
 
 def nodes_enough(
-    config: Config, cluster: Cluster, plan: Plan, found: Sequence[Proposal], until: float = math.inf
+    config: Config, cluster: Cluster, plan: Plan, until: float = math.inf
 ) -> int | None:
-    """Find the least power of two times the nodes on which something fits, by simulation, or None.
-
-    Nothing begins after `until`, a time of `time.monotonic`.
-    """
-    old, form = plan.workload.layout, ClosedForm.of(plan)
-    errors = [proposal.plan.needed / form.bytes(proposal.layout) for proposal in found]
-    form = replace(form, correction=form.correction * max([1.0, *errors]))
+    """Find the least power of two times the nodes on which one try fits, or None, by `until`."""
     times = 2
     while times <= MOST_NODES and time.monotonic() < until:
-        form = replace(form, cluster=replace(cluster, nodes=cluster.nodes * times))
+        larger = replace(cluster, nodes=cluster.nodes * times)
+        if any(tried.plan.fits for tried in _tried(config, larger, plan, until, tries=1)):
+            return larger.nodes
         times *= 2
-        likely = [one for one in grid(plan, form) if form.bytes(one) <= MARGIN * plan.room]
-        likely.sort(key=lambda one: (len(differences(old, one)), form.bytes(one)))
-        for layout in likely[:REFUSED]:
-            try:
-                _, changed = changed_to(config, form.cluster, old, layout)
-                if planned(changed, form.cluster).fits:
-                    return form.cluster.nodes
-            except ConfigError:
-                continue
-            break
     return None
 
 
@@ -214,8 +194,7 @@ def write(
 ) -> None:
     """Write the config's JSON, with the overrides and a proposal's changes, to `target`.
 
-    Raises ConfigError if another file than the config itself exists there, DiskError if it can't be
-    written.
+    Raises ConfigError for another existing file, DiskError if it can't be written.
     """
     source, target = path_of(config_path), Path(target)
     raw, _, problems = override(read(source), [*overrides, *overrides_of(proposal.changes)])

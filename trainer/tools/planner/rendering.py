@@ -11,7 +11,7 @@ from trainer.engines.devices import DEVICES, GIB
 from trainer.layout import Layout
 from trainer.tools.planner.candidates import differences
 from trainer.tools.planner.cluster import RESERVED, gib, recomputed
-from trainer.tools.planner.extrapolate import Plan, Role, Sent, offloaded
+from trainer.tools.planner.extrapolate import STATE, Plan, Role, offloaded
 
 PARTS = {"inside": "inside nodes", "between": "between nodes"}
 """Names of the parts of a step's time, where they differ from the fields of `Time`."""
@@ -23,7 +23,9 @@ def lines(plan: Plan) -> Iterator[str]:
     """Yield the report on a plan: model, layout, memory, largest consumers, traffic and time."""
     layout, cluster = plan.workload.layout, plan.cluster
     spec, sample = plan.workload.spec, plan.workload.sample
-    yield f"model   {spec.name}: {in_words(spec.parameters)} parameters, on {sample.kind}"
+    count = spec.parameters
+    words = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
+    yield f"model   {spec.name}: {words} parameters, on {sample.kind}"
     yield f"layout  {layout.describe()} (engine {plan.workload.engine_name}) on {cluster}"
     yield f"memory  {verdict(plan)}"
     for role in plan.roles:
@@ -60,7 +62,6 @@ def _kinds(plan: Plan) -> Iterator[str]:
 
 
 def _host(plan: Plan) -> str:
-    """Return the line on the memory that each process takes on its node's host."""
     copied = f"{gib(plan.background_copy)} for a save in the background"
     on_host = f", {gib(plan.on_host)} offloaded" if plan.on_host else ""
     return f"{gib(plan.loaded)} a process while the model is loaded, {copied}{on_host}"
@@ -73,22 +74,22 @@ def _traffic(plan: Plan) -> Iterator[str]:
         yield "  nothing"
     for sent in sorted(role.sent, key=lambda sent: -sent.size):
         if sent.size >= total * LEAST_SHOWN:
-            yield f"  {decimal(sent.size):>12}  {message_line(sent)}"
-
-
-def message_line(sent: Sent) -> str:
-    """Describe messages in a line: 33 x all-reduce along replicate, 8 ranks, between nodes."""
-    along, where = " x ".join(sent.axes), "inside a node" if sent.inside else "between nodes"
-    return f"{sent.count:,.0f} x {sent.name} along {along}, {sent.ranks} ranks, {where}"
+            size = (
+                f"{sent.size / 1e9:,.2f} GB" if sent.size >= 1e8 else f"{sent.size / 1e6:,.2f} MB"
+            )
+            along, where = (
+                " x ".join(sent.axes),
+                "inside a node" if sent.inside else "between nodes",
+            )
+            messages = f"{sent.count:,.0f} x {sent.name} along {along}, {sent.ranks} ranks, {where}"
+            yield f"  {size:>12}  {messages}"
 
 
 def _time(plan: Plan) -> str:
     time, sample = plan.time, plan.workload.sample
     rate = plan.workload.layout.train_batch * sample.units / time.least
     parts = [
-        f"{PARTS.get(name, name)} {in_seconds(part)}"
-        for name, part in vars(time).items()
-        if part > 0
+        f"{PARTS.get(name, name)} {in_seconds(part)}" for name, part in vars(time).items() if part
     ]
     return (
         f"an estimate from data sheets, and no faster: {in_seconds(time.least)} a step if all "
@@ -129,16 +130,8 @@ def _role(role: Role) -> dict[str, Any]:
     }
 
 
-def decimal(size: float) -> str:
-    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
-
-
 def in_seconds(time: float) -> str:
     return f"{time:.3g} s" if time >= 1 else f"{time * 1e3:.3g} ms"
-
-
-def in_words(count: float) -> str:
-    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
 
 
 # Proposed changes, and their reasons
@@ -154,33 +147,26 @@ def proposal_lines(
     yield from (f"          + {path}: {json.dumps(value)}" for path, value in changes.items())
 
 
-RECOMPUTES = {
-    "none": "recompute nothing",
-    "full": "recompute all blocks",
-    "selective": "recompute selectively",
-}
+RECOMPUTES = {"none": "nothing", "full": "all blocks", "selective": "selectively"}
 
 
 def words(old: Layout, new: Layout) -> str:
     """List the changes between two layouts as part of a sentence."""
-    blocks = f"recompute every {new.recompute.every}. block"
+    away = "the optimizer's state" if new.offloads else "nothing"
+    if new.offload_param != "none":
+        away = "weights and optimizer state"
+    blocks = RECOMPUTES.get(new.recompute.mode, f"every {new.recompute.every}. block")
     texts = {
         "pipeline": f"{new.pipeline} pipeline stages instead of {old.pipeline}",
         "tensor": f"tensor parallel over {new.tensor} instead of {old.tensor}",
         "shard": f"shard over {new.shard} instead of {old.shard}",
         "stage": f"ZeRO-{new.zero_stage} instead of ZeRO-{old.zero_stage}",
         "micro-batch": f"a micro-batch of {new.micro_batch} instead of {old.micro_batch}",
-        "recompute": RECOMPUTES.get(new.recompute.mode, blocks),
-        "offload": f"{_on_host(new)} on the host",
+        "recompute": f"recompute {blocks}",
+        "offload": f"{away} on the host",
     }
     changed = differences(old, new)
     return _listed([text for name, text in texts.items() if name in changed]) or "another engine"
-
-
-def _on_host(layout: Layout) -> str:
-    if layout.offload_param != "none":
-        return "weights and optimizer state"
-    return "the optimizer's state" if layout.offload_optimizer != "none" else "nothing"
 
 
 def _listed(texts: list[str]) -> str:
@@ -188,7 +174,7 @@ def _listed(texts: list[str]) -> str:
 
 
 MEMORY = {
-    "state": ("weights", "gradients", "optimizer"),
+    "state": STATE,
     "activations": ("activations", "logits", "temporaries", "data"),
     "communication buffers": ("communication",),
 }

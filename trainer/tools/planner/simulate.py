@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -15,10 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as optimizers
 
 from trainer.engines import EngineKind, Job, Machine
 from trainer.errors import ConfigError, Problem
@@ -41,9 +38,8 @@ class SampleCost:
     """The properties of a sample that the closed forms use."""
 
     unit: str
-    """The unit of rates: "token", "image"."""
+    """The unit of rates, of which a sample has so many: "token", "image"."""
     units: int
-    """The number of units in a sample."""
     kind: str
     """The kind of sample, for the user: "samples of 4,096 tokens"."""
     flops: float
@@ -85,7 +81,6 @@ class Trace:
     peaks: tuple[Peak, ...]
     """The peak of each phase, in order."""
     messages: tuple[Message, ...]
-    """All its messages, in order."""
     copied: int = 0
     """Bytes that a background save copies to the host."""
 
@@ -101,34 +96,35 @@ def simulate_all(jobs: Sequence[tuple[Workload, int]], local_world_size: int) ->
     """
     if any(workload.engine_name == "deepspeed" for workload, _ in jobs):
         import deepspeed  # noqa: F401 - seconds, once and not in each process
+    traces: dict[int, Trace] = {}
     running: dict[Connection, tuple[int, Any]] = {}
-    found: dict[int, Trace] = {}
-
-    def answer() -> None:
-        for pipe in wait(list(running)):
-            assert isinstance(pipe, Connection)
-            index, process = running.pop(pipe)
-            found[index] = _answer(jobs[index][1], process, pipe)
-
     work = [len(job.spec.blocks) * job.layout.accumulation for job, _ in jobs]
     # the longest first, so that no core waits long at the end
-    for index in sorted(range(len(jobs)), key=lambda index: -work[index]):
-        workload, rank = jobs[index]
-        ours, theirs = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.get_context("fork").Process(
-            target=_simulate, args=(theirs, workload, rank, local_world_size), daemon=True
-        )
-        process.start()
-        theirs.close()
-        running[ours] = index, process
-        while len(running) >= (os.cpu_count() or 1):
-            answer()
-    while running:
-        answer()
-    return [found[index] for index in range(len(jobs))]
+    waiting = sorted(range(len(jobs)), key=lambda index: work[index])
+    while waiting or running:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            index = waiting.pop()
+            pipe, process = _started(*jobs[index], local_world_size)
+            running[pipe] = index, process
+        for ready in wait(list(running)):
+            assert isinstance(ready, Connection)
+            index, process = running.pop(ready)
+            traces[index] = _received(jobs[index][1], process, ready)
+    return [traces[index] for index in range(len(jobs))]
 
 
-def _answer(rank: int, process: Any, pipe: Connection) -> Trace:
+def _started(workload: Workload, rank: int, local_world_size: int) -> tuple[Connection, Any]:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    arguments = theirs, workload, rank, local_world_size
+    process = multiprocessing.get_context("fork").Process(
+        target=_simulate, args=arguments, daemon=True
+    )
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def _received(rank: int, process: Any, pipe: Connection) -> Trace:
     try:
         trace, problem = pipe.recv()
     except EOFError:
@@ -165,9 +161,9 @@ def _simulate(pipe: Connection, workload: Workload, rank: int, local_world_size:
 def recorded(
     workload: Workload, machine: Machine, at: Callable[[str], None] = lambda phase: None
 ) -> tuple[Ledger, int]:
-    """Record an engine, real or simulated, that is built, steps, evaluates and is saved.
+    """Record an engine that is built, steps, evaluates and is saved; call `at` in each phase.
 
-    `at` is called with each phase. Returns the ledger, and the bytes a background save copies.
+    Returns the ledger, and the bytes that a background save copies.
     """
     layout = workload.layout
     ledger = Ledger(vocabulary=workload.spec.language.vocabulary // layout.tensor)
@@ -204,10 +200,7 @@ def recorded(
 
 
 def _saved(entry: StateTensor) -> int:
-    """Read a tensor as a save does; return the bytes that a background save copies to the host.
-
-    A shard is gathered later through small buffers on the device, which are not counted.
-    """
+    """Read a tensor as a save does; return the bytes that a background save copies to the host."""
     kept = entry.local.shard() if entry.local else entry.read()
     return 0 if kept is None else kept.nbytes
 
@@ -240,9 +233,7 @@ def _optimizers(ledger: Ledger, modules: Sequence[nn.Module]) -> Iterator[None]:
                 if isinstance(value, torch.Tensor):
                     ledger.of(value, "optimizer")
 
-    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-    try:
+    with ExitStack() as stack:
+        stack.callback(optimizers.register_optimizer_step_pre_hook(before).remove)
+        stack.callback(optimizers.register_optimizer_step_post_hook(after).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
