@@ -85,9 +85,7 @@ class Row:
 
 
 def device_numbers() -> dict[str, float]:
-    """FLOP/s, bytes/s of memory and of messages in rings, seconds of one without bytes. On each
-    rank of a pool.
-    """
+    """Measure FLOP/s, bytes/s of memory and of gloo, seconds of a message. On each rank of a pool."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -146,7 +144,7 @@ def _usual(act: Callable[[], object]) -> float:
 
 
 def step_seconds(config: Config, cluster: Cluster) -> list[float]:
-    """Of each step of this rank. On each rank of a pool."""
+    """Return the seconds of each step of this rank. Runs on each rank of a pool."""
     import torch.distributed as dist
 
     from trainer.distributed.ranks import Ranks
@@ -209,7 +207,7 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
 
 
 def compared(ranks: int, count: int, pools: Pools) -> tuple[str, list[Row]]:
-    """Of so many ranks: the device in words, and the layouts."""
+    """Compare layouts on so many ranks; return the device in words, and the rows."""
     each = pools[ranks].run(device_numbers)
     rate, bandwidth, link, latency = (
         statistics.median(found[key] for found in each) for key in each[0]
@@ -217,11 +215,10 @@ def compared(ranks: int, count: int, pools: Pools) -> tuple[str, list[Row]]:
     device = Device(
         "a core", 1e12, 2 * rate, bandwidth, link, link, latency
     )  # float32 is half the peak
-    told = (
+    description = (
         f"{rate / 1e9:.1f} GFLOP/s a rank, {bandwidth / 1e9:.1f} GB/s of memory, "
-        f"{link / 1e9:.2f} GB/s of gloo and "
+        f"{link / 1e9:.2f} GB/s of gloo and {latency * 1e3:.2f} ms a message"
     )
-    told += f"{latency * 1e3:.2f} ms a message"
     cluster, config, rows = Cluster(1, ranks, device), load(CONFIG), []
     for layout, changed in chosen(config, cluster, count):
         plan = planned(changed, cluster)
@@ -232,7 +229,7 @@ def compared(ranks: int, count: int, pools: Pools) -> tuple[str, list[Row]]:
         print(
             f"{layout.describe()}: planned {expected:.3f} s, measured {measured:.3f} s", flush=True
         )
-    return told, sorted(rows, key=lambda row: row.planned)
+    return description, sorted(rows, key=lambda row: row.planned)
 
 
 def section(found: dict[int, tuple[str, list[Row]]]) -> str:
@@ -245,10 +242,10 @@ def section(found: dict[int, tuple[str, list[Row]]]) -> str:
         ),
         "",
     ]
-    for ranks, (told, rows) in found.items():
+    for ranks, (description, rows) in found.items():
         both = rank_correlation([row.planned for row in rows], [row.measured for row in rows])
         lines += [
-            f"{ranks} ranks ({told}): rank correlation **{both:.2f}** over {len(rows)} layouts.",
+            f"{ranks} ranks ({description}): rank correlation **{both:.2f}** over {len(rows)} layouts.",
             "",
         ]
         lines += [

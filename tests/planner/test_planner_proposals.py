@@ -228,7 +228,7 @@ def test_the_list_for_405_billion_parameters_begins_with_what_may_fit(monkeypatc
 
 @pytest.mark.more
 def test_what_fits_is_found_for_405_billion_parameters():
-    """On 1,024 GPUs, in as many tries as twenty seconds have."""
+    """On 1,024 GPUs."""
     from trainer.tools.planner.proposals import proposals
 
     raw = large(engine="mesh")
