@@ -232,7 +232,7 @@ def alike(spec: ModelSpec, model: nn.Module) -> bool:
 def micro_batches_of(layout: Layout) -> list[int]:
     """Choose one or two numbers of micro-batches that fill a pipeline or accumulate gradients.
 
-    One is enough for a long pipeline: messages of each micro-batch grow with their number (`_sent`).
+    One is enough for a long pipeline: messages of each micro-batch grow with them (`_sent`).
     """
     if layout.pipeline == 1:
         enough, more = 2, 3

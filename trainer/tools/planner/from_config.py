@@ -51,7 +51,7 @@ class ModelOnCluster:
 
     @cache  # noqa: B019 - a plan is a process's work
     def of_blocks(self, count: int) -> ModelSpec:
-        """Return the model with so many blocks; trials stay those of the whole model's tiny copy."""
+        """Return the model with so many blocks; trials stay those of the whole's tiny copy."""
         tiny = self.workload.spec.tiny
         assert tiny.first_blocks is not None
         few = amended(tiny.first_blocks(count), self.config.trainer, ALONE, copied=True)
@@ -77,7 +77,7 @@ class ModelOnCluster:
 
 
 def planned(config: Config, cluster: Cluster) -> Plan:
-    """Plan a config. Raises ConfigError if its layout does not suit the cluster, or fake tensors."""
+    """Plan a config. Raises ConfigError if it does not suit the cluster, or fake tensors."""
     return plan_of(model_on(config, cluster).with_blocks, cluster)
 
 

@@ -47,7 +47,7 @@ def check_memory(
 ) -> Callable[[], list[str]]:
     """Predict and report the memory that a run takes on its device, if requested. Collective.
 
-    Returns a function that compares it with what was measured. Raises ConfigError if it is too much.
+    Returns a function that compares it with what was measured. Raises ConfigError if too much.
     """
     if not wanted(prepared, machine):
         return list

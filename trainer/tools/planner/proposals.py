@@ -155,7 +155,7 @@ def _adds_nothing(layout: Layout, fitting: Layout, old: Layout, form: ClosedForm
 def changed_to(
     config: Config, cluster: Cluster, old: Layout, new: Layout
 ) -> tuple[dict[str, Any], Config]:
-    """Return the changes that make the layout `new`, and the config. Raises ConfigError for none."""
+    """Return the changes that make the layout `new`, and the config; ConfigError for none."""
     changes = changes_to(config.raw, old, new)
     mesh: dict[str, Any] = {"trainer.mesh.shard": new.shard}
     if config.trainer.mesh.replicate is not None:
