@@ -3,7 +3,7 @@
     python benchmarks/plan_order.py [--ranks 2 4 8] [--layouts 12] [--smoke]
 
 Of all layouts of one global batch that the mesh engine runs on so many ranks, some are taken,
-evenly from the fastest to the slowest by `trainer/tools/planner/closed_form.py`. Each is planned
+evenly from the fastest to the slowest by `trainer/tools/planner/proposals.py`. Each is planned
 for a device whose numbers are measured first (two blocks, forward and backward, a copy, a line
 through the times of gloo's collectives by their bytes), and run: the median of some steps, each as
 long as its slowest rank. Ranks have one thread.
@@ -41,10 +41,9 @@ from trainer.layout import Layout
 from trainer.models.materialise import materialise
 from trainer.models.spec import flops_per_token
 from trainer.tools.planner.candidates import candidates
-from trainer.tools.planner.closed_form import ClosedForm
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.from_config import ModelOnCluster, model_on, planned
-from trainer.tools.planner.proposals import changed_to
+from trainer.tools.planner.proposals import ClosedForm, changed_to
 
 RESULTS = ROOT / "benchmarks" / "results" / "plan.md"
 LAYERS, STEPS = 8, 4

@@ -14,10 +14,9 @@ from trainer.config import load
 from trainer.engines.devices import DEVICES
 from trainer.errors import ConfigError
 from trainer.tools.planner.candidates import differences
-from trainer.tools.planner.closed_form import ClosedForm
 from trainer.tools.planner.cluster import RESERVED, Cluster
 from trainer.tools.planner.extrapolate import Plan
-from trainer.tools.planner.proposals import grid, rank, shortlist
+from trainer.tools.planner.proposals import ClosedForm, grid, rank, shortlist
 
 MODEL = {
     **LLAMA,
