@@ -92,10 +92,8 @@ def row(case: Case) -> str:
     name = f"`{case.config}`" + (", full" if case.full else "")
     fits = gib(plan.needed) + ("" if plan.fits else f": {gib(plan.needed - plan.room)} too much")
     host = gib(plan.on_host) if plan.on_host else ""
-    return (
-        f"| {case.model} | {where} {case.device} | {name} | {fits} | {host} | "
-        f"{plan.time.least:.2g} s |"
-    )
+    step = f"{float(f'{plan.time.least:.2g}'):,g} s"
+    return f"| {case.model} | {where} {case.device} | {name} | {fits} | {host} | {step} |"
 
 
 def main() -> None:

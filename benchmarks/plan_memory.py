@@ -60,7 +60,7 @@ class Row:
     name: str
     case: Case
     phase: str
-    """Of the fullest moment, as it was measured."""
+    """The phase of the fullest moment, as measured."""
     planned: int
     """Bytes."""
     measured: int
@@ -91,7 +91,7 @@ def in_proportion(case: Case) -> Case:
 
 
 def compared(name: str, case: Case, pools: Pools) -> Row:
-    """The fullest rank, after building."""
+    """Compare the fullest rank's memory with its plan, after building."""
     real: list[Any] = [told.peaks for told in pools[case.world_size].run(measured, case=case)]
     most, rank, phase = max(
         (real[r][phase].size, r, phase) for r in range(case.world_size) for phase in PHASES

@@ -3,10 +3,10 @@
     python benchmarks/plan_order.py [--ranks 2 4 8] [--layouts 12] [--smoke]
 
 Of all layouts of one global batch that the mesh engine runs on so many ranks, some are taken,
-evenly from the fastest to the slowest that the closed form of `trainer/tools/planner/candidates.py`
-makes of them. Each is planned for a device whose numbers are measured first (two blocks, forward
-and backward, a copy, a line through the times of gloo's collectives by their bytes), and run: the
-median of some steps, each as long as its slowest rank. Ranks have one thread.
+evenly from the fastest to the slowest by `trainer/tools/planner/proposals.py`. Each is planned
+for a device whose numbers are measured first (two blocks, forward and backward, a copy, a line
+through the times of gloo's collectives by their bytes), and run: the median of some steps, each as
+long as its slowest rank. Ranks have one thread.
 
 A processor sends by itself, so that nothing is hidden behind what it computes: layouts are put in
 the order of `Time.most`. Where ranks share cores, what one leaves idle in a pipeline another takes:
@@ -40,10 +40,10 @@ from trainer.errors import ConfigError
 from trainer.layout import Layout
 from trainer.models.materialise import materialise
 from trainer.models.spec import flops_per_token
-from trainer.tools.planner.candidates import Estimates, ModelSizes, candidates
+from trainer.tools.planner.candidates import candidates
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.from_config import ModelOnCluster, model_on, planned
-from trainer.tools.planner.search import changed_to
+from trainer.tools.planner.proposals import ClosedForm, changed_to
 
 RESULTS = ROOT / "benchmarks" / "results" / "plan.md"
 LAYERS, STEPS = 8, 4
@@ -84,9 +84,7 @@ class Row:
 
 
 def device_numbers() -> dict[str, float]:
-    """FLOP/s, bytes/s of memory and of messages in rings, seconds of one without bytes. On each
-    rank of a pool.
-    """
+    """Measure FLOP/s, bytes/s of memory and of gloo, seconds of a message. On each rank of a pool."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -145,7 +143,7 @@ def _usual(act: Callable[[], object]) -> float:
 
 
 def step_seconds(config: Config, cluster: Cluster) -> list[float]:
-    """Of each step of this rank. On each rank of a pool."""
+    """Return the seconds of each step of this rank. Runs on each rank of a pool."""
     import torch.distributed as dist
 
     from trainer.distributed.ranks import Ranks
@@ -176,7 +174,7 @@ def step_seconds(config: Config, cluster: Cluster) -> list[float]:
 def chosen(config: Config, cluster: Cluster, count: int) -> Iterator[tuple[Layout, Config]]:
     """Layouts that the engine runs, evenly from the fastest to the slowest by the closed form."""
     base = planned(config, cluster)
-    old, estimates = base.workload.layout, Estimates(ModelSizes.of(base), cluster)
+    old, form = base.workload.layout, ClosedForm.of(base)
     known: list[tuple[float, Layout, Config]] = []
     for layout in candidates(old, cluster, LAYERS):
         if (
@@ -188,7 +186,7 @@ def chosen(config: Config, cluster: Cluster, count: int) -> Iterator[tuple[Layou
             continue
         try:
             known.append(
-                (estimates.seconds(layout), layout, changed_to(config, cluster, old, layout)[1])
+                (form.seconds(layout), layout, changed_to(config, cluster, old, layout)[1])
             )
         except ConfigError:
             continue
@@ -208,7 +206,7 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
 
 
 def compared(ranks: int, count: int, pools: Pools) -> tuple[str, list[Row]]:
-    """Of so many ranks: the device in words, and the layouts."""
+    """Compare layouts on so many ranks; return the device in words, and the rows."""
     each = pools[ranks].run(device_numbers)
     rate, bandwidth, link, latency = (
         statistics.median(found[key] for found in each) for key in each[0]
@@ -216,11 +214,10 @@ def compared(ranks: int, count: int, pools: Pools) -> tuple[str, list[Row]]:
     device = Device(
         "a core", 1e12, 2 * rate, bandwidth, link, link, latency
     )  # float32 is half the peak
-    told = (
+    description = (
         f"{rate / 1e9:.1f} GFLOP/s a rank, {bandwidth / 1e9:.1f} GB/s of memory, "
-        f"{link / 1e9:.2f} GB/s of gloo and "
+        f"{link / 1e9:.2f} GB/s of gloo and {latency * 1e3:.2f} ms a message"
     )
-    told += f"{latency * 1e3:.2f} ms a message"
     cluster, config, rows = Cluster(1, ranks, device), load(CONFIG), []
     for layout, changed in chosen(config, cluster, count):
         plan = planned(changed, cluster)
@@ -231,7 +228,7 @@ def compared(ranks: int, count: int, pools: Pools) -> tuple[str, list[Row]]:
         print(
             f"{layout.describe()}: planned {expected:.3f} s, measured {measured:.3f} s", flush=True
         )
-    return told, sorted(rows, key=lambda row: row.planned)
+    return description, sorted(rows, key=lambda row: row.planned)
 
 
 def section(found: dict[int, tuple[str, list[Row]]]) -> str:
@@ -244,10 +241,10 @@ def section(found: dict[int, tuple[str, list[Row]]]) -> str:
         ),
         "",
     ]
-    for ranks, (told, rows) in found.items():
+    for ranks, (description, rows) in found.items():
         both = rank_correlation([row.planned for row in rows], [row.measured for row in rows])
         lines += [
-            f"{ranks} ranks ({told}): rank correlation **{both:.2f}** over {len(rows)} layouts.",
+            f"{ranks} ranks ({description}): rank correlation **{both:.2f}** over {len(rows)} layouts.",
             "",
         ]
         lines += [

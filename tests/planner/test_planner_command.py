@@ -120,7 +120,7 @@ def test_what_does_not_fit_says_by_how_much(tmp_path):
     assert "DOES NOT FIT" in result.output
     assert "too much" in result.output
     assert (
-        result.lines[-1] == "propose --propose tries other layouts, for about a minute"
+        result.lines[-1] == "propose --propose tries other layouts, for about 20 seconds"
     )  # each is a plan of its own
 
 

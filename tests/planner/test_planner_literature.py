@@ -11,7 +11,7 @@ import pytest
 from trainer.config import load
 from trainer.engines.devices import DEVICES, GIB
 from trainer.tools.planner.cluster import Cluster
-from trainer.tools.planner.estimate import Plan
+from trainer.tools.planner.extrapolate import Plan
 from trainer.tools.planner.from_config import planned
 from trainer.tools.planner.ledger import Peak
 

@@ -15,7 +15,7 @@ from trainer.engines.devices import DEVICES, device_named
 from trainer.errors import ConfigError
 from trainer.layout import AXES
 from trainer.tools.planner.cluster import NUMBERS, described, device_of
-from trainer.tools.planner.estimate import _plane, _straight
+from trainer.tools.planner.extrapolate import _plane, _straight
 from trainer.tools.planner.messages import Message
 
 SIZES = st.tuples(*[st.integers(1, 4)] * 4)

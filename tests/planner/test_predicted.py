@@ -119,7 +119,7 @@ def test_a_warning_says_by_how_much_and_what_would_do(tmp_path, monkeypatch):
     found, lines = memory_check.predict(
         prepared(tmp_path, "trainer.plan=warn"), machine(GPU), tmp_path, SMALL
     )
-    assert found is not None and found.needed == 5 * GIB
+    assert found == 5 * GIB
     assert lines[0].startswith(
         "memory  5.00 GiB predicted on the fullest rank, of 4.00 GiB that the device has"
     )
@@ -156,12 +156,12 @@ def test_what_cannot_be_predicted_is_a_line(tmp_path, monkeypatch, program, said
 
 
 def test_the_end_says_both(monkeypatch):
-    from trainer.tools.planner.memory_check import Prediction, measured
+    from trainer.tools.planner.memory_check import measured
 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * GIB)
-    (line,) = measured(Prediction(5 * GIB, SMALL), machine(GPU))
+    (line,) = measured(5 * GIB, machine(GPU))
     assert line == "memory  4.00 GiB measured at the peak, 5.00 GiB predicted (+25.0%)"
-    assert measured(None, machine(GPU)) == [] == measured(Prediction(5 * GIB, SMALL), machine(CPU))
+    assert measured(None, machine(GPU)) == [] == measured(5 * GIB, machine(CPU))
 
 
 def test_a_device_is_known_by_its_name_and_memory():

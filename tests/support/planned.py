@@ -46,7 +46,7 @@ def subject_of(
         deepspeed=case.deepspeed(),
         undecayed=spared(case.weight_decay_excludes, spec),
         schedule=lambda step: Update(1e-2),
-        sample=SampleCost("sample", 1, "", 0.0, 0, 0),
+        sample=SampleCost("sample", 1, "", 0.0, 0),
         batch=batch,
     )
 
@@ -75,9 +75,7 @@ def measured(case: Case, of: Callable[[Case], Any] = subject) -> Usage:
     machine = Machine(torch.device("cpu"), Ranks(rank, case.world_size), case.world_size)
     messages = Messages(rank)
     with messages:
-        ledger, copied = recorded(
-            of(case), machine, lambda phase: setattr(messages, "phase", phase)
-        )
+        ledger, copied = recorded(of(case), machine, messages.begin)
     return Usage({peak.phase: peak for peak in ledger.peaks()}, messages.found, copied)
 
 

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.tools.planner.search import Proposal
+    from trainer.tools.planner.proposals import Proposal
 
 DESCRIPTION = """
 Says how much memory each rank will take and for what, what goes over which wire, and about how long
@@ -21,7 +21,8 @@ cluster that need not be there.
 Exit codes: 0 it fits, 1 it does not fit, 64 the config is wrong.
 """
 DOES_NOT_FIT = 1
-MINUTE = 60.0
+PROPOSING = 20.0
+"""Seconds after which no other layout is tried."""
 
 
 def main(arguments: Sequence[str], name: str) -> int:
@@ -52,11 +53,8 @@ def _sign_of_life() -> Iterator[None]:
     from rich.console import Console
 
     console = Console(stderr=True)
-    with (
-        console.status("planning: engines run on tensors without values")
-        if console.is_terminal
-        else nullcontext()
-    ):
+    line = "planning: engines run on tensors without values"
+    with console.status(line) if console.is_terminal else nullcontext():
         yield
 
 
@@ -81,9 +79,9 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
         "--propose",
         nargs="?",
         type=float,
-        const=MINUTE,
+        const=PROPOSING,
         metavar="SECONDS",
-        help="try other layouts; none is begun after so many seconds (default: 60)",
+        help=f"try other layouts; none is begun after so many seconds (default: {PROPOSING:.0f})",
     )
     parser.add_argument(
         "--write",
@@ -103,32 +101,35 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
     from trainer.config import load
     from trainer.tools.planner.cluster import Cluster, device_of
     from trainer.tools.planner.from_config import planned
+    from trainer.tools.planner.proposals import proposals
     from trainer.tools.planner.rendering import as_json, lines
-    from trainer.tools.planner.search import proposals
 
     cluster = Cluster(options.nodes, options.gpus, device_of(options.device))
     config = load(options.config, options.overrides)
     plan = planned(config, cluster)
     code = 0 if plan.fits else DOES_NOT_FIT
-    searches = options.propose is not None or options.write is not None
-    found = proposals(config, cluster, plan, seconds=options.propose or MINUTE) if searches else []
-    proposed = [*_proposed(options, found)] if searches else []
+    proposed: list[str] = []
+    tried: dict[str, Any] = {}
+    if options.propose is not None or options.write is not None:
+        found = proposals(config, cluster, plan, seconds=options.propose or PROPOSING)
+        proposed = [*_proposed(options, found)]
+        tried["proposals"] = [
+            {"changes": one.changes, "fits": one.plan.fits, "reason": one.reason} for one in found
+        ]
+    elif not plan.fits:
+        proposed = [f"propose --propose tries other layouts, for about {PROPOSING:.0f} seconds"]
     if options.json:
-        tried = [{"changes": p.changes, "fits": p.plan.fits, "reason": p.reason} for p in found]
-        return json.dumps(
-            as_json(plan) | ({"proposals": tried} if searches else {}), indent=2
-        ), code
-    if not searches and not plan.fits:
-        proposed = ["propose --propose tries other layouts, for about a minute"]
+        return json.dumps(as_json(plan) | tried, indent=2), code
     return "\n".join([*lines(plan), *proposed]), code
 
 
 def _proposed(options: argparse.Namespace, found: list[Proposal]) -> Iterator[str]:
-    """Yield the proposals, and a line on the file that the first is written into."""
-    from trainer.tools.planner.search import write
+    """Yield the proposals; write the first into the requested file, and say so."""
+    from trainer.tools.planner.proposals import write
+    from trainer.tools.planner.rendering import proposal_lines
 
     for number, proposal in enumerate(found, 1):
-        yield from _proposal(number, proposal)
+        yield from proposal_lines(number, proposal.plan, proposal.changes, proposal.reason)
     if not found:
         yield "propose nothing: no other layout was found that fits better or is faster"
     if options.write and found and found[0].plan.fits:
@@ -136,17 +137,3 @@ def _proposed(options: argparse.Namespace, found: list[Proposal]) -> Iterator[st
         yield f"wrote   {options.write}, with the first of them"
     elif options.write:
         yield f"wrote   nothing: there is no change for {options.write} that fits"
-
-
-def _proposal(number: int, proposal: Proposal) -> Iterator[str]:
-    """Yield one proposal: if it fits, its reason, and the changes in the JSON."""
-    from trainer.tools.planner.cluster import gib
-    from trainer.tools.planner.rendering import in_seconds
-
-    plan = proposal.plan
-    fits = "fits" if plan.fits else "does not fit"
-    verdict = f"{fits}, {gib(plan.needed)}, {in_seconds(plan.time.least)} a step at least"
-    yield f"propose {number}. {verdict}: {proposal.reason}"
-    yield from (
-        f"          + {path}: {json.dumps(value)}" for path, value in proposal.changes.items()
-    )

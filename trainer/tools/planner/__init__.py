@@ -1,3 +1,1 @@
-"""The memory and traffic that a run will need, measured before it runs by the engines' own code on
-fake tensors.
-"""
+"""Memory and traffic of a run before it runs: the engines' own code on fake tensors."""

@@ -7,7 +7,6 @@ its latency plus its bytes over the bandwidth (Hockney, 1994).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.engines.devices import DEVICES, GIB, Device
@@ -23,24 +22,25 @@ UNITS = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "": 0}
 LARGE = re.compile(r"(\d+(?:\.\d*)?) ?([kmgtp]?)(i?)([a-z/]*)", re.IGNORECASE)
 SHORT = re.compile(r"(\d+(?:\.\d*)?) ?(m|u|)s")
 SUFFIXES = {"memory": ("", "B", "b"), "peak": ("", "FLOPS", "flops", "FLOP/s", "flop/s")}
-"""The accepted units of some numbers; RATES holds for the others: bytes/s, as networks are sold in
-bits/s.
-"""
+"""The accepted units of some numbers; the others take RATES: bytes/s, as bits/s are common, too."""
 RATES = ("", "B/s", "B")
+EXAMPLE = "memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes with the same number of devices each, of one kind."""
+    """Nodes with so many devices each, of one kind."""
 
     nodes: int
     devices: int
-    """The number of devices in each node."""
     device: Device
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.devices
+
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.devices} {self.device.name}"
 
 
 def gib(size: float) -> str:
@@ -48,78 +48,61 @@ def gib(size: float) -> str:
 
 
 def device_of(text: str) -> Device:
-    """Return a device by name, or from numbers:
-    `memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s,latency=20us`.
-    Raises ConfigError for any other text."""
+    """Return a device by name, or from numbers as in EXAMPLE. Raises ConfigError for other text."""
     if text in DEVICES:
         return DEVICES[text]
-    found = {}
+    numbers = {}
     for part in text.split(",") if "=" in text else []:
         key, _, value = (word.strip() for word in part.partition("="))
-        number = _seconds(value) if key == "latency" else _number(value, SUFFIXES.get(key, RATES))
+        number = _number(key, value)
         if key not in NUMBERS or number is None:
-            examples = "memory=80GB, network=50GB/s or latency=20us"
-            raise ConfigError(
-                Problem("--device", part, f"one of {', '.join(NUMBERS)} with a number: {examples}")
-            )
-        found[key] = number
-    missing = [name for name in NUMBERS[:4] if name not in found]
+            names, examples = ", ".join(NUMBERS), "memory=80GB, network=50GB/s or latency=20us"
+            expected = f"one of {names} with a number: {examples}"
+            raise ConfigError(Problem("--device", part, expected))
+        numbers[key] = number
+    missing = [name for name in NUMBERS[:4] if name not in numbers]
     if missing:
-        seen = (
-            f"{text}, which is not in the table"
-            if not found
-            else f"{text}, without {', '.join(missing)}"
-        )
-        mend = (
-            "Give its numbers: --device memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s"
-        )
-        raise ConfigError(Problem("--device", seen, f"one of {', '.join(DEVICES)}", mend))
-    return Device("a device of its own", **found)
+        fault = f"without {', '.join(missing)}" if numbers else "which is not in the table"
+        hint = f"Give its numbers: --device {EXAMPLE}"
+        names = f"one of {', '.join(DEVICES)}"
+        raise ConfigError(Problem("--device", f"{text}, {fault}", names, hint))
+    return Device("a device of its own", **numbers)
 
 
 def described(device: Device) -> str:
     """Return the numbers from which `device_of` makes this device."""
-    return (
-        ",".join(f"{name}={getattr(device, name):.0f}" for name in NUMBERS[:-1])
-        + f",latency={device.latency:.9f}s"
-    )
+    numbers = [f"{name}={getattr(device, name):.0f}" for name in NUMBERS if name != "latency"]
+    return ",".join([*numbers, f"latency={device.latency:.9f}s"])
 
 
-def _number(text: str, suffixes: Sequence[str]) -> float | None:
-    """Parse a number above zero with one of the suffixes; None for any other text."""
-    found = LARGE.fullmatch(text)
-    if found is None or found[4] not in suffixes or not float(found[1]):
+def _number(key: str, text: str) -> float | None:
+    """Parse one of a device's numbers, above zero; None for any other text."""
+    if key == "latency":
+        match = SHORT.fullmatch(text)
+        return float(match[1]) / {"": 1, "m": 1e3, "u": 1e6}[match[2]] if match else None
+    match = LARGE.fullmatch(text)
+    if match is None or match[4] not in SUFFIXES.get(key, RATES) or not float(match[1]):
         return None
-    return float(found[1]) * (1024 if found[3] else 1000) ** UNITS[found[2].lower()]
-
-
-def _seconds(text: str) -> float | None:
-    found = SHORT.fullmatch(text)
-    return float(found[1]) / {"": 1, "m": 1e3, "u": 1e6}[found[2]] if found else None
+    return float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].lower()]
 
 
 # The time of a step
 
 HOST = 25e9
-"""Bytes/s at which each device's offloaded state is moved and updated: PCIe 4 x16, or host memory
-over 8.
-"""
+"""Bytes/s at which a device's offloaded state is moved and updated: PCIe 4 x16."""
 
 
 @dataclass(frozen=True)
 class Traffic:
     """The messages that one rank sends in a step over one kind of link."""
 
-    count: float = 0.0
-    """The number of messages."""
-    size: float = 0.0
+    count: float
+    size: float
     """Bytes."""
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.count + other.count, self.size + other.size)
-
-    def seconds(self, bandwidth: float, latency: float) -> float:
-        return self.count * latency + self.size / bandwidth
+    def seconds(self, device: Device, inside: bool) -> float:
+        """Return the time that a device takes to send them, inside its node or to others."""
+        return self.count * device.latency + self.size / (device.link if inside else device.network)
 
 
 @dataclass(frozen=True)
@@ -129,11 +112,9 @@ class Time:
     compute: float
     """Matrix products, with recomputation."""
     bubble: float
-    """The time that the pipeline is idle."""
     inside: float
-    """Messages inside nodes, of the rank that takes longest to send them."""
     between: float
-    """Messages between nodes."""
+    """Messages inside nodes, and between them, of the rank that sends longest."""
     update: float
     """The optimizer's update, at the memory's bandwidth."""
     host: float
@@ -141,7 +122,7 @@ class Time:
 
     @property
     def least(self) -> float:
-        """The time of a step if all communication overlaps with computation, while it lasts."""
+        """The time of a step if communication overlaps with all of the computation."""
         return max(self.compute, self.inside, self.between) + self.bubble + self.update + self.host
 
     @property
@@ -161,25 +142,20 @@ def time_of(
     flops: float,
     inside: Traffic,
     between: Traffic,
-    *,
-    state: float = 0.0,
-    on_host: float = 0.0,
+    state: float,
+    on_host: float,
 ) -> Time:
     """Estimate the parts of a step's time for a layout.
 
-    `flops`: those of all ranks, without recomputation. `inside`, `between`: traffic within a node
-    and to others, of the rank that takes longest to send it. `state`: bytes of weights, gradients
-    and optimizer state on a device; `on_host`: bytes of it that are offloaded.
+    `flops` are those of all ranks, without recomputation; traffic is that of the rank that sends
+    longest; `state` and `on_host` are bytes of training state on a device, and offloaded.
     """
     # float32 is counted as half the 16-bit rate: TF32, on tensor cores
     rate = device.peak / 2 if layout.precision == "float32" else device.peak
     compute = flops * (1 + recomputed(layout)) / layout.world_size / rate
     rounds = layout.accumulation * layout.stages_per_rank
     bubble = compute * (layout.pipeline - 1) / rounds if layout.pipeline > 1 else 0.0
-    wires = (
-        inside.seconds(device.link, device.latency),
-        between.seconds(device.network, device.latency),
-    )
+    wires = inside.seconds(device, inside=True), between.seconds(device, inside=False)
     return Time(compute, bubble, *wires, 2 * state / device.bandwidth, 2 * on_host / HOST)
 
 

@@ -1,9 +1,7 @@
-"""A record of the memory that a run takes, on real or fake tensors: an entry for each storage, made
-or freed.
+"""The memory that a run takes, on real or fake tensors: an entry for each storage.
 
 Storages count, not tensors: views are free, and a storage with several names counts once. Sizes are
-as requested; `rounded` is what an allocator makes of them. Memory that a kernel takes inside itself
-is not seen.
+as requested, `rounded` as an allocator serves them. Memory inside kernels is not seen.
 """
 
 from __future__ import annotations
@@ -12,8 +10,10 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -26,45 +26,27 @@ from torch.utils._pytree import tree_leaves
 from trainer.tasks.task import bare_name
 from trainer.tools.planner.pretend import resizes_reported
 
-KINDS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "communication",
-    "temporaries",
-    "data",
-)
-"""The purposes of memory. `communication`: what collectives send from and receive into, gathered
-weights too.
-"""
 BLOCK = 512
-"""Bytes that PyTorch's CUDA allocator rounds a tensor up to (c10/cuda/CUDACachingAllocator:
-kMinBlockSize).
-"""
+"""Bytes to which the CUDA allocator rounds up (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
 BUILD, SAVE = "build", "save"
 """The phases in which new tensors are never activations."""
-PLACES = {
-    "_fsdp_collectives.py": "communication",
-    "_fsdp_param.py": "communication",
-    "_fsdp_param_group.py": "communication",
-    "partition_parameters.py": "communication",
-    "stage_1_and_2.py": "communication",
-    "stage3.py": "communication",
-    "contiguous_memory_allocator.py": "communication",
-    "replicas_by_buckets.py": "communication",
-    "partitions_at_once.py": "communication",
+COMMUNICATING = {
+    "_fully_shard": ("_fsdp_collectives.py", "_fsdp_param.py", "_fsdp_param_group.py"),
+    "zero": (
+        *("partition_parameters.py", "contiguous_memory_allocator.py"),
+        *("stage_1_and_2.py", "stage3.py"),
+    ),
+    "planner": ("replicas_by_buckets.py", "patches.py"),
 }
-"""Files of FSDP2 and DeepSpeed whose functions make tensors to communicate."""
+"""Files, by folder, whose functions make tensors to communicate: gathered weights too."""
 KEPT = {
     ("stage_1_and_2.py", "zeros"): "optimizer",
     ("stage_1_and_2.py", "full"): "optimizer",
     ("stage3.py", "zeros"): "gradients",
 }
-"""Gradients and copies that DeepSpeed's ZeRO keeps on the optimizer's device, by file and
-operator.
-"""
+"""Kinds of what DeepSpeed's ZeRO keeps on the optimizer's device, by file and operator."""
+FRAMES = 12
+"""The callers that are searched for such a file."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,6 +56,7 @@ class Allocation:
     size: int
     """Bytes."""
     kind: str
+    """weights, gradients, optimizer, activations, logits, communication, temporaries or data."""
     module: str
     """The dotted name of the module whose forward pass made it; empty outside of any."""
     operator: str
@@ -84,6 +67,17 @@ class Allocation:
     def rounded(self) -> int:
         """Bytes that an allocator gives it."""
         return -(-self.size // BLOCK) * BLOCK
+
+    def belong_to(self, kind: str, module: str) -> None:
+        """Set the purpose, and the module unless the name is empty."""
+        self.kind = kind
+        self.module = module or self.module
+
+    def free(self, tick: int) -> None:
+        self.died = tick
+
+    def lives(self, tick: int) -> bool:
+        return self.born <= tick and (self.died is None or self.died >= tick)
 
 
 @dataclass(frozen=True)
@@ -105,20 +99,17 @@ class Peak:
         return sorted(self.by_consumer.items(), key=lambda item: -item[1])[:3]
 
 
-@dataclass(eq=False)
 class Ledger(TorchDispatchMode):
     """A dispatch mode that records each storage made and freed while it is entered.
 
     `vocabulary`: floating-point tensors whose last dimension has this size count as logits.
     """
 
-    vocabulary: int = 0
-    allocations: list[Allocation] = field(default_factory=list)
-    phases: list[tuple[str, int]] = field(default_factory=list)
-    """Each phase that began, with its first tick, in order."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, vocabulary: int = 0) -> None:
         super().__init__()
+        self.vocabulary = vocabulary
+        self.allocations: list[Allocation] = []
+        self.phases: list[tuple[str, int]] = []  # with their first ticks
         self._tick = 0
         self._live: dict[int, Allocation] = {}  # by the address of the storage's Python object
         self._names: dict[nn.Module, str] = {}
@@ -136,11 +127,8 @@ class Ledger(TorchDispatchMode):
         inner = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = inner.untyped_storage()
         if id(storage) not in self._live:
-            self._note(storage, kind, name or "", "given")
-        found = self._live.get(id(storage))
-        if found is not None:
-            found.kind = kind
-            found.module = name or found.module
+            self._note(storage, kind, name, "given")
+        self._live[id(storage)].belong_to(kind, name)
 
     @contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -150,13 +138,11 @@ class Ledger(TorchDispatchMode):
                 module: bare_name(name) for name, module in root.named_modules() if name
             }
         hooks = nn.modules.module
-        before = hooks.register_module_forward_pre_hook(self._enter)
-        after = hooks.register_module_forward_hook(self._leave, always_call=True)
-        try:
+        with ExitStack() as stack:
+            stack.callback(hooks.register_module_forward_pre_hook(self._enter).remove)
+            after = hooks.register_module_forward_hook(self._leave, always_call=True)
+            stack.callback(after.remove)
             yield
-        finally:
-            before.remove()
-            after.remove()
 
     @contextmanager
     def open(self) -> Iterator[Ledger]:
@@ -172,95 +158,76 @@ class Ledger(TorchDispatchMode):
         self._tick += 1
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
-            if (
-                isinstance(leaf, torch.Tensor)
-                and not isinstance(leaf, DTensor)
-                and _device(leaf).type != "meta"
-            ):
-                storage = leaf.untyped_storage()
-                known = self._live.get(id(storage))
-                if known is None:
-                    self._note(
-                        storage,
-                        self._kind_of(leaf, func._opname),
-                        self._stack[-1] if self._stack else "",
-                        func._opname,
-                    )
-                elif known.size != storage.nbytes():
-                    self._resized(storage)
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
+                continue
+            if _device(leaf).type == "meta":
+                continue
+            storage = leaf.untyped_storage()
+            if id(storage) in self._live:
+                self._resized(storage)
+            else:
+                kind = self._kind_of(leaf, func._opname)
+                self._note(storage, kind, self._module, func._opname)
         return output
 
     def _note(self, storage: torch.UntypedStorage, kind: str, module: str, operator: str) -> None:
-        size = storage.nbytes()
         key = id(storage)
-        line = Allocation(size, kind, module, operator, self._tick)
+        line = Allocation(storage.nbytes(), kind, module, operator, self._tick)
         self._live[key] = line
         self._refs[key] = weakref.ref(storage, lambda _: self._freed(key))
-        if size:
+        if line.size:
             self.allocations.append(line)
 
     def _freed(self, key: int) -> None:
         self._refs.pop(key, None)
         if (line := self._live.pop(key, None)) is not None:
-            line.died = self._tick
+            line.free(self._tick)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         line = self._live.get(id(storage))
         if line is None or line.size == storage.nbytes():
             return
         self._tick += 1
-        line.died = self._tick
-        self._live[id(storage)] = again = Allocation(
-            storage.nbytes(), line.kind, line.module, line.operator, self._tick
-        )
-        if again.size:
-            self.allocations.append(again)
+        line.free(self._tick)
+        self._note(storage, line.kind, line.module, line.operator)
+
+    @property
+    def _module(self) -> str:
+        """The name of the module whose forward pass runs; empty outside of any."""
+        return self._stack[-1] if self._stack else ""
 
     def _kind_of(self, tensor: torch.Tensor, operator: str) -> str:
-        """Return the kind of a new tensor. Forward passes, and recomputation, run with gradients
-        enabled.
-        """
+        """Return the kind of a new tensor. Forward passes and recomputation enable gradients."""
         frame: Any = sys._getframe(2)
-        for _ in range(12):
+        for _ in range(FRAMES):
             if frame is None:
                 break
-            name = frame.f_code.co_filename.rpartition("/")[2]
-            if (kind := PLACES.get(name)) is not None:
-                return KEPT.get((name, operator), kind)
+            folder, name = _place(frame.f_code.co_filename)
+            if name in COMMUNICATING.get(folder, ()):
+                return KEPT.get((name, operator), "communication")
             frame = frame.f_back
-        if (
-            self.vocabulary
-            and tensor.is_floating_point()
-            and tensor.ndim > 1
-            and tensor.shape[-1] == self.vocabulary
-        ):
+        wide = tensor.is_floating_point() and tensor.ndim > 1
+        if self.vocabulary and wide and tensor.shape[-1] == self.vocabulary:
             return "logits"
         made = torch.is_grad_enabled() and self.phases[-1][0] not in (BUILD, SAVE)
         return "activations" if made else "temporaries"
 
     def _enter(self, module: nn.Module, arguments: Any) -> None:
-        self._stack.append(self._names.get(module, self._stack[-1] if self._stack else ""))
+        self._stack.append(self._names.get(module, self._module))
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if self._stack:
             self._stack.pop()
 
     def peaks(self) -> list[Peak]:
-        """Return the peak of each phase, in order; a phase that occurs several times has its
-        largest.
-        """
-        bounds = [
-            (name, start, end) for (name, start), end in zip(self.phases, self._ends(), strict=True)
-        ]
-        found: dict[str, Peak] = {}
-        for name, start, end in bounds:
+        """Return the peak of each phase, in order; of one that occurs several times the largest."""
+        ends = [start for _, start in self.phases[1:]] + [self._tick + 1]
+        largest: dict[str, Peak] = {}
+        for (name, start), end in zip(self.phases, ends, strict=True):
             peak = self._peak(name, start, end)
-            if name not in found or peak.size > found[name].size:
-                found[name] = peak
-        return list(found.values())
-
-    def _ends(self) -> list[int]:
-        return [start for _, start in self.phases[1:]] + [self._tick + 1]
+            if name not in largest or peak.size > largest[name].size:
+                largest[name] = peak
+        return list(largest.values())
 
     def _peak(self, phase: str, start: int, end: int) -> Peak:
         changes: Counter[int] = Counter()
@@ -275,18 +242,18 @@ class Ledger(TorchDispatchMode):
             size += changes[tick]
             if size > most:
                 most, when = size, tick
-        live = [
-            line
-            for line in self.allocations
-            if line.born <= when and (line.died is None or line.died >= when)
-        ]
-        return peak_of(phase, live)
+        return peak_of(phase, [line for line in self.allocations if line.lives(when)])
+
+
+@cache
+def _place(file: str) -> tuple[str, str]:
+    """Return the folder and the name of a file."""
+    path = PurePath(file)
+    return path.parent.name, path.name
 
 
 def _device(tensor: torch.Tensor) -> torch.device:
-    """Return the device, or the one it pretends to be on: asking a fake tensor itself goes through
-    all modes.
-    """
+    """Return the device; a fake tensor's pretended one without a way through all modes."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,27 +27,19 @@ from trainer.errors import ConfigError, Problem, first_line
 from trainer.run.describe import resolved
 from trainer.run.prepare import Prepared
 from trainer.storage import disk_errors, replace_file
+from trainer.tools.planner.candidates import overrides_of
 from trainer.tools.planner.cluster import RESERVED, described, gib
 from trainer.trackers import say
 
 PLAN = "plan.json"
 SECONDS = 120.0
 """Seconds that a prediction may take; a run then begins without one."""
-PROPOSING = 20.0
-"""Seconds in which to try layouts that would fit; the run waits for them."""
 RANKS = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI_|PMIX_).*|(RANK|WORLD_SIZE|NODE_RANK)"
+    r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI_|PMIX_).*"
+    r"|RANK|WORLD_SIZE|NODE_RANK"
 )
 """Variables by which a launcher tells a process that it is a rank."""
 UNKNOWN = Device("unknown", 0, 300e12, 2e12, 100e9)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The prediction for the fullest rank, in bytes."""
-
-    needed: float
-    device: Device
 
 
 def check_memory(
@@ -55,80 +47,60 @@ def check_memory(
 ) -> Callable[[], list[str]]:
     """Predict and report the memory that a run takes on its device, if requested. Collective.
 
-    Returns a function that compares it at the end with what was measured. Raises ConfigError if
-    the run does not fit.
+    Returns a function that compares it with what was measured. Raises ConfigError if too much.
     """
     if not wanted(prepared, machine):
         return list
     machine.signs.at("predicting the memory that it takes")
     machine.watch.moves(SECONDS)
-    found, lines = machine.ranks.on_first(lambda: predict(prepared, machine, folder))
+    needed, lines = machine.ranks.on_first(
+        lambda: predict(prepared, machine, folder, device_of(machine))
+    )
     for line in lines:
         say(console, line)
-    return partial(measured, found, machine)
+    return partial(measured, needed, machine)
 
 
 def wanted(prepared: Prepared, machine: Machine) -> bool:
-    """Return True on GPUs, or if the config asks for a prediction; for a model and data that it
-    names.
-    """
+    """Return True on GPUs or if the config asks for it, for a model and data that it names."""
     config, section = prepared.config, prepared.config.trainer
-    asked = config.origins.get("trainer.plan") in (FILE, OVERRIDE)
-    return (
-        prepared.subject.is_named(section)
-        and section.plan != "off"
-        and (machine.device.type == "cuda" or asked)
-    )
+    requested = config.origins.get("trainer.plan") in (FILE, OVERRIDE)
+    possible = prepared.subject.is_named(section) and section.plan != "off"
+    return possible and (machine.device.type == "cuda" or requested)
 
 
 def predict(
-    prepared: Prepared, machine: Machine, folder: Path, device: Device | None = None
-) -> tuple[Prediction | None, list[str]]:
-    """Predict the memory of this run, written as `plan.json` into its folder; and lines for the
-    user. On the first rank.
-    `device` is the one to fit; None: this rank's own. A failed prediction is only a line. Raises
-    ConfigError if the run needs more than the device has, unless `trainer.plan` says to try."""
-    device = device or device_of(machine)
+    prepared: Prepared, machine: Machine, folder: Path, device: Device
+) -> tuple[float | None, list[str]]:
+    """Predict the bytes on the fullest rank, and lines for the user; write `plan.json`.
+
+    None if the prediction fails, which is a line. Raises ConfigError if the run needs more than the
+    device has, unless `trainer.plan` says to try.
+    """
     try:
-        found = simulated(prepared, machine, device)
+        plan = simulated(prepared, machine, device)
     except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
         return None, [f"memory  not predicted: {first_line(error)}"]
     with disk_errors(folder / PLAN):
-        replace_file(folder / PLAN, (json.dumps(found, indent=2) + "\n").encode())
-    needed, fits, whose = (
-        found["needed"],
-        found["fits"],
-        "the device" if machine.device.type == "cuda" else "the host",
-    )
-    line = (
-        f"memory  {gib(needed)} predicted on the fullest rank, of {gib(device.memory)} that "
-        f"{whose} has for it"
-    )
+        replace_file(folder / PLAN, (json.dumps(plan, indent=2) + "\n").encode())
+    needed, owner = plan["needed"], "device" if machine.device.type == "cuda" else "host"
     if needed > device.memory and prepared.config.trainer.plan == "refuse":
-        raise ConfigError(_problem(found, device))
-    if fits:
-        return Prediction(needed, device), [line]
-    missing = needed - found["room"]
-    note = (
-        f"note    predicted to miss by {gib(missing)}, with {gib(RESERVED)} left for CUDA and NCCL"
-    )
-    return Prediction(needed, device), [line, f"{note}{_proposed(found)}"]
+        raise ConfigError(_problem(plan, device))
+    room = f"of {gib(device.memory)} that the {owner} has for it"
+    lines = [f"memory  {gib(needed)} predicted on the fullest rank, {room}"]
+    if not plan["fits"]:
+        left = f"with {gib(RESERVED)} left for CUDA and NCCL{_proposed(plan)}"
+        lines.append(f"note    predicted to miss by {gib(needed - plan['room'])}, {left}")
+    return needed, lines
 
 
-def measured(prediction: Prediction | None, machine: Machine) -> list[str]:
-    """Compare predicted with measured memory, on the fullest GPU. Collective if there is a
-    prediction.
-    """
-    if prediction is None or machine.device.type != "cuda":
+def measured(needed: float | None, machine: Machine) -> list[str]:
+    """Compare predicted with measured bytes on the fullest GPU. Collective after a prediction."""
+    if needed is None or machine.device.type != "cuda":
         return []
     peak = max(machine.ranks.gather(torch.cuda.max_memory_allocated(machine.device)))
-    error = prediction.needed / peak - 1
-    return [
-        (
-            f"memory  {gib(peak)} measured at the peak, {gib(prediction.needed)} predicted "
-            f"({error:+.1%})"
-        )
-    ]
+    error = f"{needed / peak - 1:+.1%}"
+    return [f"memory  {gib(peak)} measured at the peak, {gib(needed)} predicted ({error})"]
 
 
 def device_of(machine: Machine) -> Device:
@@ -158,31 +130,23 @@ def simulated(prepared: Prepared, machine: Machine, device: Device) -> dict[str,
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
-        sizes = ["--nodes", str(world // local), "--gpus", str(local), "--device", text]
-        command = [
-            sys.executable,
-            "-m",
-            "trainer.command",
-            "plan",
-            "--config",
-            str(path),
-            *sizes,
-            "--json",
-        ]
-        found = _answer(command)
-        return found if found["fits"] else _answer([*command, "--propose", str(PROPOSING)])
+        command = [sys.executable, "-m", "trainer.command", "plan", "--config", str(path), "--json"]
+        command += ["--nodes", str(world // local), "--gpus", str(local), "--device", text]
+        plan = _answer(command)
+        return plan if plan["fits"] else _answer([*command, "--propose"])
 
 
 def _answer(command: list[str]) -> dict[str, Any]:
     environment = alone(os.environ)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True, text=True)  # type: ignore[call-overload]
+    process = subprocess.Popen(  # type: ignore[call-overload]
+        command, **pipes, env=environment, start_new_session=True, text=True
+    )
     try:
         output, errors = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        raise ValueError(
-            f"it takes more than {SECONDS:.0f} seconds; `meshloom plan` has no limit"
-        ) from None
+        limit = f"it takes more than {SECONDS:.0f} seconds; `meshloom plan` has no limit"
+        raise ValueError(limit) from None
     finally:
         with suppress(ProcessLookupError):  # its forks end with it
             os.killpg(process.pid, signal.SIGKILL)
@@ -201,24 +165,20 @@ def alone(environment: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
 
 
-def _problem(found: Mapping[str, Any], device: Device) -> Problem:
-    missing = found["needed"] - device.memory
-    seen = (
-        f"{found['layout']} needs {gib(found['needed'])} on the fullest rank, {gib(missing)} "
-        "too many"
-    )
-    mend = f'trainer.plan="warn" tries all the same{_proposed(found)}'
-    return Problem("memory", seen, f"at most the {gib(device.memory)} of {device.name}", mend)
+def _problem(plan: Mapping[str, Any], device: Device) -> Problem:
+    needed = plan["needed"]
+    missing = f"{gib(needed - device.memory)} too many"
+    actual = f"{plan['layout']} needs {gib(needed)} on the fullest rank, {missing}"
+    expected = f"at most the {gib(device.memory)} of {device.name}"
+    hint = f'trainer.plan="warn" tries all the same{_proposed(plan)}'
+    return Problem("memory", actual, expected, hint)
 
 
-def _proposed(found: Mapping[str, Any]) -> str:
-    for proposal in found.get("proposals", []):
-        changes = " ".join(
-            f"{path}={json.dumps(value)}" for path, value in proposal["changes"].items()
-        )
-        return (
-            f". {changes} would do: {proposal['reason']}"
-            if proposal["fits"]
-            else f". {proposal['reason']}"
-        )
-    return ""
+def _proposed(plan: Mapping[str, Any]) -> str:
+    """Return the sentence on the first proposal; empty without one."""
+    if not plan.get("proposals"):
+        return ""
+    first = plan["proposals"][0]
+    if not first["fits"]:
+        return f". {first['reason']}"
+    return f". {' '.join(overrides_of(first['changes']))} would do: {first['reason']}"

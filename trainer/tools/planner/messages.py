@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,26 +14,23 @@ from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_OPERATORS = (
-    ("all-reduce", "allreduce_ all_reduce all_reduce_ allreduce_coalesced_ all_reduce_coalesced"),
-    ("all-gather", "_allgather_base_ allgather_ allgather_into_tensor_coalesced_"),
-    ("all-gather", "all_gather_into_tensor all_gather_into_tensor_out"),
-    ("all-gather", "all_gather_into_tensor_coalesced"),
-    ("reduce-scatter", "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor"),
-    ("reduce-scatter", "reduce_scatter_tensor_coalesced_ reduce_scatter_tensor_coalesced"),
-    ("all-to-all", "alltoall_ alltoall_base_ all_to_all_single shard_dim_alltoall"),
-    ("broadcast", "broadcast_ broadcast"),
-    ("reduce", "reduce_"),
-    ("gather", "gather_"),
-    ("scatter", "scatter_"),
-    ("send", "send"),
-    ("receive", "recv_"),
-    ("barrier", "barrier"),
-)
-NAMES = {operator: name for name, operators in _OPERATORS for operator in operators.split()}
-"""PyTorch's communication operators -> the field's names. `Message.size` is that of the larger of
-input and output.
-"""
+_OPERATORS = {
+    "all-reduce": "allreduce_ all_reduce all_reduce_ allreduce_coalesced_ all_reduce_coalesced",
+    "all-gather": "_allgather_base_ allgather_ allgather_into_tensor_coalesced_ "
+    "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced",
+    "reduce-scatter": "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor "
+    "reduce_scatter_tensor_coalesced_ reduce_scatter_tensor_coalesced",
+    "all-to-all": "alltoall_ alltoall_base_ all_to_all_single shard_dim_alltoall",
+    "broadcast": "broadcast_ broadcast",
+    "reduce": "reduce_",
+    "gather": "gather_",
+    "scatter": "scatter_",
+    "send": "send",
+    "receive": "recv_",
+    "barrier": "barrier",
+}
+NAMES = {operator: name for name, words in _OPERATORS.items() for operator in words.split()}
+"""PyTorch's communication operators -> the field's names."""
 LIBRARIES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 POINT_TO_POINT = ("send", "receive")
 HERE = Path(__file__).parent
@@ -50,7 +47,7 @@ class Message:
     """The ranks that take part; of a send or receive, this rank and its peer."""
     dtype: torch.dtype | None
     size: int
-    """Bytes of the whole tensor that is reduced or gathered."""
+    """Bytes of the whole tensor that is reduced or gathered: the larger of input and output."""
     phase: str
     place: str
     """The place in this package's code: `file:line function`."""
@@ -60,28 +57,23 @@ class Message:
     @property
     def sent(self) -> float:
         """Bytes that this rank sends if rings are used (Thakur et al., 2005; NCCL's `busbw`)."""
-        others = (len(self.group) - 1) / max(1, len(self.group))
-        if self.name == "all-reduce":
-            return 2 * others * self.size
-        return (
-            float(self.size)
-            if self.name == "send"
-            else 0.0
-            if self.name == "receive"
-            else others * self.size
-        )
+        if self.name in POINT_TO_POINT:
+            return float(self.size) if self.name == "send" else 0.0
+        share = (len(self.group) - 1) / max(1, len(self.group))
+        return (2 if self.name == "all-reduce" else 1) * share * self.size
 
 
-@dataclass(eq=False)
 class Messages(TorchDispatchMode):
     """A dispatch mode that records a rank's messages while it is entered."""
 
-    rank: int = 0
-    found: list[Message] = field(default_factory=list)
-    phase: str = ""
-
-    def __post_init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()
+        self.rank, self.phase = rank, ""
+        self.found: list[Message] = []
+
+    def begin(self, phase: str) -> None:
+        """Begin `phase`: what follows belongs to it."""
+        self.phase = phase
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
@@ -96,24 +88,19 @@ class Messages(TorchDispatchMode):
         group = _group(args)
         if len(group) == 1:
             return
-        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        dtype = given[0].dtype if given else None
-        sizes = [sum(leaf.nbytes for leaf in leaves) for leaves in _sides(args, made)]
+        sides = [_tensors(value) for value in (*args, output)]
+        inputs = _tensors(args)
+        dtype = inputs[0].dtype if inputs else None
+        size = max(sum(tensor.nbytes for tensor in side) for side in sides)
         peer = None
         if name in POINT_TO_POINT:
             peer = group[int(args[2])]
             group = tuple(sorted((self.rank, peer)))
-        self.found.append(
-            Message(name, group, dtype, max(sizes, default=0), self.phase, place(), peer)
-        )
+        self.found.append(Message(name, group, dtype, size, self.phase, place(), peer))
 
 
-def _sides(args: Any, made: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the tensors of each argument, then those of the output."""
-    return [
-        [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)] for value in args
-    ] + [made]
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _group(args: Any) -> tuple[int, ...]:
@@ -133,9 +120,7 @@ def _group(args: Any) -> tuple[int, ...]:
 
 
 def place() -> str:
-    """Return the line of this package's code, planner excluded, that is running; empty if none
-    is.
-    """
+    """Return the running line of this package's code, but for the planner's; empty if none is."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if name := _engines_file(frame.f_code.co_filename):
@@ -148,8 +133,5 @@ def place() -> str:
 def _engines_file(name: str) -> str | None:
     """Return a file's path in this package; None for a file of a library or of the planner."""
     path = Path(name)
-    return (
-        str(path.relative_to(PACKAGE.parent))
-        if path.is_relative_to(PACKAGE) and HERE not in path.parents
-        else None
-    )
+    ours = path.is_relative_to(PACKAGE) and HERE not in path.parents
+    return str(path.relative_to(PACKAGE.parent)) if ours else None

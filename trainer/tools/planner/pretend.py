@@ -1,8 +1,6 @@
-"""One rank of a simulated cluster: PyTorch's fake process group and fake tensors, under the
-engines' own code.
+"""One rank of a simulated cluster: a fake process group and fake tensors under the engines' code.
 
-A tensor has a shape, a dtype and a storage size, but no values. A value read on the host is 1 or
-True.
+A tensor has a shape, a dtype and a storage size, but no values. One read on the host is 1 or True.
 """
 
 from __future__ import annotations
@@ -41,13 +39,9 @@ aten = torch.ops.aten
 ONES: dict[tuple[bool, bool], Any] = {(True, False): 1.0, (False, False): 1, (False, True): True}
 """The value read on the host, by (dtype is floating point, dtype is bool)."""
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
-"""An unsupported optimizer: DeepSpeed imports it only for its class, which takes seconds in each
-process.
-"""
+"""An unsupported optimizer whose import takes DeepSpeed seconds in each process."""
 MOST_READS = 20_000
-"""The most truth values read from one line of the engine: more means a loop that waits for another
-value.
-"""
+"""The most truth values read from one line: more means a loop that waits for another value."""
 
 
 class PretendRanks(Ranks):
@@ -92,10 +86,10 @@ def pretending(
     *,
     deepspeed: Callable[[], torch.Tensor] | None = None,
 ) -> Iterator[PretendRanks]:
-    """Act as rank `rank` of `world_size`, with fake tensors. Raises RuntimeError if a process group
-    exists already.
+    """Act as rank `rank` of `world_size`, with fake tensors.
 
     `deepspeed`, if that is the engine, returns an empty hidden state, as its pipeline receives it.
+    Raises RuntimeError if a process group exists already.
     """
     if dist.is_initialized():
         raise RuntimeError("a process that is one of several can't pretend to be another")
@@ -109,17 +103,13 @@ def pretending(
         "MASTER_PORT": 1,
         "CUDA_VISIBLE_DEVICES": "",  # else each operator on fake tensors looks for a driver
     }
+    written = {key: str(value) for key, value in environment.items()}
+    muon = SimpleNamespace(MuonWithAuxAdam=type("Muon", (), {}))
     with ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()})
-        )
+        stack.enter_context(mock.patch.dict(os.environ, written))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
-        stack.enter_context(
-            mock.patch.dict(
-                sys.modules, {MUON: SimpleNamespace(MuonWithAuxAdam=type("Muon", (), {}))}
-            )
-        )
+        stack.enter_context(mock.patch.dict(sys.modules, {MUON: muon}))
         for owner, name, value in _replacements(deepspeed):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -139,9 +129,8 @@ class _HostReads(TorchDispatchMode):
             if args[0].dtype is torch.bool:
                 self._reads[where := place()] += 1
                 if self._reads[where] > MOST_READS:
-                    raise RuntimeError(
-                        f"a loop waits for a value, which fake tensors have not, below {where}"
-                    )
+                    problem = "a loop waits for a value, which fake tensors have not, below"
+                    raise RuntimeError(f"{problem} {where}")
             return ONES[args[0].dtype.is_floating_point, args[0].dtype is torch.bool]
         if func is aten.equal.default and isinstance(args[0], FakeTensor):
             return True
@@ -156,9 +145,7 @@ class _NoKernels:
 
 
 def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tuple[Any, str, Any]]:
-    """Yield replacements for what depends on values: meshes are real, and object collectives return
-    what was sent.
-    """
+    """Yield owner, name and replacement of each function whose result depends on values."""
     for name in ("__init__", "__getitem__", "_flatten", "__hash__", "__eq__"):
         yield DeviceMesh, name, real(getattr(DeviceMesh, name))
     yield DeviceMesh, "mesh", property(real(vars(DeviceMesh)["mesh"].fget))
@@ -173,11 +160,8 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     yield from _everywhere(
         owners.owning_stages, lambda held, mesh: dict.fromkeys(held, mesh.rank("pipeline"))
     )
-    yield (
-        nn.init,
-        "_no_grad_trunc_normal_",
-        lambda tensor, *_, **__: tensor,
-    )  # draws until all are within bounds
+    # draws until all are within bounds
+    yield nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor
     yield nn.Module, "_apply", _apply
     yield dist, "all_gather_object", _all_gather_object
     yield dist, "broadcast_object_list", lambda objects, *_, **__: None
@@ -185,9 +169,7 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
 
 
 class _TiedTables:
-    """The tied tables that both ends of a pipeline hold, derived from the cut instead of by
-    messages.
-    """
+    """Tied tables that both ends of a pipeline hold, derived from the cut and not by messages."""
 
     def __init__(self) -> None:
         self._both: set[str] = set()
@@ -197,9 +179,8 @@ class _TiedTables:
         self, model: nn.Module, spec: ModelSpec, boundary: StageBoundary, blocks: range
     ) -> StageInput:
         kept = kept_for_the_head(spec, boundary)
-        self._both = {
-            f"model.{owner}" for owner in spec.tied.values() if owner.rpartition(".")[0] in kept
-        }
+        owners_kept = [name for name in spec.tied.values() if name.rpartition(".")[0] in kept]
+        self._both = {f"model.{name}" for name in owners_kept}
         return self._plain(model, spec, boundary, blocks)
 
     def on_both(self, pair: Any, names: Iterable[str]) -> list[str]:
@@ -215,20 +196,15 @@ def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str
     from deepspeed.runtime.utils import CheckOverflow, is_invalid_grad_norm
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
-    from trainer.tools.planner import partitions_at_once
+    from trainer.tools.planner import patches
 
-    yield from partitions_at_once.replacements()
-    yield from _everywhere(
-        coalesced_collectives.reduce_scatter_coalesced, partitions_at_once.reduce_scatter
-    )
+    yield from patches.replacements()
+    yield from _everywhere(coalesced_collectives.reduce_scatter_coalesced, patches.reduce_scatter)
     yield from _everywhere(build_shm_op, lambda: None)
     yield from _everywhere(stage3.assert_ints_same_as_other_ranks, lambda found: None)
     yield from _everywhere(is_invalid_grad_norm, lambda norm: False)
-    for kind in (
-        stage3.DeepSpeedZeroOptimizer_Stage3,
-        stage_1_and_2.DeepSpeedZeroOptimizer,
-        CheckOverflow,
-    ):
+    optimizers = stage3.DeepSpeedZeroOptimizer_Stage3, stage_1_and_2.DeepSpeedZeroOptimizer
+    for kind in (*optimizers, CheckOverflow):
         yield kind, "has_overflow", _never(kind.has_overflow)
     yield CheckOverflow, "check_using_norm", _never(CheckOverflow.check_using_norm)
     yield OpBuilder, "load", lambda *_, **__: _NoKernels()
@@ -241,10 +217,8 @@ def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str
 def _everywhere(function: Any, other: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield a replacement of `function` under each name by which a module refers to it."""
     for module in list(sys.modules.values()):
-        names = [
-            name for name, value in getattr(module, "__dict__", {}).items() if value is function
-        ]
-        yield from ((module, name, other) for name in names)
+        known = getattr(module, "__dict__", {}).items()
+        yield from [(module, name, other) for name, value in known if value is function]
 
 
 def _never(function: Callable[..., Any]) -> Callable[..., bool]:
@@ -260,9 +234,7 @@ def _never(function: Callable[..., Any]) -> Callable[..., bool]:
 def _apply(
     module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
-    """Run `nn.Module._apply` in place: PyTorch's swaps tensors, which fails for fake ones with
-    other references.
-    """
+    """Run `nn.Module._apply` in place: PyTorch swaps tensors, which fails for fake ones."""
     for inner in module.modules() if recurse else [module]:
         for tensor in (*inner._parameters.values(), *inner._buffers.values()):
             if tensor is not None and (other := function(tensor.detach())) is not tensor:
@@ -270,16 +242,16 @@ def _apply(
     return module
 
 
-def _all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
-    found[:] = [value] * len(found)
+def _all_gather_object(results: list[Any], value: Any, group: Any = None) -> None:
+    results[:] = [value] * len(results)
 
 
 @contextmanager
 def resizes_reported(report: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Report resized storages (FSDP frees and gathers units so), which no dispatch mode sees.
+    """Report resized storages, by which FSDP frees and gathers units unseen by dispatch modes.
 
-    DTensor's sharding propagation, which makes fake tensors of the whole shape, is hidden from it.
-    Can go when a dispatch mode sees the one and not the other.
+    Hides DTensor's sharding propagation, which makes fake tensors of the whole shape. Can go when a
+    dispatch mode sees the one and not the other.
     """
     plain = torch.UntypedStorage.resize_
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.engines.devices import DEVICES, GIB
 from trainer.layout import Layout
 from trainer.tools.planner.candidates import differences
 from trainer.tools.planner.cluster import RESERVED, gib, recomputed
-from trainer.tools.planner.estimate import Plan, Role, Sent, offloaded
+from trainer.tools.planner.extrapolate import STATE, Plan, Role, offloaded
 
+PARTS = {"inside": "inside nodes", "between": "between nodes"}
+"""Names of the parts of a step's time, where they differ from the fields of `Time`."""
 LEAST_SHOWN = 1e-3
-"""The share of the whole below which kinds of memory and messages are not shown."""
+"""The least share of the whole at which a kind of memory or message is shown."""
 
 
 def lines(plan: Plan) -> Iterator[str]:
     """Yield the report on a plan: model, layout, memory, largest consumers, traffic and time."""
     layout, cluster = plan.workload.layout, plan.cluster
-    where = f"{cluster.nodes} x {cluster.devices} {cluster.device.name}"
-    spec = plan.workload.spec
-    yield (
-        f"model   {spec.name}: {in_words(spec.parameters)} parameters, on "
-        f"{plan.workload.sample.kind}"
-    )
-    yield f"layout  {layout.describe()} (engine {plan.workload.engine_name}) on {where}"
+    spec, sample = plan.workload.spec, plan.workload.sample
+    count = spec.parameters
+    words = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
+    yield f"model   {spec.name}: {words} parameters, on {sample.kind}"
+    yield f"layout  {layout.describe()} (engine {plan.workload.engine_name}) on {cluster}"
     yield f"memory  {verdict(plan)}"
     for role in plan.roles:
         yield f"  {role.name + ':':<16}{gib(role.peak.size)}, fullest in {role.peak.phase}"
@@ -46,9 +47,9 @@ def verdict(plan: Plan) -> str:
     device = plan.cluster.device
     what = f"{gib(plan.needed)} of tensors on the fullest device, of {gib(plan.room)}"
     rest = f"({gib(device.memory)} less {gib(RESERVED)} for the CUDA context and NCCL)"
-    return f"{'fits' if spare >= 0 else 'DOES NOT FIT'}: {what} {rest}; {gib(abs(spare))} " + (
-        "to spare" if spare >= 0 else "too much"
-    )
+    if plan.fits:
+        return f"fits: {what} {rest}; {gib(spare)} to spare"
+    return f"DOES NOT FIT: {what} {rest}; {gib(-spare)} too much"
 
 
 def _kinds(plan: Plan) -> Iterator[str]:
@@ -61,7 +62,6 @@ def _kinds(plan: Plan) -> Iterator[str]:
 
 
 def _host(plan: Plan) -> str:
-    """Return the line on the memory that each process takes on its node's host."""
     copied = f"{gib(plan.background_copy)} for a save in the background"
     on_host = f", {gib(plan.on_host)} offloaded" if plan.on_host else ""
     return f"{gib(plan.loaded)} a process while the model is loaded, {copied}{on_host}"
@@ -74,33 +74,27 @@ def _traffic(plan: Plan) -> Iterator[str]:
         yield "  nothing"
     for sent in sorted(role.sent, key=lambda sent: -sent.size):
         if sent.size >= total * LEAST_SHOWN:
-            yield f"  {decimal(sent.size):>12}  {message_line(sent)}"
-
-
-def message_line(sent: Sent) -> str:
-    """Describe messages in a line: 33 x all-reduce along replicate, 8 ranks, between nodes."""
-    along = " x ".join(sent.axes)
-    return f"{sent.count:,.0f} x {sent.name} along {along}, {sent.ranks} ranks, " + (
-        "inside a node" if sent.inside else "between nodes"
-    )
+            size = (
+                f"{sent.size / 1e9:,.2f} GB" if sent.size >= 1e8 else f"{sent.size / 1e6:,.2f} MB"
+            )
+            along, where = (
+                " x ".join(sent.axes),
+                "inside a node" if sent.inside else "between nodes",
+            )
+            messages = f"{sent.count:,.0f} x {sent.name} along {along}, {sent.ranks} ranks, {where}"
+            yield f"  {size:>12}  {messages}"
 
 
 def _time(plan: Plan) -> str:
     time, sample = plan.time, plan.workload.sample
     rate = plan.workload.layout.train_batch * sample.units / time.least
-    parts = {
-        "compute": time.compute,
-        "bubble": time.bubble,
-        "inside nodes": time.inside,
-        "between nodes": time.between,
-        "update": time.update,
-        "host": time.host,
-    }
-    listed = ", ".join(f"{name} {in_seconds(part)}" for name, part in parts.items() if part > 0)
+    parts = [
+        f"{PARTS.get(name, name)} {in_seconds(part)}" for name, part in vars(time).items() if part
+    ]
     return (
         f"an estimate from data sheets, and no faster: {in_seconds(time.least)} a step if all "
-        "messages are hidden, "
-        f"{in_seconds(time.most)} if none is ({listed}); at most {rate:,.0f} {sample.unit}s/s"
+        f"messages are hidden, {in_seconds(time.most)} if none is ({', '.join(parts)}); "
+        f"at most {rate:,.0f} {sample.unit}s/s"
     )
 
 
@@ -129,61 +123,50 @@ def _role(role: Role) -> dict[str, Any]:
         },
         "largest": dict(role.peak.largest),
         "sent": [
-            {
-                "what": s.name,
-                "axes": s.axes,
-                "ranks": s.ranks,
-                "inside": s.inside,
-                "count": s.count,
-                "bytes": s.size,
-            }
-            for s in role.sent
+            {"what": sent.name, "bytes": sent.size}
+            | {key: getattr(sent, key) for key in ("axes", "ranks", "inside", "count")}
+            for sent in role.sent
         ],
     }
-
-
-def decimal(size: float) -> str:
-    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
 
 
 def in_seconds(time: float) -> str:
     return f"{time:.3g} s" if time >= 1 else f"{time * 1e3:.3g} ms"
 
 
-def in_words(count: float) -> str:
-    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
+# Proposed changes, and their reasons
 
 
-# The reasons for a change
+def proposal_lines(
+    number: int, plan: Plan, changes: Mapping[str, Any], reason: str
+) -> Iterator[str]:
+    """Yield one proposal: if it fits, its reason, and the changes in the JSON."""
+    fits = "fits" if plan.fits else "does not fit"
+    step = f"{in_seconds(plan.time.least)} a step at least"
+    yield f"propose {number}. {fits}, {gib(plan.needed)}, {step}: {reason}"
+    yield from (f"          + {path}: {json.dumps(value)}" for path, value in changes.items())
 
-RECOMPUTES = {
-    "none": "recompute nothing",
-    "full": "recompute all blocks",
-    "selective": "recompute selectively",
-}
+
+RECOMPUTES = {"none": "nothing", "full": "all blocks", "selective": "selectively"}
 
 
 def words(old: Layout, new: Layout) -> str:
     """List the changes between two layouts as part of a sentence."""
+    away = "the optimizer's state" if new.offloads else "nothing"
+    if new.offload_param != "none":
+        away = "weights and optimizer state"
+    blocks = RECOMPUTES.get(new.recompute.mode, f"every {new.recompute.every}. block")
     texts = {
         "pipeline": f"{new.pipeline} pipeline stages instead of {old.pipeline}",
         "tensor": f"tensor parallel over {new.tensor} instead of {old.tensor}",
         "shard": f"shard over {new.shard} instead of {old.shard}",
         "stage": f"ZeRO-{new.zero_stage} instead of ZeRO-{old.zero_stage}",
         "micro-batch": f"a micro-batch of {new.micro_batch} instead of {old.micro_batch}",
-        "recompute": RECOMPUTES.get(
-            new.recompute.mode, f"recompute every {new.recompute.every}. block"
-        ),
-        "offload": f"{_on_host(new)} on the host",
+        "recompute": f"recompute {blocks}",
+        "offload": f"{away} on the host",
     }
     changed = differences(old, new)
     return _listed([text for name, text in texts.items() if name in changed]) or "another engine"
-
-
-def _on_host(layout: Layout) -> str:
-    if layout.offload_param != "none":
-        return "weights and optimizer state"
-    return "the optimizer's state" if layout.offload_optimizer != "none" else "nothing"
 
 
 def _listed(texts: list[str]) -> str:
@@ -191,7 +174,7 @@ def _listed(texts: list[str]) -> str:
 
 
 MEMORY = {
-    "state": ("weights", "gradients", "optimizer"),
+    "state": STATE,
     "activations": ("activations", "logits", "temporaries", "data"),
     "communication buffers": ("communication",),
 }
@@ -199,10 +182,9 @@ MEMORY = {
 
 def reason(old: Plan, new: Plan) -> str:
     """Return one sentence on the gains and the costs of a change."""
-    gains: list[str] = []
-    costs: list[str] = []
-    for text, less in _effects(old, new):
-        (gains if less else costs).append(text)
+    effects = list(_effects(old, new))
+    gains = [text for text, less in effects if less]
+    costs = [text for text, less in effects if not less]
     changed = words(old.workload.layout, new.workload.layout)
     if old.workload.engine_name != new.workload.engine_name:
         changed += f" (engine {new.workload.engine_name})"
@@ -219,20 +201,15 @@ def _effects(old: Plan, new: Plan) -> Iterator[tuple[str, bool]]:
             yield f"{gib(abs(change))} {_less(change)} {name} per GPU", change < 0
     for name, inside in (("inside nodes", True), ("between nodes", False)):
         before, after = old.traffic(inside).size, new.traffic(inside).size
-        if abs(after - before) >= 1e8 and abs(after - before) >= 0.01 * max(before, after):
-            yield (
-                f"{abs(after - before) / 1e9:,.1f} GB {_less(after - before)} {name}",
-                after < before,
-            )
+        change = after - before
+        if abs(change) >= max(1e8, 0.01 * max(before, after)):
+            yield f"{abs(change) / 1e9:,.1f} GB {_less(change)} {name}", change < 0
     again = recomputed(new.workload.layout) - recomputed(old.workload.layout)
     if again:
         yield f"{abs(again):.0%} {_less(again)} to compute", again < 0
-    before, after = old.time.middle, new.time.middle
-    if abs(after / before - 1) >= 0.01:
-        yield (
-            f"about {abs(after / before - 1):.0%} {_less(after - before)} time per step",
-            after < before,
-        )
+    change = new.time.middle / old.time.middle - 1
+    if abs(change) >= 0.01:
+        yield f"about {abs(change):.0%} {_less(change)} time per step", change < 0
 
 
 def _less(change: float) -> str:
@@ -241,15 +218,13 @@ def _less(change: float) -> str:
 
 def shortfall(old: Plan, best: Plan, tried: int, nodes: int | None) -> str:
     """Say by how much the best layout fails to fit, and what would make it fit."""
-    missing, device = best.needed - best.room, best.cluster.device
+    missing = best.needed - best.room
     larger = [found for found in DEVICES.values() if found.memory - RESERVED >= best.needed]
     named = f" ({min(larger, key=lambda found: found.memory).name})" if larger else ""
-    mends = [f"{nodes} nodes of {best.cluster.devices}"] if nodes else []
-    mends.append(f"devices of {math.ceil((best.needed + RESERVED) / GIB)} GiB{named}")
-    best_words = words(old.workload.layout, best.workload.layout) if best is not old else "as it is"
-    where = f"{best.cluster.nodes} x {best.cluster.devices} {device.name}"
+    remedies = [f"{nodes} nodes of {best.cluster.devices}"] if nodes else []
+    remedies.append(f"devices of {math.ceil((best.needed + RESERVED) / GIB)} GiB{named}")
+    changes = "as it is" if best is old else words(old.workload.layout, best.workload.layout)
     return (
-        f"of {tried} layouts that were tried none fits {where}; {best_words} misses by "
-        f"{gib(missing)} of "
-        f"{gib(best.room)}, and would fit {' or '.join(mends)}"
+        f"of {tried} layouts that were tried none fits {best.cluster}; {changes} misses by "
+        f"{gib(missing)} of {gib(best.room)}, and would fit {' or '.join(remedies)}"
     )

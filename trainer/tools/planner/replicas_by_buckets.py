@@ -1,6 +1,6 @@
 """DDP's memory and messages without its C++: gradients in buckets, each reduced when it is full.
 
-Follows `torch/nn/parallel/distributed.py` and `torch/csrc/distributed/c10d/reducer.cpp` (Li et al.,
+Follows torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.cpp (Li et al.,
 arXiv 2006.15704, section 4.2).
 """
 
@@ -15,9 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 FIRST_BUCKET = 1 << 20
-"""Bytes of the first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`), small so that sending starts
-early.
-"""
+"""Bytes of the first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`): sending starts early."""
 
 
 class BucketedReplica(nn.Module):

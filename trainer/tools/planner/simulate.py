@@ -1,6 +1,4 @@
-"""The simulation of one rank: its engine is built, takes steps, evaluates and is saved, all of it
-recorded.
-"""
+"""The simulation of one rank: its engine is built, takes steps, evaluates and is saved."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -17,10 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as optimizers
 
 from trainer.engines import EngineKind, Job, Machine
 from trainer.errors import ConfigError, Problem
@@ -35,9 +30,7 @@ from trainer.tools.planner.messages import Message, Messages
 from trainer.tools.planner.pretend import pretending
 
 STEPS = 2
-"""The number of steps: optimizers create their state in the first, and all are alike from the
-second on.
-"""
+"""Optimizers create their state in the first step; from the second on all are alike."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +38,14 @@ class SampleCost:
     """The properties of a sample that the closed forms use."""
 
     unit: str
-    """The unit of rates: "token", "image"."""
+    """The unit of rates, of which a sample has so many: "token", "image"."""
     units: int
-    """The number of units in a sample."""
     kind: str
     """The kind of sample, for the user: "samples of 4,096 tokens"."""
     flops: float
     """FLOPs to train on it, forward and backward, without recomputation."""
     hidden: int
     """The number of values in the smallest hidden state that enters a block; 0 if unknown."""
-    kept: int
-    """The multiple of `hidden` that a block surely keeps if nothing is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +62,14 @@ class Workload:
     schedule: LRSchedule
     sample: SampleCost
     batch: Callable[[int], Batch]
-    """Makes a micro-batch of that many samples, of the length trained with; its values mean
-    nothing.
-    """
+    """Makes a micro-batch of that many samples, of the trained length and without meaning."""
 
     def received(self, rank: int) -> torch.Tensor:
         """Make the hidden state that a rank's stage receives for a micro-batch, of zeros."""
         layout, spec = self.layout, self.spec
-        stage = block_ranges(spec.build(), spec, layout.partition, layout.stages)[
-            layout.coordinates(rank)["pipeline"]
-        ]
-        shape = self.task.hidden_shape(self.batch(layout.micro_batch), stage.start)
+        ranges = block_ranges(spec.build(), spec, layout.partition, layout.stages)
+        first = ranges[layout.coordinates(rank)["pipeline"]].start
+        shape = self.task.hidden_shape(self.batch(layout.micro_batch), first)
         return torch.zeros(shape, dtype=getattr(torch, layout.precision))
 
 
@@ -94,13 +81,11 @@ class Trace:
     peaks: tuple[Peak, ...]
     """The peak of each phase, in order."""
     messages: tuple[Message, ...]
-    """All its messages, in order."""
     copied: int = 0
     """Bytes that a background save copies to the host."""
 
-    def peak(self, phase: str | None = None) -> Peak:
-        """Return the peak of a phase, or of all."""
-        return max((p for p in self.peaks if phase in (None, p.phase)), key=lambda p: p.size)
+    def peak(self, phase: str) -> Peak:
+        return next(peak for peak in self.peaks if peak.phase == phase)
 
 
 def simulate_all(jobs: Sequence[tuple[Workload, int]], local_world_size: int) -> list[Trace]:
@@ -111,38 +96,35 @@ def simulate_all(jobs: Sequence[tuple[Workload, int]], local_world_size: int) ->
     """
     if any(workload.engine_name == "deepspeed" for workload, _ in jobs):
         import deepspeed  # noqa: F401 - seconds, once and not in each process
+    traces: dict[int, Trace] = {}
     running: dict[Connection, tuple[int, Any]] = {}
-    found: dict[int, Trace] = {}
-
-    def answer() -> None:
-        for pipe in wait(list(running)):
-            assert isinstance(pipe, Connection)
-            index, process = running.pop(pipe)
-            found[index] = _answer(jobs[index][1], process, pipe)
-
+    work = [len(job.spec.blocks) * job.layout.accumulation for job, _ in jobs]
     # the longest first, so that no core waits long at the end
-    for index in sorted(range(len(jobs)), key=lambda index: -_work(jobs[index][0])):
-        workload, rank = jobs[index]
-        ours, theirs = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.get_context("fork").Process(
-            target=_simulate, args=(theirs, workload, rank, local_world_size), daemon=True
-        )
-        process.start()
-        theirs.close()
-        running[ours] = index, process
-        while len(running) >= (os.cpu_count() or 1):
-            answer()
-    while running:
-        answer()
-    return [found[index] for index in range(len(jobs))]
+    waiting = sorted(range(len(jobs)), key=lambda index: work[index])
+    while waiting or running:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            index = waiting.pop()
+            pipe, process = _started(*jobs[index], local_world_size)
+            running[pipe] = index, process
+        for ready in wait(list(running)):
+            assert isinstance(ready, Connection)
+            index, process = running.pop(ready)
+            traces[index] = _received(jobs[index][1], process, ready)
+    return [traces[index] for index in range(len(jobs))]
 
 
-def _work(workload: Workload) -> int:
-    """Estimate the amount of work in a simulation, for comparison."""
-    return len(workload.spec.blocks) * workload.layout.accumulation
+def _started(workload: Workload, rank: int, local_world_size: int) -> tuple[Connection, Any]:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    arguments = theirs, workload, rank, local_world_size
+    process = multiprocessing.get_context("fork").Process(
+        target=_simulate, args=arguments, daemon=True
+    )
+    process.start()
+    theirs.close()
+    return ours, process
 
 
-def _answer(rank: int, process: Any, pipe: Connection) -> Trace:
+def _received(rank: int, process: Any, pipe: Connection) -> Trace:
     try:
         trace, problem = pipe.recv()
     except EOFError:
@@ -150,9 +132,8 @@ def _answer(rank: int, process: Any, pipe: Connection) -> Trace:
         trace, problem = None, f"the process that pretended to be it ended with {process.exitcode}"
     process.join()
     if trace is None:
-        raise ConfigError(
-            Problem(f"rank {rank}", problem, "a model and a layout that run on fake tensors")
-        )
+        expected = "a model and a layout that run on fake tensors"
+        raise ConfigError(Problem(f"rank {rank}", problem, expected))
     return trace  # type: ignore[no-any-return]
 
 
@@ -160,23 +141,18 @@ def _simulate(pipe: Connection, workload: Workload, rank: int, local_world_size:
     """Run the simulation in the rank's process; send (trace, None) or (None, the error)."""
     torch.set_num_threads(1)  # the forked process has no such threads
     gc.freeze()  # nothing from before the fork is finalised here
-    layout, messages = workload.layout, Messages(rank)
+    world_size, messages = workload.layout.world_size, Messages(rank)
+    received = partial(workload.received, rank) if workload.engine_name == "deepspeed" else None
     try:
-        deepspeed = (
-            partial(workload.received, rank) if workload.engine_name == "deepspeed" else None
-        )
-        with pretending(rank, layout.world_size, local_world_size, deepspeed=deepspeed) as ranks:
+        with pretending(rank, world_size, local_world_size, deepspeed=received) as ranks:
             machine = Machine(torch.device("cpu"), ranks, local_world_size)
             with messages:
-                ledger, copied = recorded(
-                    workload, machine, lambda phase: setattr(messages, "phase", phase)
-                )
+                ledger, copied = recorded(workload, machine, messages.begin)
         pipe.send((Trace(rank, tuple(ledger.peaks()), tuple(messages.found), copied), None))
     except Exception as error:  # whatever an engine's or a model's own code raises
         where = traceback.extract_tb(error.__traceback__)[-1]
-        pipe.send(
-            (None, f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"[:600])
-        )
+        problem = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        pipe.send((None, problem[:600]))
     finally:
         pipe.close()
         os._exit(0)  # nothing of the parent process is finalised here
@@ -185,15 +161,12 @@ def _simulate(pipe: Connection, workload: Workload, rank: int, local_world_size:
 def recorded(
     workload: Workload, machine: Machine, at: Callable[[str], None] = lambda phase: None
 ) -> tuple[Ledger, int]:
-    """Record an engine, real or simulated, that is built, takes `STEPS` steps, evaluates and is
-    saved.
+    """Record an engine that is built, steps, evaluates and is saved; call `at` in each phase.
 
     Returns the ledger, and the bytes that a background save copies.
     """
     layout = workload.layout
-    ledger = Ledger(
-        vocabulary=workload.spec.language.vocabulary // (layout.tensor if layout.tensor > 1 else 1)
-    )
+    ledger = Ledger(vocabulary=workload.spec.language.vocabulary // layout.tensor)
 
     def begin(phase: str) -> None:
         gc.collect()
@@ -227,12 +200,7 @@ def recorded(
 
 
 def _saved(entry: StateTensor) -> int:
-    """Read a tensor as a save does; return the bytes that a background save keeps on this rank's
-    host.
-
-    If a rank copies its shard, the later gather passes through the device in small buffers and is
-    not counted.
-    """
+    """Read a tensor as a save does; return the bytes that a background save copies to the host."""
     kept = entry.local.shard() if entry.local else entry.read()
     return 0 if kept is None else kept.nbytes
 
@@ -246,9 +214,7 @@ def _weights(ledger: Ledger, modules: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def _optimizers(ledger: Ledger, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Tell the ledger which tensors are gradients and optimizer state, whenever an optimizer
-    steps.
-    """
+    """Name gradients and optimizer state in the ledger, whenever an optimizer steps."""
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for module in modules:
@@ -267,9 +233,7 @@ def _optimizers(ledger: Ledger, modules: Sequence[nn.Module]) -> Iterator[None]:
                 if isinstance(value, torch.Tensor):
                     ledger.of(value, "optimizer")
 
-    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-    try:
+    with ExitStack() as stack:
+        stack.callback(optimizers.register_optimizer_step_pre_hook(before).remove)
+        stack.callback(optimizers.register_optimizer_step_post_hook(after).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

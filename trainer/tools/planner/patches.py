@@ -1,9 +1,9 @@
-"""DeepSpeed's ZeRO-3 collectives without a view for each rank, whose thousands per parameter took
-minutes.
+"""DeepSpeed 0.18 and 0.19 as simulated: ZeRO-3's collectives without a view for each rank.
 
-The messages and the sizes of tensors are those of `all_gather_coalesced`
-(`deepspeed/runtime/zero/partition_parameters.py`) and `reduce_scatter_coalesced`
-(`deepspeed/runtime/comm/coalesced_collectives.py`).
+Symptom: the views, thousands per parameter on a thousand ranks, take minutes. The messages and the
+sizes of tensors stay those of `all_gather_coalesced` (deepspeed/runtime/zero/partition_parameters)
+and `reduce_scatter_coalesced` (deepspeed/runtime/comm/coalesced_collectives). Can go when neither
+loops over the ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from deepspeed import comm as dist
 from deepspeed.runtime.comm import coalesced_collectives
 from deepspeed.runtime.zero import partition_parameters
 
+CLOSURES = ("func", "_all_gather_coalesced", "_all_gather_dtype")
+"""The way from a parameter's `all_gather_coalesced` to `_all_gather_dtype`, closure by closure."""
+
 
 class GatheredAtOnce(partition_parameters.AllGatherCoalescedHandle):  # type: ignore[misc]
-    """The handle of parameters that are being gathered; `partitions` is one buffer for all of
-    them.
-    """
+    """The handle of parameters being gathered; `partitions` is one buffer for all of them."""
 
     def wait(self, handle_dependency: bool = True) -> None:
         if self.complete:  # type: ignore[has-type]
@@ -56,25 +57,21 @@ def reduce_scatter(tensors: list[torch.Tensor], group: Any = None) -> list[torch
         whole = whole.new_empty(sum(sizes) * world_size)
     own = whole.narrow(0, sum(sizes) * rank, sum(sizes))
     coalesced_collectives._torch_reduce_scatter_fn(whole, own, group=group)
-    found, offset = [], 0
+    parts, offset = [], 0
     for tensor, size in zip(tensors, sizes, strict=True):
-        found.append(own.narrow(0, offset, max(0, min(size, tensor.numel() - rank * size))))
+        parts.append(own.narrow(0, offset, max(0, min(size, tensor.numel() - rank * size))))
         offset += size
-    return found
+    return parts
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Yield owner, name and replacement of each function of a simulated DeepSpeed."""
+    """Yield owner, name and replacement of the function that gives parameters their `gather`."""
     plain = partition_parameters.Init._convert_to_deepspeed_param
 
     def convert(init: Any, parameter: Any) -> None:
         plain(init, parameter)
         function: Any = parameter.all_gather_coalesced
-        for name in (
-            "func",
-            "_all_gather_coalesced",
-            "_all_gather_dtype",
-        ):  # each is a closure of the last
+        for name in CLOSURES:
             cell = function.__closure__[function.__code__.co_freevars.index(name)]
             function = cell.cell_contents
         cell.cell_contents = gather

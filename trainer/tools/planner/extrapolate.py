@@ -1,0 +1,312 @@
+"""The plan of a run: memory and messages of each kind of rank, and an estimate of a step's time.
+
+Ranks of one kind do the same, so one is simulated for each place in the pipeline. If all blocks are
+alike, a few are simulated at two depths and the rest is extrapolated linearly; so is the number of
+micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from torch import nn
+
+from trainer.layout import Layout
+from trainer.models.spec import ModelSpec, units
+from trainer.parallel.partition import block_ranges
+from trainer.tools.planner.cluster import RESERVED, Cluster, Time, Traffic, time_of
+from trainer.tools.planner.ledger import Peak
+from trainer.tools.planner.messages import Message
+from trainer.tools.planner.simulate import Trace, Workload, simulate_all
+
+STEADY = "step 2"
+"""The phase that stands for all later steps."""
+STATE = "weights", "gradients", "optimizer"
+LONG = 4
+"""The most pipeline ranks of which all are simulated, and with all their micro-batches."""
+
+Axes = tuple[str, ...]
+Point = tuple[int | None, int]
+"""Blocks per stage, or all, and micro-batches that were simulated."""
+Kind = tuple[str, Axes, int, bool]
+"""The first four fields of `Sent`."""
+Totals = dict[Kind, tuple[int, float]]
+"""Kind of message -> the number of them, and the bytes sent."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The messages of one kind that one rank sends in a step along one set of axes."""
+
+    name: str
+    """The same as `Message.name`."""
+    axes: Axes
+    """The axes along which the ranks of the group differ."""
+    ranks: int
+    inside: bool
+    """True if all of them are in one node."""
+    count: float
+    size: float
+    """Bytes, as `Message.sent`."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """The simulated memory and traffic of all ranks of one kind."""
+
+    name: str
+    rank: int
+    peaks: tuple[Peak, ...]
+    sent: tuple[Sent, ...]
+    copied: float
+    """Bytes on the host that a background save copies."""
+
+    def traffic(self, inside: bool) -> Traffic:
+        """Return the traffic of a step inside the rank's node, or to other nodes."""
+        sent = [sent for sent in self.sent if sent.inside is inside]
+        return Traffic(sum(one.count for one in sent), sum(one.size for one in sent))
+
+    @property
+    def peak(self) -> Peak:
+        """The peak of the phase with the most memory in use."""
+        return max(self.peaks, key=lambda peak: peak.size)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The simulated memory, traffic and time of a run."""
+
+    workload: Workload
+    cluster: Cluster
+    roles: tuple[Role, ...]
+    loaded: float
+    """The most bytes on the host that a process takes to load the model: its largest unit's."""
+
+    @property
+    def background_copy(self) -> float:
+        return max(role.copied for role in self.roles)
+
+    @cached_property
+    def fullest(self) -> Role:
+        return max(self.roles, key=lambda role: role.peak.size)
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that tensors may take."""
+        return self.cluster.device.memory - RESERVED
+
+    @property
+    def needed(self) -> float:
+        """Bytes of tensors on the fullest device, as its allocator rounds them."""
+        peak = self.fullest.peak
+        return peak.size + peak.rounding - self.on_host
+
+    @property
+    def on_host(self) -> float:
+        """Bytes that each process has offloaded to the host at the fullest moment."""
+        return sum(self.fullest.peak.by_kind.get(kind, 0) for kind in offloaded(self.workload))
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.room
+
+    @property
+    def step_flops(self) -> float:
+        """FLOPs of a step on all ranks, without recomputation."""
+        return self.workload.sample.flops * self.workload.layout.train_batch
+
+    def traffic(self, inside: bool) -> Traffic:
+        """Return a step's traffic, inside nodes or between, of the rank that sends longest."""
+        device = self.cluster.device
+        traffics = [role.traffic(inside) for role in self.roles]
+        return max(traffics, key=lambda traffic: traffic.seconds(device, inside))
+
+    def on_device(self, kinds: Iterable[str]) -> float:
+        """Return the bytes of these kinds that are on the device at the fullest moment."""
+        away = offloaded(self.workload)
+        return sum(self.fullest.peak.by_kind.get(kind, 0) for kind in kinds if kind not in away)
+
+    @cached_property
+    def time(self) -> Time:
+        layout, device, state = self.workload.layout, self.cluster.device, self.on_device(STATE)
+        traffic = self.traffic(inside=True), self.traffic(inside=False)
+        return time_of(layout, device, self.step_flops, *traffic, state, self.on_host)
+
+
+def offloaded(workload: Workload) -> tuple[str, ...]:
+    """Return the kinds of memory on the host: FSDP2's whole shard, DeepSpeed's by the layout."""
+    layout = workload.layout
+    if not layout.offloads:
+        return ()
+    if workload.engine_name != "deepspeed" or layout.offload_param != "none":
+        return STATE
+    return STATE[1:] if layout.zero_stage == 3 else STATE[2:]
+
+
+def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Plan:
+    """Simulate a run and build its plan.
+
+    `make(blocks, accumulation)` returns a workload with so many blocks in each stage, or all if
+    None, and so many micro-batches. Raises ConfigError for what does not run on fake tensors.
+    """
+    full = make(None, 0)
+    layout, model = full.layout, full.spec.build()
+    held = blocks_held(full, model)
+    depths = depths_of(full, model, held) or (None,)
+    grid: list[Point] = [(depth, micro) for micro in micro_batches_of(layout) for depth in depths]
+    workloads = [make(*point) for point in grid]
+    places = representatives(layout)
+    jobs = [(workload, rank) for _, rank in places for workload in workloads]
+    traces = iter(simulate_all(jobs, cluster.devices))
+    roles = []
+    for name, rank in places:
+        blocks = held[layout.coordinates(rank)["pipeline"]] / layout.stages_per_rank
+        points = {point: next(traces) for point in grid}
+        goal = blocks, layout.accumulation
+        copied = _plane({point: trace.copied for point, trace in points.items()}, goal)
+        totals = {p: _totals(trace.messages, layout, cluster) for p, trace in points.items()}
+        sent = tuple(_sent(totals, goal))
+        roles.append(Role(name, rank, _peaks(points, goal), sent, copied))
+    return Plan(full, cluster, tuple(roles), loaded_at_once(full, model))
+
+
+def representatives(layout: Layout) -> list[tuple[str, int]]:
+    """Choose a rank for each place: the first data and tensor rank, with the largest shards."""
+    last = layout.pipeline - 1
+    if last == 0:
+        return [("each rank", 0)]
+    places = {0: "first stage", last: "last stage"}
+    if last > 1:
+        places[last // 2] = "a middle stage"
+    if 1 < last < LONG:
+        places[1] = "second stage"
+    return [(places[place], layout.rank_at(pipeline=place)) for place in sorted(places)]
+
+
+def blocks_held(workload: Workload, model: nn.Module) -> list[int]:
+    """Count the blocks of each pipeline rank."""
+    layout, spec = workload.layout, workload.spec
+    ranges = [range(0)]
+    if spec.blocks:
+        ranges = block_ranges(model, spec, layout.partition, layout.stages)
+    stages = [layout.stages_of(place) for place in range(layout.pipeline)]
+    return [sum(len(ranges[stage]) for stage in held) for held in stages]
+
+
+def loaded_at_once(workload: Workload, model: nn.Module) -> float:
+    """Return the bytes of the largest unit in float32; AutoTP splits a whole model."""
+    if workload.engine_name == "deepspeed" and workload.layout.tensor > 1:
+        return 4.0 * workload.spec.parameters
+    sizes = (
+        sum(part.numel() for _, module in unit for part in module.parameters(recurse=False))
+        for unit in units(model, workload.spec.blocks)
+    )
+    return 4.0 * max(sizes)
+
+
+def depths_of(workload: Workload, model: nn.Module, held: Sequence[int]) -> list[int] | None:
+    """Choose two numbers of blocks per stage to extrapolate from; None to simulate all blocks.
+
+    All are simulated if they differ, or are no more than both depths have together.
+    """
+    spec, layout = workload.spec, workload.layout
+    step = layout.recompute.every
+    # whole groups of blocks recomputed together; more of them where FSDP2 prefetches
+    whole = [-(-least // step) * step for least in (4, 2)]
+    few, more = (2 * step, step) if layout.pipeline > 1 else whole
+    depths = [few, few + more]
+    gains = max(held) > sum(depths) * layout.stages_per_rank
+    return depths if gains and spec.tiny.first_blocks is not None and alike(spec, model) else None
+
+
+def alike(spec: ModelSpec, model: nn.Module) -> bool:
+    """Return True if all blocks have the same parameters."""
+    blocks = [model.get_submodule(block).named_parameters() for block in spec.blocks]
+    shapes = [sorted((name, tuple(p.shape), p.requires_grad) for name, p in ps) for ps in blocks]
+    return all(shape == shapes[0] for shape in shapes[1:])
+
+
+def micro_batches_of(layout: Layout) -> list[int]:
+    """Choose one or two numbers of micro-batches that fill a pipeline or accumulate gradients.
+
+    One is enough for a long pipeline: messages of each micro-batch grow with them (`_sent`).
+    """
+    if layout.pipeline == 1:
+        enough, more = 2, 3
+    else:
+        enough, more = layout.stages, layout.stages + layout.pipeline
+    if layout.accumulation <= more:
+        return [layout.accumulation]
+    one = layout.pipeline > LONG and layout.schedule.name != "GPipe"
+    return [enough] if one else [enough, more]
+
+
+def _peaks(points: Mapping[Point, Trace], goal: tuple[float, int]) -> tuple[Peak, ...]:
+    """Extrapolate each phase's peak to the blocks and micro-batches in `goal`."""
+    peaks = []
+    for phase in [peak.phase for peak in next(iter(points.values())).peaks]:
+        at = {point: trace.peak(phase) for point, trace in points.items()}
+        kinds = _each({point: peak.by_kind for point, peak in at.items()}, goal)
+        consumers = _each({point: peak.by_consumer for point, peak in at.items()}, goal)
+        # peaks at two depths may be different moments: no consumer has more than all of its kind
+        for name, size in consumers.items():
+            consumers[name] = min(size, kinds[name.partition(" of ")[0]])
+        rounding = round(_plane({point: peak.rounding for point, peak in at.items()}, goal))
+        peaks.append(Peak(phase, sum(kinds.values()), kinds, consumers, rounding))
+    return tuple(peaks)
+
+
+def _each(values: Mapping[Point, Mapping[str, float]], goal: tuple[float, int]) -> dict[str, int]:
+    """Extrapolate each named value."""
+    names = dict.fromkeys(name for named in values.values() for name in named)
+    return {
+        name: round(_plane({point: named.get(name, 0) for point, named in values.items()}, goal))
+        for name in names
+    }
+
+
+def _sent(totals: Mapping[Point, Totals], goal: tuple[float, int]) -> Iterator[Sent]:
+    """Extrapolate the messages of each kind to the blocks and micro-batches in `goal`."""
+    micros = {accumulation for _, accumulation in totals}
+    few = min(micros)
+    for key in dict.fromkeys(key for total in totals.values() for key in total):
+        at = {point: total.get(key, (0, 0.0)) for point, total in totals.items()}
+        count = _plane({point: number for point, (number, _) in at.items()}, goal)
+        size = _plane({point: sent for point, (_, sent) in at.items()}, goal)
+        if len(micros) == 1 and all(number % few == 0 for number, _ in at.values()):
+            # a fixed number of times per micro-batch
+            count, size = count * goal[1] / few, size * goal[1] / few
+        yield Sent(*key, count, size)
+
+
+def _totals(messages: Iterable[Message], layout: Layout, cluster: Cluster) -> Totals:
+    """Count the messages of a step, and the bytes sent, of each kind."""
+    axes_of = cache(layout.axes_of)
+    counts: Counter[Kind] = Counter()
+    sizes: defaultdict[Kind, float] = defaultdict(float)
+    for message in messages:
+        if message.phase == STEADY and message.name != "receive":
+            inside = len({rank // cluster.devices for rank in message.group}) == 1
+            key = (message.name, axes_of(message.group), len(message.group), inside)
+            counts[key] += 1
+            sizes[key] += message.sent
+    return {key: (counts[key], sizes[key]) for key in counts}
+
+
+def _plane(values: Mapping[Point, float], goal: tuple[float, int]) -> float:
+    """Extrapolate linearly, first in depth, then in micro-batches."""
+    rows = {}
+    for accumulation in dict.fromkeys(a for _, a in values):
+        line = {depth: value for (depth, a), value in values.items() if a == accumulation}
+        rows[accumulation] = _straight(line, goal[0])
+    return max(0.0, _straight(rows, goal[1]))
+
+
+def _straight(values: Mapping[int | None, float] | Mapping[int, float], goal: float) -> float:
+    if len(values) == 1:
+        return next(iter(values.values()))
+    (low, first), (high, second) = sorted((d, v) for d, v in values.items() if d is not None)
+    return first + (second - first) * (goal - low) / (high - low)

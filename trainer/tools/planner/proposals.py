@@ -1,0 +1,326 @@
+"""Changes to a config that make it fit a cluster, or faster: a short list of layouts, simulated.
+
+A closed form of memory and time orders the list; only simulated layouts are proposed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Config, load
+from trainer.config.compiled import path_of
+from trainer.config.read import override, read
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
+from trainer.storage import disk_errors, replace_file
+from trainer.tools.planner.candidates import candidates, changes_to, differences, overrides_of
+from trainer.tools.planner.cluster import Cluster, Traffic, time_of
+from trainer.tools.planner.extrapolate import Plan
+from trainer.tools.planner.from_config import on_cluster, planned
+from trainer.tools.planner.rendering import reason, shortfall
+
+SIMULATED = 8
+"""The most layouts that are simulated on a cluster."""
+FASTER = 0.98
+"""The largest share of the present step time at which an optional change is proposed."""
+MARGIN = 0.9
+"""The largest share of a device's room that an estimate may fill to count as fitting."""
+MOST_NODES = 64
+"""The largest multiple of the present nodes that is tried to find how many would do."""
+BLOCK_BYTES = 34
+"""Bytes of a block's activations per hidden value, without attention (arXiv 2205.05198, eq. 1)."""
+SHARED_BYTES = 10
+"""Those of them that tensor parallelism does not split (the same, eq. 2)."""
+GATHERED = 5.0
+"""Blocks that FSDP2 holds at once: two gathered, both as received, and gradients to reduce."""
+SELECTIVE = 0.7
+"""The share of a block's activations that selective recomputation keeps."""
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """Estimates for layouts of one model on a cluster, corrected by the plan of one of them."""
+
+    cluster: Cluster
+    parameters: int
+    learned: int
+    blocks: int
+    hidden: int
+    """The number of values in one sample's hidden state."""
+    flops: float
+    """FLOPs of a step: forward and backward of all samples."""
+    gathered: float
+    """Blocks whose weights ZeRO-3 holds at once, as sent or gathered."""
+    correction: float = 1.0
+    """The ratio of simulated to estimated bytes."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> ClosedForm:
+        spec, layout = plan.workload.spec, plan.workload.layout
+        form = cls(
+            cluster=plan.cluster,
+            parameters=spec.parameters,
+            learned=spec.parameters - sum(spec.training.frozen.values()),
+            blocks=max(1, len(spec.blocks)),
+            hidden=plan.workload.sample.hidden,
+            flops=plan.step_flops,
+            gathered=GATHERED,
+        )
+        if layout.zero_stage == 3:
+            form = replace(form, gathered=plan.on_device(("communication",)) / form._block(layout))
+        return replace(form, correction=max(1.0, plan.needed / form.bytes(layout)))
+
+    def bytes(self, layout: Layout) -> float:
+        """Estimate the bytes on the fullest device."""
+        gathered = self.gathered * self._block(layout) if layout.zero_stage == 3 else 0.0
+        parts = self._state(layout) + gathered + self._activations(layout)
+        return self.correction * max(1.0, parts)
+
+    def _block(self, layout: Layout) -> float:
+        """Return the bytes of a block's weights on a tensor rank."""
+        return _value(layout) * self.parameters / self.blocks / layout.tensor
+
+    def _state(self, layout: Layout) -> float:
+        """Sum weights, gradients and optimizer by ZeRO stage (arXiv 1910.02054, section 3)."""
+        weights, optimizer = (4, 8) if layout.precision == "float32" else (2, 12)
+        learned = self.learned / self.parameters
+        sizes = {3: weights, 2: weights * learned, 1: optimizer * learned}
+        # gradients are made on the device, wherever they are kept
+        if layout.offloads:
+            sizes[1] = 0
+        if layout.offload_param != "none":
+            sizes[3] = 0
+        shares = {stage: layout.shard if layout.zero_stage >= stage else 1 for stage in sizes}
+        each = sum(size / shares[stage] for stage, size in sizes.items())
+        return each * self.parameters / _model_ranks(layout)
+
+    def _activations(self, layout: Layout) -> float:
+        values = self.hidden * layout.micro_batch * _value(layout) / 2
+        block = values * (SHARED_BYTES + (BLOCK_BYTES - SHARED_BYTES) / layout.tensor)
+        held = self.blocks / layout.pipeline * min(layout.pipeline, layout.accumulation)
+        mode, every = layout.recompute.mode, layout.recompute.every
+        if mode in ("none", "selective"):
+            return block * held * (SELECTIVE if mode == "selective" else 1)
+        return block + held * (2 * values + (1 - 1 / every) * block)
+
+    def seconds(self, layout: Layout) -> float:
+        """Estimate the seconds of a step, midway between all messages hidden and none."""
+        sent = list(self._sent(layout))
+        near, far = (
+            [one for one in sent if (one[0] <= self.cluster.devices) is inside]
+            for inside in (True, False)
+        )
+        inside = Traffic(sum(one[1] for one in near), sum(one[2] for one in near))
+        between = Traffic(sum(one[1] for one in far), sum(one[2] for one in far))
+        each = 16 if layout.offload_param != "none" else 12 if layout.offloads else 0
+        host = each * self.learned / _model_ranks(layout) / layout.shard
+        device = self.cluster.device
+        return time_of(layout, device, self.flops, inside, between, 0.0, host).middle
+
+    def _sent(self, layout: Layout) -> Iterator[tuple[int, float, float]]:
+        """Yield (ranks spanned, messages, bytes) sent by one rank in rings, for each axis."""
+        shard, replicate, tensor = layout.shard, layout.replicate, layout.tensor
+        blocks, rounds = self.blocks / layout.pipeline, layout.accumulation
+        weights = _value(layout) * self.parameters / _model_ranks(layout)
+        hidden = _value(layout) * self.hidden * layout.micro_batch * rounds
+        if shard > 1:
+            gathers = 2 * rounds if layout.zero_stage == 3 else 1
+            rings = gathers + (rounds if layout.zero_stage >= 2 else 1)
+            yield shard * tensor, rings * blocks, rings * weights * (shard - 1) / shard
+        if replicate > 1:
+            size = 2 * weights / shard * (replicate - 1) / replicate
+            yield shard * tensor * replicate, blocks, size
+        if tensor > 1:
+            times = 4 * blocks
+            yield tensor, times * rounds, times * hidden * 2 * (tensor - 1) / tensor
+        if layout.pipeline > 1:
+            yield layout.world_size, 2 * rounds, 2 * hidden
+
+
+def _value(layout: Layout) -> int:
+    """Return the bytes of a weight in forward and backward passes."""
+    return 4 if layout.precision == "float32" else 2
+
+
+def _model_ranks(layout: Layout) -> int:
+    return layout.pipeline * layout.tensor
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A change to a config, and its result."""
+
+    changes: dict[str, Any]
+    """Config paths -> values."""
+    plan: Plan
+    reason: str
+
+    @property
+    def seconds(self) -> float:
+        """The estimated time of a step, by which proposals are sorted."""
+        return self.plan.time.middle
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.workload.layout
+
+
+def rank(proposal: Proposal) -> tuple[bool, float, int, float]:
+    """Return the sort key: what fits by time (to a percent) and changes, then what misses least."""
+    plan, count = proposal.plan, len(proposal.changes)
+    if not plan.fits:
+        return True, plan.needed, count, plan.time.middle
+    return False, round(math.log(plan.time.middle) * 100), count, plan.time.middle
+
+
+def proposals(
+    config: Config, cluster: Cluster, plan: Plan, most: int = 5, seconds: float = math.inf
+) -> list[Proposal]:
+    """Find changes that fit, the fastest first; for a config that fits, faster ones.
+
+    All keep the global batch and have been simulated; after `seconds` no other simulation begins.
+    If none fits, the one that misses least comes first, and its reason says what would do.
+    """
+    until = time.monotonic() + seconds
+    found = sorted(_tried(config, cluster, plan, until, most=most), key=rank)
+    if plan.fits:
+        faster = [one for one in found if one.plan.fits and one.seconds < FASTER * plan.time.middle]
+        return faster[:most]
+    if not any(proposal.plan.fits for proposal in found):
+        best = min([Proposal({}, plan, ""), *found[:1]], key=lambda one: one.plan.needed)
+        nodes = nodes_enough(config, cluster, plan, until)
+        nearest = replace(best, reason=shortfall(plan, best.plan, len(found), nodes))
+        found = [nearest, *(proposal for proposal in found if proposal is not best)]
+    return found[:most]
+
+
+def grid(plan: Plan, form: ClosedForm) -> list[Layout]:
+    """List the other layouts on the form's cluster."""
+    spec, old = plan.workload.spec, plan.workload.layout
+    blocks, splits = max(1, len(spec.blocks)), spec.language.vocabulary > 0
+    return [one for one in candidates(old, form.cluster, blocks, splits) if one != old]
+
+
+def shortlist(plan: Plan, form: ClosedForm) -> list[Layout]:
+    """List the layouts to try, in order: in turn the one of fewest changes and the fastest.
+
+    All are estimated to fit, and to be faster than a plan that fits.
+    """
+    old = plan.workload.layout
+    likely = [one for one in grid(plan, form) if form.bytes(one) <= MARGIN * plan.room]
+    count = {one: len(differences(old, one)) for one in likely}
+    seconds = {one: form.seconds(one) for one in likely}
+    if plan.fits:
+        likely = [one for one in likely if seconds[one] < FASTER * form.seconds(old)]
+    simplest = sorted(likely, key=lambda one: (count[one], seconds[one]))
+    fastest = sorted(likely, key=lambda one: (seconds[one] * (1 + count[one] / 100), count[one]))
+    return list(dict.fromkeys(chain.from_iterable(zip(simplest, fastest, strict=True))))
+
+
+def _tried(
+    config: Config,
+    cluster: Cluster,
+    plan: Plan,
+    until: float,
+    most: int = 1,
+    tries: int = SIMULATED,
+) -> Iterator[Proposal]:
+    """Simulate a cluster's short list until `most` fit, but for what simulated ones rule out.
+
+    If the list is empty because nothing is estimated to fit, the smallest are simulated.
+    """
+    old, form = plan.workload.layout, replace(ClosedForm.of(plan), cluster=cluster)
+    listed = shortlist(plan, form)
+    if not listed and not plan.fits:
+        listed = sorted(grid(plan, form), key=form.bytes)
+    # the ratio of simulated to estimated bytes, by what is recomputed and offloaded
+    errors: dict[tuple[str, ...], float] = {}
+    fitting: list[Layout] = []
+    simulated = 0
+    for number, layout in enumerate(listed):
+        kind = layout.recompute.mode, layout.offload_optimizer, layout.offload_param
+        size = form.bytes(layout) * errors.get(kind, 0.0)
+        if size > plan.room or any(_adds_nothing(layout, one, old, form) for one in fitting):
+            continue
+        late = number > 0 and time.monotonic() > until
+        if late or simulated == tries or len(fitting) == most:
+            return
+        try:
+            changes, changed = changed_to(config, cluster, old, layout)
+            new = planned(changed, cluster)
+        except ConfigError:  # no engine runs it, or not with this model
+            continue
+        simulated += 1
+        errors[kind] = new.needed / form.bytes(layout)
+        if new.fits:
+            fitting.append(layout)
+        yield Proposal(changes, new, reason(plan, new))
+
+
+def _adds_nothing(layout: Layout, fitting: Layout, old: Layout, form: ClosedForm) -> bool:
+    """Return True if it changes what one that fits does, and is not faster by changing more."""
+    known, changed = differences(old, fitting), differences(old, layout)
+    slower = form.seconds(layout) >= FASTER * form.seconds(fitting)
+    return known == changed or (known < changed and slower)
+
+
+def changed_to(
+    config: Config, cluster: Cluster, old: Layout, new: Layout
+) -> tuple[dict[str, Any], Config]:
+    """Return the changes that make the layout `new`, and the config; ConfigError for none."""
+    changes = changes_to(config.raw, old, new)
+    mesh: dict[str, Any] = {"trainer.mesh.shard": new.shard}
+    if config.trainer.mesh.replicate is not None:
+        mesh["trainer.mesh.replicate"] = new.replicate
+    auto = {"trainer.engine": "auto"}
+    for more in ({}, mesh, auto, mesh | auto):
+        try:
+            changed = replace(load(config.raw, overrides_of(changes | more)), path=config.path)
+            composed = on_cluster(changed, cluster)
+            composed.engine()  # an error where none can run it
+            if composed.layout == new:
+                return changes | more, changed
+        except ConfigError as error:
+            problem = error
+            continue
+        expected = "a layout that the config has keys for"
+        problem = ConfigError(Problem("proposals", new.describe(), expected))
+    raise problem
+
+
+def nodes_enough(
+    config: Config, cluster: Cluster, plan: Plan, until: float = math.inf
+) -> int | None:
+    """Find the least power of two times the nodes on which one try fits, or None, by `until`."""
+    times = 2
+    while times <= MOST_NODES and time.monotonic() < until:
+        larger = replace(cluster, nodes=cluster.nodes * times)
+        if any(tried.plan.fits for tried in _tried(config, larger, plan, until, tries=1)):
+            return larger.nodes
+        times *= 2
+    return None
+
+
+def write(
+    config_path: str | Path, overrides: Sequence[str], proposal: Proposal, target: str | Path
+) -> None:
+    """Write the config's JSON, with the overrides and a proposal's changes, to `target`.
+
+    Raises ConfigError for another existing file, DiskError if it can't be written.
+    """
+    source, target = path_of(config_path), Path(target)
+    raw, _, problems = override(read(source), [*overrides, *overrides_of(proposal.changes)])
+    if problems:
+        raise ConfigError(*problems)
+    if target.is_symlink() or (target.exists() and not target.samefile(source)):
+        expected = "a new file, or the config itself"
+        raise ConfigError(Problem(str(target), "is there already", expected))
+    with disk_errors(target):
+        replace_file(target, (json.dumps(raw, indent=2, ensure_ascii=False) + "\n").encode())
