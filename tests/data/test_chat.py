@@ -418,7 +418,7 @@ def test_chats_become_samples(tmp_path: Path, tokenizer: Any) -> None:
     assert data.describe().startswith(
         "chats, 3 roles (system, user, assistant), 3 turns at most, by the template of"
     )
-    assert data.summary.chats
+    assert data.summary.origin.chats
     options = options.model_copy(update={"chat_template": str(tmp_path / "none.jinja")})
     with pytest.raises(ConfigError, match="No such file"):
         open_data(options, tokenizer, tmp_path / "cache", Ranks())

@@ -8,7 +8,7 @@ import shutil
 import socket
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,18 +52,13 @@ class Share(NamedTuple):
         )
 
     def description(self) -> dict[str, Any]:
-        """Describe the samples without labels; defaults are left out, since old checkpoints lack
-        newer fields.
-        """
-        summary = self.source.summary
-        told = {
-            field.name: (getattr(summary, field.name), field.default) for field in fields(summary)
-        }
-        names = told.keys() - {"kind", "first_dropped", "empty", "corrupt", "first_corrupt"}
+        """Return the numbers of the samples, which a checkpoint keeps."""
+        left_out = {"kind", "first_dropped", "empty", "corrupt", "first_corrupt"}
+        newer = {"chats", "too_long", "fill"}  # earlier checkpoints lack them
         return {
             name: value
-            for name, (value, default) in told.items()
-            if name in names and value != default
+            for name, value in self.source.summary.flat().items()
+            if name not in left_out and (value or name not in newer)
         }
 
 
@@ -92,7 +87,7 @@ class Data:
 
     @property
     def has_chats(self) -> bool:
-        return any(share.source.summary.chats for share in self.shares)
+        return any(share.source.summary.origin.chats for share in self.shares)
 
     def describe(self) -> str:
         """Describe the data for the user, on one line."""
