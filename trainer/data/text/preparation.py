@@ -166,7 +166,7 @@ def open_data(
             evaluations or found,
             (Share("", train, len(train)),),
             train.summary.fingerprint,
-            Check(folders),
+            Check(folders, bool(looked_at)),
         )
     labels = [source.label or str(source.path) for source in options.sources]
     settings = [
