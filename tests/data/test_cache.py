@@ -351,9 +351,7 @@ def test_a_flaw_ends_a_run_before_a_checkpoint(tmp_path: Path, asynchronous: boo
 def test_the_rank_that_prepares_compares_the_rest_of_any_number_of_sources(
     tmp_path: Path, sources: int
 ) -> None:
-    paths = [
-        write_rows(tmp_path / f"{number}.jsonl", *TEXTS[number:]) for number in range(sources)
-    ]
+    paths = [write_rows(tmp_path / f"{number}.jsonl", *TEXTS[number:]) for number in range(sources)]
     given = options(paths[0])
     if sources > 1:
         labels = [{"path": str(path), "label": path.stem} for path in paths]
