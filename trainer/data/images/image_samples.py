@@ -23,7 +23,7 @@ from trainer.data.images.image_sets import (
     has_own_evaluation,
     open_set,
 )
-from trainer.data.order import held_out
+from trainer.data.order import split
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem, named_line
 from trainer.models.classifiers import Images
@@ -222,9 +222,8 @@ def _parts(
         return range(train.count), (own, range(own.count))
     if not fraction or train.count < 2:
         return range(train.count), None
-    held = [index for index in range(train.count) if held_out(index, fraction)]
-    chosen = set(held)
-    return [index for index in range(train.count) if index not in chosen], (train, held)
+    training, held = split(train.count, fraction)
+    return training, (train, held)
 
 
 def _spaced(indices: Sequence[int], most: int) -> list[int]:
