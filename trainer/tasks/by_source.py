@@ -18,10 +18,8 @@ class LossBySource:
     def tell(self, batch: Batch) -> None:
         """Set the next micro-batch, which has `sources` [batch, 1] beside its targets."""
         targets = batch["targets"]
-        self._of, self._counts = (
-            batch["sources"].expand_as(targets).flatten(),
-            (targets != IGNORED).flatten(),
-        )
+        self._of = batch["sources"].expand_as(targets).flatten()
+        self._counts = (targets != IGNORED).flatten()
         self._sums = self._sums.to(targets.device)
 
     def add(self, rows: slice, losses: torch.Tensor) -> None:
@@ -30,9 +28,7 @@ class LossBySource:
         self._sums.index_add_(1, self._of[rows], found)
 
     def take(self, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
-        """Return the sums since the last call, [2, sources], over the ranks of a group.
-        Collective.
-        """
+        """Return the sums since the last call, [2, sources], of all ranks of a group. Collective."""
         found, self._sums = self._sums.to(device), torch.zeros_like(self._sums)
         if group is not None:
             dist.all_reduce(found, group=group)

@@ -70,10 +70,8 @@ class CausalLM:
         Raises ConfigError for noise where the model has no table of input embeddings.
         """
         if neftune_alpha and not has_table(spec):
-            seen = (
-                f"{spec.name} has no table of input embeddings that a forward pass would look "
-                "tokens up in"
-            )
+            table = "table of input embeddings that a forward pass would look tokens up in"
+            seen = f"{spec.name} has no {table}"
             raise ConfigError(Problem("trainer.neftune_alpha", seen, "a model with one"))
         noise = EmbeddingNoise(neftune_alpha) if neftune_alpha else None
         return changed(self, _smoothing=label_smoothing, _noise=noise)
@@ -107,11 +105,9 @@ class CausalLM:
             targets[row, : len(sample["targets"])] = sample["targets"]
         batch = {"input_ids": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
         if "documents" in samples[0]:
-            most = max(len(sample["documents"]) for sample in samples)
-            rows = [
-                np.pad(sample["documents"], (0, most - len(sample["documents"])))
-                for sample in samples
-            ]
+            lengths = [sample["documents"] for sample in samples]
+            most = max(map(len, lengths))
+            rows = [np.pad(row, (0, most - len(row))) for row in lengths]
             batch["documents"] = torch.from_numpy(np.stack(rows).astype(np.int64))
         if self.by_source is not None and "source" in samples[0]:
             batch["sources"] = torch.tensor([[sample["source"]] for sample in samples])
@@ -135,15 +131,12 @@ class CausalLM:
     def padded(self, batches: Sequence[Batch]) -> list[Batch]:
         longest = max(self.shape(batch)[1] for batch in batches)
         fills = {"input_ids": self._padding_id, "targets": IGNORED}
-        return [
-            {
-                name: F.pad(value, (0, longest - value.shape[1]), value=fills[name])
-                if name in fills
-                else value
-                for name, value in batch.items()
-            }
-            for batch in batches
-        ]
+
+        def filled(batch: Batch, name: str) -> torch.Tensor:
+            missing = longest - batch[name].shape[1]
+            return F.pad(batch[name], (0, missing), value=fills[name])
+
+        return [{**batch, **{name: filled(batch, name) for name in fills}} for batch in batches]
 
     def targets(self, batch: Batch) -> torch.Tensor:
         return (batch["targets"] != IGNORED).sum()
