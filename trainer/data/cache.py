@@ -196,9 +196,9 @@ class Check:
                 self._report(folder, seen)
                 _take_away(folder, opened)
 
-    def _report(self, folder: Path, seen: str) -> None:
+    def _report(self, folder: Path, difference: str) -> None:
         mend = "Remove it if it is still there; the same command then prepares it again"
-        problem = Problem(str(folder), f"damaged: {seen}", "what was written", mend)
+        problem = Problem(str(folder), f"damaged: {difference}", "what was written", mend)
         self._problems.append(problem)
 
 

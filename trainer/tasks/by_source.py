@@ -28,7 +28,7 @@ class LossBySource:
         self._sums.index_add_(1, self._of[rows], found)
 
     def take(self, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
-        """Return the sums since the last call, [2, sources], of all ranks of a group. Collective."""
+        """Return the sums since the last call, [2, sources], over a group. Collective."""
         found, self._sums = self._sums.to(device), torch.zeros_like(self._sums)
         if group is not None:
             dist.all_reduce(found, group=group)

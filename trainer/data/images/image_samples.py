@@ -232,7 +232,10 @@ def _mode(found: Labelled, readable: Sequence[int], options: ImagesSection) -> s
 
 
 def _readable(found: Labelled, indices: Sequence[int], options: ImagesSection) -> list[int]:
-    """Choose some images that can be read. Raises DataError if none can; for one, unless skipped."""
+    """Choose some images that can be read.
+
+    Raises DataError if there are none, and for one that can't be read, unless it is skipped.
+    """
     kept = []
     for number in _spaced(indices, LOOKED_AT):
         try:

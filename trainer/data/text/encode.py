@@ -131,7 +131,7 @@ def _texts(batch: list[Text], tokenizer: Any) -> Iterator[Encoded]:
 
 
 def _beginning(tokenizer: Any) -> list[int]:
-    """Return [bos] if the tokenizer itself begins texts, and does not end them, with it; else []."""
+    """Return [bos] if the tokenizer begins texts, and does not end them, with it; else []."""
     bos = tokenizer.bos_token_id
     if bos is None or bos == tokenizer.eos_token_id:
         return []
