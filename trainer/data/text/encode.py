@@ -85,7 +85,7 @@ class Tokenising:
                     train.counts.skip(encoded)
                     continue
                 part = held if held_out(number, self.fraction) else train
-                part.add(encoded, self.cut.longest, self.cut.too_long)
+                part.add(encoded, self.cut)
         except DataError as earlier:
             error = earlier
         return Tokenised(len(chunk.documents), train, held, error)

@@ -213,13 +213,14 @@ class CutDocuments:
         self.counts = Counts()
         self.tokens, self.counted, self.lengths = bytearray(), bytearray(), array("q")
 
-    def add(self, document: Encoded, longest: int | None, too_long: str) -> None:
+    def add(self, document: Encoded, cut: Cut) -> None:
         """Add a document. Raises DataError if it is too long and that is an error."""
+        longest = cut.longest
         self.counts.documents += 1
         if longest is not None and len(document.tokens) > longest + 1:
-            if too_long == "error":
+            if cut.too_long == "error":
                 raise _too_long(document, longest)
-            if too_long == "drop":
+            if cut.too_long == "drop":
                 self.counts.too_long += 1
                 return
             self.counts.truncated += 1
@@ -339,7 +340,7 @@ def write_part(
     writer = PartWriter(folder)
     for document in documents:
         some = CutDocuments()
-        some.add(document, cut.longest, too_long)
+        some.add(document, cut)
         writer.append(some)
     return writer.finish(cut, Origin())
 
