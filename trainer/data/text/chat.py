@@ -15,7 +15,7 @@ import numpy as np
 
 from trainer.data.formats import short
 from trainer.data.text.bounded import bounded
-from trainer.data.text.records import Chat
+from trainer.data.text.records import Chat, checked_text
 from trainer.data.text.token_files import Encoded
 from trainer.data.text.tokenizer import tokens_of
 from trainer.errors import ConfigError, DataError, Problem, first_line
@@ -92,6 +92,7 @@ class Template:
         """Render a chat, and find the spans that count in the loss. Raises DataError."""
         marked = "endgeneration" in self._template(chat)
         text, generated = self._rendered(chat, len(chat.messages), marks=marked)
+        checked_text(chat.place, text, "the rendered chat holds ")
         _check_complete(chat, text)
         if self.loss_on == "all" and not chat.learned_from:
             return text, [(0, len(text))]

@@ -202,7 +202,11 @@ def _instruction(row: Row) -> Chat | None:
     if not (output or "").strip():
         return None
     question = "\n".join(part for part in (instruction, more.get("input")) if part)
-    pairs = [*(row.columns.get("history") or ()), (question, output)]
+    history = row.columns.get("history") or []
+    if not isinstance(history, list | tuple):
+        seen = f'column "history" holds {short(repr(history))}'
+        raise DataError(Problem(row.place, seen, "a list of pairs of texts"))
+    pairs = [*history, (question, output)]
     messages = [{"role": "system", "content": more["system"]}] if more.get("system") else []
     for turn, pair in enumerate(pairs):
         texts = list(pair) if isinstance(pair, list | tuple) else []
