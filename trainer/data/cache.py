@@ -26,7 +26,7 @@ from trainer.storage import private_folder, rename_folder
 
 Write = Callable[[Path], object]
 EXPLAINED_SECONDS = 60.0
-"""Seconds for which an error without a sentence waits for the comparison of prepared data."""
+"""Seconds that an unexpected error waits for the comparison, which may explain it."""
 _OLD_SECONDS = 7 * 86_400
 """The age in seconds at which an unfinished folder is taken to be abandoned."""
 
@@ -90,7 +90,7 @@ def _is_whole(final: Path, progress: Progress) -> bool:
 
 
 def _damaged(folder: Path) -> Path:
-    """Return the user's own note that a folder which can't be removed is damaged."""
+    """Return the path of this user's note that a folder, which can't be removed, is damaged."""
     return private_folder() / f"damaged-{folder.name}"
 
 
@@ -136,14 +136,14 @@ def _sweep(cache: Path) -> None:
 
 
 class Check:
-    """The comparison of what a start has not read of prepared folders, in a thread of low priority.
+    """Compares the rest of prepared folders with their hashes, in a thread of low priority.
 
     A damaged folder is taken away, so that the next start makes it again. An unexpected error in
     the context waits for the end, up to EXPLAINED_SECONDS: damaged data may be its cause.
     """
 
     def __init__(self, folders: Sequence[Path] = (), begins: bool = False) -> None:
-        """Note what was opened. It `begins` with the context, or else with such an error."""
+        """Note the opened folders; it starts with the context if `begins`, else after an error."""
         self._opened = [(folder, stamp(folder)) for folder in folders]
         self._begins = begins
         self._problems: list[Problem] = []

@@ -49,7 +49,7 @@ class StepBatches:
 
 @dataclass(frozen=True)
 class Batching:
-    """The micro-batches of one data rank, where they are needed and what makes them."""
+    """The sizes of one data rank's micro-batches, their device, and how they are loaded."""
 
     micro_batch: int
     accumulation: int = 1

@@ -14,7 +14,7 @@ import numpy as np
 
 
 def sample_ids(seed: int, position: int, count: int, size: int) -> np.ndarray:
-    """Return `count` ids after `position` ones of the stream over `size` samples: int64 [count]."""
+    """Return the stream's ids from `position` on, over `size` samples: int64 [count]."""
     parts = []
     while count > 0:
         epoch, offset = divmod(position, size)

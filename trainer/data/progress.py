@@ -28,7 +28,7 @@ class Progress:
         moves: Callable[[float], None] = lambda seconds: None,
         signs: Signs | None = None,
     ) -> None:
-        """Create it; `moves(seconds)` is called on progress; none may follow for that long."""
+        """Call `moves(seconds)` on progress, with the seconds for which none may follow."""
         self._console, self._moves, self._signs = console, moves, signs or Signs()
         self._bar: Bar | None = None
         self._name, self._begun, self._shown = "", math.inf, 0.0

@@ -79,7 +79,7 @@ def _looked_at_first(chunks: Sequence[Block]) -> set[Block]:
 
 
 def stamp(folder: Path) -> tuple[int, int] | None:
-    """Tell a folder from one of its name on another disk, or made later; None without a seal."""
+    """Return a mark of this very folder, not of one on another disk or made later, or None."""
     with suppress(OSError):
         found = (folder / SEAL).stat()
         return found.st_ino, found.st_mtime_ns

@@ -15,8 +15,8 @@ class LossBySource:
         self._sums = torch.zeros(2, sources, dtype=torch.float64, device=device)
         self._of = self._counts = torch.empty(0)
 
-    def tell(self, batch: Batch) -> None:
-        """Set the next micro-batch, which has `sources` [batch, 1] beside its targets."""
+    def start(self, batch: Batch) -> None:
+        """Take what is added next for the losses of `batch`, which has `sources` [batch, 1]."""
         targets = batch["targets"]
         self._of = batch["sources"].expand_as(targets).flatten()
         self._counts = (targets != IGNORED).flatten()

@@ -14,7 +14,7 @@ from torch import nn
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.tasks.by_source import LossBySource
-from trainer.tasks.cross_entropy import LossHead, LossObserver, logits_cross_entropy, right
+from trainer.tasks.cross_entropy import LossHead, LossObserver, count_correct, logits_cross_entropy
 from trainer.tasks.documents import documents_of
 from trainer.tasks.masks import Masks
 from trainer.tasks.noise import EmbeddingNoise, has_table
@@ -48,7 +48,7 @@ class CausalLM:
         self._masks = Masks()
         self._smoothing, self._trains = 0.0, False
         self._noise: EmbeddingNoise | None = None
-        self._right: torch.Tensor | None = None
+        self._correct: torch.Tensor | None = None
         self.by_source: LossBySource | None = None
 
     @classmethod
@@ -86,7 +86,7 @@ class CausalLM:
             head = LossHead(_head(model), self._smoothing, self._observe)
             model.set_output_embeddings(head)  # type: ignore[operator]
         if self._noise is not None:
-            self._noise.join(model)
+            self._noise.add_to(model)
         if self._own_loss:
             replace_loss(model, self._mean)
         return model
@@ -155,7 +155,7 @@ class CausalLM:
         micro-batch's targets.
         """
         if self.by_source is not None and model.training:
-            self.by_source.tell(batch)
+            self.by_source.start(batch)
         if self._own_loss:
             return self._own_mean(model, batch) * self.targets(batch)
         if self._fused_head:
@@ -188,7 +188,7 @@ class CausalLM:
             arguments |= {"cu_seq_lens_q": documents.borders, "cu_seq_lens_k": documents.borders}
             arguments |= {"max_length_q": ids.shape[1], "max_length_k": ids.shape[1]}
         if self._noise is not None:
-            self._noise.tell(documents.lengths if documents else batch["lengths"])
+            self._noise.start(documents.lengths if documents else batch["lengths"])
         with self._masks.of(documents):
             return forward(input_ids=ids, use_cache=False, **arguments)
 
@@ -199,19 +199,21 @@ class CausalLM:
         """
         if not self._fused_head and not self._own_loss:
             logits, targets = self.logits(model, batch), batch["targets"]
-            return torch.stack([logits_cross_entropy(logits, targets), right(logits, targets)])
+            return torch.stack(
+                [logits_cross_entropy(logits, targets), count_correct(logits, targets)]
+            )
         loss = self.loss_sum(model, batch)
         if self._fused_head:
-            return torch.stack([loss, _head(model).take_right()])
-        found, self._right = self._right, None
+            return torch.stack([loss, _head(model).take_correct()])
+        found, self._correct = self._correct, None
         assert found is not None
         return torch.stack([loss, found])
 
     def _mean(self, logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Return the mean over `labels`, which are shifted already; a fused head's sum is given."""
+        """Return the mean loss over shifted `labels`; a fused head gives the sum as `logits`."""
         total = logits
         if not self._fused_head:
-            self._right = right(logits, labels)
+            self._correct = count_correct(logits, labels)
             more = (self._smoothing, self._observe) if self._trains else ()
             total = logits_cross_entropy(logits, labels, *more)
         return total / (labels != IGNORED).sum().clamp_min(1)

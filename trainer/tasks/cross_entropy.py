@@ -27,7 +27,7 @@ CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _Options:
-    """The arguments of the loss that are no tensors."""
+    """The arguments of the loss besides its tensors."""
 
     smoothing: float
     observe: LossObserver | None
@@ -68,12 +68,12 @@ def linear_measured(
     found = torch.zeros((), dtype=torch.int64, device=hidden.device)
     for rows in _chunks(flat.shape[0], weight.shape[0], wide, at_least=flat.shape[1] // 2):
         logits = F.linear(flat[rows], weight, bias).to(wide)
-        found += right(logits, flat_targets[rows])
+        found += count_correct(logits, flat_targets[rows])
         total += _chunk_loss(logits, flat_targets[rows])[0].sum()
     return total, found
 
 
-def right(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def count_correct(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Count the targets [...] with the highest of the logits [..., v]: the first of equal ones."""
     return ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum()
 
@@ -208,7 +208,7 @@ class LossHead(nn.Linear):
         self.train(head.training)
         self._in_training = smoothing, observe
         self._targets: torch.Tensor | None = None
-        self._right: torch.Tensor | None = None
+        self._correct: torch.Tensor | None = None
 
     @contextmanager
     def given(self, targets: torch.Tensor) -> Iterator[None]:
@@ -219,9 +219,9 @@ class LossHead(nn.Linear):
         finally:
             self._targets = None
 
-    def take_right(self) -> torch.Tensor:
-        """Return the number of the last evaluation's targets with the highest logit, once."""
-        found, self._right = self._right, None
+    def take_correct(self) -> torch.Tensor:
+        """Return, and forget, how many of the last targets had the highest logit."""
+        found, self._correct = self._correct, None
         assert found is not None
         return found
 
@@ -232,5 +232,5 @@ class LossHead(nn.Linear):
         if self.training or torch.is_grad_enabled():
             more = self._in_training if self.training else ()
             return linear_cross_entropy(hidden, self.weight, self.bias, targets, *more)
-        loss, self._right = linear_measured(hidden, self.weight, self.bias, targets)
+        loss, self._correct = linear_measured(hidden, self.weight, self.bias, targets)
         return loss

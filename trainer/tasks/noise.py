@@ -24,11 +24,11 @@ class EmbeddingNoise:
         self._alpha = alpha
         self._lengths = torch.ones(())
 
-    def tell(self, lengths: torch.Tensor) -> None:
-        """Set L for the next micro-batch, of each row or each token, [batch, 1 or sequence]."""
+    def start(self, lengths: torch.Tensor) -> None:
+        """Set L for the next micro-batch, by row or token: [batch, 1 or sequence]."""
         self._lengths = lengths
 
-    def join(self, model: nn.Module) -> None:
+    def add_to(self, model: nn.Module) -> None:
         """Add noise to the model's input embeddings in training, from now on."""
 
         def add(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:

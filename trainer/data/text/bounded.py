@@ -1,4 +1,4 @@
-"""Limits for other people's programs, as chat templates are."""
+"""Limits of memory and time for the code of others, such as chat templates."""
 
 from __future__ import annotations
 

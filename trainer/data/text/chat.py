@@ -1,4 +1,4 @@
-"""Chats to tokens by a chat template, and which of them are the assistant's label tokens."""
+"""Renders chats by a chat template, tokenises them, and marks their label tokens."""
 
 from __future__ import annotations
 
