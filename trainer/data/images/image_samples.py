@@ -148,30 +148,32 @@ def open_images(
     Raises the same DataError on every rank.
     """
 
-    def looked_at() -> tuple[Images, str]:
-        found = _look(both[0], training, images)
-        if held is not None:
-            _look(*held, images)
-        return found, _fingerprint(both[0], training)
-
     kept: list[Both] = []  # opened on each rank: data sets hold open files, and can't be sent
     ranks.on_each(lambda: kept.append(_opened(data, images, cache, own)))
-    [both] = kept
-    for part in filter(None, both):
-        check_labels(part)
-    if both[1] is not None and both[1].classes != both[0].classes:
-        seen = f"{len(both[1].classes)} classes: {', '.join(both[1].classes[:5])}"
-        expected = f"those of the training data: {', '.join(both[0].classes[:5])}"
-        raise DataError(Problem("trainer.data.evaluation_path", seen, expected))
-    training, held = _parts(both[0], both[1], data.evaluation_fraction)
+    [(whole, evaluation)] = kept
+    check_labels(whole)
+    if evaluation is not None:
+        check_labels(evaluation)
+        if evaluation.classes != whole.classes:
+            seen = f"{len(evaluation.classes)} classes: {', '.join(evaluation.classes[:5])}"
+            expected = f"those of the training data: {', '.join(whole.classes[:5])}"
+            raise DataError(Problem("trainer.data.evaluation_path", seen, expected))
+    training, held = _parts(whole, evaluation, data.evaluation_fraction)
+
+    def looked_at() -> tuple[Images, str]:
+        found = _look(whole, training, images)
+        if held is not None:
+            _look(*held, images)
+        return found, _fingerprint(whole, training)
+
     kind, fingerprint = ranks.on_first(looked_at)
-    _same_everywhere(_fingerprint(both[0], range(min(2, both[0].count))), ranks)
+    _same_everywhere(_fingerprint(whole, range(min(2, whole.count))), ranks)
     size = None if images.size is None else kind.size
     fixed = transforms.for_evaluation(kind, size)
     varied = transforms.for_training(kind, size, images.augment)
-    train = ImageSource(both[0], training, kind, fixed, varied, seed, images)
-    evaluation = None if held is None else ImageSource(*held, kind, fixed, None, seed, images)
-    return ImageData(train, evaluation, fingerprint, "data" if own else str(data.path))
+    train = ImageSource(whole, training, kind, fixed, varied, seed, images)
+    held_out = None if held is None else ImageSource(*held, kind, fixed, None, seed, images)
+    return ImageData(train, held_out, fingerprint, "data" if own else str(data.path))
 
 
 def _opened(
