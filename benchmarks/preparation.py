@@ -89,7 +89,7 @@ def arranged(folder: Path, documents: int) -> int:
         some.counted += np.ones(lengths.sum(), np.bool_).tobytes()
         some.lengths.frombytes(lengths.tobytes())
         writer.append(some)
-    return writer.finish(Cut(64, "pack"), Origin()).documents or documents
+    return writer.finish(Cut(64, "pack"), Origin()).counts.documents or documents
 
 
 def spent() -> float:

@@ -20,6 +20,7 @@ from rich.console import Console
 from tests.data.test_data_samples import options, tokenizer, write_rows
 from tests.support import warm
 from tests.support.commands import run, warm_server, write_job
+from trainer.config import DataSection
 from trainer.data import cache, digest, sealed
 from trainer.data.cache import Check, cached_folder
 from trainer.data.progress import Progress
@@ -344,6 +345,22 @@ def test_a_flaw_ends_a_run_before_a_checkpoint(tmp_path: Path, asynchronous: boo
     assert "damaged: the bytes of train/tokens.bin are not those that were written" in result.output
     assert list((tmp_path / "runs").rglob("step-*")) == []
     assert trained(1).code == 0
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+def test_the_rank_that_prepares_compares_the_rest_of_any_number_of_sources(
+    tmp_path: Path, sources: int
+) -> None:
+    paths = [write_rows(tmp_path / f"{number}.jsonl", *TEXTS[number:]) for number in range(sources)]
+    given = options(paths[0])
+    if sources > 1:
+        labels = [{"path": str(path), "label": path.stem} for path in paths]
+        given = DataSection(**{**given.model_dump(), "path": None, "sources": labels})
+    with patch.multiple("trainer.data.sealed", **SMALL_CHUNKS):
+        data = open_data(given, tokenizer(), tmp_path / "cache", Ranks())
+        flip_quietly(next((tmp_path / "cache").rglob("train/tokens.bin")), 100)
+        with pytest.raises(DataError, match="the bytes of train/tokens.bin"), data.check as check:
+            check.wait(lambda: None)
 
 
 class _Second(Ranks):

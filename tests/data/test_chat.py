@@ -374,6 +374,10 @@ WRONG = {
         "weight .1.; expected 0 or",
     ),
     "a number for a role": ({"messages": [{"role": 3, "content": "x"}]}, "the role 3; expected"),
+    "a history that is no list": (
+        {"instruction": "a", "output": "b", "history": 7},
+        'column "history" holds 7; expected a list of pairs of texts',
+    ),
     "nothing known": (
         {"dialog": OPEN},
         'no column "text"; expected one of "dialog". Set trainer.data.text_column, chat',
@@ -386,6 +390,25 @@ def test_wrong_rows_are_named(tmp_path: Path, name: str) -> None:
     row, expected = WRONG[name]
     with pytest.raises(DataError, match=expected):
         read(tmp_path, row)
+
+
+HALVES = {
+    "a system text": {"conversations": SHARED[1:], "system": "\ud83d"},
+    "a history": {"instruction": "a", "output": "b", "history": [["a", "\ud83d"]]},
+    "a tool": {"messages": OPEN, "tools": [{"name": "\ud83d"}]},
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_half_of_a_surrogate_pair_is_named_wherever_it_is(
+    tmp_path: Path, tokenizer: Any, name: str
+) -> None:
+    tools = "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}"
+    text = tools + "{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}"
+    template = Template(tokenizer, text, "a template")
+    [chat] = read(tmp_path, HALVES[name])
+    with pytest.raises(DataError, match=r"rows.jsonl:1: .*half of a surrogate pair"):
+        list(template.encode([chat]))
 
 
 def test_a_mixture_of_kinds_names_both_rows(tmp_path: Path) -> None:
@@ -418,7 +441,7 @@ def test_chats_become_samples(tmp_path: Path, tokenizer: Any) -> None:
     assert data.describe().startswith(
         "chats, 3 roles (system, user, assistant), 3 turns at most, by the template of"
     )
-    assert data.summary.chats
+    assert data.summary.origin.chats
     options = options.model_copy(update={"chat_template": str(tmp_path / "none.jinja")})
     with pytest.raises(ConfigError, match="No such file"):
         open_data(options, tokenizer, tmp_path / "cache", Ranks())

@@ -356,7 +356,7 @@ def test_a_corrupt_row_is_an_error_or_skipped_and_counted(tmp_path: Path, kind: 
         opened("worst.jsonl", corrupt="skip")
     good, found = opened("good.jsonl"), opened("bad.jsonl", corrupt="skip")
     assert found.fingerprint == good.fingerprint
-    assert found.summary.corrupt == 2 and message in found.describe()
+    assert found.summary.counts.corrupt == 2 and message in found.describe()
     assert "6 documents (2 corrupt and skipped, the first " in found.describe()
 
 

@@ -119,8 +119,8 @@ def test_padded_documents_are_samples(parts: list[Encoded], length: int) -> None
     cut = [targets_of([part])[:length] for part in parts]
     expected = [pairs for pairs in cut if any(target != IGNORED for _, target in pairs)]
     assert [list(zip(*sample, strict=True)) for sample in found] == expected
-    assert summary.documents == len(parts) == summary.samples + summary.dropped
-    assert summary.truncated == sum(len(part.tokens) > length + 1 for part in parts)
+    assert summary.counts.documents == len(parts) == summary.samples + summary.counts.dropped
+    assert summary.counts.truncated == sum(len(part.tokens) > length + 1 for part in parts)
 
 
 @settings(max_examples=50, deadline=None)
@@ -154,12 +154,8 @@ def test_concatenated_text(tmp_path: Path) -> None:
         ([5, 0, 6, 7], [0, IGNORED, 7, 8]),
     ]
     summary = data.summary
-    assert (summary.documents, summary.tokens, summary.targets, summary.largest_token_id) == (
-        3,
-        9,
-        6,
-        8,
-    )
+    assert (summary.counts.documents, summary.tokens, summary.targets) == (3, 9, 6)
+    assert summary.largest_token_id == 8
     assert summary.describe() == (
         "3 documents (1 empty rows left out), 9 tokens, 2 samples, 6 targets, unigram entropy 1.56 "
         "nats"
@@ -179,7 +175,7 @@ def test_only_the_completion_counts(tmp_path: Path) -> None:
     columns = {"prompt_column": "q", "completion_column": "a", "documents": "pad"}
     data = opened(tmp_path, *rows, **columns)
     assert samples(data.train) == [([2, 3, 4, 5], [IGNORED, 4, 5, 0]), ([8, 9], [9, 0])]
-    assert (data.summary.truncated, data.summary.dropped) == (1, 1)
+    assert (data.summary.counts.truncated, data.summary.counts.dropped) == (1, 1)
 
 
 def test_a_tokenizer_that_begins_texts(tmp_path: Path) -> None:
@@ -276,7 +272,7 @@ def test_evaluation_from_a_path_of_its_own(tmp_path: Path) -> None:
     held = write_rows(tmp_path / "held.jsonl", "h h")
     data = opened(tmp_path, "a b", "c d", evaluation_path=str(held), evaluation_fraction=0.5)
     assert data.evaluations
-    assert data.summary.documents == 2
+    assert data.summary.counts.documents == 2
     assert samples(data.evaluations[""]) == [([9, 9], [9, 0])]
     assert data.largest_token_id == 9
     write_rows(held, "")

@@ -1,6 +1,4 @@
-"""Preparing: the same bytes by any number of processes, gone on with after a kill, once for many
-who ask.
-"""
+"""Preparing: the same bytes by any number of processes, begun anew after a kill, once for all."""
 
 from __future__ import annotations
 

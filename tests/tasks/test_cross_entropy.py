@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.tasks import cross_entropy
-from trainer.tasks.cross_entropy import linear_cross_entropy, logits_cross_entropy
+from trainer.tasks.cross_entropy import LossHead, linear_cross_entropy, logits_cross_entropy
 
 
 def plain(hidden, weight, bias, targets):
@@ -120,3 +120,30 @@ def test_no_gradient_is_made_without_need():
     assert loss.grad_fn.saved_tensors[1] is None
     (gradient,) = torch.autograd.grad(loss, hidden)
     assert gradient.shape == hidden.shape
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_with_the_loss_has_the_names_and_parameters_of_the_models_own(tied):
+    from tests.support.training import LLAMA, spec_of, task_of
+
+    spec = spec_of(LLAMA | {"tie_word_embeddings": tied})
+    plain, model = spec.build(), spec.build()
+    own = dict(model.named_parameters(remove_duplicate=False))
+    model = task_of(spec).prepare(model)
+    head = model.get_output_embeddings()
+    assert type(head) is LossHead and isinstance(head, torch.nn.Linear)
+    assert [name for name, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    found = dict(model.named_parameters(remove_duplicate=False))
+    assert list(found) == list(own) and all(found[name] is own[name] for name in own)
+    assert (head.weight is model.get_input_embeddings().weight) is tied
+
+
+def test_targets_are_given_for_one_forward_pass():
+    hidden, weight, _, targets = inputs(dtype=torch.float32)
+    own = torch.nn.Linear(8, 17, bias=False)
+    own.weight = torch.nn.Parameter(weight.detach())
+    head = LossHead(own, 0.0, None)
+    with pytest.raises(RuntimeError), head.given(targets):
+        torch.testing.assert_close(head(hidden), plain(hidden, weight, None, targets))
+        raise RuntimeError
+    assert head(hidden).shape == (13, 17)

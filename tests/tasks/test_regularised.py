@@ -84,7 +84,9 @@ def certified(
     def padded(self, lengths):
         self._lengths = lengths.max().expand_as(lengths)
 
-    with mock.patch.object(EmbeddingNoise, "tell", padded) if planted else contextlib.nullcontext():
+    with (
+        mock.patch.object(EmbeddingNoise, "start", padded) if planted else contextlib.nullcontext()
+    ):
         certificate = certify(tiny_run(path, overrides, world_size, precision), machine_here())
     return certificate.passed, table(certificate)
 

@@ -26,19 +26,17 @@ from trainer.storage import private_folder, rename_folder
 
 Write = Callable[[Path], object]
 EXPLAINED_SECONDS = 60.0
-"""Seconds for which an error without a sentence waits for the comparison of prepared data."""
+"""Seconds that an unexpected error waits for the comparison, which may explain it."""
 _OLD_SECONDS = 7 * 86_400
 """The age in seconds at which an unfinished folder is taken to be abandoned."""
 
 
 def cached_folder(cache: Path, name: str, write: Write, progress: Progress = QUIET) -> Path:
-    """Return the folder `cache / name`; if there is none, `write(folder)` fills one that is then
-    renamed to it.
+    """Return the folder `cache / name`; a missing one is filled by `write(folder)`, then renamed.
 
     One process writes; the others wait (`progress` says so), and one begins anew if the writer
-    dies, which leaves no such folder. If this user can't write there, it is in a cache of the
-    user's own, with a note. Raises DiskError if neither place can be used; errors of `write` are
-    not caught.
+    dies. Where this user can't write, the folder is in a cache of the user's own, with a note.
+    Raises DiskError if neither place can be used; errors of `write` are not caught.
     """
     return _somewhere(cache, lambda place: _one_at_a_time(place, name, write, progress), progress)
 
@@ -55,9 +53,7 @@ def _one_at_a_time(cache: Path, name: str, write: Write, progress: Progress) -> 
         if not lock.is_locked:
             progress.waits()
             lock.acquire()
-    except (
-        OSError
-    ):  # no locks on this file system, or another process has just ended: each for itself
+    except OSError:  # no locks on this file system, or another process has just ended
         with tempfile.TemporaryDirectory(dir=cache, prefix=".partial-") as own:
             _write(Path(own), cache / name, write, progress)
         return cache / name
@@ -70,9 +66,7 @@ def _one_at_a_time(cache: Path, name: str, write: Write, progress: Progress) -> 
 
 
 def _write(begun: Path, final: Path, write: Write, progress: Progress) -> None:
-    """Write the folder anew below `begun`, over the rest of a killed process, unless another
-    process has written it.
-    """
+    """Write the folder anew below `begun`, unless another process has written it meanwhile."""
     if _is_whole(final, progress):
         return
     if os.path.lexists(final):
@@ -96,7 +90,7 @@ def _is_whole(final: Path, progress: Progress) -> bool:
 
 
 def _damaged(folder: Path) -> Path:
-    """Return the user's own note that a folder which can't be removed is damaged."""
+    """Return the path of this user's note that a folder, which can't be removed, is damaged."""
     return private_folder() / f"damaged-{folder.name}"
 
 
@@ -142,16 +136,14 @@ def _sweep(cache: Path) -> None:
 
 
 class Check:
-    """The comparison of what a start has not read of prepared folders, in a thread of low priority.
+    """Compares the rest of prepared folders with their hashes, in a thread of low priority.
 
     A damaged folder is taken away, so that the next start makes it again. An unexpected error in
     the context waits for the end, up to EXPLAINED_SECONDS: damaged data may be its cause.
     """
 
     def __init__(self, folders: Sequence[Path] = (), begins: bool = False) -> None:
-        """Note what was opened; unless it `begins` with the context, only such an error starts
-        it.
-        """
+        """Note the opened folders; it starts with the context if `begins`, else after an error."""
         self._opened = [(folder, stamp(folder)) for folder in folders]
         self._begins = begins
         self._problems: list[Problem] = []
@@ -198,18 +190,25 @@ class Check:
                 seen = flaw(folder, rest=True)
             except Exception as error:  # a thread that has ended has compared nothing
                 seen = f"it could not be compared: {error!r}"
-            ours = stamp(folder) == opened
-            if seen := seen if ours else "another process has replaced it":
-                mend = "Remove it if it is still there; the same command then prepares it again"
-                self._problems.append(
-                    Problem(str(folder), f"damaged: {seen}", "what was written", mend)
-                )
-            if seen and ours:
-                try:
-                    _discard(folder)
-                except OSError:  # another user's
-                    with suppress(OSError):
-                        _damaged(folder).write_text(str(opened))
+            if stamp(folder) != opened:
+                self._report(folder, "another process has replaced it")
+            elif seen:
+                self._report(folder, seen)
+                _take_away(folder, opened)
+
+    def _report(self, folder: Path, difference: str) -> None:
+        mend = "Remove it if it is still there; the same command then prepares it again"
+        problem = Problem(str(folder), f"damaged: {difference}", "what was written", mend)
+        self._problems.append(problem)
+
+
+def _take_away(folder: Path, opened: tuple[int, int] | None) -> None:
+    """Remove a damaged folder; if that is not allowed, note for this user that it is damaged."""
+    try:
+        _discard(folder)
+    except OSError:
+        with suppress(OSError):
+            _damaged(folder).write_text(str(opened))
 
 
 NOTHING = Check()
@@ -223,17 +222,13 @@ def _somewhere(cache: Path, work: Callable[[Path], Path], progress: Progress) ->
         try:
             return work(cache)
         except OSError as error:
-            if (
-                os.path.isdir(cache)
-                and os.access(cache, os.W_OK)
-                and not isinstance(error, PermissionError)
-            ):
+            writable = os.path.isdir(cache) and os.access(cache, os.W_OK)
+            if writable and not isinstance(error, PermissionError):
                 raise  # the disk is full, or fails
             private = private_folder()
-            seen = f"{cache} can't be used ({error.strerror})"
-    progress.note(
-        f"cache: {seen}: prepared data goes to {private}; XDG_CACHE_HOME names another place"
-    )
+            seen = f"cache: {cache} can't be used ({error.strerror})"
+    where = f"prepared data goes to {private}; XDG_CACHE_HOME names another place"
+    progress.note(f"{seen}: {where}")
     with _disk(private):
         return work(private)
 
@@ -243,8 +238,6 @@ def _disk(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        seen = f"{error.strerror or error}"
+        seen, expected = f"{error.strerror or error}", "a cache folder that can be written"
         mend = "Free space there, mend its permissions, or set XDG_CACHE_HOME to another folder"
-        raise DiskError(
-            Problem(str(cache), seen, "a cache folder that can be written", mend)
-        ) from error
+        raise DiskError(Problem(str(cache), seen, expected, mend)) from error

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.data.order import held_out
+from trainer.data.order import split
 from trainer.data.source import Source, sample_of
 from trainer.errors import DataError, Problem
 
@@ -52,32 +52,28 @@ class Pairs:
 
 
 def pairs_of(data: Any, evaluation: Any, fraction: float) -> Pairs:
-    """Split own data; without `evaluation` data, `fraction` of it is held out. Raises DataError for
-    no data set.
-    """
+    """Split own data; without `evaluation` data, `fraction` of it is held out. Raises DataError."""
     for name, given in (("data", data), ("evaluation_data", evaluation)):
-        if given is not None and not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
-            raise DataError(
-                Problem(name, type(given).__name__, "an object with __len__ and __getitem__")
-            )
-        if given is not None and not len(given):
-            raise DataError(Problem(name, "no samples", "at least one"))
+        if given is not None:
+            check_data_set(name, given)
+            if not len(given):
+                raise DataError(Problem(name, "no samples", "at least one"))
     fingerprint = _fingerprint(data)
     if evaluation is not None or not fraction or len(data) < 2:
         return Pairs(data, evaluation, fingerprint)
-    held = [index for index in range(len(data)) if held_out(index, fraction)]
-    chosen = set(held)
-    return Pairs(
-        Subset(data, [i for i in range(len(data)) if i not in chosen]),
-        Subset(data, held),
-        fingerprint,
-    )
+    train, held = split(len(data), fraction)
+    return Pairs(Subset(data, train), Subset(data, held), fingerprint)
+
+
+def check_data_set(name: str, given: Any) -> None:
+    """Raise DataError for an object that is no data set."""
+    if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+        seen, expected = type(given).__name__, "an object with __len__ and __getitem__"
+        raise DataError(Problem(name, seen, expected))
 
 
 def _fingerprint(data: Any) -> str:
-    """Hash the number of samples and some of them: it shows that data changed, though not every
-    change.
-    """
+    """Hash the number of samples and some of them, which shows most changes."""
     digest = hashlib.sha256(str(len(data)).encode())
     for index in range(0, len(data), max(1, len(data) // LOOKED_AT)):
         digest.update(pickle.dumps(data[index]))

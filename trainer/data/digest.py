@@ -14,9 +14,7 @@ from trainer.errors import DataError, Problem
 from trainer.storage import replace_file
 
 _QUICK = 1 << 26
-"""The bytes below which a file is read again instead of remembering its digest: a few hundredths of
-a second.
-"""
+"""The bytes below which a file is read each time, which takes hundredths of a second."""
 _RACY_SECONDS = 5
 """The age in seconds below which a file may still change without a new size or time."""
 

@@ -1,8 +1,7 @@
 """Rows of local files in several formats, or of the hub.
 
-Local files are streamed by the standard library and pyarrow, not through `datasets`: nothing is
-copied into a second cache, strings that look like dates stay strings, and a bad row is named by
-file and line.
+Local files are streamed by the standard library and pyarrow, not by `datasets`: nothing is copied
+into a second cache, strings that look like dates stay strings, a bad row is named by its line.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -29,6 +27,8 @@ if TYPE_CHECKING:
 _GLOB = frozenset("*?[")
 _OFTEN = 1024
 """The number of rows between reports of progress."""
+WANTED = "a file, a folder, a glob or a hub id"
+"""The accepted values of `trainer.data.path`, as error messages list them."""
 
 Report = Callable[[float], None]
 """Called now and then with the share of a file, or of all files, that has been read."""
@@ -50,25 +50,21 @@ class Format(NamedTuple):
 
 @dataclass(frozen=True)
 class Location:
-    """The place of the documents: files of one format, a hub id or, without either, the embedded
-    corpus.
-    """
+    """The place of the documents: files of one format, a hub id, or else the embedded corpus."""
 
     format: str = ""
     files: tuple[Path, ...] = ()
     hub: str = ""
 
     def __str__(self) -> str:
-        if self.hub or not self.files:
+        if not self.files:
             return self.hub or "the embedded corpus"
-        return str(self.files[0]) + (
-            f" and {len(self.files) - 1} more files" if len(self.files) > 1 else ""
-        )
+        more = f" and {len(self.files) - 1} more files" if len(self.files) > 1 else ""
+        return f"{self.files[0]}{more}"
 
 
 def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
-    """Find what `trainer.data.path` names: a file, a folder, a glob, a list of these, a hub id, or
-    None.
+    """Find what `trainer.data.path` names: a file, folder, glob, list of these, hub id, or None.
 
     Raises DataError if nothing matches, or if the files are of an unknown format or of several.
     """
@@ -79,23 +75,13 @@ def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
         return Location(hub=names[0])
     files = tuple(dict.fromkeys(file for name in names for file in _matching(name, format)))
     if not files:
-        raise DataError(
-            Problem(
-                "trainer.data", "an empty list of paths", "a file, a folder, a glob or a hub id"
-            )
-        )
+        raise DataError(Problem("trainer.data", "an empty list of paths", WANTED))
     formats = {file: _format_of(file) if format == "auto" else format for file in files}
     if len(set(formats.values())) > 1:
         examples = {kind: file for file, kind in reversed(formats.items())}
         seen = " and ".join(f"{file} ({kind})" for kind, file in sorted(examples.items()))
-        raise DataError(
-            Problem(
-                ", ".join(names),
-                seen,
-                "files of one format",
-                "Name one with a glob such as *.jsonl",
-            )
-        )
+        mend = "Name one with a glob such as *.jsonl"
+        raise DataError(Problem(", ".join(names), seen, "files of one format", mend))
     return Location(formats[files[0]], files)
 
 
@@ -123,30 +109,26 @@ def rows_of(
         yield from _hub(where.hub, options, columns, progress)
     sizes = [file.stat().st_size if file.exists() else 0 for file in where.files]
     whole, before = max(sum(sizes), 1), 0
+
+    def share_of_all(share: float) -> None:
+        progress((before + share * size) / whole)
+
     for file, size in zip(where.files, sizes, strict=True):
-        part = partial(_share_of_all, progress, before / whole, size / whole)
-        before += size
         try:
-            yield from FORMATS[where.format].read(file, columns, part)
+            yield from FORMATS[where.format].read(file, columns, share_of_all)
         except (OSError, EOFError) as error:
             seen = getattr(error, "strerror", None) or str(error)
             raise DataError(Problem(str(file), seen, "a file that can be read")) from error
-
-
-def _share_of_all(progress: Report, before: float, part: float, share: float) -> None:
-    progress(before + share * part)
+        before += size
 
 
 # Finding files
 
 
 def _may_be_hub_id(name: str) -> bool:
-    looks_local = (
-        name.startswith((".", "/", "~", os.sep)) or bool(_GLOB & set(name)) or name.count("/") > 1
-    )
-    return (
-        not looks_local and not Path(name).exists() and Path(_plain(name)).suffix not in _SUFFIXES
-    )
+    if name.startswith((".", "/", "~", os.sep)) or _GLOB & set(name) or name.count("/") > 1:
+        return False
+    return not Path(name).exists() and _suffix(name) not in _SUFFIXES
 
 
 def _matching(name: str, format: str) -> list[Path]:
@@ -156,44 +138,36 @@ def _matching(name: str, format: str) -> list[Path]:
     if path.is_dir() and (saved := _saved_by_datasets(path)):
         return saved
     if path.is_dir():
-        inside = (file for file in sorted(path.rglob("*")) if file.is_file())
-        shown = [
-            file
-            for file in inside
-            if not any(p.startswith((".", "_")) for p in file.relative_to(path).parts)
-        ]
+        suffixes = tuple(_SUFFIXES) if format == "auto" else FORMATS[format].suffixes
+        shown = [file for file in sorted(path.rglob("*")) if file.is_file() and _shown(file, path)]
         # `format: text` takes every file of a folder, whatever its name
-        found = shown if format == "text" else [file for file in shown if _fits(file, format)]
-        expected = "a file ending in " + ", ".join(
-            _SUFFIXES if format == "auto" else FORMATS[format].suffixes
-        )
-        seen = "a folder without data files"
+        found = [file for file in shown if format == "text" or _suffix(file.name) in suffixes]
+        seen, expected = "a folder without data files", "a file ending in " + ", ".join(suffixes)
     else:
-        found = sorted(
-            file
-            for match in glob.glob(str(path), recursive=True)
-            if (file := Path(match)).is_file()
-        )
-        expected = "a file, a folder, a glob or a hub id"
+        matches = map(Path, glob.glob(str(path), recursive=True))
+        found = sorted(file for file in matches if file.is_file())
         seen = "matches no file" if _GLOB & set(name) else "no such file or folder"
+        expected = WANTED
     if not found:
         raise DataError(Problem(name, seen, expected, "Mend the path in trainer.data"))
     return found
 
 
+def _shown(file: Path, folder: Path) -> bool:
+    return not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+
+
 def _saved_by_datasets(folder: Path) -> list[Path]:
     """List the files of a folder that `Dataset.save_to_disk` wrote; empty for any other folder."""
     parts = folder / "dataset_dict.json"
-    if parts.is_file() and (splits := _listed(parts, lambda found: found["splits"])):
+    if parts.is_file() and (splits := _listed(parts, lambda content: content["splits"])):
+        seen = f"a folder of the parts {', '.join(splits)}"
         mend = f"Name one of them, such as {folder / splits[0]}"
-        raise DataError(
-            Problem(str(folder), f"a folder of the parts {', '.join(splits)}", "one part", mend)
-        )
-    if not (folder / "state.json").is_file() or not any(folder.glob("*.arrow")):
+        raise DataError(Problem(str(folder), seen, "one part", mend))
+    state = folder / "state.json"
+    if not state.is_file() or not any(folder.glob("*.arrow")):
         return []
-    names = _listed(
-        folder / "state.json", lambda found: [part["filename"] for part in found["_data_files"]]
-    )
+    names = _listed(state, lambda content: [part["filename"] for part in content["_data_files"]])
     return [folder / name for name in names]
 
 
@@ -204,20 +178,14 @@ def _listed(path: Path, names_in: Callable[[Any], Any]) -> list[str]:
         if odd := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
             raise ValueError(f"{odd[0]!r} in place of a name in this folder")
     except (OSError, ValueError, LookupError, TypeError) as error:
+        expected = "what Dataset.save_to_disk writes"
         mend = "Save the data set again, or name its files in trainer.data.path"
-        raise DataError(
-            Problem(str(path), f"{named_line(error)}", "what Dataset.save_to_disk writes", mend)
-        ) from error
+        raise DataError(Problem(str(path), named_line(error), expected, mend)) from error
     return names
 
 
-def _fits(file: Path, format: str) -> bool:
-    suffix = Path(_plain(file.name)).suffix
-    return suffix in (_SUFFIXES if format == "auto" else FORMATS[format].suffixes)
-
-
 def _format_of(file: Path) -> str:
-    suffix = Path(_plain(file.name)).suffix
+    suffix = _suffix(file.name)
     if suffix not in _SUFFIXES:
         mend = f"Set trainer.data.format to one of {', '.join(FORMATS)}"
         seen = f'a file ending in "{suffix}"' if suffix else "a file without an ending"
@@ -225,17 +193,16 @@ def _format_of(file: Path) -> str:
     return _SUFFIXES[suffix]
 
 
-def _plain(name: str) -> str:
-    return name.lower().removesuffix(".gz").removesuffix(".zst")
+def _suffix(name: str) -> str:
+    """Return the ending of a file's name, without that of its compression."""
+    return Path(name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
 
 
 # Reading formats
 
 
 def _lines(file: Path, progress: Report) -> Iterator[tuple[int, str]]:
-    """Yield numbered lines with their ends, of a file that may be compressed. Raises DataError if
-    it is not UTF-8.
-    """
+    """Yield the numbered lines of a file, maybe compressed. Raises DataError if not in UTF-8."""
     for number, line in _decoded(file, progress):
         if isinstance(line, DataError):
             raise line
@@ -253,12 +220,8 @@ def _decoded(file: Path, progress: Report) -> Iterator[tuple[int, str | DataErro
             except UnicodeDecodeError as error:
                 seen = f"byte 0x{error.object[error.start]:02x}, which is not UTF-8"
                 place = f"{file}: byte {offset + error.start}"
-                yield (
-                    number,
-                    DataError(
-                        Problem(place, seen, "text in UTF-8", "Convert the file, e.g. with iconv")
-                    ),
-                )
+                mend = "Convert the file, e.g. with iconv"
+                yield number, DataError(Problem(place, seen, "text in UTF-8", mend))
             offset += len(line)
 
 
@@ -293,14 +256,12 @@ def _json(file: Path, text: str, number: int) -> Any:
         return parse_json(text)
     except ValueError as error:
         lines = text.rstrip("\n").split("\n")
-        at = (
-            min(getattr(error, "lineno", 1), len(lines)) - 1
-        )  # an early end is reported on the line after the last
+        # an early end is reported on the line after the last
+        at = min(getattr(error, "lineno", 1), len(lines)) - 1
         why = "not JSON" if isinstance(error, json.JSONDecodeError) else str(error)
         seen = f"{why}: {short(lines[at])}"
-        raise DataError(
-            Problem(f"{file}:{number + at}", seen, "one JSON object on each line")
-        ) from error
+        place = f"{file}:{number + at}"
+        raise DataError(Problem(place, seen, "one JSON object on each line")) from error
 
 
 def _object(place: str, value: Any) -> Row:
@@ -317,19 +278,14 @@ def _csv(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row]:
         for row in reader:
             place = f"{file}:{reader.line_num}"
             if None in row or None in row.values():
-                names = reader.fieldnames or ()
-                problem = Problem(
-                    place, "a row with more or fewer fields", f"{len(names)}, as the header has"
-                )
+                expected = f"{len(reader.fieldnames or ())}, as the header has"
+                problem = Problem(place, "a row with more or fewer fields", expected)
                 yield Row(place, {}, DataError(problem))
             else:
                 yield Row(place, row)
     except csv.Error as error:
-        raise DataError(
-            Problem(
-                f"{file}:{reader.reader.line_num}", f"not CSV: {error}", "comma-separated fields"
-            )
-        ) from error
+        place = f"{file}:{reader.reader.line_num}"
+        raise DataError(Problem(place, f"not CSV: {error}", "comma-separated fields")) from error
 
 
 def _text_file(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row]:
@@ -378,9 +334,8 @@ def _table(file: Path, batches: Callable[[], Iterator[Any]], expected: str) -> I
         for number, row in enumerate(rows):
             yield Row(f"{file}: row {number}", row)
     except pa.ArrowException as error:
-        raise DataError(
-            Problem(str(file), f"not {expected}: {short(str(error))}", expected)
-        ) from error
+        seen = f"not {expected}: {short(str(error))}"
+        raise DataError(Problem(str(file), seen, expected)) from error
 
 
 def _hub(name: str, options: Any, columns: Sequence[str], progress: Report) -> Iterator[Row]:
@@ -389,13 +344,10 @@ def _hub(name: str, options: Any, columns: Sequence[str], progress: Report) -> I
     try:
         rows = load_dataset(name, options.name, split=options.split)
     except Exception as error:  # datasets and huggingface_hub raise a dozen kinds
-        seen = (
-            f"no such file or folder, and the hub says: {short(str(error) or type(error).__name__)}"
-        )
+        answer = short(str(error) or type(error).__name__)
+        seen = f"no such file or folder, and the hub says: {answer}"
         mend = "Mend path, name or split in trainer.data"
-        raise DataError(
-            Problem(name, seen, "a file, a folder, a glob or a hub id", mend)
-        ) from error
+        raise DataError(Problem(name, seen, WANTED, mend)) from error
     wanted = [column for column in columns if column in rows.column_names] or rows.column_names
     for number, row in enumerate(rows.select_columns(wanted)):
         if number % _OFTEN == 0:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -38,18 +39,17 @@ BLANK = -1
 
 @dataclass(frozen=True)
 class StepBatches:
-    """The micro-batches of one data rank in one step; `ids[i]` [micro_batch] are the samples of
-    `micro_batches[i]`.
-    """
+    """The micro-batches of one data rank in one step."""
 
     step: int
     ids: list[np.ndarray]
+    """The samples of each micro-batch, int64 [micro_batch]."""
     micro_batches: list[Batch]
 
 
 @dataclass(frozen=True)
 class Batching:
-    """The micro-batches of one data rank, where they are needed and what makes them."""
+    """The sizes of one data rank's micro-batches, their device, and how they are loaded."""
 
     micro_batch: int
     accumulation: int = 1
@@ -85,9 +85,7 @@ class BatchLoader:
         self.waited_seconds = 0.0
         """Seconds that the consumer spent waiting for data."""
         self.positions = 0
-        """Tokens in the steps read so far on this data rank, with padding and with tokens that are
-        no targets.
-        """
+        """Tokens in the steps read so far on this data rank, padding included."""
         self._device = batching.device
         self._closing = threading.Event()
         self._ready: queue.Queue[StepBatches | BaseException | None] = queue.Queue(_AHEAD - 1)
@@ -115,10 +113,8 @@ class BatchLoader:
         # not in the thread: workers are forked while no other thread runs
         made = collated(source, collate, parts(), batching.workers, lambda sample: sample)
         self._workers = made if isinstance(made, _Made) else None
-        arguments = (steps, batching.accumulation, sent, made)
-        self._thread = threading.Thread(
-            target=self._produce, args=arguments, name="loader", daemon=True
-        )
+        produce = partial(self._produce, steps, batching.accumulation, sent, made)
+        self._thread = threading.Thread(target=produce, name="loader", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> BatchLoader:
@@ -144,11 +140,8 @@ class BatchLoader:
             self.positions += sum(
                 next(iter(batch.values())).numel() for batch in item.micro_batches
             )
-            yield StepBatches(
-                item.step,
-                item.ids,
-                [_on_device(batch, self._device) for batch in item.micro_batches],
-            )
+            batches = [_on_device(batch, self._device) for batch in item.micro_batches]
+            yield StepBatches(item.step, item.ids, batches)
 
     def close(self) -> None:
         """End the thread and the workers; steps that were prepared and not read are dropped."""
@@ -181,29 +174,24 @@ class BatchLoader:
 def collated(
     source: Source, collate: Collate, parts: Iterable[Part], workers: int, blank: Blank
 ) -> Iterator[Batch]:
-    """Return the micro-batches in order, made by `workers` processes, or by this one on demand if
-    there are none.
+    """Return the micro-batches in order, made by `workers` processes; if 0, here, on demand.
 
     The processes exist when this returns; an error in one of them is raised here.
     """
     made = _Collated(source, collate, blank)
     if not workers:
         return map(made.batch, parts)
+    options: dict[str, Any] = {"num_workers": workers, "worker_init_fn": _quiet}
     # a generator of its own: the default one belongs to the steps
-    loader: DataLoader[Any] = DataLoader(
-        made,
-        None,
-        sampler=_Parts(parts),
-        num_workers=workers,
-        worker_init_fn=_quiet,
-        generator=torch.Generator(),
+    return _Made(
+        DataLoader(made, None, sampler=_Parts(parts), generator=torch.Generator(), **options)
     )
-    return _Made(loader)
 
 
 class _Made:
-    """The micro-batches that worker processes make. The workers ignore signals, so a process that
-    did not close them would wait for them at its end forever.
+    """The micro-batches that worker processes make.
+
+    The workers ignore signals: a process that did not close them would wait for them at its end.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -245,9 +233,7 @@ class _Collated(Dataset[Any]):
     def __getitem__(self, part: Part) -> Batch | MeshloomError:
         try:
             return self.batch(part)
-        except (
-            MeshloomError
-        ) as error:  # as a value: PyTorch would change the text of an error raised here
+        except MeshloomError as error:  # PyTorch would change the text of an error that is raised
             return error
 
     def _sample(self, number: int, epoch: int | None) -> Any:
@@ -271,15 +257,14 @@ def evaluation_batches(
     `micro_batch` samples, so that collectives match: the tail is filled with `blank(sample)`, of
     which no target counts.
     """
-    size, micro_batch = (
-        len(source) if limit is None else min(limit, len(source)),
-        batching.micro_batch,
-    )
+    size = len(source) if limit is None else min(limit, len(source))
+    micro_batch = batching.micro_batch
     together = micro_batch * batching.data_ranks
-    starts = range(batching.data_rank * micro_batch, _round_up(size, together), together)
+    steps = -(-size // together)
+    starts = range(batching.data_rank * micro_batch, steps * together, together)
+    numbers = [i if i < size else BLANK for i in range(steps * together)]
     parts: list[Part] = [
-        [(i if i < size else BLANK, None) for i in range(start, start + micro_batch)]
-        for start in starts
+        [(number, None) for number in numbers[start : start + micro_batch]] for start in starts
     ]
     made = collated(source, collate, parts, min(batching.workers, len(parts)), blank)
     try:
@@ -290,16 +275,10 @@ def evaluation_batches(
             made.close()
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 def _pinned(batch: Batch, device: torch.device) -> Batch:
-    return (
-        {key: value.pin_memory() for key, value in batch.items()}
-        if device.type == "cuda"
-        else batch
-    )
+    if device.type != "cuda":
+        return batch
+    return {key: value.pin_memory() for key, value in batch.items()}
 
 
 def _on_device(batch: Batch, device: torch.device) -> Batch:

@@ -62,8 +62,6 @@ def by_epochs(sizes: Sequence[int], epochs: Sequence[float]) -> list[int]:
 
 
 def by_weights(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Split an epoch of as many samples as all sources have by the sources' weights; at least one
-    of each.
-    """
+    """Split as many samples as all sources have by weights; at least one of each."""
     total, whole = sum(sizes), sum(weights)
     return [max(1, round(total * weight / whole)) for weight in weights]

@@ -14,9 +14,7 @@ import numpy as np
 
 
 def sample_ids(seed: int, position: int, count: int, size: int) -> np.ndarray:
-    """Return the `count` ids after the first `position` ones of the stream over `size` samples:
-    int64 [count].
-    """
+    """Return the stream's ids from `position` on, over `size` samples: int64 [count]."""
     parts = []
     while count > 0:
         epoch, offset = divmod(position, size)
@@ -38,12 +36,18 @@ def micro_batches(
 
 
 def held_out(index: int, fraction: float) -> bool:
-    """Return True if document `index` is held out: evenly spaced, `fraction` of all, the second
-    document always.
+    """Return True if document `index` is held out: `fraction` of all, evenly spaced.
 
-    Even of two documents one is held out, and no seed affects the choice.
+    The second document always is, so that of two one is held out; no seed affects the choice.
     """
     return math.floor((index - 1) * fraction) > math.floor((index - 2) * fraction)
+
+
+def split(size: int, fraction: float) -> tuple[list[int], list[int]]:
+    """Return the indices of samples to train on, and of those held out."""
+    held = [index for index in range(size) if held_out(index, fraction)]
+    chosen = set(held)
+    return [index for index in range(size) if index not in chosen], held
 
 
 @lru_cache(maxsize=2)  # a step can contain the end of an epoch

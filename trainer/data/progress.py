@@ -20,9 +20,7 @@ _OF_OTHERS = 7 * 86_400.0
 
 
 class Progress:
-    """A display of progress: one changing line on a terminal, else a line now and then; none in the
-    first moment.
-    """
+    """A display of progress, after a moment: a changing line on a terminal, else several lines."""
 
     def __init__(
         self,
@@ -30,9 +28,7 @@ class Progress:
         moves: Callable[[float], None] = lambda seconds: None,
         signs: Signs | None = None,
     ) -> None:
-        """Create it; `moves(seconds)` is called on progress, with the seconds for which none may
-        follow.
-        """
+        """Call `moves(seconds)` on progress, with the seconds for which none may follow."""
         self._console, self._moves, self._signs = console, moves, signs or Signs()
         self._bar: Bar | None = None
         self._name, self._begun, self._shown = "", math.inf, 0.0
@@ -56,9 +52,8 @@ class Progress:
 
     def checks(self, done: int, all: int) -> None:
         """Show the bytes whose hashes have been compared or written."""
-        self._show(
-            f"checking what is prepared, {done / 1e9:.1f} of {all / 1e9:.1f} GB", done / max(all, 1)
-        )
+        size = f"{done / 1e9:.1f} of {all / 1e9:.1f} GB"
+        self._show(f"checking what is prepared, {size}", done / max(all, 1))
 
     def note(self, line: str) -> None:
         """Print a line about something unexpected, at once, and only once."""
@@ -86,26 +81,21 @@ class Progress:
         self._signs.hide()
         if self._console.is_terminal:
             if self._bar is None:
-                columns = (
-                    TextColumn("prepare {task.description}"),
-                    BarColumn(),
-                    TextColumn("{task.fields[text]}"),
-                )
-                self._bar = Bar(
-                    *columns, console=self._console, transient=True, refresh_per_second=4
-                )
-                self._bar.add_task(self._name, total=None, text="")
-                self._bar.start()
-            self._bar.update(
-                self._bar.task_ids[0],
-                total=None if share is None else 1.0,
-                completed=share or 0.0,
-                text=text,
-            )
+                self._bar = _bar(self._console, self._name)
+            total = None if share is None else 1.0
+            self._bar.update(self._bar.task_ids[0], total=total, completed=share or 0.0, text=text)
         elif now - self._shown >= _BETWEEN:
             self._shown = now
             done = "" if share is None else f"{share:.0%}, "
             self._console.print(f"prepare {self._name}: {done}{text}", soft_wrap=True, markup=False)
+
+
+def _bar(console: Console, name: str) -> Bar:
+    before, after = TextColumn("prepare {task.description}"), TextColumn("{task.fields[text]}")
+    shown = Bar(before, BarColumn(), after, console=console, transient=True, refresh_per_second=4)
+    shown.add_task(name, total=None, text="")
+    shown.start()
+    return shown
 
 
 QUIET = Progress()

@@ -1,6 +1,4 @@
-"""Folders whose every byte is known: sealed when written, checked when found, first in part and
-then the rest.
-"""
+"""Folders whose every byte is known: hashed when written, compared when found, a part first."""
 
 from __future__ import annotations
 
@@ -27,18 +25,15 @@ Report = Callable[[int, int], object]
 
 
 def seal(folder: Path, progress: Report = lambda done, all: None) -> None:
-    """Flush all of `folder` to the disk, and write its sizes, times and hashes into it. Raises
-    OSError.
-    """
+    """Flush `folder` to the disk, and write its sizes, times and hashes there. Raises OSError."""
     files = _files(folder)
     for path in (*files.values(), *(path for path in folder.rglob("*") if path.is_dir())):
         flush(path)
     found: dict[str, list[str]] = {name: [] for name in files}
     for (name, _), digest in _digests(files, _chunks(_sizes(files)), progress):
         found[name].append(digest)
-    content = json.dumps(
-        {"sizes": _sizes(files), "times": _times(files), "sha256": found}, indent=1
-    )
+    known = {"sizes": _sizes(files), "times": _times(files), "sha256": found}
+    content = json.dumps(known, indent=1)
     write_file(folder / SEAL, f"{content}\n{checked(content)}\n".encode())
     flush(folder)
 
@@ -53,9 +48,8 @@ def flaw(folder: Path, progress: Report = lambda done, all: None, rest: bool = F
     if not folder.is_dir():
         return "it is no folder"
     try:
-        content, _, check = (
-            (folder / SEAL).read_text(encoding="utf-8").rstrip("\n").rpartition("\n")
-        )
+        text = (folder / SEAL).read_text(encoding="utf-8")
+        content, _, check = text.rstrip("\n").rpartition("\n")
         if check != checked(content):
             return f"{SEAL} is not as it was written"
         known, files = json.loads(content), _files(folder)
@@ -63,11 +57,7 @@ def flaw(folder: Path, progress: Report = lambda done, all: None, rest: bool = F
             return f"{min(differing)[0]} is not of the size that it had"
         chunks = _chunks(known["sizes"])
         if rest or known.get("times") == _times(files):
-            spaced = (i * len(chunks) // LOOKED_AT for i in range(LOOKED_AT if chunks else 0))
-            first = {
-                *(chunk for chunk in chunks if chunk[1] == 0),
-                *map(chunks.__getitem__, spaced),
-            }
+            first = _looked_at_first(chunks)
             chunks = [chunk for chunk in chunks if (chunk not in first) == rest]
         for (name, number), digest in _digests(files, chunks, progress, 1 if rest else _THREADS):
             if digest != known["sha256"][name][number]:
@@ -76,21 +66,20 @@ def flaw(folder: Path, progress: Report = lambda done, all: None, rest: bool = F
         return f"{Path(error.filename).name} is missing"
     except PermissionError:
         raise
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as error:  # a failing disk, or damaged bytes
+    # a failing disk, or damaged bytes
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return str(error)
     return ""
 
 
+def _looked_at_first(chunks: Sequence[Block]) -> set[Block]:
+    """Return the chunks that a start reads: the first of each file, and some evenly spaced."""
+    spaced = {chunks[i * len(chunks) // LOOKED_AT] for i in range(LOOKED_AT if chunks else 0)}
+    return spaced | {chunk for chunk in chunks if chunk[1] == 0}
+
+
 def stamp(folder: Path) -> tuple[int, int] | None:
-    """Tell a folder from one of the same name on another disk, or made later; None without a
-    seal.
-    """
+    """Return a mark of this very folder, not of one on another disk or made later, or None."""
     with suppress(OSError):
         found = (folder / SEAL).stat()
         return found.st_ino, found.st_mtime_ns
@@ -103,17 +92,10 @@ def checked(content: str) -> str:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """List the files below a folder by path, without those that begin with a dot, which belong to
-    file servers.
-    """
-    found = {
-        path.relative_to(folder).as_posix(): path
-        for path in sorted(folder.rglob("*"))
-        if not path.is_dir()
-    }
-    return {
-        name: path for name, path in found.items() if name != SEAL and not path.name.startswith(".")
-    }
+    """List the files below a folder by path, without a file server's, which begin with a dot."""
+    shown = [path for path in sorted(folder.rglob("*")) if not path.name.startswith(".")]
+    found = {path.relative_to(folder).as_posix(): path for path in shown if not path.is_dir()}
+    return {name: path for name, path in found.items() if name != SEAL}
 
 
 def _sizes(files: Mapping[str, Path]) -> dict[str, int]:

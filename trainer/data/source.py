@@ -14,8 +14,6 @@ class Source(Protocol):
 
 
 def sample_of(source: Source, index: int, epoch: int | None) -> Any:
-    """Return a sample as in training in an epoch, by a source's `in_epoch`; with None, as in
-    evaluation.
-    """
+    """Return a sample as in an epoch, by a source's `in_epoch`; with None, as in evaluation."""
     in_epoch = None if epoch is None else getattr(source, "in_epoch", None)
     return source[index] if in_epoch is None else in_epoch(index, epoch)

@@ -19,9 +19,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _ALONE = 4
-"""The number of inputs that this process handles before it starts others, unless it is told how
-many.
-"""
+"""The number of inputs that this process handles before it starts others."""
 _WORK: list[Callable[[Any], Any]] = []
 """The function that a worker process runs."""
 
@@ -29,17 +27,17 @@ _WORK: list[Callable[[Any], Any]] = []
 def in_order(
     work: Callable[[T], R], given: Iterable[T], workers: int | None = None
 ) -> Generator[R, None, None]:
-    """Apply `work` to each input, in order, in so many processes; if None, one for each core, or
-    this one if few inputs. Workers are forks of this process: what `work` holds is neither copied
-    nor sent. At most three inputs for each are in progress. An error of `work` is raised here and
-    ends the workers, as does the end of this process.
+    """Apply `work` to each input, in order, in so many processes.
+
+    None: one for each core, or this process if there are few inputs. Workers are forks: what `work`
+    holds is neither copied nor sent. At most three inputs for each are in progress. An error of
+    `work` is raised here and ends the workers, as does the end of this process.
     """
     rest = iter(given)
     if workers is None:
         yield from map(work, islice(rest, _ALONE))
-        workers = (
-            cores() if sys.platform == "linux" else 1
-        )  # elsewhere, forking is not safe with libraries' threads
+        # elsewhere, forking is not safe with libraries' threads
+        workers = cores() if sys.platform == "linux" else 1
         first = list(islice(rest, 1))
         workers, rest = workers if first else 1, chain(first, rest)
     if workers < 2:
@@ -56,9 +54,8 @@ def in_order(
         while coming:
             yield coming.popleft().result()
     except BrokenProcessPool as error:
-        raise RuntimeError(
-            "a process that prepares data was killed; the machine may be out of memory"
-        ) from error
+        seen = "a process that prepares data was killed; the machine may be out of memory"
+        raise RuntimeError(seen) from error
     finally:
         pool.shutdown(cancel_futures=True)
 

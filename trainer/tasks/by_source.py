@@ -15,13 +15,11 @@ class LossBySource:
         self._sums = torch.zeros(2, sources, dtype=torch.float64, device=device)
         self._of = self._counts = torch.empty(0)
 
-    def tell(self, batch: Batch) -> None:
-        """Set the next micro-batch, which has `sources` [batch, 1] beside its targets."""
+    def start(self, batch: Batch) -> None:
+        """Take what is added next for the losses of `batch`, which has `sources` [batch, 1]."""
         targets = batch["targets"]
-        self._of, self._counts = (
-            batch["sources"].expand_as(targets).flatten(),
-            (targets != IGNORED).flatten(),
-        )
+        self._of = batch["sources"].expand_as(targets).flatten()
+        self._counts = (targets != IGNORED).flatten()
         self._sums = self._sums.to(targets.device)
 
     def add(self, rows: slice, losses: torch.Tensor) -> None:
@@ -30,9 +28,7 @@ class LossBySource:
         self._sums.index_add_(1, self._of[rows], found)
 
     def take(self, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
-        """Return the sums since the last call, [2, sources], over the ranks of a group.
-        Collective.
-        """
+        """Return the sums since the last call, [2, sources], over a group. Collective."""
         found, self._sums = self._sums.to(device), torch.zeros_like(self._sums)
         if group is not None:
             dist.all_reduce(found, group=group)

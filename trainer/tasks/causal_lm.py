@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from torch import nn
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.tasks.by_source import LossBySource
-from trainer.tasks.cross_entropy import LossHead, LossObserver, logits_cross_entropy, right
+from trainer.tasks.cross_entropy import LossHead, LossObserver, count_correct, logits_cross_entropy
 from trainer.tasks.documents import documents_of
 from trainer.tasks.masks import Masks
 from trainer.tasks.noise import EmbeddingNoise, has_table
+from trainer.tasks.patches import replace_loss
 from trainer.tasks.task import IGNORED, Batch, changed
 
 
@@ -46,11 +48,8 @@ class CausalLM:
         self._masks = Masks()
         self._smoothing, self._trains = 0.0, False
         self._noise: EmbeddingNoise | None = None
+        self._correct: torch.Tensor | None = None
         self.by_source: LossBySource | None = None
-        self.right: torch.Tensor | None = None
-        """The number of the last targets with the highest logit, if the model's own forward
-        computed them.
-        """
 
     @classmethod
     def of(cls, spec: ModelSpec, padding_id: int = 0) -> CausalLM:
@@ -71,10 +70,8 @@ class CausalLM:
         Raises ConfigError for noise where the model has no table of input embeddings.
         """
         if neftune_alpha and not has_table(spec):
-            seen = (
-                f"{spec.name} has no table of input embeddings that a forward pass would look "
-                "tokens up in"
-            )
+            table = "table of input embeddings that a forward pass would look tokens up in"
+            seen = f"{spec.name} has no {table}"
             raise ConfigError(Problem("trainer.neftune_alpha", seen, "a model with one"))
         noise = EmbeddingNoise(neftune_alpha) if neftune_alpha else None
         return changed(self, _smoothing=label_smoothing, _noise=noise)
@@ -84,15 +81,14 @@ class CausalLM:
         return changed(self, by_source=LossBySource(sources))
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Turn the head of a model on the meta device into one that can return the loss."""
+        """Put a head that can return the loss in the place of the model's own."""
         if self._fused_head:
-            head = model.get_output_embeddings()  # type: ignore[operator]
-            head.__class__ = LossHead  # the same module, name and hooks; only its forward differs
-            head.smoothing, head.observe = self._smoothing, self._observe
+            head = LossHead(_head(model), self._smoothing, self._observe)
+            model.set_output_embeddings(head)  # type: ignore[operator]
         if self._noise is not None:
-            self._noise.join(model)
+            self._noise.add_to(model)
         if self._own_loss:
-            model.loss_function = self._mean  # type: ignore[assignment]
+            replace_loss(model, self._mean)
         return model
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
@@ -109,11 +105,9 @@ class CausalLM:
             targets[row, : len(sample["targets"])] = sample["targets"]
         batch = {"input_ids": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
         if "documents" in samples[0]:
-            most = max(len(sample["documents"]) for sample in samples)
-            rows = [
-                np.pad(sample["documents"], (0, most - len(sample["documents"])))
-                for sample in samples
-            ]
+            lengths = [sample["documents"] for sample in samples]
+            most = max(map(len, lengths))
+            rows = [np.pad(row, (0, most - len(row))) for row in lengths]
             batch["documents"] = torch.from_numpy(np.stack(rows).astype(np.int64))
         if self.by_source is not None and "source" in samples[0]:
             batch["sources"] = torch.tensor([[sample["source"]] for sample in samples])
@@ -137,15 +131,12 @@ class CausalLM:
     def padded(self, batches: Sequence[Batch]) -> list[Batch]:
         longest = max(self.shape(batch)[1] for batch in batches)
         fills = {"input_ids": self._padding_id, "targets": IGNORED}
-        return [
-            {
-                name: F.pad(value, (0, longest - value.shape[1]), value=fills[name])
-                if name in fills
-                else value
-                for name, value in batch.items()
-            }
-            for batch in batches
-        ]
+
+        def filled(batch: Batch, name: str) -> torch.Tensor:
+            missing = longest - batch[name].shape[1]
+            return F.pad(batch[name], (0, missing), value=fills[name])
+
+        return [{**batch, **{name: filled(batch, name) for name in fills}} for batch in batches]
 
     def targets(self, batch: Batch) -> torch.Tensor:
         return (batch["targets"] != IGNORED).sum()
@@ -158,39 +149,36 @@ class CausalLM:
         return self._run(model, model, batch).logits  # type: ignore[no-any-return]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the summed loss; under `own_loss`, the model's own `forward(labels=...)` times the
-        number of targets.
+        """Return the summed loss; under `own_loss`, the model's own mean times the targets' number.
 
         So a router's loss, which the model adds to the mean of the token losses, is weighted by the
         micro-batch's targets.
         """
         if self.by_source is not None and model.training:
-            self.by_source.tell(batch)
+            self.by_source.start(batch)
         if self._own_loss:
-            head = model.get_output_embeddings()  # type: ignore[operator]
-            head.targets = batch["targets"] if self._fused_head else None
-            self._trains = model.training
-            loss = self._run(model, model, batch, labels=batch["targets"]).loss
-            head.targets = None
-            return loss * self.targets(batch)  # type: ignore[no-any-return]
+            return self._own_mean(model, batch) * self.targets(batch)
         if self._fused_head:
-            hidden = self.hidden(model, batch)
-            return model.get_output_embeddings()(hidden, batch["targets"])  # type: ignore[operator,no-any-return]
+            return _head(model)(self.hidden(model, batch), batch["targets"])  # type: ignore[no-any-return]
         more = (self._smoothing, self._observe) if model.training else ()
         return logits_cross_entropy(self.logits(model, batch), batch["targets"], *more)
 
+    def _own_mean(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the loss of the model's own `forward(labels=...)`."""
+        targets, self._trains = batch["targets"], model.training
+        with _head(model).given(targets) if self._fused_head else nullcontext():
+            return self._run(model, model, batch, labels=targets).loss  # type: ignore[no-any-return]
+
     @property
     def _observe(self) -> LossObserver | None:
-        """The callback for each token's loss: a function, as copies of a model share it."""
+        """The callback for each token's loss: a function, which copies of a model share."""
         found = self.by_source
         return None if found is None else lambda rows, losses: found.add(rows, losses)
 
     def _run(
         self, model: nn.Module, forward: Callable[..., Any], batch: Batch, **labels: torch.Tensor
     ) -> Any:
-        """Call the model's forward, whole or below the head, such that packed documents do not see
-        one another.
-        """
+        """Call the model's forward, whole or below the head; packed documents are kept apart."""
         ids, lengths, arguments = batch["input_ids"], batch.get("documents"), dict[str, Any](labels)
         documents = None if lengths is None else documents_of(lengths, ids.shape[1])
         if documents:
@@ -200,31 +188,36 @@ class CausalLM:
             arguments |= {"cu_seq_lens_q": documents.borders, "cu_seq_lens_k": documents.borders}
             arguments |= {"max_length_q": ids.shape[1], "max_length_k": ids.shape[1]}
         if self._noise is not None:
-            self._noise.tell(documents.lengths if documents else batch["lengths"])
+            self._noise.start(documents.lengths if documents else batch["lengths"])
         with self._masks.of(documents):
             return forward(input_ids=ids, use_cache=False, **arguments)
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the summed loss and the number of targets with the highest logit. The model is in
-        evaluation mode.
+        """Return the summed loss and the number of targets with the highest logit.
+
+        The model is in evaluation mode.
         """
         if not self._fused_head and not self._own_loss:
-            logits = self.logits(model, batch)
+            logits, targets = self.logits(model, batch), batch["targets"]
             return torch.stack(
-                [logits_cross_entropy(logits, batch["targets"]), right(logits, batch["targets"])]
+                [logits_cross_entropy(logits, targets), count_correct(logits, targets)]
             )
-        place = model.get_output_embeddings() if self._fused_head else self  # type: ignore[operator]
         loss = self.loss_sum(model, batch)
-        assert place.right is not None
-        found, place.right = place.right, None
+        if self._fused_head:
+            return torch.stack([loss, _head(model).take_correct()])
+        found, self._correct = self._correct, None
+        assert found is not None
         return torch.stack([loss, found])
 
     def _mean(self, logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Replace the model's own mean over `labels`, which are shifted already; a fused head has
-        summed the loss.
-        """
+        """Return the mean loss over shifted `labels`; a fused head gives the sum as `logits`."""
+        total = logits
         if not self._fused_head:
-            self.right = right(logits, labels)
-        more = (self._smoothing, self._observe) if self._trains else ()
-        total = logits if self._fused_head else logits_cross_entropy(logits, labels, *more)
+            self._correct = count_correct(logits, labels)
+            more = (self._smoothing, self._observe) if self._trains else ()
+            total = logits_cross_entropy(logits, labels, *more)
         return total / (labels != IGNORED).sum().clamp_min(1)
+
+
+def _head(model: nn.Module) -> Any:
+    return model.get_output_embeddings()  # type: ignore[operator]

@@ -8,7 +8,9 @@ Shapes: n tokens, h hidden size, v vocabulary. Targets of -100 are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +23,19 @@ LossObserver = Callable[[slice, torch.Tensor], None]
 """Called with a range of tokens and their losses."""
 CHUNK_BYTES = 64 << 20
 """The least bytes of a chunk of float32 logits: enough for full speed, small beside any model."""
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of the loss besides its tensors."""
+
+    smoothing: float
+    observe: LossObserver | None
+    with_gradients: bool
+
+    def report(self, rows: slice, losses: torch.Tensor) -> None:
+        if self.observe is not None:
+            self.observe(rows, losses)
 
 
 def linear_cross_entropy(
@@ -39,8 +54,8 @@ def linear_cross_entropy(
     7). `observe` is called with each token's loss.
     """
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    grads = torch.is_grad_enabled()
-    return _LinearCrossEntropy.apply(flat, weight, bias, flat_targets, grads, smoothing, observe)  # type: ignore[no-any-return]
+    options = _Options(smoothing, observe, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(flat, weight, bias, flat_targets, options)  # type: ignore[no-any-return]
 
 
 def linear_measured(
@@ -53,15 +68,13 @@ def linear_measured(
     found = torch.zeros((), dtype=torch.int64, device=hidden.device)
     for rows in _chunks(flat.shape[0], weight.shape[0], wide, at_least=flat.shape[1] // 2):
         logits = F.linear(flat[rows], weight, bias).to(wide)
-        found += right(logits, flat_targets[rows])
+        found += count_correct(logits, flat_targets[rows])
         total += _chunk_loss(logits, flat_targets[rows])[0].sum()
     return total, found
 
 
-def right(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Count the targets [...] that have the highest of the logits [..., v]; of equal logits, the
-    first counts.
-    """
+def count_correct(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Count the targets [...] with the highest of the logits [..., v]: the first of equal ones."""
     return ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum()
 
 
@@ -71,13 +84,10 @@ def logits_cross_entropy(
     smoothing: float = 0.0,
     observe: LossObserver | None = None,
 ) -> torch.Tensor:
-    """Return the same sum from logits [..., v] that a model has computed; only a chunk at a time
-    becomes float32.
-    """
+    """Return the same sum from logits [..., v], of which only a chunk at a time becomes float32."""
     flat, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    return _LogitsCrossEntropy.apply(
-        flat, flat_targets, torch.is_grad_enabled(), smoothing, observe
-    )  # type: ignore[no-any-return]
+    options = _Options(smoothing, observe, torch.is_grad_enabled())
+    return _LogitsCrossEntropy.apply(flat, flat_targets, options)  # type: ignore[no-any-return]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -88,15 +98,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        with_gradients: bool,
-        smoothing: float,
-        observe: LossObserver | None,
+        options: _Options,
     ) -> torch.Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        wants_hidden = with_gradients and ctx.needs_input_grad[0]
-        wants_weight = with_gradients and ctx.needs_input_grad[1]
-        wants_bias = with_gradients and bias is not None and ctx.needs_input_grad[2]
+        wants_hidden, wants_weight, wants_bias = (
+            options.with_gradients and wanted for wanted in ctx.needs_input_grad[:3]
+        )
         hidden_grad = torch.empty_like(hidden) if wants_hidden else None
         # summed over chunks in full precision, rounded once at the end
         weight_grad = torch.zeros_like(weight, dtype=wide) if wants_weight else None
@@ -105,12 +113,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # than that
         for rows in _chunks(hidden.shape[0], weight.shape[0], wide, at_least=hidden.shape[1] // 2):
             part = hidden[rows]
-            losses, grad = _chunk_loss(
-                F.linear(part, weight, bias).to(wide), targets[rows], smoothing
-            )
+            logits = F.linear(part, weight, bias).to(wide)
+            losses, grad = _chunk_loss(logits, targets[rows], options.smoothing)
             total += losses.sum()
-            if observe is not None:
-                observe(rows, losses)
+            options.report(rows, losses)
             low = grad.to(hidden.dtype)
             if hidden_grad is not None:
                 torch.mm(low, weight, out=hidden_grad[rows])
@@ -131,27 +137,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         scaled = [None if saved is None else _times(saved, grad) for saved in ctx.saved_tensors]
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None)
 
 
 class _LogitsCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        with_gradients: bool,
-        smoothing: float,
-        observe: Any,
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, options: _Options
     ) -> torch.Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=logits.device)
-        gradient = torch.empty_like(logits) if with_gradients and ctx.needs_input_grad[0] else None
+        wants_gradient = options.with_gradients and ctx.needs_input_grad[0]
+        gradient = torch.empty_like(logits) if wants_gradient else None
         for rows in _chunks(logits.shape[0], logits.shape[1], wide):
-            losses, grad = _chunk_loss(logits[rows].to(wide, copy=True), targets[rows], smoothing)
+            chunk = logits[rows].to(wide, copy=True)
+            losses, grad = _chunk_loss(chunk, targets[rows], options.smoothing)
             total += losses.sum()
-            if observe is not None:
-                observe(rows, losses)
+            options.report(rows, losses)
             if gradient is not None:
                 gradient[rows] = grad
         ctx.save_for_backward(gradient)
@@ -160,13 +162,11 @@ class _LogitsCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
-        return _times(gradient, grad), None, None, None, None
+        return _times(gradient, grad), None, None
 
 
 def _times(saved: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply in the dtype of `saved`, by a wide scale: a rounded one would shift every gradient
-    of a step alike.
-    """
+    """Multiply in the dtype of `saved` by a wide scale: rounding it would shift all gradients."""
     return torch.mul(saved, scale.reshape(1), out=torch.empty_like(saved))
 
 
@@ -178,9 +178,7 @@ def _chunks(tokens: int, vocabulary: int, dtype: torch.dtype, at_least: int = 1)
 def _chunk_loss(
     logits: torch.Tensor, targets: torch.Tensor, smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses of one chunk [n], and the gradient of their sum in the memory of the logits
-    [n, v].
-    """
+    """Return a chunk's losses [n], and the gradient of their sum in the logits' memory [n, v]."""
     counted = targets != IGNORED
     index = targets.clamp_min(0).unsqueeze(1)
     log_total = torch.logsumexp(logits, dim=1, keepdim=True)
@@ -198,25 +196,41 @@ def _chunk_loss(
 class LossHead(nn.Linear):
     """An output head that, given targets, returns the summed loss instead of logits.
 
-    It replaces the model's own head, with its parameters and its name, so that hooks that gather
-    parameters around a module call (ZeRO-3, FSDP) do so around the loss.
+    It stands in the place of the model's own head, with its parameters and under its name, so that
+    hooks that gather parameters around a module call (ZeRO-3, FSDP) do so around the loss.
     """
 
-    targets: torch.Tensor | None = None
-    """Targets for a caller that passes none: a model's own forward."""
-    smoothing: float = 0.0
-    """The share of label smoothing, in training."""
-    observe: LossObserver | None = None
-    """Called with the loss of each token, in training."""
-    right: torch.Tensor | None = None
-    """The number of the last targets with the highest logit, in an evaluation."""
+    def __init__(self, head: nn.Linear, smoothing: float, observe: LossObserver | None) -> None:
+        """Create it with the parameters of `head`; smoothing and `observe` apply in training."""
+        biased = head.bias is not None
+        super().__init__(head.in_features, head.out_features, bias=biased, device="meta")
+        self.weight, self.bias = head.weight, head.bias
+        self.train(head.training)
+        self._in_training = smoothing, observe
+        self._targets: torch.Tensor | None = None
+        self._correct: torch.Tensor | None = None
+
+    @contextmanager
+    def given(self, targets: torch.Tensor) -> Iterator[None]:
+        """Return the loss for `targets` to a caller that passes none: a model's own forward."""
+        self._targets = targets
+        try:
+            yield
+        finally:
+            self._targets = None
+
+    def take_correct(self) -> torch.Tensor:
+        """Return, and forget, how many of the last targets had the highest logit."""
+        found, self._correct = self._correct, None
+        assert found is not None
+        return found
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
-        targets = self.targets if targets is None else targets
+        targets = self._targets if targets is None else targets
         if targets is None:
             return super().forward(hidden)
         if self.training or torch.is_grad_enabled():
-            more = (self.smoothing, self.observe) if self.training else ()
+            more = self._in_training if self.training else ()
             return linear_cross_entropy(hidden, self.weight, self.bias, targets, *more)
-        loss, self.right = linear_measured(hidden, self.weight, self.bias, targets)
+        loss, self._correct = linear_measured(hidden, self.weight, self.bias, targets)
         return loss

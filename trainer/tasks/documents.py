@@ -1,6 +1,4 @@
-"""The borders of documents in a packed micro-batch, computed from their lengths without waiting for
-the device.
-"""
+"""The borders of documents in a packed micro-batch, computed without waiting for the device."""
 
 from __future__ import annotations
 
@@ -10,9 +8,7 @@ import torch
 
 
 class PackedDocuments(NamedTuple):
-    """The place of each token in the documents of its row; the padding at a row's end counts as one
-    more document.
-    """
+    """The place of each token in the documents of its row; padding counts as one more document."""
 
     numbers: torch.Tensor
     """The number of each token's document within its row, int64 [batch, sequence]."""
@@ -21,15 +17,11 @@ class PackedDocuments(NamedTuple):
     lengths: torch.Tensor
     """The length of each token's document, int64 [batch, sequence]."""
     borders: torch.Tensor
-    """The starts of documents, over all rows laid end to end, and the end, int32; an empty one
-    starts where it ends.
-    """
+    """The starts of documents over all rows laid end to end, and the end, int32."""
 
 
 def documents_of(lengths: torch.Tensor, sequence: int) -> PackedDocuments:
-    """Locate the documents in rows of `sequence` tokens; `lengths` [batch, most] has zeros for
-    missing documents.
-    """
+    """Locate the documents in rows of `sequence` tokens; `lengths` [batch, most] may have zeros."""
     lengths = torch.cat([lengths, sequence - lengths.sum(1, keepdim=True)], 1)
     ends = lengths.cumsum(1)
     places = torch.arange(sequence, device=lengths.device).expand(len(lengths), -1).contiguous()

@@ -1,6 +1,4 @@
-"""Image classification: cross-entropy, and the number of images that the model classifies
-correctly.
-"""
+"""Image classification: cross-entropy, and the number of images that are classified right."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ class ImageClassification(Supervised):
     def regularised(
         self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float
     ) -> ImageClassification:
-        """Return the same task with smoothed labels in training. Raises ConfigError for noise on
-        embeddings.
-        """
+        """Return the same task with smoothed labels. Raises ConfigError for noise on embeddings."""
         super().regularised(spec, 0.0, neftune_alpha)
         return changed(self, _smoothing=label_smoothing)
 
@@ -47,9 +43,7 @@ class ImageClassification(Supervised):
         return class_loss(self.output(model, batch), batch["target"], smoothing)[0] * batch["share"]
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the summed loss, and the numbers of images whose class scores highest, and among
-        the highest five.
-        """
+        """Return the summed loss, and how many images' classes score highest, or in the top 5."""
         logits, target = self.output(model, batch).float(), batch["target"]
         # ties count against the model: else a constant one would be right by their order
         own = logits.gather(1, target.clamp_min(0)[:, None])
@@ -67,19 +61,14 @@ class ImageClassification(Supervised):
         if not torch.is_tensor(output) or tuple(output.shape) != wanted:
             seen = str(list(output.shape)) if torch.is_tensor(output) else type(output).__name__
             expected = f"scores {list(wanted)}: [batch, classes of the data]"
-            raise ConfigError(
-                Problem(
-                    f"trainer.model: {name}", f"its output is {seen}", expected, "Set num_classes."
-                )
-            )
+            place, mend = f"trainer.model: {name}", "Set num_classes."
+            raise ConfigError(Problem(place, f"its output is {seen}", expected, mend))
 
 
 def class_loss(
     output: Any, target: torch.Tensor, smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of `output` [batch, classes] for `target` [batch], and the number that
-    counts.
-    """
+    """Return the summed loss of `output` [batch, classes], and the number of targets [batch]."""
     total = cross_entropy(
         output.float(), target, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing
     )

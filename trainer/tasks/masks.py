@@ -17,12 +17,11 @@ import torch
 
 from trainer.errors import ConfigError, Problem
 from trainer.tasks.documents import PackedDocuments
+from trainer.tasks.patches import masks_made_by
 
 
 class Masks:
-    """The replacement of transformers' mask functions, with a cache of the last mask of each
-    kind.
-    """
+    """The replacement of transformers' mask functions; keeps the last mask of each kind."""
 
     def __init__(self) -> None:
         self._made: dict[Any, tuple[dict[str, Any], torch.Tensor, int]] = {}
@@ -35,25 +34,9 @@ class Masks:
         Flash attention uses no mask: it gets the borders, and a model that does not pass them on to
         it is refused.
         """
-        from transformers import masking_utils, modeling_flash_attention_utils
-
-        makers = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
         is_packed = _refuse if documents else lambda *_: False
-        # by hand: mock.patch takes 50 microseconds of each forward pass
-        ours: list[tuple[dict[str, Any], str, Any]] = [
-            (makers, "sdpa", self._once(makers["sdpa"], documents)),
-            (makers, "eager", self._once(makers["eager"], documents)),
-            (vars(masking_utils), "find_packed_sequence_indices", lambda position_ids: None),
-            (vars(modeling_flash_attention_utils), "_is_packed_sequence", is_packed),
-        ]
-        theirs = [(place, name, place[name]) for place, name, _ in ours]
-        for place, name, value in ours:
-            place[name] = value
-        try:
+        with masks_made_by(lambda make: self._once(make, documents), is_packed):
             yield
-        finally:
-            for place, name, value in theirs:
-                place[name] = value
 
     def _once(
         self, make: Callable[..., torch.Tensor | None], documents: PackedDocuments | None
@@ -88,31 +71,24 @@ def _apart(mask_function: Any, documents: PackedDocuments) -> Any:
 
 
 def _refuse(*_: Any) -> bool:
-    """Refuse flash attention that got no borders: from position ids it would find them in a single
-    row only.
-    """
+    """Refuse flash attention without borders: position ids would show them in a single row only."""
     seen = (
-        "the model's code does not tell flash attention where documents end: they would see "
-        "one "
+        "the model's code does not tell flash attention where documents end: they would see one "
         "another"
     )
+    expected = "a model that hands cu_seq_lens on"
     mend = 'Set trainer.model.attention to "sdpa", or trainer.data.documents to "pad".'
-    raise ConfigError(
-        Problem("trainer.data.documents", seen, "a model that hands cu_seq_lens on", mend)
-    )
+    raise ConfigError(Problem("trainer.data.documents", seen, expected, mend))
 
 
 def _kind(function: Any) -> tuple[Any, ...] | None:
-    """Identify a mask function by its code and the numbers and functions in it; None if it holds
-    anything else.
-    """
+    """Identify a mask function by its code, numbers and functions; None if it holds more."""
     if not isinstance(function, FunctionType):
         return None
     found: list[Any] = [function.__code__]
     for cell in function.__closure__ or ():
-        for value in (
-            cell.cell_contents if isinstance(cell.cell_contents, tuple) else (cell.cell_contents,)
-        ):
+        content = cell.cell_contents
+        for value in content if isinstance(content, tuple) else (content,):
             part = value if isinstance(value, int | float) else _kind(value)
             if part is None:
                 return None

@@ -1,6 +1,4 @@
-"""NEFTune: noise on the input embeddings while a language model is fine-tuned (arXiv 2310.05914,
-algorithm 1).
-"""
+"""NEFTune: noise on the input embeddings in fine-tuning (arXiv 2310.05914, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -26,11 +24,11 @@ class EmbeddingNoise:
         self._alpha = alpha
         self._lengths = torch.ones(())
 
-    def tell(self, lengths: torch.Tensor) -> None:
-        """Set L for the next micro-batch, of each row or each token, [batch, 1 or sequence]."""
+    def start(self, lengths: torch.Tensor) -> None:
+        """Set L for the next micro-batch, by row or token: [batch, 1 or sequence]."""
         self._lengths = lengths
 
-    def join(self, model: nn.Module) -> None:
+    def add_to(self, model: nn.Module) -> None:
         """Add noise to the model's input embeddings in training, from now on."""
 
         def add(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -47,8 +45,7 @@ class EmbeddingNoise:
 
 def has_table(spec: ModelSpec) -> bool:
     """True if the model looks tokens up in a table of embeddings, to which noise can be added."""
-    with suppress(
-        NotImplementedError, AttributeError
-    ):  # transformers' own, for a family that it does not know
+    # transformers raises these for a family that it does not know
+    with suppress(NotImplementedError, AttributeError):
         return isinstance(spec.build().get_input_embeddings(), nn.Embedding)  # type: ignore[operator]
     return False

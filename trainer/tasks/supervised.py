@@ -14,6 +14,8 @@ from trainer.errors import ConfigError, DataError, Problem, named_line
 from trainer.models.spec import ModelSpec, Trial
 from trainer.tasks.task import Batch
 
+PLACE = "data: samples"
+"""The place of problems with own samples, for the user."""
 Loss = Callable[[Any, Any], tuple[torch.Tensor, int | torch.Tensor]]
 """`loss(output, target)` of a micro-batch returns the sum over its targets, a scalar tensor, and
 their number.
@@ -47,45 +49,34 @@ class Supervised:
         self._build = build
         self._blocks = tuple(blocks)
         self._shapes: dict[Any, tuple[Any, dict[int, tuple[int, ...]]]] = {}
-        """The output of a batch on the meta device, and the shapes that enter the blocks, by the
-        batch's shapes.
-        """
+        """By a batch's shapes: its output on the meta device, and the shapes that enter blocks."""
 
     def regularised(
         self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float
     ) -> Supervised:
-        """The same task. Raises ConfigError for smoothed labels, and for noise on embeddings."""
+        """Return the same task. Raises ConfigError for smoothed labels and noise on embeddings."""
         if neftune_alpha:
             seen = f"saw {neftune_alpha:g}, and no language model"
-            raise ConfigError(
-                Problem("trainer.neftune_alpha", seen, "noise on the embeddings of tokens")
-            )
+            expected = "noise on the embeddings of tokens"
+            raise ConfigError(Problem("trainer.neftune_alpha", seen, expected))
         if label_smoothing:
             seen = f"saw {label_smoothing:g}, and a loss that is handed in"
-            raise ConfigError(
-                Problem("trainer.label_smoothing", seen, "0: an own loss smooths its labels itself")
-            )
+            expected = "0: an own loss smooths its labels itself"
+            raise ConfigError(Problem("trainer.label_smoothing", seen, expected))
         return self
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return model
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        """Stack `input` (or `input.KEY`) and `target` by `default_collate`; add targets' `count`,
-        `share` 0 or 1.
-        """
+        """Stack `input` (or `input.KEY`) and `target`; add the targets' `count`, `share` 0 or 1."""
         kept = [sample for sample in samples if not isinstance(sample, Blank)]
         pairs = kept or [samples[0].sample]
         try:
             given, target = default_collate([tuple(pair) for pair in pairs])
         except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(
-                Problem(
-                    "data: samples",
-                    named_line(error),
-                    "pairs (input, target) that stack to a batch",
-                )
-            ) from error
+            expected = "pairs (input, target) that stack to a batch"
+            raise DataError(Problem(PLACE, named_line(error), expected)) from error
         batch = {**_flat("input", given), **_flat("target", target)}
         count = self._count(batch) if kept else 0
         return {**batch, "count": torch.tensor(count), "share": torch.tensor(float(bool(kept)))}
@@ -97,11 +88,8 @@ class Supervised:
         def output(model: nn.Module) -> torch.Tensor:
             return torch.cat([value.flatten() for value in _tensors(self.output(model, batch))])
 
-        return Trial(
-            output,
-            lambda stage: self.hidden(stage, batch),
-            [batch, *(self.collate([s]) for s in samples)],
-        )
+        alone = [self.collate([sample]) for sample in samples]
+        return Trial(output, lambda stage: self.hidden(stage, batch), [batch, *alone])
 
     def blank(self, sample: Any) -> Blank:
         return Blank(sample)
@@ -113,14 +101,10 @@ class Supervised:
         return self._on_meta(batch)[1][block]
 
     def padded(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return the micro-batches. Raises DataError if they differ in shape: how to pad them is
-        unknown.
-        """
+        """Return the micro-batches. Raises DataError if they differ in shape."""
         if len({self.shape(batch) for batch in batches}) > 1:
             seen = "micro-batches of several shapes in a step"
-            raise DataError(
-                Problem("data: samples", seen, "one shape, which a pipeline's buffers have")
-            )
+            raise DataError(Problem(PLACE, seen, "one shape, which a pipeline's buffers have"))
         return list(batches)
 
     def targets(self, batch: Batch) -> torch.Tensor:
@@ -129,10 +113,8 @@ class Supervised:
     def output(self, model: nn.Module, batch: Batch) -> Any:
         """Run the module on a batch's input."""
         kind = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        given = _map(
-            _nested("input", batch),
-            lambda value: value.to(kind) if value.is_floating_point() else value,
-        )
+        cast = lambda value: value.to(kind) if value.is_floating_point() else value  # noqa: E731
+        given = _map(_nested("input", batch), cast)
         return model(**given) if isinstance(given, dict) else model(given)
 
     def hidden(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -151,18 +133,15 @@ class Supervised:
         return int(_checked(self._loss(self.output(model, batch), _nested("target", batch)))[1])
 
     def _count(self, batch: Batch) -> int:
-        zeros = _map(
-            self._on_meta(batch)[0], lambda value: torch.zeros(value.shape, dtype=value.dtype)
-        )
-        total, count = _checked(self._loss(zeros, _nested("target", batch)))
-        return int(count)
+        zeros = lambda value: torch.zeros(value.shape, dtype=value.dtype)  # noqa: E731
+        output = _map(self._on_meta(batch)[0], zeros)
+        return int(_checked(self._loss(output, _nested("target", batch)))[1])
 
     def _on_meta(self, batch: Batch) -> tuple[Any, dict[int, tuple[int, ...]]]:
         key = tuple((name, value.dtype, *value.shape) for name, value in sorted(batch.items()))
         if key not in self._shapes:
-            self._shapes[key] = self._run_on_meta(
-                {name: value.to("meta") for name, value in batch.items()}
-            )
+            on_meta = {name: value.to("meta") for name, value in batch.items()}
+            self._shapes[key] = self._run_on_meta(on_meta)
         return self._shapes[key]
 
     def _run_on_meta(self, batch: Batch) -> tuple[Any, dict[int, tuple[int, ...]]]:
@@ -179,51 +158,35 @@ class Supervised:
             with torch.no_grad():
                 return self.output(model, batch), entered
         except Exception as error:  # whatever the module's own code raises
-            seen = (
-                f"its forward pass fails on the meta device: {type(error).__name__}: {error}"
-            ).splitlines()[0][:200]
+            seen = f"its forward pass fails on the meta device: {named_line(error, 157)}"
             expected = "a forward pass over this input whose shapes do not depend on values"
             raise ConfigError(Problem("model", seen, expected)) from error
 
 
 def _checked(found: Any) -> tuple[torch.Tensor, Any]:
-    if not (
-        isinstance(found, tuple)
-        and len(found) == 2
-        and torch.is_tensor(found[0])
-        and found[0].ndim == 0
-    ):
-        seen = (
-            f"{type(found).__name__} of {len(found)}"
-            if isinstance(found, tuple)
-            else type(found).__name__
-        )
-        raise ConfigError(
-            Problem("loss", seen, "(sum over the targets as a scalar tensor, number of targets)")
-        )
-    return found
+    size = len(found) if isinstance(found, tuple) else None
+    if size != 2 or not torch.is_tensor(found[0]) or found[0].ndim != 0:
+        seen = type(found).__name__ + ("" if size is None else f" of {size}")
+        expected = "(sum over the targets as a scalar tensor, number of targets)"
+        raise ConfigError(Problem("loss", seen, expected))
+    return found  # type: ignore[no-any-return]
 
 
 def _flat(name: str, value: Any) -> Batch:
     if isinstance(value, Mapping):
         return {f"{name}.{key}": part for key, part in value.items()}
     if not torch.is_tensor(value):
-        raise DataError(
-            Problem(
-                "data: samples", f"an {name} of {type(value).__name__}", "a tensor, or a dictionary"
-            )
-        )
+        seen = f"an {name} of {type(value).__name__}"
+        raise DataError(Problem(PLACE, seen, "a tensor, or a dictionary"))
     return {name: value}
 
 
 def _nested(name: str, batch: Batch) -> Any:
     if name in batch:
         return batch[name]
-    return {
-        key.removeprefix(f"{name}."): value
-        for key, value in batch.items()
-        if key.startswith(f"{name}.")
-    }
+    start = f"{name}."
+    keys = [key for key in batch if key.startswith(start)]
+    return {key.removeprefix(start): batch[key] for key in keys}
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -239,8 +202,6 @@ def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         return {key: _map(part, change) for key, part in value.items()}
-    return (
-        type(value)(_map(part, change) for part in value)
-        if isinstance(value, list | tuple)
-        else value
-    )
+    if isinstance(value, list | tuple):
+        return type(value)(_map(part, change) for part in value)
+    return value

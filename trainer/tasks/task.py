@@ -1,6 +1,4 @@
-"""`Task`: what is trained. It owns collation, the batch's keys and the loss, and knows no engine
-and no file.
-"""
+"""Tasks own the collation, the batch's keys and the loss, and know no engine and no file."""
 
 from __future__ import annotations
 
@@ -22,13 +20,10 @@ T = TypeVar("T")
 
 class Task(Protocol):
     measures: tuple[str, ...]
-    """Names of what an evaluation counts besides the loss, over the targets (accuracy: the correct
-    ones).
-    """
+    """Names of what an evaluation counts besides the loss (accuracy: the correct targets)."""
 
     def regularised(self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float) -> Task:
-        """The same task with smoothed labels and noise on embeddings in training, where they are
-        not 0.
+        """Return the same task with smoothed labels and noise on embeddings, where not 0.
 
         Raises ConfigError where the task or the model has no such thing.
         """
@@ -43,9 +38,7 @@ class Task(Protocol):
         ...
 
     def blank(self, sample: Any) -> Any:
-        """Return a sample like this one without a target that counts, to fill up when none are
-        left.
-        """
+        """Return a sample like this one without a target that counts, to fill up a batch."""
         ...
 
     def shape(self, batch: Batch) -> tuple[int, ...]:
@@ -73,9 +66,7 @@ class Task(Protocol):
         ...
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the summed loss of a batch in an evaluation, then each of `measures`: [1 +
-        measures].
-        """
+        """Return an evaluation's summed loss, then each of `measures`: [1 + measures]."""
         ...
 
 
@@ -87,9 +78,7 @@ def changed(task: T, **values: Any) -> T:
 
 
 class ModelWithLoss(nn.Module):
-    """A model with its loss as one module, which engines wrap, so that parameters are gathered
-    around both.
-    """
+    """A model with its loss as one module, so that engines gather parameters around both."""
 
     def __init__(self, model: nn.Module, task: Task) -> None:
         super().__init__()

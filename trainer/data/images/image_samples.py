@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from trainer.data.images.image_sets import (
     has_own_evaluation,
     open_set,
 )
-from trainer.data.order import held_out
+from trainer.data.order import split
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem, named_line
 from trainer.models.classifiers import Images
@@ -43,9 +43,7 @@ Both = tuple[Labelled, Labelled | None]
 
 @dataclass(frozen=True)
 class ImageSource:
-    """A part of a data set as samples: (image [channels, height, width], float32; number of the
-    class).
-    """
+    """Samples of a data set: (image [channels, height, width], float32; number of the class)."""
 
     labelled: Labelled
     indices: Sequence[int]
@@ -59,9 +57,7 @@ class ImageSource:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        """Return a sample as in evaluation. Raises DataError, which names the file, if it can't be
-        read or used.
-        """
+        """Return a sample as in evaluation. Raises DataError if it can't be read or used."""
         return self._sample(index, None)
 
     def in_epoch(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
@@ -106,45 +102,31 @@ class ImageData:
 
     def describe(self) -> str:
         images = self.images
-        held = f", {len(self.evaluation):,} held out" if self.evaluation else ""
         kind = "grey" if images.mode == "L" else "colour"
-        size = f"{images.size[0]} x {images.size[1]}"
-        return (
-            f"{self.path}: {len(self.train):,} {kind} images of {size}, {len(images.classes)} "
-            f"classes{held}"
-        )
+        count = f"{len(self.train):,} {kind} images of {images.size[0]} x {images.size[1]}"
+        held = f", {len(self.evaluation):,} held out" if self.evaluation else ""
+        return f"{self.path}: {count}, {len(images.classes)} classes{held}"
 
     def lines(self) -> list[str]:
         """Describe the preparation of images for the user, a line each."""
         options, images = self.train.options, self.images
-        mean, std = (
-            " ".join(f"{value:.3f}" for value in values) for values in (images.mean, images.std)
-        )
+        mean = " ".join(f"{value:.3f}" for value in images.mean)
+        std = " ".join(f"{value:.3f}" for value in images.std)
         varied = ", ".join(f"{key} {value}" for key, value in _changes(options.augment).items())
-        lines = [
-            (
-                f"normalised by mean {mean}, deviation {std}; training images are varied by "
-                f"{varied or 'nothing'}"
-            )
-        ]
-        return lines + (
-            ["images that can't be read are skipped, and named in logs/"]
-            * (options.corrupt == "skip")
-        )
+        normalised = f"normalised by mean {mean}, deviation {std}"
+        lines = [f"{normalised}; training images are varied by {varied or 'nothing'}"]
+        if options.corrupt == "skip":
+            lines.append("images that can't be read are skipped, and named in logs/")
+        return lines
 
     def description(self) -> dict[str, Any]:
-        images, augment = self.images, _changes(self.train.options.augment)
-        given = {
-            "mode": images.mode,
-            "size": list(images.size),
-            "mean": list(images.mean),
-            "std": list(images.std),
-        }
+        images = self.images
+        numbers = {name: list(getattr(images, name)) for name in ("size", "mean", "std")}
         return {
             "samples": len(self.train),
             "classes": list(images.classes),
-            "images": given,
-            "augment": augment,
+            "images": {"mode": images.mode, **numbers},
+            "augment": _changes(self.train.options.augment),
         }
 
 
@@ -166,85 +148,77 @@ def open_images(
     Raises the same DataError on every rank.
     """
 
-    def opened() -> Both:
-        if own is not None:
-            return handed_in(own[0], images.classes), None if own[1] is None else handed_in(
-                own[1], images.classes
-            )
-        if data.path is None:
-            raise DataError(Problem("trainer.data.path", "nothing", KNOWN))
-        train = open_set(data.path, data, images, cache, train=True)
-        if data.evaluation_path is not None:
-            assert not isinstance(data.evaluation_path, dict)
-            return train, open_set(data.evaluation_path, data, images, cache, train=False)
-        return train, open_set(data.path, data, images, cache, False) if has_own_evaluation(
-            data.path
-        ) else None
+    kept: list[Both] = []  # opened on each rank: data sets hold open files, and can't be sent
+    ranks.on_each(lambda: kept.append(_opened(data, images, cache, own)))
+    [(whole, evaluation)] = kept
+    check_labels(whole)
+    if evaluation is not None:
+        check_labels(evaluation)
+        if evaluation.classes != whole.classes:
+            seen = f"{len(evaluation.classes)} classes: {', '.join(evaluation.classes[:5])}"
+            expected = f"those of the training data: {', '.join(whole.classes[:5])}"
+            raise DataError(Problem("trainer.data.evaluation_path", seen, expected))
+    training, held = _parts(whole, evaluation, data.evaluation_fraction)
 
     def looked_at() -> tuple[Images, str]:
-        found = _look(both[0], training, images)
+        found = _look(whole, training, images)
         if held is not None:
             _look(*held, images)
-        return found, _fingerprint(both[0], training)
+        return found, _fingerprint(whole, training)
 
-    both = _each(opened, ranks)
-    for part in filter(None, both):
-        check_labels(part)
-    if both[1] is not None and both[1].classes != both[0].classes:
-        seen = f"{len(both[1].classes)} classes: {', '.join(both[1].classes[:5])}"
-        expected = f"those of the training data: {', '.join(both[0].classes[:5])}"
-        raise DataError(Problem("trainer.data.evaluation_path", seen, expected))
-    training, held = _parts(both[0], both[1], data.evaluation_fraction)
     kind, fingerprint = ranks.on_first(looked_at)
-    _same_everywhere(_fingerprint(both[0], range(min(2, both[0].count))), ranks)
+    _same_everywhere(_fingerprint(whole, range(min(2, whole.count))), ranks)
     size = None if images.size is None else kind.size
     fixed = transforms.for_evaluation(kind, size)
     varied = transforms.for_training(kind, size, images.augment)
-    train = ImageSource(both[0], training, kind, fixed, varied, seed, images)
-    evaluation = None if held is None else ImageSource(*held, kind, fixed, None, seed, images)
-    return ImageData(train, evaluation, fingerprint, "data" if own else str(data.path))
+    train = ImageSource(whole, training, kind, fixed, varied, seed, images)
+    held_out = None if held is None else ImageSource(*held, kind, fixed, None, seed, images)
+    return ImageData(train, held_out, fingerprint, "data" if own else str(data.path))
 
 
-def _each(opened: Callable[[], Both], ranks: Ranks) -> Both:
-    """Open the data on each rank separately: data sets hold open files, and can't be sent."""
-    kept: list[Both] = []
-    ranks.on_each(lambda: kept.append(opened()))
-    return kept[0]
+def _opened(
+    data: DataSection, images: ImagesSection, cache: Path, own: tuple[Any, Any] | None
+) -> Both:
+    if own is not None:
+        train, evaluation = own
+        held = None if evaluation is None else handed_in(evaluation, images.classes)
+        return handed_in(train, images.classes), held
+    if data.path is None:
+        raise DataError(Problem("trainer.data.path", "nothing", KNOWN))
+    train = open_set(data.path, data, images, cache, train=True)
+    path = data.evaluation_path
+    assert not isinstance(path, dict)
+    if path is None and has_own_evaluation(data.path):
+        path = data.path
+    return train, None if path is None else open_set(path, data, images, cache, train=False)
 
 
 def _parts(
     train: Labelled, own: Labelled | None, fraction: float
 ) -> tuple[Sequence[int], tuple[Labelled, Sequence[int]] | None]:
-    """Split off the evaluation images; return training indices, and the held-out data set with its
-    indices.
-    """
+    """Return the training indices, and the evaluation's data set with its indices."""
     if own is not None:
         return range(train.count), (own, range(own.count))
     if not fraction or train.count < 2:
         return range(train.count), None
-    held = [index for index in range(train.count) if held_out(index, fraction)]
-    chosen = set(held)
-    return [index for index in range(train.count) if index not in chosen], (train, held)
+    training, held = split(train.count, fraction)
+    return training, (train, held)
 
 
 def _spaced(indices: Sequence[int], most: int) -> list[int]:
-    return [
-        indices[i] for i in np.linspace(0, len(indices) - 1, min(most, len(indices))).astype(int)
-    ]
+    places = np.linspace(0, len(indices) - 1, min(most, len(indices))).astype(int)
+    return [indices[place] for place in places]
 
 
 def _look(found: Labelled, indices: Sequence[int], options: ImagesSection) -> Images:
-    """Determine mode, size and normalisation from some images. Raises DataError where they
-    differ.
-    """
+    """Determine mode, size and normalisation from some images. Raises DataError if they differ."""
     numbers = _readable(found, indices, options)
     mode = _mode(found, numbers, options)
-    readable = [(number, read(found, number, options.mode, mode)[0]) for number in numbers]
-    sizes = {tuple(pixels.shape[1:]): (number, pixels) for number, pixels in readable}
-    first = tuple(readable[0][1].shape[1:])
-    if options.size is None and len(sizes) > 1:
-        number, pixels = next(seen for size, seen in sizes.items() if size != first)
-        raise _other_size(found.name(number), pixels, first)
+    readable = {number: read(found, number, options.mode, mode)[0] for number in numbers}
+    first = tuple(readable[numbers[0]].shape[1:])
+    for number, pixels in readable.items():
+        if options.size is None and tuple(pixels.shape[1:]) != first:
+            raise _other_size(found.name(number), pixels, first)
     size = options.size or list(first)
     height, width = (size, size) if isinstance(size, int) else size
     plain = Images(found.classes, mode, (height, width), (0.0,), (1.0,))
@@ -260,8 +234,9 @@ def _mode(found: Labelled, readable: Sequence[int], options: ImagesSection) -> s
 
 
 def _readable(found: Labelled, indices: Sequence[int], options: ImagesSection) -> list[int]:
-    """Choose some images to look at. Raises DataError for one that can't be read, unless skipped,
-    and if none can.
+    """Choose some images that can be read.
+
+    Raises DataError if there are none, and for one that can't be read, unless it is skipped.
     """
     kept = []
     for number in _spaced(indices, LOOKED_AT):
@@ -272,9 +247,8 @@ def _readable(found: Labelled, indices: Sequence[int], options: ImagesSection) -
             if options.corrupt == "error":
                 raise
     if not kept:
-        raise DataError(
-            Problem("trainer.data", f"none of {LOOKED_AT} images can be read", "images")
-        )
+        seen = f"none of {LOOKED_AT} images can be read"
+        raise DataError(Problem("trainer.data", seen, "images"))
     return kept
 
 
@@ -294,9 +268,8 @@ def _normalisation(
     if options.mean is not None and options.std is not None:
         if len(options.mean) != channels or len(options.std) != channels:
             seen = f"{len(options.mean)} and {len(options.std)} numbers"
-            raise DataError(
-                Problem("trainer.images.mean, std", seen, f"{channels}: one for each channel")
-            )
+            expected = f"{channels}: one for each channel"
+            raise DataError(Problem("trainer.images.mean, std", seen, expected))
         return tuple(options.mean), tuple(options.std)
     if options.normalize == "none":
         return (0.0,) * channels, (1.0,) * channels
@@ -312,19 +285,16 @@ def _normalisation(
             if options.corrupt == "error":
                 raise
             continue
-        total, squares, count = (
-            total + values.sum(1),
-            squares + (values**2).sum(1),
-            count + values.shape[1],
-        )
+        total += values.sum(1)
+        squares += (values**2).sum(1)
+        count += values.shape[1]
     centre = total / count
     spread = (squares / count - centre**2).clamp_min(1e-6).sqrt()
     return tuple(round(v, 4) for v in centre.tolist()), tuple(round(v, 4) for v in spread.tolist())
 
 
 def read(found: Labelled, number: int, wanted: str, mode: str) -> tuple[torch.Tensor, int]:
-    """Read image `number` as uint8 [channels, height, width], with its label. Raises DataError,
-    which names it.
+    """Read image `number` as uint8 [channels, height, width], with its label. Raises DataError.
 
     A tensor of floats from 0 to 1 stays one. `mode` is the mode of the result; `wanted` is the
     config's: under "auto", a colour image among grey ones is an error.
@@ -338,18 +308,18 @@ def read(found: Labelled, number: int, wanted: str, mode: str) -> tuple[torch.Te
         kind = image.mode
         pixels = pil_to_tensor(image.convert(mode))
     except Exception as error:  # Pillow raises whatever its decoders do
+        seen = f"can't be read: {named_line(error)}"
         mend = 'Remove it, or set trainer.images.corrupt="skip"'
-        raise DataError(
-            Problem(found.name(number), f"can't be read: {named_line(error)}", "an image", mend)
-        ) from error
+        raise DataError(Problem(found.name(number), seen, "an image", mend)) from error
     if kind.startswith(("I", "F")):
         seen = f"an image with values of more than 8 bits (Pillow's mode {kind})"
         raise DataError(Problem(found.name(number), seen, "8 bits a channel", "Convert it first"))
     if wanted == "auto" and mode == "L" and kind not in GREY:
-        seen = f"a colour image (Pillow's mode {kind}) among grey ones"
-        raise DataError(
-            Problem(found.name(number), seen, "images of one kind", "Set trainer.images.mode")
+        seen, mend = (
+            f"a colour image (Pillow's mode {kind}) among grey ones",
+            "Set trainer.images.mode",
         )
+        raise DataError(Problem(found.name(number), seen, "images of one kind", mend))
     return pixels, int(label)
 
 
@@ -359,10 +329,8 @@ def _of_tensor(image: torch.Tensor, mode: str) -> torch.Tensor:
 
     image = image[None] if image.ndim == 2 else image
     if image.ndim != 3 or image.shape[0] not in (1, 3):
-        raise ValueError(
-            f"a tensor of shape {list(image.shape)} is no [channels, height, width] with 1 or 3 "
-            "channels"
-        )
+        expected = "[channels, height, width] with 1 or 3 channels"
+        raise ValueError(f"a tensor of shape {list(image.shape)} is no {expected}")
     if image.is_floating_point() and not (float(image.min()) >= 0 and float(image.max()) <= 1):
         raise ValueError("a tensor with values outside of 0 to 1")
     if not image.is_floating_point() and image.dtype != torch.uint8:
@@ -375,11 +343,8 @@ def _of_tensor(image: torch.Tensor, mode: str) -> torch.Tensor:
 
 def _other_size(name: str, pixels: torch.Tensor, size: tuple[int, ...]) -> DataError:
     seen = f"{pixels.shape[1]} x {pixels.shape[2]}, where others are {size[0]} x {size[1]}"
-    return DataError(
-        Problem(
-            name, seen, "images of one size", "Set trainer.images.size, to which all are brought"
-        )
-    )
+    mend = "Set trainer.images.size, to which all are brought"
+    return DataError(Problem(name, seen, "images of one size", mend))
 
 
 def _fingerprint(found: Labelled, indices: Sequence[int]) -> str:

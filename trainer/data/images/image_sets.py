@@ -1,6 +1,4 @@
-"""Sources of labelled images: data sets by name, a folder with a folder for each class, tables with
-a column.
-"""
+"""Sources of labelled images: data sets by name, folders of classes, tables."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ import numpy as np
 from filelock import FileLock
 
 from trainer.config import DataSection, ImagesSection
+from trainer.data.dataset import check_data_set
 from trainer.data.formats import locate
 from trainer.errors import DataError, Problem, first_line, listed
 
@@ -31,9 +30,7 @@ class Labelled:
     """The class of each image; None if only reading the image tells it."""
     count: int
     load: Callable[[int], tuple[Any, Any]]
-    """Returns the image (Pillow's, or a tensor [channels, height, width]) and its label; raises the
-    reader's errors.
-    """
+    """Returns the image (Pillow's, or a tensor [channels, height, width]) and its label."""
     name: Callable[[int], str]
     """Names an image for the user: the file, or the table and the row."""
 
@@ -41,20 +38,19 @@ class Labelled:
 def open_set(
     path: str | list[str], data: DataSection, images: ImagesSection, cache: Path, train: bool
 ) -> Labelled:
-    """Open what `trainer.data.path` names. Raises DataError if it does not exist or has no
-    classes.
-    """
+    """Open what `trainer.data.path` names. Raises DataError if it is missing or has no classes."""
     one = path if isinstance(path, str) else path[0]
     if one == "digits":
         return _digits()
     if one in TORCHVISION:
         return _torchvision(one, Path(images.root) if images.root else cache / "images", train)
-    if (
-        data.format == "auto"
-        and (folder := Path(one)).is_dir()
-        and not [*folder.rglob("*.parquet")]
-    ):
-        return _saved(folder, data, images) if (folder / "state.json").exists() else _folder(folder)
+    folder = Path(one)
+    if data.format == "auto" and folder.is_dir() and not [*folder.rglob("*.parquet")]:
+        if not (folder / "state.json").exists():
+            return _folder(folder)
+        from datasets import load_from_disk
+
+        return _rows(load_from_disk(str(folder)), str(folder), images)
     return _table(path, data, images)
 
 
@@ -64,9 +60,8 @@ def _digits() -> Labelled:
         from sklearn.datasets import load_digits
     except ImportError:
         seen, mend = "digits without the package scikit-learn", "pip install meshloom[digits]"
-        raise DataError(
-            Problem("trainer.data.path", seen, "a data set whose package is installed", mend)
-        ) from None
+        expected = "a data set whose package is installed"
+        raise DataError(Problem("trainer.data.path", seen, expected, mend)) from None
     from PIL import Image
 
     found = load_digits()
@@ -92,6 +87,8 @@ SHAPES: dict[str, tuple[int, str, tuple[int, int]]] = {
     "cifar100": (100, "RGB", (32, 32)),
 }
 """Name -> number of classes, mode and size of a data set's images."""
+PARTS = ("train", "val", "valid", "validation", "test")
+"""Names of folders that are parts of a data set, not classes."""
 KNOWN = "digits, " + ", ".join(TORCHVISION) + ", a folder of classes, parquet files or a hub id"
 """The accepted values of `trainer.data.path`, as error messages list them."""
 
@@ -112,20 +109,13 @@ def _torchvision(name: str, root: Path, train: bool) -> Labelled:
                 found = kind(root, train=train, download=True)
     except Exception as error:  # whatever a network, a server or a wrong file raises
         seen = f"no files of it, and none came by download: {first_line(error)}"
-        mend = (
-            f"Place them there (from {_sources(kind)}), or set trainer.images.root to where "
-            "they are"
-        )
+        there = f"Place them there (from {_sources(kind)})"
+        mend = f"{there}, or set trainer.images.root to where they are"
         raise DataError(Problem(f"{name}: {root}", seen, _files(kind), mend)) from error
     labels = [int(label) for label in found.targets]
     where = f"{name}, {'training' if train else 'test'} part: image"
-    return Labelled(
-        tuple(found.classes),
-        labels,
-        len(found),
-        found.__getitem__,
-        lambda index: f"{where} {index}",
-    )
+    named = lambda index: f"{where} {index}"  # noqa: E731
+    return Labelled(tuple(found.classes), labels, len(found), found.__getitem__, named)
 
 
 @contextmanager
@@ -144,9 +134,9 @@ def _alone(root: Path) -> Any:
 def _files(kind: Any) -> str:
     if hasattr(kind, "resources"):
         return f"{kind.__name__}/raw/ with " + ", ".join(name for name, _ in kind.resources)
-    return f"{kind.filename}, or {kind.base_folder}/ with " + ", ".join(
-        name for name, *_ in (*kind.train_list, *kind.test_list, [kind.meta["filename"]])
-    )
+    names = [name for name, *_ in (*kind.train_list, *kind.test_list)]
+    files = ", ".join([*names, kind.meta["filename"]])
+    return f"{kind.filename}, or {kind.base_folder}/ with {files}"
 
 
 def _sources(kind: Any) -> str:
@@ -154,52 +144,33 @@ def _sources(kind: Any) -> str:
 
 
 def _folder(folder: Path) -> Labelled:
-    """Open a folder with a folder for each class, sorted, so that classes have the same numbers
-    everywhere.
-    """
+    """Open a folder with a folder for each class; the classes are numbered in sorted order."""
     from PIL import Image
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
-    inside = sorted(
-        path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
-    )
-    parts = [
-        path.name
-        for path in inside
-        if path.name.lower() in ("train", "val", "valid", "validation", "test")
-    ]
+    inside = [path for path in folder.iterdir() if path.is_dir()]
+    classes = tuple(sorted(path.name for path in inside if not path.name.startswith(".")))
+    parts = [name for name in classes if name.lower() in PARTS]
     expected = "a folder for each class, with its images in it"
-    if not inside:
+    if not classes:
         found = sum(path.suffix.lower() in IMG_EXTENSIONS for path in folder.iterdir())
         seen = f"a folder without classes: no folders in it, {found} images"
-        raise DataError(
-            Problem(
-                str(folder), seen, expected, "Put each image into a folder named like its class"
-            )
-        )
-    if len(parts) == len(inside):
+        mend = "Put each image into a folder named like its class"
+        raise DataError(Problem(str(folder), seen, expected, mend))
+    if len(parts) == len(classes):
+        seen = f"the parts of a data set: {', '.join(parts)}"
         mend = f"Set trainer.data.path={folder / parts[0]}"
         mend += f" and trainer.data.evaluation_path={folder / parts[1]}" if len(parts) > 1 else ""
-        raise DataError(
-            Problem(str(folder), f"the parts of a data set: {', '.join(parts)}", expected, mend)
-        )
-    classes = tuple(path.name for path in inside)
+        raise DataError(Problem(str(folder), seen, expected, mend))
     numbers = {name: label for label, name in enumerate(classes)}
     files = make_dataset(folder, numbers, IMG_EXTENSIONS, allow_empty=True)
     labels = [label for _, label in files]
     if empty := set(numbers.values()).difference(labels):
-        endings = ", ".join(IMG_EXTENSIONS)
-        raise DataError(
-            Problem(str(inside[min(empty)]), "a class without images", f"files ending in {endings}")
-        )
+        place, endings = folder / classes[min(empty)], ", ".join(IMG_EXTENSIONS)
+        expected = f"files ending in {endings}"
+        raise DataError(Problem(str(place), "a class without images", expected))
     load = lambda index: (Image.open(files[index][0]), labels[index])  # noqa: E731
     return Labelled(classes, labels, len(files), load, lambda index: files[index][0])
-
-
-def _saved(folder: Path, data: DataSection, images: ImagesSection) -> Labelled:
-    from datasets import load_from_disk
-
-    return _rows(load_from_disk(str(folder)), str(folder), images)
 
 
 def _table(path: str | list[str], data: DataSection, images: ImagesSection) -> Labelled:
@@ -213,10 +184,11 @@ def _table(path: str | list[str], data: DataSection, images: ImagesSection) -> L
             files = [str(file) for file in location.files]
             rows = load_dataset(location.format, data_files=files, split="train")
     except Exception as error:  # datasets, pyarrow and huggingface_hub raise a dozen kinds
-        seen = f"can't be opened: {first_line(error)}"
-        raise DataError(
-            Problem(str(location), seen, KNOWN, "Mend path, name or split in trainer.data")
-        ) from error
+        seen, mend = (
+            f"can't be opened: {first_line(error)}",
+            "Mend path, name or split in trainer.data",
+        )
+        raise DataError(Problem(str(location), seen, KNOWN, mend)) from error
     return _rows(rows, str(location), images)
 
 
@@ -231,20 +203,14 @@ def _rows(rows: Any, table: str, images: ImagesSection) -> Labelled:
             raise DataError(Problem(table, seen, expected, f"Set trainer.images.{key}"))
     given = list(rows[images.label_column])
     names = getattr(rows.features[images.label_column], "names", None)
-    strange = [index for index, label in enumerate(given) if not isinstance(label, int | str)]
-    if strange or len({type(label) for label in given}) > 1:
-        row = (
-            strange[0]
-            if strange
-            else next(i for i, label in enumerate(given) if type(label) is not type(given[0]))
-        )
-        seen = f'column "{images.label_column}" holds {type(given[row]).__name__} {given[row]!r}'[
-            :100
-        ]
-        raise DataError(
-            Problem(f"{table}: row {row}", seen, "numbers from 0, or names, in every row")
-        )
-    if given and isinstance(given[0], str):
+    kind = str if given and isinstance(given[0], str) else int
+    strange = [index for index, label in enumerate(given) if not isinstance(label, kind)]
+    if strange:
+        label = given[strange[0]]
+        seen = f'column "{images.label_column}" holds {type(label).__name__} {label!r}'[:100]
+        expected = "numbers from 0, or names, in every row"
+        raise DataError(Problem(f"{table}: row {strange[0]}", seen, expected))
+    if kind is str:
         names = sorted(set(given))
         number = {name: index for index, name in enumerate(names)}
         labels = [number[label] for label in given]
@@ -257,13 +223,8 @@ def _rows(rows: Any, table: str, images: ImagesSection) -> Labelled:
 
 
 def handed_in(data: Any, classes: int | None) -> Labelled:
-    """Wrap an own data set of pairs (image, label). Raises DataError if the number of classes is
-    unknown.
-    """
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise DataError(
-            Problem("data", type(data).__name__, "an object with __len__ and __getitem__")
-        )
+    """Wrap an own data set of pairs (image, label). Raises DataError if it names no classes."""
+    check_data_set("data", data)
     labels = getattr(data, "targets", None)
     labels = None if labels is None else [int(label) for label in labels]
     names = getattr(data, "classes", None)
@@ -279,11 +240,8 @@ def check_labels(found: Labelled) -> None:
     """Raise DataError if there are no images, or for a label that is not a class."""
     if not found.count:
         raise DataError(Problem("trainer.data.path", "no images", "at least one"))
-    strange = [
-        i for i, label in enumerate(found.labels or ()) if not 0 <= label < len(found.classes)
-    ]
-    if strange and found.labels is not None:
-        seen = listed(
-            [f"{found.name(index)} has label {found.labels[index]}" for index in strange], 3
-        )
-        raise DataError(Problem("trainer.data", seen, f"labels from 0 to {len(found.classes) - 1}"))
+    last = len(found.classes) - 1
+    strange = [(i, label) for i, label in enumerate(found.labels or ()) if not 0 <= label <= last]
+    if strange:
+        seen = listed([f"{found.name(index)} has label {label}" for index, label in strange], 3)
+        raise DataError(Problem("trainer.data", seen, f"labels from 0 to {last}"))

@@ -22,19 +22,10 @@ from trainer.models import classifiers
 from trainer.models.classifiers import Images
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
-"""[channels, height, width], uint8 or float from 0 to 1 -> the same shape in float32,
-normalised.
-"""
+"""[channels, height, width], uint8 or float from 0 to 1 -> the same in float32, normalised."""
 _T = torch.Tensor
-DRAWING = {
-    torch.rand,
-    torch.randn,
-    torch.randint,
-    torch.randperm,
-    torch.normal,
-    torch.multinomial,
-    torch.bernoulli,
-}
+DRAWING = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal}
+DRAWING |= {torch.multinomial, torch.bernoulli}
 DRAWING |= {_T.uniform_, _T.normal_, _T.random_, _T.bernoulli_, _T.exponential_, _T.multinomial}
 
 
@@ -74,9 +65,7 @@ class Varied:
 
 
 def sized(size: Sequence[int] | None) -> list[Any]:
-    """Return transforms to `size` (height, width): scale the short side, and cut off the rest on
-    both sides.
-    """
+    """Return transforms to (height, width): scale the short side, cut off the rest evenly."""
     from torchvision.transforms import v2
 
     return [] if size is None else [_Shorter(size), v2.CenterCrop(list(size))]
@@ -95,11 +84,9 @@ class _Shorter:
         scale = max(self._size[0] / height, self._size[1] / width)
         if scale == 1:
             return image
-        wanted = [
-            max(self._size[0], round(height * scale)),
-            max(self._size[1], round(width * scale)),
-        ]
-        return resize(image, wanted, antialias=True)  # type: ignore[no-any-return]
+        wanted_height = max(self._size[0], round(height * scale))
+        wanted_width = max(self._size[1], round(width * scale))
+        return resize(image, [wanted_height, wanted_width], antialias=True)  # type: ignore[no-any-return]
 
 
 def for_evaluation(images: Images, size: Sequence[int] | None) -> Transform:
@@ -116,21 +103,13 @@ def for_training(
 
     if augment == AugmentSection():
         return None
-    most = augment.colour
+    first = sized(size)
     if augment.crop_scale is not None:
-        first: list[Any] = [
-            v2.RandomResizedCrop(images.size, scale=augment.crop_scale, antialias=True)
-        ]
-    else:
-        padding = (
-            [v2.RandomCrop(images.size, padding=augment.crop_padding)]
-            if augment.crop_padding
-            else []
-        )
-        first = [*sized(size), *padding]
-    colour = (
-        v2.ColorJitter(most, most, most) if images.mode == "RGB" else v2.ColorJitter(most, most)
-    )
+        first = [v2.RandomResizedCrop(images.size, scale=augment.crop_scale, antialias=True)]
+    elif augment.crop_padding:
+        first.append(v2.RandomCrop(images.size, padding=augment.crop_padding))
+    saturation = augment.colour if images.mode == "RGB" else 0
+    colour = v2.ColorJitter(augment.colour, augment.colour, saturation)
     chosen = [
         (augment.flip, v2.RandomHorizontalFlip(augment.flip)),
         (augment.rotate, v2.RandomRotation(augment.rotate, v2.InterpolationMode.BILINEAR)),
@@ -142,9 +121,7 @@ def for_training(
 
 
 class Normal:
-    """The conversion to float32 and normalisation, by kernels only: a third of the cost of the full
-    transforms.
-    """
+    """The conversion to float32 and normalisation, by kernels: a third of the transforms' cost."""
 
     def __init__(self, images: Images) -> None:
         self._mean, self._std = list(images.mean), list(images.std)
@@ -165,13 +142,10 @@ class OpenedClassifier(NamedTuple):
 
 
 def opened(folder: Path) -> OpenedClassifier:
-    """Open a run's classifier with the transform of its evaluation. Raises ConfigError if there is
-    none.
-    """
+    """Open a run's classifier with the transform of its evaluation. Raises ConfigError."""
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     model, images = classifiers.opened(folder)
     transform = for_evaluation(images, images.size)
-    return OpenedClassifier(
-        model, lambda image: transform(pil_to_tensor(image.convert(images.mode))), images.classes
-    )
+    prepared = lambda image: transform(pil_to_tensor(image.convert(images.mode)))  # noqa: E731
+    return OpenedClassifier(model, prepared, images.classes)

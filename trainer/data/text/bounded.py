@@ -1,4 +1,4 @@
-"""Limits for other people's programs, as chat templates are."""
+"""Limits of memory and time for the code of others, such as chat templates."""
 
 from __future__ import annotations
 
@@ -14,25 +14,21 @@ from types import FrameType
 
 @contextmanager
 def bounded(memory: int, seconds: float) -> Iterator[None]:
-    """Raise MemoryError in what takes `memory` more bytes than the process has, TimeoutError after
-    CPU seconds.
+    """Raise MemoryError in code that takes `memory` more bytes, TimeoutError after CPU seconds.
 
-    Only the main thread has the limit of time: no other is told of signals. Only Linux shows what
-    the process has.
+    Only the main thread, which receives signals, has the limit of time. Only on Linux, which shows
+    what the process has, is memory limited.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + memory
-        resource.setrlimit(
-            resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard)
-        )
+        limit = most if soft == resource.RLIM_INFINITY else min(soft, most)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     timed = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGVTALRM, _late) if timed else None
-    if timed:
-        signal.setitimer(
-            signal.ITIMER_VIRTUAL, seconds, 1.0
-        )  # again, where the program catches the first
+    if timed:  # again each second, where the program catches the first
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
     try:
         yield
     finally:

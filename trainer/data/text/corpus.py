@@ -1,6 +1,4 @@
-"""The default data: the sources of Python's standard library, which every machine with Python
-has.
-"""
+"""The default data: the sources of Python's standard library, which are on every machine."""
 
 from __future__ import annotations
 
@@ -11,10 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_CHARACTERS = 8_000_000
-_SKIPPED = frozenset(
-    {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "dist-packages"}
-)
-_TABLES = frozenset({"encodings"})  # character tables: long, and nothing to learn in them
+_PACKAGES = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "dist-packages"}
+_TABLES = {"encodings"}  # character tables: long, and nothing to learn in them
 
 
 def name() -> str:
@@ -38,13 +34,9 @@ def documents() -> Iterator[str]:
 
 
 def _sources(root: Path) -> list[Path]:
-    skipped = _SKIPPED | _TABLES
     found = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in skipped]
-        # _sysconfigdata has paths of the machine that built this Python
-        sources = [
-            file for file in files if file.endswith(".py") and not file.startswith("_sysconfigdata")
-        ]
-        found += [Path(folder, file) for file in sources]
-    return sorted(found)
+        folders[:] = [name for name in folders if name not in _PACKAGES | _TABLES]
+        found += [Path(folder, file) for file in files if file.endswith(".py")]
+    # _sysconfigdata has paths of the machine that built this Python
+    return sorted(path for path in found if not path.name.startswith("_sysconfigdata"))

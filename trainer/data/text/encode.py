@@ -79,14 +79,13 @@ class Tokenising:
     def __call__(self, chunk: Chunk) -> Tokenised:
         train, held, error = CutDocuments(), CutDocuments(), chunk.error
         try:
-            for number, encoded in enumerate(
-                encode(chunk.documents, self.template, self.skips), chunk.first
-            ):
+            found = encode(chunk.documents, self.template, self.skips)
+            for number, encoded in enumerate(found, chunk.first):
                 if isinstance(encoded, DataError):
                     train.counts.skip(encoded)
                     continue
                 part = held if held_out(number, self.fraction) else train
-                part.add(encoded, self.cut.longest, self.cut.too_long)
+                part.add(encoded, self.cut)
         except DataError as earlier:
             error = earlier
         return Tokenised(len(chunk.documents), train, held, error)
@@ -95,8 +94,7 @@ class Tokenising:
 def encode(
     documents: Sequence[Document], template: Template, skips: bool = False
 ) -> Iterator[Encoded | DataError]:
-    """Encode each document: the tokenizer's beginning of text, prompt, text, end-of-text; or a
-    rendered chat.
+    """Encode each document: the tokenizer's beginning, prompt, text, end-of-text; or a chat.
 
     Targets are the text and its end. Prompt and text are tokenised separately, as in inference.
     Raises DataError at the first document that can't be encoded, after all before it; if `skips`,
@@ -133,13 +131,8 @@ def _texts(batch: list[Text], tokenizer: Any) -> Iterator[Encoded]:
 
 
 def _beginning(tokenizer: Any) -> list[int]:
-    """Return [bos] if the tokenizer itself begins texts with it and does not end them with it; else
-    [].
-    """
+    """Return [bos] if the tokenizer begins texts, and does not end them, with it; else []."""
     bos = tokenizer.bos_token_id
-    begins = (
-        bos is not None
-        and bos != tokenizer.eos_token_id
-        and tokenizer("")["input_ids"][:1] == [bos]
-    )
-    return [bos] if begins else []
+    if bos is None or bos == tokenizer.eos_token_id:
+        return []
+    return [bos] if tokenizer("")["input_ids"][:1] == [bos] else []

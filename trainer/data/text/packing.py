@@ -36,9 +36,8 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 def _filled(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the sample of each document, documents in falling order of length."""
     begun = 0
-    open_samples: dict[
-        int, list[np.ndarray]
-    ] = {}  # room -> samples with so much left, by when they came to it
+    # room -> the samples that have it left, in the order in which they came to it
+    open_samples: dict[int, list[np.ndarray]] = {}
     rooms: list[int] = []  # in rising order
     placed = []
     sizes, counts = np.unique(lengths, return_counts=True)
@@ -46,15 +45,13 @@ def _filled(lengths: np.ndarray, capacity: int) -> np.ndarray:
         while count:
             at = bisect_left(rooms, length)
             room = rooms[at] if at < len(rooms) else capacity
-            each = (
-                room // length
-            )  # a sample that has just taken a document has the least room, and takes the next
+            # a sample that has just taken a document has the least room, and takes the next
+            each = room // length
             wanted = -(-count // each)
             if at < len(rooms):
                 parts = open_samples.pop(room)
-                chosen, rest = np.split(
-                    parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts)), [wanted]
-                )
+                same = parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts))
+                chosen, rest = np.split(same, [wanted])
                 del rooms[at]
                 _add(open_samples, rooms, room, rest)
             else:

@@ -6,10 +6,9 @@ import hashlib
 import json
 import shutil
 import socket
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import astuple, dataclass, fields
-from functools import partial
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,27 +42,19 @@ class Share(NamedTuple):
     samples: int
 
     def describe(self, whole: int) -> str:
-        often = (
-            f"{self.samples / whole:.1%} of it, each {self.samples / len(self.source):.2f} times"
-        )
-        return (
-            f"{self.label}: {self.samples:,} samples an epoch ({often}), from "
-            f"{self.source.summary.describe()}"
-        )
+        times = self.samples / len(self.source)
+        share = f"{self.samples / whole:.1%} of it, each {times:.2f} times"
+        content = self.source.summary.describe()
+        return f"{self.label}: {self.samples:,} samples an epoch ({share}), from {content}"
 
     def description(self) -> dict[str, Any]:
-        """Describe the samples without labels; defaults are left out, since old checkpoints lack
-        newer fields.
-        """
-        summary = self.source.summary
-        told = {
-            field.name: (getattr(summary, field.name), field.default) for field in fields(summary)
-        }
-        names = told.keys() - {"kind", "first_dropped", "empty", "corrupt", "first_corrupt"}
+        """Return the numbers of the samples, which a checkpoint keeps."""
+        left_out = {"kind", "first_dropped", "empty", "corrupt", "first_corrupt"}
+        newer = {"chats", "too_long", "fill"}  # earlier checkpoints lack them
         return {
             name: value
-            for name, (value, default) in told.items()
-            if name in names and value != default
+            for name, value in self.source.summary.flat().items()
+            if name not in left_out and (value or name not in newer)
         }
 
 
@@ -73,14 +64,11 @@ class Data:
 
     train: Source
     evaluations: Mapping[str, PreparedSource]
-    """Held-out data by name, which shares no document with `train`. Empty if none was requested or
-    there is one document."""
+    """Held-out data by name, which shares no document with `train`; may be empty."""
     shares: tuple[Share, ...]
     """The parts of `train`; a single one is all of it."""
     fingerprint: str
-    """A digest of the training samples: the same wherever, and from whatever file name, the same
-    data was prepared.
-    """
+    """A digest of the training samples, the same wherever the same data was prepared."""
     check: Check
     """The comparison of what this process has opened with what was written."""
 
@@ -92,28 +80,22 @@ class Data:
 
     @property
     def has_chats(self) -> bool:
-        return any(share.source.summary.chats for share in self.shares)
+        return any(share.source.summary.origin.chats for share in self.shares)
 
     def describe(self) -> str:
         """Describe the data for the user, on one line."""
         if len(self.shares) == 1:
             return self.summary.describe()
-        have = sum(len(share.source) for share in self.shares)
-        return (
-            f"{len(self.shares)} sources, {len(self.train):,} samples an epoch, from {have:,} "
-            "that they have"
-        )
+        held = f"from {sum(len(share.source) for share in self.shares):,} that they have"
+        return f"{len(self.shares)} sources, {len(self.train):,} samples an epoch, {held}"
 
     def lines(self) -> list[str]:
         """Describe each source of a mixture, a line each; empty for a single source."""
-        return (
-            [share.describe(len(self.train)) for share in self.shares]
-            if len(self.shares) > 1
-            else []
-        )
+        shares = self.shares if len(self.shares) > 1 else ()
+        return [share.describe(len(self.train)) for share in shares]
 
     def description(self) -> dict[str, Any]:
-        """Return what a checkpoint says about the data besides the fingerprint."""
+        """Return the data's numbers, which a checkpoint keeps beside the fingerprint."""
         if len(self.shares) == 1:
             return self.shares[0].description()
         return {
@@ -141,100 +123,106 @@ def open_data(
     `seed` decides which samples an epoch of a mixture takes from a source of which it takes a part.
     Raises the same DataError (the input) or DiskError (the cache) on every rank.
     """
-
-    looked_at: list[Path] = []
-    folders: list[Path] = []
-
-    def prepared(part: DataSection) -> Path:
-        looked_at.append(prepare(part, tokenizer, cache_folder, progress if ranks.first else QUIET))
-        return looked_at[-1]
-
-    def opened(part: DataSection) -> tuple[PreparedSource, PreparedSource | None]:
-        folders.append(_located(part, prepared, ranks))
-        evaluation = folders[-1] / "evaluation"
-        held_out = PreparedSource(evaluation) if evaluation.is_dir() else None
-        return PreparedSource(folders[-1] / "train"), held_out
-
+    opening = _Opening(tokenizer, cache_folder, ranks, progress)
     evaluations: dict[str, PreparedSource] = {}
     if (paths := options.evaluation_path) is not None:
         options = options.model_copy(update={"evaluation_fraction": 0.0})
         named = paths if isinstance(paths, dict) else {"": paths}
-        evaluations = {
-            name: opened(options.model_copy(update={"path": path}))[0]
-            for name, path in named.items()
-        }
+        for name, path in named.items():
+            evaluations[name], _ = opening.open(options.model_copy(update={"path": path}))
     if not options.sources:
-        train, own = opened(options)
-        found = {"": own} if own is not None else {}
-        return Data(
-            train,
-            evaluations or found,
-            (Share("", train, len(train)),),
-            train.summary.fingerprint,
-            Check(folders),
-        )
-    labels = [source.label or str(source.path) for source in options.sources]
-    settings = [
-        source.model_dump(exclude={"label", "weight", "epochs"}) for source in options.sources
-    ]
-    parts = [opened(options.model_copy(update=own)) for own in settings]
-    sizes = [len(train) for train, _ in parts]
-    weights = [source.weight for source in options.sources if source.weight is not None]
-    counts = (
-        by_weights(sizes, weights)
-        if weights
-        else by_epochs(sizes, [s.epochs or 1 for s in options.sources])
-    )
+        train, held = opening.open(options)
+        held_out = {} if held is None else {"": held}
+        share, fingerprint = Share("", train, len(train)), train.summary.fingerprint
+        return Data(train, evaluations or held_out, (share,), fingerprint, opening.check())
+    sources: dict[str, PreparedSource] = {}
+    held_out = {}
+    for source in options.sources:
+        label = source.label or str(source.path)
+        own = source.model_dump(exclude={"label", "weight", "epochs"})
+        sources[label], held = opening.open(options.model_copy(update=own))
+        held_out |= {} if held is None else {label: held}
+    counts = _samples_an_epoch(options, [len(source) for source in sources.values()])
     shares = tuple(
-        Share(label, part[0], count)
-        for label, part, count in zip(labels, parts, counts, strict=True)
-    )
-    found = {label: own for label, (_, own) in zip(labels, parts, strict=True) if own is not None}
-    digest = hashlib.sha256(
-        json.dumps([[s.source.summary.fingerprint, s.samples] for s in shares]).encode()
+        Share(label, source, count)
+        for (label, source), count in zip(sources.items(), counts, strict=True)
     )
     mixture = Mixture([share.source for share in shares], counts, seed)
-    return Data(
-        mixture, evaluations or found, shares, digest.hexdigest(), Check(folders, bool(looked_at))
-    )
+    parts = json.dumps([[share.source.summary.fingerprint, share.samples] for share in shares])
+    fingerprint = hashlib.sha256(parts.encode()).hexdigest()
+    return Data(mixture, evaluations or held_out, shares, fingerprint, opening.check())
 
 
-def _located(options: DataSection, prepared: Callable[[DataSection], Path], ranks: Ranks) -> Path:
-    """Return this rank's folder of a source; its samples are those of every rank. Collective."""
+def _samples_an_epoch(options: DataSection, sizes: Sequence[int]) -> list[int]:
+    weights = [source.weight for source in options.sources if source.weight is not None]
+    if weights:
+        return by_weights(sizes, weights)
+    return by_epochs(sizes, [source.epochs or 1 for source in options.sources])
 
-    def stamped() -> tuple[Path, tuple[int, int] | None]:
-        folder = prepared(options)
-        return folder, stamp(folder)
 
-    folder, looked_at_by_first = ranks.await_first(stamped)
-    hosts = ranks.gather(socket.gethostname())
-    speaks = hosts.index(hosts[ranks.rank])  # one rank of each machine
+class _Opening:
+    """Opens sources on each rank, and remembers their folders."""
 
-    def found() -> Path | None:
-        if stamp(folder) == looked_at_by_first:
-            return folder
-        # a machine that does not share rank 0's cache prepares its own, with the same samples
-        return prepared(options) if speaks == ranks.rank else None
+    def __init__(self, tokenizer: Any, cache: Path, ranks: Ranks, progress: Progress) -> None:
+        self._tokenizer, self._cache, self._ranks = tokenizer, cache, ranks
+        self._progress = progress if ranks.first else QUIET
+        self._folders: list[Path] = []
+        self._prepares = False
+        """True if this rank has prepared a source, or compared it with what was written."""
 
-    own = ranks.await_each(found)[speaks]
-    assert own is not None
-    fingerprints = ranks.gather(PreparedSource(own / "train").summary.fingerprint)
-    if others := [
-        str(rank) for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]
-    ]:
-        seen = f"other samples on rank {', '.join(others)} than on rank 0"
-        expected = (
-            "the same files, and the same versions of Python and the tokenizer, on every machine"
-        )
-        raise DataError(Problem(str(locate(options.path, options.format)), seen, expected))
-    return own
+    def open(self, options: DataSection) -> tuple[PreparedSource, PreparedSource | None]:
+        """Return the training part of a source, and its held-out part if there is one. Collective.
+
+        The samples are those of every rank; otherwise raises DataError.
+        """
+        folder = self._locate(options)
+        self._folders.append(folder)
+        train, evaluation = PreparedSource(folder / "train"), folder / "evaluation"
+        fingerprints = self._ranks.gather(train.summary.fingerprint)
+        others = [str(rank) for rank, one in enumerate(fingerprints) if one != fingerprints[0]]
+        if others:
+            place = str(locate(options.path, options.format))
+            seen = f"other samples on rank {', '.join(others)} than on rank 0"
+            expected = (
+                "the same files, and the same versions of Python and the tokenizer, on every "
+                "machine"
+            )
+            raise DataError(Problem(place, seen, expected))
+        return train, PreparedSource(evaluation) if evaluation.is_dir() else None
+
+    def check(self) -> Check:
+        return Check(self._folders, begins=self._prepares)
+
+    def _locate(self, options: DataSection) -> Path:
+        """Return this rank's folder of a source: rank 0's, or that of its machine. Collective."""
+
+        def on_first() -> tuple[Path, tuple[int, int] | None]:
+            folder = self._prepare(options)
+            return folder, stamp(folder)
+
+        folder, first_stamp = self._ranks.await_first(on_first)
+        hosts = self._ranks.gather(socket.gethostname())
+        speaker = hosts.index(hosts[self._ranks.rank])  # one rank of each machine
+
+        def on_each() -> Path | None:
+            if stamp(folder) == first_stamp:
+                return folder
+            # a machine that does not share rank 0's cache prepares its own, with the same samples
+            return self._prepare(options) if speaker == self._ranks.rank else None
+
+        own = self._ranks.await_each(on_each)[speaker]
+        assert own is not None
+        return own
+
+    def _prepare(self, options: DataSection) -> Path:
+        self._prepares = True
+        return prepare(options, self._tokenizer, self._cache, self._progress)
 
 
 def prepare(
     options: DataSection, tokenizer: Any, cache_folder: Path, progress: Progress = QUIET
 ) -> Path:
-    """Return the folder of a prepared source: `train`, and `evaluation` if any is held out; written
-    if missing.
+    """Return the folder of a prepared source, `train` and `evaluation`; it is written if missing.
 
     Deterministic; the folder appears whole or not at all, and a killed process's work is begun
     anew. Its name is a digest of the input: the files' content, the tokenizer, the options. A data
@@ -243,38 +231,25 @@ def prepare(
     end_of_text(tokenizer)
     location = locate(options.path, options.format)
     cut = Cut(options.sequence_length, options.documents, options.isolate, options.too_long)
-    shape = [*astuple(cut), options.evaluation_fraction, options.name, options.split]
-    columns = [
-        options.text_column,
-        options.prompt_column,
-        options.completion_column,
-        options.chat_column,
-    ]
     template = Template.of(tokenizer, options.chat_template, options.loss_on)
-    skips = options.corrupt == "skip"
-    read = [
-        options.records,
-        columns,
-        template.key,
-        *(["skip"] if skips else []),
-        *filter(None, [options.max_rows]),
-    ]
+    work = Tokenising(template, cut, options.evaluation_fraction, options.corrupt == "skip")
     before = stamps(location.files)
     progress.begin(str(location))
-    looked = partial(_looked_at, progress, len(location.files))
+
+    def looked_at(done: int) -> None:
+        progress.say(f"looked at {done:,} of {len(location.files):,} files, whether they are known")
+
     content = [location.hub or corpus.name()]
     if location.files:
-        content = [location.format, *digests(location.files, cache_folder, looked)]
-    key = json.dumps([_VERSION, tokenizer_key(tokenizer), content, shape, read])
+        content = [location.format, *digests(location.files, cache_folder, looked_at)]
+    key = json.dumps([_VERSION, tokenizer_key(tokenizer), content, *_settings(options, work)])
     name = "data-" + hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def write(folder: Path) -> None:
-        work = Tokenising(template, cut, options.evaluation_fraction, skips)
         _write(folder, location, options, work, progress)
         if stamps(location.files) != before:
-            raise DataError(
-                Problem(str(location), "changed while it was read", "files that stay as they are")
-            )
+            seen = "changed while it was read"
+            raise DataError(Problem(str(location), seen, "files that stay as they are"))
 
     try:
         return cached_folder(cache_folder, name, write, progress)
@@ -282,18 +257,21 @@ def prepare(
         progress.close()
 
 
-def _looked_at(progress: Progress, files: int, done: int) -> None:
-    progress.say(f"looked at {done:,} of {files:,} files, whether they are known")
+def _settings(options: DataSection, work: Tokenising) -> list[list[Any]]:
+    """Return the options on which the samples depend; newer ones only where they are set."""
+    shape = [*astuple(work.cut), options.evaluation_fraction, options.name, options.split]
+    pair = options.prompt_column, options.completion_column
+    columns = [options.text_column, *pair, options.chat_column]
+    newer = (["skip"] if work.skips else []) + ([options.max_rows] if options.max_rows else [])
+    return [shape, [options.records, columns, work.template.key, *newer]]
 
 
 def _write(
     folder: Path, location: Location, options: DataSection, work: Tokenising, progress: Progress
 ) -> None:
     found, done = Found(), 0
-    parts = [
-        PartWriter(folder / name)
-        for name in (("train", "evaluation") if work.fraction else ("train",))
-    ]
+    names = ("train", "evaluation") if work.fraction else ("train",)
+    parts = [PartWriter(folder / name) for name in names]
     given = chunks(_documents(location, options, found))
     results: Generator[Tokenised, None, None] = in_order(work, given, options.workers)
     with closing(results):
@@ -312,29 +290,26 @@ def _write(
 
 
 def _origin(found: Found, template: Template) -> Origin:
-    chats = bool(found.roles)
-    if not chats:
+    if not found.roles:
         return Origin(found.describe(), empty=found.empty)
-    learned = {"assistant": "the answers", "last_assistant": "the last answer"}.get(
-        template.loss_on, "all tokens"
-    )
-    return Origin(f"{found.describe()}, by {template.origin}, loss on {learned}", True, found.empty)
+    parts = {"assistant": "the answers", "last_assistant": "the last answer", "all": "all tokens"}
+    kind = f"{found.describe()}, by {template.origin}, loss on {parts[template.loss_on]}"
+    return Origin(kind, True, found.empty)
 
 
 def _documents(location: Location, options: DataSection, found: Found) -> Iterator[Document]:
-    """Yield the documents that are not empty, and errors of skipped ones. Raises DataError if there
-    are none.
-    """
+    """Yield the documents, and the errors of skipped ones. Raises DataError if all are empty."""
     rows = used = 0
     skipped: DataError | None = None
     for document in read_documents(location, options, found):
         rows += 1
+        if document is None:
+            continue
         if isinstance(document, DataError):
             skipped = skipped or document
-        elif document is not None:
+        else:
             used += 1
-        if document is not None:
-            yield document
+        yield document
     if not used and skipped is not None:  # no document is left
         raise skipped
     if not used:

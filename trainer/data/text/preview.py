@@ -25,34 +25,27 @@ def preview(
     width: int = 100,
     in_full: bool = False,
 ) -> str:
-    """Decode samples: a line of at most `width` characters for each run of tokens; `in_full` shows
-    all lines.
+    """Decode samples: a line of at most `width` characters for each run; `in_full` shows all.
 
     `+` marks label tokens, which count in the loss, `.` those that are only read. A line separates
     documents that do not see one another.
     """
     shown = [index for index in numbers if index < len(source)]
-    return "\n".join(
-        line for index in shown for line in _sample(source, index, tokenizer, width, in_full)
-    )
+    samples = (_sample(source, index, tokenizer, width, in_full) for index in shown)
+    return "\n".join(line for lines in samples for line in lines)
 
 
 def _sample(source: Source, index: int, tokenizer: Any, width: int, in_full: bool) -> list[str]:
     sample = source[index]
     inputs, targets = sample["input_ids"], sample["targets"]
     lengths = sample.get("documents", [len(inputs)])
-    apart = f" in {len(lengths)} documents" if "documents" in sample else ""
-    lines = [
-        (
-            f"sample {index}: {len(inputs)} tokens{apart}, {(targets != IGNORED).sum()} count in "
-            "the "
-            "loss (+)"
-        )
-    ]
+    size = f"{len(inputs)} tokens"
+    if "documents" in sample:
+        size += f" in {len(lengths)} documents"
+    lines = [f"sample {index}: {size}, {(targets != IGNORED).sum()} count in the loss (+)"]
     borders = np.cumsum(lengths)[:-1]
-    for number, parts in enumerate(
-        zip(np.split(inputs, borders), np.split(targets, borders), strict=True)
-    ):
+    documents = zip(np.split(inputs, borders), np.split(targets, borders), strict=True)
+    for number, parts in enumerate(documents):
         if number == _DOCUMENTS and not in_full:
             return [*lines, f"  ── {len(lengths) - number} more documents"]
         lines += [f"  ── document {number + 1}"] if number else []
@@ -67,14 +60,11 @@ def _document(inputs: np.ndarray, targets: np.ndarray, tokenizer: Any, width: in
     # a target that is not counted is still read, as the next input
     tokens = np.append(inputs, targets[-1:])
     marks = np.append(False, counts)[: len(tokens) if counts[-1] else -1]
-    runs = [
-        (mark, [at for at, _ in run])
-        for mark, run in groupby(enumerate(marks), key=lambda item: bool(item[1]))
-    ]
-    return [
-        _line("+" if mark else ".", tokenizer.decode(tokens[places].tolist()), width)
-        for mark, places in runs
-    ]
+    lines = []
+    for learned, run in groupby(enumerate(marks), key=lambda item: bool(item[1])):
+        text = tokenizer.decode(tokens[[at for at, _ in run]].tolist())
+        lines.append(_line("+" if learned else ".", text, width))
+    return lines
 
 
 def _line(mark: str, text: str, width: int) -> str:

@@ -1,13 +1,11 @@
-"""Rows to documents: texts, prompts with completions, instructions, chats. The rows themselves
-decide which.
-"""
+"""Rows to documents: texts, prompts with completions, instructions, or chats, by their columns."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -40,30 +38,43 @@ Document = Text | Chat | DataError
 """A document, or the error of a row that is skipped."""
 
 
-@dataclass
 class Found:
     """The kind of rows that was found, for the user."""
 
-    kind: str = ""
-    where: str = ""
-    """The place of the first row."""
-    roles: dict[str, None] = field(default_factory=dict)
-    turns: int = 0
-    empty: int = 0
-    """The number of rows with nothing to train on."""
-    unread: dict[str, None] = field(default_factory=dict)
-    """Keys of messages that nothing here reads."""
-    share: float | None = None
-    """The share of the input that has been read, if known."""
+    def __init__(self) -> None:
+        self.kind = "text"
+        """The kind of the first row, in words; documents without rows are texts."""
+        self.first = ""
+        """The place of the first row."""
+        self.empty = 0
+        """The number of rows with nothing to train on."""
+        self.share: float | None = None
+        """The share of the input that has been read, if known."""
+        self.roles: dict[str, None] = {}
+        self.turns = 0
+        self.unread: dict[str, None] = {}
+        """Keys of messages that nothing here reads."""
+
+    def progress(self, share: float) -> None:
+        self.share = share
+
+    def add(self, row: Row, kind: Kind | None, document: Document | None) -> None:
+        """Note a row, its kind if that is known by now, and what was made of it."""
+        self.empty += document is None
+        if kind is not None and not self.first:
+            self.first, self.kind = row.place, kind.name
+        if isinstance(document, Chat):
+            self.turns = max(self.turns, len(document.messages))
+            for message in document.messages:
+                self.roles.setdefault(message["role"])
+                self.unread.update(dict.fromkeys(key for key in message if key not in _READ))
 
     def describe(self) -> str:
         if not self.roles:
             return self.kind
         unread = f"; templates alone may read {', '.join(self.unread)}" if self.unread else ""
-        return (
-            f"{self.kind}, {len(self.roles)} roles ({', '.join(self.roles)}), {self.turns} "
-            f"turns at most{unread}"
-        )
+        roles = f"{len(self.roles)} roles ({', '.join(self.roles)})"
+        return f"{self.kind}, {roles}, {self.turns} turns at most{unread}"
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,9 @@ class Kind:
     also: tuple[str, ...] = ()
     """Columns that it reads if they are present."""
 
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(self.columns)})"
+
     def fits(self, row: Row) -> bool:
         return all(row.columns.get(column) is not None for column in self.columns)
 
@@ -84,24 +98,20 @@ class Kind:
 def read_documents(
     location: Location, options: Any, found: Found | None = None
 ) -> Iterator[Document | None]:
-    """Yield the documents in order, or None for a row with nothing to train on; `found` is filled
-    in.
+    """Yield the documents in order, None for a row with nothing to train on; fill in `found`.
 
     A row that can't be read, lacks a column, is of another kind than the first, or is no chat,
     raises DataError, or is yielded as that error if corrupt rows are skipped
     (`trainer.data.corrupt`).
     """
-    found = found or Found()
     if not location.hub and not location.files:
-        found.kind = "text"
         yield from map(Text, corpus.documents())
         return
+    found = found or Found()
     kinds = _kinds(options)
     columns = list(dict.fromkeys(name for kind in kinds for name in (*kind.columns, *kind.also)))
     chosen: Kind | None = kinds[0] if len(kinds) == 1 else None
-    for row in islice(
-        rows_of(location, options, columns, partial(setattr, found, "share")), options.max_rows
-    ):
+    for row in islice(rows_of(location, options, columns, found.progress), options.max_rows):
         try:
             if row.error is not None:
                 raise row.error
@@ -113,131 +123,98 @@ def read_documents(
                 raise
             yield error
             continue
-        found.empty += document is None
-        if chosen is None:
-            yield None
-            continue
-        found.where = found.where or row.place
-        found.kind = found.kind or chosen.name
-        if isinstance(document, Chat):
-            _note(found, document)
+        found.add(row, chosen, document)
         yield document
 
 
 def _kinds(options: Any) -> list[Kind]:
     """List the kinds that rows may be of; one alone if the config names it."""
-    prompt, completion = (
-        options.prompt_column or "prompt",
-        options.completion_column or "completion",
-    )
+    pair = options.prompt_column or "prompt", options.completion_column or "completion"
+    answered = "instruction", "output"
     kinds = {
-        "text": Kind("text", (options.text_column,), lambda row: _plain(row, options.text_column)),
+        "text": Kind("text", (options.text_column,), partial(_plain, options.text_column)),
         "prompt_completion": Kind(
-            "prompts and completions",
-            (prompt, completion),
-            lambda row: _prompted(row, prompt, completion),
-            ("tools",),
+            "prompts and completions", pair, partial(_prompted, *pair), ("tools",)
         ),
-        "instruction": Kind(
-            "instructions", ("instruction", "output"), _instruction, ("input", "system", "history")
-        ),
-        "chat": Kind(
-            "chats",
-            (options.chat_column,),
-            lambda row: _chat(row, options.chat_column),
-            ("tools", "system"),
-        ),
+        "instruction": Kind("instructions", answered, _instruction, ("input", "system", "history")),
+        "chat": _chats_in(options.chat_column),
     }
-    wanted = options.records
-    if wanted == "alpaca":
-        return [Kind("Alpaca's prompts", ("instruction", "output"), _alpaca, ("input",))]
-    if wanted == "auto" and options.prompt_column is not None:
-        wanted = "prompt_completion"
-    elif wanted == "auto" and options.text_column != "text":
-        wanted = "text"
-    if wanted == "auto" and options.chat_column == "messages":
-        shared = Kind(
-            "chats",
-            ("conversations",),
-            lambda row: _chat(row, "conversations"),
-            ("tools", "system"),
-        )
-        return [*kinds.values(), shared]
-    return [kinds["chat" if wanted == "auto" else wanted]]
+    if options.records == "alpaca":
+        return [Kind("Alpaca's prompts", answered, _alpaca, ("input",))]
+    if options.records != "auto":
+        return [kinds[options.records]]
+    if options.prompt_column is not None:
+        return [kinds["prompt_completion"]]
+    if options.text_column != "text":
+        return [kinds["text"]]
+    if options.chat_column != "messages":
+        return [kinds["chat"]]
+    return [*kinds.values(), _chats_in("conversations")]
+
+
+def _chats_in(column: str) -> Kind:
+    return Kind("chats", (column,), partial(_chat, column), ("tools", "system"))
 
 
 def _kind_of(row: Row, kinds: Sequence[Kind], chosen: Kind | None, found: Found) -> Kind | None:
-    """Choose the kind of a row. Raises DataError if several kinds fit, none, or another than
-    before.
-    """
+    """Choose the kind of a row. Raises DataError if several fit, none, or another than before."""
     fitting = [kind for kind in kinds if kind.fits(row)]
-    names = [f"{kind.name} ({', '.join(kind.columns)})" for kind in fitting]
     if len(fitting) > 1:
-        raise DataError(
-            Problem(row.place, f"{' and '.join(names)}", "one of them", "Set trainer.data.records")
-        )
+        seen = " and ".join(map(str, fitting))
+        raise DataError(Problem(row.place, seen, "one of them", "Set trainer.data.records"))
     if chosen is not None and fitting:
-        seen = f"{names[0]}, where {found.where} has {chosen.name} ({', '.join(chosen.columns)})"
-        raise DataError(
-            Problem(row.place, seen, "rows of one kind", "Give them as two trainer.data.sources")
-        )
+        seen = f"{fitting[0]}, where {found.first} has {chosen}"
+        mend = "Give them as two trainer.data.sources"
+        raise DataError(Problem(row.place, seen, "rows of one kind", mend))
     if fitting:
         return fitting[0]
-    text = next(kind for kind in kinds if kind.name == "text")
-    known = chosen or next(
-        (kind for kind in kinds if all(name in row.columns for name in kind.columns)), text
-    )
+    text = kinds[0]
+    present = (kind for kind in kinds if row.columns.keys() >= set(kind.columns))
+    known = chosen or next(present, text)
     known.read(row)  # raises for a missing column
     return chosen
-
-
-def _note(found: Found, chat: Chat) -> None:
-    found.turns = max(found.turns, len(chat.messages))
-    for message in chat.messages:
-        found.roles.setdefault(message["role"])
-        for key in message.keys() - _READ:
-            found.unread.setdefault(key)
 
 
 # The kinds
 
 
-def _plain(row: Row, column: str) -> Text | None:
-    text = _text(row, column)
-    return Text(text, None, row.place) if text and text.strip() else None
+def _plain(column: str, row: Row) -> Text | None:
+    return _learned(_text(row, column), None, row)
 
 
-def _prompted(row: Row, prompt: str, completion: str) -> Document | None:
+def _prompted(prompt: str, completion: str, row: Row) -> Document | None:
     given, wanted = row.columns.get(prompt), row.columns.get(completion)
     if isinstance(given, list) or isinstance(wanted, list):
         before = _messages(row, prompt, given)
         messages = [*before, *_messages(row, completion, wanted)]
         _check_turns(row.place, messages)
         return Chat(messages, _tools(row), len(before), row.place)
-    text, start = _text(row, completion), _text(row, prompt)
-    return Text(text, start or "", row.place) if text and text.strip() else None
+    return _learned(_text(row, completion), _text(row, prompt) or "", row)
+
+
+def _learned(text: str | None, prompt: str | None, row: Row) -> Text | None:
+    return Text(text, prompt, row.place) if text and text.strip() else None
 
 
 def _instruction(row: Row) -> Chat | None:
-    texts = {column: _text(row, column) for column in ("instruction", "output")}
+    instruction, output = _text(row, "instruction"), _text(row, "output")
     more = {column: _text(row, column) for column in ("input", "system") if column in row.columns}
-    if not (texts["output"] or "").strip():
+    if not (output or "").strip():
         return None
-    asked = "\n".join(part for part in (texts["instruction"], more.get("input")) if part)
-    pairs = [*(row.columns.get("history") or ()), (asked, texts["output"])]
+    question = "\n".join(part for part in (instruction, more.get("input")) if part)
+    history = row.columns.get("history") or []
+    if not isinstance(history, list | tuple):
+        seen = f'column "history" holds {short(repr(history))}'
+        raise DataError(Problem(row.place, seen, "a list of pairs of texts"))
+    pairs = [*history, (question, output)]
     messages = [{"role": "system", "content": more["system"]}] if more.get("system") else []
     for turn, pair in enumerate(pairs):
-        if not (
-            isinstance(pair, list | tuple)
-            and len(pair) == 2
-            and all(isinstance(text, str) for text in pair)
-        ):
+        texts = list(pair) if isinstance(pair, list | tuple) else []
+        if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
             seen = f'column "history", turn {turn}: {short(repr(pair))}'
             raise DataError(Problem(row.place, seen, "a pair of texts"))
-        messages += [
-            {"role": "user", "content": pair[0]},
-            {"role": "assistant", "content": pair[1]},
-        ]
+        for role, text in zip(("user", "assistant"), texts, strict=True):
+            messages.append({"role": role, "content": text})
     return Chat(messages, None, 0, row.place)
 
 
@@ -250,26 +227,21 @@ ALPACA = (
 
 
 def _alpaca(row: Row) -> Text | None:
-    asked, answer = _text(row, "instruction") or "", _text(row, "output")
+    instruction, answer = _text(row, "instruction") or "", _text(row, "output")
     more = _text(row, "input") if "input" in row.columns else None
-    paired = (
-        (", paired with an input that provides further context", f"### Input:\n{more}\n\n")
-        if more
-        else ("", "")
-    )
-    prompt = ALPACA.format(paired[0], asked, paired[1])
-    return Text(answer, prompt, row.place) if answer and answer.strip() else None
+    paired = ", paired with an input that provides further context" if more else ""
+    given = f"### Input:\n{more}\n\n" if more else ""
+    return _learned(answer, ALPACA.format(paired, instruction, given), row)
 
 
-def _chat(row: Row, column: str) -> Chat:
+def _chat(column: str, row: Row) -> Chat:
     if column not in row.columns:
         raise missing(row, column)
     messages = _messages(row, column, row.columns[column])
     if system := row.columns.get("system"):
         if not isinstance(system, str) or messages[0]["role"] == "system":
-            raise DataError(
-                Problem(row.place, f'column "system": {short(repr(system))}', "one system text")
-            )
+            seen = f'column "system": {short(repr(system))}'
+            raise DataError(Problem(row.place, seen, "one system text"))
         messages = [{"role": "system", "content": system}, *messages]
     _check_turns(row.place, messages)
     return Chat(messages, _tools(row), 0, row.place)
@@ -305,11 +277,8 @@ def _message(place: str, given: Any) -> dict[str, Any]:
     message = {key: value for key, value in given.items() if value is not None}
     role = message.pop("from", None) if "role" not in message else message.pop("role")
     if not isinstance(role, str) or not role:
-        seen = (
-            f"the keys {', '.join(map(str, given))}"
-            if role is None
-            else f"the role {short(repr(role))}"
-        )
+        keys = f"the keys {', '.join(map(str, given))}"
+        seen = keys if role is None else f"the role {short(repr(role))}"
         raise DataError(Problem(place, seen, '"role" (or "from") with a name'))
     content = message.pop("value", None) if "content" not in message else message.pop("content")
     if content is None and "tool_calls" in message:
@@ -317,12 +286,8 @@ def _message(place: str, given: Any) -> dict[str, Any]:
     counts = _counts(place, message)
     if "tool_calls" in message:
         message["tool_calls"] = _calls(place, _parsed(message["tool_calls"]))
-    return {
-        "role": _ROLES.get(role, role),
-        "content": _content(place, content),
-        **message,
-        **counts,
-    }
+    own = {"role": _ROLES.get(role, role), "content": _content(place, content)}
+    return {**own, **message, **counts}
 
 
 def _content(place: str, content: Any) -> str:
@@ -330,26 +295,17 @@ def _content(place: str, content: Any) -> str:
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
-                raise DataError(
-                    Problem(
-                        place,
-                        f"a part of type {kind}",
-                        "text: images and sounds are not trained on",
-                    )
-                )
+                expected = "text: images and sounds are not trained on"
+                raise DataError(Problem(place, f"a part of type {kind}", expected))
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        seen = (
-            "no content" if content is None else f"{type(content).__name__} {short(repr(content))}"
-        )
-        raise DataError(Problem(place, seen, "text"))
+        other = f"{type(content).__name__} {short(repr(content))}"
+        raise DataError(Problem(place, "no content" if content is None else other, "text"))
     return checked_text(place, content)
 
 
 def _counts(place: str, message: dict[str, Any]) -> dict[str, bool]:
-    """Return the data's own mark that a turn counts in the loss or not: OpenAI's `weight`,
-    Axolotl's `train`.
-    """
+    """Return a turn's own mark that it counts in the loss: OpenAI's `weight`, Axolotl's `train`."""
     for key, values in (("weight", {0: False, 1: True}), ("train", {False: False, True: True})):
         if key in message:
             value = message.pop(key)
@@ -360,9 +316,7 @@ def _counts(place: str, message: dict[str, Any]) -> dict[str, bool]:
 
 
 def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
-    """Return tool calls with arguments as objects, as templates expect them: OpenAI has them as
-    JSON text.
-    """
+    """Return tool calls with arguments as objects, which OpenAI's data has as JSON text."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise DataError(Problem(f"{place}.tool_calls", short(repr(calls)), "a list of calls"))
     found = []
@@ -380,9 +334,8 @@ def _tools(row: Row) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(
-            Problem(f"{row.place}: tools", short(repr(tools)), "a list of JSON schemas")
-        )
+        place = f"{row.place}: tools"
+        raise DataError(Problem(place, short(repr(tools)), "a list of JSON schemas"))
     return tools
 
 

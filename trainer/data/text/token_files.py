@@ -13,8 +13,8 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
@@ -26,6 +26,7 @@ from trainer.tasks.task import IGNORED
 
 _CHUNK = 1 << 22
 """The number of tokens read at once."""
+SUMMARY = "summary.json"
 
 Arrangement = Literal["concatenate", "pad", "pack"]
 
@@ -38,15 +39,11 @@ class Sample(TypedDict):
     targets: np.ndarray
     """The targets, int64 [n]."""
     documents: NotRequired[np.ndarray]
-    """int64 [documents]: the lengths of the sample's documents, if they must not see one
-    another.
-    """
+    """The lengths of documents that must not see one another, int64 [documents]."""
 
 
 class Encoded(NamedTuple):
-    """A document's tokens, with end-of-text, and a mask of those that are targets. The first never
-    is.
-    """
+    """A document's tokens, with end-of-text, and a mask of the targets, without the first token."""
 
     tokens: Sequence[int] | np.ndarray
     counted: Sequence[bool] | np.ndarray
@@ -67,46 +64,75 @@ class Origin(NamedTuple):
     """The kind in words, for the user."""
     chats: bool = False
     empty: int = 0
-    """The number of rows with nothing in them."""
+    """The number of rows with nothing in them, which are not documents."""
+
+
+@dataclass
+class Counts:
+    """The numbers of documents that were kept, changed or left out."""
+
+    documents: int = 0
+    """The number of documents with text in them."""
+    truncated: int = 0
+    """The number of documents cut at the sequence length."""
+    too_long: int = 0
+    """The number of documents left out for their length."""
+    dropped: int = 0
+    """The number of documents without a target after cutting (a prompt as long as the sequence)."""
+    first_dropped: str = ""
+    """The row of the first document that was dropped."""
+    corrupt: int = 0
+    """The number of rows that were skipped."""
+    first_corrupt: str = ""
+    """The error of the first row that was skipped."""
+
+    def skip(self, error: DataError) -> None:
+        problem = error.problems[0]
+        self.corrupt += 1
+        self.first_corrupt = self.first_corrupt or f"{problem.place}: {problem.seen}"
+
+    def add(self, other: Counts) -> None:
+        self.documents += other.documents
+        self.truncated += other.truncated
+        self.too_long += other.too_long
+        self.dropped += other.dropped
+        self.corrupt += other.corrupt
+        self.first_dropped = self.first_dropped or other.first_dropped
+        self.first_corrupt = self.first_corrupt or other.first_corrupt
 
 
 @dataclass(frozen=True)
 class Summary:
     """The content of a prepared part, in numbers."""
 
-    documents: int
-    """The number of documents with text in them."""
-    truncated: int
-    """The number of documents cut at the sequence length."""
-    dropped: int
-    """The number of documents without a target after cutting (a prompt as long as the sequence)."""
+    counts: Counts
+    origin: Origin
     tokens: int
     targets: int
     """The number of label tokens, whose prediction counts in the loss, each once per epoch."""
     samples: int
     unigram_entropy: float
-    """The entropy of the targets, in nats: the loss of a model that knows only token
-    frequencies.
-    """
+    """The targets' entropy in nats: the loss of a model that knows token frequencies alone."""
     largest_token_id: int
     fingerprint: str
     """SHA-256 of the samples; the same wherever the same data is prepared."""
-    kind: str = "text"
-    """The kind of documents in words, for the user."""
-    chats: bool = False
-    empty: int = 0
-    """The number of rows with nothing in them, which are not documents."""
-    too_long: int = 0
-    """The number of documents left out for their length."""
-    first_dropped: str = ""
-    """The row of the first document that was dropped."""
-    corrupt: int = 0
-    first_corrupt: str = ""
-    """The number of rows that were skipped, and the error of the first."""
-    fill: float | None = None
-    """The share of `sequence_length` that is filled, if documents of a sample do not see one
-    another; else None.
-    """
+    fill: float | None
+    """The filled share of samples of documents that must not see one another; None for others."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Summary:
+        known = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        counts = Counts(**{field.name: known.pop(field.name) for field in fields(Counts)})
+        origin = Origin(**{name: known.pop(name) for name in Origin._fields})
+        return cls(counts, origin, **known)
+
+    def write(self, folder: Path) -> None:
+        (folder / SUMMARY).write_text(json.dumps(self.flat()), encoding="utf-8")
+
+    def flat(self) -> dict[str, Any]:
+        """Return all numbers by name."""
+        known = vars(self).copy()
+        return {**asdict(known.pop("counts")), **known.pop("origin")._asdict(), **known}
 
     def describe(self) -> str:
         """Describe the part for the user, on one line."""
@@ -118,32 +144,30 @@ class Summary:
 
     def describe_documents(self) -> str:
         """Describe the documents: kind, number, and how many were changed or left out."""
-        where = f", the first {self.first_dropped}" if self.first_dropped else ""
-        counts = {
-            "empty rows left out": self.empty,
-            "truncated": self.truncated,
-            "too long and left out": self.too_long,
-            f"without a target and dropped{where}": self.dropped,
-            f"corrupt and skipped, the first {self.first_corrupt}": self.corrupt,
+        counts, origin = self.counts, self.origin
+        where = f", the first {counts.first_dropped}" if counts.first_dropped else ""
+        changes = {
+            "empty rows left out": origin.empty,
+            "truncated": counts.truncated,
+            "too long and left out": counts.too_long,
+            f"without a target and dropped{where}": counts.dropped,
+            f"corrupt and skipped, the first {counts.first_corrupt}": counts.corrupt,
         }
-        said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-        kind = "" if self.kind == "text" else f"{self.kind}: "
-        return f"{kind}{self.documents:,} documents{said and f' ({said})'}"
+        changed = ", ".join(f"{count:,} {change}" for change, count in changes.items() if count)
+        kind = "" if origin.kind == "text" else f"{origin.kind}: "
+        return f"{kind}{counts.documents:,} documents" + (f" ({changed})" if changed else "")
 
 
 class PreparedSource:
     """A part that a `PartWriter` has finished, as a `Source`."""
 
     def __init__(self, folder: Path) -> None:
-        self.summary = Summary(**json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+        self.summary = Summary.read(folder)
+        shape = (self.summary.tokens,)
         self._spans = np.load(folder / "spans.npy", mmap_mode="r")
         self._samples = np.load(folder / "samples.npy", mmap_mode="r")
-        self._tokens = np.memmap(
-            folder / "tokens.bin", np.int32, mode="r", shape=(self.summary.tokens,)
-        )
-        self._counted = np.memmap(
-            folder / "counted.bin", np.bool_, mode="r", shape=(self.summary.tokens,)
-        )
+        self._tokens = np.memmap(folder / "tokens.bin", np.int32, mode="r", shape=shape)
+        self._counted = np.memmap(folder / "counted.bin", np.bool_, mode="r", shape=shape)
 
     def __len__(self) -> int:
         return self.summary.samples
@@ -182,31 +206,6 @@ class Cut:
         return self.arrangement == "pack" or (self.arrangement == "concatenate" and self.isolate)
 
 
-@dataclass
-class Counts:
-    """The numbers of documents that were kept, changed or left out."""
-
-    documents: int = 0
-    truncated: int = 0
-    too_long: int = 0
-    dropped: int = 0
-    first_dropped: str = ""
-    corrupt: int = 0
-    first_corrupt: str = ""
-
-    def skip(self, error: DataError) -> None:
-        self.corrupt += 1
-        self.first_corrupt = (
-            self.first_corrupt or f"{error.problems[0].place}: {error.problems[0].seen}"
-        )
-
-    def add(self, other: Counts) -> None:
-        for name in ("documents", "truncated", "too_long", "dropped", "corrupt"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.first_dropped = self.first_dropped or other.first_dropped
-        self.first_corrupt = self.first_corrupt or other.first_corrupt
-
-
 class CutDocuments:
     """Some documents of a part, as arrays: cheap to send between processes."""
 
@@ -214,13 +213,14 @@ class CutDocuments:
         self.counts = Counts()
         self.tokens, self.counted, self.lengths = bytearray(), bytearray(), array("q")
 
-    def add(self, document: Encoded, longest: int | None, too_long: str) -> None:
+    def add(self, document: Encoded, cut: Cut) -> None:
         """Add a document. Raises DataError if it is too long and that is an error."""
+        longest = cut.longest
         self.counts.documents += 1
         if longest is not None and len(document.tokens) > longest + 1:
-            if too_long == "error":
+            if cut.too_long == "error":
                 raise _too_long(document, longest)
-            if too_long == "drop":
+            if cut.too_long == "drop":
                 self.counts.too_long += 1
                 return
             self.counts.truncated += 1
@@ -261,27 +261,61 @@ class PartWriter:
     def finish(self, cut: Cut, origin: Origin) -> Summary:
         """Cut the part into samples."""
         self.close()
-        edges = np.fromfile(self.folder / "lengths.bin", np.int64)
-        edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(edges, out=edges)])
+        lengths = np.fromfile(self.folder / "lengths.bin", np.int64)
+        edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, out=lengths)])
         tokens = self.tokens
         if cut.arrangement == "concatenate":
             spans, samples, tokens = _windows(self.folder, edges, cut.sequence_length, cut.isolate)
         else:
-            spans, samples = _documents(
-                edges, cut.sequence_length if cut.arrangement == "pack" else None
-            )
+            capacity = cut.sequence_length if cut.arrangement == "pack" else None
+            spans, samples = _documents(edges, capacity)
         np.save(self.folder / "spans.npy", spans)
         np.save(self.folder / "samples.npy", samples)
-        known = {**asdict(self.counts), **origin._asdict()}
-        summary = _summarise(self.folder, tokens, spans, samples, cut.isolated, **known)
-        if cut.isolated and summary.samples:
-            filled = int((spans[:, 1] - spans[:, 0]).sum())
-            summary = replace(summary, fill=filled / (summary.samples * cut.sequence_length))
+        summary = self._summary(cut, origin, tokens, spans, samples)
         for name in ("tokens.bin", "counted.bin"):  # drops the incomplete window
             os.truncate(self.folder / name, tokens * self.FILES[name])
         (self.folder / "lengths.bin").unlink()
-        (self.folder / "summary.json").write_text(json.dumps(asdict(summary)), encoding="utf-8")
+        summary.write(self.folder)
         return summary
+
+    def _summary(
+        self, cut: Cut, origin: Origin, tokens: int, spans: np.ndarray, samples: np.ndarray
+    ) -> Summary:
+        frequencies, largest = np.zeros(0, np.int64), -1
+        count = len(samples) - 1
+        digest = hashlib.sha256(np.ascontiguousarray(spans).data)
+        if cut.isolated:  # else a sample is a span
+            digest.update(np.ascontiguousarray(samples).data)
+        for part, counted in self._read(tokens):
+            digest.update(part.data)
+            digest.update(counted.data)
+            largest = max(largest, int(part.max()))
+            more = np.bincount(part[counted], minlength=len(frequencies))
+            more[: len(frequencies)] += frequencies
+            frequencies = more
+        shares = frequencies[frequencies > 0] / max(frequencies.sum(), 1)
+        filled, room = int((spans[:, 1] - spans[:, 0]).sum()), count * cut.sequence_length
+        return Summary(
+            self.counts,
+            origin,
+            tokens=tokens,
+            targets=int(frequencies.sum()),
+            samples=count,
+            unigram_entropy=float(-(shares * np.log(shares)).sum()),
+            largest_token_id=largest,
+            fingerprint=digest.hexdigest(),
+            fill=filled / room if cut.isolated and count else None,
+        )
+
+    def _read(self, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the first `count` tokens and their mask, a part at a time."""
+        with (
+            open(self.folder / "tokens.bin", "rb") as tokens,
+            open(self.folder / "counted.bin", "rb") as counted,
+        ):
+            for at in range(0, count, _CHUNK):
+                some = min(_CHUNK, count - at)
+                yield np.fromfile(tokens, np.int32, some), np.fromfile(counted, np.bool_, some)
 
 
 def write_part(
@@ -306,24 +340,20 @@ def write_part(
     writer = PartWriter(folder)
     for document in documents:
         some = CutDocuments()
-        some.add(document, cut.longest, too_long)
+        some.add(document, cut)
         writer.append(some)
     return writer.finish(cut, Origin())
 
 
 def _too_long(document: Encoded, longest: int) -> DataError:
-    seen, expected = (
-        f"{len(document.tokens) - 1:,} tokens",
-        f"at most {longest:,} (trainer.data.sequence_length)",
-    )
+    seen = f"{len(document.tokens) - 1:,} tokens"
+    expected = f"at most {longest:,} (trainer.data.sequence_length)"
     mend = 'Raise it, or set trainer.data.too_long to "truncate" or "drop"'
     return DataError(Problem(document.place or "a document", seen, expected, mend))
 
 
 def _documents(edges: np.ndarray, capacity: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return spans and samples of documents that begin and end at `edges`: one each, or packed to a
-    capacity.
-    """
+    """Return spans and samples of documents with these edges: one each, or packed to a capacity."""
     spans = np.stack([edges[:-1], edges[1:] - 1], axis=1)
     if capacity is None:
         return spans, np.arange(len(spans) + 1)
@@ -334,9 +364,7 @@ def _documents(edges: np.ndarray, capacity: int | None) -> tuple[np.ndarray, np.
 def _windows(
     folder: Path, edges: np.ndarray, length: int, isolate: bool
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Cut the stream into windows; return spans (one for each window, or each document in it),
-    samples, and tokens.
-    """
+    """Cut the stream into windows; return spans, samples, and the number of tokens in them."""
     tokens = int(edges[-1])
     if tokens <= length:
         length = max(tokens - 1, 1)
@@ -357,35 +385,3 @@ def _windows(
     spans, window = spans[used[window]], window[used[window]]
     samples = np.append(np.flatnonzero(np.diff(window, prepend=-1)), len(spans))
     return spans, samples, count * length + 1 if count else 0
-
-
-def _summarise(
-    folder: Path, tokens: int, spans: np.ndarray, samples: np.ndarray, isolated: bool, **known: Any
-) -> Summary:
-    frequencies, largest = np.zeros(0, np.int64), -1
-    digest = hashlib.sha256(np.ascontiguousarray(spans).data)
-    if isolated:  # else a sample is a span
-        digest.update(np.ascontiguousarray(samples).data)
-    with (
-        open(folder / "tokens.bin", "rb") as token_file,
-        open(folder / "counted.bin", "rb") as counted_file,
-    ):
-        for at in range(0, tokens, _CHUNK):
-            part = np.fromfile(token_file, np.int32, min(_CHUNK, tokens - at))
-            counted = np.fromfile(counted_file, np.bool_, len(part))
-            digest.update(part.data)
-            digest.update(counted.data)
-            largest = max(largest, int(part.max()))
-            more = np.bincount(part[counted], minlength=len(frequencies))
-            more[: len(frequencies)] += frequencies
-            frequencies = more
-    shares = frequencies[frequencies > 0] / max(frequencies.sum(), 1)
-    return Summary(
-        **known,
-        tokens=tokens,
-        targets=int(frequencies.sum()),
-        samples=len(samples) - 1,
-        unigram_entropy=float(-(shares * np.log(shares)).sum()),
-        largest_token_id=largest,
-        fingerprint=digest.hexdigest(),
-    )

@@ -1,6 +1,4 @@
-"""Tokenizers: one that the user names, or a small one trained on the embedded corpus at first
-use.
-"""
+"""Tokenizers: the one that the user names, or one that is trained on the embedded corpus."""
 
 from __future__ import annotations
 
@@ -19,37 +17,30 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool = False) -> Any:
-    """Tokenise each text without special tokens: `input_ids`, and their `offset_mapping` if
-    `offsets`.
+    """Tokenise texts without special tokens: `input_ids`, and `offset_mapping` if `offsets`.
 
     Takes about 160 bytes of memory per character.
     """
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    return tokenizer(
-        list(texts), **options, **({"return_offsets_mapping": True} if offsets else {})
-    )
+    if offsets:
+        options["return_offsets_mapping"] = True
+    return tokenizer(list(texts), **options)
 
 
 def load_tokenizer(
     name_or_path: str, trust_remote_code: bool = False, revision: str | None = None, **options: Any
 ) -> Any:
-    """Load the tokenizer of a folder or hub id. Raises DataError for none, or without an end of
-    text.
-    """
+    """Load the tokenizer of a folder or hub id. Raises DataError if it has no end-of-text token."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name_or_path, trust_remote_code=trust_remote_code, revision=revision, **options
         )
-    except (
-        Exception
-    ) as error:  # from a dozen libraries: OSError, ValueError, KeyError, bare Exception
+    except Exception as error:  # a dozen libraries raise what they like
         seen = f"no tokenizer could be loaded ({first_line(error)})"
-        expected = "a folder with a tokenizer, or a hub id"
-        raise DataError(
-            Problem(name_or_path, seen, expected, "Set trainer.data.tokenizer")
-        ) from error
+        expected, mend = "a folder with a tokenizer, or a hub id", "Set trainer.data.tokenizer"
+        raise DataError(Problem(name_or_path, seen, expected, mend)) from error
     end_of_text(tokenizer)
     return tokenizer
 
@@ -57,9 +48,10 @@ def load_tokenizer(
 def embedded_tokenizer(
     cache_folder: Path, vocabulary: int = 4096, progress: Progress = QUIET, **options: Any
 ) -> Any:
-    """Return a byte-level BPE of `vocabulary` tokens for the embedded corpus, trained at first use
-    (seconds) and cached, with `options` of its constructor.
-    Deterministic. Raises DiskError if it can't be stored."""
+    """Return a byte-level BPE for the embedded corpus, trained at first use (seconds) and cached.
+
+    Deterministic. Raises DiskError if it can't be stored.
+    """
     from transformers import PreTrainedTokenizerFast
 
     name = f"tokenizer-{corpus.name()}-{vocabulary}"
@@ -68,38 +60,34 @@ def embedded_tokenizer(
 
 
 def end_of_text(tokenizer: Any) -> int:
-    """Return the id of the token that ends a document; raises DataError if the tokenizer has
-    none.
-    """
+    """Return the id of the token that ends a document. Raises DataError if there is none."""
     if tokenizer.eos_token_id is None:
+        seen = "a tokenizer without an end-of-text token"
         mend = "Set eos_token in its tokenizer_config.json"
-        raise DataError(
-            Problem(_name(tokenizer), "a tokenizer without an end-of-text token", "eos_token", mend)
-        )
+        raise DataError(Problem(_name(tokenizer), seen, "eos_token", mend))
     return int(tokenizer.eos_token_id)
 
 
 def tokenizer_key(tokenizer: Any) -> str:
-    """Return a digest that two tokenizers share only if they turn the same text into the same
-    tokens.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = (
-        backend.to_str()
-        if backend is not None
-        else json.dumps([_name(tokenizer), tokenizer.get_vocab()])
-    )
+    """Return a digest that tokenizers share only if they make the same tokens of every text."""
+    content = json.dumps([_name(tokenizer), tokenizer.get_vocab()])
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        content = backend.to_str()
     parts = (content, str(tokenizer.bos_token_id), str(tokenizer.eos_token_id))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _train(vocabulary: int, folder: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
+    described = {
+        **json.loads(Tokenizer(models.BPE()).to_str()),
+        "pre_tokenizer": {**byte_level, "add_prefix_space": False},
+        "decoder": {**byte_level, "add_prefix_space": True},
+    }
+    tokenizer = Tokenizer.from_str(json.dumps(described))
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=[END_OF_TEXT],
