@@ -17,7 +17,7 @@ IDS = torch.arange(1, 9).reshape(1, 8)
 def model() -> Any:
     spec = spec_of(LLAMA)
     made = spec.build()
-    materialise(made, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    materialise(made, spec, seed=0)
     return made.eval()
 
 
