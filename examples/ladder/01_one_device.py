@@ -2,9 +2,8 @@
 
     python examples/ladder/01_one_device.py
 
-The model is a small vision transformer that takes the 28 rows of an image as its tokens. The data
-is one batch of noise with random labels, which it learns by heart; each step sees all of it, so
-that no rung can hide behind another order.
+The model is a small vision transformer that takes the 28 rows of an image as its tokens. The data is one batch of noise
+with random labels, which it learns by heart; each step sees all of it, so that no rung can hide behind another order.
 """
 
 import argparse
@@ -31,9 +30,7 @@ def build(width, blocks):
 
 def data(batch):
     seeded = torch.Generator().manual_seed(1)
-    return torch.randn(batch, 28, 28, generator=seeded), torch.randint(
-        10, (batch,), generator=seeded
-    )
+    return torch.randn(batch, 28, 28, generator=seeded), torch.randint(10, (batch,), generator=seeded)
 
 
 def train(model, images, labels, steps):
@@ -52,12 +49,6 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     images, labels = (part.to(DEVICE) for part in data(args.batch))
-    loss, again = (
-        train(build(args.width, args.blocks).to(DEVICE), images, labels, args.steps)
-        for _ in range(2)
-    )
+    loss, again = (train(build(args.width, args.blocks).to(DEVICE), images, labels, args.steps) for _ in range(2))
     print(f"devices: {DEVICE}; the difference is that of a second run")
-    print(
-        f"loss after {args.steps} steps {loss:.6f}, difference from one device "
-        f"{abs(loss - again):.1e}"
-    )
+    print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - again):.1e}")

@@ -1,13 +1,11 @@
-"""Rung 2, nn.DataParallel: one process copies the model to every GPU anew in each step, and splits
-the batch.
+"""Rung 2, nn.DataParallel: one process copies the model to every GPU anew in each step, and splits the batch.
 
     python examples/ladder/02_data_parallel.py
 
-It is four functions: `replicate` the model, `scatter` the images, `parallel_apply` in threads,
-`gather` the outputs; the backward pass adds up the gradients of the copies. nn.DataParallel itself
-needs several GPUs. Without them the very four functions run on CPU tensors here: what they ask CUDA
-to do (copy, split, join) is put in its place on the CPU. Why DDP (rung 3) replaced it: one
-process's Python for all GPUs, and copies and outputs pass through the first of them.
+It is four functions: `replicate` the model, `scatter` the images, `parallel_apply` in threads, `gather` the outputs;
+the backward pass adds up the gradients of the copies. nn.DataParallel itself needs several GPUs. Without them the very
+four functions run on CPU tensors here: what they ask CUDA to do (copy, split, join) is put in its place on the CPU.
+Why DDP (rung 3) replaced it: one process's Python for all GPUs, and copies and outputs pass through the first of them.
 """
 
 import argparse
@@ -38,14 +36,8 @@ def build(width, blocks):
 
 
 @patch.multiple("torch.accelerator", **CPU)
-@patch.object(
-    _functions.Broadcast,
-    "apply",
-    lambda ranks, *tensors: tuple(t.clone() for _ in ranks for t in tensors),
-)
-@patch.object(
-    _functions.Scatter, "apply", lambda ranks, sizes, dim, tensor: tensor.chunk(len(ranks), dim)
-)
+@patch.object(_functions.Broadcast, "apply", lambda ranks, *tensors: tuple(t.clone() for _ in ranks for t in tensors))
+@patch.object(_functions.Scatter, "apply", lambda ranks, sizes, dim, tensor: tensor.chunk(len(ranks), dim))
 @patch.object(_functions.Gather, "apply", lambda rank, dim, *tensors: torch.cat(tensors, dim))
 def by_its_parts(model, images, ranks=(0, 1)):
     return gather(parallel_apply(replicate(model, ranks), scatter(images, ranks)), ranks[0])
@@ -76,11 +68,5 @@ if __name__ == "__main__":
     forward = nn.DataParallel.__call__ if GPUS > 1 else by_its_parts
     loss = train(nn.DataParallel(model) if GPUS > 1 else model, forward, images, labels, args.steps)
     alone = train(single, nn.Module.__call__, images, labels, args.steps)
-    print(
-        "devices: "
-        f"{f'{GPUS} GPUs' if GPUS > 1 else 'cpu twice: no two GPUs, so by the four parts of DataParallel'}"
-    )
-    print(
-        f"loss after {args.steps} steps {loss:.6f}, difference from one device "
-        f"{abs(loss - alone):.1e}"
-    )
+    print(f"devices: {f'{GPUS} GPUs' if GPUS > 1 else 'cpu twice: no two GPUs, so by the four parts of DataParallel'}")
+    print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")

@@ -1,14 +1,12 @@
-"""Rung 4, layers placed on two devices: a model too large for one; only one of the two works at a
-time.
+"""Rung 4, layers placed on two devices: a model too large for one; only one of the two works at a time.
 
     python examples/ladder/04_two_devices.py --model toy        # two linear layers
     python examples/ladder/04_two_devices.py --model seqnet     # three, on FashionMNIST, with Adam
     python examples/ladder/04_two_devices.py --model resnet50   # split after layer2
 
-On the CPU both devices are `cpu`: the placement is the same code, and nothing is copied.
-FashionMNIST is read from `--data DIR`: four files of github.com/zalandoresearch/fashion-mnist,
-unzipped, in DIR/FashionMNIST/raw (`--download` gets them). Where they are not, images are generated
-and written in the very format, and read by the same loader.
+On the CPU both devices are `cpu`: the placement is the same code, and nothing is copied. FashionMNIST is read from
+`--data DIR`: four files of github.com/zalandoresearch/fashion-mnist, unzipped, in DIR/FashionMNIST/raw (`--download`
+gets them). Where they are not, images are generated and written in the very format, and read by the same loader.
 """
 
 import argparse
@@ -33,23 +31,16 @@ DEVICES = ("cuda:0", "cuda:1") if torch.cuda.device_count() >= 2 else ("cpu", "c
 
 def fashion(folder):
     if not args.download and not (raw := folder / "FashionMNIST" / "raw").exists():
-        print(
-            f"no {raw}: images are generated; how to place the real ones is said in the head of "
-            "this file"
-        )
+        print(f"no {raw}: images are generated; how to place the real ones is said in the head of this file")
         raw = (folder := Path(tempfile.mkdtemp())) / "FashionMNIST" / "raw"
         raw.mkdir(parents=True)
         for part, count in (("train", 512), ("t10k", 128)):
             labels = torch.randint(10, (count,), dtype=torch.uint8)
-            images = (
-                torch.rand(count, 28, 28) * 128 + 12 * labels[:, None, None]
-            ).byte()  # class by brightness
+            images = (torch.rand(count, 28, 28) * 128 + 12 * labels[:, None, None]).byte()  # class by brightness
             header = struct.pack(">4i", 2051, count, 28, 28), struct.pack(">2i", 2049, count)
             (raw / f"{part}-images-idx3-ubyte").write_bytes(header[0] + images.numpy().tobytes())
             (raw / f"{part}-labels-idx1-ubyte").write_bytes(header[1] + labels.numpy().tobytes())
-    return torchvision.datasets.FashionMNIST(
-        folder, True, torchvision.transforms.ToTensor(), download=args.download
-    )
+    return torchvision.datasets.FashionMNIST(folder, True, torchvision.transforms.ToTensor(), download=args.download)
 
 
 def build():
@@ -66,13 +57,8 @@ def placed(net):
     layers, cut = list(net.children()), {"toy": 2, "seqnet": 3, "resnet50": 6}[args.model]
     if args.model == "resnet50":
         layers.insert(-1, nn.Flatten(1))  # which torchvision does in its forward
-    first, second = (
-        nn.Sequential(*layers[:cut]).to(DEVICES[0]),
-        nn.Sequential(*layers[cut:]).to(DEVICES[1]),
-    )
-    return lambda images: second(first(images).to(DEVICES[1])).to(
-        DEVICES[0]
-    )  # autograd goes back over the copies
+    first, second = nn.Sequential(*layers[:cut]).to(DEVICES[0]), nn.Sequential(*layers[cut:]).to(DEVICES[1])
+    return lambda images: second(first(images).to(DEVICES[1])).to(DEVICES[0])  # autograd goes back over the copies
 
 
 def train(forward, parameters, images, labels):
@@ -91,16 +77,8 @@ if __name__ == "__main__":
     images, labels = torch.randn(args.batch, *shape), torch.randint(5, (args.batch,))
     if args.model == "seqnet":
         images, labels = next(iter(torch.utils.data.DataLoader(fashion(args.data), args.batch)))
-    images, labels, split, single = (
-        images.to(DEVICES[0]),
-        labels.to(DEVICES[0]),
-        build(),
-        build().to(DEVICES[0]),
-    )
+    images, labels, split, single = images.to(DEVICES[0]), labels.to(DEVICES[0]), build(), build().to(DEVICES[0])
     loss = train(placed(split), split.parameters, images, labels)
     alone = train(single, single.parameters, images, labels)
     print(f"devices: {' and '.join(DEVICES)}, {args.model}")
-    print(
-        f"loss after {args.steps} steps {loss:.6f}, difference from one device "
-        f"{abs(loss - alone):.1e}"
-    )
+    print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")

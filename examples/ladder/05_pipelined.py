@@ -1,14 +1,12 @@
-"""Rung 5, pipelined micro-batches: ResNet-50 on two devices that work on two parts of a batch at a
-time.
+"""Rung 5, pipelined micro-batches: ResNet-50 on two devices that work on two parts of a batch at a time.
 
     python examples/ladder/05_pipelined.py --batch 120 --splits 1 3 5 8 10 12 20 40 60
 
-prints the time of a step for each split size, beside one device and two unpipelined. On GPUs the
-overlap comes from their queues: the host runs ahead. On the CPU both devices are `cpu`, one after
-the other, so what shows there is what small parts cost; `05_pipelined_by_stages.py` has two ranks
-that do overlap. Batch norm takes the mean of what it sees: with micro-batches that is the part, not
-the batch, and so the loss is that of one device over the same parts, exactly, and another than that
-of one device over the whole batch. Both differences are printed.
+prints the time of a step for each split size, beside one device and two unpipelined. On GPUs the overlap comes from
+their queues: the host runs ahead. On the CPU both devices are `cpu`, one after the other, so what shows there is what
+small parts cost; `05_pipelined_by_stages.py` has two ranks that do overlap. Batch norm takes the mean of what it sees:
+with micro-batches that is the part, not the batch, and so the loss is that of one device over the same parts, exactly,
+and another than that of one device over the whole batch. Both differences are printed.
 """
 
 import argparse
@@ -31,12 +29,8 @@ DEVICES = ("cuda:0", "cuda:1") if torch.cuda.device_count() >= 2 else ("cpu", "c
 def build(devices):
     torch.manual_seed(0)
     net = torchvision.models.resnet50(num_classes=10)
-    first = nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool, net.layer1, net.layer2).to(
-        devices[0]
-    )
-    return first, nn.Sequential(net.layer3, net.layer4, net.avgpool, nn.Flatten(1), net.fc).to(
-        devices[1]
-    )
+    first = nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool, net.layer1, net.layer2).to(devices[0])
+    return first, nn.Sequential(net.layer3, net.layer4, net.avgpool, nn.Flatten(1), net.fc).to(devices[1])
 
 
 def pipelined(first, second, images, split):
@@ -70,26 +64,13 @@ if __name__ == "__main__":
     images = torch.randn(args.batch, 3, args.size, args.size, generator=seeded).to(DEVICES[0])
     given = images, torch.randint(10, (args.batch,), generator=seeded)
     loss, _ = train(pipelined, DEVICES, *given, args.split, args.steps)
-    alone, whole = (
-        train(by_parts, DEVICES[:1] * 2, *given, s, args.steps)[0] for s in (args.split, args.batch)
-    )
-    ways = [
-        ("one device", by_parts, DEVICES[:1] * 2, args.batch),
-        ("two devices", by_parts, DEVICES, args.batch),
-    ]
+    alone, whole = (train(by_parts, DEVICES[:1] * 2, *given, s, args.steps)[0] for s in (args.split, args.batch))
+    ways = [("one device", by_parts, DEVICES[:1] * 2, args.batch), ("two devices", by_parts, DEVICES, args.batch)]
     for label, forward, devices, split in ways + [
         (f"split {split}", pipelined, DEVICES, split) for split in args.splits
     ]:
-        times = (
-            train(forward, devices, *given, split, args.repeats)[1] if args.repeats > 1 else (0, 0)
-        )
-        print(
-            f"{label}: {statistics.mean(times):.4f} s a step, +- {statistics.stdev(times):.4f}",
-            flush=True,
-        )
+        times = train(forward, devices, *given, split, args.repeats)[1] if args.repeats > 1 else (0, 0)
+        print(f"{label}: {statistics.mean(times):.4f} s a step, +- {statistics.stdev(times):.4f}", flush=True)
     print(f"batch norm over the whole batch: {whole:.6f}, over parts of {args.split}: {alone:.6f}")
     print(f"devices: {' and '.join(DEVICES)}, batches of {args.batch} in parts of {args.split}")
-    print(
-        f"loss after {args.steps} steps {loss:.6f}, difference from one device "
-        f"{abs(loss - alone):.1e}"
-    )
+    print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")

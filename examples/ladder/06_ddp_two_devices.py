@@ -1,5 +1,4 @@
-"""Rung 6, DDP x model parallel: two machines of two devices each; each holds the model in halves, a
-half a device.
+"""Rung 6, DDP x model parallel: two machines of two devices each; each holds the model in halves, a half a device.
 
     python examples/ladder/06_ddp_two_devices.py          # two torchrun agents, as two machines would have
 
@@ -23,10 +22,7 @@ parser = argparse.ArgumentParser()
 for name, default in {"steps": 5, "batch": 16, "width": 32, "blocks": 2}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
 args, seeded = parser.parse_args(), torch.Generator().manual_seed(1)
-images, labels = (
-    torch.randn(args.batch, 28, 28, generator=seeded),
-    torch.randint(10, (args.batch,), generator=seeded),
-)
+images, labels = torch.randn(args.batch, 28, 28, generator=seeded), torch.randint(10, (args.batch,), generator=seeded)
 DEVICES = ("cuda:0", "cuda:1") if torch.cuda.device_count() >= 2 else ("cpu", "cpu")
 
 
@@ -34,25 +30,11 @@ class Halves(nn.Module):
     def __init__(self, devices):
         super().__init__()
         torch.manual_seed(0)
-        block = {
-            "dim_feedforward": 4 * args.width,
-            "dropout": 0.0,
-            "batch_first": True,
-            "norm_first": True,
-        }
-        layers = (
-            nn.TransformerEncoderLayer(args.width, args.width // 16, **block)
-            for _ in range(args.blocks)
-        )
-        whole = nn.Sequential(
-            nn.Linear(28, args.width), *layers, nn.Flatten(1), nn.Linear(28 * args.width, 10)
-        )
+        block = {"dim_feedforward": 4 * args.width, "dropout": 0.0, "batch_first": True, "norm_first": True}
+        layers = (nn.TransformerEncoderLayer(args.width, args.width // 16, **block) for _ in range(args.blocks))
+        whole = nn.Sequential(nn.Linear(28, args.width), *layers, nn.Flatten(1), nn.Linear(28 * args.width, 10))
         cut = 1 + args.blocks // 2
-        self.devices, self.first, self.second = (
-            devices,
-            whole[:cut].to(devices[0]),
-            whole[cut:].to(devices[1]),
-        )
+        self.devices, self.first, self.second = devices, whole[:cut].to(devices[0]), whole[cut:].to(devices[1])
 
     def forward(self, images):
         return self.second(self.first(images.to(self.devices[0])).to(self.devices[1]))
@@ -77,10 +59,7 @@ def work(rank):
     if rank == 0:
         alone = train(Halves(DEVICES[:1] * 2), images, labels)
         print(f"devices: {DEVICES[0]} and {DEVICES[1]} in each of two agents")
-        print(
-            f"loss after {args.steps} steps {loss:.6f}, difference from one device "
-            f"{abs(loss - alone):.1e}"
-        )
+        print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")
 
 
 if __name__ == "__main__":
@@ -90,20 +69,7 @@ if __name__ == "__main__":
         probe = socket.create_server(("127.0.0.1", 0))  # a free port
         endpoint = f"--rdzv-endpoint=127.0.0.1:{probe.getsockname()[1]}"
         probe.close()
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes=2",
-            "--rdzv-backend=c10d",
-            endpoint,
-        ]
-        own = [
-            {"CUDA_VISIBLE_DEVICES": pair} if torch.cuda.device_count() >= 4 else {}
-            for pair in ("0,1", "2,3")
-        ]
-        agents = [
-            subprocess.Popen([*torchrun, *sys.argv], env=os.environ | environment)
-            for environment in own
-        ]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--rdzv-backend=c10d", endpoint]
+        own = [{"CUDA_VISIBLE_DEVICES": pair} if torch.cuda.device_count() >= 4 else {} for pair in ("0,1", "2,3")]
+        agents = [subprocess.Popen([*torchrun, *sys.argv], env=os.environ | environment) for environment in own]
         sys.exit(max(agent.wait() for agent in agents))

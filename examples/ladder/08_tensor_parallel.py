@@ -1,12 +1,10 @@
-"""Rung 8, Megatron-style tensor parallel: column then row, so that a pair of matrices needs one sum
-and no gather.
+"""Rung 8, Megatron-style tensor parallel: column then row, so that a pair of matrices needs one sum and no gather.
 
     python examples/ladder/08_tensor_parallel.py
 
-The first matrix of a pair is cut by columns (in attention: whole heads), the second by rows.
-Entering a pair costs nothing forward and an all-reduce backward; leaving it the reverse: f and g of
-Megatron-LM (arXiv 1909.08053). A block has two pairs, so two all-reduces forward and two backward,
-of batch x rows x width numbers each. They are counted.
+The first matrix of a pair is cut by columns (in attention: whole heads), the second by rows. Entering a pair costs
+nothing forward and an all-reduce backward; leaving it the reverse: f and g of Megatron-LM (arXiv 1909.08053). A block
+has two pairs, so two all-reduces forward and two backward, of batch x rows x width numbers each. They are counted.
 """
 
 import argparse
@@ -25,20 +23,9 @@ parser = argparse.ArgumentParser()
 for name, default in {"steps": 5, "batch": 16, "width": 32, "blocks": 2}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
 args, COUNTS, RANK = parser.parse_args(), Counter(), int(os.environ.get("RANK", -1))
-device, seeded = (
-    f"cuda:{RANK}" if torch.cuda.device_count() >= 2 else "cpu",
-    torch.Generator().manual_seed(1),
-)
-images, labels = (
-    torch.randn(args.batch, 28, 28, generator=seeded),
-    torch.randint(10, (args.batch,), generator=seeded),
-)
-CUT = {
-    "self_attn.in_proj_weight": 1,
-    "self_attn.in_proj_bias": 1,
-    "linear1.weight": 0,
-    "linear1.bias": 0,
-}  # columns
+device, seeded = f"cuda:{RANK}" if torch.cuda.device_count() >= 2 else "cpu", torch.Generator().manual_seed(1)
+images, labels = torch.randn(args.batch, 28, 28, generator=seeded), torch.randint(10, (args.batch,), generator=seeded)
+CUT = {"self_attn.in_proj_weight": 1, "self_attn.in_proj_bias": 1, "linear1.weight": 0, "linear1.bias": 0}  # columns
 CUT |= {"self_attn.out_proj.weight": 1, "linear2.weight": 1}  # rows: a weight is [outputs, inputs]
 
 
@@ -62,11 +49,7 @@ def forward(self, x):  # of an nn.TransformerEncoderLayer that is cut
     attention, entered = self.self_attn, Enter.apply(self.norm1(x))
     qkv = linear(entered, attention.in_proj_weight.flatten(0, 1), attention.in_proj_bias.flatten())
     heads = scaled_dot_product_attention(*qkv.unflatten(-1, (3, -1, 16)).permute(2, 0, 3, 1, 4))
-    x = (
-        x
-        + Leave.apply(linear(heads.transpose(1, 2).flatten(2), attention.out_proj.weight))
-        + attention.out_proj.bias
-    )
+    x = x + Leave.apply(linear(heads.transpose(1, 2).flatten(2), attention.out_proj.weight)) + attention.out_proj.bias
     hidden = relu(self.linear1(Enter.apply(self.norm2(x))))
     return x + Leave.apply(linear(hidden, self.linear2.weight)) + self.linear2.bias
 
@@ -74,28 +57,16 @@ def forward(self, x):  # of an nn.TransformerEncoderLayer that is cut
 def cut(layer):
     for name, dim in CUT.items():
         whole = layer.get_parameter(name).data
-        parts = (whole.unflatten(0, (3, -1)) if "in_proj" in name else whole).chunk(
-            2, dim
-        )  # q, k and v each
+        parts = (whole.unflatten(0, (3, -1)) if "in_proj" in name else whole).chunk(2, dim)  # q, k and v each
         layer.get_parameter(name).data = parts[RANK].clone()
     layer.forward = MethodType(forward, layer)
 
 
 def build():
     torch.manual_seed(0)
-    block = {
-        "dim_feedforward": 4 * args.width,
-        "dropout": 0.0,
-        "batch_first": True,
-        "norm_first": True,
-    }
-    layers = (
-        nn.TransformerEncoderLayer(args.width, args.width // 16, **block)
-        for _ in range(args.blocks)
-    )
-    return nn.Sequential(
-        nn.Linear(28, args.width), *layers, nn.Flatten(1), nn.Linear(28 * args.width, 10)
-    ).to(device)
+    block = {"dim_feedforward": 4 * args.width, "dropout": 0.0, "batch_first": True, "norm_first": True}
+    layers = (nn.TransformerEncoderLayer(args.width, args.width // 16, **block) for _ in range(args.blocks))
+    return nn.Sequential(nn.Linear(28, args.width), *layers, nn.Flatten(1), nn.Linear(28 * args.width, 10)).to(device)
 
 
 def train(model):
@@ -115,21 +86,10 @@ def work():
         cut(layer)
     loss = train(model)
     if RANK == 0:
-        alone, counts = (
-            train(build()),
-            {when: count // (args.steps + 1) for when, count in COUNTS.items()},
-        )
-        print(
-            f"devices: 2 ranks on {device.split(':')[0]}; all-reduces a step of {args.blocks} "
-            f"blocks: {counts}"
-        )
-        print(
-            f"loss after {args.steps} steps {loss:.6f}, difference from one device "
-            f"{abs(loss - alone):.1e}"
-        )
+        alone, counts = train(build()), {when: count // (args.steps + 1) for when, count in COUNTS.items()}
+        print(f"devices: 2 ranks on {device.split(':')[0]}; all-reduces a step of {args.blocks} blocks: {counts}")
+        print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")
 
 
 if __name__ == "__main__":
-    work() if RANK >= 0 else torch.distributed.run.main(
-        ["--standalone", "--nproc-per-node", "2", *sys.argv]
-    )
+    work() if RANK >= 0 else torch.distributed.run.main(["--standalone", "--nproc-per-node", "2", *sys.argv])

@@ -2,8 +2,8 @@
 
     python examples/ladder/13_own_module.py
 
-A module that is no `nn.Sequential` names its blocks by a pattern. The certificate,
-`trainer.verify`, takes the same arguments, and proves each layout before a GPU hour is spent.
+A module that is no `nn.Sequential` names its blocks by a pattern. The certificate, `trainer.verify`, takes the same
+arguments, and proves each layout before a GPU hour is spent.
 """
 
 import argparse
@@ -69,10 +69,7 @@ def loss_sum(output, target):
 
 
 def one_device():
-    model, (bits, odd) = (
-        Net(),
-        torch.utils.data.default_collate([Parity()[i] for i in range(args.batch)]),
-    )
+    model, (bits, odd) = Net(), torch.utils.data.default_collate([Parity()[i] for i in range(args.batch)])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(args.steps + 1):  # the last one shows the loss after `steps` updates
         loss = cross_entropy(model(bits), odd)
@@ -85,22 +82,12 @@ def one_device():
 if __name__ == "__main__":
     own, losses = {"model": Net, "data": Parity(), "loss": loss_sum, "blocks": "layers.*"}, {}
     for name, layout in LAYOUTS.items():
-        config = {
-            "train_batch_size": args.batch,
-            "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-            **layout,
-        }
-        config |= {
-            "gradient_clipping": 0.0,
-            "trainer": {"steps": args.steps + 1, "data": {"evaluation_fraction": 0}},
-        }
+        config = {"train_batch_size": args.batch, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, **layout}
+        config |= {"gradient_clipping": 0.0, "trainer": {"steps": args.steps + 1, "data": {"evaluation_fraction": 0}}}
         config["trainer"]["run"] = {"folder": tempfile.mkdtemp()}
         losses[name] = trainer.train(config, **own, processes=2, quiet=True).losses[-1]
         print(f"{name}: {losses[name]:.6f}")
     alone = one_device()
     furthest = max(losses.values(), key=lambda loss: abs(loss - alone))
     print(f"devices: 2 ranks, {', '.join(losses)}")
-    print(
-        f"loss after {args.steps} steps {furthest:.6f}, difference from one device "
-        f"{abs(furthest - alone):.1e}"
-    )
+    print(f"loss after {args.steps} steps {furthest:.6f}, difference from one device {abs(furthest - alone):.1e}")

@@ -4,10 +4,9 @@
     python examples/ladder/climb.py                  # minutes
     python examples/ladder/climb.py --only FSDP      # those rungs again; the others' rows stay
 
-Writes table.md, ladder.png, activations.png and split_sizes.png, and what they are made of,
-measured.json, beside this file, or into `--output`. A rung that can't run here is a row with its
-reason. A device is one core: each process has one thread. How it is measured:
-measure/sitecustomize.py.
+Writes table.md, ladder.png, activations.png and split_sizes.png, and what they are made of, measured.json, beside this
+file, or into `--output`. A rung that can't run here is a row with its reason. A device is one core: each process has
+one thread. How it is measured: measure/sitecustomize.py.
 """
 
 import argparse
@@ -58,19 +57,7 @@ RUNGS = {
     "13 own module": ["13_own_module", *TINY],
 }
 SWEEP = ["05_pipelined", "--batch", "120", "--steps", "0", "--split", "60", "--splits", *SPLITS]
-STAGES = [
-    "05_pipelined_by_stages",
-    "--batch",
-    "120",
-    "--steps",
-    "3",
-    "--split",
-    "60",
-    "--splits",
-    "10",
-    "20",
-    "40",
-]
+STAGES = ["05_pipelined_by_stages", "--batch", "120", "--steps", "3", "--split", "60", "--splits", "10", "20", "40"]
 NOTES = """
 Memory and traffic in MiB, of the rank that takes most; gradients, optimizer state and parameters as they are held after
 a backward pass, activations as the peak of what a step allocates and frees again (rung 2 makes most of its own in
@@ -84,19 +71,10 @@ TIMED = re.compile(r"^(.+): (\S+) s a step, \+- (\S+)$", re.MULTILINE)
 
 
 def run(script, *arguments, timeout=900):
-    """What a script printed, and what its ranks measured; the reason in place of both where it
-    can't run.
-    """
+    """What a script printed, and what its ranks measured; the reason in place of both where it can't run."""
     with tempfile.TemporaryDirectory() as folder:
-        path = os.pathsep.join(
-            [str(HERE / "measure"), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
-        )
-        environment = {
-            **os.environ,
-            "PYTHONPATH": path,
-            "LADDER_MEASURE": folder,
-            "OMP_NUM_THREADS": "1",
-        }
+        path = os.pathsep.join([str(HERE / "measure"), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "LADDER_MEASURE": folder, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(HERE / f"{script}.py"), *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         try:
@@ -107,10 +85,7 @@ def run(script, *arguments, timeout=900):
             return {"reason": (done.stdout.strip().splitlines() or ["nothing printed"])[-1][:120]}
         files = [json.loads(file.read_text()) for file in Path(folder).glob("*.json")]
     result = {"loss": float(last[1]), "difference": float(last[2])}
-    result["times"] = [
-        (label, float(mean), float(deviation))
-        for label, mean, deviation in TIMED.findall(done.stdout)
-    ]
+    result["times"] = [(label, float(mean), float(deviation)) for label, mean, deviation in TIMED.findall(done.stdout)]
     return result | cost(files)
 
 
@@ -121,10 +96,7 @@ def cost(files):
     if not first:
         return {}
     most = max(first, key=lambda file: sum(file[kind] for kind in KINDS))
-    times = {
-        key: max(statistics.median(file[key] or [0]) for file in first)
-        for key in ("seconds", "cpu_seconds")
-    }
+    times = {key: max(statistics.median(file[key] or [0]) for file in first) for key in ("seconds", "cpu_seconds")}
     return {key: most[key] for key in (*KINDS, "communicated")} | times | {"ranks": len(first)}
 
 
@@ -136,34 +108,16 @@ def row(label, result):
     if "reason" in result:
         return f"| {label} | can't run here: {result['reason']} | | | | | | | | |"
     memory = [mebi(result[kind]) if kind in result else "" for kind in KINDS]
-    sent = ", ".join(
-        f"{name} {mebi(number)}" for name, number in sorted(result.get("communicated", {}).items())
-    )
-    times = [
-        f"{result[key] * 1000:.0f}" if result.get(key) else "" for key in ("seconds", "cpu_seconds")
-    ]
-    cells = [
-        label,
-        f"{result['loss']:.6f}",
-        f"{result['difference']:.0e}",
-        *memory,
-        sent or "-",
-        *times,
-    ]
+    sent = ", ".join(f"{name} {mebi(number)}" for name, number in sorted(result.get("communicated", {}).items()))
+    times = [f"{result[key] * 1000:.0f}" if result.get(key) else "" for key in ("seconds", "cpu_seconds")]
+    cells = [label, f"{result['loss']:.6f}", f"{result['difference']:.0e}", *memory, sent or "-", *times]
     return "| " + " | ".join(cells) + " |"
 
 
 def table(results):
     head = ["rung", "loss", "difference", *KINDS, "communicated a step", "ms a step", "CPU ms"]
-    lines = [
-        "| " + " | ".join(head) + " |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | --- | ---: | ---: |",
-    ]
-    return (
-        "\n".join([*lines, *(row(label, results[label]) for label in RUNGS if label in results)])
-        + "\n"
-        + NOTES
-    )
+    lines = ["| " + " | ".join(head) + " |", "| --- | --- | --- | ---: | ---: | ---: | ---: | --- | ---: | ---: |"]
+    return "\n".join([*lines, *(row(label, results[label]) for label in RUNGS if label in results)]) + "\n" + NOTES
 
 
 def bars(axis, results, labels, parts_of, title):
@@ -184,22 +138,10 @@ def draw(results, output):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    labels = [
-        label
-        for label in RUNGS
-        if NET[-1] in RUNGS[label] and "activations" in results.get(label, {})
-    ]
+    labels = [label for label in RUNGS if NET[-1] in RUNGS[label] and "activations" in results.get(label, {})]
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 6), sharey=True, layout="constrained")
-    bars(
-        axes[0], results, labels, lambda r: {kind: r[kind] for kind in KINDS}, "MiB a rank, at most"
-    )
-    bars(
-        axes[1],
-        results,
-        labels,
-        lambda r: r["communicated"],
-        "MiB handed to collectives, a rank and step",
-    )
+    bars(axes[0], results, labels, lambda r: {kind: r[kind] for kind in KINDS}, "MiB a rank, at most")
+    bars(axes[1], results, labels, lambda r: r["communicated"], "MiB handed to collectives, a rank and step")
     axes[2].barh(labels, [1000 * results[label]["cpu_seconds"] for label in labels], color="grey")
     axes[2].set_xlabel("CPU ms a step, of the busiest rank")
     axes[0].invert_yaxis()
@@ -209,33 +151,20 @@ def draw(results, output):
     for label in (label for label in labels if label.startswith("11 ")):
         point = results[label]["activations"] / 2**20, 1000 * results[label]["cpu_seconds"]
         axis.plot(*point, "o")
-        axis.annotate(
-            label.removeprefix("11 recompute "), point, xytext=(6, 4), textcoords="offset points"
-        )
+        axis.annotate(label.removeprefix("11 recompute "), point, xytext=(6, 4), textcoords="offset points")
     axis.margins(0.15)
-    axis.set(
-        xlabel="peak of activations in MiB", ylabel="CPU ms a step", xlim=(0, None), ylim=(0, None)
-    )
+    axis.set(xlabel="peak of activations in MiB", ylabel="CPU ms a step", xlim=(0, None), ylim=(0, None))
     figure.savefig(output / "activations.png", dpi=90)
 
     if not any("times" in results.get(key, {}) for key in ("sweep", "stages")):
         return
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    lines = (
-        ("sweep", "split ", "two devices, pipelined"),
-        ("stages", "stages, split ", "two ranks, 1F1B"),
-    )
+    lines = ("sweep", "split ", "two devices, pipelined"), ("stages", "stages, split ", "two ranks, 1F1B")
     for key, prefix, name in lines:
-        timed = [
-            time for time in results.get(key, {}).get("times", ()) if time[0].startswith(prefix)
-        ]
+        timed = [time for time in results.get(key, {}).get("times", ()) if time[0].startswith(prefix)]
         sizes = [int(label.removeprefix(prefix)) for label, _, _ in timed]
-        axis.errorbar(
-            sizes, [t[1] for t in timed], [t[2] for t in timed], fmt="o-", capsize=3, label=name
-        )
-    for color, (label, mean, deviation) in enumerate(
-        results.get("sweep", {}).get("times", ())[:2], 2
-    ):
+        axis.errorbar(sizes, [t[1] for t in timed], [t[2] for t in timed], fmt="o-", capsize=3, label=name)
+    for color, (label, mean, deviation) in enumerate(results.get("sweep", {}).get("times", ())[:2], 2):
         axis.axhline(mean, color=f"C{color}", linestyle="--", label=label)
         axis.axhspan(mean - deviation, mean + deviation, color=f"C{color}", alpha=0.15)
     axis.set(xlabel="split size, of a batch of 120", ylabel="s a step", ylim=(0, None))
@@ -244,9 +173,7 @@ def draw(results, output):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE)
     parser.add_argument("--only", help="rungs whose name has this in it, or sweep, or stages")
     args = parser.parse_args()
@@ -259,9 +186,7 @@ def main():
             results[label] = run(*command)
             print(row(label, results[label]), f"{time.perf_counter() - begun:.0f} s", flush=True)
             measured.write_text(json.dumps(results, indent=1) + "\n")
-            (args.output / "table.md").write_text(
-                table(results)
-            )  # which is whole before the sweeps begin
+            (args.output / "table.md").write_text(table(results))  # which is whole before the sweeps begin
     print(table(results))
     draw(results, args.output)
 

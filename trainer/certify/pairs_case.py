@@ -92,7 +92,7 @@ def image_case(small: Tiny, given: Given, machine: Machine, folder: Path) -> Pai
     """An image classifier itself, or a small one of its kind, on made-up images. Collective."""
     section, ranks = small.config.trainer, machine.ranks
     if machine.device.type == "cuda":
-        raise ConfigError(Problem("--device", "cuda, of images", "cpu"))
+        raise ConfigError(Problem("device", "cuda, of images", "cpu"))
     name = section.model.name_or_path or ""
     if given.data is not None or given.model is not None or ":" in name:
         own = image_classifier(small.config, replace(given, loss=None), small.layout, ranks)

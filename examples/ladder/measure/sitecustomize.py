@@ -1,9 +1,8 @@
-"""What a rung costs, measured from outside: Python imports this in each process that has the folder
-on its PYTHONPATH.
+"""What a rung costs, measured from outside: Python imports this in each process that has the folder on its PYTHONPATH.
 
-`climb.py` puts it there, and no script knows of it, however it starts its ranks. The first
-optimizer of a process that makes four updates is measured; what comes later (the one-device run
-that a script compares with) is not. A process writes one file `PID.json` into $LADDER_MEASURE:
+`climb.py` puts it there, and no script knows of it, however it starts its ranks. The first optimizer of a process that
+makes four updates is measured; what comes later (the one-device run that a script compares with) is not. A process
+writes one file `PID.json` into $LADDER_MEASURE:
 
 - parameters, gradients, optimizer: bytes of this rank after the backward pass; DeepSpeed's float32 masters are
   optimizer state
@@ -24,22 +23,13 @@ from collections import Counter
 from importlib import import_module
 from pathlib import Path
 
-PROFILED, CLEAR = (
-    2,
-    5,
-)  # the update from which a step is profiled, and the first after whose start times count again
+PROFILED, CLEAR = 2, 5  # the update from which a step is profiled, and the first after whose start times count again
 
 
 class Measurement:
     def __init__(self, torch, folder):
         self.torch, self.folder, self.begun = torch, Path(folder), time.time()
-        self.updates, self.times, self.fresh, self.measured, self.result = (
-            Counter(),
-            {},
-            False,
-            None,
-            None,
-        )
+        self.updates, self.times, self.fresh, self.measured, self.result = Counter(), {}, False, None, None
         self.gradients = 0
         backward = torch.autograd.backward
 
@@ -54,8 +44,7 @@ class Measurement:
 
     def before_update(self, optimizer, positional, named):
         if not self.fresh or (self.measured is not None and optimizer is not self.measured):
-            # DeepSpeed updates one group at a time; and only the first optimizer is measured
-            return
+            return  # DeepSpeed updates one group at a time; and only the first optimizer is measured
         self.fresh = False
         number = self.updates[id(optimizer)]
         self.updates[id(optimizer)] += 1
@@ -64,9 +53,7 @@ class Measurement:
             activity = [self.torch.profiler.ProfilerActivity.CPU]
             if self.torch.cuda.is_available():
                 activity.append(self.torch.profiler.ProfilerActivity.CUDA)
-            self.profile = self.torch.profiler.profile(
-                activities=activity, record_shapes=True, profile_memory=True
-            )
+            self.profile = self.torch.profiler.profile(activities=activity, record_shapes=True, profile_memory=True)
             self.profile.start()
         elif number == PROFILED + 1:
             self.profile.stop()
@@ -76,25 +63,16 @@ class Measurement:
                 self.profile.export_chrome_trace(f"{folder}/trace.json")
                 events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
             ranks = int(os.environ.get("WORLD_SIZE", 1))
-            self.result = held | {
-                "activations": transient(events),
-                "communicated": communicated(events, ranks),
-            }
+            self.result = held | {"activations": transient(events), "communicated": communicated(events, ranks)}
         self.times.setdefault(id(optimizer), []).append((time.perf_counter(), time.process_time()))
         if self.result:
             self.write(self.times[id(optimizer)])
 
     def write(self, times):
-        spans = [
-            (end[0] - begin[0], end[1] - begin[1])
-            for begin, end in zip(times, times[1:], strict=False)
-        ]
+        spans = [(end[0] - begin[0], end[1] - begin[1]) for begin, end in zip(times, times[1:], strict=False)]
         counted = spans[1:PROFILED] + spans[CLEAR - 1 :]
         rank = {"rank": int(os.environ.get("RANK", -1)), "begun": self.begun}
-        rank |= {
-            "seconds": [wall for wall, _ in counted],
-            "cpu_seconds": [busy for _, busy in counted],
-        }
+        rank |= {"seconds": [wall for wall, _ in counted], "cpu_seconds": [busy for _, busy in counted]}
         (self.folder / f"{os.getpid()}.json").write_text(json.dumps(self.result | rank))
 
     def count(self, optimizer):
@@ -103,10 +81,7 @@ class Measurement:
         state = [value for entry in optimizer.state.values() for value in entry.values()]
         names = ("DeepSpeedEngine", "PipelineEngine")
         engines = [item for item in gc.get_objects() if type(item).__name__ in names]
-        engine = next(
-            (item for item in engines if hasattr(item, "module") and hasattr(item, "optimizer")),
-            None,
-        )
+        engine = next((item for item in engines if hasattr(item, "module") and hasattr(item, "optimizer")), None)
         if engine is None:
             weights, gradients = own, [parameter.grad for parameter in own]
         else:
@@ -122,17 +97,13 @@ class Measurement:
         return {
             "parameters": sum(parameters.values()),
             "gradients": sum(self.bytes(gradients).values()),
-            "optimizer": sum(
-                size for place, size in self.bytes(state).items() if place not in parameters
-            ),
+            "optimizer": sum(size for place, size in self.bytes(state).items() if place not in parameters),
         }
 
     def bytes(self, tensors):
         """Of each storage, by its address."""
         locals_ = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-        storages = [
-            x.untyped_storage() for x in locals_ if isinstance(x, self.torch.Tensor) and x.numel()
-        ]
+        storages = [x.untyped_storage() for x in locals_ if isinstance(x, self.torch.Tensor) and x.numel()]
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
@@ -140,9 +111,7 @@ def transient(events):
     """The peak, in bytes, of what is allocated and freed again; on the GPU where there is one."""
     memory = [event for event in events if event["name"] == "[memory]"]
     device = max((event["args"]["Device Type"] for event in memory), default=0)
-    memory = sorted(
-        (event for event in memory if event["args"]["Device Type"] == device), key=lambda e: e["ts"]
-    )
+    memory = sorted((event for event in memory if event["args"]["Device Type"] == device), key=lambda e: e["ts"])
     open_, moves = {}, []
     for index, event in enumerate(memory):
         address, size = event["args"]["Addr"], event["args"]["Bytes"]
@@ -158,22 +127,12 @@ def transient(events):
     return peak
 
 
-SIZES = {
-    "float": 4,
-    "double": 8,
-    "c10::BFloat16": 2,
-    "c10::Half": 2,
-    "long int": 8,
-    "int": 4,
-    "unsigned char": 1,
-}
+SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4, "unsigned char": 1}
 BASES = {"c10d::_allgather_base_": "all_gather", "c10d::_reduce_scatter_base_": "reduce_scatter"}
 
 
 def communicated(events, ranks):
-    """Bytes by collective. gloo has no reduce-scatter of its own: what it makes an all-reduce of is
-    what was asked.
-    """
+    """Bytes by collective. gloo has no reduce-scatter of its own: what it makes an all-reduce of is what was asked."""
 
     def size(event, operand):
         number = 1
@@ -191,11 +150,7 @@ def communicated(events, ranks):
     found = Counter()
     for event in events:
         backend, _, name = event["name"].partition(":")
-        if (
-            backend in ("gloo", "nccl")
-            and event.get("args", {}).get("Input Dims")
-            and name not in ("recv", "barrier")
-        ):
+        if backend in ("gloo", "nccl") and event.get("args", {}).get("Input Dims") and name not in ("recv", "barrier"):
             found[name] += size(event, 0)
     for name, number in below.items():
         found[name] -= min(number, found[name])
