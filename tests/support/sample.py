@@ -283,6 +283,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "smallest",
         "of_the_run",
         "more_processes",
+        "is_there",
     ),
     "test_verify_modules.py": ("Held", "Small-reduced", "IndexParameter", "a_copy"),
     "test_verify_parameters.py": ("caught[other_alpha]",),
