@@ -691,6 +691,7 @@ def test_no_key_of_a_config_vanishes(tmp_path: Path, system: str, data: st.DataO
         ("a.yml", "a: " + "{b: " * 60 + "1" + "}" * 60, "deep"),
         ("a.yml", "a: " + "9" * 5000, "digits"),
         ("a.yml", "a: " + "9" * 400, "64 bits"),
+        ("a.yml", "a: 0x" + "f" * 5000, "64 bits"),
         ("a.yml", "a: 'open\n", "unexpected end"),
         ("a.yml", 'a: "\\udc80"\n', "saw"),
         ("a.yml", "a: !!python/object/apply:os.system [x]\n", "constructor"),
