@@ -489,7 +489,11 @@ SETS = [{"path": "a", "type": "chat_template"}]
         ("axolotl", {"excess_length_strategy": "split"}, "excess_length_strategy"),
         ("axolotl", {"train_on_inputs": True}, "train_on_inputs"),
         *(
-            ("trainer", {"fsdp_config": {"sharding_strategy": code}}, "fsdp_config.sharding_strategy")
+            (
+                "trainer",
+                {"fsdp_config": {"sharding_strategy": code}},
+                "fsdp_config.sharding_strategy",
+            )
             for code in (0, 1, 2)
         ),
         ("llamafactory", {"lora_target": ".*q_proj"}, "lora_target"),
