@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from trainer.command.status import main
@@ -112,6 +113,19 @@ def test_one_rank_tells_the_end_though_the_store_ended_with_rank_0(tmp_path):
     assert said == ["rank 0: the disk is full\n", "", ""]
 
 
+def test_one_whose_process_is_hidden_from_this_user_gives_no_sign_of_life(
+    tmp_path, capsys, monkeypatch
+):
+    """As with /proc mounted with hidepid=1."""
+
+    def hidden(process: psutil.Process) -> str:
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "status", hidden)
+    code, lines = shown(tmp_path, capsys)
+    assert (code, lines[0]) == (1, "no sign of life: step 120 of 500, training")
+
+
 def test_one_of_another_machine_is_known_by_its_age(tmp_path, capsys):
     assert shown(tmp_path, capsys, host="elsewhere")[0] == 0
     path = tmp_path / status_files.NAME
@@ -124,10 +138,8 @@ def test_what_is_no_run(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / status_files.NAME).write_text(content)
     assert main([str(tmp_path)], "meshloom status") == 64
-    assert (
-        "no status.json in it; expected the folder of a run that has begun"
-        in capsys.readouterr().err
-    )
+    seen = "no status.json in it" if content is None else "status.json is there, and damaged"
+    assert f"{seen}; expected the folder of a run that has begun" in capsys.readouterr().err
 
 
 def test_control_characters_are_shown_and_not_sent(tmp_path, capsys):

@@ -488,6 +488,14 @@ SETS = [{"path": "a", "type": "chat_template"}]
         ("axolotl", {"model_type": "MllamaForConditionalGeneration"}, "model_type"),
         ("axolotl", {"excess_length_strategy": "split"}, "excess_length_strategy"),
         ("axolotl", {"train_on_inputs": True}, "train_on_inputs"),
+        *(
+            (
+                "trainer",
+                {"fsdp_config": {"sharding_strategy": code}},
+                "fsdp_config.sharding_strategy",
+            )
+            for code in (0, 1, 2)
+        ),
         ("llamafactory", {"lora_target": ".*q_proj"}, "lora_target"),
         ("llamafactory", {"quantization_bit": 4}, "quantization_bit"),
         ("llamafactory", {"val_size": 100}, "val_size"),
@@ -691,6 +699,7 @@ def test_no_key_of_a_config_vanishes(tmp_path: Path, system: str, data: st.DataO
         ("a.yml", "a: " + "{b: " * 60 + "1" + "}" * 60, "deep"),
         ("a.yml", "a: " + "9" * 5000, "digits"),
         ("a.yml", "a: " + "9" * 400, "64 bits"),
+        ("a.yml", "a: 0x" + "f" * 5000, "64 bits"),
         ("a.yml", "a: 'open\n", "unexpected end"),
         ("a.yml", 'a: "\\udc80"\n', "saw"),
         ("a.yml", "a: !!python/object/apply:os.system [x]\n", "constructor"),

@@ -297,6 +297,12 @@ def test_an_earlier_reports_pictures_go(tmp_path):
         (run / "timeline.jsonl").unlink(missing_ok=True)
 
 
+def test_an_event_that_is_no_text_is_left_out(tmp_path):
+    lines = [*TIMELINE, event(["logged"], 2, 3), event({}, 2, 3)]
+    run = write_run(tmp_path / "job", [record_of(1)], **{"timeline.jsonl": lines})
+    assert written(run).text and read(run).timeline == sorted(TIMELINE, key=lambda row: row["time"])
+
+
 def test_a_torn_last_line_and_other_rubbish(tmp_path):
     rows = [record_of(1), "[1, 2]\n", "\x00\x00\n", record_of(2), '{"step": 3, "lo']
     run = write_run(

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.command import parser_of, reporting
 from trainer.errors import ConfigError, Problem, printable
+from trainer.supervise import status_files as status
 
 EPILOG = """
 exit codes: 0 it runs or has finished, 1 it has ended otherwise or gives no sign of life,
@@ -24,13 +25,12 @@ def main(arguments: Sequence[str], name: str) -> int:
     parser = parser_of(name, "Show what a run does.", EPILOG)
     parser.add_argument("run", type=Path, metavar="RUN", help="its folder, runs/NAME")
     folder = parser.parse_intermixed_args(arguments).run
-    from trainer.supervise import status_files as status
-
     written = status.read(folder)
     if written is None or not status.can_be_shown(written):
-        seen = "no status.json in it" if folder.is_dir() else "no such folder"
-        hint = f"{status.NAME} is there, and damaged" if (folder / status.NAME).exists() else ""
-        raise ConfigError(Problem(str(folder), seen, "the folder of a run that has begun", hint))
+        seen = f"no {status.NAME} in it" if folder.is_dir() else "no such folder"
+        if (folder / status.NAME).exists():
+            seen = f"{status.NAME} is there, and damaged"
+        raise ConfigError(Problem(str(folder), seen, "the folder of a run that has begun"))
     end = status.read_end(folder)
     # processes of this machine are seen to live; of another machine's, a reported end comes first
     here = written.get("host") == socket.gethostname()
@@ -48,8 +48,6 @@ def main(arguments: Sequence[str], name: str) -> int:
 
 def lines(folder: Path, written: Mapping[str, Any], lives: bool) -> Iterator[str]:
     """Yield the lines on a run, from its status as it was written."""
-    from trainer.supervise.status_files import whose
-
     code, place = written.get("ended"), written["place"]
     if written["step"] and written.get("steps"):
         place = place.replace(",", f" of {written['steps']},", 1)
@@ -58,7 +56,7 @@ def lines(folder: Path, written: Mapping[str, Any], lives: bool) -> Iterator[str
         yield f"exit    {code}"
     else:
         yield place if lives else f"no sign of life: {place}"
-    yield f"ranks   {written['ranks']}, the first is {whose(written)}"
+    yield f"ranks   {written['ranks']}, the first is {status.whose(written)}"
     if lives:
         yield f"still   {written['still']:.0f} s, of at most {written['limit']:.0f} s"
         for rank in written["waits_for"]:

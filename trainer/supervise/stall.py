@@ -110,8 +110,8 @@ def elsewhere(beats: Sequence[Beat]) -> list[Beat]:
 
 
 def state_of(process: int) -> str | None:
-    """Return psutil's word for the state of a process of this machine; None if it is gone."""
-    with suppress(psutil.NoSuchProcess, ValueError):
+    """Return psutil's word for a process's state; None if it is gone, or hidden from this user."""
+    with suppress(psutil.Error, ValueError):
         return psutil.Process(process).status()
     return None
 

@@ -12,7 +12,6 @@ from trainer.config.read import Json, at
 
 NO_COUNTERPART = "has no counterpart here"
 OTHERWISE = "is trained otherwise here"
-NO_EFFECT = "does nothing beside the other keys"
 
 
 class Entry(NamedTuple):

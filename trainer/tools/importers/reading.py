@@ -110,14 +110,15 @@ def _expected(value: Any) -> str:
             return "text without the character 0 and halves of characters"
         return ""
     if isinstance(value, int) and abs(value) >= 2**63:
-        return "a smaller one, of at most 64 bits"
+        return "a smaller one"
     if value is None or isinstance(value, int) or (isinstance(value, float) and isfinite(value)):
         return ""
     return "text, a finite number, true, false or null"
 
 
 def _shown(value: Any) -> str:
-    return show(value) if isinstance(value, str) else str(value)[:60]
+    text = "a number beyond 64 bits" if isinstance(value, int) else str(value)[:60]
+    return show(value) if isinstance(value, str) else text
 
 
 def _yaml(path: Path) -> Any:

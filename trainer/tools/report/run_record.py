@@ -213,7 +213,7 @@ def _events(rows: Iterator[Row]) -> list[Row]:
     events: list[Row] = []
     most = MOST
     for row in rows:
-        if _is_number(row.get("time")) and "event" in row:
+        if _is_number(row.get("time")) and isinstance(row.get("event"), str):
             events.append(row)
         if len(events) > most:
             events = _added_up(events)
