@@ -172,10 +172,13 @@ def _train(
     machine.signs.at("building the engine, and the model's values")
     machine.watch.moves(prepared.save_seconds)
     engine, position = _built(prepared, request, machine, start.source, console)
-    loader = _loader(prepared, machine, position)
     reports = _reports(prepared.config, ranks, console)
-    hooks = RunHooks(prepared, machine, start, position, engine, loader, console, signals, trackers)
-    with loader, hooks:
+    with (
+        _loader(prepared, machine, position) as loader,
+        RunHooks(
+            prepared, machine, start, position, engine, loader, console, signals, trackers
+        ) as hooks,
+    ):
         signals.saving()
         machine.signs.at("making the first step")
         with reports, subject.check:
