@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+import pytest
 import torch
 
 from trainer.engines.engine import Metrics
 from trainer.engines.owners import least_loaded
 from trainer.optim.lr_schedules import Update
+from trainer.run import run as whole_run
 from trainer.run.hooks import Patience
 from trainer.run.loop import Hooks, LoopPlan, due, train
 from trainer.state import RunState
@@ -124,3 +127,15 @@ def test_due():
 def test_tensors_are_shared_out_by_size():
     assert least_loaded([8, 1, 1, 1, 5], [range(2)] * 5) == [0, 1, 1, 1, 1]
     assert least_loaded([3, 1], [range(2, 4), range(2)]) == [2, 0]
+
+
+def test_a_failure_before_the_first_step_closes_the_loader(monkeypatch):
+    """Its workers ignore signals: the end of the process would wait for them."""
+    loader = MagicMock()
+    monkeypatch.setattr(whole_run, "_loader", lambda *_: loader)
+    monkeypatch.setattr(whole_run, "_built", lambda *_: (MagicMock(), RunState()))
+    monkeypatch.setattr(whole_run, "_write_down", lambda *_: None)
+    monkeypatch.setattr(whole_run, "RunHooks", MagicMock(side_effect=OSError("no log")))
+    with pytest.raises(OSError, match="no log"):
+        whole_run._train(*(MagicMock() for _ in range(6)), trackers=[])
+    loader.__exit__.assert_called_once()

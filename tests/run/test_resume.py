@@ -10,6 +10,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -86,6 +87,25 @@ def test_a_run_that_does_not_say_how_it_was_started_is_not_this_one(config, cont
     folder = begun(config, 10)
     (folder / "environment.json").write_text(content)
     assert choose(config, Request(), ALONE).folder == folder.with_name("job-2")
+
+
+@pytest.mark.parametrize("steps", [(), (10,)])
+@pytest.mark.parametrize("name", ["job-1", "job-02", "job-0", "2", "lab-2"])
+def test_runs_with_names_of_their_own_count_for_nothing(config, name, steps):
+    begun(config, name=name)
+    if steps:
+        begun(config, *steps)
+    start = choose(config, Request(), ALONE)
+    assert start.folder.name == "job" and (start.source is not None) == bool(steps)
+
+
+def test_folders_of_others_are_not_looked_into(config, monkeypatch):
+    """Such as lost+found, where the folder of runs is a volume's root."""
+    folder = begun(config, 10)
+    (folder.parent / "lost+found").mkdir()
+    monkeypatch.setattr(run_folder, "has_run", has_run := MagicMock(side_effect=run_folder.has_run))
+    assert choose(config, Request(), ALONE).folder == folder
+    assert {call.args[0] for call in has_run.call_args_list} == {folder}
 
 
 def test_a_run_that_saved_nothing_starts_again_in_its_folder(config):

@@ -382,7 +382,6 @@ RARELY: dict[str, tuple[str, ...]] = {
             "-SIGUSR1]",
             "-SIGINT]",
             "torchrun-a_rank",
-            "torchrun-the_launcher-SIGKILL",
             "deepspeed-a_rank",
         ),
         *(

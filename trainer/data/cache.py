@@ -173,11 +173,8 @@ class Check:
     def failed(self) -> bool:
         return bool(self._problems)
 
-    def wait(self, moves: Callable[[], None]) -> None:
-        """Wait for the end, calling `moves` each second. Raises DataError for damaged folders."""
-        while self.goes_on:
-            moves()
-            self._thread.join(1.0)
+    def refuse(self) -> None:
+        """Raise DataError for the damaged folders that were found."""
         if self._problems:
             raise DataError(*self._problems)
 

@@ -149,7 +149,7 @@ def _outcome(work: Callable[[], Any]) -> tuple[bool, Any]:
 def _await_all_done(rank: int, world_size: int) -> None:
     """Wait over the store, without a timeout, until all have come here as often as this rank.
 
-    Raises RuntimeError where the store is gone, and with it the rank that has it.
+    Raises RuntimeError where the store is gone, and with it the rank or launcher that has it.
     """
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -164,7 +164,7 @@ def _await_all_done(rank: int, world_size: int) -> None:
             done = store.add(key, 0)
     except RuntimeError as error:
         raise RuntimeError(
-            f"the store of the ranks is gone, and so is the rank that has it: {error}"
+            f"the store of the ranks is gone, with the rank or launcher that has it: {error}"
         ) from error
 
 

@@ -14,7 +14,7 @@ from trainer.state import STEP, StateTensor
 
 
 class OptimizerState:
-    """The state of a `Optimizer`, by the tensor that it updates."""
+    """The state of an `Optimizer`, by the tensor that it updates."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

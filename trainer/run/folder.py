@@ -41,9 +41,9 @@ def has_run(folder: Path) -> bool:
 
 def numbers(base: Path) -> list[int]:
     """List the numbers of all runs of that name on this machine."""
-    runs = [path.name.rpartition("-") for path in base.parent.glob("*") if has_run(path)]
-    later = [int(end) for name, _, end in runs if name == base.name and end.isdecimal()]
-    return [1, *later] if has_run(base) else later
+    ends = {path.name.removeprefix(f"{base.name}-") for path in base.parent.glob("*")}
+    later = {int(end) for end in ends if end.isdecimal()}
+    return [number for number in {1, *later} if has_run(numbered(base, number))]
 
 
 def hold(folder: Path) -> int | None:

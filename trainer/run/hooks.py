@@ -86,14 +86,10 @@ class RunHooks(Hooks):
             if section.profile is not None and first:
                 self._profiler = StepProfiler(section.profile, folder, self.machine.device)
                 stack.callback(self._profiler.close)
+            device, layout = self.machine.device, prepared.layout
+            sharers, flops = layout.world_size // layout.data_ranks, prepared.subject.flops(section)
             self._meter = Meter(
-                prepared.steps,
-                self.machine.device,
-                prepared.layout.world_size // prepared.layout.data_ranks,
-                prepared.subject.flops(section),
-                peak_of(self.machine.device),
-                self.loader,
-                self.position,
+                prepared.steps, device, sharers, flops, peak_of(device), self.loader, self.position
             )
             self._open = stack.pop_all()
         return self
@@ -158,7 +154,11 @@ class RunHooks(Hooks):
         files = partial(subject.save, dtype=form.dtype)
 
         def write(entries: Sequence[StateTensor], ranks: Ranks) -> None:
-            ranks.await_each(lambda: subject.check.wait(moves))
+            # by collectives: the store ends with a launcher that holds it
+            while any(ranks.gather(subject.check.goes_on)):
+                moves()
+                time.sleep(1.0)
+            ranks.on_each(subject.check.refuse)
             checkpoint.save(directory, position, entries, description, files, ranks, form)
             ranks.on_keepers(lambda: checkpoint.prune(directory, kept.keep_last, kept.keep_best))
 

@@ -137,7 +137,7 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
     folder = numbered(base, last)
 
     def look() -> tuple[str, Any] | None:
-        if not has_run(folder):
+        if not last or not has_run(folder):
             return None
         return _state(folder, raw, request), _beside_place(_request(folder))
 
@@ -316,12 +316,10 @@ def _steering(description: Mapping[str, Any]) -> dict[str, Any]:
     """Return what decides the numbers of a run, besides data, model and layout."""
     config = description.get("config", {})
     section = config.get("trainer") or {}
+    top = ("optimizer", "scheduler", "gradient_clipping", "train_batch_size")
     own = ("freeze", "parameter_groups", "label_smoothing", "neftune_alpha")
     return {
-        **{
-            name: config.get(name)
-            for name in ("optimizer", "scheduler", "gradient_clipping", "train_batch_size")
-        },
+        **{name: config.get(name) for name in top},
         "seed": description.get("seed"),
         **{name: section.get(name) or [] for name in own},  # older checkpoints have none
     }

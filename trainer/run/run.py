@@ -83,8 +83,8 @@ def run(
     signals.when_unnoticed(ending.after)
     if world_of(os.environ) is not None:
         leave_with_launcher(own=notes is not None)
+    several = world.world_size > 1
     try:
-        several = world.world_size > 1
         signs.at(f"waiting for {world.world_size} ranks" if several else "making ready")
         machine = join(config, world, output.say)
         watch = ending.start_watch(config, machine.ranks, lambda line: say(console, line))
@@ -99,8 +99,7 @@ def run(
     except BaseException as error:  # the last place where it can become an exit code
         with suppress(OSError):  # the disk that holds the log may be full
             traceback.print_exc()
-        others = world.world_size > 1
-        if not isinstance(error, MeshloomError) and signals.explain_failure(others=others):
+        if not isinstance(error, MeshloomError) and signals.explain_failure(others=several):
             error = preempted(0)
         signals.release()
         return ending.after(error)
@@ -150,8 +149,7 @@ def execute(
     if start is None:
         return None
     history = History()
-    trackers = [history] if request.script else []
-    _train(prepared, request, machine, start, console, signals, trackers)
+    _train(prepared, request, machine, start, console, signals, [history] if request.script else [])
     if not request.script:  # a command's result is its folder
         return None
     return Result(start.folder, tuple(history.records), tuple(history.evaluations))
@@ -174,10 +172,13 @@ def _train(
     machine.signs.at("building the engine, and the model's values")
     machine.watch.moves(prepared.save_seconds)
     engine, position = _built(prepared, request, machine, start.source, console)
-    loader = _loader(prepared, machine, position)
     reports = _reports(prepared.config, ranks, console)
-    hooks = RunHooks(prepared, machine, start, position, engine, loader, console, signals, trackers)
-    with loader, hooks:
+    with (
+        _loader(prepared, machine, position) as loader,
+        RunHooks(
+            prepared, machine, start, position, engine, loader, console, signals, trackers
+        ) as hooks,
+    ):
         signals.saving()
         machine.signs.at("making the first step")
         with reports, subject.check:
