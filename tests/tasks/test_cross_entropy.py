@@ -138,6 +138,21 @@ def test_the_head_with_the_loss_has_the_names_and_parameters_of_the_models_own(t
     assert (head.weight is model.get_input_embeddings().weight) is tied
 
 
+def test_a_model_may_have_its_head_under_any_name_and_no_way_to_set_it():
+    from tests.support.training import LLAMA, spec_of, task_of
+
+    spec = spec_of(LLAMA)
+    model = spec.build()
+    model.also = model.output = model.lm_head  # as families of the hub do, whose code comes along
+    del model.lm_head
+    model.get_output_embeddings = lambda: model.output
+    model.output.register_forward_hook(lambda *_: None)
+    own = vars(model.output).copy()
+    head = task_of(spec).prepare(model).get_output_embeddings()
+    assert type(head) is LossHead and head is model.also
+    assert all(vars(head)[name] is value for name, value in own.items())
+
+
 def test_targets_are_given_for_one_forward_pass():
     hidden, weight, _, targets = inputs(dtype=torch.float32)
     own = torch.nn.Linear(8, 17, bias=False)

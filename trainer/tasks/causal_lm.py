@@ -83,8 +83,11 @@ class CausalLM:
     def prepare(self, model: nn.Module) -> nn.Module:
         """Put a head that can return the loss in the place of the model's own."""
         if self._fused_head:
-            head = LossHead(_head(model), self._smoothing, self._observe)
-            model.set_output_embeddings(head)  # type: ignore[operator]
+            own = _head(model)
+            head = LossHead(own, self._smoothing, self._observe)
+            modules = model.named_modules(remove_duplicate=False)
+            for name in [name for name, module in modules if module is own]:
+                model.set_submodule(name, head)  # a model may have a head and no way to set it
         if self._noise is not None:
             self._noise.add_to(model)
         if self._own_loss:

@@ -201,11 +201,8 @@ class LossHead(nn.Linear):
     """
 
     def __init__(self, head: nn.Linear, smoothing: float, observe: LossObserver | None) -> None:
-        """Create it with the parameters of `head`; smoothing and `observe` apply in training."""
-        biased = head.bias is not None
-        super().__init__(head.in_features, head.out_features, bias=biased, device="meta")
-        self.weight, self.bias = head.weight, head.bias
-        self.train(head.training)
+        """Take over all that `head` holds; smoothing and `observe` apply in training."""
+        vars(self).update(vars(head))
         self._in_training = smoothing, observe
         self._targets: torch.Tensor | None = None
         self._correct: torch.Tensor | None = None
