@@ -69,26 +69,22 @@ def beginning(source: Source, most: int) -> list[int]:
 
 
 def continuation(
-    folder: Path, tokenizer: Any, prompt: str | list[int], tokens: int, seed: int
+    folder: Path, tokenizer: Any, prompt: str | list[int], tokens: int, trust: bool
 ) -> str:
-    """Return how the Hugging Face model in `folder` continues `prompt` (temperature 0.8)."""
+    """Return how the model in `folder` continues `prompt`; `trust`: its own code may run."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
+    if not model.can_generate():
+        return f"(no sample: {type(model).__name__} has no method to generate text)"
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     else:
         ids = torch.tensor([prompt])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    sampling = {"max_new_tokens": tokens, "do_sample": True, "temperature": 0.8, "top_k": 50}
+    end = tokenizer.eos_token_id
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        written = model.generate(
-            **inputs,
-            max_new_tokens=tokens,
-            do_sample=True,
-            temperature=0.8,
-            top_k=50,
-            pad_token_id=tokenizer.eos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
+        torch.manual_seed(0)
+        written = model.generate(**inputs, **sampling, pad_token_id=end, eos_token_id=end)
     return str(tokenizer.decode(written[0], skip_special_tokens=True))

@@ -176,7 +176,8 @@ class LanguageSubject(Subject):
         source = next(iter(self.data.evaluations.values()), self.data.train)
         room = section.data.sequence_length - wanted.tokens
         prompt = beginning(source, room) if wanted.prompt == "auto" else wanted.prompt
-        return continuation(folder, self.tokenizer, prompt, wanted.tokens, seed=0)
+        trust = section.model.trust_remote_code
+        return continuation(folder, self.tokenizer, prompt, wanted.tokens, trust)
 
 
 @dataclass(frozen=True)
