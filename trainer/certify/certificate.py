@@ -1,4 +1,4 @@
-"""The comparison of a run with one process, its table, and its file."""
+"""`certify` runs the layout and the one process and has them compared; the table and its file."""
 
 from __future__ import annotations
 

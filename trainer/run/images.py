@@ -1,4 +1,4 @@
-"""The subject of image classification: a classifier, named or given, on labelled images."""
+"""The spec of an image classifier, and its checks, for the `ImageSubject` in `subject.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This process's place among those of the run, the launcher above it, and its GPUs.
+"""Ranks and world size as launchers set them in the environment, the launcher, and the GPUs.
 
 Does not import torch.
 """
