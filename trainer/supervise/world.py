@@ -210,4 +210,4 @@ def drop_accelerate(environment: MutableMapping[str, str]) -> str | None:
         return None
     more = f" and {len(wanted) - 4} more" if len(wanted) > 4 else ""
     shown = ", ".join(wanted[:4]) + more
-    return f"left aside, the JSON says what is trained: {shown} (from accelerate's launcher)"
+    return f"ignored, as the JSON says what is trained: {shown} (from accelerate's launcher)"
