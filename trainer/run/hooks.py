@@ -244,8 +244,8 @@ class SlowData:
         if record.data_wait > SLOW and self._logged > 1 and not self._noted:
             self._noted = True
             yield (
-                f"note: {record.data_wait:.0%} of the time is spent waiting for data: the loader is "
-                f"slower than the device{self._advice}"
+                f"note: {record.data_wait:.0%} of the time is spent waiting for data: the loader "
+                f"is slower than the device{self._advice}"
             )
 
 

@@ -278,6 +278,6 @@ def _gpu_notes(prepared: Prepared, machine: Machine) -> Iterator[str]:
         )
     if machine.ranks.world_size > 1:
         yield (
-            "note    a rank that is slower than the others is not reported: it would be found by the "
-            "host's waits in collectives, and NCCL waits on the device"
+            "note    a rank that is slower than the others is not reported: it would be found by "
+            "the host's waits in collectives, and NCCL waits on the device"
         )

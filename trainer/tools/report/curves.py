@@ -77,8 +77,8 @@ def _on_losses(record: RunRecord, odd: Sequence[int]) -> Iterator[str]:
     yield "The loss of each logged step, over its whole global batch, and the held-out loss."
     many = record.logged > MOST
     if many:
-        yield f"The {record.logged:,} log lines are thinned: of neighbours, the least and the largest"
-        yield "loss are drawn."
+        yield f"The {record.logged:,} log lines are thinned: of neighbours, the least and the"
+        yield "largest loss are drawn."
     if odd:
         count = f"At least {len(odd)}" if many else str(len(odd))
         yield f"{count} logged losses are not finite, the first at step {odd[0]:,}."
