@@ -904,7 +904,7 @@ def test_a_planted_fault_is_caught_and_named(pools, tmp_path, sound, fault):
         assert not passed
         assert first == planted.check, table
         where = f"at step {planted.step}, on rank {planted.rank}: {planted.check}"
-        assert f"FAIL: first apart {where}" in table, table
+        assert f"FAIL: first differs {where}" in table, table
         assert planted.where in table.splitlines()[-1], table
 
 
@@ -1064,7 +1064,7 @@ def test_a_failure_ends_with_76(tmp_path):
     arguments = ["--config", config(tmp_path, "mesh", 0), "--output", str(tmp_path / "c.json")]
     result = run(sys.executable, script, *arguments, **environment_of(0, 1, free_port()))
     assert result.code == 76, result.output
-    assert "FAIL: first apart at step 0, on rank 0: gradient " in result.output
+    assert "FAIL: first differs at step 0, on rank 0: gradient " in result.output
 
 
 def test_norms_on_both_sides_of_the_limit_are_named_by_their_steps(tmp_path):

@@ -164,7 +164,7 @@ def test_a_value_that_is_not_finite_is_never_published(
             76,
             "b.weight.exp_avg: a value that is not finite; expected finite numbers in a "
             "checkpoint. "
-            "The one before is good: go on from it with a lower learning rate, or other data",
+            "The previous one is good: resume from it with a lower learning rate, or other data",
         )
     )
     assert newest(tmp_path) == (older, [])

@@ -164,7 +164,7 @@ except Stalled as error:
     found = script(tmp_path, code)
     assert found.code == 0, found.output
     assert "stalled: the run stands still for " in found.output and "rank 1 on " in found.output
-    assert "caught processes: they stood still; expected ranks that go on" in found.output
+    assert "caught processes: they hang; expected ranks that go on" in found.output
 
 
 def test_errors_are_those_of_the_command(tmp_path):

@@ -306,7 +306,9 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
     assert result.code == 70, result.output
     where = rf"internal error \(rank 1 on {re.escape(socket.gethostname())}, step 2, training\)"
     last = result.output.splitlines()[-1]
-    assert re.match(where + ": RuntimeError: planted; the whole trace is in ", last), result.output
+    assert re.match(where + ": RuntimeError: planted; the whole traceback is in ", last), (
+        result.output
+    )
     assert "planted" in (tmp_path / "runs" / "job" / "logs" / "rank-1.log").read_text()
     left = subprocess.run(
         ["pgrep", "-f", str(script)], capture_output=True, text=True, check=False
@@ -359,8 +361,7 @@ def test_resume_auto_takes_the_newest_good_one_and_says_what_it_skipped(tmp_path
     assert f"resume  step-000009 is damaged: {directory}" in result.output
     assert "; it is now step-000009.damaged, and 8 steps are lost" in result.output
     assert (
-        "resume  steps 2 to 2 came after the last good checkpoint and are made again"
-        in result.output
+        "resume  steps 2 to 2 came after the last good checkpoint and are repeated" in result.output
     )
     assert f"resumed from {directory / 'step-000001'}: step 1, 8 samples seen" in result.output
     assert (directory / "step-000009.damaged" / "manifest.json").is_file()
@@ -483,16 +484,14 @@ def test_the_same_command_goes_on_and_another_one_does_not(tmp_path):
     other = train("--config", job, "trainer.steps=2")
     assert other.code == 0, other.output
     assert (
-        "job was not finished and was started otherwise; --resume auto goes on with it"
-        in other.output
+        "job was not finished and was started otherwise; --resume auto resumes it" in other.output
     )
     assert (tmp_path / "runs" / "job-2" / "final").is_dir()
     shutil.rmtree(tmp_path / "runs" / "job-2")
     again = train("--config", job)
     assert again.code == 0, again.output
     assert (
-        "resume  steps 3 to 4 came after the last good checkpoint and are made again"
-        in again.output
+        "resume  steps 3 to 4 came after the last good checkpoint and are repeated" in again.output
     )
     assert "step 2, 16 samples seen" in again.output
     assert losses(tmp_path / "runs" / "job") == [*whole, *whole[2:]]
@@ -553,9 +552,7 @@ def test_missing_optimizer_state_is_an_error_unless_only_weights_are_wanted(tmp_
     write_manifest(path, {})
     missing = train("--config", job)
     assert missing.code == 74, missing.output
-    assert (
-        "all or some optimizer state of 21 parameters is gone (lm_head.weight; " in missing.output
-    )
+    assert "optimizer state is missing for 21 parameters (lm_head.weight; " in missing.output
     assert "or without the optimizer's state by --resume-weights-only" in missing.output
     done = train("--config", job, "--resume-weights-only")
     assert done.code == 0, done.output

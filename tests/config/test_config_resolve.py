@@ -119,7 +119,7 @@ def test_the_origin_table() -> None:
     assert origin_table(resolve(config, facts)) == [
         ("bf16.enabled", "false", "auto: from the device cpu: float32"),
         ("fp16.loss_scale", "-", "auto: DeepSpeed's default"),
-        ("gradient_accumulation_steps", "1", "auto: 1, for want of other batch sizes"),
+        ("gradient_accumulation_steps", "1", "auto: 1, as no other batch size is given"),
         ("gradient_clipping", "1.0", "default"),
         ("optimizer.params.betas", "[0.9, 0.999]", OWN),
         ("optimizer.params.eps", "1e-08", OWN),

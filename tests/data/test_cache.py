@@ -121,7 +121,7 @@ def test_what_is_not_as_it_was_is_made_again_with_a_line(tmp_path: Path, kind: s
     assert contents(folder) == whole
     [line] = told.getvalue().splitlines()
     assert line.startswith(f"cache: {folder} is damaged: {seen}") and line.endswith(
-        "; it is made again"
+        "; it is prepared again"
     )
     assert {name.name for name in cache.iterdir()} - {"moved"} == {folder.name}
     told = io.StringIO()

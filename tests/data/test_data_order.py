@@ -1,4 +1,4 @@
-"""Contract 2: the order of samples is a function of seed and position alone."""
+"""The order of samples is a function of seed and position alone."""
 
 from __future__ import annotations
 

@@ -504,7 +504,7 @@ def test_a_planted_leak_is_caught_and_named(pools, tmp_path, leak):
     path = config(tmp_path, "mesh", 2, data={"documents": "pack"})
     for first, table in pools[2].run(certified, path=path, world_size=2, leak=leak):
         assert first == "output", table
-        assert "FAIL: first apart at step 0, on rank 0: output" in table
+        assert "FAIL: first differs at step 0, on rank 0: output" in table
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ def test_progress_is_shown_when_it_takes_longer_than_a_moment(
         assert f"prepare {path} " in told.getvalue() and told.getvalue().endswith("\x1b[1A\x1b[2K")
         return
     lines = told.getvalue().splitlines()
-    assert lines[0] == f"prepare {path}: looked at 1 of 1 files, whether they are known"
+    assert lines[0] == f"prepare {path}: looked up 1 of 1 files in the cache"
     assert "4 documents, " in lines[1]
     assert any(line.startswith(f"prepare {path}: 100%, 60 documents, ") for line in lines)
     assert f"prepare {path}: arranging samples" in lines

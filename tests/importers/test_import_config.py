@@ -760,7 +760,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     )
     assert main([*ours, "--partial"], "meshloom import") == 0
     report = capsys.readouterr().out
-    assert "lost, and changes what is trained (3)" in report
+    assert "lost, though it changes what is trained (3)" in report
     assert "  load_in_4bit true: has no counterpart here\n" in report
     assert "carried over (" in report and "change nothing of what is trained" in report
     assert load(target).trainer.adapter is not None

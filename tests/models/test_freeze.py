@@ -218,7 +218,7 @@ def test_any_name_of_a_tied_parameter_will_do():
         ),
         (["model.embd_tokens.*"], 'Did you mean "model.embed_tokens.*"'),
         (["layers.0.self_attn.k_proj"], "matches no parameter"),
-        (["*"], "trainer.freeze: all 29 parameters; expected some that are left to learn"),
+        (["*"], "trainer.freeze: all 29 parameters; expected some that are left to train"),
     ],
 )
 def test_what_fits_no_model_is_an_error(patterns, message):

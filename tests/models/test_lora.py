@@ -557,7 +557,7 @@ def test_what_is_refused_under_tensor_parallelism():
         (
             replace(SPLIT, adapter=DRY),
             "deepspeed",
-            "an adapter, of which AutoTP would take each matrix for a layer",
+            "an adapter, and AutoTP would take each of its matrices for a layer",
         ),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -149,7 +149,7 @@ def test_a_class_of_blocks_that_stands_elsewhere_too_is_refused_where_units_go_b
     )
     sharded = layout(shard=2, accumulation=1, zero_stage=3)
     with pytest.raises(
-        ConfigError, match=r"is of a block's class, and no block.*Set trainer.engine to"
+        ConfigError, match=r"has a block's class but is not a block.*Set trainer.engine to"
     ):
         ENGINES["accelerate"].check(spec, sharded)
     ENGINES["mesh"].check(spec, sharded)

@@ -179,7 +179,7 @@ def test_a_page_with_every_picture(reported):
     beside = {path.stem: path.read_bytes() for path in (run / "report").glob("*.png")}
     assert beside.keys() == ALL and set(beside.values()) == set(elements.images)
     for words in (
-        "The run was started 3 times; 3 steps were made again",
+        "The run was started 3 times; 3 steps were repeated",
         KILLED,
         STOPPED,
         FINISHED,

@@ -263,7 +263,7 @@ def _start(folder: Path, job: Path, how: str) -> tuple[str, str | None] | str:
         ("nothing", ("job", None)),
         ("gap", ("job-2", "step-000007")),
         ("two runs", "job on rank 2 is another run than on rank 0"),
-        ("paths", "on rank 2 another one than on rank 0, both good"),
+        ("paths", "rank 2 has another checkpoint than rank 0; both are good"),
         ("damaged", "a checkpoint that is good"),
     ],
 )

@@ -67,7 +67,7 @@ def test_the_same_command_goes_on(config):
     assert (start.folder, start.source) == (folder, folder / "checkpoints/step-000020")
     assert start.lines == [
         f"left over in {folder / 'checkpoints'}: step-000030.partial",
-        "steps 21 to 27 came after the last good checkpoint and are made again",
+        "steps 21 to 27 came after the last good checkpoint and are repeated",
     ]
 
 
@@ -78,7 +78,7 @@ def test_lines_of_metrics_that_are_none(config, last):
     folder = begun(config, 10)
     (folder / "metrics.jsonl").write_text('{"step": 12}\n' + last)
     assert choose(config, Request(), ALONE).lines == [
-        "steps 11 to 12 came after the last good checkpoint and are made again"
+        "steps 11 to 12 came after the last good checkpoint and are repeated"
     ]
 
 
@@ -119,7 +119,7 @@ def test_another_command_starts_a_run_of_its_own(config):
     start = choose(config, Request(), ALONE)
     assert (start.folder, start.source) == (folder.with_name("job-2"), None)
     assert start.lines == [
-        f"{folder} was not finished and was started otherwise; --resume auto goes on with it"
+        f"{folder} was not finished and was started otherwise; --resume auto resumes it"
     ]
 
 
@@ -240,7 +240,7 @@ def test_nothing_but_damage_is_an_error_until_a_person_decides(config, again):
     assert "step-000010.damaged" in str(caught.value)
     assert str(caught.value).endswith(
         "expected a checkpoint that is good. "
-        "Mend one and give its path to --resume, or start a run of its own with --fresh"
+        "Repair one and give its path to --resume, or start a run of its own with --fresh"
     )
     assert choose(config, Request(fresh=True), ALONE).folder == folder.with_name("job-2")
 

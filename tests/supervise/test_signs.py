@@ -315,9 +315,7 @@ def test_on_several_gpus_it_is_said_that_no_straggler_is_told() -> None:
         prepared: Any = SimpleNamespace(layout=SimpleNamespace(precision="bfloat16"))
         return list(_gpu_notes(prepared, Machine(torch.device(device), Ranks(0, ranks))))
 
-    assert ["slower than the others is not told here" in line for line in lines("cuda", 2)] == [
-        True
-    ]
+    assert ["slower than the others is not reported" in line for line in lines("cuda", 2)] == [True]
     assert lines("cpu", 2) == lines("cuda", 1) == []
 
 

@@ -157,9 +157,8 @@ def test_a_crash_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
     last = result.output.splitlines()[-1]
     said = re.search(
         (
-            r"was ended by SIGSEGV: a crash or an abort in native code; where it stood is at the "
-            r"end "
-            r"of (\S+)$"
+            r"was ended by SIGSEGV: a crash or an abort in native code; the end of "
+            r"(\S+) has the stacks$"
         ),
         last,
     )

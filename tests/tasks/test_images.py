@@ -92,7 +92,7 @@ def test_a_run_resumes_bit_for_bit_and_leaves_what_torchvision_opens(tmp_path):
     result = run(path, "whole", "trainer.images.workers=1")
     assert "29 colour images of 8 x 8, 3 classes, 7 held out" in result.output
     assert (
-        "varied by crop_padding 1, flip 0.5" in result.output
+        "augmented by crop_padding 1, flip 0.5" in result.output
         and "1 workers on each rank" in result.output
     )
     assert (
@@ -357,12 +357,12 @@ def test_weights_that_can_not_be_had_say_where_they_belong(
     monkeypatch.setattr(torch.hub, "download_url_to_file", unreachable)
     with pytest.raises(
         ConfigError,
-        match=r"can't be had: OSError: Network .*resnet18-f37072fd.pth, or that file in ",
+        match=r"can't be loaded: OSError: Network .*resnet18-f37072fd.pth, or that file in ",
     ):
         classifiers.named("resnet18", {}, "DEFAULT").state()
     hostile = tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
     torch.save({"fc.weight": Classifier("x")}, hostile)
-    with pytest.raises(ConfigError, match="can't be had: UnpicklingError"):
+    with pytest.raises(ConfigError, match="can't be loaded: UnpicklingError"):
         classifiers.named("resnet18", {}, "DEFAULT").state()
 
 
@@ -375,8 +375,7 @@ def test_a_run_begins_with_pretrained_weights(
     path = job(tmp_path, {"name_or_path": "resnet18", "weights": "DEFAULT"}, steps=1)
     result = run(path, "tuned", "optimizer.params.lr=1e-8", "trainer.engine=mesh")
     assert (
-        "another mean and deviation: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)) "
-        "(trainer.images.norm"
+        "another mean and std: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)) (trainer.images.norm"
     ) in (" ".join(result.output.split()))
     final = load_file(tmp_path / "runs" / "tuned" / "final" / "model.safetensors")
     torch.testing.assert_close(final["conv1.weight"], state["conv1.weight"], rtol=0, atol=1e-5)

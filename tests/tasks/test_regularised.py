@@ -103,7 +103,7 @@ def test_both_are_certified_and_a_fault_is_caught(pools, tmp_path, engine, stage
             certified, path=path, world_size=2, overrides=[], planted=True
         ):
             assert not passed
-            assert "first apart at step 0" in table.splitlines()[-1], table
+            assert "first differs at step 0" in table.splitlines()[-1], table
 
 
 @pytest.mark.parametrize("override", ["trainer.data.documents=pack", "bf16.enabled=true"])

@@ -206,7 +206,7 @@ def buffered(persistent: bool) -> Any:
 
 
 def test_a_buffer_that_no_checkpoint_has_is_no_place_for_what_moves():
-    with pytest.raises(ConfigError, match="never rests: mean"):
+    with pytest.raises(ConfigError, match="never settles: mean"):
         check_module(*spec_and_task(buffered(persistent=False)))
     spec, task = spec_and_task(buffered(persistent=True))
     findings = check_module(spec, task)

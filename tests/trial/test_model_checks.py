@@ -221,7 +221,7 @@ def test_what_no_text_reaches_is_frozen_and_said():
     (note,) = findings.notes
     assert (
         note.startswith("20 parameters (")
-        and "stay as they are: model.decoder.layers.*.encoder_attn.*" in note
+        and "are frozen: model.decoder.layers.*.encoder_attn.*" in note
     )
     model = applied(spec, findings).build()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -267,7 +267,7 @@ def test_a_folder_with_vision_is_trained_as_text_and_says_what_stays(tmp_path):
     assert all(
         torch.equal(value, before[name]) for name, value in read().items()
     )  # a run goes on to train these
-    assert "stay as they are: model.vision_tower.*, model.multi_modal_projector.*" in note
+    assert "are frozen: model.vision_tower.*, model.multi_modal_projector.*" in note
     assert spec.blocks == ("model.language_model.layers.0", "model.language_model.layers.1")
 
 

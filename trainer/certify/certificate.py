@@ -1,4 +1,4 @@
-"""The comparison of a run with one process, its table, and its file."""
+"""`certify` runs the layout and the one process and has them compared; the table and its file."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def table(certificate: Certificate) -> str:
         return "\n".join([*lines, "PASS: trains as one process does"])
     what = f"{first.check} {first.where}".rstrip()
     lines.append(
-        f"FAIL: first apart at step {first.step}, on rank {first.rank}: {what}, by "
+        f"FAIL: first differs at step {first.step}, on rank {first.rank}: {what}, by "
         f"{first.error:.1e}"
     )
     return "\n".join(lines)

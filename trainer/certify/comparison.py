@@ -1,4 +1,4 @@
-"""The comparison of a run with one process: one finding for each check of each step."""
+"""The checks and their tolerances: a run against one process, a finding for each check and step."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ LONGEST_ROW, LOGITS, PARAMETERS = 4096, 1 << 25, 24_000_000
 FEW = 97
 """The tokens among which half are drawn: a frequent token gets gradients from many places."""
 ONE_BY_ONE = (
-    "packed samples, whose documents one process runs one by one; no dropout or noise: it "
-    "would draw otherwise"
+    "packed samples, whose documents one process runs one by one; no dropout or noise, as it "
+    "would draw other values"
 )
 
 
@@ -117,8 +117,8 @@ def _check_nothing_drawn(spec: ModelSpec) -> None:
         draws = observe_draws(model, copy).any
     if draws:
         actual = (
-            "the model draws random numbers in training; documents one by one would draw others "
-            "than packed ones"
+            "the model draws random numbers in training, and would draw others for documents that "
+            "are run one by one"
         )
         expected = 'a rate of 0, or "pad", to verify it'
         raise ConfigError(Problem("trainer.data.documents", actual, expected))

@@ -1,4 +1,4 @@
-"""Our own constants that a certificate changes while it runs."""
+"""A constant of our own that a certificate changes while it runs; no library is patched here."""
 
 from __future__ import annotations
 

@@ -233,8 +233,8 @@ def clipping(small: Tiny, norms: Sequence[float]) -> Tiny:
     low, high = max(pairwise(sorted(norms)), key=lambda pair: pair[1] / pair[0])
     if not high > APART * low:
         return small.noting(
-            "all its steps have one gradient norm, which is over the limit or under it: it "
-            "proves less"
+            "all its steps have the same gradient norm, so clipping is tested either over or under "
+            "its limit: it proves less"
         )
     limit = sqrt(low * high)
     over = " and ".join(str(step) for step, norm in enumerate(norms) if norm > limit)

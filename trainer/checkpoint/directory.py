@@ -105,8 +105,8 @@ def check_same(path: Path, keepers: Sequence[int], ranks: Ranks) -> None:
     wanted = len(keepers) > 1 and ranks.rank in keepers
     found = ranks.on_each(lambda: (path / MANIFEST).read_bytes() if wanted else None)
     if other := [keeper for keeper in keepers if found[keeper] != found[keepers[0]]]:
-        actual = f"on rank {other[0]} another one than on rank {keepers[0]}, both good"
-        hint = "Move the one away that is not of this run"
+        actual = f"rank {other[0]} has another checkpoint than rank {keepers[0]}; both are good"
+        hint = "Move away the one that is not of this run"
         raise shared(DiskError(Problem(str(path), actual, "copies of one checkpoint", hint)))
 
 

@@ -45,8 +45,8 @@ def load(
             raise DiskError(*problems)
         description, found = read_description(path), _stored(path, below)
         if below == ALL and (lost := _lost(entries, found, description.get("stateless"))):
-            gone = f"{len(lost)} parameters is gone ({listed(lost)})"
-            actual = f"all or some optimizer state of {gone}"
+            gone = f"{len(lost)} parameters ({listed(lost)})"
+            actual = f"optimizer state is missing for {gone}"
             raise DiskError(Problem(str(path), actual, "that which was saved", HINT_OPTIMIZER))
         return found, RunState(**description["position"])
 

@@ -41,7 +41,7 @@ _DTYPES = {name: dtype.removeprefix("torch.") for dtype, name in _NAMES.items()}
 _NOT_FINITE = (
     "a value that is not finite",
     "finite numbers in a checkpoint",
-    "The one before is good: go on from it with a lower learning rate, or other data",
+    "The previous one is good: resume from it with a lower learning rate, or other data",
 )
 
 

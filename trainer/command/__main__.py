@@ -9,12 +9,12 @@ from typing import NoReturn
 from trainer.command import parser_of, run_command
 
 COMMANDS = {
-    "plan": "what a run will take: memory, traffic, time; without a GPU",
+    "plan": "predict a run's memory, traffic and time, without a GPU",
     "train": "train from a DeepSpeed JSON config",
-    "verify": "prove that a config trains as one process does",
-    "status": "what a run does, from outside",
-    "report": "a run as one HTML page, with pictures",
-    "checkpoint": "list, verify, look into and import checkpoints",
+    "verify": "check that a config trains as one process does",
+    "status": "show what a run is doing, or how it ended",
+    "report": "write a run as one HTML page, with pictures",
+    "checkpoint": "list, verify, show and import checkpoints",
     "import": "write a config from Axolotl's, LLaMA-Factory's or the Trainer's",
 }
 EPILOG = "".join(f"\n  meshloom {name:<13} {text}" for name, text in COMMANDS.items())
@@ -23,7 +23,7 @@ EPILOG = "".join(f"\n  meshloom {name:<13} {text}" for name, text in COMMANDS.it
 def main() -> NoReturn:
     epilog = f"{EPILOG}\n\nEach of them has its own --help.\n"
     parser = parser_of("meshloom", "Trains transformers from a DeepSpeed JSON config.", epilog)
-    parser.add_argument("command", choices=COMMANDS, help="what to do")
+    parser.add_argument("command", choices=COMMANDS, help="one of those below")
     command = parser.parse_args(sys.argv[1:2]).command  # the rest is parsed by the command
     module = "import_config" if command == "import" else command  # `import` can't name a module
     main = import_module(f"trainer.command.{module}").main

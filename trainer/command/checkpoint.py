@@ -29,7 +29,7 @@ Exit codes: 0 good, 64 nothing there, 65 not data, 74 damaged.
 @reporting
 def main(arguments: Sequence[str], name: str) -> int:
     """Run the command `name`; returns its exit code."""
-    parser = parser_of(name, "List, verify, look into and import checkpoints.", EPILOG)
+    parser = parser_of(name, "List, verify, show and import checkpoints.", EPILOG)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, work in COMMANDS.items():
         one = commands.add_parser(command, help=work.__doc__)
@@ -87,7 +87,7 @@ def import_deepspeed(path: Path, target: Path, model: str | None) -> int:
         raise ConfigError(Problem(str(path), "no config.json", expected, hint))
     copy = partial(_copy_model_files, source)
     made = save(target, read.state, read.state_tensors, read.description, copy, ALONE)
-    print(f"{made}: go on from it with meshloom train --config ... --resume {made}")
+    print(f"{made}: resume from it with meshloom train --config ... --resume {made}")
     return 0
 
 

@@ -45,9 +45,9 @@ def main(arguments: Sequence[str], name: str) -> int:
 
     end = arguments.index("--") if "--" in arguments else None
     parser = parser_of(name, DESCRIPTION, EPILOG, USAGE)
-    text = "whose it is; trainer: the Trainer's"
+    text = "the trainer whose config it is; trainer: Hugging Face's Trainer"
     parser.add_argument("--from", dest="system", choices=sorted(SYSTEMS), help=text)
-    text = "where ours goes; else it is printed"
+    text = "file for the converted config (default: print it)"
     parser.add_argument("--output", type=Path, metavar="OUT.json", help=text)
     text = "write what can be carried over, and list the rest"
     parser.add_argument("--partial", action="store_true", help=text)
@@ -74,7 +74,7 @@ def _report(draft: Draft) -> Iterator[str]:
     width = min(44, max(map(len, draft.carried), default=0))
     for key, places in draft.carried.items():
         yield printable(f"  {key:<{width}}  {'; '.join(places)}")
-    yield f"lost, and changes what is trained ({len(draft.lost)})"
+    yield f"lost, though it changes what is trained ({len(draft.lost)})"
     reasons: dict[str, list[str]] = {}
     for key, why in draft.lost.items():
         reasons.setdefault("; ".join(why), []).append(key)
@@ -87,4 +87,4 @@ def _report(draft: Draft) -> Iterator[str]:
     if draft.get("trainer.data.sources"):
         absent.remove("trainer.data.path")
     if absent:
-        yield f"still to say: {', '.join(absent)}"
+        yield f"still to set: {', '.join(absent)}"

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from trainer.tools.planner.proposals import Proposal
 
 DESCRIPTION = """
-Says how much memory each rank will take and for what, what goes over which wire, and about how long
-a step takes: the engines' own code, run on tensors without values, as each kind of rank of a
-cluster that need not be there.
+Predicts how much memory each rank takes and for what, how much is sent over which link, and about
+how long a step takes. It runs the engines' own code on tensors without values, as each kind of rank
+of a cluster, which need not exist.
 Exit codes: 0 it fits, 1 it does not fit, 64 the config is wrong.
 """
 DOES_NOT_FIT = 1
@@ -73,7 +73,7 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
     parser.add_argument(
         "--device",
         default="h100-80gb",
-        help="by name (default: h100-80gb), or memory=..,peak=..,bandwidth=..,link=..",
+        help="its name (default: h100-80gb), or memory=..,peak=..,bandwidth=..,link=..",
     )
     parser.add_argument(
         "--propose",
@@ -81,7 +81,7 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
         type=float,
         const=PROPOSING,
         metavar="SECONDS",
-        help=f"try other layouts; none is begun after so many seconds (default: {PROPOSING:.0f})",
+        help=f"try other layouts; start none after SECONDS (default: {PROPOSING:.0f})",
     )
     parser.add_argument(
         "--write",

@@ -19,8 +19,8 @@ exit codes: 0 written, 64 no such run, or matplotlib is not installed, 74 the pa
 def main(arguments: Sequence[str], name: str) -> int:
     """Run the command `name`; returns its exit code."""
     parser = parser_of(name, DESCRIPTION, EPILOG)
-    parser.add_argument("run", type=Path, metavar="RUN", help="its folder, runs/NAME")
-    text = "the page; else report.html in the run's folder"
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, runs/NAME")
+    text = "file for the page (default: report.html in the run's folder)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=text)
     options = parser.parse_intermixed_args(arguments)
     if find_spec("matplotlib") is None:

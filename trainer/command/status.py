@@ -14,7 +14,7 @@ from trainer.errors import ConfigError, Problem, printable
 from trainer.supervise import status_files as status
 
 EPILOG = """
-exit codes: 0 it runs or has finished, 1 it has ended otherwise or gives no sign of life,
+exit codes: 0 it is running or has finished, 1 it ended otherwise or gives no sign of life,
             64 no such run
 """
 
@@ -22,8 +22,8 @@ exit codes: 0 it runs or has finished, 1 it has ended otherwise or gives no sign
 @reporting
 def main(arguments: Sequence[str], name: str) -> int:
     """Run the command `name`; returns its exit code."""
-    parser = parser_of(name, "Show what a run does.", EPILOG)
-    parser.add_argument("run", type=Path, metavar="RUN", help="its folder, runs/NAME")
+    parser = parser_of(name, "Show what a run is doing.", EPILOG)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, runs/NAME")
     folder = parser.parse_intermixed_args(arguments).run
     written = status.read(folder)
     if written is None or not status.can_be_shown(written):

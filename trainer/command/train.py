@@ -51,21 +51,21 @@ def options_of(arguments: Sequence[str], name: str) -> argparse.Namespace:
     add_config(parser)
     start = parser.add_mutually_exclusive_group()
     text = (
-        "go on from the newest good checkpoint of the newest run of this name, or from the one at "
-        "PATH; without it, the same command goes on with a run that was not finished"
+        "resume from the newest good checkpoint of the newest run of this name, or from the one at "
+        "PATH; without this option, the same command resumes a run that was not finished"
     )
     start.add_argument("--resume", metavar="auto|PATH", help=text)
-    text = "start a run of its own, and leave an unfinished one"
+    text = "start a new run, even if there is an unfinished one"
     start.add_argument("--fresh", action="store_true", help=text)
-    text = "also where data, tokenizer, model or code changed since"
+    text = "resume even if data, tokenizer, model or code changed"
     parser.add_argument("--resume-anyway", action="store_true", help=text)
-    text = "leave the checkpoint's optimizer state out"
+    text = "resume without the checkpoint's optimizer state"
     parser.add_argument("--resume-weights-only", action="store_true", help=text)
     text = "show the plan and the data; train nothing"
     parser.add_argument("--dry-run", action="store_true", help=text)
-    text = "show N samples as the model sees them, and leave"
+    text = "show N samples as the model sees them, and exit"
     parser.add_argument("--preview", type=int, metavar="N", help=text)
-    text = "show which engine runs which layout, and leave"
+    text = "show which engine runs which layout, and exit"
     parser.add_argument("--engines", action=ShowEngines, nargs=0, help=text)
     text = "how many processes to start (default: one per GPU)"
     parser.add_argument("--processes", type=int, metavar="N", help=text)

@@ -18,7 +18,7 @@ from trainer.supervise.world import drop_accelerate, environment_of, gpu_count, 
 
 DESCRIPTION = """
 Runs a few steps of a small copy of the config's model under the config's own layout, on CPU
-processes, and each of them in one process of plain PyTorch; compares modules' outputs, losses,
+processes, and repeats each step in one process of plain PyTorch; compares modules' outputs, losses,
 every gradient, the clip norm, what the optimizer keeps, how far each weight goes, a step that
 overflows, counts of targets, the schedule in all steps of the run, the held-out loss and accuracy,
 and a resume.
@@ -65,7 +65,7 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
     text = "processes (default: the fewest, up to 8)"
     parser.add_argument("--world-size", type=int, metavar="N", help=text)
     parser.add_argument("--output", type=Path, default=Path("certificate.json"), metavar="PATH")
-    text = "config: its own, compared with float32 within the rounding of one process"
+    text = "config: the config's own, compared with float32 within the rounding of one process"
     precisions = ("float32", "config")
     parser.add_argument("--precision", choices=precisions, default="float32", help=text)
     text = "cuda: one process per GPU"

@@ -1,4 +1,4 @@
-"""The config compiler: from a DeepSpeed JSON to a checked `Config`. Does not import torch."""
+"""The config compiler: `compiled.load` makes a `Config` of a DeepSpeed JSON. Imports no torch."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from trainer.config.keys import RECOMPUTES
 from trainer.config.read import Json
 from trainer.errors import MOST_SHOWN, Problem
 
-UNSAID = 'it does not say "{}", and is off'
+UNSAID = 'it has no "{}", and is off'
 """The reason why a section without its switch has no effect."""
 
 

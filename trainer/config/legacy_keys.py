@@ -1,4 +1,4 @@
-"""Converts keys of older configs into DeepSpeed's present ones, and fills in missing ones."""
+"""Converts checked keys of older configs into present ones, and fills in missing ones."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _crossing(tensor: int, local: int, machines: int) -> str | None:
         return None
     return (
         f"tensor parallel groups of {tensor} cross machines of {local} processes: each block waits "
-        "for the network four times; tensor_parallel.autotp_size is best a divisor of the "
+        "for the network four times; tensor_parallel.autotp_size should be a divisor of the "
         "processes on a machine"
     )
 
@@ -233,7 +233,7 @@ def _reason(given: Json, name: str, ranks: int) -> str:
     if name == MICRO and BATCH not in others and AUTO in given.values():
         return "Hugging Face's default"
     if (name == ACCUMULATION and len(others) < 2) or (name == MICRO and BATCH not in others):
-        return "1, for want of other batch sizes"
+        return "1, as no other batch size is given"
     return f"from {', '.join([*others, f'{ranks} data ranks'])}"
 
 

@@ -1,7 +1,7 @@
 """Folders that are written once, appear whole or not at all, and are only read afterwards.
 
 At each use, a folder is compared with the sizes, times and some of the hashes that were written
-with it, and a damaged one is made again; the other hashes are compared beside the first steps.
+with it, and a damaged one is prepared again; the other hashes are compared beside the first steps.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _is_whole(final: Path, progress: Progress) -> bool:
     if not os.path.lexists(final):
         return False
     if seen := flaw(final, progress.checks) or _found_before(final):
-        progress.note(f"cache: {final} is damaged: {seen}; it is made again")
+        progress.note(f"cache: {final} is damaged: {seen}; it is prepared again")
     return not seen
 
 

@@ -15,7 +15,7 @@ class Mixture:
 
     These are whole passes over the source, then a part of a shuffled stream, so that over the
     epochs the counts of any two samples of a source differ by one at most. A function of seed,
-    epoch and number alone (contract 2).
+    epoch and number alone.
     """
 
     def __init__(self, sources: Sequence[Source], counts: Sequence[int], seed: int) -> None:

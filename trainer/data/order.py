@@ -1,4 +1,4 @@
-"""The samples of each step: a pure function of seed and position (contract 2).
+"""The samples of each step: a pure function of seed and position.
 
 The stream of sample ids is the permutation of epoch 0, then that of epoch 1, and so on; a run's
 position in it is one number, the samples seen. World size, micro-batch size and layout only decide

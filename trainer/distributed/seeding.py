@@ -1,4 +1,4 @@
-"""Random seeds derived from their purpose, so that no random state is stored (contract 3)."""
+"""Random seeds derived from their purpose, so that no random state is stored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def seed_generators(value: int) -> None:
 
 @contextmanager
 def seeded_init(seed: int, name: str) -> Iterator[None]:
-    """Seed the initial values of module `name`, alike in all layouts (contract 4), for a while."""
+    """Seed the initial values of module `name`, alike in all layouts, for a while."""
     import torch
 
     with torch.random.fork_rng(devices=[]):

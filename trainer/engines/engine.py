@@ -71,7 +71,7 @@ class Metrics:
     """The ranks that hold the rest of `loss_sum`."""
 
     def loss(self) -> torch.Tensor:
-        """Return the mean loss of the global batch, nats per target (contract 1). Collective."""
+        """Return the mean loss of the global batch, nats per target. Collective."""
         if self.group is not None:
             dist.all_reduce(self.loss_sum, group=self.group)
             self.group = None

@@ -1,4 +1,4 @@
-"""Contract 1, in one place: a step's loss is the sum of its token losses / the number of targets.
+"""The step that all engines share: its loss is the sum of token losses / the number of targets.
 
 Engines average gradients over the `batch` reduction; the summed loss of each micro-batch is
 multiplied by `gradient_scale`, so that the result is the gradient of this loss.

@@ -175,7 +175,7 @@ class Classifier:
         try:
             return entry.get_state_dict(progress=False, check_hash=True, weights_only=True)  # type: ignore[no-any-return]
         except Exception as error:  # of the network, of the disk, or of a file that is another
-            seen = f"{entry} can't be had: {named_line(error)}"
+            seen = f"{entry} can't be loaded: {named_line(error)}"
             expected = f"{entry.url}, or that file in {torch.hub.get_dir()}/checkpoints"
             raise ConfigError(Problem("trainer.model.weights", seen, expected)) from error
 

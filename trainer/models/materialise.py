@@ -1,4 +1,4 @@
-"""Give a module on the meta device its values, a unit at a time (contract 4).
+"""Give a module on the meta device its values, a unit at a time.
 
 No more than one unit is whole at any time if `after_unit` shards each as it comes (ZeRO-3).
 """

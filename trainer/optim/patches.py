@@ -1,4 +1,4 @@
-"""The fused optimizers of PyTorch 2.15: a flag on the device that makes them skip a step."""
+"""A patch of PyTorch 2.15's fused optimizers: a flag on the device makes them skip a step."""
 
 from __future__ import annotations
 

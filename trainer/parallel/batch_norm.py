@@ -2,8 +2,8 @@
 
 A micro-batch is normalised by its own statistics, whatever rank it runs on, so that the same
 micro-batches give the same gradients in any layout. The running statistics, which evaluation uses,
-include each micro-batch once, in the order of the global batch (contract 2): they are the same on
-every rank, and not only those of its own samples.
+include each micro-batch once, in the order of the global batch: they are the same on every rank,
+and not only those of its own samples.
 """
 
 from __future__ import annotations

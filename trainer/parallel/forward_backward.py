@@ -15,7 +15,7 @@ from trainer.tasks.task import Batch
 
 
 class Dropout:
-    """Seeds each micro-batch, and each block in it by its place in the model (contract 3).
+    """Seeds each micro-batch, and each block in it by its place in the model.
 
     So a pipeline stage drops what the whole model drops. Recomputed blocks are not seeded again:
     their checkpoint restores the generator state that they had.

@@ -1,4 +1,4 @@
-"""Changes to modules of other libraries, in place: each says its reason and when it can go.
+"""Patches of PyTorch's modules, in place: each says its reason and when it can go.
 
 `tests/parallel/test_parallel_patches.py` fails once one of them is no longer needed.
 """

@@ -226,7 +226,7 @@ class SignOfLife:
         silent = not self._console.is_terminal and now - self._spoken > SIGN_SECONDS
         if phase is Phase.TRAINING and silent:
             self._spoken = now
-            say(self._console, f"step {step}/{self._steps} is made")
+            say(self._console, f"step {step}/{self._steps} is running")
         elif phase in (Phase.LOGGING, Phase.EVALUATING):
             self._spoken = now
 
@@ -244,8 +244,8 @@ class SlowData:
         if record.data_wait > SLOW and self._logged > 1 and not self._noted:
             self._noted = True
             yield (
-                f"note: {record.data_wait:.0%} of the time goes by waiting for data: the loader is "
-                f"slower than the device{self._advice}"
+                f"note: {record.data_wait:.0%} of the time is spent waiting for data: the loader "
+                f"is slower than the device{self._advice}"
             )
 
 

@@ -1,4 +1,4 @@
-"""The subject of image classification: a classifier, named or given, on labelled images."""
+"""The spec of an image classifier, and its checks, for the `ImageSubject` in `subject.py`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def spec_of(
         spec = classifiers.spec_of(classifier, pattern, section.seed)
         if (trained_on := classifier.normalised_by) not in (None, (images.mean, images.std)):
             note = (
-                f"{section.model.weights} was trained on images of another mean and deviation: "
+                f"{section.model.weights} was trained on images of another mean and std: "
                 f'{trained_on} (trainer.images.normalize="imagenet")'
             )
             spec = replace(spec, notes=(*spec.notes, note))

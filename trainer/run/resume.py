@@ -149,7 +149,7 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
         if other := [rank for rank in found if found[rank][1] != found[first][1]]:
             actual = f"{folder.name} on rank {other[0]} is another run than on rank {first}"
             hint = (
-                "Move the one away that is not of this run, or give this one another "
+                "Move away the one that is not of this run, or give this one another "
                 "trainer.run.name"
             )
             expected = "one run in the folders of all"
@@ -157,7 +157,7 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
         if state == GOES_ON:
             ranks.on_keepers(lambda: take_over(folder))
         return folder, state, []
-    note = f"{folder} was not finished and was started otherwise; --resume auto goes on with it"
+    note = f"{folder} was not finished and was started otherwise; --resume auto resumes it"
     lines = [note] if state == UNFINISHED else []
     number = last + 1
     while not _held_everywhere(numbered(base, number), ranks):
@@ -202,14 +202,14 @@ def _newest(folder: Path, ranks: Ranks, below: tuple[str, ...]) -> tuple[Path | 
     if left:
         lines = [*lines, f"left over in {directory}: {', '.join(left)}"]
     if source is None and any(checkpoint.DAMAGED in name for name in left):
-        hint = "Mend one and give its path to --resume, or start a run of its own with --fresh"
+        hint = "Repair one and give its path to --resume, or start a run of its own with --fresh"
         problem = Problem(str(directory), "; ".join(lines), "a checkpoint that is good", hint)
         ranks.on_first(lambda: _refuse([problem]))
     step = checkpoint.step_of(source) if source else 0
     logged = ranks.on_first(lambda: _last_logged(folder / "metrics.jsonl"))
     if logged > step:
         lost = f"steps {step + 1} to {logged} came after the last good checkpoint"
-        lines = [*lines, f"{lost} and are made again"]
+        lines = [*lines, f"{lost} and are repeated"]
     return source, lines
 
 

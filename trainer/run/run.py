@@ -132,7 +132,7 @@ def execute(
     start = resume.choose(config, request, machine.ranks) if request.trains else None
     if start is not None:
         if start.finished:
-            again = "--fresh starts one like it, more trainer.steps make it longer"
+            again = "--fresh starts a new run, and more trainer.steps continue it"
             place = f"{start.folder / 'final'} is there already"
             say(console, f"finished: {place}; {again} with --resume auto")
             return None
@@ -278,6 +278,6 @@ def _gpu_notes(prepared: Prepared, machine: Machine) -> Iterator[str]:
         )
     if machine.ranks.world_size > 1:
         yield (
-            "note    a rank that is slower than the others is not told here: it is found by whose "
-            "host waits in collectives, and NCCL's wait on the device"
+            "note    a rank that is slower than the others is not reported: it would be found by "
+            "the host's waits in collectives, and NCCL waits on the device"
         )

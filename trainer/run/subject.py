@@ -359,7 +359,7 @@ def _say_rotary(sequence: int, architecture: Any) -> tuple[str, ...]:
     if not reached:
         return ()
     note = (
-        "its rotary embeddings (longrope) turn otherwise in a micro-batch with a row of more "
+        "its rotary embeddings (longrope) change in a micro-batch that has a row of more "
         f"than {reached[0]} tokens: its loss depends on which samples share a micro-batch"
     )
     return (note,)

@@ -76,7 +76,7 @@ class Ending:
         if isinstance(error, MeshloomError):
             self.tell(error.render(), error.exit_code, shared=error.shared)
             return self.end(error.exit_code)
-        where = f"; the whole trace is in {self.log}"
+        where = f"; the whole traceback is in {self.log}"
         if self.log is None:
             where = "\n" + "".join(traceback.format_exception(error))
         at = f", {self.watch.place}" if self.watch else ""
@@ -148,7 +148,7 @@ class Ending:
             gone = watch.gone()
         if not gone:
             return ""
-        end = "it was killed, or left without a word"
+        end = "it was killed, or exited without a report"
         return f"{who(gone)} is gone, at {gone[0].place}: {end}\n  "
 
     def _print(self, text: str) -> None:
@@ -156,7 +156,7 @@ class Ending:
 
     def stalled(self, lines: Sequence[str]) -> None:
         """Report from a thread that the run hangs; the process ends after that."""
-        again = ["  run the same command again to go on"] if self.folder else []
+        again = ["  run the same command again to resume"] if self.folder else []
         text = "\n".join([f"{Stalled.kind}: {lines[0]}", *lines[1:], *again])
         self.tell(text, Stalled.exit_code)
         faulthandler.dump_traceback(all_threads=True)  # into the log

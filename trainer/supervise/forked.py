@@ -75,9 +75,9 @@ class _ScriptRank(ForkedRank):
             return preempted(0)
         if self.exitcode == Stalled.exit_code:
             hint = "What they waited for stands above (trainer.patience: how long a run may)"
-            return Stalled(Problem("processes", "they stood still", "ranks that go on", hint))
+            return Stalled(Problem("processes", "they hang", "ranks that go on", hint))
         rank = self._environment["RANK"]
-        return RuntimeError(f"rank {rank} ended without a word, with {self.exitcode}")
+        return RuntimeError(f"rank {rank} ended without a report, with exit code {self.exitcode}")
 
 
 def _send_outcome(work: Callable[[], object], pipe: Connection) -> None:

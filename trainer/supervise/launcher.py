@@ -110,10 +110,10 @@ class _Rank:
 
     def _why(self, number: int) -> str:
         if number == signal.SIGKILL:
-            return " (a person did it, or the kernel where memory ran out)"
+            return " (by a person, or by the kernel if memory ran out)"
         if number in CRASHES and (folder := self._notes.folder()) is not None:
             log = status_files.log_of(folder, self.number)
-            return f": a crash or an abort in native code; where it stood is at the end of {log}"
+            return f": a crash or an abort in native code; the end of {log} has the stacks"
         return ""
 
 
@@ -142,7 +142,7 @@ class _Launcher:
             text = failed.text or self._ranks[failed.rank].described(failed.code)
         if len(self._received) > 1:
             name, code = signal.Signals(self._received[1]).name, 128 + self._received[1]
-            after = "the same command goes on from its checkpoint"
+            after = "the same command resumes from its checkpoint"
             text = f"a second signal, {name}, ended the run at once; {after}"
         if text:
             self._say(text)

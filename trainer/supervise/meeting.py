@@ -132,7 +132,7 @@ def _ask(store: Any, rank: int, word: str, patience: float) -> str:
                 name = str(named)
                 store.set(f"meshloom/came/{name}/{rank}", "")
         time.sleep(POLL_SECONDS)
-    heard = "met rank 0, but not all the others came" if name else "heard nothing of rank 0"
+    heard = "met rank 0, but not all the others came" if name else "heard nothing from rank 0"
     raise _late(f"rank {rank} {heard}", "all", patience)
 
 

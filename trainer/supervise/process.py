@@ -1,4 +1,4 @@
-"""This process among those of the run: its device, its group, and the output of its libraries."""
+"""This process joins the run: its device, its process group, and the output of its libraries."""
 
 from __future__ import annotations
 

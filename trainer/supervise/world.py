@@ -1,4 +1,4 @@
-"""This process's place among those of the run, the launcher above it, and its GPUs.
+"""Ranks and world size as launchers set them in the environment, the launcher, and the GPUs.
 
 Does not import torch.
 """
@@ -210,4 +210,4 @@ def drop_accelerate(environment: MutableMapping[str, str]) -> str | None:
         return None
     more = f" and {len(wanted) - 4} more" if len(wanted) > 4 else ""
     shown = ", ".join(wanted[:4]) + more
-    return f"left aside, the JSON says what is trained: {shown} (from accelerate's launcher)"
+    return f"ignored, as the JSON says what is trained: {shown} (from accelerate's launcher)"

@@ -1,4 +1,4 @@
-"""Summed cross-entropy that never holds all logits in float32 (contract 8).
+"""Summed cross-entropy that never holds all logits in float32.
 
 Gradients are computed in the forward pass, chunk by chunk, and scaled in the backward pass, as in
 Liger kernels (arXiv 2410.10989): memory holds one chunk of logits, not `[tokens, vocabulary]`.

@@ -15,8 +15,8 @@ class EmbeddingNoise:
     """Adds to each entry a uniform random number between -1 and 1, times alpha / sqrt(L d).
 
     L is the number of tokens of the document, without padding, as in the authors' code; d is the
-    width of an embedding. It is drawn first in a forward pass, from the seed of the micro-batch
-    (contract 3), and in float32, so that it is the same in every precision. There is none in
+    width of an embedding. It is drawn first in a forward pass, from the seed of the micro-batch,
+    and in float32, so that it is the same in every precision. There is none in
     evaluation.
     """
 

@@ -53,4 +53,4 @@ def say_unused(spec: ModelSpec, patterns: Sequence[str]) -> Iterator[str]:
         where = in_short(found, others)
         count = f"{len(found)} parameters ({values:,.1f} M values)"
         source = " from text" if spec.tiny.input is None else ""
-        yield f"{count} get no gradient{source}; they stay as they are: {where}"
+        yield f"{count} get no gradient{source}, and are frozen: {where}"

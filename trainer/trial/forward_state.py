@@ -60,9 +60,9 @@ def check_forward_state(
         places = _shown(restless, before, after)
         raise _refused(
             name,
-            f"each forward pass leaves something behind, and never rests: {places}. No checkpoint "
-            "has it, and ranks that make other passes have another. What is counted in training "
-            "alone can be a buffer (register_buffer), which checkpoints have",
+            f"each forward pass leaves something behind that never settles: {places}. Checkpoints "
+            "do not have it, and it differs on ranks that run other passes. A count of training "
+            "passes can be a buffer (register_buffer), which checkpoints have",
         )
     return moved
 

@@ -1,4 +1,4 @@
-"""Checks, on a tiny copy of a language model, that it is what it is taken for (contract 10)."""
+"""Checks, on a tiny copy of a language model, that it is causal and that its loss is ours."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Images: where they are from, how they are read, and how they are varied."""
+"""Images: where they are from, how they are read, and how they are augmented."""

@@ -113,8 +113,8 @@ class ImageData:
         mean = " ".join(f"{value:.3f}" for value in images.mean)
         std = " ".join(f"{value:.3f}" for value in images.std)
         varied = ", ".join(f"{key} {value}" for key, value in _changes(options.augment).items())
-        normalised = f"normalised by mean {mean}, deviation {std}"
-        lines = [f"{normalised}; training images are varied by {varied or 'nothing'}"]
+        normalised = f"normalised by mean {mean}, std {std}"
+        lines = [f"{normalised}; training images are augmented by {varied or 'nothing'}"]
         if options.corrupt == "skip":
             lines.append("images that can't be read are skipped, and named in logs/")
         return lines

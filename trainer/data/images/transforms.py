@@ -2,7 +2,7 @@
 
 torchvision's transforms (v2) draw from torch's default generator, which the whole process shares.
 Here each image has a generator of its own, so that an image looks the same in any worker, thread,
-rank and layout (contract 3).
+rank and layout.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def prepare(
     progress.begin(str(location))
 
     def looked_at(done: int) -> None:
-        progress.say(f"looked at {done:,} of {len(location.files):,} files, whether they are known")
+        progress.say(f"looked up {done:,} of {len(location.files):,} files in the cache")
 
     content = [location.hub or corpus.name()]
     if location.files:
@@ -249,7 +249,7 @@ def prepare(
         _write(folder, location, options, work, progress)
         if stamps(location.files) != before:
             seen = "changed while it was read"
-            raise DataError(Problem(str(location), seen, "files that stay as they are"))
+            raise DataError(Problem(str(location), seen, "files that do not change"))
 
     try:
         return cached_folder(cache_folder, name, write, progress)

@@ -72,7 +72,7 @@ class Found:
     def describe(self) -> str:
         if not self.roles:
             return self.kind
-        unread = f"; templates alone may read {', '.join(self.unread)}" if self.unread else ""
+        unread = f"; only a template may read {', '.join(self.unread)}" if self.unread else ""
         roles = f"{len(self.roles)} roles ({', '.join(self.roles)})"
         return f"{self.kind}, {roles}, {self.turns} turns at most{unread}"
 

@@ -91,7 +91,7 @@ def _check_learns(stage: Stage, rank: int, spec: ModelSpec) -> None:
     if not any(parameter.requires_grad for parameter in stage.parameters()):
         place = f"engine deepspeed: {spec.name}"
         seen = f"pipeline stage {rank} is frozen as a whole"
-        expected = "something to learn in each stage: DeepSpeed makes no optimizer of nothing"
+        expected = "a trained parameter in each stage: DeepSpeed makes no optimizer without one"
         raise ConfigError(Problem(place, seen, expected, 'Set trainer.engine to "mesh".'))
 
 

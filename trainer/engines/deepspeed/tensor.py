@@ -47,7 +47,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     styles, hint = set(spec.language.tensor_plan.values()), 'Set trainer.engine to "mesh".'
     if WHOLE in styles:
         place = f"engine deepspeed: {spec.name}"
-        seen = "an adapter, of which AutoTP would take each matrix for a layer of its own"
+        seen = "an adapter, and AutoTP would take each of its matrices for a layer"
         raise ConfigError(Problem(place, seen, "no adapter in what it splits", hint))
     if unknown := sorted(styles - _KINDS.keys()):
         place, seen = f"tensor_parallel.autotp_size: {spec.name}", f"split as {', '.join(unknown)}"

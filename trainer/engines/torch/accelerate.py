@@ -71,7 +71,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         f"{name} ({kind})" for name, kind in named if kind in classes and name not in spec.blocks
     ]:
         place, hint = f"engine accelerate: {spec.name}", 'Set trainer.engine to "mesh".'
-        seen = f"{other[0]} is of a block's class, and no block: it would be a unit of its own"
+        seen = f"{other[0]} has a block's class but is not a block: it would be a unit of its own"
         expected = "a class for blocks alone, by which Accelerate shards"
         raise ConfigError(Problem(place, seen, expected, hint))
 

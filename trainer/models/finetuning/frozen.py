@@ -47,7 +47,7 @@ def _holding(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
     parameters = dict(spec.build().named_parameters())
     if all(name in names or not p.requires_grad for name, p in parameters.items()):
         seen, mend = f"all {len(parameters)} parameters", "Leave out what is to be trained."
-        raise ConfigError(Problem("trainer.freeze", seen, "some that are left to learn", mend))
+        raise ConfigError(Problem("trainer.freeze", seen, "some that are left to train", mend))
     sizes = {**spec.training.frozen, **{name: parameters[name].numel() for name in names}}
     return replace(spec.held(names), training=replace(spec.training, frozen=sizes))
 
@@ -56,7 +56,7 @@ def _note(model: nn.Module, names: Collection[str], patterns: Sequence[str]) -> 
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     values = sum(sizes[name] for name in names) / 1e6
     held = f"{len(names)} of {len(sizes)} parameters ({values:,.1f} M values)"
-    return f"{held} stay as they are (trainer.freeze): {listed(patterns)}"
+    return f"{held} are frozen (trainer.freeze): {listed(patterns)}"
 
 
 def tiny_with(

@@ -112,7 +112,7 @@ def _with_adapters(spec: ModelSpec, options: Any, targets: Sequence[str]) -> Mod
     held = sum(training.frozen.values())
     note = (
         f"LoRA of rank {options.r} in {len(targets)} layers: {(values - held) / 1e6:,.2f} M values "
-        f"are learned, the other {held / 1e6:,.1f} M of {spec.name} stay as they are"
+        f"are trained, the other {held / 1e6:,.1f} M of {spec.name} are frozen"
     )
     head, plain = spec.build().get_output_embeddings(), spec.language.plain_head  # type: ignore[operator]
     same_head = type(model.get_output_embeddings()) is type(head)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""DeepSpeed 0.18 and 0.19 as simulated: ZeRO-3's collectives without a view for each rank.
+"""Patches of DeepSpeed 0.18 and 0.19 in a simulation: ZeRO-3's collectives, no view for each rank.
 
 Symptom: the views, thousands per parameter on a thousand ranks, take minutes. The messages and the
 sizes of tensors stay those of `all_gather_coalesced` (deepspeed/runtime/zero/partition_parameters)

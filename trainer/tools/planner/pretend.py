@@ -1,4 +1,4 @@
-"""One rank of a simulated cluster: a fake process group and fake tensors under the engines' code.
+"""One rank of a simulated cluster: fake process group and tensors; libraries patched for the while.
 
 A tensor has a shape, a dtype and a storage size, but no values. One read on the host is 1 or True.
 """

@@ -92,7 +92,7 @@ def _time(plan: Plan) -> str:
         f"{PARTS.get(name, name)} {in_seconds(part)}" for name, part in vars(time).items() if part
     ]
     return (
-        f"an estimate from data sheets, and no faster: {in_seconds(time.least)} a step if all "
+        f"an optimistic estimate from data sheets: {in_seconds(time.least)} a step if all "
         f"messages are hidden, {in_seconds(time.most)} if none is ({', '.join(parts)}); "
         f"at most {rate:,.0f} {sample.unit}s/s"
     )

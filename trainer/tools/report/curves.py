@@ -57,7 +57,7 @@ def losses(record: RunRecord) -> Chapter:
     made, (axes, *below) = figure(5.2 if accuracies else 3.2, 2 if accuracies else 1)
     # a row without a loss after each stretch leaves a gap
     again = [row for rows in record.replaced for row in (*rows, {"step": rows[-1]["step"]})]
-    _line(axes, again, "loss", GREY, "made again after a resume")
+    _line(axes, again, "loss", GREY, "repeated after a resume")
     _line(axes, record.steps, "loss", BLUE, "training")
     _line(axes, record.evaluations, "evaluation_loss", OCHRE, "held-out", marked=True)
     if odd := [row["step"] for row in record.steps if not math.isfinite(number(row, "loss"))]:
@@ -77,8 +77,8 @@ def _on_losses(record: RunRecord, odd: Sequence[int]) -> Iterator[str]:
     yield "The loss of each logged step, over its whole global batch, and the held-out loss."
     many = record.logged > MOST
     if many:
-        yield f"Of {record.logged:,} log lines few are drawn: of neighbours the least loss and"
-        yield "the largest."
+        yield f"The {record.logged:,} log lines are thinned: of neighbours, the least and the"
+        yield "largest loss are drawn."
     if odd:
         count = f"At least {len(odd)}" if many else str(len(odd))
         yield f"{count} logged losses are not finite, the first at step {odd[0]:,}."
@@ -86,7 +86,7 @@ def _on_losses(record: RunRecord, odd: Sequence[int]) -> Iterator[str]:
         yield "There was no evaluation."
     if record.replaced:
         times = f"{len(record.replaced)} resume{'s' * (len(record.replaced) > 1)}"
-        yield f"After {times}, steps were made again; their first losses are grey."
+        yield f"After {times}, steps were repeated; their first losses are grey."
 
 
 def rates(record: RunRecord) -> Chapter:

@@ -79,7 +79,7 @@ def history(record: RunRecord) -> Chapter:
     again = len(made) - 1
     text = f"The clock of the first rank. The run was started {len(made)} time{'s' * (again > 0)}"
     lost = sum(max(0, one.last - after.first) for one, after in pairwise(made))
-    text += f"; {lost:,} steps were made again." if again else "."
+    text += f"; {lost:,} steps were repeated." if again else "."
     table = [["start", "begun (UTC)", "went on from step", "to step", "how it ended"]]
     for index, one in enumerate(made, 1):
         begun = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one.begun))
