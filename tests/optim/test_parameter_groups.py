@@ -84,7 +84,7 @@ def certified(path: str, world_size: int, planted: bool = False) -> tuple[bool, 
         for group in groups:
             group["lr"] = update.learning_rate
 
-    fault = mock.patch("trainer.engines.torch.engine.set_update", one_rate)
+    fault = mock.patch("trainer.engines.normalise.set_update", one_rate)
     with fault if planted else contextlib.nullcontext():
         certificate = certify(tiny_run(path, [], world_size), machine_here())
     return certificate.passed, table(certificate)

@@ -296,8 +296,8 @@ layouts = [["zero_optimization.stage=2", "trainer.engine=mesh"], ["zero_optimiza
 for overrides in layouts:
     found = trainer.verify(config, model=network, data=data, loss=loss_of, overrides=overrides, processes=2)
     print("PASSED", found.passed, [] if found.passed else found)
-whole = batch_norm._Norm.weighted
-batch_norm._Norm.weighted = lambda self, *sizes: 1.01 * whole(self, *sizes)
+whole = batch_norm._NormOfStep.weighted
+batch_norm._NormOfStep.weighted = lambda self, *sizes: 1.01 * whole(self, *sizes)
 print("FAULT", trainer.verify(config, model=network, data=data, loss=loss_of, overrides=layouts[0], processes=2))
 """
 
