@@ -244,12 +244,12 @@ def _tried(
     errors: dict[tuple[str, ...], float] = {}
     fitting: list[Layout] = []
     simulated = 0
-    for number, layout in enumerate(listed):
+    for layout in listed:
         kind = layout.recompute.mode, layout.offload_optimizer, layout.offload_param
         size = form.bytes(layout) * errors.get(kind, 0.0)
         if size > plan.room or any(_adds_nothing(layout, one, old, form) for one in fitting):
             continue
-        late = number > 0 and time.monotonic() > until
+        late = simulated > 0 and time.monotonic() > until
         if late or simulated == tries or len(fitting) == most:
             return
         try:
