@@ -125,7 +125,7 @@ def test_optimizer_state_of_one_parameter_that_is_gone_is_an_error(
     assert verify(path) == []
     with pytest.raises(
         DiskError,
-        match=r"optimizer state of 1 parameters is gone \(b.weight\).*resume-weights-only",
+        match=r"optimizer state is missing for 1 parameters \(b.weight\).*resume-weights-only",
     ):
         load(path, entries(), ALONE)
     load(path, entries(), ALONE, weights_only=True)
