@@ -26,6 +26,7 @@ SAME = [
     "bf16.enabled=false",
     "trainer.log.every=1",
     "trainer.evaluation.samples=8",
+    "trainer.data.sequence_length=64",
 ]
 LAYOUTS = {
     "one process": (1, ["zero_optimization.stage=0", "trainer.engine=mesh"]),

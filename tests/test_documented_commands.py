@@ -112,6 +112,9 @@ SMALL: dict[str, tuple[str, ...]] = {
         f"trainer.run.folder={{out}} "
         "trainer.epochs=0.1",
     ),
+    "python examples/one_curve.py": (
+        "python examples/one_curve.py --steps 2 --output {out}/a.png",
+    ),
     # docs
     "torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint "
     "HEAD:29500 "
@@ -251,7 +254,6 @@ ELSEWHERE: dict[str, str] = {
     f"python {TRAIN} examples/digits.json": "test_images.py::test_digits_are_learned",
     f"python {TRAIN} examples/digits.json trainer.seed=S": "test_images.py::test_digits_are_learned",
     "python examples/ladder/01_one_device.py": "test_ladder.py::test_a_rung_has_the_loss_of_one_device",
-    "python examples/ladder/09_fsdp_hsdp.py --hsdp": "test_ladder.py::test_a_rung_has_the_loss_of_one_device",
     "python examples/ladder/climb.py": "test_ladder.py::test_what_a_rung_costs_is_measured",
     "python examples/finetune/finetune.py": (
         "test_finetune.py::test_the_example_goes_from_nothing_to_an_adapter_that_peft_opens"
@@ -259,6 +261,7 @@ ELSEWHERE: dict[str, str] = {
     f"{CHECKPOINT} import old/checkpoint-500 imported --model my-llama": (
         "test_from_deepspeed.py::test_a_run_goes_on_from_it"
     ),
+    "python examples/planted_bug.py": "test_verify.py::test_the_example_of_a_planted_bug_names_it",
     "python -m tests.conformance.families.sweep": "families/test_families.py::test_a_sampled_row_is_so",
     "python benchmarks/gpu.py": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
     "python benchmarks/gpu.py --device cpu --tiny": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",

@@ -1,4 +1,4 @@
-"""The shape of the code, held: rooms and import order, no hidden waits, the README's map and table,
+"""The shape of the code, held: rooms and import order, no hidden waits, the docs' map and table,
 the budget.
 """
 
@@ -240,18 +240,20 @@ def test_the_budget():
     assert {str(path): count for path, count in lines.items() if count > 400} == {}
 
 
-# The README against the tree and the engines
+# The README and the docs against the tree and the engines
 
 
-def readme() -> str:
-    return (ROOT / "README.md").read_text()
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def test_the_readme_is_read_in_five_minutes():
+    assert len(text_of("README.md").split()) <= 1200
 
 
 def test_the_map_of_files_is_the_tree():
-    """The README's map names every module and folder of the product, and nothing that is not
-    there.
-    """
-    section = readme().split("## Map", 1)[1].split("\n## ", 1)[0]
+    """CONTRIBUTING.md's map names every room and folder, and nothing that is not there."""
+    section = text_of("CONTRIBUTING.md").split("## Map", 1)[1].split("\n## ", 1)[0]
     named = set(re.findall(r"^\| `([\w/.]+)`", section, re.MULTILINE))
     rooms = {
         f"trainer/{path.name}{'/' if path.is_dir() else ''}"
@@ -266,15 +268,18 @@ def test_the_map_of_files_is_the_tree():
 def test_the_layout_table_is_what_the_engines_say():
     from trainer.run.describe import layout_table
 
-    assert layout_table() in readme()
+    assert layout_table() in text_of("docs/engines.md")
 
 
-def test_the_files_that_the_readme_names_are_there():
-    for name in re.findall(r"\]\(([\w/.-]+)\)", readme()):
-        assert (ROOT / name).exists(), name
-    for name in re.findall(
-        r"(?:launch|ds_configs|benchmarks)/[\w-]+\.(?:py|json|sbatch|md)", readme()
-    ):
+PAGES = [Path("README.md"), *sorted(path.relative_to(ROOT) for path in ROOT.glob("docs/*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_the_files_that_a_page_names_are_there(page):
+    text = text_of(page)
+    for name in re.findall(r"\]\(([\w/.-]+)(?:#[\w-]+)?\)", text):
+        assert (ROOT / page.parent / name).exists(), name
+    for name in re.findall(r"(?:launch|ds_configs|benchmarks)/[\w-]+\.(?:py|json|sbatch|md)", text):
         assert (ROOT / name).exists(), name
 
 
@@ -313,9 +318,9 @@ def test_the_tests_have_the_rooms_of_the_product():
     assert folders - {"conformance"} <= rooms
 
 
-def test_every_config_that_ships_is_in_the_readme():
+def test_every_config_that_ships_is_in_the_docs():
     for path in (ROOT / "ds_configs").glob("*.json"):
-        assert f"`{path.stem}`" in readme(), path
+        assert f"`{path.stem}`" in text_of("docs/configs.md"), path
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -1122,3 +1123,11 @@ def test_a_mesh_that_needs_more_processes_than_there_are_names_the_way_out(tmp_p
         "--world-size: no number of processes up to 8 fits its mesh; expected one that does. "
         "Override trainer.mesh with smaller sizes"
     )
+
+
+def test_the_example_of_a_planted_bug_names_it(tmp_path: Path) -> None:
+    output = str(tmp_path / "certificate.json")
+    result = run(sys.executable, "examples/planted_bug.py", "--output", output)
+    assert result.code == 76, result.output
+    first = r"FAIL: first apart at step 0, on rank \d: gradient transformer\.wte\.weight"
+    assert re.search(first, result.output), result.output
