@@ -1,7 +1,7 @@
 """One JSON under four layouts, and one loss curve: docs/one_curve.png.
 
     pip install -e '.[ladder]'
-    python examples/one_curve.py [--steps 120] [--output docs/one_curve.png]
+    python examples/one_curve.py [--steps 60] [--output docs/one_curve.png]
 
 Each layout trains on two processes, with the same seed, data and global batch. The picture says how
 far the losses are from those of one process.
@@ -50,7 +50,7 @@ def losses(name: str, steps: int, folder: Path) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--output", type=Path, default=ROOT / "docs/one_curve.png")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
