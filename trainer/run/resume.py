@@ -134,6 +134,8 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
     of_machines = ranks.each_keeper(lambda: numbers(base)).values()
     known = {number for found in of_machines for number in found}
     last = next(number for number in count() if number + 1 not in known)
+    if len(of_machines) > 1:  # earlier runs may have been on machines that are gone
+        last = max(known, default=0)
     folder = numbered(base, last)
 
     def look() -> tuple[str, Any] | None:
