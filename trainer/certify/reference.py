@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from trainer.certify.parameters import Learner
 from trainer.certify.recording import Sources, State, Tensors
 from trainer.certify.tiny_run import PROBE_RATE, Tiny
 from trainer.config import Config
+from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.state import MASTER, WEIGHT
 
@@ -405,12 +407,17 @@ def optimizer_of(
 
 def scheduler_of(optimizer: torch.optim.Optimizer, config: Config) -> Any:
     """Build DeepSpeed's own scheduler, or transformers', which is stepped after each update."""
-    from deepspeed.runtime import lr_schedules
     from transformers import get_scheduler
 
     if (section := config.scheduler) is None:
         return None
-    if hasattr(lr_schedules, section.type):
+    if section.type[0].isupper():  # transformers' names are in lower case
+        if find_spec("deepspeed") is None:
+            expected = "DeepSpeed, whose own schedule it is compared with"
+            hint = "pip install 'meshloom[deepspeed]'"
+            raise ConfigError(Problem("scheduler.type", section.type, expected, hint))
+        from deepspeed.runtime import lr_schedules
+
         return getattr(lr_schedules, section.type)(optimizer, **section.params)
     steps = (section.params.get(f"{which}_num_steps", 0) for which in ("warmup", "total"))
     least = {"min_lr_rate": rate} if (rate := section.params.get("cos_min_ratio")) else None

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,10 @@ def _import_all(small: Any) -> None:
     threads = environment_of(0, small.layout.world_size, 0)["OMP_NUM_THREADS"]
     os.environ.setdefault("OMP_NUM_THREADS", threads)
     print("start   importing PyTorch and transformers", flush=True)
-    for module in (
-        "trainer.certify.worker",
-        "transformers.trainer",
-        "deepspeed.runtime.lr_schedules",
-    ):
+    modules = ["trainer.certify.worker", "transformers.trainer"]
+    if find_spec("deepspeed"):
+        modules.append("deepspeed.runtime.lr_schedules")
+    for module in modules:
         import_module(module)
     from trainer.certify.recording import engine_of
 

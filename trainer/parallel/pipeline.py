@@ -91,11 +91,10 @@ class PipelineRun:
         batches = self._task.padded(micro_batches)
         losses: list[torch.Tensor] = []
         self._schedule(batches).step(
-            arg_mbs=[()] * len(batches),
-            kwarg_mbs=[
+            micro_batches=[
                 {"batch": batch, "seed": seed, "micro_batch": i} for i, batch in enumerate(batches)
             ],
-            target_mbs=[None] * len(batches),
+            target=torch.empty(len(batches)),
             losses=losses,
             return_outputs=False,
         )
@@ -165,7 +164,7 @@ class PipelineRun:
                 )
                 for index, module in self._stages.items()
             ]
-            kind = get_schedule_class(self._layout.schedule.name)
+            kind = _schedule_class(self._layout.schedule.name)
             self._schedules[shape] = kind(
                 stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
                 n_microbatches=self._layout.accumulation,
@@ -173,3 +172,17 @@ class PipelineRun:
                 scale_grads=False,
             )
         return self._schedules[shape]
+
+
+def _schedule_class(name: str) -> Any:
+    """Return PyTorch's schedule, whose `step` takes `micro_batches` as they are: no tensor to split.
+
+    Its own keywords for that, `arg_mbs` and `kwarg_mbs`, came with PyTorch 2.14.
+    """
+    kind: Any = get_schedule_class(name)
+
+    class Schedule(kind):  # type: ignore[misc]
+        def _split_inputs(self, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
+            return [()] * len(kwargs["micro_batches"]), kwargs["micro_batches"]
+
+    return Schedule

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import nn
 
 from trainer.engines.deepspeed import patches, pipeline, tensor
@@ -37,8 +40,19 @@ from trainer.parallel.parallel_mesh import parallel_mesh_of
 from trainer.tasks.task import Batch, ModelWithLoss
 
 
+OLDEST = Version("0.19")
+"""Below it AutoTP's section is refused, and PipelineModule and ZeRO-1 and 2 fail or are wrong."""
+
+
 def refusal(layout: Layout) -> str | None:
     """Return the reason why DeepSpeed can't run a layout, or None."""
+    if find_spec("deepspeed") is None:
+        return "DeepSpeed is not installed: pip install 'meshloom[deepspeed]'."
+    flat = layout.zero_stage in (1, 2) or layout.precision != "float32" and layout.zero_stage == 0
+    split = layout.pipeline * layout.tensor > 1
+    if (split or (flat and layout.data_ranks > 1)) and Version(version("deepspeed")) < OLDEST:
+        needs = "Pipelines, tensor parallelism and ZeRO-1 and 2 over several ranks need"
+        return f"{needs} DeepSpeed {OLDEST}; this is {version('deepspeed')}."
     if layout.tensor > 1 and (reason := tensor.refusal(layout)):
         return reason
     if layout.pipeline > 1 and (reason := pipeline.refusal(layout)):

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as functional
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import (
@@ -208,7 +209,7 @@ class MasterState:
         if self._partitioned:  # DeepSpeed's own setter requires a size that the ranks divide evenly
             own: int = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
             optimizer = self._optimizer
-            start = own * optimizer._get_param_partition_rank(parameter)
+            start = own * dist.get_rank(optimizer.dp_process_group)
             padded = functional.pad(value, (0, max(0, start + own - len(value))))
             optimizer.set_local_hp_param(padded.narrow(0, start, own), parameter, key)
         elif key is None:

@@ -27,8 +27,18 @@ ZERO_1_NOTE = (
 )
 
 
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+"""Schedules whose messages fail over gloo with PyTorch 2.10; between it and 2.15 is untested."""
+
+
 def refusal(layout: Layout) -> str | None:
     """Return the reason why this engine can't run a layout, or None."""
+    schedule = layout.schedule.name
+    if layout.pipeline > 1 and schedule in V_SHAPED and torch.__version__ < "2.15":
+        return (
+            f"trainer.pipeline.schedule {schedule} needs PyTorch 2.15; this is "
+            f"{torch.__version__}. Use 1F1B, Interleaved1F1B or InterleavedZeroBubble."
+        )
     if layout.pipeline > 1 and layout.schedule.splits_backward and layout.zero_stage == 3:
         return (
             f"{layout.schedule.name} with ZeRO-3 gives wrong gradients without a word: FSDP2 frees "

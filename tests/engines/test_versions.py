@@ -1,0 +1,77 @@
+"""What an installed version lacks, or a DeepSpeed that is not there, is refused in a sentence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+from tests.support.commands import ROOT, Result, losses, write_job
+from tests.support.layouts import LAYOUTS
+from trainer.engines import ENGINES
+from trainer.engines.deepspeed import engine as deepspeed
+
+LAYOUT_OF = {name: case.layout for name, case in LAYOUTS.items()}
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "pipeline", "tensor"])
+def test_an_old_deepspeed_does_not_run_what_it_gets_wrong(monkeypatch, name):
+    monkeypatch.setattr(deepspeed, "version", lambda package: "0.18.9")
+    refusal = ENGINES["deepspeed"].refusal(LAYOUT_OF[name])
+    assert "need DeepSpeed 0.19; this is 0.18.9" in refusal
+    assert ENGINES["mesh"].refusal(LAYOUT_OF[name]) is None
+
+
+@pytest.mark.parametrize("name", ["one rank", "ddp", "zero3"])
+def test_an_old_deepspeed_runs_what_it_gets_right(monkeypatch, name):
+    monkeypatch.setattr(deepspeed, "version", lambda package: "0.18.9")
+    assert ENGINES["deepspeed"].refusal(LAYOUT_OF[name]) is None
+
+
+@pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipeV"])
+def test_an_old_pytorch_does_not_run_v_shaped_schedules(monkeypatch, name):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.0"))
+    layout = replace(LAYOUTS["pipeline"], schedule=name).layout
+    refusal = ENGINES["mesh"].refusal(layout)
+    assert refusal.startswith(f"trainer.pipeline.schedule {name} needs PyTorch 2.15; this is 2.10")
+    assert ENGINES["mesh"].refusal(LAYOUT_OF["pipeline"]) is None
+
+
+def without_deepspeed(folder: Path, command: str, *arguments: str | Path) -> Result:
+    """Run a command where DeepSpeed can't be imported."""
+    (folder / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")
+    found = subprocess.run(
+        [sys.executable, "-m", "trainer.command", command, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250,
+    )
+    return Result(found.returncode, found.stdout)
+
+
+def test_without_deepspeed_a_job_trains_on_another_engine(tmp_path):
+    job = write_job(tmp_path, steps=2)
+    result = without_deepspeed(tmp_path, "train", "--config", job, "trainer.run.folder=runs")
+    assert result.code == 0, result.output
+    assert "engine deepspeed" not in result.output and "steps" in result.output
+    assert [len(losses(path)) for path in (tmp_path / "runs").iterdir()] == [3]
+    asked = without_deepspeed(tmp_path, "train", "--config", job, "trainer.engine=deepspeed")
+    assert asked.code == 64, asked.output
+    assert "pip install 'meshloom[deepspeed]'" in asked.output
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("command", ["verify", "plan"])
+def test_without_deepspeed_a_layout_is_verified_and_planned(tmp_path, command):
+    job = write_job(tmp_path, steps=2)
+    result = without_deepspeed(tmp_path, command, "--config", job)
+    assert result.code == 0, result.output
