@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from tests.support.layouts import LAYOUTS, PRECISIONS, RESUMED, by_engine
 from tests.support.training import (
@@ -32,6 +34,11 @@ STOPPED |= by_engine(
 )
 
 
+OLD_TRANSFORMERS = Version(transformers.__version__) < Version("5.3")
+OLD_TORCH = torch.__version__ < "2.15"
+
+
+@pytest.mark.skipif(OLD_TORCH, reason="the V-shaped schedules need PyTorch 2.15")
 def test_every_layout_is_offered_and_every_engine_takes_part():
     offered = {name: [e for e in ENGINES if f"{e}-{name}" in CASES] for name in LAYOUTS}
     assert [name for name, engines in offered.items() if not engines] == []
@@ -44,6 +51,8 @@ def test_every_layout_is_offered_and_every_engine_takes_part():
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_one_process_does(pools, name):
     case = CASES[name]
+    if OLD_TRANSFORMERS and case.model["model_type"] == "qwen3" and case.tensor > 1:
+        pytest.skip("transformers 5.2 is 7e-6 off with Qwen3 under tensor parallelism; 5.24 is not")
     reference = train_plainly(case)
     for outcome in pools[case.world_size].run(train_by_engine, case=case):
         assert_same(outcome, reference, 2e-6)

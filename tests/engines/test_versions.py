@@ -14,10 +14,11 @@ from torch.torch_version import TorchVersion
 
 from tests.support.commands import ROOT, Result, losses, write_job
 from tests.support.layouts import LAYOUTS
+from tests.support.training import layout_of
 from trainer.engines import ENGINES
 from trainer.engines.deepspeed import engine as deepspeed
 
-LAYOUT_OF = {name: case.layout for name, case in LAYOUTS.items()}
+LAYOUT_OF = {name: layout_of(case) for name, case in LAYOUTS.items()}
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "pipeline", "tensor"])
@@ -37,7 +38,7 @@ def test_an_old_deepspeed_runs_what_it_gets_right(monkeypatch, name):
 @pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipeV"])
 def test_an_old_pytorch_does_not_run_v_shaped_schedules(monkeypatch, name):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.0"))
-    layout = replace(LAYOUTS["pipeline"], schedule=name).layout
+    layout = layout_of(replace(LAYOUTS["pipeline"], schedule=name))
     refusal = ENGINES["mesh"].refusal(layout)
     assert refusal.startswith(f"trainer.pipeline.schedule {name} needs PyTorch 2.15; this is 2.10")
     assert ENGINES["mesh"].refusal(LAYOUT_OF["pipeline"]) is None
@@ -73,5 +74,12 @@ def test_without_deepspeed_a_job_trains_on_another_engine(tmp_path):
 @pytest.mark.parametrize("command", ["verify", "plan"])
 def test_without_deepspeed_a_layout_is_verified_and_planned(tmp_path, command):
     job = write_job(tmp_path, steps=2)
-    result = without_deepspeed(tmp_path, command, "--config", job)
+    arguments = ["--config", job, "--world-size", "2", "scheduler.type=cosine"]
+    result = without_deepspeed(tmp_path, command, *arguments)
     assert result.code == 0, result.output
+
+
+@pytest.mark.more
+def test_a_schedule_of_deepspeeds_is_verified_with_deepspeed_alone(tmp_path):
+    result = without_deepspeed(tmp_path, "verify", "--config", write_job(tmp_path, steps=2))
+    assert result.code == 64 and "scheduler.type: WarmupCosineLR" in result.output, result.output

@@ -39,7 +39,6 @@ from trainer.parallel.gradients import GradientNorm
 from trainer.parallel.parallel_mesh import parallel_mesh_of
 from trainer.tasks.task import Batch, ModelWithLoss
 
-
 OLDEST = Version("0.19")
 """Below it AutoTP's section is refused, and PipelineModule and ZeRO-1 and 2 fail or are wrong."""
 
