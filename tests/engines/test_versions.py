@@ -71,10 +71,10 @@ def test_without_deepspeed_a_job_trains_on_another_engine(tmp_path):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("command", ["verify", "plan"])
-def test_without_deepspeed_a_layout_is_verified_and_planned(tmp_path, command):
+@pytest.mark.parametrize(("command", "ranks"), [("verify", "--world-size"), ("plan", "--gpus")])
+def test_without_deepspeed_a_layout_is_verified_and_planned(tmp_path, command, ranks):
     job = write_job(tmp_path, steps=2)
-    arguments = ["--config", job, "--world-size", "2", "scheduler.type=cosine"]
+    arguments = ["--config", job, ranks, "2", "scheduler.type=cosine"]
     result = without_deepspeed(tmp_path, command, *arguments)
     assert result.code == 0, result.output
 
