@@ -106,3 +106,15 @@ def test_commands_are_told(installed, tmp_path):
     )
     wrong = meshloom(installed, tmp_path, "trian")
     assert wrong.code == 2 and "invalid choice: 'trian'" in wrong.output
+
+
+def test_the_dockerfile_copies_what_is_there_and_runs_the_readmes_command():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    words = [line.split() for line in lines if line and not line.startswith("#")]
+    copied = [name for word, *names in words if word == "COPY" for name in names[:-1]]
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    assert {"trainer", "launch", "ds_configs", "pyproject.toml"} <= set(copied)
+    [base] = [names[0] for word, *names in words if word == "FROM"]
+    assert ":" in base and not base.endswith(":latest")
+    command = json.loads(lines[-1].removeprefix("CMD "))
+    assert " ".join(command) in (ROOT / "README.md").read_text()

@@ -175,7 +175,7 @@ class PipelineRun:
 
 
 def _schedule_class(name: str) -> Any:
-    """Return PyTorch's schedule, whose `step` takes `micro_batches` as they are: no tensor to split.
+    """Return PyTorch's schedule, whose `step` takes `micro_batches` as they are, unsplit.
 
     Its own keywords for that, `arg_mbs` and `kwarg_mbs`, came with PyTorch 2.14.
     """

@@ -1,0 +1,12 @@
+# docker build -t meshloom . && docker run --rm -it --gpus all --shm-size 8g meshloom   (without --gpus: on the CPU)
+FROM python:3.11-slim-bookworm
+# a compiler for DeepSpeed's operators on the host
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+WORKDIR /meshloom
+RUN pip install --no-cache-dir torch torchvision
+COPY pyproject.toml README.md LICENSE ./
+COPY trainer trainer
+COPY launch launch
+COPY ds_configs ds_configs
+RUN pip install --no-cache-dir -e '.[deepspeed]'
+CMD ["deepspeed", "launch/train.py", "--config", "ds_configs/zero2.json"]
