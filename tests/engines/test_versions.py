@@ -73,6 +73,8 @@ def test_without_deepspeed_a_job_trains_on_another_engine(tmp_path):
 @pytest.mark.more
 @pytest.mark.parametrize(("command", "ranks"), [("verify", "--world-size"), ("plan", "--gpus")])
 def test_without_deepspeed_a_layout_is_verified_and_planned(tmp_path, command, ranks):
+    if command == "plan" and torch.__version__ < "2.15":
+        pytest.skip("the planner needs PyTorch 2.15: fake tensors of 2.10 have no allreduce_")
     job = write_job(tmp_path, steps=2)
     arguments = ["--config", job, ranks, "2", "scheduler.type=cosine"]
     result = without_deepspeed(tmp_path, command, *arguments)
