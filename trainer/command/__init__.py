@@ -30,7 +30,7 @@ def parser_of(
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add the arguments --config and key.path=value."""
-    text = "a DeepSpeed config, or the name of one that is shipped"
+    text = "a DeepSpeed config, JSON or YAML, or the name of one that is shipped"
     parser.add_argument("--config", required=True, metavar="JSON", help=text)
     text = "overrides a key of the config"
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)

@@ -16,6 +16,7 @@ COMMANDS = {
     "report": "write a run as one HTML page, with pictures",
     "checkpoint": "list, verify, show and import checkpoints",
     "import": "write a config from Axolotl's, LLaMA-Factory's or the Trainer's",
+    "schema": "print the JSON Schema of a config, for editors",
 }
 EPILOG = "".join(f"\n  meshloom {name:<13} {text}" for name, text in COMMANDS.items())
 

@@ -12,6 +12,7 @@ from trainer.config.keys import RECOMPUTES
 from trainer.config.read import Json
 from trainer.errors import MOST_SHOWN, Problem
 
+COMMENTS = ("_", "//")
 UNSAID = 'it has no "{}", and is off'
 """The reason why a section without its switch has no effect."""
 
@@ -35,12 +36,12 @@ def check(
 ) -> Checked:
     """Check the section at `path` and all below it; `elsewhere` are known keys outside the table.
 
-    Keys that start with "_" or "//" are comments. The values returned are without keys that have
-    no effect, and without removed keys that are off.
+    Keys that start with "_" or "//" are comments, as is "$schema", which is for editors. The values
+    returned are without keys that have no effect, and without removed keys that are off.
     """
     found = Checked()
     for name, value in values.items():
-        if not name.startswith(("_", "//")):
+        if not name.startswith(COMMENTS) and f"{path}{name}" != "$schema":
             _check_one(found, name, value, table, elsewhere, f"{path}{name}")
     return found
 

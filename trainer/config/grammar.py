@@ -227,16 +227,16 @@ _NOUNS = {
     "any": "anything",
     "section": "a section {...}",
 }
-_FLAGS = {
+FLAGS = {
     **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
     **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
 }
 
 
 def _bool(value: Any) -> bool:
-    if isinstance(value, list | dict) or str(value).lower() not in _FLAGS:
+    if isinstance(value, list | dict) or str(value).lower() not in FLAGS:
         raise ValueError
-    return _FLAGS[str(value).lower()]
+    return FLAGS[str(value).lower()]
 
 
 def _number(value: Any) -> float:
@@ -259,12 +259,12 @@ def _int(value: Any) -> int:
 
 
 def _dtype(value: Any) -> str:
-    if not isinstance(value, str) or value.lower().removeprefix("torch.") not in _DTYPES:
+    if not isinstance(value, str) or value.lower().removeprefix("torch.") not in DTYPES:
         raise ValueError
     return value.lower()
 
 
-_DTYPES = ("fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bfloat16")
+DTYPES = ("fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bfloat16")
 
 
 def _instance(kind: type) -> Callable[[Any], Any]:

@@ -1,4 +1,4 @@
-"""Reads a JSON config file, and applies `key.path=value` overrides."""
+"""Reads a JSON or YAML config file, and applies `key.path=value` overrides."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from trainer.config.grammar import show
-from trainer.errors import MOST_SHOWN, ConfigError, Problem
+from trainer.errors import MOST_SHOWN, ConfigError, Problem, first_line
 from trainer.storage import read_file
 
 Json = dict[str, Any]
@@ -27,21 +29,26 @@ DEEPEST = 40
 """The most levels of nested sections."""
 DIGITS = 1000
 """The most digits of a number; more exceed any float."""
-
-
+MOST = 100_000
+"""The most values of a YAML file, each counted as often as an anchor repeats it."""
+YAML = (".yaml", ".yml")
+"""The endings of files that are YAML."""
 SHOWN = 200
 """The most characters of a key's path in an error."""
 
 
 def read(path: Path) -> Json:
-    """Read the object in a JSON file, which may have comments, as DeepSpeed's may.
+    """Read the object in a JSON file, which may have comments, as DeepSpeed's may, or in YAML.
 
-    Raises ConfigError if it is no regular file, no UTF-8, no JSON or too large.
+    Raises ConfigError if it is no regular file, no UTF-8, neither JSON nor YAML, or too large.
     """
     try:
         text = re.sub("\r\n?", "\n", _bytes(path).decode().removeprefix("\ufeff"))
-        text = _COMMENT.sub(_blank, text)
-        raw = _parse(text)
+        if path.suffix in YAML:
+            raw, text = parse_yaml(text, str(path)), ""
+        else:
+            text = _COMMENT.sub(_blank, text)
+            raw = _parse(text)
     except UnicodeDecodeError as error:
         raise ConfigError(
             Problem(str(path), f"byte {error.start} is not UTF-8", "a UTF-8 text file")
@@ -55,7 +62,8 @@ def read(path: Path) -> Json:
     if twice := [_double(f"{path}:{line}", key) for key, line in _twice(text)]:
         raise ConfigError(*twice)
     if not isinstance(raw, dict):
-        raise ConfigError(Problem(str(path), f"saw {show(raw)}", "a JSON object {...}"))
+        expected = "keys with values" if path.suffix in YAML else "a JSON object {...}"
+        raise ConfigError(Problem(str(path), f"saw {show(raw)}", expected))
     if problems := [*unfit(raw, str(path), text)]:
         raise ConfigError(*problems)
     return raw
@@ -160,6 +168,102 @@ def _double(place: str, key: str) -> Problem:
     return Problem(place, f"saw the key {show(key)} twice in one section", "once")
 
 
+_TAG = "tag:yaml.org,2002:"
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Keeps dates as text, reads 1e-3 as a number, as JSON does, and copies what anchors repeat."""
+
+    yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if pair[0] != f"{_TAG}timestamp"]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors = {
+        tag: make
+        for tag, make in yaml.SafeLoader.yaml_constructors.items()
+        if str(tag).removeprefix(_TAG) not in ("binary", "timestamp", "set", "omap", "pairs")
+    }
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        made = super().construct_object(node, deep=True)
+        self.constructed_objects.pop(node, None)
+        return made
+
+
+_EXPONENT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver(f"{_TAG}float", _EXPONENT, list("-+.0123456789"))
+
+
+def parse_yaml(text: str, place: str) -> Any:
+    """Parse the YAML text of the file `place`. Raises ConfigError, and RecursionError if it is
+    nested too deep.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        problems: list[Problem] = []
+        if _examine(loader, node, "", {}, problems, place) > MOST and not problems:
+            seen, expected = f"more than {MOST:,} values", "a config: anchors repeat what they hold"
+            problems.append(Problem(place, seen, expected))
+        if problems:
+            raise ConfigError(*problems)
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        seen = getattr(error, "problem", "") or first_line(error)
+        raise ConfigError(Problem(_line(place, mark), seen, "YAML")) from None
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(Problem(place, first_line(error), "YAML")) from None
+
+
+def _line(place: str, mark: Any) -> str:
+    return f"{place}:{mark.line + 1}" if mark else place
+
+
+def _examine(
+    loader: _Loader, node: Any, path: str, known: dict[Any, int], problems: list[Problem], at: str
+) -> int:
+    """Count the values below a node, and note those that JSON does not have."""
+    if node in known:
+        if known[node] == 0:
+            expected = "no anchor that holds itself"
+            problems.append(Problem(_line(at, node.start_mark), f"saw {path} in itself", expected))
+        return known[node]
+    known[node] = 0
+    parts: list[tuple[str, Any]] = []
+    if isinstance(node, yaml.SequenceNode):
+        parts = [(f"{path}[{index}]", part) for index, part in enumerate(node.value)]
+    elif isinstance(node, yaml.MappingNode):
+        parts = [(f"{path}.{key.value}".lstrip("."), part) for key, part in node.value]
+        problems += _keys(node, at)
+    elif node.tag in (f"{_TAG}int", f"{_TAG}float"):
+        digits, fits = len(node.value), node.tag == f"{_TAG}int"
+        if digits > DIGITS or not (fits or math.isfinite(loader.construct_yaml_float(node))):
+            seen = f"a number of {digits:,} digits" if digits > DIGITS else node.value
+            place = f"{_line(at, node.start_mark)}: {path}"
+            problems.append(Problem(place, f"saw {seen}", "a finite number"))
+    count = 1 + sum(_examine(loader, part, name, known, problems, at) for name, part in parts)
+    known[node] = count
+    return count
+
+
+def _keys(node: yaml.MappingNode, at: str) -> list[Problem]:
+    """List the problems of a section's keys: one that is there twice, or that is not text."""
+    problems, seen = [], set()
+    for key, _ in node.value:
+        place = _line(at, key.start_mark)
+        if key.tag not in (f"{_TAG}str", f"{_TAG}merge"):
+            shown = str(key.value)[:60] if isinstance(key, yaml.ScalarNode) else "of several values"
+            problems.append(Problem(place, f"saw the key {shown}", "text, a number in quotes"))
+        elif key.value in seen:
+            shown = f"saw the key {show(key.value)} twice in one section"
+            problems.append(Problem(place, shown, "once"))
+        seen.add(str(key.value))
+    return problems
+
+
 def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list[Problem]]:
     """Return `raw` with each `key.path=value` set; also the paths that were set, and the problems.
 
@@ -230,9 +334,9 @@ def _twice(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _nearby(path: Path) -> str:
-    """Return a hint that names the JSON files beside a path."""
-    beside = islice(path.parent.glob("*.json"), 1000) if path.parent.is_dir() else ()
-    names = sorted(found.name for found in beside)[:6]
+    """Return a hint that names the JSON and YAML files beside a path."""
+    beside = islice(path.parent.iterdir(), 1000) if path.parent.is_dir() else ()
+    names = sorted(found.name for found in beside if found.suffix in (".json", *YAML))[:6]
     return f"In {path.parent}: {', '.join(names)}" if names else ""
 
 

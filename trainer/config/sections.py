@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 
@@ -100,7 +100,11 @@ Whole = Annotated[int, BeforeValidator(_no_flag)]
 Count = Annotated[Whole, Field(ge=1, le=1_000_000_000)]
 Number = Annotated[float, BeforeValidator(_no_flag)]
 Share = Annotated[Number, Field(ge=0, le=1)]
-Every = Annotated[Any, AfterValidator(_interval)]
+Every = Annotated[
+    Any,
+    AfterValidator(_interval),
+    WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000_000}),
+]
 """A number of steps; or a share of all of them, which is a number in a resolved config."""
 Axis = Annotated[Whole, AfterValidator(_axis)]
 PipelineSchedule = Literal[
@@ -111,7 +115,11 @@ Paths = str | Annotated[list[str], Field(min_length=1, max_length=100_000)]
 
 class Section(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 

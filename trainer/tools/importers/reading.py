@@ -8,10 +8,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trainer.config.grammar import show
-from trainer.config.read import DEEPEST, LARGEST, Json, read
+from trainer.config.read import DEEPEST, LARGEST, Json, parse_yaml, read
 from trainer.errors import ConfigError, Problem, first_line
 
 _ARGUMENT = re.compile(r"--[A-Za-z_]")
@@ -21,8 +19,6 @@ _ADVICE = (
     "Give the arguments themselves after --: meshloom import -- --model_name_or_path NAME "
     "--learning_rate 1e-5"
 )
-_MOST = 100_000
-"""The most values of a config, each counted as often as an anchor repeats it."""
 _WORDS = {"true": True, "yes": True, "false": False, "no": False}
 
 
@@ -79,14 +75,12 @@ def beside(folder: Path, name: str) -> Path | None:
 def _strange(given: Any, place: str) -> Iterator[Problem]:
     """Yield what is wrong with each value of a tree."""
     waiting: list[tuple[str, Any, int]] = [("", given, 0)]
-    for _ in range(_MOST):
-        if not waiting:
-            return
+    while waiting:
         key, value, depth = waiting.pop()
         where = key or place
         if depth > DEEPEST:
             seen = f"sections nested more than {DEEPEST} deep"
-            yield Problem(place, seen, "no anchor that holds itself")
+            yield Problem(place, seen, "the few levels of a config")
         elif isinstance(value, dict):
             odd = [name for name in value if not (isinstance(name, str) and name.isprintable())]
             if odd:
@@ -98,7 +92,6 @@ def _strange(given: Any, place: str) -> Iterator[Problem]:
             waiting += [(f"{key}[{at}]", below, depth + 1) for at, below in enumerate(value)]
         elif expected := _expected(value):
             yield Problem(where, f"saw {_shown(value)}", expected)
-    yield Problem(place, f"more than {_MOST:,} values", "a config: anchors repeat what they hold")
 
 
 def _expected(value: Any) -> str:
@@ -123,17 +116,10 @@ def _shown(value: Any) -> str:
 
 def _yaml(path: Path) -> Any:
     try:
-        return yaml.load(_text(path), _Unique)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else str(path)
-        seen = getattr(error, "problem", "") or first_line(error)
-        raise ConfigError(Problem(place, seen, "YAML")) from None
+        return parse_yaml(_text(path), str(path))
     except RecursionError:
         seen, expected = "sections nested too deep", "the few levels of a config"
         raise ConfigError(Problem(str(path), seen, expected)) from None
-    except (ValueError, OverflowError) as error:
-        raise ConfigError(Problem(str(path), first_line(error), "YAML")) from None
 
 
 def _text(path: Path) -> str:
@@ -149,27 +135,6 @@ def _text(path: Path) -> str:
     except (OSError, ValueError) as error:
         expected = "a text file that can be read"
         raise ConfigError(Problem(str(path), first_line(error), expected)) from None
-
-
-class _Unique(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses a key that a mapping has twice, where YAML's own loader takes the last; keeps dates
-    as text.
-    """
-
-    yaml_implicit_resolvers = {
-        first: [pair for pair in pairs if not pair[0].endswith("timestamp")]
-        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                problem = f"the key {key.value} twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(str(key.value))
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
