@@ -23,14 +23,17 @@ import pytest
 from tests.support.commands import ROOT, SCRIPTS, run, write_job
 
 COMMAND = re.compile(
-    r"(?:[A-Z_]+=\S+ )*(?:python3?|deepspeed|torchrun|accelerate|meshloom) +[^\s=|&>,.]"
+    r"(?:[A-Z_]+=\S+ )*(?:python3?|deepspeed|torchrun|accelerate|meshloom"
+    r"|pip|uv|sbatch|srun|pytest|ruff|mypy|mkdocs|docker|git) +[^\s=|&>,.]"
 )
+SHELL = ("sh", "bash", "shell", "console")
+"""The languages of fenced blocks in which every line is a command or its output."""
 TRAIN = "launch/train.py --config"
 OPTION = re.compile(r" \[[^\]]*\]")
 
 
 def documents() -> list[Path]:
-    found = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
     return [*found, *ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/results/*.md")]
 
 
@@ -43,7 +46,7 @@ def code_of(path: Path) -> Iterator[str]:
     for line in re.sub(r"\\\n\s*", "", text).splitlines():
         fenced ^= line.lstrip().startswith("```")
         if fenced or line.startswith("    ") or path.suffix == ".py":
-            yield line.strip()
+            yield line.strip().removeprefix("$ ")
     yield from (" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text))
 
 
@@ -72,6 +75,16 @@ STEPS = "benchmarks/step_time.py --smoke"
 PREPARATION = "python benchmarks/preparation.py"
 FOREIGN = "tests/importers/import_config"
 CHECKPOINT = "meshloom checkpoint"
+CHATS = (
+    "trainer.model.name_or_path=runs/base/final trainer.data.path=examples/chats.jsonl "
+    "trainer.data.documents=pad trainer.data.evaluation_fraction=0"
+)
+TWENTY = "trainer.epochs=20 trainer.log.every=5"
+LORA = """trainer.adapter='{"type": "lora", "r": 8, "alpha": 16}' optimizer.params.lr=5e-3"""
+TINY_CHATS = (
+    f"{CHATS.replace('runs/base', '{run}')} trainer.epochs=2 trainer.data.sequence_length=128 "
+    "trainer.run.folder={out}"
+)
 OWN = "trainer.model.name_or_path={run}/final trainer.model.config=null trainer.data.path={text}"
 SHORT = "trainer.data.sequence_length=16 trainer.run.folder={out} trainer.epochs=0.1"
 
@@ -116,6 +129,36 @@ SMALL: dict[str, tuple[str, ...]] = {
         "python examples/one_curve.py --steps 2 --output {out}/a.png",
     ),
     # docs
+    f"python {TRAIN} ds_configs/zero2.json trainer.run.name=base trainer.steps=100": (
+        f"python {TRAIN} ds_configs/zero2.json {{tiny}} trainer.run.name=base",
+    ),
+    f"python {TRAIN} ds_configs/zero2.json trainer.model.name_or_path=runs/base/final "
+    "trainer.data.path=examples/chats.jsonl trainer.data.documents=pad --preview 2": (
+        f"python {TRAIN} ds_configs/zero2.json trainer.model.name_or_path={{run}}/final "
+        "trainer.data.path=examples/chats.jsonl trainer.data.documents=pad --preview 2",
+    ),
+    f"python {TRAIN} ds_configs/zero2.json trainer.run.name=chat {CHATS} {TWENTY}": (
+        f"python {TRAIN} ds_configs/zero2.json trainer.run.name=chat {TINY_CHATS}",
+    ),
+    f"python {TRAIN} ds_configs/zero2.json trainer.run.name=lora {CHATS} {TWENTY} {LORA}": (
+        f"python {TRAIN} ds_configs/zero2.json trainer.run.name=lora {TINY_CHATS} {LORA}",
+    ),
+    **{
+        f"meshloom plan --config {words} MODEL": (f"meshloom plan --config {words} {{tiny}}",)
+        for words in ("zero2 --gpus 1", "ddp --gpus 8", "zero3 --gpus 8")
+    },
+    "meshloom plan --config hsdp --nodes 8 --gpus 8 MODEL": (
+        "meshloom plan --config hsdp --nodes 8 --gpus 8 {tiny} train_micro_batch_size_per_gpu=1",
+    ),
+    "python launch/verify.py --config ds_configs/zero2.json": (
+        "python launch/verify.py --config ds_configs/zero2.json {tiny}",
+    ),
+    # AGENTS
+    f"python {TRAIN} C.json --dry-run": (f"python {TRAIN} {{job}} --dry-run",),
+    f"python {TRAIN} C.json --preview 2": (f"python {TRAIN} {{job}} --preview 2",),
+    "meshloom plan --config C.json --nodes 8 --gpus 8": (
+        "meshloom plan --config {job} --nodes 1 --gpus 4",
+    ),
     "torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint "
     "HEAD:29500 "
     f"{TRAIN} my.json trainer.checkpoint.every=200": (f"{HOSTS} --max-restarts 3 {TRAIN} {{job}}",),
@@ -213,6 +256,10 @@ SMALL: dict[str, tuple[str, ...]] = {
 """Command -> its smallest form, or forms."""
 
 SAME: dict[str, str] = {
+    **{
+        words: "python launch/verify.py --config ds_configs/zero2.json"
+        for words in ("python launch/verify.py", "python launch/verify.py --config C.json")
+    },
     "accelerate launch": f"accelerate launch {TRAIN} C.json",
     "OMP_NUM_THREADS=1 python benchmarks/packing.py --steps 4": "python benchmarks/packing.py",
     "python benchmarks/guide.py": "python benchmarks/guide.py 3",
@@ -251,6 +298,33 @@ SAME: dict[str, str] = {
 """Command -> the one of `SMALL` that it is with other sizes."""
 
 ELSEWHERE: dict[str, str] = {
+    **{
+        f"sbatch {words}": f"test_slurm.py::{test}"
+        for words, test in {
+            "launch/slurm.sbatch C.json": "test_a_torchrun_for_each_node",
+            "launch/slurm.sbatch my.json": "test_a_torchrun_for_each_node",
+            "--nodes=4 --gpus-per-node=4 --time=8:00:00 launch/slurm.sbatch my.json "
+            "trainer.steps=5000": "test_a_torchrun_for_each_node",
+            "--ntasks-per-node=8 --cpus-per-task=8 launch/slurm.sbatch my.json": (
+                "test_a_task_for_each_rank"
+            ),
+        }.items()
+    },
+    **{
+        f"srun {words}": "test_slurm.py::test_ranks_of_srun_are_told_as_torchrun_tells_its"
+        for words in (
+            "python launch/train.py --config C.json",
+            "--nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8 "
+            "python launch/train.py --config my.json",
+        )
+    },
+    f"python {TRAIN} bad.json": (
+        "test_documented_commands.py::test_the_errors_of_a_bad_config_are_those_of_the_page"
+    ),
+    "mkdocs build --strict": (
+        "test_site.py::test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere"
+    ),
+    "python -m tests.support.reference": "test_site.py::test_the_reference_is_that_of_the_code",
     f"python {TRAIN} examples/digits.json": "test_images.py::test_digits_are_learned",
     f"python {TRAIN} examples/digits.json trainer.seed=S": "test_images.py::test_digits_are_learned",
     "python examples/ladder/01_one_device.py": "test_ladder.py::test_a_rung_has_the_loss_of_one_device",
@@ -269,6 +343,22 @@ ELSEWHERE: dict[str, str] = {
 """Command -> the test that runs it."""
 
 NOT_HERE: dict[str, str] = {
+    **{
+        f"pip install {words}": "installing, from an index: .ci/run does, and test_wheel.py without"
+        for words in (".", "-e '.[test]'", "-e '.[lora]'", "-e '.[ladder]'", "'meshloom[lora]'")
+        + ("'meshloom[digits]'", "'meshloom[report]'")
+        + ("torch torchvision && pip install -e '.[test]'",)
+    },
+    **{
+        words: ".ci/run runs it"
+        for words in ("ruff check .", "ruff format --check .", "mypy trainer launch tests")
+        + ("ruff format . && ruff check . && mypy trainer launch tests",)
+    },
+    "python -m tests.test_rules": "it rewrites tests/rows.json",
+    "python -m pytest tests/ROOM": "it stands for any room",
+    "python -m pytest tests/test_rules.py tests/test_shape.py": "they are tests themselves",
+    "python -m pytest --more": ".ci/run runs it, a part for each commit",
+    "pytest --whole tests/conformance/families": "hours; test_families.py samples it",
     "python -m pytest": "it is what runs this",
     "python -m pytest -m gpu": "it needs GPUs; without, all of it is skipped",
     "python SCRIPT": "it stands for any script",
@@ -289,6 +379,66 @@ def test_every_command_is_run_or_says_why_not():
 def test_the_tables_have_no_command_that_nobody_documents():
     assert {*SMALL, *SAME, *ELSEWHERE, *NOT_HERE} - documented().keys() == set()
     assert set(SAME.values()) <= SMALL.keys()
+
+
+def unknown_commands(text: str) -> list[str]:
+    """Return lines after a prompt, or in a fenced block of a shell, of programs not in `COMMAND`."""
+    text = re.sub(r"\\\n\s*", "", text)
+    prompts = re.findall(r"^ *\$ (.+)$", text, re.MULTILINE)
+    for language, block in re.findall(r"^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language in SHELL and "$ " not in block:
+            prompts += [line for line in block.splitlines() if line and not line.startswith("#")]
+    return [line for line in prompts if not COMMAND.match(line)]
+
+
+def test_every_line_of_a_shell_is_a_command_that_is_known():
+    found = {
+        path.name: unknown_commands(path.read_text())
+        for path in documents()
+        if path.suffix == ".md"
+    }
+    assert not any(found.values()), f"{found}: COMMAND has to have these programs"
+    assert unknown_commands("```sh\nls -l\n```\n\n    $ cat a\n    b\n") == ["cat a", "ls -l"]
+
+
+def test_the_errors_of_a_bad_config_are_those_of_the_page(tmp_path: Path):
+    bad = {
+        "train_batch_size": 8,
+        "gradient_acumulation_steps": 8,
+        "zero_optimisation": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lrr": 1e-4}},
+        "fp16": {"enabled": True},
+        "bf16": {"enabled": True},
+        "trainer": {"steps": 1, "model": {"name_or_pth": "my-llama"}},
+    }
+    (tmp_path / "bad.json").write_text(json.dumps(bad))
+    result = run(sys.executable, "launch/train.py", "--config", tmp_path / "bad.json", cold=True)
+    page = (ROOT / "docs/configs.md").read_text()
+    [block] = re.findall(r"--config bad.json\n((?:    .*\n)+)", page)
+    expected = [line.strip() for line in block.splitlines()]
+    assert result.code == 64
+    assert sorted(line.strip() for line in result.lines) == sorted(expected)
+
+
+def test_each_block_of_python_is_python():
+    for path in documents():
+        for block in re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S):
+            compile(block, str(path), "exec")
+
+
+@pytest.mark.more
+def test_the_model_of_the_tutorial_answers(trained: str, tmp_path: Path):
+    words = TINY_CHATS.format(run=trained, out=tmp_path).split()
+    config = "ds_configs/zero2.json"
+    result = run(
+        sys.executable, "launch/train.py", "--config", config, "trainer.run.name=chat", *words
+    )
+    assert result.code == 0, result.output
+    [block] = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/first_chat_model.md").read_text(), re.M | re.S
+    )
+    result = run(sys.executable, "-c", block.replace("runs/chat", f"{tmp_path}/chat"))
+    assert result.code == 0 and "<|assistant|>" in result.output, result.output
 
 
 def test_a_new_command_is_found_wherever_it_stands(tmp_path: Path):

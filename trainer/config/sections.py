@@ -138,6 +138,7 @@ class ModelSection(Section):
             but_for=IMAGES.tasks,
         ),
     ] = None
+    """The folder or hub id of a model, whose weights training starts from."""
     config: Annotated[
         dict[str, Any] | str | None,
         Only(
@@ -155,8 +156,11 @@ class ModelSection(Section):
     weights: Annotated[str | None, IMAGES] = None
     """The pretrained weights of a torchvision model: "DEFAULT", or a name: "IMAGENET1K_V2"."""
     revision: Annotated[str | None, TEXT, Needs("a model's name")] = None
+    """The branch, tag or commit of a model on the hub."""
     trust_remote_code: Annotated[bool, TEXT] = False
+    """True to run the code that a model brings along."""
     attention: Annotated[Literal["sdpa", "eager", "flash_attention_2"] | None, TEXT] = None
+    """The implementation of attention; None: transformers' choice."""
 
 
 class Rows(Section):
@@ -165,6 +169,7 @@ class Rows(Section):
     path: Annotated[
         Paths | None, Excludes("trainer.data.sources", "Each of the sources has its own path.")
     ] = None
+    """Files, globs, folders or a hub id."""
     format: Annotated[
         Literal["auto", "jsonl", "parquet", "arrow", "text", "csv", "hub"],
         ROWS,
@@ -175,6 +180,7 @@ class Rows(Section):
         ),
     ] = "auto"
     split: Annotated[str, ROWS] = "train"
+    """The split of a hub data set."""
     name: Annotated[str | None, ROWS] = None
     """The subset of a hub data set."""
     records: Annotated[
@@ -237,6 +243,7 @@ class DataSection(Rows):
     ] = 0.01
     """The share of the training documents held out if there is no `evaluation_path`."""
     tokenizer: Annotated[str | None, TEXT] = None
+    """The folder or hub id of a tokenizer; None: the model's own, or the embedded one."""
     workers: Annotated[Annotated[Whole, Field(ge=1, le=1024)] | None, TEXT] = None
     """Processes that prepare the data, on one rank; None: one a core, or one for little data."""
 
@@ -294,7 +301,9 @@ class ImagesSection(Section):
 
 class RunSection(Section):
     name: Annotated[str, AfterValidator(_file_name)] | None = None
+    """The run's name; None: the config's file name."""
     folder: str = "runs"
+    """The folder in which the run gets a folder of its name."""
     node_local: bool = False
     """True if `folder` is each machine's own, and each keeps everything needed to resume."""
 
@@ -324,7 +333,9 @@ class LogSection(Section):
     every: Count = 10
     """Steps between log lines."""
     trackers: Annotated[list[Literal["tensorboard", "mlflow", "wandb"]], Field(max_length=10)] = []
+    """Trackers beside the terminal and `metrics.jsonl`."""
     sample_ids: bool = False
+    """True to write the numbers of each step's samples to `logs/`."""
     by_source: bool = False
     """True to log the training loss of each of several sources, too."""
 
@@ -409,6 +420,7 @@ class _Training(Section):
     """Keys of the steps, and of the numbers that they compute."""
 
     steps: Annotated[Count | None, Excludes("trainer.epochs")] = None
+    """The number of optimizer updates."""
     epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = None
     """The number of passes over the data; with neither steps nor epochs: one."""
     warmup_ratio: Annotated[
@@ -419,6 +431,7 @@ class _Training(Section):
     parameter_groups: Annotated[list[ParameterGroup], Field(max_length=1000)] = []
     """The parameter groups; the first that matches a parameter counts."""
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
+    """The seed of the order of the data, of dropout and of initial values."""
     label_smoothing: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """The share of each target that is spread evenly over all classes or tokens, in training."""
     neftune_alpha: Annotated[Number, Field(ge=0, le=1e6)] = 0.0
@@ -449,11 +462,14 @@ class _Execution(Section):
     """Keys of how the devices are used."""
 
     engine: Literal["auto", "deepspeed", "accelerate", "mesh"] = "auto"
+    """The engine; "auto": the first that runs the layout."""
     mesh: MeshSection = MeshSection()
     pipeline_schedule: Annotated[PipelineSchedule, Needs("a pipeline")] = "1F1B"
     """The order in which pipeline stages run their micro-batches, by PyTorch's names."""
     activation_checkpointing: Annotated[str, AfterValidator(_recompute)] = "none"
+    """Blocks recomputed in the backward pass: "none", "full", "selective" or "every:N"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """The kind of device; "auto": a GPU if there is one."""
     plan: Literal["refuse", "warn", "off"] = "refuse"
     """The reaction to a predicted lack of device memory; "off" predicts nothing.
 
