@@ -343,11 +343,13 @@ ELSEWHERE: dict[str, str] = {
 """Command -> the test that runs it."""
 
 NOT_HERE: dict[str, str] = {
+    "docker build -t meshloom .": "needs a builder; test_wheel.py checks the Dockerfile's text",
     **{
         f"pip install {words}": "installing, from an index: .ci/run does, and test_wheel.py without"
         for words in (".", "-e '.[test]'", "-e '.[lora]'", "-e '.[ladder]'", "'meshloom[lora]'")
         + ("'meshloom[digits]'", "'meshloom[report]'")
         + ("torch torchvision && pip install -e '.[test]'",)
+        + ("-e '.[deepspeed]'", "-e '.[deepspeed,lora]'")
     },
     **{
         words: ".ci/run runs it"

@@ -162,7 +162,7 @@ def _lenient(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     shown: Schema = {
-        (BOUNDS[name] if name in BOUNDS else name): _lenient(part)
+        str(BOUNDS.get(name, name)): _lenient(part)
         for name, part in node.items()
         if not (name == "title" and isinstance(part, str))
         and not (name == "default" and isinstance(part, dict | list))

@@ -100,11 +100,8 @@ Whole = Annotated[int, BeforeValidator(_no_flag)]
 Count = Annotated[Whole, Field(ge=1, le=1_000_000_000)]
 Number = Annotated[float, BeforeValidator(_no_flag)]
 Share = Annotated[Number, Field(ge=0, le=1)]
-Every = Annotated[
-    Any,
-    AfterValidator(_interval),
-    WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000_000}),
-]
+_STEPS = {"type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000_000}
+Every = Annotated[Any, AfterValidator(_interval), WithJsonSchema(_STEPS)]
 """A number of steps; or a share of all of them, which is a number in a resolved config."""
 Axis = Annotated[Whole, AfterValidator(_axis)]
 PipelineSchedule = Literal[
