@@ -170,7 +170,7 @@ class Bench:
     def by_hand(self, stage: int | None) -> Callable[[], None]:
         """What one writes from the PyTorch tutorials for this layout."""
         model = self.task.prepare(self.spec.build())
-        materialise(model, self.spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+        materialise(model, self.spec, seed=0)
         module: Any = ModelWithLoss(model, self.task).train()
         if stage is None:
             pass
@@ -341,7 +341,7 @@ def save_model(folder: str, smoke: bool) -> None:
     """The model of the memory measure as `save_pretrained` writes it, in shards."""
     bench = Bench("memory", 0, 1, smoke)
     model = bench.spec.build()
-    materialise(model, bench.spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    materialise(model, bench.spec, seed=0)
     model.save_pretrained(folder, max_shard_size="200MB")  # type: ignore[operator]
 
 

@@ -108,7 +108,7 @@ def _rate(source: ModelOnCluster) -> float:
         spec = source.of_blocks(blocks)
         task, batch = source.task(spec), source.workload.batch(source.workload.layout.micro_batch)
         model = task.prepare(spec.build())
-        materialise(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+        materialise(model, spec, seed=0)
         seconds.append(_usual(partial(_pass, task, model, batch)))
         flops.append(flops_per_token(spec, units) * units * source.workload.layout.micro_batch)
     return (flops[1] - flops[0]) / (seconds[1] - seconds[0])

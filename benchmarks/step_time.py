@@ -162,7 +162,7 @@ class Bench:
 
     def module(self) -> ModelWithLoss:
         model = self.task.prepare(self.spec.build())
-        materialise(model, self.spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+        materialise(model, self.spec, seed=0)
         return ModelWithLoss(model, self.task).train()
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
