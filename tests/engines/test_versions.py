@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.support.commands import ROOT, Result, losses, write_job
+from tests.support.commands import ROOT, Result, losses, run, write_job
 from tests.support.layouts import LAYOUTS
 from tests.support.training import layout_of
 from trainer.engines import ENGINES
@@ -40,28 +38,20 @@ def test_an_old_pytorch_does_not_run_v_shaped_schedules(monkeypatch, name):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.0"))
     layout = layout_of(replace(LAYOUTS["pipeline"], schedule=name))
     refusal = ENGINES["mesh"].refusal(layout)
-    assert refusal.startswith(f"trainer.pipeline.schedule {name} needs PyTorch 2.15; this is 2.10")
+    assert refusal.startswith(f"trainer.pipeline_schedule {name} needs PyTorch 2.15; this is 2.10")
     assert ENGINES["mesh"].refusal(LAYOUT_OF["pipeline"]) is None
 
 
 def without_deepspeed(folder: Path, command: str, *arguments: str | Path) -> Result:
     """Run a command where DeepSpeed can't be imported."""
     (folder / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")
-    found = subprocess.run(
-        [sys.executable, "-m", "trainer.command", command, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=250,
-    )
-    return Result(found.returncode, found.stdout)
+    words = (sys.executable, "-m", "trainer.command", command, *arguments)
+    return run(*words, timeout=250, PYTHONPATH=f"{folder}:{ROOT}")
 
 
 def test_without_deepspeed_a_job_trains_on_another_engine(tmp_path):
     job = write_job(tmp_path, steps=2)
-    result = without_deepspeed(tmp_path, "train", "--config", job, "trainer.run.folder=runs")
+    result = without_deepspeed(tmp_path, "train", "--config", job)
     assert result.code == 0, result.output
     assert "engine deepspeed" not in result.output and "steps" in result.output
     assert [len(losses(path)) for path in (tmp_path / "runs").iterdir()] == [3]

@@ -36,7 +36,7 @@ def refusal(layout: Layout) -> str | None:
     schedule = layout.schedule.name
     if layout.pipeline > 1 and schedule in V_SHAPED and torch.__version__ < "2.15":
         return (
-            f"trainer.pipeline.schedule {schedule} needs PyTorch 2.15; this is "
+            f"trainer.pipeline_schedule {schedule} needs PyTorch 2.15; this is "
             f"{torch.__version__}. Use 1F1B, Interleaved1F1B or InterleavedZeroBubble."
         )
     if layout.pipeline > 1 and layout.schedule.splits_backward and layout.zero_stage == 3:
