@@ -15,6 +15,8 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from typing import Any, TypeVar
 
+from trainer.supervise.process import cores
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -58,11 +60,6 @@ def in_order(
         raise RuntimeError(seen) from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _begin(work: Callable[[Any], Any], parent: int) -> None:

@@ -6,7 +6,6 @@ Nobody else asks which task it is.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +37,7 @@ from trainer.models.own import module
 from trainer.models.spec import ModelSpec, flops_per_token
 from trainer.run import images
 from trainer.run.evaluate import beginning, continuation
-from trainer.supervise.process import cache_folder
+from trainer.supervise.process import cache_folder, cores
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.image_classification import ImageClassification
 from trainer.tasks.supervised import Loss, Supervised
@@ -195,7 +194,7 @@ class ImageSubject(Subject):
         if machine.device.type == "cpu":
             return 0
         sharers = machine.local_world_size or machine.ranks.world_size
-        return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // sharers - 1))
+        return max(1, min(MOST_WORKERS, cores() // sharers - 1))
 
     def lines(self, workers: int) -> Iterator[str]:
         whose = f"{workers} workers on each rank" if workers else "a thread on each rank"

@@ -157,7 +157,7 @@ def has_bf16(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_bf16_supported()
 
 
-def _cores() -> int:
+def cores() -> int:
     """Return the number of cores that this process may use; macOS can't say, and has all."""
     known = hasattr(os, "sched_getaffinity")
     return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
@@ -172,7 +172,7 @@ def share_of_cores(local_world_size: int) -> str | None:
     single = os.environ.get("OMP_NUM_THREADS") == "1" and _set_by_launcher("OMP_NUM_THREADS")
     if local_world_size < 2 or not single:
         return None
-    share = _cores() // local_world_size
+    share = cores() // local_world_size
     if share < 2:
         return None
     torch.set_num_threads(share)
