@@ -5,12 +5,9 @@ python -m tests.support.reference        # writes docs/reference.md and llms.txt
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 import types
 from collections.abc import Iterator
-from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -24,19 +21,6 @@ from trainer.config.grammar import Key, parse
 
 REFERENCE, LLMS = ROOT / "docs" / "reference.md", ROOT / "llms.txt"
 HEAD = "| key | type | default | meaning |\n| --- | --- | --- | --- |"
-
-
-@cache
-def meanings() -> dict[str, str]:
-    """Return the docstring below each field of a section, by `Class.field`."""
-    found = {}
-    for node in ast.walk(ast.parse(inspect.getsource(sections))):
-        if isinstance(node, ast.ClassDef):
-            for field, text in zip(node.body, node.body[1:], strict=False):
-                match field, text:
-                    case ast.AnnAssign(), ast.Expr(value=ast.Constant(value=str(words))):
-                        found[f"{node.name}.{ast.unparse(field.target)}"] = words
-    return found
 
 
 def one_line(text: str) -> str:
@@ -109,9 +93,7 @@ def own_sections() -> Iterator[tuple[str, type[BaseModel]]]:
 
 def own_rows(model: type[BaseModel]) -> Iterator[str]:
     for name, field in model.model_fields.items():
-        owners = [one for one in model.__mro__ if f"{one.__name__}.{name}" in meanings()]
-        text = meanings()[f"{owners[0].__name__}.{name}"] if owners else ""
-        words = one_line(" ".join([text, *marks_of(field)]))
+        words = one_line(" ".join([field.description or "", *marks_of(field)]))
         kind = type_of(field.annotation) + bounds(field.metadata)
         yield f"| `{name}` | {kind} | {default_of(field)} | {words} |"
 

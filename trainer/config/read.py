@@ -195,9 +195,7 @@ _Loader.add_implicit_resolver(f"{_TAG}float", _EXPONENT, list("-+.0123456789"))
 
 
 def parse_yaml(text: str, place: str) -> Any:
-    """Parse the YAML text of the file `place`. Raises ConfigError, and RecursionError if it is
-    nested too deep.
-    """
+    """Parse the YAML text of `place`. Raises ConfigError, or RecursionError if nested too deep."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()

@@ -197,6 +197,7 @@ class SourceSection(Rows):
     """One of several sources, with a weight or a number of passes over it, by default one pass."""
 
     path: Paths
+    """Files, globs, folders or a hub id."""
     label: Annotated[str, AfterValidator(_file_name)] | None = None
     """Its name in the log; None: its path."""
     weight: Annotated[Number, Field(gt=0, le=1e9)] | None = None
