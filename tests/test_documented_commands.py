@@ -349,7 +349,12 @@ NOT_HERE: dict[str, str] = {
     **{
         f"pip install {words}": "installing, from an index: .ci/run does, and test_wheel.py without"
         for words in (".", "-e '.[test]'", "-e '.[lora]'", "-e '.[ladder]'", "'meshloom[lora]'")
-        + ("'meshloom[digits]'", "'meshloom[report]'")
+        + (
+            "'meshloom[digits]'",
+            "'meshloom[report]'",
+            "-e '.[deepspeed]'",
+            "-e '.[deepspeed,lora]'",
+        )
         + ("torch torchvision && pip install -e '.[test]'",)
     },
     **{
@@ -357,6 +362,7 @@ NOT_HERE: dict[str, str] = {
         for words in ("ruff check .", "ruff format --check .", "mypy trainer launch tests")
         + ("ruff format . && ruff check . && mypy trainer launch tests",)
     },
+    "docker build -t meshloom .": "no builder here; a test checks what it copies",
     "python -m tests.test_rules": "it rewrites tests/rows.json",
     "python -m pytest tests/ROOM": "it stands for any room",
     "python -m pytest tests/test_rules.py tests/test_shape.py": "they are tests themselves",
