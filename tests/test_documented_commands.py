@@ -324,6 +324,9 @@ ELSEWHERE: dict[str, str] = {
     "mkdocs build --strict": (
         "test_site.py::test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere"
     ),
+    "python -m tests.conformance.test_any_to_any": (
+        "test_any_to_any.py::test_any_layout_goes_on_in_any_other"
+    ),
     "python -m tests.support.reference": "test_site.py::test_the_reference_is_that_of_the_code",
     f"python {TRAIN} examples/digits.json": "test_images.py::test_digits_are_learned",
     f"python {TRAIN} examples/digits.json trainer.seed=S": "test_images.py::test_digits_are_learned",

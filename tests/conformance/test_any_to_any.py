@@ -1,7 +1,7 @@
 """A checkpoint of any layout goes on in any other, on another number of ranks, as if that one had
 run all along.
 
-python -m tests.conformance.test_any_to_any      # writes the table of docs/checkpoint.md anew
+python -m tests.conformance.test_any_to_any      # writes the table of benchmarks/results anew
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from tests.support.pool import Pools
 from tests.support.training import LLAMA, TRAIN_BATCH, Case, build, data_rank_of, shares, task_of
 
-DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "checkpoint.md"
+DOCS = Path(__file__).resolve().parent.parent.parent / "benchmarks/results/any_to_any.md"
 
 # nothing drops: what is dropped depends on the micro-batches, and those on the layout
 MODEL = LLAMA | {"num_hidden_layers": 4, "attention_dropout": 0.0}

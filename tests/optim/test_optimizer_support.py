@@ -590,15 +590,17 @@ def optimizer_table() -> str:
         "| optimizer | `mesh`, `accelerate` | `deepspeed` | `deepspeed`, optimizer on the host |",
         "| --- " * 4 + "|",
     ]
+    reasons: dict[str, int] = {}
+
+    def cell(entry: Any) -> str:
+        if not isinstance(entry, No):
+            return f"`{entry}`"
+        return f"no [{reasons.setdefault(str(entry), len(reasons) + 1)}]"
+
     for name, row in ROWS.items():
-        entries = (row.torch, row.deepspeed, row.offloaded)
-        lines.append(
-            " | ".join(
-                [f"| {name}", *(f"no: {e}" if isinstance(e, No) else f"`{e}`" for e in entries)]
-            )
-            + " |"
-        )
-    return "\n".join(lines)
+        cells = [cell(entry) for entry in (row.torch, row.deepspeed, row.offloaded)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"{number}. {why}" for why, number in reasons.items())])
 
 
 def test_the_table_in_the_docs_is_the_one_that_is_built_from():

@@ -177,7 +177,6 @@ class Rows(Section):
         ),
     ] = "auto"
     split: Annotated[str, ROWS] = "train"
-    """The split of a hub data set."""
     name: Annotated[str | None, ROWS] = None
     """The subset of a hub data set."""
     records: Annotated[
@@ -467,7 +466,6 @@ class _Execution(Section):
     activation_checkpointing: Annotated[str, AfterValidator(_recompute)] = "none"
     """Blocks recomputed in the backward pass: "none", "full", "selective" or "every:N"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The kind of device; "auto": a GPU if there is one."""
     plan: Literal["refuse", "warn", "off"] = "refuse"
     """The reaction to a predicted lack of device memory; "off" predicts nothing.
 
