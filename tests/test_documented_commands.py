@@ -355,6 +355,13 @@ NOT_HERE: dict[str, str] = {
         + ("-e '.[deepspeed]'", "-e '.[deepspeed,lora]'")
     },
     **{
+        words: "installing, from an index: .ci/release does"
+        for words in (
+            "uv venv && source .venv/bin/activate",
+            "uv pip install -e '.[deepspeed]'",
+        )
+    },
+    **{
         words: ".ci/run runs it"
         for words in ("ruff check .", "ruff format --check .", "mypy trainer launch tests")
         + ("ruff format . && ruff check . && mypy trainer launch tests",)

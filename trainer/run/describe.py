@@ -15,6 +15,7 @@ from trainer.config.grammar import show
 from trainer.data.order import sample_ids
 from trainer.engines import ENGINES, Machine
 from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
+from trainer.models.spec import NoWeights
 from trainer.run.prepare import Prepared
 from trainer.state import VERSION
 from trainer.storage import disk_errors, ensure_writable, replace_file
@@ -41,7 +42,7 @@ def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
     amount = f"{samples:,} samples ({epochs:.2f} epochs){subject.amount(samples, section)}"
     yield f"plan    {prepared.steps:,} steps, {amount}"
     yield f"update  {_update_line(prepared)}"
-    for note in (*prepared.model_notes, *config.notes):
+    for note in (*prepared.model_notes, *config.notes, *_rate_notes(prepared)):
         yield f"note    {note}"
     if not in_full:
         return
@@ -75,6 +76,19 @@ def _update_line(prepared: Prepared) -> str:
     decayed = f"{prepared.learned - sum(prepared.undecayed.values()):,} of {whole:,} parameters"
     excluded = f"(trainer.weight_decay_excludes: {excludes})"
     return f"{optimizer.type}, weight decay {decay:g} on {decayed} {excluded}"
+
+
+def _rate_notes(prepared: Prepared) -> list[str]:
+    """Warn of a learning rate, such as that of `ds_configs/`, that undoes what a model has learned.
+
+    Only under the optimizers named Adam, without an adapter.
+    """
+    optimizer, spec = prepared.config.optimizer, prepared.subject.spec
+    begun = isinstance(spec.weights, NoWeights) or prepared.config.trainer.adapter is not None
+    if begun or "adam" not in optimizer.type.lower() or optimizer.params["lr"] < 1e-3:
+        return []
+    seen = f"optimizer.params.lr is {optimizer.params['lr']:g}, and the model's weights are loaded"
+    return [f"{seen}: fine-tuning all of them usually takes 1e-6 to 1e-4"]
 
 
 def resolved(prepared: Prepared) -> dict[str, Any]:
