@@ -79,8 +79,8 @@ CHATS = (
     "trainer.model.name_or_path=runs/base/final trainer.data.path=examples/chats.jsonl "
     "trainer.data.documents=pad trainer.data.evaluation_fraction=0"
 )
-TWENTY = "trainer.epochs=20 trainer.log.every=5"
-LORA = """trainer.adapter='{"type": "lora", "r": 8, "alpha": 16}' optimizer.params.lr=5e-3"""
+FORTY = "trainer.epochs=40 trainer.log.every=10"
+LORA = """trainer.adapter='{"type": "lora", "r": 8, "alpha": 16}' optimizer.params.lr=1e-2"""
 TINY_CHATS = (
     f"{CHATS.replace('runs/base', '{run}')} trainer.epochs=2 trainer.data.sequence_length=128 "
     "trainer.run.folder={out}"
@@ -96,7 +96,9 @@ SMALL: dict[str, tuple[str, ...]] = {
     "meshloom train --config zero2": ("meshloom train --config zero2 {tiny}",),
     f"deepspeed {TRAIN} ds_configs/zero3.json trainer.model.name_or_path=my-llama "
     "trainer.data.path='data/*.jsonl' "
-    "trainer.epochs=1": (f"deepspeed {TRAIN} ds_configs/zero3.json {OWN} {SHORT}",),
+    "trainer.epochs=1 optimizer.params.lr=2e-5": (
+        f"deepspeed {TRAIN} ds_configs/zero3.json {OWN} {SHORT}",
+    ),
     f"deepspeed {TRAIN} C.json": (f"deepspeed {TRAIN} {{job}}",),
     f"torchrun --nproc-per-node 8 {TRAIN} C.json": (
         f"torchrun --nproc-per-node 2 {TRAIN} {{job}}",
@@ -111,7 +113,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "meshloom report runs/NAME": ("meshloom report {run} --output {out}/page.html",),
     f"deepspeed {TRAIN} ds_configs/zero3.json trainer.model.name_or_path=my-llama "
     "trainer.data.path=chats.jsonl "
-    "trainer.data.documents=pack trainer.epochs=3 --preview 2": (
+    "trainer.data.documents=pack trainer.epochs=3 optimizer.params.lr=2e-5 --preview 2": (
         (
             f"deepspeed {TRAIN} ds_configs/zero3.json {OWN} {SHORT} trainer.data.documents=pack "
             "--preview 2"
@@ -129,7 +131,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         "python examples/one_curve.py --steps 2 --output {out}/a.png",
     ),
     # docs
-    f"python {TRAIN} ds_configs/zero2.json trainer.run.name=base trainer.steps=100": (
+    f"python {TRAIN} ds_configs/zero2.json trainer.run.name=base trainer.steps=300": (
         f"python {TRAIN} ds_configs/zero2.json {{tiny}} trainer.run.name=base",
     ),
     f"python {TRAIN} ds_configs/zero2.json trainer.model.name_or_path=runs/base/final "
@@ -137,10 +139,10 @@ SMALL: dict[str, tuple[str, ...]] = {
         f"python {TRAIN} ds_configs/zero2.json trainer.model.name_or_path={{run}}/final "
         "trainer.data.path=examples/chats.jsonl trainer.data.documents=pad --preview 2",
     ),
-    f"python {TRAIN} ds_configs/zero2.json trainer.run.name=chat {CHATS} {TWENTY}": (
+    f"python {TRAIN} ds_configs/zero2.json trainer.run.name=chat {CHATS} {FORTY} optimizer.params.lr=3e-3": (
         f"python {TRAIN} ds_configs/zero2.json trainer.run.name=chat {TINY_CHATS}",
     ),
-    f"python {TRAIN} ds_configs/zero2.json trainer.run.name=lora {CHATS} {TWENTY} {LORA}": (
+    f"python {TRAIN} ds_configs/zero2.json trainer.run.name=lora {CHATS} {FORTY} {LORA}": (
         f"python {TRAIN} ds_configs/zero2.json trainer.run.name=lora {TINY_CHATS} {LORA}",
     ),
     **{
@@ -153,6 +155,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "python launch/verify.py --config ds_configs/zero2.json": (
         "python launch/verify.py --config ds_configs/zero2.json {tiny}",
     ),
+    "meshloom schema": ("meshloom schema",),
     # AGENTS
     f"python {TRAIN} C.json --dry-run": (f"python {TRAIN} {{job}} --dry-run",),
     f"python {TRAIN} C.json --preview 2": (f"python {TRAIN} {{job}} --preview 2",),
@@ -256,6 +259,7 @@ SMALL: dict[str, tuple[str, ...]] = {
 """Command -> its smallest form, or forms."""
 
 SAME: dict[str, str] = {
+    "meshloom schema > schema.json": "meshloom schema",
     **{
         words: "python launch/verify.py --config ds_configs/zero2.json"
         for words in ("python launch/verify.py", "python launch/verify.py --config C.json")
