@@ -103,7 +103,7 @@ def test_llms_txt_is_that_of_the_pages():
 
 
 def test_each_key_of_the_trainer_section_is_in_the_reference():
-    from trainer.config.sections import FIELDS
+    from trainer.config.rules import FIELDS
 
     text = reference.REFERENCE.read_text()
     for path in FIELDS:

@@ -103,6 +103,7 @@ def train(options: TrainOptions) -> Result:
         from trainer.run.resume import Request
         from trainer.run.run import train_given
         from trainer.run.subject import Given
+        from trainer.tools.hub.repository import check_hub, push
         from trainer.tools.planner.memory_check import check_memory
 
         given = Given(
@@ -119,6 +120,8 @@ def train(options: TrainOptions) -> Result:
             weights_only=options.resume_weights_only,
             script=True,
             memory_check=check_memory,
+            check_hub=check_hub,
+            push=push,
         )
         return train_given(compiled, given, request, options.quiet)  # type: ignore[no-any-return]
 

@@ -118,6 +118,13 @@ class Preempted(MeshloomError):
     kind = "preempted"
 
 
+class HubError(MeshloomError):
+    """The Hugging Face Hub can't be reached, or did not take what is on the disk."""
+
+    exit_code = 69
+    kind = "hub error"
+
+
 class NumericsError(MeshloomError):
     """The numbers went wrong: a non-finite loss or gradient, or a failed comparison."""
 

@@ -32,8 +32,9 @@ from trainer.errors import ConfigError
 from trainer.run.resume import _last_logged
 from trainer.run.timeline import StepProfiler, Timeline
 from trainer.supervise.phase import Phase
-from trainer.tools.report import page, read, run_record
+from trainer.tools.report import page, run_record
 from trainer.tools.report.history import FINISHED, KILLED, STOPPED, sessions
+from trainer.tools.report.run_record import read
 from trainer.tools.report.style import drawing
 from trainer.trackers import JsonLines
 
@@ -713,7 +714,7 @@ def test_many_log_lines_of_a_timeline_add_up(tmp_path):
 
 
 def test_a_report_needs_no_torch():
-    script = "import sys, trainer.tools.report; sys.exit('torch' in sys.modules)"
+    script = "import sys, trainer.tools.report.page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
 
 

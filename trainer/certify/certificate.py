@@ -167,9 +167,10 @@ def table(certificate: Certificate) -> str:
     return "\n".join(lines)
 
 
-def write(certificate: Certificate, path: Path) -> None:
+def write(certificate: Certificate, path: Path, config: Any) -> None:
+    """Write the certificate as JSON, with the config as it was given, for which it was made."""
     content: dict[str, Any] = asdict(certificate)
     for finding in (*content["findings"], content["first_failure"] or {}):
         finding["error"] = repr(finding.get("error"))  # JSON has no infinity
-    content = {"passed": certificate.passed, "versions": versions(), **content}
+    content = {"passed": certificate.passed, "versions": versions(), "config": config, **content}
     path.write_text(json.dumps(content, indent=2) + "\n")

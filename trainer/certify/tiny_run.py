@@ -60,6 +60,8 @@ class Tiny:
     """Steps with the config's schedule; PROBES follow, and between them a step that overflows."""
     own: Composed
     """The config with the precision and steps of the run itself, for its engine and schedule."""
+    request: dict[str, Any]
+    """The config as it was given, with the overrides."""
     row: int = LONGEST
     """The tokens of the longest sample."""
 
@@ -106,7 +108,7 @@ def tiny_run(
 
     Raises ConfigError.
     """
-    config = load(path, overrides)
+    config = given = load(path, overrides)
     world_size = world_size or smallest_world(config)
     steps = 3 if config.scheduler is None else 5
     run_steps = config.trainer.steps or UNKNOWN_STEPS
@@ -128,7 +130,7 @@ def tiny_run(
     if isinstance(reason := in_torch(config.settings, layout, "cpu", grouped=True), No):
         expected = "one with a reference in PyTorch"
         raise ConfigError(Problem("optimizer", config.optimizer.type, expected, reason))
-    return Tiny(config, layout, tuple(notes), steps, own)
+    return Tiny(config, layout, tuple(notes), steps, own, given.raw)
 
 
 def _sized(config: Config, world_size: int, steps: int) -> Change:

@@ -71,7 +71,7 @@ def verify(small: Tiny, world: World, device: str, certificate_path: Path, outpu
         certificate = certify(small, machine)
         if world.rank == 0:
             signs.close()
-            write(certificate, certificate_path)
+            write(certificate, certificate_path, small.request)
             text = f"{table(certificate)}\nwritten to {certificate_path}"
             print(text, file=output.terminal, flush=True)
         machine.watch.at(Phase.LEAVING)

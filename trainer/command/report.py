@@ -26,7 +26,8 @@ def main(arguments: Sequence[str], name: str) -> int:
     if find_spec("matplotlib") is None:
         hint = "pip install 'meshloom[report]'"
         raise ConfigError(Problem(name, "matplotlib is not installed", "it", hint))
-    from trainer.tools.report import read, write
+    from trainer.tools.report.page import write
+    from trainer.tools.report.run_record import read
 
     page, *pictures = write(read(options.run), options.output or options.run / "report.html")
     beside = "no picture"

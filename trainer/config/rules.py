@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from trainer.config.check import UNSAID
 from trainer.config.grammar import AUTO, show
 from trainer.config.keys import KEYS
 from trainer.config.read import Json, at
-from trainer.config.sections import FIELDS, Excludes, Needs, TrainerSection, marked
+from trainer.config.sections import Excludes, Needs, Only, Section, TrainerSection
 from trainer.errors import Problem
 
 SAME = {
@@ -24,6 +27,26 @@ BATCH, MICRO, ACCUMULATION = (
     "gradient_accumulation_steps",
 )
 WARMUP = "scheduler.params.warmup_num_steps"
+
+
+def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        path = f"{prefix}.{name}"
+        yield path, field
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                yield from _fields(kind, path)
+
+
+FIELDS = dict(_fields(TrainerSection, "trainer"))
+"""Every key of the section and of those in it, by its dotted path."""
+Mark = TypeVar("Mark", Only, Needs, Excludes)
+
+
+def marked(kind: type[Mark]) -> dict[str, Mark]:
+    """Return the keys with a mark of a kind, by their dotted path."""
+    marks = [(path, mark) for path, field in FIELDS.items() for mark in field.metadata]
+    return {path: mark for path, mark in marks if isinstance(mark, kind)}
 
 
 def exclusive(task: str) -> dict[tuple[str, str], str]:

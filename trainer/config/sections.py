@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
-from pydantic.fields import FieldInfo
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,12 @@ def _pattern(value: str) -> str:
         raise ValueError(
             f'"all-linear", names in a list, or a regular expression ({error})'
         ) from None
+    return value
+
+
+def _repository(value: str) -> str:
+    if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", value, re.ASCII) or len(value) > 96:
+        raise ValueError('a repository on the Hub, "owner/name"')
     return value
 
 
@@ -354,6 +359,19 @@ class GenerateSection(Section):
     tokens: Annotated[Count, Needs("a prompt")] = 48
 
 
+class HubSection(Section):
+    """The repository on the Hugging Face Hub that gets `final/` at the end, with a model card."""
+
+    repository: Annotated[str, AfterValidator(_repository)]
+    """Its name, "owner/name"; without an owner, it is yours."""
+    private: bool = True
+    """False to make a new repository public; a repository that is public is refused otherwise."""
+    checkpoints: bool = False
+    """True to push the checkpoints that the run keeps, too."""
+    certificate: str | None = None
+    """The file that `meshloom verify` wrote, for the card; None: certificate.json of the run."""
+
+
 class AdapterSection(Section):
     """A PEFT adapter on a frozen model; the keys are those of its `LoraConfig`."""
 
@@ -453,6 +471,7 @@ class _Records(Section):
     log: LogSection = LogSection()
     profile: ProfileSection | None = None
     generate: GenerateSection = GenerateSection()
+    hub: HubSection | None = None
 
 
 class _Execution(Section):
@@ -480,23 +499,3 @@ class _Execution(Section):
 
 class TrainerSection(_Execution, _Records, _Training, _Subject):
     """The whole `trainer` section."""
-
-
-def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in model.model_fields.items():
-        path = f"{prefix}.{name}"
-        yield path, field
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, Section):
-                yield from _fields(kind, path)
-
-
-FIELDS = dict(_fields(TrainerSection, "trainer"))
-"""Every key of the section and of those in it, by its dotted path."""
-Mark = TypeVar("Mark", Only, Needs, Excludes)
-
-
-def marked(kind: type[Mark]) -> dict[str, Mark]:
-    """Return the keys with a mark of a kind, by their dotted path."""
-    marks = [(path, mark) for path, field in FIELDS.items() for mark in field.metadata]
-    return {path: mark for path, mark in marks if isinstance(mark, kind)}

@@ -9,16 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer.config.grammar import show, unknown
-from trainer.config.sections import (
-    FIELDS,
-    DataSection,
-    ImagesSection,
-    Only,
-    Rows,
-    Section,
-    TrainerSection,
-    marked,
-)
+from trainer.config.rules import FIELDS, marked
+from trainer.config.sections import DataSection, ImagesSection, Only, Rows, Section, TrainerSection
 from trainer.errors import MOST_SHOWN, Problem
 
 

@@ -14,9 +14,19 @@ from rich.console import Console
 
 from trainer import checkpoint
 from trainer.config import Config, leaves
+from trainer.config.sections import HubSection
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Machine
-from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed, shared
+from trainer.errors import (
+    ConfigError,
+    DataError,
+    DiskError,
+    HubError,
+    Problem,
+    in_python,
+    listed,
+    shared,
+)
 from trainer.run.folder import (
     base_of,
     check_shared,
@@ -41,7 +51,7 @@ BESIDE = {
         "flops_profiler",
         "comms_logger",
     ),
-    "trainer": ("log", "checkpoint", "generate", "patience", "plan", "profile"),
+    "trainer": ("log", "checkpoint", "generate", "patience", "plan", "profile", "hub"),
 }
 """Keys that may differ within one run: they only decide what is reported and kept of it."""
 
@@ -71,6 +81,10 @@ class Request:
     script: bool = False
     """True if called from Python: a finished run is then repeated, in another folder."""
     memory_check: MemoryCheck = lambda *_: list
+    check_hub: Callable[[HubSection], object] = lambda section: None
+    """Raises ConfigError or HubError unless the repository can be written."""
+    push: Callable[[Path, HubSection], str] = lambda folder, section: ""
+    """Pushes the run in a folder, and returns the repository's address. Raises HubError."""
 
     @property
     def trains(self) -> bool:
@@ -141,7 +155,7 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
     def look() -> tuple[str, Any] | None:
         if not last or not has_run(folder):
             return None
-        return _state(folder, raw, request), _beside_place(_request(folder))
+        return _state(folder, raw, request), without_place(_request(folder))
 
     found = {keeper: one for keeper, one in ranks.each_keeper(look).items() if one is not None}
     states = {state for state, _ in found.values()}
@@ -215,6 +229,12 @@ def _newest(folder: Path, ranks: Ranks, below: tuple[str, ...]) -> tuple[Path | 
     return source, lines
 
 
+def not_pushed(folder: Path, reason: str) -> HubError:
+    """Build the error of a push that failed, with which nothing is lost."""
+    hint = f"Nothing is lost: `meshloom push {folder}` pushes {folder / FINAL}"
+    return HubError(Problem("trainer.hub", reason, "a model that is on the Hub", hint))
+
+
 def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     """List other changes since the checkpoint, a line each; an imported one does not record data
     and config.
@@ -248,7 +268,7 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     return [f"changed since the checkpoint: {line}" for line in changed]
 
 
-def _beside_place(request: Any) -> Any:
+def without_place(request: Any) -> Any:
     """Return a config as given, without the place of its run."""
     found = _training(request)
     if isinstance(found, dict) and isinstance(section := found.get("trainer"), dict):

@@ -21,7 +21,7 @@ from trainer.config import Config, support
 from trainer.data.loader import Batching, BatchLoader
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Job, Machine
-from trainer.errors import MeshloomError
+from trainer.errors import MeshloomError, shared
 from trainer.models.spec import stored
 from trainer.run import describe, resume
 from trainer.run.hooks import RunHooks, export, finish
@@ -39,6 +39,9 @@ from trainer.supervise.process import join, quiet_libraries
 from trainer.supervise.signals import NoSignals, StopSignals, preempted, stop_signals
 from trainer.supervise.world import World, leave_with_launcher, world_of
 from trainer.trackers import Evaluation, Record, Tracker, say
+
+SLOW_NETWORK = 1e5
+"""The lowest speed of an upload, in bytes/s, that is no hang."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def run(
         with suppress(OSError):  # the disk that holds the log may be full
             traceback.print_exc()
         if not isinstance(error, MeshloomError) and signals.explain_failure(others=several):
-            error = preempted(0)
+            error = signals.error
         signals.release()
         return ending.after(error)
 
@@ -138,6 +141,9 @@ def execute(
             return None
         log_to(start.folder)
         machine = replace(machine, ranks=start.ranks)
+        if (hub := config.trainer.hub) is not None:
+            machine.signs.at("looking at the repository on the Hub")
+            machine.ranks.on_first(lambda: request.check_hub(hub) and None)
     prepared = prepare(config, machine, given, console, builds=start is not None)
     machine.signs.hide()
     if request.preview is not None:
@@ -150,6 +156,7 @@ def execute(
         return None
     history = History()
     _train(prepared, request, machine, start, console, signals, [history] if request.script else [])
+    _push(prepared, request, machine, start.folder, console, signals)
     if not request.script:  # a command's result is its folder
         return None
     return Result(start.folder, tuple(history.records), tuple(history.evaluations))
@@ -198,6 +205,25 @@ def _train(
         engine.close()
     if ranks.first:
         finish(prepared, folder, console)
+
+
+def _push(
+    prepared: Prepared,
+    request: Request,
+    machine: Machine,
+    folder: Path,
+    console: Console,
+    signals: StopSignals | NoSignals,
+) -> None:
+    """Push the trained model to the repository of `trainer.hub`, if there is one. Collective."""
+    section, ranks = prepared.config.trainer.hub, machine.ranks
+    if section is None:
+        return
+    if ranks.first:
+        signals.saved(shared(resume.not_pushed(folder, "a signal ended the push")))
+    say(console, f"pushing {folder / resume.FINAL} to {section.repository}")
+    machine.watch.moves(prepared.saved_bytes / SLOW_NETWORK)
+    say(console, f"pushed: {ranks.await_first(lambda: request.push(folder, section))}")
 
 
 def _write_down(

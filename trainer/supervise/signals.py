@@ -25,9 +25,11 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = False
-        self._unnoticed: Callable[[Preempted], object] = lambda error: None
+        self._unnoticed: Callable[[MeshloomError], object] = lambda error: None
         self._saving = self._failed = False
         self._at = 0.0
+        self.error: MeshloomError = preempted(0)
+        """The error that a signal raises while nothing has to be saved."""
         wakes, self._tell = os.pipe()
         os.set_blocking(self._tell, False)
         self._woken = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
@@ -43,7 +45,7 @@ class StopSignals:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, receive)
 
-    def when_unnoticed(self, report: Callable[[Preempted], object]) -> None:
+    def when_unnoticed(self, report: Callable[[MeshloomError], object]) -> None:
         """Call `report` before the end of a process whose main thread waits for another rank."""
         self._unnoticed = report
 
@@ -56,6 +58,10 @@ class StopSignals:
         self._saving = True
         if self.received:  # a library swallowed the exception
             raise preempted(0)
+
+    def saved(self, error: MeshloomError) -> None:
+        """Raise `error` at a signal from now on: all is saved, and the rest can be done later."""
+        self.error, self._saving = error, False
 
     def explain_failure(self, others: bool) -> bool:
         """Return True if a request to stop caused a failure of this rank, with nothing to save.
@@ -85,7 +91,7 @@ class StopSignals:
             return
         self.received, self._at = True, time.monotonic()
         if not self._saving and not self._failed:
-            raise preempted(0)
+            raise self.error
 
     def _watch(self, wakes: int) -> None:
         # the interpreter writes there, whatever the main thread waits for, also libraries' signals
@@ -96,8 +102,8 @@ class StopSignals:
             return
         time.sleep(PATIENCE_SECONDS)
         if not self._saving:
-            self._unnoticed(preempted(0))
-            os._exit(Preempted.exit_code)
+            self._unnoticed(self.error)
+            os._exit(self.error.exit_code)
 
 
 class NoSignals:
@@ -106,6 +112,8 @@ class NoSignals:
     received = False
 
     def saving(self) -> None: ...
+
+    def saved(self, error: MeshloomError) -> None: ...
 
 
 @contextmanager
@@ -135,7 +143,7 @@ def stop_signals() -> Iterator[StopSignals | NoSignals]:
             except Exception as error:
                 if isinstance(error, MeshloomError) or not signals.explain_failure(others=True):
                     raise
-                raise preempted(0) from error
+                raise signals.error from error
 
 
 def preempted(saved_step: int) -> Preempted:
