@@ -79,8 +79,8 @@ class Handler(BaseHTTPRequestHandler):
                 try:
                     self.send(200, *endpoint(self, body, *match.groups()))
                 except Refused as error:
-                    status, text = error.args
-                    self.send(status, {"error": text})
+                    status, text, *more = error.args
+                    self.send(status, {"error": text, **dict(more)})
                 return
         self.send(404, {"error": f"no such endpoint: {self.command} {path}"})
 
@@ -126,7 +126,8 @@ def create(handler: Handler, body: bytes) -> Answer:
     if owner != handler.user:
         raise Refused(403, f"You don't have the rights to create a model under {owner}")
     if name in handler.server.repositories:
-        raise Refused(409, "You already created this model repo")
+        url = ("url", f"{handler.server.url}/{name}")
+        raise Refused(409, "You already created this model repo", url)
     private = given.get("private") or given.get("visibility") == "private"
     handler.server.repositories[name] = Repository(owner, bool(private))
     return ({"url": f"{handler.server.url}/{name}"},)

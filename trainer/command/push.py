@@ -34,14 +34,18 @@ def main(arguments: Sequence[str], name: str) -> int:
     options = vars(parser.parse_intermixed_args(arguments))
     folder = options.pop("run")
     from trainer.config.validate import validate
+    from trainer.run.resume import FINAL
     from trainer.tools.hub.repository import check_hub, push
     from trainer.tools.report.run_record import read
 
-    hub = {key: value for key, value in options.items() if value is not None}
-    raw = {"hub": (read(folder).section.get("hub") or {}) | hub}
+    run, hub = read(folder), {key: value for key, value in options.items() if value is not None}
+    raw = {"hub": (run.section.get("hub") or {}) | hub}
     if "repository" not in raw["hub"]:
         expected = "--repository, or the run's trainer.hub.repository"
         raise ConfigError(Problem(name, "no repository", expected))
+    if not (folder / FINAL).is_dir():
+        hint = "Run its command again, which goes on with it"
+        raise ConfigError(Problem(str(folder), "no final/ in it", "a run that has ended", hint))
     section, problems = validate(raw)
     if problems or section.hub is None:
         raise ConfigError(*problems)

@@ -53,11 +53,8 @@ def check_hub(section: HubSection) -> None:
 def push(folder: Path, section: HubSection) -> str:
     """Push the run in `folder`, in one commit; return the repository's address.
 
-    Raises HubError if the Hub does not take it, and ConfigError if there is nothing to push.
+    Raises HubError if the Hub does not take it.
     """
-    if not (folder / FINAL).is_dir():
-        hint = "Run its command again, which goes on with it"
-        raise ConfigError(Problem(str(folder), "no final/ in it", "a run that has ended", hint))
     try:
         api = HfApi()
         name = _whole_name(api, section.repository)

@@ -1,0 +1,309 @@
+"""`trainer.hub` and `meshloom push` against a Hub on this machine (tests/support/hub.py)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import yaml
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
+
+import trainer
+from tests.command import test_script
+from tests.support.commands import TRAIN, run, start, write_job
+from tests.support.hub import Hub, Repository, serving
+from tests.support.marked import MARK, ended, processes, sweep
+from trainer.certify.certificate import Certificate, write
+from trainer.certify.comparison import Finding
+from trainer.command import push as command
+from trainer.config import load
+from trainer.errors import ConfigError, HubError
+from trainer.run.resume import Request
+from trainer.run.run import train_given
+from trainer.supervise import status_files
+from trainer.supervise.forked import in_processes
+from trainer.tools.hub.card import CARD, card_of
+from trainer.tools.hub.repository import check_hub, push
+
+LORA = {"r": 4, "targets": ["q_proj", "down_proj"]}
+PASSED = Certificate("shard 2", "mesh", (), (Finding("loss", 0, 1e-8, 1e-5),), None)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """An empty Hub, which this process uses."""
+    with serving() as served:
+        monkeypatch.setattr(constants, "ENDPOINT", served.url)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", "hf_mine")
+        yield served
+    close_session()
+
+
+def trained(folder: Path, **section: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    job = write_job(folder, device="cpu", engine="mesh", **section)
+    request = Request(script=True, check_hub=check_hub, push=push)
+    return in_processes(lambda: train_given(load(job), None, request, quiet=True), 1).folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("base"))
+
+
+def pushed(*arguments: str | Path) -> int:
+    return command.main(list(map(str, arguments)), "meshloom push")
+
+
+def metadata(files: dict[str, bytes]) -> dict[str, Any]:
+    return yaml.safe_load(files[CARD].decode().split("---")[1])
+
+
+def section_of(files: dict[str, bytes], title: str) -> str:
+    return files[CARD].decode().split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def test_an_adapter_is_pushed_at_the_end_of_its_run_and_opens_from_the_hub(
+    hub: Hub, base: Path, tmp_path: Path
+) -> None:
+    section = {"repository": "tiny", "checkpoints": True}
+    model = {"name_or_path": str(base / "final")}
+    folder = trained(tmp_path, adapter=LORA, hub=section, model=model)
+    found = hub.repositories["me/tiny"]
+    assert found.private and len(found.commits) == 2
+    local = {path.name: path.read_bytes() for path in (folder / "final").iterdir()}
+    local |= {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.glob("checkpoints/step-000003/**/*")
+        if path.is_file()
+    }
+    assert {"adapter_model.safetensors", "checkpoints/step-000003/trainer.json"} <= local.keys()
+    assert {name: found.files[name] for name in local} == local
+    assert found.files.keys() - local.keys() == {".gitattributes", CARD, "loss.png"}
+    digest = json.loads(local["checkpoints/step-000003/trainer.json"])["data"]["fingerprint"]
+    assert digest in section_of(found.files, "Data")
+    assert metadata(found.files)["library_name"] == "peft"
+    downloaded = huggingface_hub.snapshot_download("me/tiny", cache_dir=tmp_path / "cache")
+    from peft import AutoPeftModelForCausalLM
+
+    tokens = torch.arange(16)[None]
+    here, there = (
+        AutoPeftModelForCausalLM.from_pretrained(path)(tokens).logits
+        for path in (folder / "final", downloaded)
+    )
+    assert torch.equal(here, there)
+
+
+def test_the_repository_is_looked_at_before_the_data(hub: Hub, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(ConfigError, match="Invalid user token") as caught:
+        trained(
+            tmp_path, hub={"repository": "me/tiny"}, data={"path": str(tmp_path / "none.jsonl")}
+        )
+    assert "none.jsonl" not in str(caught.value) and hub.repositories == {}
+    assert not (tmp_path / "runs" / "job" / "config.json").exists()
+
+
+def test_a_hub_that_is_gone_at_the_end_loses_nothing(hub: Hub, tmp_path: Path) -> None:
+    def gone(method: str, path: str) -> None:
+        if "/commit/" in path:
+            raise ConnectionError
+
+    hub.before = gone
+    with pytest.raises(HubError) as caught:
+        own = test_script.config(tmp_path, hub={"repository": "me/tiny"})
+        trainer.train(own, **test_script.OWN)
+    folder = tmp_path / "runs" / "own"
+    assert caught.value.exit_code == 69
+    assert f"`meshloom push {folder}` pushes {folder / 'final'}" in str(caught.value)
+    assert len(hub.repositories["me/tiny"].commits) == 1
+    hub.before = lambda method, path: None
+    assert pushed(folder) == 0
+    files = hub.repositories["me/tiny"].files
+    assert metadata(files) == {"tags": ["meshloom"]}
+    assert files["model.safetensors"] == (folder / "final" / "model.safetensors").read_bytes()
+
+
+def test_parts_of_an_earlier_push_go_and_other_files_stay(hub: Hub, base: Path) -> None:
+    earlier = dict.fromkeys(
+        (
+            *("adapter_config.json", "adapter_model.safetensors", "model-00001-of-2.safetensors"),
+            *("model.safetensors.index.json", "checkpoints/step-000009/trainer.json"),
+            *("notes.txt", "onnx/config.json"),
+        ),
+        b"old",
+    )
+    hub.repositories["me/tiny"] = Repository("me", True, [{".gitattributes": b"", **earlier}])
+    assert pushed(base, "--repository", "me/tiny") == 0
+    kept = {"notes.txt", "onnx/config.json", "checkpoints/step-000009/trainer.json"}
+    assert hub.repositories["me/tiny"].files.keys() & earlier.keys() == kept
+    assert pushed(base, "--repository", "me/tiny", "--checkpoints") == 0
+    found = hub.repositories["me/tiny"]
+    assert found.files.keys() & earlier.keys() == kept - {"checkpoints/step-000009/trainer.json"}
+    assert "checkpoints/step-000003/trainer.json" in found.files and len(found.commits) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "token", "code", "text"),
+    [
+        (("--repository", "me/new"), "hf_wrong", 64, "Invalid user token"),
+        (("--repository", "they/new"), "hf_mine", 64, "403, You don't have the rights"),
+        (("--repository", "they/open", "--public"), "hf_mine", 64, "403, Forbidden"),
+        (("--repository", "me/open"), "hf_mine", 64, "it is public; expected a private one"),
+        (("--repository", "a/b/c"), "hf_mine", 64, 'expected a repository on the Hub, "owner/name"'),
+        ((), "hf_mine", 64, "expected --repository"),
+        (("--repository", "me/new", "--certificate", "no.json"), "hf_mine", 64, "no.json"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_pushed_is_one_sentence(
+    hub: Hub, base: Path, monkeypatch, capsys, arguments, token, code, text
+) -> None:
+    hub.repositories |= {"they/open": Repository("they", False), "me/open": Repository("me", False)}
+    monkeypatch.setenv("HF_TOKEN", token)
+    assert pushed(base, *arguments) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and text in lines[1], lines
+    assert {len(found.commits) for found in hub.repositories.values()} == {1}
+
+
+def test_without_a_hub_it_is_another_code(hub: Hub, base: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert pushed(base, "--repository", "me/tiny") == 69
+    assert "ConnectError" in capsys.readouterr().err
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert pushed(base, "--repository", "me/tiny") == 64
+    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
+
+
+def test_the_run_has_to_have_ended(hub: Hub, base: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "environment.json").write_bytes((base / "environment.json").read_bytes())
+    assert pushed(tmp_path, "--repository", "tiny") == 64
+    assert "no final/ in it; expected a run that has ended" in capsys.readouterr().err
+    assert hub.repositories == {}
+
+
+def test_the_card_says_for_which_config_its_certificate_was_made(
+    base: Path, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "certificate.json")
+    request = json.loads((base / "environment.json").read_text())["request"]
+
+    def certified(certificate: Certificate, config: Any) -> str:
+        write(certificate, Path(path), config)
+        return section_of(card_of(base, "me/tiny", path), "Certificate")
+
+    placed = request | {"trainer": request["trainer"] | {"run": {}, "log": {}}}
+    text = certified(PASSED, placed)
+    assert "**PASS**" in text and "shard 2" in text and "It was made for this config." in text
+    assert "| loss | 1.0e-08 | 1e-05 |" in text
+    other = {**request, "gradient_clipping": 0.25}
+    differs = "It was made for another config, which differs in gradient_clipping."
+    assert differs in certified(PASSED, other)
+    assert "does not name the config" in certified(PASSED, None)
+    failed = replace(PASSED, first_failure=Finding("loss", 0, float("nan"), 1e-5))
+    assert "**FAIL**" in certified(failed, request)
+    assert "None: `meshloom verify`" in section_of(card_of(base, "me/tiny"), "Certificate")
+    Path(path).write_text("[]")
+    with pytest.raises(ConfigError, match=re.escape(path)):
+        card_of(base, "me/tiny", path)
+
+
+def test_the_card_names_what_is_on_the_hub_alone(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "final").mkdir()
+    for name in ("environment.json", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((base / name).read_bytes())
+    sources = [{"path": "HuggingFaceFW/fineweb"}, {"path": str(tmp_path / "own.jsonl")}]
+    section = {"model": {"name_or_path": "meta/llama"}, "data": {"sources": sources}}
+    (tmp_path / "config.json").write_text(json.dumps({"trainer": section}))
+    files = card_of(tmp_path, "me/tiny")
+    tags = {"tags": ["meshloom"], "base_model": "meta/llama", "datasets": ["HuggingFaceFW/fineweb"]}
+    assert metadata(files) == tags
+    assert files["loss.png"].startswith(b"\x89PNG")
+    assert "| 3 | " in section_of(files, "Loss") and "from `meta/llama`" in files[CARD].decode()
+    assert "No checkpoint is left" in section_of(files, "Data")
+
+
+def test_a_pushed_checkpoint_goes_on_training(hub: Hub, base: Path, tmp_path: Path) -> None:
+    assert pushed(base, "--repository", "me/tiny", "--checkpoints") == 0
+    downloaded = huggingface_hub.snapshot_download("me/tiny", cache_dir=tmp_path / "cache")
+    source = Path(downloaded, "checkpoints", "step-000003")
+    job = base.parents[1] / "job.json"
+    config = load(job, ["trainer.steps=4", f"trainer.run.folder={tmp_path}"])
+    request = Request(script=True, resume=str(source))
+    result = in_processes(lambda: train_given(config, None, request, quiet=True), 1)
+    assert [record.step for record in result.records] == [4]
+
+
+def stopped_while_it_uploads(hub: Hub, process: Any, number: int) -> None:
+    """Send a signal once a file is on its way, which the Hub never takes."""
+    deadline = time.monotonic() + 300
+    while not any(method == "PUT" for method, _ in hub.requests):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(number)
+
+
+def held(method: str, path: str) -> None:
+    if method == "PUT":
+        time.sleep(1000)
+
+
+def test_a_push_that_is_killed_leaves_the_repository_as_it_was(hub: Hub, base: Path) -> None:
+    hub.repositories["me/tiny"] = Repository("me", True, [{"model.safetensors": b"old"}])
+    hub.before = held
+    words = ("meshloom", "push", base, "--repository", "me/tiny")
+    process = start(*words, cold=True, **hub.environment())
+    stopped_while_it_uploads(hub, process, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert hub.repositories["me/tiny"].files == {"model.safetensors": b"old"}
+    hub.before = lambda method, path: None
+    assert run(*words, cold=True, **hub.environment()).code == 0
+    weights = (base / "final" / "model.safetensors").read_bytes()
+    assert hub.repositories["me/tiny"].files["model.safetensors"] == weights
+    assert hub.blobs[hashlib.sha256(weights).hexdigest()] == weights
+
+
+def test_a_signal_ends_the_push_of_two_ranks_and_the_model_stays(hub: Hub, tmp_path: Path) -> None:
+    hub.before = held
+    job = write_job(tmp_path, device="cpu", engine="mesh", hub={"repository": "me/tiny"})
+    words = ("python", TRAIN, "--processes", "2", "--config", job)
+    process = start(*words, cold=True, **hub.environment(), **{MARK: str(tmp_path)})
+    try:
+        stopped_while_it_uploads(hub, process, signal.SIGTERM)
+        output = process.communicate(timeout=100)[0]
+        assert ended(str(tmp_path), 30), [one.cmdline() for one in processes(str(tmp_path))]
+    finally:
+        sweep(str(tmp_path))
+    folder = tmp_path / "runs" / "job"
+    assert process.returncode == 69, output
+    assert "a signal ended the push" in output and f"meshloom push {folder}" in output
+    assert status_files.read_end(folder)["code"] == 69
+    assert len(hub.repositories["me/tiny"].commits) == 1
+    hub.before = lambda method, path: None
+    assert pushed(folder) == 0 and "model.safetensors" in hub.repositories["me/tiny"].files
+
+
+def test_a_long_push_is_no_hang(hub: Hub, tmp_path: Path) -> None:
+    def slow(method: str, path: str) -> None:
+        if method == "PUT":
+            time.sleep(45)  # 15 times the patience is 30
+
+    hub.before = slow
+    section = {"hub": {"repository": "me/tiny"}, "patience": 2}
+    job = write_job(tmp_path, device="cpu", engine="mesh", **section)
+    words = ("python", TRAIN, "--processes", "2", "--config", job)
+    result = run(*words, cold=True, **hub.environment())
+    assert result.code == 0 and f"pushed: {hub.url}/me/tiny" in result.output, result.output
