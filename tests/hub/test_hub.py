@@ -45,6 +45,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """An empty Hub, which this process uses."""
     with serving() as served:
         monkeypatch.setattr(constants, "ENDPOINT", served.url)
+        template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", "hf_mine")
         yield served
@@ -99,11 +101,11 @@ def test_an_adapter_is_pushed_at_the_end_of_its_run_and_opens_from_the_hub(
     from peft import AutoPeftModelForCausalLM
 
     tokens = torch.arange(16)[None]
-    here, there = (
+    before, after = (
         AutoPeftModelForCausalLM.from_pretrained(path)(tokens).logits
         for path in (folder / "final", downloaded)
     )
-    assert torch.equal(here, there)
+    assert torch.equal(before, after)
 
 
 def test_the_repository_is_looked_at_before_the_data(hub: Hub, tmp_path: Path, monkeypatch) -> None:
