@@ -15,6 +15,7 @@ COMMANDS = {
     "status": "show what a run is doing, or how it ended",
     "report": "write a run as one HTML page, with pictures",
     "checkpoint": "list, verify, show and import checkpoints",
+    "merge": "merge a LoRA adapter into its base",
     "push": "push a run to the Hugging Face Hub",
     "import": "write a config from Axolotl's, LLaMA-Factory's or the Trainer's",
     "schema": "print the JSON Schema of a config, for editors",

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from trainer.config.grammar import show
 from trainer.errors import ConfigError, Problem, named_line
-from trainer.models.finetuning.lora_folder import STEM, Started, completed
-from trainer.models.finetuning.lora_targets import check_saved, chosen_targets, left_out
+from trainer.models.finetuning.lora_folder import CONFIG, STEM, Started, completed, read_config
+from trainer.models.finetuning.lora_targets import LINEAR, check_saved, chosen_targets, left_out
 from trainer.models.finetuning.lora_weights import (
     ADAPTER,
     BaseWeights,
@@ -83,15 +84,50 @@ def _started(described: ModelSpec, base: ModelSpec, options: Any) -> ModelSpec:
 
     Raises ConfigError if its modules differ.
     """
-    parameters = described.build().named_parameters(remove_duplicate=False)
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
     published = described.files.published
-    started = Started(
-        Path(options.path), {theirs: shapes[ours] for ours, theirs in published.items()}
-    )
+    started = Started(Path(options.path), _shapes(described.build(), published))
     weights = BaseWeights(base.weights, lasting=options.merge, started=started, published=published)
     note = f"the adapter starts as that of {Path(options.path)} (trainer.adapter.path)"
     return replace(described, weights=weights, notes=(*described.notes, note))
+
+
+def merged(base: ModelSpec, folder: Path) -> ModelSpec:
+    """Return the spec of `base` with PEFT's LoRA adapter in `folder` merged, tensor by tensor.
+
+    Raises ConfigError for an adapter of another base, or one that no tensor by itself can hold.
+    """
+    _require_peft()
+    from peft import LoraConfig
+
+    place, expected = "adapter", "LoRA of linear layers, as PEFT merges it into this base"
+    given = read_config(folder / CONFIG, place)
+    problem = partial(Problem, f"{place}: {folder / CONFIG}")
+    if given.get("init_lora_weights", True) not in (True, False, "gaussian") or given.get(
+        "lora_bias"
+    ):
+        seen = f"init_lora_weights {show(given.get('init_lora_weights'))}, lora_bias {show(given.get('lora_bias'))}"
+        raise ConfigError(problem(seen, expected))
+    try:
+        model = _injected(base.build(), LoraConfig.from_pretrained(str(folder)))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(problem(named_line(error), expected)) from error
+    own = dict(base.build().named_parameters())
+    for name, layer in model.named_modules():
+        kind = type(getattr(layer, "base_layer", None))
+        if hasattr(layer, "lora_A") and (kind not in LINEAR or f"{name}.weight" not in own):
+            tied = base.tied.get(f"{name}.weight")
+            seen = f"tied to {tied}" if tied else f"of the type {kind.__name__}"
+            seen = f"an adapter of {name}, {seen}"
+            raise ConfigError(problem(seen, expected))
+    published = _published(model)
+    Started(folder, _shapes(model, published), place)
+    return replace(base, weights=MergedWeights(base.weights, model, folder, published))
+
+
+def _shapes(model: nn.Module, published: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of an adapter, by their names in its file."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {theirs: tuple(parameters[ours].shape) for ours, theirs in published.items()}
 
 
 def _with_adapters(spec: ModelSpec, options: Any, targets: Sequence[str]) -> ModelSpec:

@@ -45,7 +45,7 @@ def completed(options: AdapterSection) -> AdapterSection:
     from peft import LoraConfig
 
     file = Path(options.path) / CONFIG
-    given, default = _read(file), LoraConfig().to_dict()
+    given, default = read_config(file), LoraConfig().to_dict()
     known = {*_HARMLESS, *_SAME.values()}
     unsupported = [
         f"{key} {show(value)}"
@@ -74,9 +74,11 @@ def completed(options: AdapterSection) -> AdapterSection:
 class Started:
     """The values of an existing adapter, by the names in its file."""
 
-    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, folder: Path, shapes: Mapping[str, tuple[int, ...]], place: str = PLACE
+    ) -> None:
         """Raise ConfigError unless the file has exactly the tensors that the model learns."""
-        self._file = folder / f"{STEM}.safetensors"
+        self._file, self._place = folder / f"{STEM}.safetensors", place
         found, differences = self._shapes(), []
         missing, more = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
         if missing:
@@ -88,8 +90,8 @@ class Started:
                 differences.append(f"{name} is {list(found[name])} and not {list(shapes[name])}")
                 break
         if differences:
-            expected = "an adapter of this base: trainer.model.name_or_path"
-            raise ConfigError(Problem(f"{PLACE}: {self._file}", "; ".join(differences), expected))
+            expected = "an adapter of this base"
+            raise ConfigError(Problem(f"{place}: {self._file}", "; ".join(differences), expected))
 
     def read(self, name: str) -> torch.Tensor:
         with safe_open(self._file, "pt") as file:
@@ -102,17 +104,18 @@ class Started:
                 return {name: tuple(file.get_slice(name).get_shape()) for name in names}
         except (OSError, SafetensorError) as error:
             seen, expected = first_line(error), "the adapter's safetensors"
-            raise ConfigError(Problem(f"{PLACE}: {self._file}", seen, expected)) from error
+            raise ConfigError(Problem(f"{self._place}: {self._file}", seen, expected)) from error
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_config(file: Path, place: str = PLACE) -> dict[str, Any]:
+    """Return PEFT's config of a LoRA adapter. Raises ConfigError, which names the `place`."""
     expected = "the folder of a LoRA adapter, as PEFT writes it: final/ of a run"
     try:
         given = parse_json(read_file(file))
     except (OSError, ValueError) as error:
-        raise ConfigError(Problem(f"{PLACE}: {file}", first_line(error), expected)) from error
+        raise ConfigError(Problem(f"{place}: {file}", first_line(error), expected)) from error
     if not isinstance(given, dict) or given.pop("peft_type", None) != "LORA":
-        raise ConfigError(Problem(f"{PLACE}: {file}", "no adapter of the type LORA", expected))
+        raise ConfigError(Problem(f"{place}: {file}", "no adapter of the type LORA", expected))
     return given
 
 

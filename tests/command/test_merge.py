@@ -1,0 +1,138 @@
+"""`meshloom merge`: a LoRA adapter in its base equals PEFT's own merge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.training import GPT2, LLAMA
+from trainer.command import merge
+from trainer.data.text.tokenizer import embedded_tokenizer
+from trainer.supervise.process import cache_folder
+
+UNTIED = {**LLAMA, "tie_word_embeddings": False, "vocab_size": 4096}
+TIED = {**UNTIED, "tie_word_embeddings": True}
+LORA = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "down_proj"]}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "lora": (UNTIED, {}, "float32", "1GB"),
+    "dora": (UNTIED, {"use_dora": True}, "float32", "1GB"),
+    "rslora, tied": (TIED, {"use_rslora": True}, "float32", "1GB"),
+    "a head that is trained": (UNTIED, {"modules_to_save": ["lm_head"]}, "float32", "1GB"),
+    "patterns": (
+        UNTIED,
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 9}},
+        "float32",
+        "1GB",
+    ),
+    "gpt2, biases": (
+        {**GPT2, "vocab_size": 4096},
+        {"target_modules": ["c_attn"], "bias": "lora_only", "fan_in_fan_out": True},
+        "float32",
+        "1GB",
+    ),
+    "several files": (UNTIED, {}, "float32", "200KB"),
+    "bf16": (TIED, {}, "bfloat16", "1GB"),
+    "bf16, dora": (TIED, {"use_dora": True}, "bfloat16", "1GB"),
+}
+
+
+def saved(
+    folder: Path, model: dict[str, Any], adapter: dict[str, Any], dtype: str, size: str
+) -> None:
+    """A base, and an adapter that has learnt something, as their libraries write them."""
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model), dtype=dtype)
+    base.save_pretrained(folder / "base", max_shard_size=size)
+    embedded_tokenizer(cache_folder()).save_pretrained(folder / "base")
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    learnt = get_peft_model(base, LoraConfig(**LORA | adapter))
+    with torch.no_grad():
+        for parameter in learnt.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    learnt.save_pretrained(folder / "adapter")
+
+
+def merged(*arguments: str | Path) -> int:
+    return merge.main(list(map(str, arguments)), "meshloom merge")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_merged_model_is_what_peft_merges(tmp_path: Path, name: str) -> None:
+    saved(tmp_path, *CASES[name])
+    files = len([*(tmp_path / "base").glob("*.safetensors")])
+    assert (files > 1) is (name == "several files")
+    assert merged(tmp_path / "adapter", tmp_path / "out") == 0
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    dtype = getattr(torch, CASES[name][2])
+    assert found.dtype is dtype and found.config.dtype is dtype
+    assert (tmp_path / "out" / "tokenizer_config.json").exists()
+    theirs = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").merge_and_unload()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    expected = theirs.state_dict()
+    assert expected.keys() == found.state_dict().keys()
+    changed = [key for key in plain if not torch.equal(plain[key], found.state_dict()[key])]
+    assert len(changed) >= 2
+    exact = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype="float32")
+    exact = exact.merge_and_unload().state_dict()
+    for key, value in found.state_dict().items():
+        if dtype is torch.float32:
+            torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
+            continue
+        # PEFT adds in bfloat16; ours is the float32 sum, rounded once
+        torch.testing.assert_close(value, expected[key], rtol=2**-6, atol=2**-9)
+        differs = (value != exact[key].to(dtype)).float().mean()
+        torch.testing.assert_close(value, exact[key].to(dtype), rtol=2**-7, atol=0)
+        assert differs < 0.01, key
+
+
+def test_a_run_and_another_base_are_named(tmp_path: Path) -> None:
+    saved(tmp_path, *CASES["lora"])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "adapter").rename(tmp_path / "run" / "final")
+    base = (tmp_path / "base").rename(tmp_path / "moved")
+    assert merged(tmp_path / "run", tmp_path / "out", "--base", base) == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def changed_config(folder: Path, **changes: Any) -> None:
+    path = folder / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def another_shape(folder: Path) -> None:
+    path = folder / "adapter" / "adapter_model.safetensors"
+    tensors = {key: value[:, :-1].contiguous() for key, value in load_file(path).items()}
+    save_file(tensors, path)
+
+
+WRONG = {
+    "no adapter": (lambda folder: (folder / "adapter" / "adapter_config.json").unlink(), "adapter_config.json: "),
+    "no base": (lambda folder: (folder / "base").rename(folder / "gone"), "no such folder"),
+    "another kind": (lambda folder: changed_config(folder, peft_type="IA3"), "no adapter of the type LORA"),
+    "another start": (lambda folder: changed_config(folder, init_lora_weights="pissa"), 'init_lora_weights "pissa"'),
+    "a tied head": (lambda folder: changed_config(folder, target_modules=["lm_head"]), "lm_head, tied to model.embed"),
+    "an embedding": (lambda folder: changed_config(folder, target_modules=["embed_tokens"]), "embed_tokens, of the type Embedding"),
+    "no such module": (lambda folder: changed_config(folder, target_modules=["other"]), "other"),
+    "other shapes": (another_shape, "an adapter of this base"),
+    "a folder that is there": (lambda folder: (folder / "out").mkdir(), "it is there already"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_can_not_be_merged_is_one_sentence(tmp_path: Path, name: str, capsys) -> None:
+    saved(tmp_path, *CASES["rslora, tied"])
+    spoil, text = WRONG[name]
+    spoil(tmp_path)
+    capsys.readouterr()
+    assert merged(tmp_path / "adapter", tmp_path / "out") == 64
+    lines = capsys.readouterr().err.splitlines()
+    assert text in lines[-1] and lines[0] == "config error:", lines
+    assert not (tmp_path / "out" / "model.safetensors").exists()

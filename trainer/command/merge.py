@@ -1,0 +1,59 @@
+"""`meshloom merge RUN OUT`: a LoRA adapter in its base, as one model, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.command import parser_of, reporting
+from trainer.errors import ConfigError, Problem
+
+DESCRIPTION = """
+Merge a LoRA adapter into its base, and write a model that transformers opens by itself, in the
+dtype of the base. One tensor at a time is in memory.
+"""
+EPILOG = """
+exit codes: 0 written, 64 no such adapter or base, or one that can't be merged, 74 the disk
+"""
+
+
+@reporting
+def main(arguments: Sequence[str], name: str) -> int:
+    """Run the command `name`; returns its exit code."""
+    parser = parser_of(name, DESCRIPTION, EPILOG)
+    text = "a run's folder, runs/NAME, or a folder with PEFT's adapter_config.json"
+    parser.add_argument("adapter", type=Path, metavar="RUN|ADAPTER", help=text)
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, a new one")
+    text = "the base's folder or hub id (default: the one that the adapter names)"
+    parser.add_argument("--base", metavar="DIR", help=text)
+    options = parser.parse_intermixed_args(arguments)
+    if options.out.exists():
+        raise ConfigError(Problem(str(options.out), "it is there already", "a new folder"))
+    from transformers import AutoTokenizer
+
+    from trainer import checkpoint
+    from trainer.config import ModelSection
+    from trainer.distributed.ranks import ALONE
+    from trainer.models.finetuning.lora import merged
+    from trainer.models.finetuning.lora_folder import CONFIG, read_config
+    from trainer.models.huggingface import read_config as read_architecture
+    from trainer.models.huggingface import spec_of
+    from trainer.models.spec import given_tensors
+
+    final = options.adapter / "final"
+    folder = final if final.is_dir() else options.adapter
+    base = options.base or read_config(folder / CONFIG, "adapter").get("base_model_name_or_path")
+    if not base:
+        raise ConfigError(Problem(f"{folder / CONFIG}", "no base in it", "--base", ""))
+    section = ModelSection(name_or_path=base)
+    spec = merged(spec_of(read_architecture(section), section), folder)
+    entries = given_tensors(spec, ALONE)
+
+    def save(out: Path) -> None:
+        spec.files.save_config(out, entries[0].dtype)
+        source = folder if (folder / "tokenizer_config.json").exists() else base
+        AutoTokenizer.from_pretrained(source).save_pretrained(out)
+
+    checkpoint.export(options.out, entries, save, ALONE)
+    print(f"merged: {options.out} opens with AutoModelForCausalLM.from_pretrained")
+    return 0
