@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,14 @@ def test_a_run_and_another_base_are_named(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def changed_config(folder: Path, **changes: Any) -> None:
-    path = folder / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+def changed(**keys: Any) -> Callable[[Path], None]:
+    """What changes keys of PEFT's config."""
+
+    def change(folder: Path) -> None:
+        path = folder / "adapter" / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+    return change
 
 
 def another_shape(folder: Path) -> None:
@@ -113,17 +119,23 @@ def another_shape(folder: Path) -> None:
     save_file(tensors, path)
 
 
-WRONG = {
-    "no adapter": (lambda folder: (folder / "adapter" / "adapter_config.json").unlink(), "adapter_config.json: "),
-    "no base": (lambda folder: (folder / "base").rename(folder / "gone"), "no such folder"),
-    "another kind": (lambda folder: changed_config(folder, peft_type="IA3"), "no adapter of the type LORA"),
-    "another start": (lambda folder: changed_config(folder, init_lora_weights="pissa"), 'init_lora_weights "pissa"'),
-    "a tied head": (lambda folder: changed_config(folder, target_modules=["lm_head"]), "lm_head, tied to model.embed"),
-    "an embedding": (lambda folder: changed_config(folder, target_modules=["embed_tokens"]), "embed_tokens, of the type Embedding"),
-    "no such module": (lambda folder: changed_config(folder, target_modules=["other"]), "other"),
+def without(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).rename(folder / "gone")
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no adapter": (without("adapter/adapter_config.json"), "adapter_config.json: "),
+    "no base": (without("base"), "no such folder"),
+    "another kind": (changed(peft_type="IA3"), "no adapter of the type LORA"),
+    "another start": (changed(init_lora_weights="pissa_niter_4"), 'init_lora_weights "pissa'),
+    "a tied head": (changed(target_modules=["lm_head"]), "lm_head.weight is tied to model.embed"),
+    "an embedding": (changed(target_modules=["embed_tokens"]), "is of the type Embedding"),
+    "a trained head": (changed(modules_to_save=["lm_head"]), "lm_head.weight is tied to"),
+    "more than layers": (changed(lora_bias=True), "lora_bias true"),
+    "no such module": (changed(target_modules=["other"]), "other"),
     "other shapes": (another_shape, "an adapter of this base"),
     "a folder that is there": (lambda folder: (folder / "out").mkdir(), "it is there already"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     folder = final if final.is_dir() else options.adapter
     base = options.base or read_config(folder / CONFIG, "adapter").get("base_model_name_or_path")
     if not base:
-        raise ConfigError(Problem(f"{folder / CONFIG}", "no base in it", "--base", ""))
+        raise ConfigError(Problem(str(folder / CONFIG), "no base in it", "--base"))
     section = ModelSection(name_or_path=base)
     spec = merged(spec_of(read_architecture(section), section), folder)
     entries = given_tensors(spec, ALONE)

@@ -19,9 +19,16 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from trainer.config.grammar import show
-from trainer.errors import ConfigError, Problem, named_line
-from trainer.models.finetuning.lora_folder import CONFIG, STEM, Started, completed, read_config
+from trainer.errors import ConfigError, Problem, listed, named_line
+from trainer.models.finetuning.lora_folder import (
+    BY_LAYER,
+    CONFIG,
+    STEM,
+    Started,
+    completed,
+    foreign_keys,
+    read_config,
+)
 from trainer.models.finetuning.lora_targets import LINEAR, check_saved, chosen_targets, left_out
 from trainer.models.finetuning.lora_weights import (
     ADAPTER,
@@ -92,35 +99,32 @@ def _started(described: ModelSpec, base: ModelSpec, options: Any) -> ModelSpec:
 
 
 def merged(base: ModelSpec, folder: Path) -> ModelSpec:
-    """Return the spec of `base` with PEFT's LoRA adapter in `folder` merged, tensor by tensor.
+    """Return the spec of `base` with PEFT's LoRA adapter in `folder` merged into its weights.
 
-    Raises ConfigError for an adapter of another base, or one that no tensor by itself can hold.
+    Raises ConfigError for an adapter of another kind or of another base.
     """
     _require_peft()
     from peft import LoraConfig
 
-    place, expected = "adapter", "LoRA of linear layers, as PEFT merges it into this base"
-    given = read_config(folder / CONFIG, place)
-    problem = partial(Problem, f"{place}: {folder / CONFIG}")
-    if given.get("init_lora_weights", True) not in (True, False, "gaussian") or given.get(
-        "lora_bias"
-    ):
-        seen = f"init_lora_weights {show(given.get('init_lora_weights'))}, lora_bias {show(given.get('lora_bias'))}"
-        raise ConfigError(problem(seen, expected))
+    place, expected = f"adapter: {folder / CONFIG}", "LoRA of layers of this base, each by itself"
+    problems = foreign_keys(read_config(folder / CONFIG, "adapter"), BY_LAYER)
     try:
         model = _injected(base.build(), LoraConfig.from_pretrained(str(folder)))
     except (ValueError, TypeError) as error:
-        raise ConfigError(problem(named_line(error), expected)) from error
-    own = dict(base.build().named_parameters())
+        raise ConfigError(Problem(place, named_line(error), expected)) from error
+    published, own = _published(model), dict(base.build().named_parameters())
+    changed = {base_name(name) for name in published if not is_adapters(name)}
     for name, layer in model.named_modules():
-        kind = type(getattr(layer, "base_layer", None))
-        if hasattr(layer, "lora_A") and (kind not in LINEAR or f"{name}.weight" not in own):
-            tied = base.tied.get(f"{name}.weight")
-            seen = f"tied to {tied}" if tied else f"of the type {kind.__name__}"
-            seen = f"an adapter of {name}, {seen}"
-            raise ConfigError(problem(seen, expected))
-    published = _published(model)
-    Started(folder, _shapes(model, published), place)
+        if hasattr(layer, "lora_A"):
+            changed.add(f"{name}.weight")
+            if type(layer.base_layer) not in LINEAR:
+                problems.append(f"{name} is of the type {type(layer.base_layer).__name__}")
+    problems += [
+        f"{name} is tied to {base.tied.get(name)}" for name in sorted(changed - own.keys())
+    ]
+    if problems:
+        raise ConfigError(Problem(place, listed(problems), expected))
+    Started(folder, _shapes(model, published), "adapter")
     return replace(base, weights=MergedWeights(base.weights, model, folder, published))
 
 

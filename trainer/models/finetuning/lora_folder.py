@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,12 @@ _HARMLESS = {
     *("qalora_group_size", "megatron_core"),
 }
 """PEFT's keys that do not define an adapter, or that follow from the base."""
+BY_LAYER = {
+    *("rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform", "layers_pattern"),
+}
+"""PEFT's keys that choose layers, or a rank and an alpha for some."""
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+"""PEFT's beginnings of an adapter that leave another base than the one it names."""
 
 
 def completed(options: AdapterSection) -> AdapterSection:
@@ -46,16 +52,12 @@ def completed(options: AdapterSection) -> AdapterSection:
 
     file = Path(options.path) / CONFIG
     given, default = read_config(file), LoraConfig().to_dict()
-    known = {*_HARMLESS, *_SAME.values()}
-    unsupported = [
-        f"{key} {show(value)}"
-        for key, value in given.items()
-        if key not in known and (value or None) != (default.get(key) or None)
-    ]
+    unsupported = foreign_keys(given)
     if not isinstance(given.get("target_modules"), list):
         unsupported.append(f"target_modules {show(given.get('target_modules'))}")
     if unsupported:
-        expected, mend = "LoRA with the keys of trainer.adapter", "Merge it into its base."
+        expected = "LoRA with the keys of trainer.adapter"
+        mend = "`meshloom merge` merges it into its base."
         raise ConfigError(Problem(f"{PLACE}: {file}", listed(unsupported), expected, mend))
     found = {ours: given.get(theirs, default[theirs]) for ours, theirs in _SAME.items()}
     found |= {"modules_to_save": found["modules_to_save"] or [], "alpha": float(found["alpha"])}
@@ -69,6 +71,19 @@ def completed(options: AdapterSection) -> AdapterSection:
     if problems:
         raise ConfigError(*problems)
     return options.model_copy(update=found)
+
+
+def foreign_keys(given: Mapping[str, Any], more: Collection[str] = ()) -> list[str]:
+    """List the keys of PEFT's config, with their values, that are none of ours, nor `more`."""
+    from peft import LoraConfig
+
+    known, default = {*_HARMLESS, *_SAME.values(), *more}, LoraConfig().to_dict()
+    return [
+        f"{key} {show(value)}"
+        for key, value in given.items()
+        if (key not in known and (value or None) != (default.get(key) or None))
+        or (key == "init_lora_weights" and str(value).startswith(CHANGES_BASE))
+    ]
 
 
 class Started:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,20 +16,17 @@ from jinja2 import Environment
 from trainer import checkpoint
 from trainer.config import leaves
 from trainer.data.formats import locate
-from trainer.errors import ConfigError, DataError, DiskError, Problem, named_line
+from trainer.errors import ConfigError, DataError, Problem, named_line
 from trainer.run.resume import ENVIRONMENT, FINAL, without_place
 from trainer.storage import parse_json, read_file
-from trainer.tools.report.run_record import Row, RunRecord, number, read
+from trainer.tools.report.run_record import Row, RunRecord, read
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 CARD, CERTIFICATE, PICTURE = "README.md", "certificate.json", "loss.png"
 ROWS = 10
-"""The most rows of the table of losses."""
-LIBRARIES = {
-    "adapter_config.json": ("peft", "AutoPeftModelForCausalLM.from_pretrained"),
-    "config.json": ("transformers", "AutoModelForCausalLM.from_pretrained"),
-}
-"""Files that say how a model is opened -> the library, and its function."""
+"""The number of rows of the table of losses, about."""
+LIBRARIES = {"adapter_config.json": "peft", "config.json": "transformers"}
+"""Files that say how a model is opened -> the library that opens it."""
 
 
 def card_of(folder: Path, repository: str, certificate: str | None = None) -> dict[str, bytes]:
@@ -39,21 +35,21 @@ def card_of(folder: Path, repository: str, certificate: str | None = None) -> di
     Raises ConfigError if it is the folder of no run, or its certificate can't be read.
     """
     record, environment = read(folder), parse_json(read_file(folder / ENVIRONMENT))
-    section, request = record.section, environment["request"]
-    kinds = (found for name, found in LIBRARIES.items() if (folder / FINAL / name).exists())
-    library, opens = next(kinds, (None, None))
-    base = section.get("model", {}).get("name_or_path")
+    present = (kind for name, kind in LIBRARIES.items() if (folder / FINAL / name).exists())
+    library, base = next(present, None), record.section.get("model", {}).get("name_or_path")
     metadata = ModelCardData(
         base_model=base if _is_hub_id(base) else None,
-        datasets=list(filter(_is_hub_id, _data_sets(section.get("data", {})))) or None,
+        datasets=list(filter(_is_hub_id, _data_sets(record.section.get("data", {})))) or None,
         library_name=library,
         pipeline_tag="text-generation" if library else None,
         tags=["meshloom", *(["lora"] if library == "peft" else [])],
     )
-    files = _picture(record)
-    path = Path(certificate) if certificate else folder / CERTIFICATE
-    proof = read_certificate(path) if certificate or path.exists() else None
+    proof, path = None, Path(certificate or folder / CERTIFICATE)
+    if certificate or path.exists():
+        proof = read_certificate(path)
+        proof["differences"] = _differences(environment["request"], proof.get("config"))
     script, *arguments = environment["command"]
+    files, checkpoints = _picture(record), checkpoint.published(folder / "checkpoints")
     text = (
         Environment(trim_blocks=True)
         .from_string(TEMPLATE.read_text())
@@ -62,14 +58,13 @@ def card_of(folder: Path, repository: str, certificate: str | None = None) -> di
             repository=repository,
             environment=environment,
             base=base,
-            opens=opens and f"{library}.{opens}",
+            library=library,
             command=shlex.join([Path(script).name, *arguments]),
-            data=_data(folder),
+            data=checkpoint.read_description(checkpoints[-1])["data"] if checkpoints else None,
             picture=next(iter(files), None),
-            losses=list(_losses(record)),
-            logged=record.logged,
+            steps=record.steps[:: -max(1, len(record.steps) // ROWS)][::-1],
+            held_out={row.get("step"): row.get("evaluation_loss") for row in record.evaluations},
             certificate=proof,
-            differences=_differences(request, proof["config"]) if proof else [],
         )
     )
     return {**files, CARD: text.encode()}
@@ -80,19 +75,11 @@ def _is_hub_id(name: Any) -> bool:
     return bool(named) and not Path(name).exists()
 
 
-def _data_sets(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the Hub's names of the data; it may be pushed where the files of others are not."""
+def _data_sets(section: Row) -> Iterator[str]:
+    """Yield the Hub's names of data; where it is pushed later, files may be gone."""
     for source in (section, *section.get("sources", ())):
         with suppress(DataError):
             yield locate(source.get("path"), source.get("format", "auto")).hub
-
-
-def _data(folder: Path) -> Row | None:
-    """Return the digest and numbers of the data, which each checkpoint has."""
-    for path in reversed(checkpoint.published(folder / "checkpoints")):
-        with suppress(DiskError, KeyError):
-            return checkpoint.read_description(path)["data"]  # type: ignore[no-any-return]
-    return None
 
 
 def _picture(record: RunRecord) -> dict[str, bytes]:
@@ -106,31 +93,12 @@ def _picture(record: RunRecord) -> dict[str, bytes]:
     return {PICTURE: png(figure)} if figure else {}
 
 
-def _losses(record: RunRecord) -> Iterator[tuple[str, str, str]]:
-    """Yield the step, training loss and held-out loss of up to ROWS logged steps, the last too."""
-    held = {row.get("step"): number(row, "evaluation_loss") for row in record.evaluations}
-    count = min(ROWS, len(record.steps))
-    for index in range(count):
-        row = record.steps[(index + 1) * len(record.steps) // count - 1]
-        values = (number(row, "loss"), held.get(row["step"], math.nan))
-        training, held_out = (f"{value:.4g}" if math.isfinite(value) else "" for value in values)
-        yield f"{row['step']:,}", training, held_out
-
-
 def read_certificate(path: Path) -> Row:
-    """Return what the card shows of a certificate. Raises ConfigError for another file."""
+    """Return the content of a certificate's file. Raises ConfigError for another file."""
     try:
         found = parse_json(read_file(path))
-        return {
-            "passed": bool(found["passed"]),
-            "layout": str(found["layout"]),
-            "config": found.get("config"),
-            "rows": [
-                (row["check"], f"{float(row['error']):.1e}", f"{row['tolerance']:.0e}")
-                for row in found["findings"]
-            ],
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return {key: found[key] for key in ("passed", "layout", "findings")} | found  # type: ignore[no-any-return]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         place, expected = f"certificate: {path}", "the file that `meshloom verify` writes"
         raise ConfigError(Problem(place, named_line(error), expected)) from error
 
