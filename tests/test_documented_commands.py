@@ -322,6 +322,12 @@ ELSEWHERE: dict[str, str] = {
             "python launch/train.py --config my.json",
         )
     },
+    **{
+        f"meshloom push{more}": "test_hub.py::test_parts_of_an_earlier_push_go_and_other_files_stay"
+        for more in ("", " runs/NAME", " runs/NAME --repository me/my-model")
+    },
+    "meshloom merge": "test_merge.py::test_a_run_and_another_base_are_named",
+    "meshloom merge runs/NAME OUT": "test_merge.py::test_a_run_and_another_base_are_named",
     f"python {TRAIN} bad.json": (
         "test_documented_commands.py::test_the_errors_of_a_bad_config_are_those_of_the_page"
     ),

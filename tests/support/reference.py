@@ -87,8 +87,13 @@ def own_sections() -> Iterator[tuple[str, type[BaseModel]]]:
         for name, field in model.model_fields.items():
             for kind in (field.annotation, *get_args(field.annotation)):
                 for one in (kind, *get_args(kind)):
-                    if isinstance(one, type) and issubclass(one, BaseModel):
-                        found.append((f"{path}.{name}", one))
+                    section = (f"{path}.{name}", one)
+                    if (
+                        isinstance(one, type)
+                        and issubclass(one, BaseModel)
+                        and section not in found
+                    ):
+                        found.append(section)
 
 
 def own_rows(model: type[BaseModel]) -> Iterator[str]:
