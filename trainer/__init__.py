@@ -91,8 +91,7 @@ def train(options: TrainOptions) -> Result:
     config names them. SIGTERM, SIGINT (a notebook's interrupt), SIGUSR1 and SIGHUP save and raise
     `trainer.errors.Preempted`.
 
-    Returns the losses and the run's folder, on every rank. Raises the errors that the command
-    prints (`trainer.errors`).
+    Returns the losses and the run's folder, on every rank. Raises the errors of `trainer.errors`.
     """
     from trainer.config import load
     from trainer.supervise.forked import in_processes
@@ -103,7 +102,7 @@ def train(options: TrainOptions) -> Result:
         from trainer.run.resume import Request
         from trainer.run.run import train_given
         from trainer.run.subject import Given
-        from trainer.tools.hub.repository import check_hub, push
+        from trainer.tools.hub.repository import open_hub
         from trainer.tools.planner.memory_check import check_memory
 
         given = Given(
@@ -120,8 +119,7 @@ def train(options: TrainOptions) -> Result:
             weights_only=options.resume_weights_only,
             script=True,
             memory_check=check_memory,
-            check_hub=check_hub,
-            push=push,
+            open_hub=open_hub,
         )
         return train_given(compiled, given, request, options.quiet)  # type: ignore[no-any-return]
 

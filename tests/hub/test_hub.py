@@ -26,7 +26,7 @@ from tests.support.hub import Hub, Repository, serving
 from tests.support.marked import MARK, ended, processes, sweep
 from trainer.certify.certificate import Certificate, write
 from trainer.certify.comparison import Finding
-from trainer.command import push as command
+from trainer.command import push
 from trainer.config import load
 from trainer.errors import ConfigError, HubError
 from trainer.run.resume import Request
@@ -34,7 +34,7 @@ from trainer.run.run import train_given
 from trainer.supervise import status_files
 from trainer.supervise.forked import in_processes
 from trainer.tools.hub.card import CARD, card_of
-from trainer.tools.hub.repository import check_hub, push
+from trainer.tools.hub.repository import open_hub
 
 LORA = {"r": 4, "targets": ["q_proj", "down_proj"]}
 PASSED = Certificate("shard 2", "mesh", (), (Finding("loss", 0, 1e-8, 1e-5),), None)
@@ -56,7 +56,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def trained(folder: Path, **section: Any) -> Path:
     folder.mkdir(exist_ok=True)
     job = write_job(folder, device="cpu", engine="mesh", **section)
-    request = Request(script=True, check_hub=check_hub, push=push)
+    request = Request(script=True, open_hub=open_hub)
     return in_processes(lambda: train_given(load(job), None, request, quiet=True), 1).folder
 
 
@@ -66,7 +66,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pushed(*arguments: str | Path) -> int:
-    return command.main(list(map(str, arguments)), "meshloom push")
+    return push.main(list(map(str, arguments)), "meshloom push")
 
 
 def metadata(files: dict[str, bytes]) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def test_parts_of_an_earlier_push_go_and_other_files_stay(hub: Hub, base: Path) 
         (("--repository", "they/open", "--public"), "hf_mine", 64, "403, Forbidden"),
         (("--repository", "me/open"), "hf_mine", 64, "it is public; expected a private one"),
         (("--repository", "a/b/c"), "hf_mine", 64, 'expected a repository on the Hub, "owner/name"'),
-        ((), "hf_mine", 64, "expected --repository"),
+        ((), "hf_mine", 64, "trainer.hub.repository: "),
         (("--repository", "me/new", "--certificate", "no.json"), "hf_mine", 64, "no.json"),
     ],
 )  # fmt: skip

@@ -42,7 +42,8 @@ without a checkout:
   deepspeed --no_local_rank --module trainer.command train --config zero2
   torchrun --nproc-per-node 8 -m trainer.command train --config zero2
 
-exit codes: 0 done, 64 config, 65 data, 69 not pushed, 70 internal, 74 disk, 75 preempted, 76 numerics, 77 stalled
+exit codes: 0 done, 64 config, 65 data, 69 hub, 70 internal, 74 disk, 75 preempted, 76 numerics,
+  77 stalled
 """
 
 
@@ -119,7 +120,7 @@ def command(options: argparse.Namespace, signals: StopSignals) -> int:
     output = Output(quiet=world.rank != 0)
     output.signs.at("importing PyTorch and transformers")
     from trainer.run.run import Request, run
-    from trainer.tools.hub.repository import check_hub, push
+    from trainer.tools.hub.repository import open_hub
     from trainer.tools.planner.memory_check import check_memory
 
     request = Request(
@@ -131,8 +132,7 @@ def command(options: argparse.Namespace, signals: StopSignals) -> int:
         preview=options.preview,
         overrides=options.overrides,
         memory_check=check_memory,
-        check_hub=check_hub,
-        push=push,
+        open_hub=open_hub,
     )
     return run(config, request, world, output, signals)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainer.config import Config
 from trainer.distributed.ranks import Ranks
-from trainer.errors import ConfigError, DiskError, Problem, listed, shared
+from trainer.errors import ConfigError, DiskError, HubError, Problem, listed, shared
 from trainer.storage import disk_errors, ensure_writable
 from trainer.supervise import status_files as status
 
@@ -76,6 +76,12 @@ def take_over(folder: Path) -> None:
             expected = "a run that nobody is at work on"
             raise ConfigError(Problem(f"trainer.run: {folder}", by, expected, hint))
         time.sleep(0.5)
+
+
+def not_pushed(folder: Path, reason: str) -> HubError:
+    """Build the error of a push to the Hub that failed, with which nothing is lost."""
+    hint = f"Nothing is lost: `meshloom push {folder}` pushes {folder / 'final'}"
+    return HubError(Problem("trainer.hub", reason, "a model that is on the Hub", hint))
 
 
 def check_shared(folder: Path, ranks: Ranks) -> None:

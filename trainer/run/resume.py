@@ -17,16 +17,7 @@ from trainer.config import Config, leaves
 from trainer.config.sections import HubSection
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Machine
-from trainer.errors import (
-    ConfigError,
-    DataError,
-    DiskError,
-    HubError,
-    Problem,
-    in_python,
-    listed,
-    shared,
-)
+from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed, shared
 from trainer.run.folder import (
     base_of,
     check_shared,
@@ -81,10 +72,8 @@ class Request:
     script: bool = False
     """True if called from Python: a finished run is then repeated, in another folder."""
     memory_check: MemoryCheck = lambda *_: list
-    check_hub: Callable[[HubSection], object] = lambda section: None
-    """Raises ConfigError or HubError unless the repository can be written."""
-    push: Callable[[Path, HubSection], str] = lambda folder, section: ""
-    """Pushes the run in a folder, and returns the repository's address. Raises HubError."""
+    open_hub: Callable[[HubSection], Callable[[Path], str]] = lambda section: str
+    """Checks a repository; what it returns pushes a run's folder there, and returns the address."""
 
     @property
     def trains(self) -> bool:
@@ -227,12 +216,6 @@ def _newest(folder: Path, ranks: Ranks, below: tuple[str, ...]) -> tuple[Path | 
         lost = f"steps {step + 1} to {logged} came after the last good checkpoint"
         lines = [*lines, f"{lost} and are repeated"]
     return source, lines
-
-
-def not_pushed(folder: Path, reason: str) -> HubError:
-    """Build the error of a push that failed, with which nothing is lost."""
-    hint = f"Nothing is lost: `meshloom push {folder}` pushes {folder / FINAL}"
-    return HubError(Problem("trainer.hub", reason, "a model that is on the Hub", hint))
 
 
 def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:

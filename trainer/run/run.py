@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -24,6 +25,7 @@ from trainer.engines import Engine, Job, Machine
 from trainer.errors import MeshloomError, shared
 from trainer.models.spec import stored
 from trainer.run import describe, resume
+from trainer.run.folder import not_pushed
 from trainer.run.hooks import RunHooks, export, finish
 from trainer.run.loop import train as loop
 from trainer.run.prepare import Prepared, prepare
@@ -143,7 +145,7 @@ def execute(
         machine = replace(machine, ranks=start.ranks)
         if (hub := config.trainer.hub) is not None:
             machine.signs.at("looking at the repository on the Hub")
-            machine.ranks.on_first(lambda: request.check_hub(hub) and None)
+            push = start.ranks.on_own(lambda: request.open_hub(hub) if start.ranks.first else str)
     prepared = prepare(config, machine, given, console, builds=start is not None)
     machine.signs.hide()
     if request.preview is not None:
@@ -156,7 +158,12 @@ def execute(
         return None
     history = History()
     _train(prepared, request, machine, start, console, signals, [history] if request.script else [])
-    _push(prepared, request, machine, start.folder, console, signals)
+    if hub is not None:
+        if machine.ranks.first:
+            signals.saved(shared(not_pushed(start.folder, "a signal ended the push")))
+        say(console, f"pushing {start.folder / 'final'} to {hub.repository}")
+        machine.watch.moves(prepared.saved_bytes / SLOW_NETWORK)
+        say(console, f"pushed: {machine.ranks.await_first(partial(push, start.folder))}")
     if not request.script:  # a command's result is its folder
         return None
     return Result(start.folder, tuple(history.records), tuple(history.evaluations))
@@ -205,25 +212,6 @@ def _train(
         engine.close()
     if ranks.first:
         finish(prepared, folder, console)
-
-
-def _push(
-    prepared: Prepared,
-    request: Request,
-    machine: Machine,
-    folder: Path,
-    console: Console,
-    signals: StopSignals | NoSignals,
-) -> None:
-    """Push the trained model to the repository of `trainer.hub`, if there is one. Collective."""
-    section, ranks = prepared.config.trainer.hub, machine.ranks
-    if section is None:
-        return
-    if ranks.first:
-        signals.saved(shared(resume.not_pushed(folder, "a signal ended the push")))
-    say(console, f"pushing {folder / resume.FINAL} to {section.repository}")
-    machine.watch.moves(prepared.saved_bytes / SLOW_NETWORK)
-    say(console, f"pushed: {ranks.await_first(lambda: request.push(folder, section))}")
 
 
 def _write_down(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,74 +14,68 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 from trainer import checkpoint
 from trainer.config.sections import HubSection
 from trainer.errors import ConfigError, HubError, MeshloomError, Problem
-from trainer.run.resume import FINAL, not_pushed
+from trainer.run.folder import not_pushed
 from trainer.tools.hub.card import CARD, card_of, read_certificate
 
-PLACE, EXPECTED = "trainer.hub", "a repository on the Hub that you may write"
 MODEL = r"[^/]+\.safetensors(\.index\.json)?|(adapter_|generation_)?config\.json"
 """Files of an earlier push, which would be taken for parts of another."""
 
 
-def check_hub(section: HubSection) -> None:
-    """Create the repository if it is not there, and check that it can be written.
+def open_hub(section: HubSection) -> Callable[[Path], str]:
+    """Check that the repository can be written, and create it if need be; return what pushes.
 
     Raises ConfigError for a token, name or permission that is wrong, and HubError without a Hub.
     """
+    problem = partial(Problem, f"trainer.hub: {section.repository}")
+    expected = "a repository on the Hub that you may write"
     if constants.HF_HUB_OFFLINE:
         hint = "Unset it; or leave out trainer.hub, and push with `meshloom push` later"
-        raise ConfigError(Problem(PLACE, "HF_HUB_OFFLINE is set", EXPECTED, hint))
+        raise ConfigError(problem("HF_HUB_OFFLINE is set", expected, hint))
     if section.certificate is not None:
         read_certificate(Path(section.certificate))
     try:
-        api = HfApi()
-        api.whoami(cache=True)
-        name = _whole_name(api, section.repository)
+        api, name = HfApi(), section.repository
+        owner = api.whoami()["name"]
+        name = name if "/" in name else f"{owner}/{name}"
         api.create_repo(name, private=section.private, exist_ok=True)
         public = not api.model_info(name).private
         # a file as small as this is not sent, but whoever may not write is refused
         api.preupload_lfs_files(name, [CommitOperationAdd(CARD, b"# A model\n")])
     except Exception as error:  # the Hub's, its client's or the network's
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
-        refused = isinstance(error, HFValidationError | LocalTokenNotFoundError)
-        kind = ConfigError if refused or status in (400, 401, 403, 404) else HubError
+        ours = isinstance(error, HFValidationError | LocalTokenNotFoundError)
+        if not ours and status not in (400, 401, 403, 404):
+            raise HubError(problem(_shown(error), expected)) from error
         hint = "`hf auth login` or the variable HF_TOKEN gives a token that may write"
-        hint, place = hint if kind is ConfigError else "", f"{PLACE}: {section.repository}"
-        raise kind(Problem(place, _shown(error), EXPECTED, hint)) from error
+        raise ConfigError(problem(_shown(error), expected, hint)) from error
     if public and section.private:
         hint = "Make it private in its settings, or set trainer.hub.private=false"
-        raise ConfigError(Problem(f"{PLACE}: {name}", "it is public", "a private one", hint))
+        raise ConfigError(problem("it is public", "a private one", hint))
+    return partial(push, section, name)
 
 
-def push(folder: Path, section: HubSection) -> str:
-    """Push the run in `folder`, in one commit; return the repository's address.
+def push(section: HubSection, name: str, folder: Path) -> str:
+    """Push the run in `folder` to the repository `name`, in one commit; return its address.
 
     Raises HubError if the Hub does not take it.
     """
     try:
-        api = HfApi()
-        name = _whole_name(api, section.repository)
         files: dict[str, Path | bytes] = dict(card_of(folder, name, section.certificate))
-        files |= {path.name: path for path in (folder / FINAL).iterdir()}
+        files |= {path.name: path for path in (folder / "final").iterdir()}
         for path in checkpoint.published(folder / "checkpoints") if section.checkpoints else ():
             inner = (file for file in path.rglob("*") if file.is_file())
             files |= {str(file.relative_to(folder)): file for file in inner}
         earlier = re.compile(f"{MODEL}|checkpoints/.*" if section.checkpoints else MODEL)
-        old = [one for one in api.list_repo_files(name) if earlier.fullmatch(one)]
-        operations: list[Any] = [
-            *(CommitOperationAdd(name, content) for name, content in files.items()),
-            *(CommitOperationDelete(name) for name in old if name not in files),
-        ]
+        old = {file for file in HfApi().list_repo_files(name) if earlier.fullmatch(file)}
+        operations: list[Any] = [CommitOperationAdd(*file) for file in files.items()]
+        operations += map(CommitOperationDelete, sorted(old - files.keys()))
         message = f"Push the model of {folder.resolve().name}"
-        return str(api.create_commit(name, operations, commit_message=message).repo_url)
+        return str(HfApi().create_commit(name, operations, commit_message=message).repo_url)
     except Exception as error:  # the Hub's, its client's, the network's or Xet's
         cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
         if isinstance(cause, MeshloomError):  # a signal, or a certificate that can't be read
             raise cause from None
         raise not_pushed(folder, _shown(cause)) from error
-
-
-def _whole_name(api: HfApi, name: str) -> str:
-    return name if "/" in name else f"{api.whoami(cache=True)['name']}/{name}"
 
 
 def _shown(error: BaseException) -> str:
