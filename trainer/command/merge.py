@@ -12,9 +12,7 @@ DESCRIPTION = """
 Merge a LoRA adapter into its base, and write a model that transformers opens by itself, in the
 dtype of the base. One tensor at a time is in memory.
 """
-EPILOG = """
-exit codes: 0 written, 64 no such adapter or base, or one that can't be merged, 74 the disk
-"""
+EPILOG = "\nexit codes: 0 written, 64 the adapter or its base is wrong, 74 the disk\n"
 
 
 @reporting

@@ -124,7 +124,7 @@ def merged(base: ModelSpec, folder: Path) -> ModelSpec:
     ]
     if problems:
         raise ConfigError(Problem(place, listed(problems), expected))
-    Started(folder, _shapes(model, published), "adapter")
+    Started(folder, _shapes(model, published))
     return replace(base, weights=MergedWeights(base.weights, model, folder, published))
 
 

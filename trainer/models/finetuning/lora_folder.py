@@ -32,9 +32,13 @@ _HARMLESS = {
     *("qalora_group_size", "megatron_core"),
 }
 """PEFT's keys that do not define an adapter, or that follow from the base."""
-BY_LAYER = {
-    *("rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform", "layers_pattern"),
-}
+BY_LAYER = [
+    "rank_pattern",
+    "alpha_pattern",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+]
 """PEFT's keys that choose layers, or a rank and an alpha for some."""
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """PEFT's beginnings of an adapter that leave another base than the one it names."""
@@ -89,11 +93,9 @@ def foreign_keys(given: Mapping[str, Any], more: Collection[str] = ()) -> list[s
 class Started:
     """The values of an existing adapter, by the names in its file."""
 
-    def __init__(
-        self, folder: Path, shapes: Mapping[str, tuple[int, ...]], place: str = PLACE
-    ) -> None:
+    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ConfigError unless the file has exactly the tensors that the model learns."""
-        self._file, self._place = folder / f"{STEM}.safetensors", place
+        self._file = folder / f"{STEM}.safetensors"
         found, differences = self._shapes(), []
         missing, more = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
         if missing:
@@ -105,8 +107,8 @@ class Started:
                 differences.append(f"{name} is {list(found[name])} and not {list(shapes[name])}")
                 break
         if differences:
-            expected = "an adapter of this base"
-            raise ConfigError(Problem(f"{place}: {self._file}", "; ".join(differences), expected))
+            seen, expected = "; ".join(differences), "an adapter of this base"
+            raise ConfigError(Problem(f"adapter: {self._file}", seen, expected))
 
     def read(self, name: str) -> torch.Tensor:
         with safe_open(self._file, "pt") as file:
@@ -119,11 +121,11 @@ class Started:
                 return {name: tuple(file.get_slice(name).get_shape()) for name in names}
         except (OSError, SafetensorError) as error:
             seen, expected = first_line(error), "the adapter's safetensors"
-            raise ConfigError(Problem(f"{self._place}: {self._file}", seen, expected)) from error
+            raise ConfigError(Problem(f"adapter: {self._file}", seen, expected)) from error
 
 
 def read_config(file: Path, place: str = PLACE) -> dict[str, Any]:
-    """Return PEFT's config of a LoRA adapter. Raises ConfigError, which names the `place`."""
+    """Return PEFT's config of a LoRA adapter. Raises ConfigError for any other file."""
     expected = "the folder of a LoRA adapter, as PEFT writes it: final/ of a run"
     try:
         given = parse_json(read_file(file))
