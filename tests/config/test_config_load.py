@@ -1518,7 +1518,7 @@ def test_every_key_of_the_trainer_is_used_noted_or_refused() -> None:
     ends = {
         key for key in keys if not any(other.startswith(f"{key}.") for other in keys) or key in USED
     }
-    inner = ("adapter.", "profile.", "parameter_groups.", "data.sources.", "images.")
+    inner = ("adapter.", "hub.", "profile.", "parameter_groups.", "data.sources.", "images.")
     ends -= {
         path.removeprefix("trainer.")
         for path, only in marked(Only).items()

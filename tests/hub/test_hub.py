@@ -29,7 +29,7 @@ from trainer.certify.comparison import Finding
 from trainer.command import push
 from trainer.config import load
 from trainer.errors import ConfigError, HubError
-from trainer.run.resume import Request
+from trainer.run.resume import Request, without_place
 from trainer.run.run import train_given
 from trainer.supervise import status_files
 from trainer.supervise.forked import in_processes
@@ -187,6 +187,11 @@ def test_without_a_hub_it_is_another_code(hub: Hub, base: Path, monkeypatch, cap
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert pushed(base, "--repository", "me/tiny") == 64
     assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
+
+
+def test_where_a_run_is_pushed_makes_no_other_run_of_it() -> None:
+    section = {"steps": 3, "hub": {"repository": "me/tiny"}}
+    assert without_place({"trainer": section}) == {"trainer": {"steps": 3}}
 
 
 def test_the_run_has_to_have_ended(hub: Hub, base: Path, tmp_path: Path, capsys) -> None:

@@ -122,6 +122,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "earlier_push",
         "one_sentence",
         "another_code",
+        "no_other_run",
         "have_ended",
         "certificate_was_made",
         "on_the_hub_alone",
