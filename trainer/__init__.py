@@ -6,22 +6,24 @@ DeepSpeed JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from trainer.state import VERSION as __version__
+from trainer.trackers.callbacks import Callback
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from trainer.certify.certificate import Certificate
     from trainer.data.images.transforms import OpenedClassifier
     from trainer.run.run import Result
+    from trainer.tasks.supervised import Loss
 
-__all__ = ["__version__", "open_classifier", "train", "verify"]
+__all__ = ["__version__", "Callback", "open_classifier", "train", "verify"]
 
 
 Parameters = ParamSpec("Parameters")
@@ -52,11 +54,13 @@ class TrainOptions:
     config: str | Path | dict[str, Any] = field(kw_only=False)
     model: Callable[[], nn.Module] | None = None
     data: Any = None
-    loss: Callable[[Any, Any], tuple[Tensor, int | Tensor]] | None = None
+    loss: Loss | None = None
     evaluation_data: Any = None
     blocks: str | None = None
     overrides: Sequence[str] = ()
     processes: int | None = None
+    callbacks: Sequence[Callback] = ()
+    metrics: Mapping[str, Loss] = field(default_factory=dict)
     quiet: bool = False
     fresh: bool = False
     resume: str | Path | None = None
@@ -79,6 +83,9 @@ def train(options: TrainOptions) -> Result:
     `blocks`: a pattern such as "layers.*" of the modules that run once each, in order; those of an
     `nn.Sequential`, and of lists of one class, are found.
     `processes`: how many to start, from plain Python or a notebook; leave it out under a launcher.
+    `callbacks`: objects of subclasses of `trainer.Callback`, called on every rank.
+    `metrics`: functions like `loss`, by name: an evaluation logs the total of all sums / that of
+    all numbers, over the data of all ranks.
     `quiet`: print nothing.
     `fresh`: begin a new run. Without it, the same call again resumes a run that was not finished,
     and begins a new one if it was.
@@ -96,7 +103,9 @@ def train(options: TrainOptions) -> Result:
     """
     from trainer.config import load
     from trainer.supervise.forked import in_processes
+    from trainer.trackers.callbacks import check
 
+    check(options.callbacks)
     compiled = load(options.config, options.overrides)
 
     def trained() -> Result:
@@ -111,6 +120,7 @@ def train(options: TrainOptions) -> Result:
             loss=options.loss,
             evaluation_data=options.evaluation_data,
             blocks=options.blocks,
+            metrics=options.metrics,
         )
         request = Request(
             resume=None if options.resume is None else str(options.resume),
@@ -119,6 +129,7 @@ def train(options: TrainOptions) -> Result:
             weights_only=options.resume_weights_only,
             script=True,
             memory_check=check_memory,
+            callbacks=options.callbacks,
         )
         return train_given(compiled, given, request, options.quiet)  # type: ignore[no-any-return]
 
@@ -130,7 +141,7 @@ def verify(
     *,
     model: Callable[[], nn.Module] | None = None,
     data: Any = None,
-    loss: Callable[[Any, Any], tuple[Tensor, int | Tensor]] | None = None,
+    loss: Loss | None = None,
     blocks: str | None = None,
     overrides: Sequence[str] = (),
     processes: int | None = None,

@@ -124,7 +124,7 @@ def prepare(
     model = spec.build()
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     undecayed = spared(section.weight_decay_excludes, spec)
-    own = {"loss": given.loss, "model": given.model} if given else {}
+    own = {"loss": given.loss, "model": given.model} if given and not given.names_all else {}
     return Prepared(
         config=config,
         layout=layout,

@@ -30,6 +30,7 @@ from trainer.run.folder import (
 from trainer.run.prepare import Prepared
 from trainer.storage import parse_json, read_file, tail
 from trainer.supervise import status_files as status
+from trainer.trackers.callbacks import Callback
 
 FINAL, ENVIRONMENT = "final", "environment.json"
 BESIDE = {
@@ -71,6 +72,7 @@ class Request:
     script: bool = False
     """True if called from Python: a finished run is then repeated, in another folder."""
     memory_check: MemoryCheck = lambda *_: list
+    callbacks: Sequence[Callback] = ()
 
     @property
     def trains(self) -> bool:

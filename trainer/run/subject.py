@@ -6,8 +6,8 @@ Nobody else asks which task it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -56,6 +56,12 @@ class Given:
     loss: Loss | None = None
     evaluation_data: Any = None
     blocks: str | None = None
+    metrics: Mapping[str, Loss] = field(default_factory=dict)
+
+    @property
+    def names_all(self) -> bool:
+        """True if the config names what is trained: nothing of it is handed in."""
+        return self.model is self.data is self.loss is None
 
 
 @dataclass(frozen=True)
@@ -214,7 +220,7 @@ def subject_class(section: TrainerSection, given: Given | None) -> type[Subject]
     """Return the kind of what a config names or a script hands in."""
     if section.task == "image_classification":
         return ImageSubject
-    return LanguageSubject if given is None else Subject
+    return LanguageSubject if given is None or given.names_all else Subject
 
 
 def subject_of(
@@ -229,6 +235,9 @@ def subject_of(
         found = image_classifier(config, handed_in, layout, ranks)
         return replace(found, spec=amended(found.spec, config.trainer, ranks))
     if kind is LanguageSubject:
+        if handed_in.metrics:
+            expected = "none: a language model's are its loss, perplexity and accuracy"
+            raise ConfigError(Problem("metrics", ", ".join(handed_in.metrics), expected))
         return language_model(config, ranks, progress)
     return own_module(config, handed_in, ranks)
 
@@ -267,10 +276,10 @@ def own_module(config: Config, given: Given, ranks: Ranks) -> Subject:
         raise ConfigError(Problem("train", "not all of what is trained", expected))
     data = pairs_of(given.data, given.evaluation_data, section.data.evaluation_fraction)
     spec = module.spec_of(given.model, given.blocks, section.seed)
-    task = Supervised(given.loss, spec.build, spec.blocks)
+    task = Supervised(given.loss, spec.build, spec.blocks, given.metrics)
     first = [data.train[i] for i in range(min(4, len(data.train)))]
     # an error in them is reported once
-    ranks.on_first(Alone()(lambda: task.collate(first) and None))
+    ranks.on_first(Alone()(lambda: task.trial(first) and None))
     return Subject(amended(spec, section, ranks).tried_on(task.trial(first)), task, data)
 
 
@@ -296,7 +305,8 @@ def image_classifier(config: Config, given: Given, layout: Layout, ranks: Ranks)
         ranks.await_first(lambda: pretrained.state() and None)
     data = open_images(section.data, section.images, section.seed, cache_folder(), ranks, own)
     spec = images.spec_of(section, data.images, classifier, given.model, given.blocks)
-    task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)
+    classes = len(data.images.classes)
+    task = ImageClassification(classes, spec.build, spec.blocks, given.metrics)
     first = [data.train[i] for i in range(min(4, len(data.train)))]
     ranks.on_first(lambda: images.check(spec, task, data.images, data.path, layout, first))
     return ImageSubject(spec.tried_on(task.trial(first)), task, data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
-from trainer.tasks.supervised import Supervised
+from trainer.tasks.supervised import Loss, Supervised
 from trainer.tasks.task import IGNORED, Batch, changed
 
 TOP = 5
@@ -25,11 +25,16 @@ class ImageClassification(Supervised):
     """
 
     def __init__(
-        self, classes: int, build: Callable[[], nn.Module], blocks: Sequence[str] = ()
+        self,
+        classes: int,
+        build: Callable[[], nn.Module],
+        blocks: Sequence[str] = (),
+        metrics: Mapping[str, Loss] | None = None,
     ) -> None:
-        super().__init__(class_loss, build, blocks)
+        super().__init__(class_loss, build, blocks, metrics)
         self._classes, self._smoothing = classes, 0.0
-        self.measures = ("accuracy", "accuracy_top5") if classes > TOP else ("accuracy",)
+        self._tops = (1, TOP) if classes > TOP else (1,)
+        self.measures = ("accuracy", "accuracy_top5")[: len(self._tops)] + self.measures
 
     def regularised(
         self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float
@@ -50,8 +55,9 @@ class ImageClassification(Supervised):
         better = (logits >= own).sum(1) - 1
         better = better.masked_fill(~torch.isfinite(own[:, 0]), self._classes)
         counted = target != IGNORED
-        right = [((better < most) & counted).sum() for most in (1, TOP)[: len(self.measures)]]
-        return torch.stack([class_loss(logits, target)[0], *right]) * batch["share"]
+        right = [((better < most) & counted).sum() for most in self._tops]
+        found = self._measured_by(logits[counted], target[counted])
+        return torch.stack([class_loss(logits, target)[0], *right, *found]) * batch["share"]
 
     def check_output(self, samples: Sequence[Any], name: str) -> None:
         """Raise ConfigError unless the model gives a score for each class."""
