@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from trainer.state import VERSION as __version__
-from trainer.trackers.callbacks import Callback
+from trainer.trackers.callbacks import Callback, Callbacks
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     from trainer.certify.certificate import Certificate
     from trainer.data.images.transforms import OpenedClassifier
@@ -61,6 +62,7 @@ class TrainOptions:
     processes: int | None = None
     callbacks: Sequence[Callback] = ()
     metrics: Mapping[str, Loss] = field(default_factory=dict)
+    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None
     quiet: bool = False
     fresh: bool = False
     resume: str | Path | None = None
@@ -86,6 +88,9 @@ def train(options: TrainOptions) -> Result:
     `callbacks`: objects of subclasses of `trainer.Callback`, called on every rank.
     `metrics`: functions like `loss`, by name: an evaluation logs the total of all sums / that of
     all numbers, over the data of all ranks.
+    `optimizer(groups)`: returns a `torch.optim.Optimizer` of these groups, in place of the config's,
+    whose learning rate, schedule and weight decay it gets. A rank may have shards: `verify` says if
+    its update suits them.
     `quiet`: print nothing.
     `fresh`: begin a new run. Without it, the same call again resumes a run that was not finished,
     and begins a new one if it was.
@@ -102,11 +107,11 @@ def train(options: TrainOptions) -> Result:
     prints (`trainer.errors`).
     """
     from trainer.config import load
+    from trainer.plugins import as_override
     from trainer.supervise.forked import in_processes
-    from trainer.trackers.callbacks import check
 
-    check(options.callbacks)
-    compiled = load(options.config, options.overrides)
+    Callbacks.check(options.callbacks)
+    compiled = load(options.config, [*options.overrides, *as_override(options.optimizer)])
 
     def trained() -> Result:
         from trainer.run.resume import Request
@@ -114,14 +119,10 @@ def train(options: TrainOptions) -> Result:
         from trainer.run.subject import Given
         from trainer.tools.planner.memory_check import check_memory
 
-        given = Given(
-            model=options.model,
-            data=options.data,
-            loss=options.loss,
-            evaluation_data=options.evaluation_data,
-            blocks=options.blocks,
-            metrics=options.metrics,
-        )
+        fields = ("model", "data", "loss", "evaluation_data", "blocks", "metrics")
+        handed_in = {name: getattr(options, name) for name in fields}
+        named = all(it is None or it == {} for it in handed_in.values())
+        given = None if named else Given(**handed_in)
         request = Request(
             resume=None if options.resume is None else str(options.resume),
             fresh=options.fresh,
@@ -145,6 +146,7 @@ def verify(
     blocks: str | None = None,
     overrides: Sequence[str] = (),
     processes: int | None = None,
+    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
 ) -> Certificate:
     """Certify that a layout trains your own module as one process does: losses, gradients, updates,
     save and load.
@@ -155,11 +157,12 @@ def verify(
     """
     from trainer.certify.certificate import certify
     from trainer.certify.worker import met, tiny_run_of
+    from trainer.plugins import as_override
     from trainer.run.subject import Given
     from trainer.supervise.ending import watched_in_script
     from trainer.supervise.forked import in_processes
 
-    small = tiny_run_of(config, overrides, processes)
+    small = tiny_run_of(config, [*overrides, *as_override(optimizer)], processes)
     given = Given(model, data, loss, blocks=blocks)
 
     def certified() -> Certificate:

@@ -73,9 +73,4 @@ def test_an_unfit_metric_is_one_sentence() -> None:
 
     for name, (metric, sentence) in cases.items():
         with pytest.raises(ConfigError, match=f"^{sentence}"):
-            Supervised(loss, on_meta, metrics={name: metric}).trial(HELD_OUT[:2])
-
-
-def test_a_language_model_has_its_own(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="^metrics: precision; expected none: a language model's"):
-        trainer.train(config(tmp_path), metrics={"precision": precision}, quiet=True)
+            Supervised(loss, on_meta).measuring({name: metric}, HELD_OUT[:2])

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.fields import FieldInfo
 
+from trainer.plugins import known, load
+
 
 @dataclass(frozen=True)
 class Only:
@@ -107,6 +109,15 @@ Axis = Annotated[Whole, AfterValidator(_axis)]
 PipelineSchedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
+TaskName = Literal["causal_lm", "image_classification"] | Annotated[str, known("task")]
+Services = Literal[
+    "tensorboard", "mlflow", "wandb", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"
+]
+TrackerName = Services | Annotated[str, known("tracker")]
+SourceName = (
+    Literal["auto", "jsonl", "parquet", "arrow", "text", "csv", "hub"]
+    | Annotated[str, known("source")]
+)
 Paths = str | Annotated[list[str], Field(min_length=1, max_length=100_000)]
 
 
@@ -168,7 +179,7 @@ class Rows(Section):
     ] = None
     """Files, globs, folders or a hub id."""
     format: Annotated[
-        Literal["auto", "jsonl", "parquet", "arrow", "text", "csv", "hub"],
+        SourceName,
         ROWS,
         Only(
             TEXT.tasks,
@@ -329,7 +340,7 @@ class EvaluationSection(Section):
 class LogSection(Section):
     every: Count = 10
     """Steps between log lines."""
-    trackers: Annotated[list[Literal["tensorboard", "mlflow", "wandb"]], Field(max_length=10)] = []
+    trackers: Annotated[list[TrackerName], Field(max_length=10)] = []
     """Trackers beside the terminal and `metrics.jsonl`."""
     sample_ids: bool = False
     """True to write the numbers of each step's samples to `logs/`."""
@@ -404,7 +415,9 @@ class MeshSection(Section):
 class _Subject(Section):
     """Keys of what is trained."""
 
-    task: Literal["causal_lm", "image_classification"] = "causal_lm"
+    plugins: list[Annotated[str, AfterValidator(load)]] = []
+    """Modules, or entry points of `meshloom.plugins`, which are imported first of all."""
+    task: TaskName = "causal_lm"
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     images: Annotated[ImagesSection, IMAGES] = ImagesSection()

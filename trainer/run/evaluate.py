@@ -31,13 +31,8 @@ class HeldOut(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         """Take a script's metrics out of the measures: the sums over their numbers."""
-        names = [name for name in self.measures if name + NUMBER in self.measures]
-        pairs = {
-            name: (self.measures.pop(name), self.measures.pop(name + NUMBER)) for name in names
-        }
-        return {
-            name: total / number if number else math.nan for name, (total, number) in pairs.items()
-        }
+        take, names = self.measures.pop, [n for n in self.measures if n + NUMBER in self.measures]
+        return {name: take(name) / (take(name + NUMBER) or math.nan) for name in names}
 
 
 def held_out_loss(

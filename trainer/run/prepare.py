@@ -21,6 +21,7 @@ from trainer.models.own.code import code_of
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, schedule_of
 from trainer.parallel.checks import checked
+from trainer.plugins import NAMED
 from trainer.run.compose import compose
 from trainer.run.loop import LoopPlan
 from trainer.run.subject import Given, Subject, subject_of
@@ -124,7 +125,8 @@ def prepare(
     model = spec.build()
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     undecayed = spared(section.weight_decay_excludes, spec)
-    own = {"loss": given.loss, "model": given.model} if given and not given.names_all else {}
+    optimizer = NAMED["optimizer"].get(config.optimizer.type)
+    own = {"loss": given.loss, "model": given.model, "optimizer": optimizer} if given else {}
     return Prepared(
         config=config,
         layout=layout,

@@ -105,7 +105,7 @@ def run(
         return ending.after(error)
 
 
-def train_given(config: Config, given: Given, request: Request, quiet: bool) -> Any:
+def train_given(config: Config, given: Given | None, request: Request, quiet: bool) -> Any:
     """Run one rank's share of a run. Collective."""
     world = world_of(os.environ)
     assert world is not None
@@ -138,6 +138,7 @@ def execute(
             return None
         log_to(start.folder)
         machine = replace(machine, ranks=start.ranks)
+    given = Given.by_task(config.trainer, given)
     prepared = prepare(config, machine, given, console, builds=start is not None)
     machine.signs.hide()
     if request.preview is not None:

@@ -27,7 +27,7 @@ from trainer.data.text.preview import preview
 from trainer.data.text.tokenizer import embedded_tokenizer, load_tokenizer
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine, Metrics
-from trainer.errors import ConfigError, DataError, Problem
+from trainer.errors import ConfigError, DataError, Problem, named_line
 from trainer.layout import Layout
 from trainer.models import huggingface
 from trainer.models.finetuning.frozen import frozen
@@ -35,6 +35,7 @@ from trainer.models.finetuning.lora import adapted
 from trainer.models.finetuning.tuned import tuned
 from trainer.models.own import module
 from trainer.models.spec import ModelSpec, flops_per_token
+from trainer.plugins import NAMED
 from trainer.run import images
 from trainer.run.evaluate import beginning, continuation
 from trainer.supervise.process import cache_folder, cores
@@ -58,10 +59,16 @@ class Given:
     blocks: str | None = None
     metrics: Mapping[str, Loss] = field(default_factory=dict)
 
-    @property
-    def names_all(self) -> bool:
-        """True if the config names what is trained: nothing of it is handed in."""
-        return self.model is self.data is self.loss is None
+    @staticmethod
+    def by_task(section: TrainerSection, given: Given | None) -> Given | None:
+        """Return what a plug-in's task names, or else `given`. Raises ConfigError."""
+        if (task := NAMED["task"].get(section.task)) is None:
+            return given
+        try:
+            return Given(**task(section))
+        except Exception as error:  # whatever the plug-in's own code raises
+            expected = "the arguments of trainer.train for what is trained"
+            raise ConfigError(Problem("trainer.task", named_line(error), expected)) from error
 
 
 @dataclass(frozen=True)
@@ -220,7 +227,7 @@ def subject_class(section: TrainerSection, given: Given | None) -> type[Subject]
     """Return the kind of what a config names or a script hands in."""
     if section.task == "image_classification":
         return ImageSubject
-    return LanguageSubject if given is None or given.names_all else Subject
+    return LanguageSubject if given is None else Subject
 
 
 def subject_of(
@@ -235,9 +242,6 @@ def subject_of(
         found = image_classifier(config, handed_in, layout, ranks)
         return replace(found, spec=amended(found.spec, config.trainer, ranks))
     if kind is LanguageSubject:
-        if handed_in.metrics:
-            expected = "none: a language model's are its loss, perplexity and accuracy"
-            raise ConfigError(Problem("metrics", ", ".join(handed_in.metrics), expected))
         return language_model(config, ranks, progress)
     return own_module(config, handed_in, ranks)
 
@@ -268,18 +272,19 @@ def own_module(config: Config, given: Given, ranks: Ranks) -> Subject:
         "trainer.data.path": section.data.path,
     }
     for key, value in named.items():
-        if value is not None:
+        if value is not None and section.task not in NAMED["task"]:
             expected = "nothing: the model and the data are handed in"
             raise ConfigError(Problem(key, str(value), expected))
     if given.model is None or given.data is None or given.loss is None:
-        expected = 'a model, data and a loss, or the task "image_classification"'
+        expected = 'a model, data and a loss, or metrics of the task "image_classification" alone'
         raise ConfigError(Problem("train", "not all of what is trained", expected))
     data = pairs_of(given.data, given.evaluation_data, section.data.evaluation_fraction)
     spec = module.spec_of(given.model, given.blocks, section.seed)
-    task = Supervised(given.loss, spec.build, spec.blocks, given.metrics)
+    task = Supervised(given.loss, spec.build, spec.blocks)
     first = [data.train[i] for i in range(min(4, len(data.train)))]
     # an error in them is reported once
-    ranks.on_first(Alone()(lambda: task.trial(first) and None))
+    ranks.on_first(Alone()(lambda: task.measuring(given.metrics, first) and None))
+    task = task.measuring(given.metrics, first)
     return Subject(amended(spec, section, ranks).tried_on(task.trial(first)), task, data)
 
 
@@ -305,10 +310,10 @@ def image_classifier(config: Config, given: Given, layout: Layout, ranks: Ranks)
         ranks.await_first(lambda: pretrained.state() and None)
     data = open_images(section.data, section.images, section.seed, cache_folder(), ranks, own)
     spec = images.spec_of(section, data.images, classifier, given.model, given.blocks)
-    classes = len(data.images.classes)
-    task = ImageClassification(classes, spec.build, spec.blocks, given.metrics)
+    task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)
     first = [data.train[i] for i in range(min(4, len(data.train)))]
     ranks.on_first(lambda: images.check(spec, task, data.images, data.path, layout, first))
+    task = task.measuring(given.metrics, first)
     return ImageSubject(spec.tried_on(task.trial(first)), task, data)
 
 

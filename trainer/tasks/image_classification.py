@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
-from trainer.tasks.supervised import Loss, Supervised
+from trainer.tasks.supervised import Supervised
 from trainer.tasks.task import IGNORED, Batch, changed
 
 TOP = 5
@@ -25,16 +25,11 @@ class ImageClassification(Supervised):
     """
 
     def __init__(
-        self,
-        classes: int,
-        build: Callable[[], nn.Module],
-        blocks: Sequence[str] = (),
-        metrics: Mapping[str, Loss] | None = None,
+        self, classes: int, build: Callable[[], nn.Module], blocks: Sequence[str] = ()
     ) -> None:
-        super().__init__(class_loss, build, blocks, metrics)
+        super().__init__(class_loss, build, blocks)
         self._classes, self._smoothing = classes, 0.0
-        self._tops = (1, TOP) if classes > TOP else (1,)
-        self.measures = ("accuracy", "accuracy_top5")[: len(self._tops)] + self.measures
+        self.measures = ("accuracy", "accuracy_top5") if classes > TOP else ("accuracy",)
 
     def regularised(
         self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float
@@ -55,7 +50,8 @@ class ImageClassification(Supervised):
         better = (logits >= own).sum(1) - 1
         better = better.masked_fill(~torch.isfinite(own[:, 0]), self._classes)
         counted = target != IGNORED
-        right = [((better < most) & counted).sum() for most in self._tops]
+        tops = (1, TOP) if self._classes > TOP else (1,)
+        right = [((better < most) & counted).sum() for most in tops]
         found = self._measured_by(logits[counted], target[counted])
         return torch.stack([class_loss(logits, target)[0], *right, *found]) * batch["share"]
 

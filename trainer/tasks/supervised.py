@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from trainer.errors import ConfigError, DataError, Problem, named_line
 from trainer.models.spec import ModelSpec, Trial
-from trainer.tasks.task import Batch
+from trainer.tasks.task import Batch, changed
 
 PLACE = "data: samples"
 """The place of problems with own samples, for the user."""
@@ -43,21 +43,16 @@ class Supervised:
     them.
 
     The module is called with the input, or with a dictionary's entries as keyword arguments.
-    `build` makes it on the meta device; `blocks` are its blocks' names. `metrics` are like the
-    loss, for evaluations; their numbers may depend on the output.
+    `build` makes it on the meta device; `blocks` are its blocks' names.
     """
 
     measures: tuple[str, ...] = ()
+    _metrics: Mapping[str, Loss] = {}
 
     def __init__(
-        self,
-        loss: Loss,
-        build: Callable[[], nn.Module],
-        blocks: Sequence[str] = (),
-        metrics: Mapping[str, Loss] | None = None,
+        self, loss: Loss, build: Callable[[], nn.Module], blocks: Sequence[str] = ()
     ) -> None:
-        self._loss, self._metrics = loss, metrics or {}
-        self.measures = tuple(each for name in self._metrics for each in (name, name + NUMBER))
+        self._loss = loss
         self._build = build
         self._blocks = tuple(blocks)
         self._shapes: dict[Any, tuple[Any, dict[int, tuple[int, ...]]]] = {}
@@ -93,11 +88,26 @@ class Supervised:
         count = self._count(batch) if kept else 0
         return {**batch, "count": torch.tensor(count), "share": torch.tensor(float(bool(kept)))}
 
-    def trial(self, samples: Sequence[Any]) -> Trial:
-        """Make a trial of the module and its loss from a few samples. Raises for unfit metrics."""
+    def measuring(self, metrics: Mapping[str, Loss], samples: Sequence[Any]) -> Self:
+        """Return the same task with a script's metrics, tried on an output of zeros for samples.
+
+        They are like the loss, but their numbers may depend on the output. Raises ConfigError.
+        """
         batch = self.collate(samples)
-        for name, metric in self._metrics.items():
-            self._try(name, metric, batch)
+        for name, metric in metrics.items():
+            if name in RESERVED:
+                raise ConfigError(Problem("metrics", f'saw "{name}"', "the name of no other value"))
+            try:
+                found = metric(self._zeros(batch), _nested("target", batch))
+            except Exception as error:  # whatever a script's own code raises
+                raise ConfigError(Problem(f"metrics: {name}", named_line(error), PAIR)) from error
+            _checked(found, f"metrics: {name}")
+        names = (each for name in metrics for each in (name, name + NUMBER))
+        return changed(self, _metrics=metrics, measures=(*self.measures, *names))
+
+    def trial(self, samples: Sequence[Any]) -> Trial:
+        """Make a trial of the module and its loss from a few samples."""
+        batch = self.collate(samples)
 
         def output(model: nn.Module) -> torch.Tensor:
             return torch.cat([value.flatten() for value in _tensors(self.output(model, batch))])
@@ -148,16 +158,6 @@ class Supervised:
         pairs = [metric(output, target) for metric in self._metrics.values()]
         device = next(_tensors(target)).device
         return [_wide(torch.as_tensor(value, device=device)) for pair in pairs for value in pair]
-
-    def _try(self, name: str, metric: Loss, batch: Batch) -> None:
-        """Raise ConfigError for a metric that fails on an output of zeros, or has a taken name."""
-        if name in RESERVED:
-            raise ConfigError(Problem("metrics", f'saw "{name}"', "the name of no other value"))
-        try:
-            found = metric(self._zeros(batch), _nested("target", batch))
-        except Exception as error:  # whatever a script's own code raises
-            raise ConfigError(Problem(f"metrics: {name}", named_line(error), PAIR)) from error
-        _checked(found, f"metrics: {name}")
 
     def count(self, model: nn.Module, batch: Batch) -> int:
         """Return the number of targets that the loss gives for the module's real output."""

@@ -15,17 +15,15 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """The events of a run; override some. All ranks call them at the same steps, then wait for
-    one another: they may communicate, and an error on one rank ends the run on all.
+    """The events of a run; override some. All ranks call them at the same steps, and wait for one
+    another: they may communicate, and an error on one rank ends the run on all.
 
     If `on_step_end`, `on_log` or `on_evaluate` returns True on any rank, the run ends after this
     step, with a checkpoint and the model in `final/`.
     """
 
     def on_train_begin(self, folder: Path, modules: Sequence[nn.Module]) -> None:
-        """Called before the first step, with the run's folder, and the model as this rank's engine
-        has it, or its pipeline stages.
-        """
+        """Called before the first step; `modules`: this rank's model, or pipeline stages."""
 
     def on_step_end(self, step: int) -> bool | None:
         """Called after each step, from 1; the device may still be working on it."""
@@ -34,26 +32,16 @@ class Callback:
         """Called after each logged step (`trainer.log.every`)."""
 
     def on_evaluate(self, evaluation: Evaluation) -> bool | None:
-        """Called after each evaluation, with the loss and metrics over all ranks' data."""
+        """Called after each evaluation."""
 
     def on_save(self, step: int) -> None:
         """Called after each checkpoint; an asynchronous one may still be written."""
 
     def on_train_end(self, folder: Path) -> None:
-        """Called once the model is in `final/`; not if the run was stopped by a signal, or failed."""
+        """Called once the model is in `final/`; not if a signal or an error ended the run."""
 
 
 EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
-
-
-def check(callbacks: Sequence[Callback]) -> None:
-    """Raise ConfigError for what is no callback, or has a method for an event that there is not."""
-    for one in callbacks:
-        names = [f"with {name}" for name in dir(one) if name[:3] == "on_" and name not in EVENTS]
-        if names or not isinstance(one, Callback):
-            seen = " ".join([type(one).__name__, *names[:1]])
-            expected = f"an object of a subclass of trainer.Callback, with {', '.join(EVENTS)}"
-            raise ConfigError(Problem("callbacks", seen, expected))
 
 
 class Callbacks:
@@ -65,12 +53,19 @@ class Callbacks:
         self.ended = False
         """True once one has ended the run; the same on every rank."""
 
+    @staticmethod
+    def check(callbacks: Sequence[Callback]) -> None:
+        """Raise ConfigError for what is no callback, and for a misspelt event."""
+        for one in callbacks:
+            odd = [name for name in dir(one) if name.startswith("on_") and name not in EVENTS]
+            if odd or not isinstance(one, Callback):
+                seen, events = " with ".join([type(one).__name__, *odd[:1]]), ", ".join(EVENTS)
+                expected = f"an object of a subclass of trainer.Callback, with {events}"
+                raise ConfigError(Problem("callbacks", seen, expected))
+
     def call(self, event: str, *values: Any) -> bool:
         """Call an event of each; return `ended`. Collective. Raises on all ranks if one does."""
-
-        def called() -> bool:
-            return any([getattr(one, event)(*values) is True for one in self._callbacks])
-
         if self._any:
-            self.ended |= any(self._ranks.on_each(called))
+            called = lambda: [getattr(one, event)(*values) is True for one in self._callbacks]  # noqa: E731
+            self.ended |= any(map(any, self._ranks.on_each(called)))
         return self.ended

@@ -1,0 +1,68 @@
+"""Names that plug-ins, the modules of `trainer.plugins`, add to those of a config."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Literal, TypeVar, get_args
+
+from pydantic import AfterValidator
+
+from trainer.errors import named_line
+
+Kind = Literal["task", "optimizer", "source", "tracker"]
+Made = TypeVar("Made", bound=Callable[..., Any])
+NAMED: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in get_args(Kind)}
+
+
+def register(kind: Kind, name: str) -> Callable[[Made], Made]:
+    """Decorate what a config then calls `name`.
+
+    A task, as `task(section)`, returns the arguments of `trainer.train` for what is trained:
+    `model`, `data`, `loss`, and maybe `evaluation_data`, `blocks` and `metrics`.
+    An optimizer, as `optimizer(groups, **params)`, returns a `torch.optim.Optimizer`.
+    A source, as `source(path)`, yields the rows of a file, dictionaries.
+    A tracker, as `tracker(folder)`, has the methods of `trainer.trackers.Tracker`.
+    """
+
+    def registered(made: Made) -> Made:
+        NAMED[kind][name] = made
+        return made
+
+    return registered
+
+
+def load(name: str) -> str:
+    """Import a module, or an entry point of the group `meshloom.plugins`; return its name.
+
+    Raises ValueError with what is expected.
+    """
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # a module beside the config, as `python -m` would find it
+    try:
+        found = [point.load() for point in entry_points(group="meshloom.plugins", name=name)]
+        return name if found or import_module(name) else ""
+    except Exception as error:  # whatever the module's own code raises
+        raise ValueError(f"a plug-in that can be imported ({named_line(error)})") from None
+
+
+def known(kind: Kind) -> AfterValidator:
+    """Return pydantic's validator of a plug-in's name."""
+
+    def checked(name: str) -> str:
+        if name not in NAMED[kind]:
+            raise ValueError(f"a {kind} of trainer.plugins")
+        return name
+
+    return AfterValidator(checked)
+
+
+def as_override(build: Callable[[list[dict[str, Any]]], Any] | None) -> list[str]:
+    """Register a script's optimizer, if it has one; return the override that names it."""
+    if build is None:
+        return []
+    register("optimizer", "script")(lambda groups, **params: build(groups))
+    return ["optimizer.type=script"]
