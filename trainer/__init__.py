@@ -49,20 +49,26 @@ def _with_keywords_of(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """The arguments of `train`, where they are described."""
+class VerifyOptions:
+    """The arguments of `verify`, which `train` has, too."""
 
     config: str | Path | dict[str, Any] = field(kw_only=False)
     model: Callable[[], nn.Module] | None = None
     data: Any = None
     loss: Loss | None = None
-    evaluation_data: Any = None
     blocks: str | None = None
     overrides: Sequence[str] = ()
     processes: int | None = None
-    callbacks: Sequence[Callback] = ()
-    metrics: Mapping[str, Loss] = field(default_factory=dict)
     optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(VerifyOptions):
+    """The arguments of `train`, where they are described."""
+
+    evaluation_data: Any = None
+    callbacks: Sequence[Callback] = ()
+    metrics: Mapping[str, Loss] | None = None
     quiet: bool = False
     fresh: bool = False
     resume: str | Path | None = None
@@ -86,11 +92,9 @@ def train(options: TrainOptions) -> Result:
     `nn.Sequential`, and of lists of one class, are found.
     `processes`: how many to start, from plain Python or a notebook; leave it out under a launcher.
     `callbacks`: objects of subclasses of `trainer.Callback`, called on every rank.
-    `metrics`: functions like `loss`, by name: an evaluation logs the total of all sums / that of
-    all numbers, over the data of all ranks.
-    `optimizer(groups)`: returns a `torch.optim.Optimizer` of these groups, in place of the config's,
-    whose learning rate, schedule and weight decay it gets. A rank may have shards: `verify` says if
-    its update suits them.
+    `metrics`: functions like `loss`, by name; an evaluation logs the total sum / the total number.
+    `optimizer(groups)`: returns a `torch.optim.Optimizer` in place of the config's, which sets its
+    learning rate. Under ZeRO it gets shards: `verify` says if they suit it.
     `quiet`: print nothing.
     `fresh`: begin a new run. Without it, the same call again resumes a run that was not finished,
     and begins a new one if it was.
@@ -120,9 +124,8 @@ def train(options: TrainOptions) -> Result:
         from trainer.tools.planner.memory_check import check_memory
 
         fields = ("model", "data", "loss", "evaluation_data", "blocks", "metrics")
-        handed_in = {name: getattr(options, name) for name in fields}
-        named = all(it is None or it == {} for it in handed_in.values())
-        given = None if named else Given(**handed_in)
+        handed_in = {key: it for key in fields if (it := getattr(options, key)) is not None}
+        given = Given(**handed_in) if handed_in else None
         request = Request(
             resume=None if options.resume is None else str(options.resume),
             fresh=options.fresh,
@@ -137,17 +140,8 @@ def train(options: TrainOptions) -> Result:
     return in_processes(trained, options.processes)
 
 
-def verify(
-    config: str | Path | dict[str, Any],
-    *,
-    model: Callable[[], nn.Module] | None = None,
-    data: Any = None,
-    loss: Loss | None = None,
-    blocks: str | None = None,
-    overrides: Sequence[str] = (),
-    processes: int | None = None,
-    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
-) -> Certificate:
+@_with_keywords_of(VerifyOptions)
+def verify(options: VerifyOptions) -> Certificate:
     """Certify that a layout trains your own module as one process does: losses, gradients, updates,
     save and load.
 
@@ -162,8 +156,9 @@ def verify(
     from trainer.supervise.ending import watched_in_script
     from trainer.supervise.forked import in_processes
 
-    small = tiny_run_of(config, [*overrides, *as_override(optimizer)], processes)
-    given = Given(model, data, loss, blocks=blocks)
+    overrides = [*options.overrides, *as_override(options.optimizer)]
+    small = tiny_run_of(options.config, overrides, options.processes)
+    given = Given(options.model, options.data, options.loss, blocks=options.blocks)
 
     def certified() -> Certificate:
         with watched_in_script(small.config, met(small)) as machine:

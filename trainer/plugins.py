@@ -19,7 +19,7 @@ NAMED: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in get_args
 
 
 def register(kind: Kind, name: str) -> Callable[[Made], Made]:
-    """Decorate what a config then calls `name`.
+    """Decorate what a config then calls `name`, which has a colon, as no built-in name has.
 
     A task, as `task(section)`, returns the arguments of `trainer.train` for what is trained:
     `model`, `data`, `loss`, and maybe `evaluation_data`, `blocks` and `metrics`.
@@ -29,6 +29,8 @@ def register(kind: Kind, name: str) -> Callable[[Made], Made]:
     """
 
     def registered(made: Made) -> Made:
+        if ":" not in name:
+            raise ValueError(f'"{name}" without a colon, as in "package:{name}"')
         NAMED[kind][name] = made
         return made
 
@@ -64,5 +66,5 @@ def as_override(build: Callable[[list[dict[str, Any]]], Any] | None) -> list[str
     """Register a script's optimizer, if it has one; return the override that names it."""
     if build is None:
         return []
-    register("optimizer", "script")(lambda groups, **params: build(groups))
-    return ["optimizer.type=script"]
+    register("optimizer", "script:optimizer")(lambda groups, **params: build(groups))
+    return ["optimizer.type=script:optimizer"]

@@ -21,7 +21,10 @@ def losses(tmp_path: Path, processes: int, **section: Any) -> list[float]:
     job["zero_optimization"] = {"stage": 2}
     given = OWN | {"optimizer": MOMENTUM, "processes": processes}
     result = trainer.train(job, **given, fresh=True)
-    assert '"type": "script"' in next(result.folder.glob("checkpoints/*/trainer.json")).read_text()
+    assert (
+        '"type": "script:optimizer"'
+        in next(result.folder.glob("checkpoints/*/trainer.json")).read_text()
+    )
     return result.losses
 
 
@@ -61,10 +64,10 @@ def test_what_is_no_optimizer_of_the_parameters_is_one_sentence(tmp_path: Path) 
         return torch.optim.SGD(groups[0]["params"][:1], lr=0.1)
 
     with pytest.raises(
-        ConfigError, match="^optimizer script: SGD; expected a torch.optim.Optimizer of"
+        ConfigError, match="^optimizer script:optimizer: SGD; expected a torch.optim.Optimizer of"
     ):
         trainer.train(config(tmp_path), **OWN, optimizer=some)
     with pytest.raises(
-        ConfigError, match="^engine deepspeed: the optimizer script, .* its own, and not"
+        ConfigError, match="^engine deepspeed: the optimizer script:optimizer, .* its own, and not"
     ):
         trainer.train(config(tmp_path, engine="deepspeed"), **OWN, optimizer=MOMENTUM)

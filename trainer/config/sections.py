@@ -109,14 +109,15 @@ Axis = Annotated[Whole, AfterValidator(_axis)]
 PipelineSchedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
-TaskName = Literal["causal_lm", "image_classification"] | Annotated[str, known("task")]
+_COLON = WithJsonSchema({"type": "string", "pattern": ":"})
+TaskName = Literal["causal_lm", "image_classification"] | Annotated[str, known("task"), _COLON]
 Services = Literal[
     "tensorboard", "mlflow", "wandb", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"
 ]
-TrackerName = Services | Annotated[str, known("tracker")]
+TrackerName = Services | Annotated[str, known("tracker"), _COLON]
 SourceName = (
     Literal["auto", "jsonl", "parquet", "arrow", "text", "csv", "hub"]
-    | Annotated[str, known("source")]
+    | Annotated[str, known("source"), _COLON]
 )
 Paths = str | Annotated[list[str], Field(min_length=1, max_length=100_000)]
 

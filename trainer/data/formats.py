@@ -371,7 +371,7 @@ FORMATS = {
 
 
 def _reader(name: str) -> Format:
-    """Return a format, or the source of a plug-in, whose files end in its name."""
+    """Return a format, or the source of a plug-in: "parity:words" reads files in .words."""
 
     def read(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row]:
         try:
@@ -381,7 +381,9 @@ def _reader(name: str) -> Format:
             seen, expected = named_line(error), f"rows, from the source {name}"
             raise DataError(Problem(str(file), seen, expected)) from error
 
-    return Format((f".{name}",), read) if name in NAMED["source"] else FORMATS[name]
+    return (
+        Format((f".{name.rpartition(':')[2]}",), read) if name in NAMED["source"] else FORMATS[name]
+    )
 
 
 _SUFFIXES = {suffix: name for name, format in FORMATS.items() for suffix in format.suffixes}

@@ -66,6 +66,6 @@ class Callbacks:
     def call(self, event: str, *values: Any) -> bool:
         """Call an event of each; return `ended`. Collective. Raises on all ranks if one does."""
         if self._any:
-            called = lambda: [getattr(one, event)(*values) is True for one in self._callbacks]  # noqa: E731
+            called = lambda: [bool(getattr(one, event)(*values)) for one in self._callbacks]  # noqa: E731
             self.ended |= any(map(any, self._ranks.on_each(called)))
         return self.ended

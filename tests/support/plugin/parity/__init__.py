@@ -17,7 +17,7 @@ from trainer.trackers import Evaluation, Record
 BITS = torch.arange(64)[:, None] >> torch.arange(6) & 1
 
 
-@register("task", "parity")
+@register("task", "parity:parity")
 def parity(section: TrainerSection) -> dict[str, Any]:
     """Return what is trained; `trainer.model.config` may say how wide the module is."""
     width = section.model.config["width"] if isinstance(section.model.config, dict) else 8
@@ -34,7 +34,7 @@ def parity(section: TrainerSection) -> dict[str, Any]:
     }
 
 
-@register("optimizer", "SignSGD")
+@register("optimizer", "parity:SignSGD")
 class SignSGD(torch.optim.Optimizer):
     """Moves each weight by the sign of its smoothed gradient."""
 
@@ -54,14 +54,14 @@ class SignSGD(torch.optim.Optimizer):
                 parameter.sub_(mean.sign(), alpha=group["lr"])
 
 
-@register("source", "words")
+@register("source", "parity:words")
 def words(path: Path) -> Iterator[dict[str, str]]:
     """Yield a document for each line of words."""
     for line in path.read_text().splitlines():
         yield {"text": " ".join(line.split(","))}
 
 
-@register("tracker", "list")
+@register("tracker", "parity:list")
 class List:
     """Writes a line for each record and evaluation."""
 
