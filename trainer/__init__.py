@@ -93,8 +93,7 @@ def train(options: TrainOptions) -> Result:
     `processes`: how many to start, from plain Python or a notebook; leave it out under a launcher.
     `callbacks`: objects of subclasses of `trainer.Callback`, called on every rank.
     `metrics`: functions like `loss`, by name; an evaluation logs the total sum / the total number.
-    `optimizer(groups)`: returns a `torch.optim.Optimizer` in place of the config's, which sets its
-    learning rate. Under ZeRO it gets shards: `verify` says if they suit it.
+    `optimizer(groups)`: a `torch.optim.Optimizer` in place of the config's, which sets its rate.
     `quiet`: print nothing.
     `fresh`: begin a new run. Without it, the same call again resumes a run that was not finished,
     and begins a new one if it was.

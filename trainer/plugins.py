@@ -24,7 +24,8 @@ def register(kind: Kind, name: str) -> Callable[[Made], Made]:
     A task, as `task(section)`, returns the arguments of `trainer.train` for what is trained:
     `model`, `data`, `loss`, and maybe `evaluation_data`, `blocks` and `metrics`.
     An optimizer, as `optimizer(groups, **params)`, returns a `torch.optim.Optimizer`.
-    A source, as `source(path)`, yields the rows of a file, dictionaries.
+    A source, as `source(path)`, yields the rows of a file, dictionaries. What is prepared of them
+    is kept: an edited source needs another name.
     A tracker, as `tracker(folder)`, has the methods of `trainer.trackers.Tracker`.
     """
 

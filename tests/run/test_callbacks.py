@@ -12,6 +12,7 @@ from torch import nn
 
 import trainer
 from tests.command.test_script import OWN, config
+from tests.support.commands import write_job
 from trainer.errors import ConfigError
 from trainer.trackers import Evaluation, Record
 
@@ -97,3 +98,16 @@ def test_what_is_no_callback_is_refused_at_once(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"^callbacks: {seen}; expected an object of a"):
             trainer.train(config(tmp_path), **OWN, callbacks=[wrong])  # type: ignore[list-item]
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.more
+def test_a_language_model_that_the_config_names_has_callbacks_and_no_metrics(
+    tmp_path: Path,
+) -> None:
+    job = write_job(tmp_path)
+    folder = f"trainer.run.folder={tmp_path / 'runs'}"
+    given: Any = {"overrides": [folder], "quiet": True}
+    result = trainer.train(job, callbacks=[Diary(tmp_path, 0, "step 2")], **given)
+    assert result.records[-1].step == 2 and (result.folder / "final").is_dir()
+    with pytest.raises(ConfigError, match="^train: not all of what is trained; expected a model, "):
+        trainer.train(job, metrics={"zero": lambda output, target: (output.sum() * 0, 1)}, **given)

@@ -266,6 +266,9 @@ def amended(
 def own_module(config: Config, given: Given, ranks: Ranks) -> Subject:
     """Build the subject of an own module on own data. Raises ConfigError. Collective."""
     section = config.trainer
+    if given.model is None or given.data is None or given.loss is None:
+        expected = 'a model, data and a loss, or metrics of the task "image_classification" alone'
+        raise ConfigError(Problem("train", "not all of what is trained", expected))
     named = {
         "trainer.model.name_or_path": section.model.name_or_path,
         "trainer.model.config": section.model.config,
@@ -275,9 +278,6 @@ def own_module(config: Config, given: Given, ranks: Ranks) -> Subject:
         if value is not None and section.task not in NAMED["task"]:
             expected = "nothing: the model and the data are handed in"
             raise ConfigError(Problem(key, str(value), expected))
-    if given.model is None or given.data is None or given.loss is None:
-        expected = 'a model, data and a loss, or metrics of the task "image_classification" alone'
-        raise ConfigError(Problem("train", "not all of what is trained", expected))
     data = pairs_of(given.data, given.evaluation_data, section.data.evaluation_fraction)
     spec = module.spec_of(given.model, given.blocks, section.seed)
     task = Supervised(given.loss, spec.build, spec.blocks)
