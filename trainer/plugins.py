@@ -1,4 +1,4 @@
-"""Names that plug-ins, the modules of `trainer.plugins`, add to those of a config."""
+"""Names that plug-ins, the modules of `trainer.plugins`, add to the built-in ones of a config."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, WithJsonSchema
 
 from trainer.errors import named_line
 
@@ -52,15 +52,23 @@ def load(name: str) -> str:
         raise ValueError(f"a plug-in that can be imported ({named_line(error)})") from None
 
 
-def known(kind: Kind) -> AfterValidator:
-    """Return pydantic's validator of a plug-in's name."""
-
+def _known(kind: Kind) -> AfterValidator:
     def checked(name: str) -> str:
         if name not in NAMED[kind]:
             raise ValueError(f"a {kind} of trainer.plugins")
         return name
 
     return AfterValidator(checked)
+
+
+_COLON = WithJsonSchema({"type": "string", "pattern": ":"})
+TaskName = Literal["causal_lm", "image_classification"] | Annotated[str, _known("task"), _COLON]
+Service = Literal[
+    "tensorboard", "mlflow", "wandb", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"
+]
+TrackerName = Service | Annotated[str, _known("tracker"), _COLON]
+Format = Literal["auto", "jsonl", "parquet", "arrow", "text", "csv", "hub"]
+SourceName = Format | Annotated[str, _known("source"), _COLON]
 
 
 def as_override(build: Callable[[list[dict[str, Any]]], Any] | None) -> list[str]:

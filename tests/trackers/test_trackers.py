@@ -18,7 +18,7 @@ from typing import get_args
 import pytest
 from rich.console import Console as Terminal
 
-from trainer.config.sections import Services
+from trainer import plugins
 from trainer.errors import ConfigError, DiskError
 from trainer.supervise.output import Signs
 from trainer.supervise.phase import Phase
@@ -348,7 +348,7 @@ def test_a_tracker_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         watched(tmp_path / "refused", "trackio")
 
 
-@pytest.mark.parametrize("name", get_args(Services))
+@pytest.mark.parametrize("name", get_args(plugins.Service))
 def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 

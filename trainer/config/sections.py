@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from trainer.plugins import known, load
+from trainer.plugins import SourceName, TaskName, TrackerName, load
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,6 @@ Axis = Annotated[Whole, AfterValidator(_axis)]
 PipelineSchedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
-_COLON = WithJsonSchema({"type": "string", "pattern": ":"})
-TaskName = Literal["causal_lm", "image_classification"] | Annotated[str, known("task"), _COLON]
-Services = Literal[
-    "tensorboard", "mlflow", "wandb", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"
-]
-TrackerName = Services | Annotated[str, known("tracker"), _COLON]
-SourceName = (
-    Literal["auto", "jsonl", "parquet", "arrow", "text", "csv", "hub"]
-    | Annotated[str, known("source"), _COLON]
-)
 Paths = str | Annotated[list[str], Field(min_length=1, max_length=100_000)]
 
 
@@ -486,10 +476,7 @@ class _Execution(Section):
     On GPUs; on a CPU if the key is given.
     """
     patience: Annotated[Number, Field(gt=0, le=86_400)] | None = None
-    """Seconds after which a step without progress ends the run.
-
-    None: ten median steps, at least two minutes.
-    """
+    """Seconds without progress that end a run; None: ten median steps, at least two minutes."""
 
 
 class TrainerSection(_Execution, _Records, _Training, _Subject):
