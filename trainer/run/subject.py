@@ -65,7 +65,7 @@ class Given:
         if (task := NAMED["task"].get(section.task)) is None:
             return given
         try:
-            return Given(**task(section))
+            return replace(given or Given(), **task(section))
         except Exception as error:  # whatever the plug-in's own code raises
             expected = "the arguments of trainer.train for what is trained"
             raise ConfigError(Problem("trainer.task", named_line(error), expected)) from error
