@@ -12,7 +12,9 @@ from torch import nn
 import trainer
 from tests.command.test_script import OWN, build, config, loss
 from trainer.errors import ConfigError
+from trainer.tasks.image_classification import ImageClassification
 from trainer.tasks.supervised import Supervised
+from trainer.tasks.task import IGNORED
 
 HELD_OUT = [(torch.tensor([i / 7, -i / 5, 1.0, i % 3]), torch.tensor(i % 2)) for i in range(13)]
 
@@ -74,3 +76,18 @@ def test_an_unfit_metric_is_one_sentence() -> None:
     for name, (metric, sentence) in cases.items():
         with pytest.raises(ConfigError, match=f"^{sentence}"):
             Supervised(loss, on_meta).measuring({name: metric}, HELD_OUT[:2])
+
+
+def test_of_images_that_can_be_read() -> None:
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+
+    torch.manual_seed(0)
+    samples = [(torch.randn(1, 2, 2), label) for label in (0, IGNORED, 2)]
+    task = ImageClassification(3, on_meta).measuring({"number": margin}, samples)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    measured = task.measured(model, task.collate(samples)).detach()
+    assert task.measures == ("accuracy", "number", "number/number") and measured[-1] == 2
+    outputs = model(torch.stack([samples[0][0], samples[2][0]])).detach()
+    assert float(measured[2]) == pytest.approx(float(margin(outputs, outputs)[0]), rel=1e-6)

@@ -52,7 +52,7 @@ class ImageClassification(Supervised):
         counted = target != IGNORED
         tops = (1, TOP) if self._classes > TOP else (1,)
         right = [((better < most) & counted).sum() for most in tops]
-        found = self._measured_by(logits[counted], target[counted])
+        found = self._measured_by(logits[counted], target[counted]) if self._metrics else []
         return torch.stack([class_loss(logits, target)[0], *right, *found]) * batch["share"]
 
     def check_output(self, samples: Sequence[Any], name: str) -> None:
