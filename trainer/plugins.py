@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -15,7 +16,7 @@ from trainer.errors import named_line
 
 Kind = Literal["task", "optimizer", "source", "tracker"]
 Made = TypeVar("Made", bound=Callable[..., Any])
-NAMED: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in get_args(Kind)}
+NAMED: dict[str, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}
 
 
 def register(kind: Kind, name: str) -> Callable[[Made], Made]:
@@ -75,5 +76,5 @@ def as_override(build: Callable[[list[dict[str, Any]]], Any] | None) -> list[str
     """Register a script's optimizer, if it has one; return the override that names it."""
     if build is None:
         return []
-    register("optimizer", "script:optimizer")(lambda groups, **params: build(groups))
+    register("optimizer", "script:optimizer")(wraps(build)(lambda groups, **_: build(groups)))
     return ["optimizer.type=script:optimizer"]

@@ -11,7 +11,7 @@ import torch
 
 import trainer
 from tests.command.test_script import OWN, config
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, MeshloomError
 
 MOMENTUM: Any = partial(torch.optim.SGD, momentum=0.9)
 
@@ -71,3 +71,12 @@ def test_what_is_no_optimizer_of_the_parameters_is_one_sentence(tmp_path: Path) 
         ConfigError, match="^engine deepspeed: the optimizer script:optimizer, .* its own, and not"
     ):
         trainer.train(config(tmp_path, engine="deepspeed"), **OWN, optimizer=MOMENTUM)
+
+
+@pytest.mark.more
+def test_a_run_does_not_go_on_with_an_edited_one(tmp_path: Path) -> None:
+    trainer.train(config(tmp_path, 2), **OWN, optimizer=MOMENTUM)
+    more = config(tmp_path, 4)
+    with pytest.raises(MeshloomError, match="optimizer's arguments"):
+        trainer.train(more, **OWN, optimizer=partial(MOMENTUM, nesterov=True), resume="auto")
+    assert trainer.train(more, **OWN, optimizer=MOMENTUM, resume="auto").records[-1].step == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -125,8 +126,9 @@ def prepare(
     model = spec.build()
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     undecayed = spared(section.weight_decay_excludes, spec)
-    optimizer = NAMED["optimizer"].get(config.optimizer.type)
-    own = {"loss": given.loss, "model": given.model, "optimizer": optimizer} if given else {}
+    optimizer: Any = NAMED["optimizer"].get(config.optimizer.type)
+    whose = {"optimizer": unwrap(optimizer)}
+    own = {"loss": given.loss, "model": given.model, **whose} if given else {}
     return Prepared(
         config=config,
         layout=layout,
