@@ -315,37 +315,39 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 FAKE = """
-calls = []
+calls, config = [], {}
 def init(**given):
     calls.append(("init", given))
-    if given["name"] == "refused":
+    if given["experiment_name"] == "refused":
         raise OSError("no such server")
     return Run()
 class Run:
-    def log(self, values, **where):
-        calls.append((where["step"], values))
+    def log(self, values, step, **_):
+        calls.append((step, values))
     def finish(self):
         calls.append("finish")
 """
 
 
 def test_a_tracker_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trackio's, with a stand-in for its package: without Accelerate's state of the process."""
+    """SwanLab's, with a stand-in for its package: without Accelerate's state of the process."""
     from accelerate.state import PartialState
 
-    (tmp_path / "trackio.py").write_text(FAKE)
+    (tmp_path / "swanlab.py").write_text(FAKE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    monkeypatch.delitem(sys.modules, "swanlab", raising=False)
     monkeypatch.setattr(PartialState, "_shared_state", {})
-    services.require(["trackio"])
-    watched(tmp_path / "mine", "trackio")
-    begin, first, second, last, end = sys.modules["trackio"].calls
-    assert begin == ("init", {"project": "meshloom", "name": "mine"}) and end == "finish"
+    services.require(["swanlab"])
+    watched(tmp_path / "mine", "swanlab")
+    begin, first, second, last, end = sys.modules["swanlab"].calls
+    logs = str(tmp_path / "mine" / "swanlog")
+    wanted = {"project": "meshloom", "experiment_name": "mine", "logdir": logs}
+    assert begin == ("init", wanted) and end == "finish"
     assert (first[0], first[1]["loss"], second[0]) == (120, 3.2141, 130)
     assert last == (130, {"evaluation_loss": 3.4567, "evaluation_targets": 12_345.0})
     assert PartialState._shared_state == {}
-    with pytest.raises(ConfigError, match="^trackio: no such server; expected a login that its"):
-        watched(tmp_path / "refused", "trackio")
+    with pytest.raises(ConfigError, match="^swanlab: no such server; expected a login that its"):
+        watched(tmp_path / "refused", "swanlab")
 
 
 @pytest.mark.parametrize("name", get_args(plugins.Service))
