@@ -1,52 +1,60 @@
 """Rung 2, nn.DataParallel: one process copies the model to every GPU anew in each step, and splits the batch.
 
-    python examples/ladder/02_data_parallel.py
+    python examples/ladder/02_data_parallel.py [--devices 4]
 
-It is four functions: `replicate` the model, `scatter` the images, `parallel_apply` in threads, `gather` the outputs;
-the backward pass adds up the gradients of the copies. nn.DataParallel itself needs several GPUs. Without them the very
-four functions run on CPU tensors here: what they ask CUDA to do (copy, split, join) is put in its place on the CPU.
-Why DDP (rung 3) replaced it: one process's Python for all GPUs, and copies and outputs pass through the first of them.
+It is four functions, which stand here in a few lines each, in the order in which a step calls them: `replicate` the
+model, `scatter` the images, `parallel_apply` in threads, `gather` the outputs. The backward pass goes back through the
+copies, and so adds up their gradients. nn.DataParallel needs GPUs: on the CPU it only calls the module. Where there are
+two it trains, too, and its loss is printed. Why DDP (rung 3) replaced it: one process's Python for all GPUs, a copy of
+all weights in each step, and all outputs on the first GPU.
 """
 
 import argparse
-from contextlib import nullcontext
-from unittest.mock import patch
+import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import _functions, gather, parallel_apply, replicate, scatter
-
-GPUS = torch.cuda.device_count()
-CPU = {"is_available": lambda: True, "current_accelerator": lambda **_: torch.device("cpu")}
-CPU |= dict.fromkeys(("current_stream", "device_index"), lambda *_: nullcontext())
 
 
 def build(width, blocks):
     torch.manual_seed(0)
-    block = {
-        "nhead": width // 16,
-        "dim_feedforward": 4 * width,
-        "dropout": 0.0,
-        "batch_first": True,
-        "norm_first": True,
-    }
-    layers = (nn.TransformerEncoderLayer(width, **block) for _ in range(blocks))
+    block = {"dim_feedforward": 4 * width, "dropout": 0.0, "batch_first": True, "norm_first": True}
+    layers = (nn.TransformerEncoderLayer(width, width // 16, **block) for _ in range(blocks))
     return nn.Sequential(nn.Linear(28, width), *layers, nn.Flatten(1), nn.Linear(28 * width, 10))
 
 
-@patch.multiple("torch.accelerator", **CPU)
-@patch.object(_functions.Broadcast, "apply", lambda ranks, *tensors: tuple(t.clone() for _ in ranks for t in tensors))
-@patch.object(_functions.Scatter, "apply", lambda ranks, sizes, dim, tensor: tensor.chunk(len(ranks), dim))
-@patch.object(_functions.Gather, "apply", lambda rank, dim, *tensors: torch.cat(tensors, dim))
-def by_its_parts(model, images, ranks=(0, 1)):
-    return gather(parallel_apply(replicate(model, ranks), scatter(images, ranks)), ranks[0])
+class ByHand(nn.Module):
+    def __init__(self, model, devices):
+        super().__init__()
+        self.model, self.devices = model, devices
+        self.shells = [copy.deepcopy(model).to(device) for device in devices]  # whose weights are replaced in each step
+
+    def forward(self, images):
+        return self.gather(self.parallel_apply(self.replicate(), self.scatter(images)))
+
+    def replicate(self):
+        weights = dict(self.model.named_parameters())
+        # autograd follows a copy: the gradient of a weight is the sum of those of its copies
+        return [{name: weight.to(device, copy=True) for name, weight in weights.items()} for device in self.devices]
+
+    def scatter(self, images):
+        return [part.to(device) for part, device in zip(images.chunk(len(self.devices)), self.devices, strict=False)]
+
+    def parallel_apply(self, replicas, parts):
+        with ThreadPoolExecutor(len(self.devices)) as threads:
+            return list(threads.map(functional_call, self.shells, replicas, parts))
+
+    def gather(self, outputs):
+        return torch.cat([output.to(self.devices[0]) for output in outputs])
 
 
-def train(model, forward, images, labels, steps):
+def train(model, images, labels, steps):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     for _ in range(steps + 1):  # the last one shows the loss after `steps` updates
-        loss = cross_entropy(forward(model, images), labels)
+        loss = cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -55,18 +63,18 @@ def train(model, forward, images, labels, steps):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    for name, default in {"steps": 5, "batch": 16, "width": 32, "blocks": 2}.items():
+    for name, default in {"devices": 2, "steps": 5, "batch": 16, "width": 32, "blocks": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    device, seeded = "cuda:0" if GPUS > 1 else "cpu", torch.Generator().manual_seed(1)
-    images, labels = (
-        torch.randn(args.batch, 28, 28, generator=seeded),
-        torch.randint(10, (args.batch,), generator=seeded),
-    )
-    images, labels = images.to(device), labels.to(device)
-    model, single = (build(args.width, args.blocks).to(device) for _ in range(2))
-    forward = nn.DataParallel.__call__ if GPUS > 1 else by_its_parts
-    loss = train(nn.DataParallel(model) if GPUS > 1 else model, forward, images, labels, args.steps)
-    alone = train(single, nn.Module.__call__, images, labels, args.steps)
-    print(f"devices: {f'{GPUS} GPUs' if GPUS > 1 else 'cpu twice: no two GPUs, so by the four parts of DataParallel'}")
+    on_gpus = torch.cuda.device_count() >= args.devices
+    devices = [f"cuda:{number}" if on_gpus else "cpu" for number in range(args.devices)]
+    seeded = torch.Generator().manual_seed(1)
+    images = torch.randn(args.batch, 28, 28, generator=seeded).to(devices[0])
+    labels = torch.randint(10, (args.batch,), generator=seeded).to(devices[0])
+    whole, split, torchs = (build(args.width, args.blocks).to(devices[0]) for _ in range(3))
+    loss = train(ByHand(split, devices), images, labels, args.steps)
+    if on_gpus:
+        print(f"nn.DataParallel {train(nn.DataParallel(torchs, range(args.devices)), images, labels, args.steps):.6f}")
+    alone = train(whole, images, labels, args.steps)
+    print(f"devices: {', '.join(devices)}")
     print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")

@@ -1,12 +1,17 @@
 """Rung 3, DDP: every rank has the whole model and a part of the batch; gradients are averaged while backward runs.
 
-    python examples/ladder/03_ddp.py                      # calls torchrun itself; or --by spawn, --by meshloom
+    python examples/ladder/03_ddp.py --ranks 4            # calls torchrun itself
+    python examples/ladder/03_ddp.py --by spawn           # by torch.multiprocessing
+    python examples/ladder/03_ddp.py --by meshloom        # by `trainer.train`, which starts its processes itself
     torchrun --nproc-per-node 2 examples/ladder/03_ddp.py
 
-`--by meshloom` runs the same module and data by `trainer.train`, which starts its processes itself.
-What `DistributedSampler` gets wrong: it pads the data set until the ranks divide it, so in an epoch of 13 images on two
-ranks image 0 counts twice; without that padding, DDP's mean over ranks is a mean of means of 7 and of 6 images. Right
-is: each rank sums its losses, and the sum of all is divided by the number of samples. The numbers are printed.
+A rank meets the others (`init_process_group`), takes rank 0's weights (DDP's constructor), draws its own part of the
+data (`DistributedSampler`, with a new shuffle in each epoch if `set_epoch` is called), averages gradients with the
+others (in `backward`) and leaves (`destroy_process_group`, whatever happened).
+
+What `DistributedSampler` does that you may not expect: it repeats samples until the ranks divide the data set (or drops
+some, with `drop_last`), and DDP's mean over ranks is then not the mean over samples. Right is: leave the repeated ones
+out, sum the losses, divide by the number of samples of all ranks. The script trains so, and prints the other ways.
 """
 
 import argparse
@@ -19,13 +24,19 @@ import torch.distributed as dist
 import torch.distributed.run
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--by", choices=("torchrun", "spawn", "meshloom"), default="torchrun")
-for name, default in {"steps": 5, "batch": 16, "width": 32, "blocks": 2}.items():
+for name, default in {"ranks": 2, "steps": 5, "batch": 16, "width": 32, "blocks": 2}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
-args, seeded, GPUS = parser.parse_args(), torch.Generator().manual_seed(1), torch.cuda.device_count() >= 2
-images, labels = torch.randn(args.batch, 28, 28, generator=seeded), torch.randint(10, (args.batch,), generator=seeded)
+args = parser.parse_args()
+args.ranks = int(os.environ.get("WORLD_SIZE", args.ranks))  # which torchrun sets
+DEVICE = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
+seeded = torch.Generator().manual_seed(1)
+images = torch.randn(args.batch, 28, 28, generator=seeded)
+labels = torch.randint(10, (args.batch,), generator=seeded)
+data = TensorDataset(images, labels)
 
 
 def build():
@@ -35,50 +46,90 @@ def build():
     return nn.Sequential(nn.Linear(28, args.width), *layers, nn.Flatten(1), nn.Linear(28 * args.width, 10))
 
 
-def train(model, images, labels):
+def train(model, rank, ranks):
+    """This rank's part of the loss; of one rank it is the whole loss."""
+    sampler = DistributedSampler(data, ranks, rank, shuffle=True, seed=0)
+    loader = DataLoader(data, batch_size=len(sampler), sampler=sampler)  # an epoch is one step here
+    own = len(range(rank, len(data), ranks))  # without the samples that the sampler repeats at the end
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    for _ in range(args.steps + 1):  # the last one shows the loss after `steps` updates
-        loss = cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    for epoch in range(args.steps + 1):  # the last one shows the loss after `steps` updates
+        sampler.set_epoch(epoch)
+        for images, labels in loader:
+            output = model(images[:own].to(DEVICE))
+            loss = cross_entropy(output, labels[:own].to(DEVICE), reduction="sum") / len(data)
+            optimizer.zero_grad()
+            (loss * ranks).backward()  # DDP divides the sum over ranks by their number
+            optimizer.step()
     return loss.detach()
 
 
-def work(rank, rendezvous):
-    device = f"cuda:{rank}" if GPUS else "cpu"
-    dist.init_process_group("nccl" if GPUS else "gloo", rendezvous, rank=rank, world_size=2)
-    model = nn.parallel.DistributedDataParallel(build().to(device), gradient_as_bucket_view=True)
-    loss = train(model, images[rank::2].to(device), labels[rank::2].to(device)) / 2
-    with torch.no_grad():
-        each = cross_entropy(model(images.to(device)), labels.to(device), reduction="none")[:13]
-    padded = each[list(torch.utils.data.DistributedSampler(range(13), 2, rank, shuffle=False))]
-    ways = torch.stack([loss, padded.mean() / 2, each[rank::2].mean() / 2, each[rank::2].sum() / 13])
-    dist.all_reduce(ways)
+@torch.no_grad()
+def other_ways(model, rank, ranks):
+    """Print the loss of 13 images as an evaluation on several ranks might compute it."""
+    each = cross_entropy(model(images[:13].to(DEVICE)), labels[:13].to(DEVICE), reduction="none")
+    padded = DistributedSampler(each, ranks, rank, shuffle=False)
+    dropped = DistributedSampler(each, ranks, rank, shuffle=False, drop_last=True)
+    ways = {
+        "padded": each[list(padded)].mean() / ranks,
+        "drop_last": each[list(dropped)].mean() / ranks,
+        "mean of the ranks' means": each[rank::ranks].mean() / ranks,
+        "sum / 13": each[rank::ranks].sum() / len(each),
+    }
+    for value in ways.values():
+        dist.all_reduce(value)
     if rank == 0:
-        print(f"13 images, one device {each.mean():.6f}:", end=" ")
-        print("DistributedSampler {:.6f}, mean of means {:.6f}, sum / 13 {:.6f}".format(*ways[1:]))
-        finish(ways[0].item(), device)
+        print(f"13 images, one device {each.mean():.6f};", ", ".join(f"{way} {x:.6f}" for way, x in ways.items()))
+        print(f"rank 0 draws {list(padded)}, in each epoch the same without shuffle=True and set_epoch")
 
 
-def finish(loss, device="cpu"):
-    alone = train(build().to(device), images.to(device), labels.to(device)).item()
-    print(f"devices: {'2 GPUs' if GPUS else '2 ranks on the CPU'}, started by {args.by}")
-    print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")
+def work(rank, rendezvous="env://"):
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", rendezvous, rank=rank, world_size=args.ranks)
+    try:
+        model = nn.parallel.DistributedDataParallel(build().to(DEVICE), gradient_as_bucket_view=True)
+        loss = train(model, rank, args.ranks)
+        other_ways(model, rank, args.ranks)
+        dist.all_reduce(loss)
+        finish(loss, rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def by_meshloom():
+    import trainer
+
+    config = {
+        "train_batch_size": args.batch,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+        "trainer": {
+            "steps": args.steps + 1,
+            "data": {"evaluation_fraction": 0},
+            "run": {"folder": tempfile.mkdtemp()},
+        },
+    }
+
+    def loss_sum(output, target):
+        return cross_entropy(output, target, reduction="sum"), len(target)
+
+    result = trainer.train(config, model=build, data=data, loss=loss_sum, processes=args.ranks, quiet=True)
+    return result.losses[-1]
+
+
+def finish(loss, rank=0):
+    alone = train(build().to(DEVICE), rank=0, ranks=1)
+    if rank == 0:
+        print(f"devices: {args.ranks} ranks on {DEVICE}, started by {args.by}")
+        print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        work(int(os.environ["RANK"]), "env://")
+        work(int(os.environ["RANK"]))
     elif args.by == "torchrun":
-        torch.distributed.run.main(["--standalone", "--nproc-per-node", "2", *sys.argv])
+        torch.distributed.run.main(["--standalone", f"--nproc-per-node={args.ranks}", *sys.argv])
     elif args.by == "spawn":
-        torch.multiprocessing.spawn(work, (f"file://{tempfile.mkdtemp()}/store",), nprocs=2)
+        torch.multiprocessing.spawn(work, (f"file://{tempfile.mkdtemp()}/store",), nprocs=args.ranks)
     else:
-        import trainer
-
-        config = {"train_batch_size": args.batch, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}
-        config |= {"gradient_clipping": 0.0, "trainer": {"steps": args.steps + 1, "data": {"evaluation_fraction": 0}}}
-        given = {"model": build, "data": torch.utils.data.TensorDataset(images, labels), "processes": 2, "quiet": True}
-        given["loss"] = lambda output, target: (cross_entropy(output, target, reduction="sum"), len(target))
-        finish(trainer.train(config, overrides=[f"trainer.run.folder={tempfile.mkdtemp()}"], **given).losses[-1])
+        finish(by_meshloom())

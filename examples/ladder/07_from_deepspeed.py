@@ -1,0 +1,93 @@
+"""Rung 7 again, what ZeRO writes: `save_checkpoint`, `load_checkpoint`, and the import into Meshloom.
+
+    python examples/ladder/07_from_deepspeed.py
+
+A tiny Llama is trained by a bare DeepSpeed loop under ZeRO-2 on two ranks. `save_checkpoint` is called by all ranks:
+each writes its own part of the optimizer's state, as pickles that the same number of ranks reads again by
+`load_checkpoint`. `meshloom checkpoint import FOLDER TARGET --model MODEL` makes of them one folder of safetensors: its
+`model/` opens with `from_pretrained`, and any layout goes on from it, `meshloom train --config ... --resume
+TARGET/step-N`. Of all three the next loss is printed.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.run
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--folder", type=Path, default=Path(tempfile.mkdtemp()))
+for name, default in {"steps": 5, "batch": 16, "width": 32, "blocks": 2}.items():
+    parser.add_argument(f"--{name}", type=int, default=default)
+args = parser.parse_args()
+tokens = torch.randint(100, (args.batch, 16), generator=torch.Generator().manual_seed(1))
+CONFIG = {
+    "train_batch_size": args.batch,
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}},  # DeepSpeed's own has to be compiled
+}
+
+
+def build():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": args.width, "intermediate_size": 4 * args.width, "num_hidden_layers": args.blocks}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=100, num_attention_heads=4, **sizes))
+
+
+def work(rank):
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(model=build(), config=CONFIG)
+    own = tokens[rank::2].to(engine.device)
+    for _ in range(args.steps):
+        engine.backward(engine(input_ids=own, labels=own).loss)
+        engine.step()
+    engine.save_checkpoint(args.folder / "deepspeed")
+
+    again, *_ = deepspeed.initialize(model=build(), config=CONFIG)
+    again.load_checkpoint(args.folder / "deepspeed")
+    for name, trained in (("save_checkpoint", engine), ("load_checkpoint", again)):
+        loss = trained(input_ids=own, labels=own).loss.detach() / 2
+        dist.all_reduce(loss)
+        if rank == 0:
+            print(f"the next loss after {name}: {loss:.6f}", flush=True)
+    dist.destroy_process_group()
+
+
+def imported():
+    """The model that `from_pretrained` opens in the imported checkpoint."""
+    LlamaConfig.save_pretrained(build().config, args.folder / "llama")
+    vocabulary = models.WordLevel({str(number): number for number in range(100)}, unk_token="0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(vocabulary)).save_pretrained(args.folder / "llama")
+    meshloom = [sys.executable, "-m", "trainer.command", "checkpoint", "import"]
+    paths = [args.folder / "deepspeed", args.folder / "imported", "--model", args.folder / "llama"]
+    subprocess.run([*meshloom, *paths], check=True)
+    return AutoModelForCausalLM.from_pretrained(args.folder / f"imported/step-{args.steps:06}/model")
+
+
+def one_device():
+    model = build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    for _ in range(args.steps):
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    return model
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        work(int(os.environ["RANK"]))
+    else:
+        given = [f"--folder={args.folder}"]
+        torch.distributed.run.main(["--standalone", "--nproc-per-node=2", *sys.argv, *given])
+        loss, alone = (model(input_ids=tokens, labels=tokens).loss.item() for model in (imported(), one_device()))
+        print(f"devices: 2 {'GPUs' if torch.cuda.device_count() >= 2 else 'ranks on the CPU'}, then one for the import")
+        print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")
