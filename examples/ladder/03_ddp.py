@@ -9,9 +9,9 @@ A rank meets the others (`init_process_group`), takes rank 0's weights (DDP's co
 data (`DistributedSampler`, with a new shuffle in each epoch if `set_epoch` is called), averages gradients with the
 others (in `backward`) and leaves (`destroy_process_group`, whatever happened).
 
-What `DistributedSampler` does that you may not expect: it repeats samples until the ranks divide the data set (or drops
-some, with `drop_last`), and DDP's mean over ranks is then not the mean over samples. Right is: leave the repeated ones
-out, sum the losses, divide by the number of samples of all ranks. The script trains so, and prints the other ways.
+`DistributedSampler` repeats samples until the ranks divide the data set (`03_distributed_sampler.py` shows what that
+does to a mean), so the repeated ones are left out here, losses are summed, and the sum is divided by the number of
+samples of all ranks: the loss is that of one device on any number of ranks.
 """
 
 import argparse
@@ -63,25 +63,6 @@ def train(model, rank, ranks):
     return loss.detach()
 
 
-@torch.no_grad()
-def other_ways(model, rank, ranks):
-    """Print the loss of 13 images as an evaluation on several ranks might compute it."""
-    each = cross_entropy(model(images[:13].to(DEVICE)), labels[:13].to(DEVICE), reduction="none")
-    padded = DistributedSampler(each, ranks, rank, shuffle=False)
-    dropped = DistributedSampler(each, ranks, rank, shuffle=False, drop_last=True)
-    ways = {
-        "padded": each[list(padded)].mean() / ranks,
-        "drop_last": each[list(dropped)].mean() / ranks,
-        "mean of the ranks' means": each[rank::ranks].mean() / ranks,
-        "sum / 13": each[rank::ranks].sum() / len(each),
-    }
-    for value in ways.values():
-        dist.all_reduce(value)
-    if rank == 0:
-        print(f"13 images, one device {each.mean():.6f};", ", ".join(f"{way} {x:.6f}" for way, x in ways.items()))
-        print(f"rank 0 draws {list(padded)}, in each epoch the same without shuffle=True and set_epoch")
-
-
 def work(rank, rendezvous="env://"):
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
@@ -89,7 +70,6 @@ def work(rank, rendezvous="env://"):
     try:
         model = nn.parallel.DistributedDataParallel(build().to(DEVICE), gradient_as_bucket_view=True)
         loss = train(model, rank, args.ranks)
-        other_ways(model, rank, args.ranks)
         dist.all_reduce(loss)
         finish(loss, rank)
     finally:
@@ -99,16 +79,9 @@ def work(rank, rendezvous="env://"):
 def by_meshloom():
     import trainer
 
-    config = {
-        "train_batch_size": args.batch,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
-        "trainer": {
-            "steps": args.steps + 1,
-            "data": {"evaluation_fraction": 0},
-            "run": {"folder": tempfile.mkdtemp()},
-        },
-    }
+    adam = {"type": "Adam", "params": {"lr": 1e-4}}
+    run = {"steps": args.steps + 1, "data": {"evaluation_fraction": 0}, "run": {"folder": tempfile.mkdtemp()}}
+    config = {"train_batch_size": args.batch, "gradient_clipping": 0.0, "optimizer": adam, "trainer": run}
 
     def loss_sum(output, target):
         return cross_entropy(output, target, reduction="sum"), len(target)

@@ -108,19 +108,11 @@ def work(rank):
 def by_meshloom():
     import trainer
 
-    config = {
-        "train_batch_size": args.batch,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 3},
-        "trainer": {
-            "engine": "mesh",
-            "mesh": {"replicate": RANKS // SHAPE[-1], "shard": SHAPE[-1]},
-            "steps": args.steps + 1,
-            "data": {"evaluation_fraction": 0},
-            "run": {"folder": tempfile.mkdtemp()},
-        },
-    }
+    adam = {"type": "Adam", "params": {"lr": 1e-4}}
+    mesh = {"replicate": RANKS // SHAPE[-1], "shard": SHAPE[-1]}
+    run = {"engine": "mesh", "mesh": mesh, "steps": args.steps + 1, "data": {"evaluation_fraction": 0}}
+    config = {"train_batch_size": args.batch, "gradient_clipping": 0.0, "optimizer": adam}
+    config |= {"zero_optimization": {"stage": 3}, "trainer": run | {"run": {"folder": tempfile.mkdtemp()}}}
 
     def loss_sum(output, target):
         return cross_entropy(output, target, reduction="sum"), len(target)
