@@ -1,8 +1,8 @@
 """SeqNet on FashionMNIST: the model of examples/fashion_mnist.json, and a tutorial's loop that trains it as that does.
 
-    python examples/fashion_mnist.py --root DIR --epochs 1
+    python examples/fashion_mnist.py --root data --epochs 1
 
-DIR is where torchvision looks for the data set, and where it puts it. docs/from_a_tutorial.md sets both side by side.
+torchvision looks for the data set in `data`, and puts it there. docs/from_a_tutorial.md sets both side by side.
 """
 
 import argparse

@@ -1,16 +1,18 @@
-"""Rung 4, ToyModel on two devices: the layers say where they are, and `forward` carries activations between them.
+"""Rung 4, ToyModel on two devices: each layer is put on a device, and `forward` carries activations between them.
 
     python examples/ladder/04_toy_model.py
 
-The model, the loss (MSE) and the optimizer (SGD) of PyTorch's model parallel tutorial. The training loop is that of one
-device, but for one thing: the labels have to be where the outputs are. Autograd remembers the copy, and `backward`
-carries gradients back over it. On the CPU both devices are `cpu`: the same code, and nothing is copied.
+Model, loss (MSE) and optimizer (SGD) are those of PyTorch's tutorial on model parallelism. The training loop is that of
+one device, but for one thing: the labels have to be where the outputs are. Autograd remembers the copy of the
+activations, and `backward` carries their gradients back over it. On the CPU both devices are `cpu`: the code is the
+same, and nothing is copied.
 """
 
 import argparse
 
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
 parser = argparse.ArgumentParser()
 for name, default in {"steps": 5, "batch": 20}.items():
@@ -32,21 +34,23 @@ class ToyModel(nn.Module):
         return self.net2(hidden.to(self.second))
 
 
-def train(devices):
+def train(first, second):
     torch.manual_seed(0)
-    model = ToyModel(*devices)
-    inputs, labels = torch.randn(args.batch, 10), torch.randn(args.batch, 5)
+    model = ToyModel(first, second)
+    inputs = torch.randn(args.batch, 10)
+    labels = torch.randn(args.batch, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for _ in range(args.steps + 1):  # the last one shows the loss after `steps` updates
         optimizer.zero_grad()
         outputs = model(inputs)
-        loss = nn.functional.mse_loss(outputs, labels.to(outputs.device))
+        loss = mse_loss(outputs, labels.to(outputs.device))
         loss.backward()
         optimizer.step()
     return loss.item()
 
 
 if __name__ == "__main__":
-    loss, alone = train(DEVICES), train((DEVICES[0], DEVICES[0]))
+    loss = train(*DEVICES)
+    alone = train(DEVICES[0], DEVICES[0])
     print(f"devices: {' and '.join(DEVICES)}, ToyModel")
     print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")

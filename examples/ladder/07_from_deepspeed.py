@@ -2,11 +2,14 @@
 
     python examples/ladder/07_from_deepspeed.py
 
-A tiny Llama is trained by a bare DeepSpeed loop under ZeRO-2 on two ranks. `save_checkpoint` is called by all ranks:
-each writes its own part of the optimizer's state, as pickles that the same number of ranks reads again by
-`load_checkpoint`. `meshloom checkpoint import FOLDER TARGET --model MODEL` makes of them one folder of safetensors: its
-`model/` opens with `from_pretrained`, and any layout goes on from it, `meshloom train --config ... --resume
-TARGET/step-N`. Of all three the next loss is printed.
+A bare DeepSpeed loop trains a tiny Llama under ZeRO-2 on two ranks. All ranks call `save_checkpoint`: each writes its
+own part of the optimizer's state, as pickles that the same number of ranks reads again by `load_checkpoint`. The
+import,
+
+    meshloom checkpoint import FOLDER TARGET --model MODEL
+
+makes of them one folder of safetensors: its `model/` opens with `from_pretrained`, and any layout goes on from it, with
+`--resume`. The next loss of each of the three is printed.
 """
 
 import argparse
@@ -19,7 +22,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.run
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 parser = argparse.ArgumentParser()
@@ -27,11 +31,13 @@ parser.add_argument("--folder", type=Path, default=Path(tempfile.mkdtemp()))
 for name, default in {"steps": 5, "batch": 16, "width": 32, "blocks": 2}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
 args = parser.parse_args()
+DEVICES = "2 GPUs" if torch.cuda.device_count() >= 2 else "2 ranks on the CPU"
 tokens = torch.randint(100, (args.batch, 16), generator=torch.Generator().manual_seed(1))
+ADAM = {"lr": 1e-4, "torch_adam": True}  # DeepSpeed's own would be compiled first
 CONFIG = {
     "train_batch_size": args.batch,
     "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}},  # DeepSpeed's own has to be compiled
+    "optimizer": {"type": "Adam", "params": ADAM},
 }
 
 
@@ -50,25 +56,31 @@ def work(rank):
         engine.backward(engine(input_ids=own, labels=own).loss)
         engine.step()
     engine.save_checkpoint(args.folder / "deepspeed")
+    show("save_checkpoint", engine, own, rank)
 
     again, *_ = deepspeed.initialize(model=build(), config=CONFIG)
     again.load_checkpoint(args.folder / "deepspeed")
-    for name, trained in (("save_checkpoint", engine), ("load_checkpoint", again)):
-        loss = trained(input_ids=own, labels=own).loss.detach() / 2
-        dist.all_reduce(loss)
-        if rank == 0:
-            print(f"the next loss after {name}: {loss:.6f}", flush=True)
+    show("load_checkpoint", again, own, rank)
     dist.destroy_process_group()
 
 
+def show(label, engine, own, rank):
+    loss = engine(input_ids=own, labels=own).loss.detach() / 2
+    dist.all_reduce(loss)
+    if rank == 0:
+        print(f"next loss after {label} {loss:.6f}", flush=True)
+
+
+def write_model():
+    """Write what a checkpoint of DeepSpeed lacks: the model's config and tokenizer."""
+    build().config.save_pretrained(args.folder / "llama")
+    words = WordLevel({str(number): number for number in range(100)}, unk_token="0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(args.folder / "llama")
+
+
 def imported():
-    """The model that `from_pretrained` opens in the imported checkpoint."""
-    LlamaConfig.save_pretrained(build().config, args.folder / "llama")
-    vocabulary = models.WordLevel({str(number): number for number in range(100)}, unk_token="0")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(vocabulary)).save_pretrained(args.folder / "llama")
-    meshloom = [sys.executable, "-m", "trainer.command", "checkpoint", "import"]
     paths = [args.folder / "deepspeed", args.folder / "imported", "--model", args.folder / "llama"]
-    subprocess.run([*meshloom, *paths], check=True)
+    subprocess.run([sys.executable, "-m", "trainer.command", "checkpoint", "import", *paths], check=True)
     return AutoModelForCausalLM.from_pretrained(args.folder / f"imported/step-{args.steps:06}/model")
 
 
@@ -86,8 +98,10 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         work(int(os.environ["RANK"]))
     else:
-        given = [f"--folder={args.folder}"]
-        torch.distributed.run.main(["--standalone", "--nproc-per-node=2", *sys.argv, *given])
-        loss, alone = (model(input_ids=tokens, labels=tokens).loss.item() for model in (imported(), one_device()))
-        print(f"devices: 2 {'GPUs' if torch.cuda.device_count() >= 2 else 'ranks on the CPU'}, then one for the import")
+        ranks = ["--standalone", "--nproc-per-node=2"]
+        torch.distributed.run.main([*ranks, *sys.argv, f"--folder={args.folder}"])
+        write_model()
+        loss = imported()(input_ids=tokens, labels=tokens).loss.item()
+        alone = one_device()(input_ids=tokens, labels=tokens).loss.item()
+        print(f"devices: {DEVICES}, then one for the import")
         print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")

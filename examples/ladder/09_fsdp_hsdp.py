@@ -1,13 +1,13 @@
-"""Rung 9, FSDP shards parameters, gradients and optimizer over all ranks; HSDP within a node, with copies across nodes.
+"""Rung 9, FSDP shards parameters, gradients and optimizer over all ranks; HSDP within a node, with a copy on each node.
 
     python examples/ladder/09_fsdp_hsdp.py --ranks 2          # FSDP: a mesh of one axis, "shard"
-    python examples/ladder/09_fsdp_hsdp.py --mesh 2 4         # HSDP: 2 nodes (replicate) of 4 ranks (shard)
+    python examples/ladder/09_fsdp_hsdp.py --mesh 2 4         # HSDP: 2 nodes ("replicate") of 4 ranks ("shard")
     python examples/ladder/09_fsdp_hsdp.py --mesh 2 2 --by meshloom
 
-Before a block runs, its ranks gather its weights, and free them afterwards; in the backward pass they gather them again
-and reduce-scatter the gradients. Both stay on the axis `shard`, the fast links of a node. On `replicate`, the slow
-links, travels the all-reduce of a shard's gradient alone: 1/S of the numbers. What a step hands to each collective is
-counted by PyTorch's profiler. `--by meshloom` is the same from a JSON, by `trainer.train`.
+Before a block runs, the ranks of a shard group gather its weights, and free them afterwards; in the backward pass they
+gather them again, and reduce-scatter the gradients. All of this goes over the axis `shard`, the fast links of a node.
+Over `replicate`, the slow links, goes only an all-reduce of each rank's shard of the gradients (`09_traffic.py` counts
+both). The loop is that of DDP (`03_ddp.py`). `--by meshloom` is the same from a JSON, by `trainer.train`.
 """
 
 import argparse
@@ -15,9 +15,7 @@ import math
 import os
 import sys
 import tempfile
-from collections import Counter
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler is silent
 import torch
 import torch.distributed as dist
 import torch.distributed.run
@@ -48,83 +46,72 @@ def build():
     return nn.Sequential(nn.Linear(28, args.width), *layers, nn.Flatten(1), nn.Linear(28 * args.width, 10))
 
 
-def part_of_loss(model, rank, ranks, epoch):
-    """The sum of this rank's losses, divided by the number of samples of all ranks."""
-    sampler = DistributedSampler(data, ranks, rank, seed=0)
-    sampler.set_epoch(epoch)
-    images, labels = next(iter(DataLoader(data, batch_size=len(sampler), sampler=sampler)))
-    own = len(range(rank, len(data), ranks))  # without what the sampler repeats at the end: 03_ddp.py
-    output = model(images[:own].to(DEVICE))
-    return cross_entropy(output, labels[:own].to(DEVICE), reduction="sum") / len(data)
-
-
-def train(model, rank, ranks):
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    for epoch in range(args.steps + 1):  # the last one shows the loss after `steps` updates
-        loss = part_of_loss(model, rank, ranks, epoch)
-        optimizer.zero_grad()
-        (loss * ranks).backward()  # the reduce-scatter takes a mean
-        optimizer.step()
-    return loss.detach()
-
-
-def traffic(model, rank):
-    """Numbers that a forward and a backward pass hand to each collective: what is gathered, scattered or reduced."""
-    with torch.profiler.profile(record_shapes=True) as profile:
-        part_of_loss(model, rank, RANKS, epoch=0).backward()
-    numbers = Counter()
-    shard = 0
-    for event in profile.events():
-        sizes = [math.prod(shape) for shape in event.input_shapes or () if shape]
-        if event.name == "c10d::_allgather_base_":
-            numbers["all-gather"] += max(sizes)
-        if event.name == "c10d::_reduce_scatter_base_":
-            numbers["reduce-scatter"] += max(sizes)
-            shard = min(sizes)
-        if event.name == "c10d::allreduce_":  # of the shard that was made just before
-            numbers["all-reduce across nodes"] += shard
-    return ", ".join(f"{name} {number:,}" for name, number in numbers.items())
-
-
 def work(rank):
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
+    axes = ("replicate", "shard") if args.mesh else ("shard",)
+    mesh = dist.init_device_mesh(DEVICE, SHAPE, mesh_dim_names=axes)
     try:
-        mesh = dist.init_device_mesh(DEVICE, SHAPE, mesh_dim_names=("replicate", "shard")[-len(SHAPE) :])
-        model = build().to(DEVICE)
-        for block in model[1:-2]:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)  # what no block holds
-        loss = train(model, rank, RANKS)
-        sent = traffic(model, rank)
-        dist.all_reduce(loss)
+        loss = train(shard(build().to(DEVICE), mesh), rank, RANKS)
+        dist.all_reduce(loss)  # the sum of the ranks' parts
         if rank == 0:
-            print(f"{sum(p.numel() for p in build().parameters()):,} parameters; numbers a step: {sent}")
-        finish(loss, rank)
+            finish(loss)
     finally:
         dist.destroy_process_group()
+
+
+def shard(model, mesh):
+    for layer in model:
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)  # what is in none of the blocks
+
+
+def train(model, rank, ranks):
+    """Return this rank's part of the loss; of one rank it is the whole loss."""
+    sampler = DistributedSampler(data, ranks, rank, shuffle=True, seed=0)
+    loader = DataLoader(data, batch_size=len(sampler), sampler=sampler)  # an epoch is one step here
+    own = len(range(rank, len(data), ranks))  # without the samples that the sampler repeats at the end
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    for epoch in range(args.steps + 1):  # the last one shows the loss after `steps` updates
+        sampler.set_epoch(epoch)
+        for images, labels in loader:
+            outputs = model(images[:own].to(DEVICE))
+            loss = cross_entropy(outputs, labels[:own].to(DEVICE), reduction="sum") / len(data)
+            optimizer.zero_grad()
+            (loss * ranks).backward()  # FSDP, too, divides the sum over ranks by their number
+            optimizer.step()
+    return loss.detach()
 
 
 def by_meshloom():
     import trainer
 
-    adam = {"type": "Adam", "params": {"lr": 1e-4}}
-    mesh = {"replicate": RANKS // SHAPE[-1], "shard": SHAPE[-1]}
-    run = {"engine": "mesh", "mesh": mesh, "steps": args.steps + 1, "data": {"evaluation_fraction": 0}}
-    config = {"train_batch_size": args.batch, "gradient_clipping": 0.0, "optimizer": adam}
-    config |= {"zero_optimization": {"stage": 3}, "trainer": run | {"run": {"folder": tempfile.mkdtemp()}}}
+    config = {
+        "train_batch_size": args.batch,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3},
+        "trainer": {
+            "engine": "mesh",
+            "mesh": {"replicate": RANKS // SHAPE[-1], "shard": SHAPE[-1]},
+            "steps": args.steps + 1,
+            "data": {"evaluation_fraction": 0},
+            "run": {"folder": tempfile.mkdtemp()},
+        },
+    }
 
-    def loss_sum(output, target):
-        return cross_entropy(output, target, reduction="sum"), len(target)
+    def loss_sum(outputs, labels):
+        return cross_entropy(outputs, labels, reduction="sum"), len(labels)
 
-    return trainer.train(config, model=build, data=data, loss=loss_sum, processes=RANKS, quiet=True).losses[-1]
+    result = trainer.train(config, model=build, data=data, loss=loss_sum, processes=RANKS, quiet=True)
+    return result.losses[-1]
 
 
-def finish(loss, rank=0):
+def finish(loss):
     alone = train(build().to(DEVICE), rank=0, ranks=1)
-    if rank == 0:
-        print(f"devices: {' x '.join(map(str, SHAPE))} ranks on {DEVICE}, by {args.by}")
-        print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")
+    print(f"devices: {' x '.join(map(str, SHAPE))} ranks on {DEVICE}, by {args.by}")
+    print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")
 
 
 if __name__ == "__main__":
