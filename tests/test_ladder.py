@@ -35,7 +35,7 @@ RUNGS: dict[str, tuple[str, ...]] = {
     "pipelined": ("05_pipelined", "--repeats", "2", "--splits", "1", "2", "--split", "2", *IMAGES),
     "pipelined by stages": (
         *("05_pipelined_by_stages", "--schedule", "1F1B", "--split", "2"),
-        *("--splits", "2", "--steps", "2", "--batch", "4"),
+        *("--splits", "2", *IMAGES),
     ),
     "DDP x two devices": ("06_ddp_two_devices",),
     "ZeRO-1": ("07_zero", "--stage", "1"),

@@ -79,8 +79,8 @@ if __name__ == "__main__":
     loss = pipelined(args.split).losses[-1]
     for split in args.splits:
         times = [record.step_seconds for record in pipelined(split).records[1:]]
-        spread = statistics.stdev(times)
-        print(f"stages, split {split}: {statistics.mean(times):.4f} s a step, +- {spread:.4f}", flush=True)
+        deviation = statistics.stdev(times) if len(times) > 1 else 0.0
+        print(f"stages, split {split}: {statistics.mean(times):.4f} s a step, +- {deviation:.4f}", flush=True)
     alone = one_device()
     print(f"devices: 2 ranks, a stage each, {args.schedule}, batches of {args.batch} in parts of {args.split}")
     print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")
