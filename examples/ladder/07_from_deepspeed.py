@@ -50,18 +50,20 @@ def build():
 def work(rank):
     import deepspeed
 
-    engine, *_ = deepspeed.initialize(model=build(), config=CONFIG)
-    own = tokens[rank::2].to(engine.device)
-    for _ in range(args.steps):
-        engine.backward(engine(input_ids=own, labels=own).loss)
-        engine.step()
-    engine.save_checkpoint(args.folder / "deepspeed")
-    show("save_checkpoint", engine, own, rank)
+    trained, *_ = deepspeed.initialize(model=build(), config=CONFIG)
+    try:
+        own = tokens[rank::2].to(trained.device)
+        for _ in range(args.steps):
+            trained.backward(trained(input_ids=own, labels=own).loss)
+            trained.step()
+        trained.save_checkpoint(args.folder / "deepspeed")
+        show("save_checkpoint", trained, own, rank)
 
-    again, *_ = deepspeed.initialize(model=build(), config=CONFIG)
-    again.load_checkpoint(args.folder / "deepspeed")
-    show("load_checkpoint", again, own, rank)
-    dist.destroy_process_group()
+        loaded, *_ = deepspeed.initialize(model=build(), config=CONFIG)
+        loaded.load_checkpoint(args.folder / "deepspeed")
+        show("load_checkpoint", loaded, own, rank)
+    finally:
+        dist.destroy_process_group()
 
 
 def show(label, engine, own, rank):

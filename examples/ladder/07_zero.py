@@ -62,6 +62,15 @@ def by_deepspeed(rank):
 
     config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own would be compiled first
     engine, *_ = deepspeed.initialize(model=build(), config=config)
+    try:
+        loss = train(engine, rank)
+        if rank == 0:
+            finish(loss)
+    finally:
+        dist.destroy_process_group()
+
+
+def train(engine, rank):
     own_images = images[rank::2].to(engine.device, engine.get_data_types()[0])
     own_labels = labels[rank::2].to(engine.device)
     for _ in range(args.steps + 1):  # the last one shows the loss after `steps` updates
@@ -70,9 +79,7 @@ def by_deepspeed(rank):
         engine.step()
     loss = loss.detach() / 2
     dist.all_reduce(loss)
-    if rank == 0:
-        finish(loss.item())
-    dist.destroy_process_group()
+    return loss.item()
 
 
 def by_meshloom():
