@@ -54,7 +54,7 @@ RUNGS: dict[str, tuple[str, ...]] = {
     "FSDP in DDP": ("09_hybrid_inside_ddp",),
     "pipeline x ZeRO-3": ("10_pipeline_zero3",),
     "3-D": ("10_three_axes", "--steps", "1"),
-    "recomputation": ("11_activation_checkpointing",),
+    "recomputation": ("11_activation_checkpointing", "--blocks", "2"),
     "MLflow": ("12_mlflow",),
     "own module": ("13_own_module",),
 }
@@ -93,9 +93,16 @@ DOCUMENTED: dict[str, str] = {
 """What follows `python examples/ladder/` in a docstring -> the rung that is its smallest form."""
 
 
-def climb(folder: Path, script: str, *arguments: str) -> tuple[float, str]:
-    """Run a copy of one script in an empty folder; its difference from one device, and what it
-    printed.
+SAME_MODEL = (
+    *("02_data_parallel", "03_ddp", "06_ddp_two_devices", "07_zero", "08_tensor_parallel"),
+    *("08_sequence_parallel", "09_fsdp_hsdp", "10_pipeline_zero3", "11_activation_checkpointing"),
+)
+"""The scripts whose loss is that of `01_one_device.py`."""
+
+
+def climb(folder: Path, script: str, *arguments: str) -> tuple[float, float, str]:
+    """Run a copy of one script in an empty folder; its loss, its difference from one device, and
+    what it printed.
     """
     shutil.copy(LADDER / f"{script}.py", folder)
     result = run(sys.executable, folder / f"{script}.py", *arguments, PYTHONPATH=str(ROOT))
@@ -105,13 +112,21 @@ def climb(folder: Path, script: str, *arguments: str) -> tuple[float, str]:
     ]
     found = LAST.fullmatch(lines[-1])
     assert found and lines[-2].startswith("devices: "), result.output
-    return float(found[3]), result.output
+    return float(found[2]), float(found[3]), result.output
+
+
+@pytest.fixture(scope="module")
+def first_rung(tmp_path_factory: pytest.TempPathFactory) -> float:
+    loss, *_ = climb(tmp_path_factory.mktemp("first"), "01_one_device")
+    return loss
 
 
 @pytest.mark.parametrize("arguments", RUNGS.values(), ids=RUNGS.keys())
-def test_a_rung_has_the_loss_of_one_device(tmp_path, arguments):
-    difference, output = climb(tmp_path, *arguments)
+def test_a_rung_has_the_loss_of_one_device(tmp_path, first_rung, arguments):
+    loss, difference, output = climb(tmp_path, *arguments)
     assert difference <= 1e-5, output
+    if arguments[0] in SAME_MODEL:
+        assert loss == pytest.approx(first_rung, abs=2e-5), output
 
 
 def test_a_documented_command_has_a_smallest_form_of_its_script():

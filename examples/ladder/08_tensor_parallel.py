@@ -110,13 +110,17 @@ class Block(nn.Module):
         return self.out(scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
 
 
-def build(block_of):
+def build():
     torch.manual_seed(0)
     block = {"dim_feedforward": 4 * args.width, "dropout": 0.0, "batch_first": True, "norm_first": True}
-    layers = [nn.TransformerEncoderLayer(args.width, args.width // 16, **block) for _ in range(args.blocks)]
-    first = nn.Linear(28, args.width)
-    last = nn.Linear(28 * args.width, 10)
-    return nn.Sequential(first, *map(block_of, layers), nn.Flatten(1), last).to(DEVICE)
+    layers = (nn.TransformerEncoderLayer(args.width, args.width // 16, **block) for _ in range(args.blocks))
+    return nn.Sequential(nn.Linear(28, args.width), *layers, nn.Flatten(1), nn.Linear(28 * args.width, 10)).to(DEVICE)
+
+
+def cut(model):
+    """Return this rank's part of the model. Of the first and the last layer both ranks have all."""
+    first, *layers, flatten, last = model
+    return nn.Sequential(first, *map(Block, layers), flatten, last)
 
 
 def train(model):
@@ -132,9 +136,9 @@ def train(model):
 def work():
     dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl")
     try:
-        loss = train(build(Block))
+        loss = train(cut(build()))
         if RANK == 0:
-            alone = train(build(lambda whole: whole))
+            alone = train(build())
             counts = ", ".join(f"{count // (args.steps + 1)} {when}" for when, count in COUNTS.items())
             print(f"all-reduces of a step in {args.blocks} blocks: {counts}")
             print(f"devices: 2 ranks on {DEVICE.split(':')[0]}")

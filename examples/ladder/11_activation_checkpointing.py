@@ -52,17 +52,18 @@ class Recomputed(nn.Module):
         return checkpoint(self.block, x, **self.options)
 
 
-def build(mode):
+def build():
     torch.manual_seed(0)
     block = {"dim_feedforward": 4 * args.width, "dropout": 0.0, "batch_first": True, "norm_first": True}
-    layers = [nn.TransformerEncoderLayer(args.width, args.width // 16, **block) for _ in range(args.blocks)]
-    first = nn.Linear(28, args.width)
-    last = nn.Linear(28 * args.width, 10)
-    if mode != "none":
-        every = 2 if mode == "every:2" else 1
-        for number in range(0, args.blocks, every):
-            layers[number] = Recomputed(layers[number], mode == "selective")
-    return nn.Sequential(first, *layers, nn.Flatten(1), last).to(DEVICE)
+    layers = (nn.TransformerEncoderLayer(args.width, args.width // 16, **block) for _ in range(args.blocks))
+    return nn.Sequential(nn.Linear(28, args.width), *layers, nn.Flatten(1), nn.Linear(28 * args.width, 10)).to(DEVICE)
+
+
+def wrap(model, mode):
+    every = 2 if mode == "every:2" else 1
+    for number in range(1, 1 + args.blocks, every):
+        model[number] = Recomputed(model[number], mode == "selective")
+    return model
 
 
 def peak(step):
@@ -80,7 +81,7 @@ def peak(step):
 
 def train(mode):
     """Return the loss after `steps` updates, the seconds of a step, and the most bytes that one allocates."""
-    model = build(mode)
+    model = build() if mode == "none" else wrap(build(), mode)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
 
     def forward_and_backward():
