@@ -3,10 +3,10 @@
     python examples/ladder/09_traffic.py --ranks 4            # FSDP
     python examples/ladder/09_traffic.py --mesh 2 2           # HSDP: 2 nodes ("replicate") of 2 ranks ("shard")
 
-With P parameters, each step gathers the blocks' weights twice, forward and backward, and reduce-scatters P gradients:
-within a node under HSDP, over all ranks under FSDP. Between the nodes of HSDP goes an all-reduce of P/S numbers, a
-rank's shard, where S is the number of ranks of a node. PyTorch's profiler sees each collective and the shapes of its
-tensors.
+A step gathers the weights of the blocks twice, forward and backward, and the other layers' once, and reduce-scatters
+all gradients: within a node under HSDP, over all ranks under FSDP. Each is padded to what the ranks of a shard group
+divide. Between the nodes of HSDP goes an all-reduce of a rank's shard: P/S numbers, of P parameters and S ranks in a
+node. PyTorch's profiler sees each collective and the shapes of its tensors.
 """
 
 import argparse
