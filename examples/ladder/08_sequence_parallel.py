@@ -40,7 +40,7 @@ def all_gather(x):
     rows = x.transpose(0, 1).contiguous()
     gathered = x.new_empty(2 * rows.shape[0], *rows.shape[1:])
     dist.all_gather_into_tensor(gathered, rows)
-    return gathered.transpose(0, 1)
+    return gathered.transpose(0, 1).contiguous()  # or each product would keep a copy of its own
 
 
 def reduce_scatter(x):

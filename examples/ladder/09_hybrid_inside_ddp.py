@@ -66,7 +66,7 @@ def try_inside_ddp(mesh):
     model = nn.parallel.DistributedDataParallel(model)
     if RANK == 1:
         same = all(map(torch.equal, before, model.parameters()))
-        print(f"HYBRID_SHARD inside DDP: rank 1 has {'its own' if same else 'another'} shard", flush=True)
+        print(f"HYBRID_SHARD inside DDP: rank 1 has {'its own' if same else 'another'} shard now", flush=True)
     dist.barrier()
     try:
         loss = loss_of_all(model)
