@@ -70,9 +70,8 @@ DOCUMENTED: dict[str, str] = {
     "04_two_devices.py --model seqnet --devices 3": "SeqNet",
     "05_pipelined.py": "pipelined",
     "05_pipelined.py --batch 120 --splits 1 3 5 8 10 12 20 40 60": "pipelined",
-    "05_pipelined_by_stages.py --schedule 1F1B --batch 120 --splits 10 20 40": (
-        "pipelined by stages"
-    ),
+    "05_pipelined_by_stages.py --schedule 1F1B": "pipelined by stages",
+    "05_pipelined_by_stages.py --batch 120 --split 20 --splits 10 20 40": "pipelined by stages",
     "06_ddp_two_devices.py": "DDP x two devices",
     "07_zero.py --stage 3 --by deepspeed": "ZeRO-3, bare",
     "07_from_deepspeed.py": "import",

@@ -1,6 +1,7 @@
 """Rung 5 again, by the schedules of the `mesh` engine: each stage is a process, and they do work at the same time.
 
-    python examples/ladder/05_pipelined_by_stages.py --schedule 1F1B --batch 120 --splits 10 20 40
+    python examples/ladder/05_pipelined_by_stages.py --schedule 1F1B
+    python examples/ladder/05_pipelined_by_stages.py --batch 120 --split 20 --splits 10 20 40     # minutes on the CPU
 
 ResNet-50 is a sequence of blocks here, which the engine cuts into two stages of about equal work. The number of parts
 of a batch is DeepSpeed's `gradient_accumulation_steps`. Norms are group norms: they take the mean of each image alone,
