@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import test_ladder
 from tests.support.commands import ROOT, SCRIPTS, run, write_job
 
 COMMAND = re.compile(
@@ -34,7 +35,8 @@ OPTION = re.compile(r" \[[^\]]*\]")
 
 def documents() -> list[Path]:
     found = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
-    return [*found, *ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/results/*.md")]
+    found += [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/results/*.md")]
+    return [*found, *ROOT.glob("examples/**/*.py")]
 
 
 def code_of(path: Path) -> Iterator[str]:
@@ -200,25 +202,26 @@ SMALL: dict[str, tuple[str, ...]] = {
         "tensor_parallel.autotp_size=2 trainer.mesh.shard=2 train_micro_batch_size_per_gpu=1 "
         f"gradient_accumulation_steps=4 {FULL} trainer.engine=mesh",
     ),
-    **{
-        f"deepspeed --num_gpus 1 {TRAIN} ds_configs/{name}.json MODEL FULL": (
-            f"deepspeed --num_gpus 1 {TRAIN} ds_configs/{name}.json {{tiny}} {FULL}",
-        )
-        for name in ("zero2_offload", "zero3_offload")
-    },
-    f"deepspeed {TRAIN} ds_configs/zero1.json MODEL": (
-        f"deepspeed {TRAIN} ds_configs/zero1.json {{tiny}}",
+    f"deepspeed {TRAIN} ds_configs/zero2.json trainer.model.name_or_path=my-7b "
+    "trainer.data.path='data/*.jsonl' trainer.data.sequence_length=4096 train_batch_size=1024 "
+    f"train_micro_batch_size_per_gpu=1 gradient_accumulation_steps=auto {FULL}": (
+        f"deepspeed {TRAIN} ds_configs/zero2.json {OWN} {SHORT} train_batch_size=4 "
+        f"train_micro_batch_size_per_gpu=1 gradient_accumulation_steps=auto {FULL}",
     ),
-    **{
-        f"deepspeed {TRAIN} ds_configs/{name}.json MODEL FULL": (
-            f"deepspeed {TRAIN} ds_configs/{name}.json {{tiny}} {FULL}",
-        )
-        for name in ("zero2", "zero3")
-    },
     "torchrun --nnodes 8 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 "
     f"{TRAIN} ds_configs/hsdp.json MODEL": (f"{HOSTS} {TRAIN} ds_configs/hsdp.json {{tiny}}",),
     "python launch/verify.py --config ds_configs/hsdp.json": (
         "python launch/verify.py --config ds_configs/hsdp.json {tiny}",
+    ),
+    # the ladder; what trains in float32 is in test_ladder.py
+    "torchrun --nproc-per-node 2 examples/ladder/03_ddp.py": (
+        "torchrun --nproc-per-node 2 examples/ladder/03_ddp.py --steps 1",
+    ),
+    "python examples/ladder/07_zero.py --stage 2 --offload --precision bf16": (
+        "python examples/ladder/07_zero.py --stage 2 --offload --precision bf16 --steps 1",
+    ),
+    "python examples/ladder/climb.py --only FSDP": (
+        "python examples/ladder/climb.py --only FSDP --output {out}",
     ),
     # benchmarks
     "torchrun --nproc-per-node 2 benchmarks/checkpoints.py": (
@@ -337,10 +340,37 @@ ELSEWHERE: dict[str, str] = {
     "python -m tests.conformance.test_any_to_any": (
         "test_any_to_any.py::test_any_layout_goes_on_in_any_other"
     ),
+    "meshloom train --config parity.json": "test_hooks_page.py::test_the_plugin_trains",
     "python -m tests.support.reference": "test_site.py::test_the_reference_is_that_of_the_code",
     f"python {TRAIN} examples/digits.json": "test_images.py::test_digits_are_learned",
     f"python {TRAIN} examples/digits.json trainer.seed=S": "test_images.py::test_digits_are_learned",
-    "python examples/ladder/01_one_device.py": "test_ladder.py::test_a_rung_has_the_loss_of_one_device",
+    **{
+        f"python examples/ladder/{command}": "test_ladder.py::test_a_rung_has_the_loss_of_one_device"
+        for command in test_ladder.DOCUMENTED
+    },
+    **{
+        command: "test_ladder.py::test_a_rung_has_the_loss_of_one_device"
+        for command in (
+            f"{CHECKPOINT} import FOLDER TARGET --model MODEL",
+            "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d "
+            "--rdzv-endpoint HEAD:29500 examples/ladder/06_ddp_two_devices.py",
+        )
+    },
+    **{
+        f"python {words}": f"test_fashion_mnist.py::{test}"
+        for words, test in {
+            "examples/fashion_mnist.py --root data --epochs 1": "test_the_page_shows_these_losses",
+            **dict.fromkeys(
+                (
+                    f"{TRAIN} examples/fashion_mnist.json trainer.images.root=data "
+                    "trainer.epochs=1",
+                    f"{TRAIN} examples/fashion_mnist.json --processes 2",
+                    f"{TRAIN} examples/fashion_mnist.json --processes 2 pipeline.stages=2",
+                ),
+                "test_the_config_has_the_losses_and_the_accuracy_of_the_loop",
+            ),
+        }.items()
+    },
     "python examples/ladder/climb.py": "test_ladder.py::test_what_a_rung_costs_is_measured",
     "python examples/finetune/finetune.py": (
         "test_finetune.py::test_the_example_goes_from_nothing_to_an_adapter_that_peft_opens"
@@ -361,7 +391,10 @@ NOT_HERE: dict[str, str] = {
         f"pip install {words}": "installing, from an index: .ci/run does, and test_wheel.py without"
         for words in (".", "-e '.[test]'", "-e '.[lora]'", "-e '.[ladder]'", "'meshloom[lora]'")
         + ("'meshloom[digits]'", "'meshloom[report]'")
-        + ("torch torchvision && pip install -e '.[test]'",)
+        + (
+            "mlflow",
+            "torch torchvision && pip install -e '.[test]'",
+        )
         + ("-e '.[deepspeed]'", "-e '.[deepspeed,lora]'")
     },
     **{

@@ -6,22 +6,25 @@ DeepSpeed JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from trainer.state import VERSION as __version__
+from trainer.trackers.callbacks import Callback, Callbacks
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
+    from torch.optim import Optimizer
 
     from trainer.certify.certificate import Certificate
     from trainer.data.images.transforms import OpenedClassifier
     from trainer.run.run import Result
+    from trainer.tasks.supervised import Loss
 
-__all__ = ["__version__", "open_classifier", "train", "verify"]
+__all__ = ["__version__", "Callback", "open_classifier", "train", "verify"]
 
 
 Parameters = ParamSpec("Parameters")
@@ -46,17 +49,26 @@ def _with_keywords_of(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """The arguments of `train`, where they are described."""
+class VerifyOptions:
+    """The arguments of `verify`, which `train` has, too."""
 
     config: str | Path | dict[str, Any] = field(kw_only=False)
     model: Callable[[], nn.Module] | None = None
     data: Any = None
-    loss: Callable[[Any, Any], tuple[Tensor, int | Tensor]] | None = None
-    evaluation_data: Any = None
+    loss: Loss | None = None
     blocks: str | None = None
     overrides: Sequence[str] = ()
     processes: int | None = None
+    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(VerifyOptions):
+    """The arguments of `train`, where they are described."""
+
+    evaluation_data: Any = None
+    callbacks: Sequence[Callback] = ()
+    metrics: Mapping[str, Loss] | None = None
     quiet: bool = False
     fresh: bool = False
     resume: str | Path | None = None
@@ -79,6 +91,9 @@ def train(options: TrainOptions) -> Result:
     `blocks`: a pattern such as "layers.*" of the modules that run once each, in order; those of an
     `nn.Sequential`, and of lists of one class, are found.
     `processes`: how many to start, from plain Python or a notebook; leave it out under a launcher.
+    `callbacks`: objects of subclasses of `trainer.Callback`, called on every rank.
+    `metrics`: functions like `loss`, by name; an evaluation logs the total sum / the total number.
+    `optimizer(groups)`: a `torch.optim.Optimizer` in place of the config's, which sets its rate.
     `quiet`: print nothing.
     `fresh`: begin a new run. Without it, the same call again resumes a run that was not finished,
     and begins a new one if it was.
@@ -94,9 +109,11 @@ def train(options: TrainOptions) -> Result:
     Returns the losses and the run's folder, on every rank. Raises the errors of `trainer.errors`.
     """
     from trainer.config import load
+    from trainer.plugins import as_override
     from trainer.supervise.forked import in_processes
 
-    compiled = load(options.config, options.overrides)
+    Callbacks.check(options.callbacks)
+    compiled = load(options.config, [*options.overrides, *as_override(options.optimizer)])
 
     def trained() -> Result:
         from trainer.run.resume import Request
@@ -105,13 +122,9 @@ def train(options: TrainOptions) -> Result:
         from trainer.tools.hub.repository import open_hub
         from trainer.tools.planner.memory_check import check_memory
 
-        given = Given(
-            model=options.model,
-            data=options.data,
-            loss=options.loss,
-            evaluation_data=options.evaluation_data,
-            blocks=options.blocks,
-        )
+        fields = ("model", "data", "loss", "evaluation_data", "blocks", "metrics")
+        handed_in = {key: it for key in fields if (it := getattr(options, key)) is not None}
+        given = Given(**handed_in) if handed_in else None
         request = Request(
             resume=None if options.resume is None else str(options.resume),
             fresh=options.fresh,
@@ -120,22 +133,15 @@ def train(options: TrainOptions) -> Result:
             script=True,
             memory_check=check_memory,
             open_hub=open_hub,
+            callbacks=options.callbacks,
         )
         return train_given(compiled, given, request, options.quiet)  # type: ignore[no-any-return]
 
     return in_processes(trained, options.processes)
 
 
-def verify(
-    config: str | Path | dict[str, Any],
-    *,
-    model: Callable[[], nn.Module] | None = None,
-    data: Any = None,
-    loss: Callable[[Any, Any], tuple[Tensor, int | Tensor]] | None = None,
-    blocks: str | None = None,
-    overrides: Sequence[str] = (),
-    processes: int | None = None,
-) -> Certificate:
+@_with_keywords_of(VerifyOptions)
+def verify(options: VerifyOptions) -> Certificate:
     """Certify that a layout trains your own module as one process does: losses, gradients, updates,
     save and load.
 
@@ -145,12 +151,14 @@ def verify(
     """
     from trainer.certify.certificate import certify
     from trainer.certify.worker import met, tiny_run_of
+    from trainer.plugins import as_override
     from trainer.run.subject import Given
     from trainer.supervise.ending import watched_in_script
     from trainer.supervise.forked import in_processes
 
-    small = tiny_run_of(config, overrides, processes)
-    given = Given(model, data, loss, blocks=blocks)
+    overrides = [*options.overrides, *as_override(options.optimizer)]
+    small = tiny_run_of(options.config, overrides, options.processes)
+    given = Given(options.model, options.data, options.loss, blocks=options.blocks)
 
     def certified() -> Certificate:
         with watched_in_script(small.config, met(small)) as machine:

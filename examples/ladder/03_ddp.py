@@ -1,12 +1,18 @@
 """Rung 3, DDP: every rank has the whole model and a part of the batch; gradients are averaged while backward runs.
 
-    python examples/ladder/03_ddp.py                      # calls torchrun itself; or --by spawn, --by meshloom
+    python examples/ladder/03_ddp.py --ranks 4            # starts torchrun itself
     torchrun --nproc-per-node 2 examples/ladder/03_ddp.py
+    python examples/ladder/03_ddp.py --by spawn           # torch.multiprocessing in place of torchrun
+    python examples/ladder/03_ddp.py --by meshloom        # `trainer.train`, which starts its processes itself
 
-`--by meshloom` runs the same module and data by `trainer.train`, which starts its processes itself.
-What `DistributedSampler` gets wrong: it pads the data set until the ranks divide it, so in an epoch of 13 images on two
-ranks image 0 counts twice; without that padding, DDP's mean over ranks is a mean of means of 7 and of 6 images. Right
-is: each rank sums its losses, and the sum of all is divided by the number of samples. The numbers are printed.
+A rank is a process with a GPU of its own. What each does, from top to bottom of `work` and `train`: it meets the others
+(`init_process_group`), takes rank 0's weights (DDP's constructor), draws its own part of the data
+(`DistributedSampler`, which `set_epoch` tells to shuffle anew), averages its gradients with the others' (within
+`backward`), and leaves (`destroy_process_group`, also after an error).
+
+Where the number of ranks does not divide the data set, `DistributedSampler` repeats samples (what that does to a mean:
+`03_distributed_sampler.py`). Here the repeated ones are left out, losses are summed, and the sum is divided by the
+number of samples of all ranks. So the loss is that of one device on any number of ranks.
 """
 
 import argparse
@@ -19,13 +25,19 @@ import torch.distributed as dist
 import torch.distributed.run
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--by", choices=("torchrun", "spawn", "meshloom"), default="torchrun")
-for name, default in {"steps": 5, "batch": 16, "width": 32, "blocks": 2}.items():
+for name, default in {"ranks": 2, "steps": 5, "batch": 16, "width": 32, "blocks": 2}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
-args, seeded, GPUS = parser.parse_args(), torch.Generator().manual_seed(1), torch.cuda.device_count() >= 2
-images, labels = torch.randn(args.batch, 28, 28, generator=seeded), torch.randint(10, (args.batch,), generator=seeded)
+args = parser.parse_args()
+RANKS = int(os.environ.get("WORLD_SIZE", args.ranks))  # torchrun sets WORLD_SIZE
+DEVICE = "cuda" if torch.cuda.device_count() >= RANKS else "cpu"
+seeded = torch.Generator().manual_seed(1)
+images = torch.randn(args.batch, 28, 28, generator=seeded)
+labels = torch.randint(10, (args.batch,), generator=seeded)
+data = TensorDataset(images, labels)
 
 
 def build():
@@ -35,50 +47,71 @@ def build():
     return nn.Sequential(nn.Linear(28, args.width), *layers, nn.Flatten(1), nn.Linear(28 * args.width, 10))
 
 
-def train(model, images, labels):
+def work(rank, rendezvous="env://"):
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, rendezvous, rank=rank, world_size=RANKS)
+    try:
+        model = nn.parallel.DistributedDataParallel(build().to(DEVICE), gradient_as_bucket_view=True)
+        loss = train(model, rank, RANKS)
+        dist.all_reduce(loss)  # the sum of the ranks' parts
+        if rank == 0:
+            finish(loss)
+    finally:
+        dist.destroy_process_group()
+
+
+def train(model, rank, ranks):
+    """Return this rank's part of the loss; of one rank it is the whole loss."""
+    sampler = DistributedSampler(data, ranks, rank, shuffle=True, seed=0)
+    loader = DataLoader(data, batch_size=len(sampler), sampler=sampler)  # an epoch is one step here
+    own = len(range(rank, len(data), ranks))  # without the samples that the sampler repeats at the end
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    for _ in range(args.steps + 1):  # the last one shows the loss after `steps` updates
-        loss = cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    for epoch in range(args.steps + 1):  # the last one shows the loss after `steps` updates
+        sampler.set_epoch(epoch)
+        for images, labels in loader:
+            outputs = model(images[:own].to(DEVICE))
+            loss = cross_entropy(outputs, labels[:own].to(DEVICE), reduction="sum") / len(data)
+            optimizer.zero_grad()
+            (loss * ranks).backward()  # DDP divides the sum over ranks by their number
+            optimizer.step()
     return loss.detach()
 
 
-def work(rank, rendezvous):
-    device = f"cuda:{rank}" if GPUS else "cpu"
-    dist.init_process_group("nccl" if GPUS else "gloo", rendezvous, rank=rank, world_size=2)
-    model = nn.parallel.DistributedDataParallel(build().to(device), gradient_as_bucket_view=True)
-    loss = train(model, images[rank::2].to(device), labels[rank::2].to(device)) / 2
-    with torch.no_grad():
-        each = cross_entropy(model(images.to(device)), labels.to(device), reduction="none")[:13]
-    padded = each[list(torch.utils.data.DistributedSampler(range(13), 2, rank, shuffle=False))]
-    ways = torch.stack([loss, padded.mean() / 2, each[rank::2].mean() / 2, each[rank::2].sum() / 13])
-    dist.all_reduce(ways)
-    if rank == 0:
-        print(f"13 images, one device {each.mean():.6f}:", end=" ")
-        print("DistributedSampler {:.6f}, mean of means {:.6f}, sum / 13 {:.6f}".format(*ways[1:]))
-        finish(ways[0].item(), device)
+def by_meshloom():
+    import trainer
+
+    config = {
+        "train_batch_size": args.batch,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+        "trainer": {
+            "steps": args.steps + 1,
+            "data": {"evaluation_fraction": 0},
+            "run": {"folder": tempfile.mkdtemp()},
+        },
+    }
+
+    def loss_sum(outputs, labels):
+        return cross_entropy(outputs, labels, reduction="sum"), len(labels)
+
+    result = trainer.train(config, model=build, data=data, loss=loss_sum, processes=RANKS, quiet=True)
+    return result.losses[-1]
 
 
-def finish(loss, device="cpu"):
-    alone = train(build().to(device), images.to(device), labels.to(device)).item()
-    print(f"devices: {'2 GPUs' if GPUS else '2 ranks on the CPU'}, started by {args.by}")
+def finish(loss):
+    alone = train(build().to(DEVICE), rank=0, ranks=1)
+    print(f"devices: {RANKS} ranks on {DEVICE}, started by {args.by}")
     print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        work(int(os.environ["RANK"]), "env://")
+        work(int(os.environ["RANK"]))
     elif args.by == "torchrun":
-        torch.distributed.run.main(["--standalone", "--nproc-per-node", "2", *sys.argv])
+        torch.distributed.run.main(["--standalone", f"--nproc-per-node={RANKS}", *sys.argv])
     elif args.by == "spawn":
-        torch.multiprocessing.spawn(work, (f"file://{tempfile.mkdtemp()}/store",), nprocs=2)
+        torch.multiprocessing.spawn(work, (f"file://{tempfile.mkdtemp()}/store",), nprocs=RANKS)
     else:
-        import trainer
-
-        config = {"train_batch_size": args.batch, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}
-        config |= {"gradient_clipping": 0.0, "trainer": {"steps": args.steps + 1, "data": {"evaluation_fraction": 0}}}
-        given = {"model": build, "data": torch.utils.data.TensorDataset(images, labels), "processes": 2, "quiet": True}
-        given["loss"] = lambda output, target: (cross_entropy(output, target, reduction="sum"), len(target))
-        finish(trainer.train(config, overrides=[f"trainer.run.folder={tempfile.mkdtemp()}"], **given).losses[-1])
+        finish(by_meshloom())

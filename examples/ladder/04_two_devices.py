@@ -1,84 +1,105 @@
-"""Rung 4, layers placed on two devices: a model too large for one; only one of the two works at a time.
+"""Rung 4, layers on several devices, for a model that is too large for one; only one device works at a time.
 
-    python examples/ladder/04_two_devices.py --model toy        # two linear layers
-    python examples/ladder/04_two_devices.py --model seqnet     # three, on FashionMNIST, with Adam
-    python examples/ladder/04_two_devices.py --model resnet50   # split after layer2
+    python examples/ladder/04_two_devices.py --model resnet50
+    python examples/ladder/04_two_devices.py --model seqnet --devices 3
 
-On the CPU both devices are `cpu`: the placement is the same code, and nothing is copied. FashionMNIST is read from
-`--data DIR`: four files of github.com/zalandoresearch/fashion-mnist, unzipped, in DIR/FashionMNIST/raw (`--download`
-gets them). Where they are not, images are generated and written in the very format, and read by the same loader.
+A network is a list of layers. Each device gets a run of consecutive ones, and activations are copied from device to
+device. The time of a step is printed beside that on one device: as each device waits for the one before it, two are no
+faster than one, and slower by the copies. Rung 5 is the cure.
+
+On the CPU all devices are `cpu`: the code is the same, and nothing is copied. SeqNet takes FashionMNIST from `--data
+DIR`: the four files of github.com/zalandoresearch/fashion-mnist, unzipped, in DIR/FashionMNIST/raw (`--download` puts
+them there). Where they are not, the images are noise.
 """
 
 import argparse
-import struct
-import tempfile
+import statistics
+import time
 from pathlib import Path
 
 import torch
-import torchvision
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from torchvision.datasets import FashionMNIST
+from torchvision.models import resnet50
+from torchvision.transforms import ToTensor
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--model", choices=("toy", "seqnet", "resnet50"), default="seqnet")
+parser.add_argument("--model", choices=("seqnet", "resnet50"), default="seqnet")
 parser.add_argument("--data", type=Path, default=Path("data"))
 parser.add_argument("--download", action="store_true")
+parser.add_argument("--devices", "--ranks", type=int, default=2)
 for name, default in {"steps": 5, "batch": 16, "size": 33}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
 args = parser.parse_args()
-DEVICES = ("cuda:0", "cuda:1") if torch.cuda.device_count() >= 2 else ("cpu", "cpu")
+GPUS = torch.cuda.device_count() >= args.devices
+DEVICES = [f"cuda:{number}" if GPUS else "cpu" for number in range(args.devices)]
 
 
-def fashion(folder):
-    if not args.download and not (raw := folder / "FashionMNIST" / "raw").exists():
-        print(f"no {raw}: images are generated; how to place the real ones is said in the head of this file")
-        raw = (folder := Path(tempfile.mkdtemp())) / "FashionMNIST" / "raw"
-        raw.mkdir(parents=True)
-        for part, count in (("train", 512), ("t10k", 128)):
-            labels = torch.randint(10, (count,), dtype=torch.uint8)
-            images = (torch.rand(count, 28, 28) * 128 + 12 * labels[:, None, None]).byte()  # class by brightness
-            header = struct.pack(">4i", 2051, count, 28, 28), struct.pack(">2i", 2049, count)
-            (raw / f"{part}-images-idx3-ubyte").write_bytes(header[0] + images.numpy().tobytes())
-            (raw / f"{part}-labels-idx1-ubyte").write_bytes(header[1] + labels.numpy().tobytes())
-    return torchvision.datasets.FashionMNIST(folder, True, torchvision.transforms.ToTensor(), download=args.download)
-
-
-def build():
+def layers():
     torch.manual_seed(0)
-    if args.model == "toy":
-        return nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
     if args.model == "seqnet":
-        middle = nn.ReLU(), nn.Linear(256, 64), nn.ReLU()
-        return nn.Sequential(nn.Flatten(1), nn.Linear(784, 256), *middle, nn.Linear(64, 10))
-    return torchvision.models.resnet50(num_classes=10)
+        hidden = nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU()
+        return [nn.Flatten(1), *hidden, nn.Linear(200, 10)]
+    net = resnet50(num_classes=10)
+    stem = nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool)
+    head = nn.Sequential(net.avgpool, nn.Flatten(1), net.fc)
+    return [stem, net.layer1, net.layer2, net.layer3, net.layer4, head]
 
 
-def placed(net):
-    layers, cut = list(net.children()), {"toy": 2, "seqnet": 3, "resnet50": 6}[args.model]
-    if args.model == "resnet50":
-        layers.insert(-1, nn.Flatten(1))  # which torchvision does in its forward
-    first, second = nn.Sequential(*layers[:cut]).to(DEVICES[0]), nn.Sequential(*layers[cut:]).to(DEVICES[1])
-    return lambda images: second(first(images).to(DEVICES[1])).to(DEVICES[0])  # autograd goes back over the copies
+class Placed(nn.Module):
+    def __init__(self, layers, devices):
+        super().__init__()
+        self.devices = devices
+        self.parts = nn.ModuleList()
+        for number, device in enumerate(devices):
+            begin = number * len(layers) // len(devices)
+            end = (number + 1) * len(layers) // len(devices)
+            self.parts.append(nn.Sequential(*layers[begin:end]).to(device))
+
+    def forward(self, images):
+        for part, device in zip(self.parts, self.devices, strict=True):
+            images = part(images.to(device))  # autograd goes back over the copies
+        return images
 
 
-def train(forward, parameters, images, labels):
-    optimizer = torch.optim.Adam(parameters(), lr=1e-4)
+def batch():
+    if args.model == "seqnet" and (args.download or (args.data / "FashionMNIST" / "raw").exists()):
+        found = FashionMNIST(args.data, train=True, transform=ToTensor(), download=args.download)
+        return next(iter(DataLoader(found, args.batch)))
+    shape = (1, 28, 28) if args.model == "seqnet" else (3, args.size, args.size)
+    seeded = torch.Generator().manual_seed(1)
+    images = torch.randn(args.batch, *shape, generator=seeded)
+    return images, torch.randint(10, (args.batch,), generator=seeded)
+
+
+def train(devices):
+    """Return the loss after `steps` updates, and the seconds of each step but the first."""
+    model = Placed(layers(), devices)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3 if args.model == "seqnet" else 1e-4)
+    images, labels = batch()
+    times = []
     for _ in range(args.steps + 1):  # the last one shows the loss after `steps` updates
-        loss = cross_entropy(forward(images), labels)
+        begin = time.perf_counter()
+        loss = cross_entropy(model(images), labels.to(devices[-1]))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return loss.item()
+        loss = loss.item()  # waits for the devices
+        times.append(time.perf_counter() - begin)
+    return loss, times[1:]
+
+
+def show(label, times):
+    deviation = statistics.stdev(times) if len(times) > 1 else 0.0
+    print(f"{label}: {statistics.mean(times):.4f} s a step, +- {deviation:.4f}")
 
 
 if __name__ == "__main__":
-    torch.manual_seed(1)
-    shape = (10,) if args.model == "toy" else (3, args.size, args.size)
-    images, labels = torch.randn(args.batch, *shape), torch.randint(5, (args.batch,))
-    if args.model == "seqnet":
-        images, labels = next(iter(torch.utils.data.DataLoader(fashion(args.data), args.batch)))
-    images, labels, split, single = images.to(DEVICES[0]), labels.to(DEVICES[0]), build(), build().to(DEVICES[0])
-    loss = train(placed(split), split.parameters, images, labels)
-    alone = train(single, single.parameters, images, labels)
-    print(f"devices: {' and '.join(DEVICES)}, {args.model}")
+    loss, times = train(DEVICES)
+    alone, times_alone = train(DEVICES[:1])
+    show("one device", times_alone)
+    show(f"{args.devices} devices", times)
+    print(f"devices: {', '.join(DEVICES)}, {args.model}")
     print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")

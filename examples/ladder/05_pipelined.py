@@ -1,12 +1,16 @@
-"""Rung 5, pipelined micro-batches: ResNet-50 on two devices that work on two parts of a batch at a time.
+"""Rung 5, pipelined micro-batches: ResNet-50 on two devices that work on two parts of a batch at the same time.
 
-    python examples/ladder/05_pipelined.py --batch 120 --splits 1 3 5 8 10 12 20 40 60
+    python examples/ladder/05_pipelined.py
+    python examples/ladder/05_pipelined.py --batch 120 --splits 1 3 5 8 10 12 20 40 60     # minutes on the CPU
 
-prints the time of a step for each split size, beside one device and two unpipelined. On GPUs the overlap comes from
-their queues: the host runs ahead. On the CPU both devices are `cpu`, one after the other, so what shows there is what
-small parts cost; `05_pipelined_by_stages.py` has two ranks that do overlap. Batch norm takes the mean of what it sees:
-with micro-batches that is the part, not the batch, and so the loss is that of one device over the same parts, exactly,
-and another than that of one device over the whole batch. Both differences are printed.
+A batch is split into parts. While the second device works on a part, the first one works on the next. The time of a
+step is printed for each size of the parts (`--splits`), beside those of one device and of two without a pipeline: with
+small parts the many launches cost time, with large ones a device waits. On GPUs the two overlap because a launch
+returns before the work is done. On the CPU both devices are `cpu`, one after the other, and what shows is the cost of
+small parts; in `05_pipelined_by_stages.py` two processes do overlap.
+
+Batch norm takes the mean of what it sees, which is now a part. So the loss is exactly that of one device that goes
+through the same parts, and not that of one device on the whole batch. Both are printed, for parts of `--split`.
 """
 
 import argparse
@@ -14,63 +18,76 @@ import statistics
 import time
 
 import torch
-import torchvision
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torchvision.models import resnet50
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--splits", type=int, nargs="+", default=(2, 4))
+parser.add_argument("--splits", type=int, nargs="+", default=(1, 2, 4))
 for name, default in {"steps": 5, "batch": 8, "size": 33, "split": 4, "repeats": 3}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
 args = parser.parse_args()
 DEVICES = ("cuda:0", "cuda:1") if torch.cuda.device_count() >= 2 else ("cpu", "cpu")
+ONE = (DEVICES[0], DEVICES[0])
 
 
 def build(devices):
     torch.manual_seed(0)
-    net = torchvision.models.resnet50(num_classes=10)
-    first = nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool, net.layer1, net.layer2).to(devices[0])
-    return first, nn.Sequential(net.layer3, net.layer4, net.avgpool, nn.Flatten(1), net.fc).to(devices[1])
+    net = resnet50(num_classes=10)
+    first = nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool, net.layer1, net.layer2)
+    second = nn.Sequential(net.layer3, net.layer4, net.avgpool, nn.Flatten(1), net.fc)
+    return first.to(devices[0]), second.to(devices[1])
+
+
+def part_by_part(first, second, images, split):
+    device = next(second.parameters()).device
+    return torch.cat([second(first(part).to(device)) for part in images.split(split)])
 
 
 def pipelined(first, second, images, split):
-    outputs, ahead = [], None
-    for part in (*images.split(split), None):
-        done, ahead = ahead, None if part is None else first(part).to(DEVICES[1])  # of the next one
-        if done is not None:
-            outputs.append(second(done))
+    parts = iter(images.split(split))
+    outputs = []
+    hidden = first(next(parts)).to(DEVICES[1])
+    for part in parts:
+        outputs.append(second(hidden))  # the second device works on this part,
+        hidden = first(part).to(DEVICES[1])  # and the first one on the next
+    outputs.append(second(hidden))
     return torch.cat(outputs)
 
 
-def by_parts(first, second, images, split):
-    return torch.cat([second(first(part)) for part in images.split(split)])
-
-
-def train(forward, devices, images, labels, split, steps):
-    """The loss after `steps` updates, and the times of those steps in seconds."""
+def train(forward, devices, split, steps):
+    """Return the loss after `steps` updates, and the seconds of each step but the first."""
+    seeded = torch.Generator().manual_seed(1)
+    images = torch.randn(args.batch, 3, args.size, args.size, generator=seeded).to(devices[0])
+    labels = torch.randint(10, (args.batch,), generator=seeded).to(devices[1])
     first, second = build(devices)
-    optimizer, ends = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-3), []
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-3)
+    times = []
     for _ in range(steps + 1):
-        loss = cross_entropy(forward(first, second, images, split), labels.to(devices[1]))
+        begin = time.perf_counter()
+        loss = cross_entropy(forward(first, second, images, split), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        ends.append((loss.item(), time.perf_counter())[1])  # waits for the devices
-    return loss.item(), [after - before for before, after in zip(ends, ends[1:], strict=False)]
+        loss = loss.item()  # waits for the devices
+        times.append(time.perf_counter() - begin)
+    return loss, times[1:]
+
+
+def show_time(label, forward, devices, split):
+    _, times = train(forward, devices, split, args.repeats)
+    deviation = statistics.stdev(times) if len(times) > 1 else 0.0
+    print(f"{label}: {statistics.mean(times):.4f} s a step, +- {deviation:.4f}", flush=True)
 
 
 if __name__ == "__main__":
-    seeded = torch.Generator().manual_seed(1)
-    images = torch.randn(args.batch, 3, args.size, args.size, generator=seeded).to(DEVICES[0])
-    given = images, torch.randint(10, (args.batch,), generator=seeded)
-    loss, _ = train(pipelined, DEVICES, *given, args.split, args.steps)
-    alone, whole = (train(by_parts, DEVICES[:1] * 2, *given, s, args.steps)[0] for s in (args.split, args.batch))
-    ways = [("one device", by_parts, DEVICES[:1] * 2, args.batch), ("two devices", by_parts, DEVICES, args.batch)]
-    for label, forward, devices, split in ways + [
-        (f"split {split}", pipelined, DEVICES, split) for split in args.splits
-    ]:
-        times = train(forward, devices, *given, split, args.repeats)[1] if args.repeats > 1 else (0, 0)
-        print(f"{label}: {statistics.mean(times):.4f} s a step, +- {statistics.stdev(times):.4f}", flush=True)
-    print(f"batch norm over the whole batch: {whole:.6f}, over parts of {args.split}: {alone:.6f}")
-    print(f"devices: {' and '.join(DEVICES)}, batches of {args.batch} in parts of {args.split}")
+    show_time("one device", part_by_part, ONE, args.batch)
+    show_time("two devices", part_by_part, DEVICES, args.batch)
+    for split in args.splits:
+        show_time(f"split {split}", pipelined, DEVICES, split)
+    loss, _ = train(pipelined, DEVICES, args.split, args.steps)
+    alone, _ = train(part_by_part, ONE, args.split, args.steps)
+    whole, _ = train(part_by_part, ONE, args.batch, args.steps)
+    print(f"loss of one device, whole batch {whole:.6f}, in parts of {args.split} {alone:.6f}")
+    print(f"devices: {', '.join(DEVICES)}, batches of {args.batch} in parts of {args.split}")
     print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")

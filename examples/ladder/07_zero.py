@@ -1,12 +1,12 @@
 """Rung 7, ZeRO by DeepSpeed: optimizer state (1), gradients (2) and parameters (3) are sharded over the ranks.
 
-    python examples/ladder/07_zero.py --stage 2 --offload --precision bf16      # by `trainer.train`
-    python examples/ladder/07_zero.py --stage 2 --by deepspeed                  # a bare DeepSpeed loop, the same JSON
+    python examples/ladder/07_zero.py --stage 3 --by deepspeed                  # a bare DeepSpeed loop
+    python examples/ladder/07_zero.py --stage 2 --offload --precision bf16      # the same JSON by `trainer.train`
 
-Bucket sizes are numbers of elements that are reduced or gathered at once: smaller ones take less memory, larger ones
-fewer messages. What `save_checkpoint` is to DeepSpeed is `trainer.checkpoint.every` here: a folder that any layout goes
-on from. What each run ends with is `final/`, plain safetensors, which one process opens below. bf16 runs on any
-device, fp16 too, but both round: the difference from one device in float32 is then that of the precision.
+`--bucket` is the number of elements that are reduced or gathered at once: smaller buckets take less memory, larger ones
+fewer messages. `--offload` keeps the optimizer state in the host's memory. bf16 and fp16 round, so that the difference
+from one device in float32 is that of the precision. What `trainer.train` leaves in `final/` are plain safetensors,
+which one process opens below; what DeepSpeed's `save_checkpoint` leaves: `07_from_deepspeed.py`.
 """
 
 import argparse
@@ -15,10 +15,12 @@ import sys
 import tempfile
 
 import torch
+import torch.distributed as dist
 import torch.distributed.run
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--by", choices=("deepspeed", "meshloom"), default="meshloom")
@@ -26,13 +28,24 @@ parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp
 parser.add_argument("--offload", action="store_true")
 for name, default in {"stage": 2, "bucket": 50_000, "steps": 5, "batch": 16, "width": 32, "blocks": 2}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
-args, seeded, GPUS = parser.parse_args(), torch.Generator().manual_seed(1), torch.cuda.device_count() >= 2
-images, labels = torch.randn(args.batch, 28, 28, generator=seeded), torch.randint(10, (args.batch,), generator=seeded)
-zero = {"stage": args.stage, "reduce_bucket_size": args.bucket, "allgather_bucket_size": args.bucket}
+args = parser.parse_args()
+GPUS = torch.cuda.device_count() >= 2
+seeded = torch.Generator().manual_seed(1)
+images = torch.randn(args.batch, 28, 28, generator=seeded)
+labels = torch.randint(10, (args.batch,), generator=seeded)
+
+config = {
+    "train_batch_size": args.batch,
+    "gradient_clipping": 0.0,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+    "zero_optimization": {
+        "stage": args.stage,
+        "reduce_bucket_size": args.bucket,
+        "allgather_bucket_size": args.bucket,
+    },
+}
 if args.offload:
-    zero["offload_optimizer"] = {"device": "cpu"}
-config = {"train_batch_size": args.batch, "gradient_clipping": 0.0, "zero_optimization": zero}
-config |= {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "weight_decay": 0.0}}}
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
 if args.precision != "fp32":
     config[args.precision] = {"enabled": True}
 
@@ -44,46 +57,73 @@ def build():
     return nn.Sequential(nn.Linear(28, args.width), *layers, nn.Flatten(1), nn.Linear(28 * args.width, 10))
 
 
-def bare(rank):
+def by_deepspeed(rank):
     import deepspeed
 
-    config["optimizer"]["params"]["torch_adam"] = True  # its own is compiled first, which takes minutes
-    engine = deepspeed.initialize(model=build(), config=config)[0]
+    config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own would be compiled first
+    engine, *_ = deepspeed.initialize(model=build(), config=config)
+    try:
+        loss = train(engine, rank)
+        if rank == 0:
+            finish(loss)
+    finally:
+        dist.destroy_process_group()
+
+
+def train(engine, rank):
+    own_images = images[rank::2].to(engine.device, engine.get_data_types()[0])
+    own_labels = labels[rank::2].to(engine.device)
     for _ in range(args.steps + 1):  # the last one shows the loss after `steps` updates
-        output = engine(images[rank::2].to(engine.device, engine.get_data_types()[0]))
-        loss = cross_entropy(output.float(), labels[rank::2].to(engine.device))
+        loss = cross_entropy(engine(own_images).float(), own_labels)
         engine.backward(loss)
         engine.step()
-    torch.distributed.all_reduce(loss := loss.detach() / 2)
-    if rank == 0:
-        finish(loss.item())
+    loss = loss.detach() / 2
+    dist.all_reduce(loss)
+    return loss.item()
 
 
-def finish(loss):
+def by_meshloom():
+    import trainer
+
+    config["trainer"] = {
+        "engine": "deepspeed",
+        "steps": args.steps + 1,
+        "data": {"evaluation_fraction": 0},
+        "run": {"folder": tempfile.mkdtemp()},
+    }
+
+    def loss_sum(outputs, labels):
+        return cross_entropy(outputs, labels, reduction="sum"), len(labels)
+
+    data = TensorDataset(images, labels)
+    result = trainer.train(config, model=build, data=data, loss=loss_sum, processes=2, quiet=True)
+    model = build()
+    model.load_state_dict(load_file(result.folder / "final" / "model.safetensors"))
+    print(f"loss of final/ in one process, an update later {cross_entropy(model(images), labels):.6f}")
+    finish(result.losses[-1])
+
+
+def one_device():
     model = build()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     for _ in range(args.steps + 1):
-        alone = cross_entropy(model(images), labels)
+        loss = cross_entropy(model(images), labels)
         optimizer.zero_grad()
-        alone.backward()
+        loss.backward()
         optimizer.step()
+    return loss.item()
+
+
+def finish(loss):
+    alone = one_device()
     print(f"devices: 2 {'GPUs' if GPUS else 'ranks on the CPU'}, ZeRO-{args.stage} {args.precision} by {args.by}")
-    print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone.item()):.1e}")
+    print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")
 
 
 if __name__ == "__main__":
     if args.by == "meshloom":
-        import trainer
-
-        config["trainer"] = {"steps": args.steps + 1, "data": {"evaluation_fraction": 0}, "engine": "deepspeed"}
-        given = {"model": build, "data": torch.utils.data.TensorDataset(images, labels), "processes": 2, "quiet": True}
-        given["loss"] = lambda output, target: (cross_entropy(output, target, reduction="sum"), len(target))
-        result = trainer.train(config, overrides=[f"trainer.run.folder={tempfile.mkdtemp()}"], **given)
-        files = [load_file(path) for path in (result.folder / "final").glob("*.safetensors")]
-        (model := build()).load_state_dict({name: tensor for file in files for name, tensor in file.items()})
-        print(f"final/ in one process, an update later: {cross_entropy(model(images), labels):.6f}")
-        finish(result.losses[-1])
+        by_meshloom()
     elif "RANK" in os.environ:
-        bare(int(os.environ["RANK"]))
+        by_deepspeed(int(os.environ["RANK"]))
     else:
-        torch.distributed.run.main(["--standalone", "--nproc-per-node", "2", *sys.argv])
+        torch.distributed.run.main(["--standalone", "--nproc-per-node=2", *sys.argv])

@@ -1,9 +1,9 @@
-"""Rung 13, an own module and data set: three of the rungs above by changing only the JSON.
+"""Rung 13, a module and a data set of your own: three of the rungs above by changing nothing but the JSON.
 
     python examples/ladder/13_own_module.py
 
-A module that is no `nn.Sequential` names its blocks by a pattern. The certificate, `trainer.verify`, takes the same
-arguments, and proves each layout before a GPU hour is spent.
+A module that is not an `nn.Sequential` names its blocks by a pattern. The certificate, `trainer.verify`, takes the same
+arguments, and shows whether each layout is right before a GPU hour is spent.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import tempfile
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset, default_collate
 
 import trainer
 
@@ -30,7 +31,7 @@ LAYOUTS = {
 }
 
 
-class Parity(torch.utils.data.Dataset):
+class Parity(Dataset):
     """Eight bits, and whether an odd number of them is set."""
 
     def __len__(self):
@@ -44,7 +45,8 @@ class Parity(torch.utils.data.Dataset):
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.inner = nn.LayerNorm(args.width), nn.Linear(args.width, args.width)
+        self.norm = nn.LayerNorm(args.width)
+        self.inner = nn.Linear(args.width, args.width)
 
     def forward(self, x):
         return x + self.inner(self.norm(x)).tanh()
@@ -54,7 +56,8 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Linear(8, args.width), nn.Linear(args.width, 2)
+        self.embed = nn.Linear(8, args.width)
+        self.head = nn.Linear(args.width, 2)
         self.layers = nn.ModuleList(Residual() for _ in range(args.blocks))
 
     def forward(self, bits):
@@ -64,15 +67,31 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def loss_sum(output, target):
-    return cross_entropy(output, target, reduction="sum"), len(target)
+def loss_sum(outputs, labels):
+    return cross_entropy(outputs, labels, reduction="sum"), len(labels)
+
+
+def by_meshloom(layout):
+    config = {
+        "train_batch_size": args.batch,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "trainer": {
+            "steps": args.steps + 1,
+            "data": {"evaluation_fraction": 0},
+            "run": {"folder": tempfile.mkdtemp()},
+        },
+    }
+    own = {"model": Net, "blocks": "layers.*", "data": Parity(), "loss": loss_sum}
+    return trainer.train(config | layout, **own, processes=2, quiet=True).losses[-1]
 
 
 def one_device():
-    model, (bits, odd) = Net(), torch.utils.data.default_collate([Parity()[i] for i in range(args.batch)])
+    model = Net()
+    bits, labels = default_collate([Parity()[index] for index in range(args.batch)])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(args.steps + 1):  # the last one shows the loss after `steps` updates
-        loss = cross_entropy(model(bits), odd)
+        loss = cross_entropy(model(bits), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -80,14 +99,10 @@ def one_device():
 
 
 if __name__ == "__main__":
-    own, losses = {"model": Net, "data": Parity(), "loss": loss_sum, "blocks": "layers.*"}, {}
-    for name, layout in LAYOUTS.items():
-        config = {"train_batch_size": args.batch, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, **layout}
-        config |= {"gradient_clipping": 0.0, "trainer": {"steps": args.steps + 1, "data": {"evaluation_fraction": 0}}}
-        config["trainer"]["run"] = {"folder": tempfile.mkdtemp()}
-        losses[name] = trainer.train(config, **own, processes=2, quiet=True).losses[-1]
-        print(f"{name}: {losses[name]:.6f}")
     alone = one_device()
+    losses = {name: by_meshloom(layout) for name, layout in LAYOUTS.items()}
+    for name, loss in losses.items():
+        print(f"{name}: {loss:.6f}")
     furthest = max(losses.values(), key=lambda loss: abs(loss - alone))
     print(f"devices: 2 ranks, {', '.join(losses)}")
     print(f"loss after {args.steps} steps {furthest:.6f}, difference from one device {abs(furthest - alone):.1e}")

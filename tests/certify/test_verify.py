@@ -1033,6 +1033,7 @@ def test_the_command(tmp_path):
     assert result.output.rstrip().endswith(f"PASS: trains as one process does\nwritten to {output}")
     certificate = json.loads(output.read_text())
     assert certificate["passed"] is True
+    assert certificate["config"] == json.loads(Path(command[3]).read_text())
     assert [finding["check"] for finding in certificate["findings"]][:4] == [
         "initial",
         "output",

@@ -417,7 +417,8 @@ CONFLICTS = [
     ),
     (
         {"trainer": {"log": {"trackers": ["comet"]}}},
-        'trainer.log.trackers[0]: saw "comet"; expected "tensorboard", "mlflow" or "wandb"',
+        'trainer.log.trackers[0]: saw "comet"; expected "tensorboard", "mlflow", "wandb", "trackio", '
+        '"comet_ml", "aim", "clearml", "dvclive" or "swanlab" or a tracker of trainer.plugins',
     ),
     (
         {"trainer": {"log": {"sample_ids": "maybe"}}},
@@ -1464,6 +1465,7 @@ USED = {
     ),
     *(
         "log.trackers",
+        "plugins",
         "log.sample_ids",
         "generate.prompt",
         "engine",

@@ -27,14 +27,10 @@ from tests.support.marked import MARK, ended, processes, sweep
 from trainer.certify.certificate import Certificate, write
 from trainer.certify.comparison import Finding
 from trainer.command import push
-from trainer.config import load
 from trainer.errors import ConfigError, HubError
-from trainer.run.resume import Request, without_place
-from trainer.run.run import train_given
+from trainer.run.resume import without_place
 from trainer.supervise import status_files
-from trainer.supervise.forked import in_processes
 from trainer.tools.hub.card import CARD, card_of
-from trainer.tools.hub.repository import open_hub
 
 LORA = {"r": 4, "targets": ["q_proj", "down_proj"]}
 PASSED = Certificate("shard 2", "mesh", (), (Finding("loss", 0, 1e-8, 1e-5),), None)
@@ -56,8 +52,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def trained(folder: Path, **section: Any) -> Path:
     folder.mkdir(exist_ok=True)
     job = write_job(folder, device="cpu", engine="mesh", **section)
-    request = Request(script=True, open_hub=open_hub)
-    return in_processes(lambda: train_given(load(job), None, request, quiet=True), 1).folder
+    return trainer.train(job, quiet=True).folder
 
 
 @pytest.fixture(scope="module")
@@ -247,9 +242,8 @@ def test_a_pushed_checkpoint_goes_on_training(hub: Hub, base: Path, tmp_path: Pa
     downloaded = huggingface_hub.snapshot_download("me/tiny", cache_dir=tmp_path / "cache")
     source = Path(downloaded, "checkpoints", "step-000003")
     job = base.parents[1] / "job.json"
-    config = load(job, ["trainer.steps=4", f"trainer.run.folder={tmp_path}"])
-    request = Request(script=True, resume=str(source))
-    result = in_processes(lambda: train_given(config, None, request, quiet=True), 1)
+    overrides = ["trainer.steps=4", f"trainer.run.folder={tmp_path}"]
+    result = trainer.train(job, resume=source, overrides=overrides, quiet=True)
     assert [record.step for record in result.records] == [4]
 
 

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from rich.console import Console as Terminal
 
+from trainer import plugins
 from trainer.errors import ConfigError, DiskError
 from trainer.supervise.output import Signs
 from trainer.supervise.phase import Phase
@@ -249,7 +251,7 @@ def watched(folder: Path, *names: str) -> None:
     for tracker in opened:
         tracker.record(RECORD)
         tracker.record(replace(RECORD, step=130, loss=3.0))
-        tracker.evaluation(EVALUATION)
+        tracker.evaluation(replace(EVALUATION, step=130))
         tracker.close()
     assert len(opened) == 2 + len(names)
     assert len(read(folder / "metrics.jsonl")) == 3
@@ -312,19 +314,53 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    ("name", "package"), [("tensorboard", "tensorboard"), ("mlflow", "mlflow"), ("wandb", "wandb")]
-)
-def test_a_tracker_that_is_not_installed(
-    monkeypatch: pytest.MonkeyPatch, name: str, package: str
-) -> None:
-    monkeypatch.setattr(services, "find_spec", lambda wanted: None if wanted == package else sys)
+FAKE = """
+calls, config = [], {}
+def init(**given):
+    calls.append(("init", given))
+    if given["experiment_name"] == "refused":
+        raise OSError("no such server")
+    return Run()
+class Run:
+    def log(self, values, step, **_):
+        calls.append((step, values))
+    def finish(self):
+        calls.append("finish")
+"""
+
+
+def test_a_tracker_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SwanLab's, with a stand-in for its package: without Accelerate's state of the process."""
+    from accelerate.state import PartialState
+
+    (tmp_path / "swanlab.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "swanlab", raising=False)
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    services.require(["swanlab"])
+    watched(tmp_path / "mine", "swanlab")
+    begin, first, second, last, end = sys.modules["swanlab"].calls
+    logs = str(tmp_path / "mine" / "swanlog")
+    wanted = {"project": "meshloom", "experiment_name": "mine", "logdir": logs}
+    assert begin == ("init", wanted) and end == "finish"
+    assert (first[0], first[1]["loss"], second[0]) == (120, 3.2141, 130)
+    assert last == (130, {"evaluation_loss": 3.4567, "evaluation_targets": 12_345.0})
+    assert PartialState._shared_state == {}
+    with pytest.raises(ConfigError, match="^swanlab: no such server; expected a login that its"):
+        watched(tmp_path / "refused", "swanlab")
+
+
+@pytest.mark.parametrize("name", get_args(plugins.Service))
+def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    assert name in LOGGER_TYPE_TO_CLASS
+    monkeypatch.setattr(services, "find_spec", lambda wanted: None if wanted == name else sys)
     with pytest.raises(ConfigError) as caught:
         services.require([name])
     assert str(caught.value) == (
-        f'trainer.log.trackers: "{name}" without the package {package}; expected trackers that are '
-        "installed. "
-        f"pip install meshloom[{name}]"
+        f'trainer.log.trackers: "{name}" without the package {name}; expected trackers that are '
+        f"installed. pip install {name}"
     )
 
 
@@ -352,8 +388,8 @@ def test_weights_and_biases_without_a_login_is_said_at_once(tmp_path: Path) -> N
     ) in said()
     assert "Error" not in said(WANDB_MODE="offline") and "Error" not in said(WANDB_API_KEY="a" * 40)
     code = (
-        "from pathlib import Path; from trainer.trackers import TRACKERS; "
-        "TRACKERS['wandb'](Path('.'))"
+        "from pathlib import Path; from trainer.trackers.services import opened; "
+        "opened('wandb', Path('.'))"
     )
     assert "ConfigError: wandb: " in said(WANDB_API_KEY="short")
 

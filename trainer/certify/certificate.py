@@ -78,6 +78,7 @@ def certify(small: Tiny, machine: Machine, given: Given | None = None) -> Certif
     model or data.
     """
     section, ranks = small.config.trainer, machine.ranks
+    given = Given.by_task(section, given)
     with shared_folder(ranks) as folder:
         kind = CASES[subject_class(section, given)]
         case = kind(small, given or Given(), machine, folder)

@@ -83,7 +83,7 @@ class PairsCase:
 
 def module_case(small: Tiny, given: Given, machine: Machine, folder: Path) -> PairsCase:
     """An own module itself, on its own first samples, with its own loss. Collective."""
-    subject = own_module(small.config, given, machine.ranks)
+    subject = own_module(small.config, replace(given, metrics={}), machine.ranks)
     assert given.model is not None
     return PairsCase(small, subject, partial(constructed, given.model), given.loss)
 

@@ -31,6 +31,7 @@ from trainer.certify.tiny_run import PROBE_RATE, Tiny
 from trainer.config import Config
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
+from trainer.plugins import NAMED
 from trainer.state import MASTER, WEIGHT
 
 IGNORED = -100
@@ -399,8 +400,10 @@ def optimizer_of(
         multiplier, decay = own.get(key, (1.0, None))
         if decay is None:
             decay = params["weight_decay"] if key in decayed else 0.0
-        group = {"params": [parameter], "lr_multiplier": multiplier, "weight_decay": decay}
-        groups.append(group)
+        group = {"params": [parameter], "lr": params["lr"], "lr_multiplier": multiplier}
+        groups.append({**group, "weight_decay": decay})
+    if build := NAMED["optimizer"].get(wanted.type):
+        return build(groups, **wanted.params)  # type: ignore[no-any-return]
     name = "AdamW" if decoupled else wanted.type
     return getattr(torch.optim, name)(groups, **params)  # type: ignore[no-any-return]
 

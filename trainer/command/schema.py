@@ -139,7 +139,8 @@ def _any_case(words: Sequence[str]) -> Schema:
 
 def _types(types: Mapping[str, Mapping[str, Key]], place: str) -> Schema:
     null: list[Schema] = [{"type": "null"}] * KEYS[f"{place}.type"].null
-    return {"anyOf": [{"enum": [*types]}, _any_case([*types]), *null]}
+    own = [{"type": "string", "pattern": ":"}] * (place == "optimizer")  # a plug-in's
+    return {"anyOf": [{"enum": [*types]}, _any_case([*types]), *own, *null]}
 
 
 def _parameters(types: Mapping[str, Mapping[str, Key]]) -> list[Schema]:

@@ -13,6 +13,7 @@ from trainer.config.grammar import AUTO, LONGEST_NAME, Key, show
 from trainer.config.keys import NOT_OFFERED, OPTIMIZERS, SCHEDULERS, UNBUILT
 from trainer.config.read import Json
 from trainer.errors import Problem
+from trainer.plugins import NAMED
 
 DEFAULT_OPTIMIZER: Json = {
     "type": "AdamW",
@@ -33,6 +34,8 @@ class Chosen:
 def choose_optimizer(section: Json) -> Chosen:
     """Check an optimizer's section, and fill in the defaults of its parameters."""
     params = section.get("params", {})
+    if str(section.get("type")) in NAMED["optimizer"]:
+        return _of_plugin(section, {"lr": 5e-5, "weight_decay": 0.0, **params})
     chosen = _choose("optimizer", section, OPTIMIZERS, leave_out=("max_grad_norm",))
     checked = chosen.section["params"]
     chosen.problems.extend(_misuse(checked))
@@ -49,6 +52,13 @@ def choose_optimizer(section: Json) -> Chosen:
             defaults["weight_decay"] = 0.01  # of torch.optim.AdamW, which DeepSpeed then builds
         checked.update({name: it for name, it in defaults.items() if name not in checked})
     return chosen
+
+
+def _of_plugin(section: Json, params: Json) -> Chosen:
+    keys = {f"optimizer.params.{name}": OPTIMIZERS["SGD"][name] for name in ("lr", "weight_decay")}
+    own = {name: value for name, value in params.items() if f"optimizer.params.{name}" in keys}
+    checked = check(own, keys, path="optimizer.params.")
+    return Chosen(section | {"params": params | checked.values}, checked.problems)
 
 
 def _misuse(params: Json) -> Iterator[Problem]:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from trainer.plugins import SourceName, TaskName, TrackerName, load
+
 
 @dataclass(frozen=True)
 class Only:
@@ -173,7 +175,7 @@ class Rows(Section):
     ] = None
     """Files, globs, folders or a hub id."""
     format: Annotated[
-        Literal["auto", "jsonl", "parquet", "arrow", "text", "csv", "hub"],
+        SourceName,
         ROWS,
         Only(
             TEXT.tasks,
@@ -334,7 +336,7 @@ class EvaluationSection(Section):
 class LogSection(Section):
     every: Count = 10
     """Steps between log lines."""
-    trackers: Annotated[list[Literal["tensorboard", "mlflow", "wandb"]], Field(max_length=10)] = []
+    trackers: Annotated[list[TrackerName], Field(max_length=10)] = []
     """Trackers beside the terminal and `metrics.jsonl`."""
     sample_ids: bool = False
     """True to write the numbers of each step's samples to `logs/`."""
@@ -422,7 +424,9 @@ class MeshSection(Section):
 class _Subject(Section):
     """Keys of what is trained."""
 
-    task: Literal["causal_lm", "image_classification"] = "causal_lm"
+    plugins: list[Annotated[str, AfterValidator(load)]] = []
+    """Modules, or entry points of `meshloom.plugins`, which are imported first of all."""
+    task: TaskName = "causal_lm"
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     images: Annotated[ImagesSection, IMAGES] = ImagesSection()
@@ -491,10 +495,7 @@ class _Execution(Section):
     On GPUs; on a CPU if the key is given.
     """
     patience: Annotated[Number, Field(gt=0, le=86_400)] | None = None
-    """Seconds after which a step without progress ends the run.
-
-    None: ten median steps, at least two minutes.
-    """
+    """Seconds without progress that end a run; None: ten median steps, at least two minutes."""
 
 
 class TrainerSection(_Execution, _Records, _Training, _Subject):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from trainer.errors import DataError, Problem, named_line
+from trainer.plugins import NAMED
 from trainer.storage import parse_json, read_file
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def rows_of(
 
     for file, size in zip(where.files, sizes, strict=True):
         try:
-            yield from FORMATS[where.format].read(file, columns, share_of_all)
+            yield from _reader(where.format).read(file, columns, share_of_all)
         except (OSError, EOFError) as error:
             seen = getattr(error, "strerror", None) or str(error)
             raise DataError(Problem(str(file), seen, "a file that can be read")) from error
@@ -138,7 +139,7 @@ def _matching(name: str, format: str) -> list[Path]:
     if path.is_dir() and (saved := _saved_by_datasets(path)):
         return saved
     if path.is_dir():
-        suffixes = tuple(_SUFFIXES) if format == "auto" else FORMATS[format].suffixes
+        suffixes = tuple(_SUFFIXES) if format == "auto" else _reader(format).suffixes
         shown = [file for file in sorted(path.rglob("*")) if file.is_file() and _shown(file, path)]
         # `format: text` takes every file of a folder, whatever its name
         found = [file for file in shown if format == "text" or _suffix(file.name) in suffixes]
@@ -367,4 +368,22 @@ FORMATS = {
     "csv": Format((".csv",), _csv),
     "text": Format((".txt",), _text_file),
 }
+
+
+def _reader(name: str) -> Format:
+    """Return a format, or the source of a plug-in: "parity:words" reads files in .words."""
+
+    def read(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row]:
+        try:
+            for number, row in enumerate(NAMED["source"][name](file), 1):
+                yield _object(f"{file}: row {number}", row)
+        except Exception as error:  # whatever the plug-in's own code raises
+            seen, expected = named_line(error), f"rows, from the source {name}"
+            raise DataError(Problem(str(file), seen, expected)) from error
+
+    return (
+        Format((f".{name.rpartition(':')[2]}",), read) if name in NAMED["source"] else FORMATS[name]
+    )
+
+
 _SUFFIXES = {suffix: name for name, format in FORMATS.items() for suffix in format.suffixes}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.errors import ConfigError, Problem
 from trainer.models.spec import Tuning
 from trainer.optim import patches
 from trainer.optim.decay import groups_of
@@ -21,12 +22,20 @@ def optimizer_of(
     undecayed: Mapping[str, int],
     tuned: Mapping[str, Tuning],
 ) -> torch.optim.Optimizer:
-    """Build a recipe's optimizer from `torch.optim` over the trainable parameters of `named`."""
-    kind = getattr(torch.optim, recipe.library.rpartition(".")[2])
-    groups = groups_of(named, undecayed, recipe.params["weight_decay"], tuned)
+    """Build a recipe's optimizer from `torch.optim` over the trainable parameters of `named`.
+
+    Raises ConfigError if that of a plug-in or a script has other parameters.
+    """
+    kind = recipe.build or getattr(torch.optim, recipe.library.rpartition(".")[2])
     # a pipeline stage may be frozen as a whole
-    optimizer: torch.optim.Optimizer = kind(groups or [{"params": []}], **recipe.params)
-    return optimizer
+    groups = groups_of(named, undecayed, recipe.params["weight_decay"], tuned) or [{"params": []}]
+    wanted = {id(parameter) for group in groups for parameter in group["params"]}
+    optimizer = kind(groups, **recipe.params)
+    given = getattr(optimizer, "param_groups", [])
+    if {id(parameter) for group in given for parameter in group["params"]} != wanted:
+        seen, expected = type(optimizer).__name__, "a torch.optim.Optimizer of all that is trained"
+        raise ConfigError(Problem(f"optimizer {recipe.library}", seen, expected))
+    return optimizer  # type: ignore[no-any-return]
 
 
 def set_update(groups: Iterable[dict[str, Any]], update: Update) -> None:

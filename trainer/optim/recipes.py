@@ -6,11 +6,12 @@ runtime/engine.py) and of PyTorch 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.layout import Layout
+from trainer.plugins import NAMED
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Recipe:
     """The arguments besides the parameters to train."""
     notes: tuple[str, ...] = ()
     """Notes on parameters of the config that have no effect here, a line each."""
+    build: Callable[..., Any] | None = None
+    """Makes the optimizer of parameter groups and the arguments, in place of the class."""
 
 
 class No(str):
@@ -124,6 +127,8 @@ def in_torch(
 ) -> Recipe | No:
     """Return the recipe of `mesh` and `accelerate`, or why they can't build the optimizer."""
     kind, params = settings["optimizer"]["type"], settings["optimizer"]["params"]
+    if build := NAMED["optimizer"].get(kind):
+        return Recipe(kind, params, build=build)
     library = ROWS[kind].torch
     return library if isinstance(library, No) else _recipe(_adam(library, params), params)
 
@@ -136,6 +141,8 @@ def in_deepspeed(
     `grouped`: True if parameters have different learning rates or weight decays.
     """
     kind, params = settings["optimizer"]["type"], settings["optimizer"]["params"]
+    if kind in NAMED["optimizer"]:
+        return No("DeepSpeed builds its own, and not those of plug-ins and scripts")
     offloaded = layout.offload_optimizer != "none"
     library = ROWS[kind].offloaded if offloaded else ROWS[kind].deepspeed
     if isinstance(library, No):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import torch
 from trainer.data.loader import Batching, evaluation_batches
 from trainer.data.source import Source
 from trainer.engines.engine import Engine
+from trainer.tasks.supervised import NUMBER
 from trainer.tasks.task import IGNORED, Batch, Task
 
 FEW = 8
@@ -26,6 +28,11 @@ class HeldOut(NamedTuple):
     targets: int
     measures: dict[str, float]
     """The task's other measures, as shares of the targets."""
+
+    def metrics(self) -> dict[str, float]:
+        """Take a script's metrics out of the measures: the sums over their numbers."""
+        take, names = self.measures.pop, [n for n in self.measures if n + NUMBER in self.measures]
+        return {name: take(name) / (take(name + NUMBER) or math.nan) for name in names}
 
 
 def held_out_loss(

@@ -31,6 +31,7 @@ from trainer.state import RunState, StateTensor
 from trainer.supervise.phase import Phase
 from trainer.supervise.signals import NoSignals, StopSignals
 from trainer.trackers import Evaluation, Record, SampleLog, Tracker, open_trackers, say
+from trainer.trackers.callbacks import Callback, Callbacks
 
 MERGED = "final-merged"
 SLOW = 0.1
@@ -53,6 +54,8 @@ class RunHooks(Hooks):
     signals: StopSignals | NoSignals
     trackers: Sequence[Tracker]
     """Those of every rank; the first has those of the config, too."""
+    script: Sequence[Callback] = ()
+    """A script's callbacks."""
 
     def __post_init__(self) -> None:
         prepared, ranks = self.prepared, self.machine.ranks
@@ -63,6 +66,7 @@ class RunHooks(Hooks):
         self._slow_data = SlowData(prepared)
         self._sign_of_life = SignOfLife(self.console, prepared.steps)
         self._on_host = ranks.on_host()
+        self.callbacks = Callbacks(self.script, self._on_host)
         self._held_out: dict[int, float] = {}
         self._since = {"step": self.position.step, "samples": self.position.samples}
 
@@ -101,7 +105,7 @@ class RunHooks(Hooks):
     def folder(self) -> Path:
         return self.start.folder
 
-    def log(self, state: RunState, metrics: Metrics, update: Update) -> None:
+    def log(self, state: RunState, metrics: Metrics, update: Update) -> bool:
         for line in self._skipped.lines():
             say(self.console, line)
         by_source = self.prepared.subject.losses_by_source(metrics, self.machine.device)
@@ -113,6 +117,7 @@ class RunHooks(Hooks):
             tracker.record(record)
         for line in self._slow_data.lines(record):
             say(self.console, line)
+        return self.callbacks.call("on_log", record)
 
     def evaluate(self, state: RunState) -> bool:
         subject, layout, machine = self.prepared.subject, self.prepared.layout, self.machine
@@ -129,12 +134,14 @@ class RunHooks(Hooks):
         if math.isfinite(found.loss):
             self._held_out[state.step] = found.loss
         losses = {name: one.loss for name, one in by_source.items() if name}
-        measures = found.measures | subject.measures(found.loss)
+        metrics, measures = found.metrics(), found.measures | subject.measures(found.loss)
+        evaluation = Evaluation(
+            state.step, found.loss, found.targets, **measures, by_source=losses, metrics=metrics
+        )
         for tracker in self._trackers:
-            tracker.evaluation(
-                Evaluation(state.step, found.loss, found.targets, **measures, by_source=losses)
-            )
-        return self.patience.ends(state.step, found.loss)
+            tracker.evaluation(evaluation)
+        ends = self.patience.ends(state.step, found.loss)
+        return self.callbacks.call("on_evaluate", evaluation) or ends
 
     def save(self, state: RunState) -> None:
         prepared, subject = self.prepared, self.prepared.subject
@@ -167,14 +174,18 @@ class RunHooks(Hooks):
             write(entries, self.machine.ranks)
         else:
             self._background.save(entries, write)
+        self.callbacks.call("on_save", state.step)
 
     def on_step(self, batches: StepBatches, metrics: Metrics) -> None:
         self._skipped.note(batches, metrics)
         if self._logs is not None:
             self._logs.write(batches.step, [int(i) for part in batches.ids for i in part])
+        self.callbacks.call("on_step_end", batches.step + 1)
 
     def stop(self) -> Callable[[], bool]:
-        return self._on_host.any_soon(self.signals.received or self.prepared.subject.check.failed)
+        failed = self.prepared.subject.check.failed
+        asked = self._on_host.any_soon(self.signals.received or failed)
+        return lambda: asked() or self.callbacks.ended
 
     def at(self, phase: Phase, step: int) -> None:
         steps = self.prepared.steps

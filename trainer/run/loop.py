@@ -26,8 +26,8 @@ class LoopPlan:
 class Hooks:
     """The methods that the loop calls; all are collective, at the same steps on all ranks."""
 
-    def log(self, state: RunState, metrics: Metrics, update: Update) -> None:
-        """Report a step; the host may wait for the device here."""
+    def log(self, state: RunState, metrics: Metrics, update: Update) -> bool | None:
+        """Report a step; return True to end the run. The host may wait for the device here."""
 
     def evaluate(self, state: RunState) -> bool:
         """Return True if the run should save and end early, as further training gains nothing."""
@@ -74,7 +74,7 @@ def train(
             tokens = None
         if logs:
             hooks.at(Phase.LOGGING, done)
-            hooks.log(state, metrics, update)
+            stops = hooks.log(state, metrics, update) or stops
         if evaluates:
             hooks.at(Phase.EVALUATING, done)
             stops |= hooks.evaluate(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from trainer.models.own.code import code_of
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, schedule_of
 from trainer.parallel.checks import checked
+from trainer.plugins import NAMED
 from trainer.run.compose import compose
 from trainer.run.loop import LoopPlan
 from trainer.run.subject import Given, Subject, subject_of
@@ -124,7 +126,9 @@ def prepare(
     model = spec.build()
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     undecayed = spared(section.weight_decay_excludes, spec)
-    own = {"loss": given.loss, "model": given.model} if given else {}
+    optimizer: Any = NAMED["optimizer"].get(config.optimizer.type)
+    whose = {"optimizer": unwrap(optimizer)}
+    own = {"loss": given.loss, "model": given.model, **whose} if given else {}
     return Prepared(
         config=config,
         layout=layout,

@@ -31,6 +31,7 @@ from trainer.run.folder import (
 from trainer.run.prepare import Prepared
 from trainer.storage import parse_json, read_file, tail
 from trainer.supervise import status_files as status
+from trainer.trackers.callbacks import Callback
 
 FINAL, ENVIRONMENT = "final", "environment.json"
 BESIDE = {
@@ -74,6 +75,7 @@ class Request:
     memory_check: MemoryCheck = lambda *_: list
     open_hub: Callable[[HubSection], Callable[[Path], str]] = lambda section: str
     """Checks a repository; what it returns pushes a run's folder there, and returns the address."""
+    callbacks: Sequence[Callback] = ()
 
     @property
     def trains(self) -> bool:

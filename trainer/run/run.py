@@ -110,7 +110,7 @@ def run(
         return ending.after(error)
 
 
-def train_given(config: Config, given: Given, request: Request, quiet: bool) -> Any:
+def train_given(config: Config, given: Given | None, request: Request, quiet: bool) -> Any:
     """Run one rank's share of a run. Collective."""
     world = world_of(os.environ)
     assert world is not None
@@ -146,6 +146,7 @@ def execute(
         if (hub := config.trainer.hub) is not None:
             machine.signs.at("looking at the repository on the Hub")
             push = start.ranks.on_own(lambda: request.open_hub(hub) if start.ranks.first else str)
+    given = Given.by_task(config.trainer, given)
     prepared = prepare(config, machine, given, console, builds=start is not None)
     machine.signs.hide()
     if request.preview is not None:
@@ -187,21 +188,21 @@ def _train(
     machine.watch.moves(prepared.save_seconds)
     engine, position = _built(prepared, request, machine, start.source, console)
     reports = _reports(prepared.config, ranks, console)
+    parts = (prepared, machine, start, position, engine)
     with (
         _loader(prepared, machine, position) as loader,
-        RunHooks(
-            prepared, machine, start, position, engine, loader, console, signals, trackers
-        ) as hooks,
+        RunHooks(*parts, loader, console, signals, trackers, request.callbacks) as hooks,
     ):
         signals.saving()
+        hooks.callbacks.call("on_train_begin", folder, engine.modules)
         machine.signs.at("making the first step")
         with reports, subject.check:
             position = loop(engine, loader, prepared.schedule, prepared.plan, hooks, position)
     machine.signs.hide()
     machine.watch.at(Phase.FINISHING)
     machine.watch.moves(prepared.save_seconds)
-    if hooks.patience.line is not None:
-        say(console, f"note: {hooks.patience.line}")
+    if hooks.patience.line or hooks.callbacks.ended:
+        say(console, f"note: {hooks.patience.line or 'stopped: a callback has ended the run'}")
     elif position.step < prepared.steps:
         ranks.barrier()  # a launcher ends the others soon after the first has left
         raise preempted(position.step)
@@ -212,6 +213,7 @@ def _train(
         engine.close()
     if ranks.first:
         finish(prepared, folder, console)
+    hooks.callbacks.call("on_train_end", folder)
 
 
 def _write_down(

@@ -6,8 +6,8 @@ Nobody else asks which task it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ from trainer.data.text.preview import preview
 from trainer.data.text.tokenizer import embedded_tokenizer, load_tokenizer
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine, Metrics
-from trainer.errors import ConfigError, DataError, Problem
+from trainer.errors import ConfigError, DataError, Problem, named_line
 from trainer.layout import Layout
 from trainer.models import huggingface
 from trainer.models.finetuning.frozen import frozen
@@ -35,6 +35,7 @@ from trainer.models.finetuning.lora import adapted
 from trainer.models.finetuning.tuned import tuned
 from trainer.models.own import module
 from trainer.models.spec import ModelSpec, flops_per_token
+from trainer.plugins import NAMED
 from trainer.run import images
 from trainer.run.evaluate import beginning, continuation
 from trainer.supervise.process import cache_folder, cores
@@ -56,6 +57,18 @@ class Given:
     loss: Loss | None = None
     evaluation_data: Any = None
     blocks: str | None = None
+    metrics: Mapping[str, Loss] = field(default_factory=dict)
+
+    @staticmethod
+    def by_task(section: TrainerSection, given: Given | None) -> Given | None:
+        """Return what a plug-in's task names, or else `given`. Raises ConfigError."""
+        if (task := NAMED["task"].get(section.task)) is None:
+            return given
+        try:
+            return replace(given or Given(), **task(section))
+        except Exception as error:  # whatever the plug-in's own code raises
+            expected = "the arguments of trainer.train for what is trained"
+            raise ConfigError(Problem("trainer.task", named_line(error), expected)) from error
 
 
 @dataclass(frozen=True)
@@ -253,24 +266,25 @@ def amended(
 def own_module(config: Config, given: Given, ranks: Ranks) -> Subject:
     """Build the subject of an own module on own data. Raises ConfigError. Collective."""
     section = config.trainer
+    if given.model is None or given.data is None or given.loss is None:
+        expected = 'a model, data and a loss, or metrics of the task "image_classification" alone'
+        raise ConfigError(Problem("train", "not all of what is trained", expected))
     named = {
         "trainer.model.name_or_path": section.model.name_or_path,
         "trainer.model.config": section.model.config,
         "trainer.data.path": section.data.path,
     }
     for key, value in named.items():
-        if value is not None:
+        if value is not None and section.task not in NAMED["task"]:
             expected = "nothing: the model and the data are handed in"
             raise ConfigError(Problem(key, str(value), expected))
-    if given.model is None or given.data is None or given.loss is None:
-        expected = 'a model, data and a loss, or the task "image_classification"'
-        raise ConfigError(Problem("train", "not all of what is trained", expected))
     data = pairs_of(given.data, given.evaluation_data, section.data.evaluation_fraction)
     spec = module.spec_of(given.model, given.blocks, section.seed)
     task = Supervised(given.loss, spec.build, spec.blocks)
     first = [data.train[i] for i in range(min(4, len(data.train)))]
     # an error in them is reported once
-    ranks.on_first(Alone()(lambda: task.collate(first) and None))
+    ranks.on_first(Alone()(lambda: task.measuring(given.metrics, first) and None))
+    task = task.measuring(given.metrics, first)
     return Subject(amended(spec, section, ranks).tried_on(task.trial(first)), task, data)
 
 
@@ -299,6 +313,7 @@ def image_classifier(config: Config, given: Given, layout: Layout, ranks: Ranks)
     task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)
     first = [data.train[i] for i in range(min(4, len(data.train)))]
     ranks.on_first(lambda: images.check(spec, task, data.images, data.path, layout, first))
+    task = task.measuring(given.metrics, first)
     return ImageSubject(spec.tried_on(task.trial(first)), task, data)
 
 

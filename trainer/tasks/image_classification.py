@@ -50,8 +50,10 @@ class ImageClassification(Supervised):
         better = (logits >= own).sum(1) - 1
         better = better.masked_fill(~torch.isfinite(own[:, 0]), self._classes)
         counted = target != IGNORED
-        right = [((better < most) & counted).sum() for most in (1, TOP)[: len(self.measures)]]
-        return torch.stack([class_loss(logits, target)[0], *right]) * batch["share"]
+        tops = (1, TOP) if self._classes > TOP else (1,)
+        right = [((better < most) & counted).sum() for most in tops]
+        found = self._measured_by(logits[counted], target[counted]) if self._metrics else []
+        return torch.stack([class_loss(logits, target)[0], *right, *found]) * batch["share"]
 
     def check_output(self, samples: Sequence[Any], name: str) -> None:
         """Raise ConfigError unless the model gives a score for each class."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from trainer.errors import ConfigError, DataError, Problem, named_line
 from trainer.models.spec import ModelSpec, Trial
-from trainer.tasks.task import Batch
+from trainer.tasks.task import Batch, changed
 
 PLACE = "data: samples"
 """The place of problems with own samples, for the user."""
@@ -23,6 +23,12 @@ their number.
 The number must not depend on the values of `output`: it is computed before the forward pass, with
 zeros.
 """
+PAIR = "(sum over the targets as a scalar tensor, number of targets)"
+"""The expected result of a loss, as error messages have it."""
+NUMBER = "/number"
+"""The end of the name of a metric's number, a measure beside its sum."""
+RESERVED = ("step", "loss", "targets", "accuracy", "accuracy_top5", "perplexity")
+"""Names of an evaluation's own values."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Supervised:
     """
 
     measures: tuple[str, ...] = ()
+    _metrics: Mapping[str, Loss] = {}
 
     def __init__(
         self, loss: Loss, build: Callable[[], nn.Module], blocks: Sequence[str] = ()
@@ -80,6 +87,23 @@ class Supervised:
         batch = {**_flat("input", given), **_flat("target", target)}
         count = self._count(batch) if kept else 0
         return {**batch, "count": torch.tensor(count), "share": torch.tensor(float(bool(kept)))}
+
+    def measuring(self, metrics: Mapping[str, Loss], samples: Sequence[Any]) -> Self:
+        """Return the same task with a script's metrics, tried on an output of zeros for samples.
+
+        They are like the loss, but their numbers may depend on the output. Raises ConfigError.
+        """
+        batch = self.collate(samples)
+        for name, metric in metrics.items():
+            if name in RESERVED:
+                raise ConfigError(Problem("metrics", f'saw "{name}"', "the name of no other value"))
+            try:
+                found = metric(self._zeros(batch), _nested("target", batch))
+            except Exception as error:  # whatever a script's own code raises
+                raise ConfigError(Problem(f"metrics: {name}", named_line(error), PAIR)) from error
+            _checked(found, f"metrics: {name}")
+        names = (each for name in metrics for each in (name, name + NUMBER))
+        return changed(self, _metrics=metrics, measures=(*self.measures, *names))
 
     def trial(self, samples: Sequence[Any]) -> Trial:
         """Make a trial of the module and its loss from a few samples."""
@@ -122,20 +146,30 @@ class Supervised:
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         total, _ = self._loss(self.output(model, batch), _nested("target", batch))
-        wide = torch.promote_types(total.dtype, torch.float32)
-        return total.to(wide) * batch["share"]
+        return _wide(total) * batch["share"]
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        return self.loss_sum(model, batch)[None]
+        output, target = self.output(model, batch), _nested("target", batch)
+        total, _ = self._loss(output, target)
+        return torch.stack([_wide(total), *self._measured_by(output, target)]) * batch["share"]
+
+    def _measured_by(self, output: Any, target: Any) -> list[torch.Tensor]:
+        """Return each metric's sum and number, in float32 or wider."""
+        pairs = [metric(output, target) for metric in self._metrics.values()]
+        device = next(_tensors(target)).device
+        return [_wide(torch.as_tensor(value, device=device)) for pair in pairs for value in pair]
 
     def count(self, model: nn.Module, batch: Batch) -> int:
         """Return the number of targets that the loss gives for the module's real output."""
         return int(_checked(self._loss(self.output(model, batch), _nested("target", batch)))[1])
 
     def _count(self, batch: Batch) -> int:
+        return int(_checked(self._loss(self._zeros(batch), _nested("target", batch)))[1])
+
+    def _zeros(self, batch: Batch) -> Any:
+        """Return zeros in the shape of the module's output."""
         zeros = lambda value: torch.zeros(value.shape, dtype=value.dtype)  # noqa: E731
-        output = _map(self._on_meta(batch)[0], zeros)
-        return int(_checked(self._loss(output, _nested("target", batch)))[1])
+        return _map(self._on_meta(batch)[0], zeros)
 
     def _on_meta(self, batch: Batch) -> tuple[Any, dict[int, tuple[int, ...]]]:
         key = tuple((name, value.dtype, *value.shape) for name, value in sorted(batch.items()))
@@ -163,13 +197,16 @@ class Supervised:
             raise ConfigError(Problem("model", seen, expected)) from error
 
 
-def _checked(found: Any) -> tuple[torch.Tensor, Any]:
+def _checked(found: Any, place: str = "loss") -> tuple[torch.Tensor, Any]:
     size = len(found) if isinstance(found, tuple) else None
     if size != 2 or not torch.is_tensor(found[0]) or found[0].ndim != 0:
         seen = type(found).__name__ + ("" if size is None else f" of {size}")
-        expected = "(sum over the targets as a scalar tensor, number of targets)"
-        raise ConfigError(Problem("loss", seen, expected))
+        raise ConfigError(Problem(place, seen, PAIR))
     return found  # type: ignore[no-any-return]
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _flat(name: str, value: Any) -> Batch:

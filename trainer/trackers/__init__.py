@@ -1,4 +1,4 @@
-"""Trackers: console, `metrics.jsonl`, and on request TensorBoard, MLflow, Weights & Biases."""
+"""Trackers: console, `metrics.jsonl`, and on request those of other projects."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rich.console import Console as Terminal
 
 from trainer.trackers.console import Console, progress_line, say
 from trainer.trackers.jsonl import JsonLines, SampleLog
-from trainer.trackers.services import TRACKERS, require
+from trainer.trackers.services import opened, require
 from trainer.trackers.tracker import Evaluation, Record, Tracker
 
-__all__ = ["TRACKERS", "Console", "Evaluation", "JsonLines", "Record", "SampleLog"]
+__all__ = ["Console", "Evaluation", "JsonLines", "Record", "SampleLog"]
 __all__ += ["Tracker", "open_trackers", "progress_line", "require", "say"]
 
 
@@ -21,4 +21,4 @@ def open_trackers(
 ) -> list[Tracker]:
     """Open rank 0's trackers: the console, with rates in `unit`, `metrics.jsonl`, and `names`."""
     always: list[Tracker] = [Console(terminal, unit), JsonLines(run_folder / "metrics.jsonl")]
-    return always + [TRACKERS[name](run_folder) for name in names]
+    return always + [opened(name, run_folder) for name in names]

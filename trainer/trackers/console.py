@@ -45,6 +45,7 @@ class Console:
             f"evaluation loss {evaluation.loss:.3f}",
             *(f"{name} {share:.2%}" for name, share in shares.items() if share is not None),
             *(f"{name} {loss:.3f}" for name, loss in (evaluation.by_source or {}).items()),
+            *(f"{name} {value:.4g}" for name, value in evaluation.metrics.items()),
             f"{evaluation.targets:,} targets",
         ]
         say(self._terminal, " | ".join(parts))

@@ -1,36 +1,60 @@
-"""Trackers of other projects: TensorBoard, MLflow and Weights & Biases, on request.
+"""Trackers of other projects, on request: Accelerate's, and MLflow.
 
-Accelerate's are not used: its MLflow run is the global one of the process, which may be a script's.
+Accelerate's MLflow is not used: its run is the global one of the process, which may be a script's.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import ConfigError, Problem, first_line
+from trainer.plugins import NAMED
+from trainer.trackers import patches
 from trainer.trackers.tracker import Logged, Tracker, numbers
 
+_PACKAGES = {"mlflow": ("mlflow", "sqlalchemy", "alembic")}
+_PROJECT = "meshloom"
 
-class TensorBoard:
-    """Writes event files for `tensorboard --logdir FOLDER`."""
 
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+class Service:
+    """A tracker of Accelerate's: a run, named as its folder, of a project."""
 
-        self._writer = SummaryWriter(str(folder))
+    def __init__(self, name: str, folder: Path) -> None:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        path, run = str(folder), folder.name
+        # neither the console nor the code: both may hold what the user does not want to send
+        off = {"console": "off", "silent": True, "disable_git": True, "disable_code": True}
+        options: dict[str, dict[str, Any]] = {
+            "aim": {"run_name": run, "logging_dir": path, "capture_terminal_logs": False},
+            "clearml": {"task_name": run, "auto_connect_streams": False},
+            "dvclive": {"dir": f"{path}/dvclive"},
+            "swanlab": {"experiment_name": run, "logdir": f"{path}/swanlog"},
+            "tensorboard": {"run_name": "tensorboard", "logging_dir": path},
+            "trackio": {"name": run},
+            "wandb": {"name": run, "dir": path, "settings": off},
+        }
+        kind = patches.without_state(LOGGER_TYPE_TO_CLASS[name])
+        self._tracker = kind(**{"run_name": _PROJECT, **options.get(name, {})})
+        try:
+            self._tracker.start()
+        except Exception as error:  # a bad key, or a server that does not answer
+            expected = "a login that its server takes"
+            hint = "WANDB_MODE=offline keeps it on this disk" if name == "wandb" else ""
+            raise ConfigError(Problem(name, first_line(error), expected, hint)) from error
 
     def record(self, item: Logged, /) -> None:
-        for key, value in numbers(item).items():
-            self._writer.add_scalar(key, value, item.step)
+        self._tracker.log(numbers(item), step=item.step)
 
     evaluation = record
 
     def close(self) -> None:
-        self._writer.close()
+        self._tracker.finish()
 
 
 class MLflow:
@@ -46,8 +70,8 @@ class MLflow:
         local = f"sqlite:///{folder.absolute() / 'mlflow.db'}"
         self._metric = Metric
         self._client = MlflowClient(None if mlflow.is_tracking_uri_set() else local)
-        found = self._client.get_experiment_by_name(_EXPERIMENT)
-        experiment = found.experiment_id if found else self._client.create_experiment(_EXPERIMENT)
+        found = self._client.get_experiment_by_name(_PROJECT)
+        experiment = found.experiment_id if found else self._client.create_experiment(_PROJECT)
         self._run = self._client.create_run(experiment, run_name=name).info.run_id
 
     def record(self, item: Logged, /) -> None:
@@ -61,56 +85,21 @@ class MLflow:
         self._client.set_terminated(self._run)
 
 
-class WeightsAndBiases:
-    """Logs a run `name` where `wandb login` says; if `WANDB_MODE=offline`, in `FOLDER/wandb`."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        import wandb
-
-        # neither the console nor the config: both may hold what the user does not want to send
-        settings = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
-        try:
-            self._run = wandb.init(
-                project=_EXPERIMENT, name=name, dir=str(folder), settings=settings
-            )
-        except wandb.Error as error:  # a bad key, or a server that does not answer
-            actual, expected = first_line(error), "a login that its server takes"
-            hint = "WANDB_MODE=offline keeps it on this disk"
-            raise ConfigError(Problem("wandb", actual, expected, hint)) from error
-        # its own counter can't go back to an earlier step
-        self._run.define_metric("*", step_metric="step")
-
-    def record(self, item: Logged, /) -> None:
-        self._run.log({"step": item.step, **numbers(item)})
-
-    evaluation = record
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-TRACKERS: dict[str, Callable[[Path], Tracker]] = {
-    "tensorboard": lambda run_folder: TensorBoard(run_folder / "tensorboard"),
-    "mlflow": lambda run_folder: MLflow(run_folder, run_folder.name),
-    "wandb": lambda run_folder: WeightsAndBiases(run_folder, run_folder.name),
-}
-"""The trackers that `trainer.log.trackers` may name; each is also the extra that installs it."""
-
-_PACKAGES = {
-    "tensorboard": ("tensorboard",),
-    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
-    "wandb": ("wandb",),
-}
-_EXPERIMENT = "meshloom"
+def opened(name: str, folder: Path) -> Tracker:
+    """Open a tracker that `trainer.log.trackers` names. Raises ConfigError."""
+    if name in NAMED["tracker"]:
+        return NAMED["tracker"][name](folder)  # type: ignore[no-any-return]
+    return MLflow(folder, folder.name) if name == "mlflow" else Service(name, folder)
 
 
 def require(names: Sequence[str]) -> None:
     """Raise ConfigError if the package of a tracker is not installed, or wandb has no login."""
     for name in names:
-        missing = [package for package in _PACKAGES[name] if find_spec(package) is None]
-        if missing:
-            actual = f'"{name}" without the package {missing[0]}'
-            raise _unusable(actual, "trackers that are installed", f"pip install meshloom[{name}]")
+        packages = () if name in NAMED["tracker"] else _PACKAGES.get(name, (name,))
+        for package in packages:
+            if find_spec(package) is None:
+                actual = f'"{name}" without the package {package}'
+                raise _unusable(actual, "trackers that are installed", f"pip install {package}")
         if name == "wandb" and not _logged_in():
             hint = "Run `wandb login`, or set WANDB_MODE=offline to keep it on this disk"
             raise _unusable('"wandb" without a login', "a login, or WANDB_API_KEY", hint)

@@ -55,6 +55,8 @@ class Evaluation(Logged):
     """The share of the targets among the five highest scores; None with five classes or less."""
     perplexity: float | None = None
     """exp(loss), of a language model."""
+    metrics: dict[str, float] = field(default_factory=dict, kw_only=True)
+    """A script's metrics, by name."""
 
 
 class Tracker(Protocol):
@@ -69,6 +71,7 @@ def fields(item: Logged) -> dict[str, Any]:
     """Return the known values by the names under which they are logged."""
     values = asdict(item)
     del values["step"], values["by_source"]
+    values |= values.pop("metrics", {})
     values |= {f"loss/{name}": loss for name, loss in (item.by_source or {}).items()}
     known = {name: value for name, value in values.items() if value is not None}
     return {"step": item.step} | {item.prefix + name: value for name, value in known.items()}

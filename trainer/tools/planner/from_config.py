@@ -95,7 +95,9 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     composed = on_cluster(config, cluster)
     section, layout = composed.config.trainer, composed.layout
     name, engine = composed.engine()
-    model_of = {"causal_lm": _language, "image_classification": _classifier}[section.task]
+    model_of = {"causal_lm": _language, "image_classification": _classifier}.get(section.task)
+    if model_of is None:
+        raise ConfigError(Problem("trainer.task", section.task, "a task whose model is named"))
     trained = model_of(section, layout)
     check_blocks(trained.spec, layout)
     engine.check(trained.spec, layout)

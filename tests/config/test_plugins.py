@@ -1,0 +1,123 @@
+"""Plug-ins: a package of its own brings a task, an optimizer, a source and a tracker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import ROOT
+from trainer import plugins
+from trainer.config import RuntimeFacts, load
+from trainer.data.formats import locate, rows_of
+from trainer.errors import ConfigError, DataError
+from trainer.run.compose import compose
+
+PACKAGE = ROOT / "tests" / "support" / "plugin"
+
+
+def job(folder: Path, **trainer: Any) -> dict[str, Any]:
+    section = {"plugins": ["parity"], "device": "cpu", "run": {"folder": str(folder / "runs")}}
+    return {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "parity:SignSGD", "params": {"lr": 1e-3, "momentum": 0.8}},
+        "trainer": section
+        | {"steps": 4, "task": "parity:parity", "log": {"every": 2, "trackers": ["parity:list"]}}
+        | trainer,
+    }
+
+
+def command(folder: Path, config: dict[str, Any], *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "job.json").write_text(json.dumps(config))
+    arguments = [sys.executable, "-m", "trainer.command", *words]
+    path = {"PYTHONPATH": f"{ROOT}:{PACKAGE}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*arguments, "--config", "job.json"], cwd=folder, env=os.environ | path,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.mark.more
+def test_a_package_of_its_own_trains(tmp_path: Path) -> None:
+    found = command(tmp_path, job(tmp_path), "train", "--processes", "2")
+    assert found.returncode == 0, found.stdout + found.stderr
+    folder = tmp_path / "runs" / "job"
+    assert "SignSGD" in found.stdout + found.stderr and (folder / "final").is_dir()
+    first, second, last = (folder / "list.txt").read_text().splitlines()
+    assert (first, second) == ("step 2", "step 4") and last.startswith("right ")
+    described = json.loads(next(folder.glob("checkpoints/*/trainer.json")).read_text())
+    assert described["engine"] == "accelerate"  # DeepSpeed builds no optimizers but its own
+
+
+@pytest.mark.more
+def test_its_certificate_passes(tmp_path: Path) -> None:
+    found = command(
+        tmp_path, job(tmp_path, engine="mesh", mesh={"shard": -1}), "verify", "--world-size", "2"
+    )
+    assert found.returncode == 0 and "PASS" in found.stdout, found.stdout + found.stderr
+
+
+def test_what_can_not_be_had_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "broken_plugin.py").write_text("raise ValueError('not today')\n")
+    section = {"plugins": ["no.such", "broken_plugin"], "task": "parity:parity"}
+    found = command(tmp_path, {"train_batch_size": 8, "trainer": section}, "train")
+    assert found.returncode == ConfigError.exit_code and found.stderr.splitlines()[:4] == [
+        "config error (3 problems):",
+        '  trainer.plugins[0]: saw "no.such"; expected a plug-in that can be imported '
+        "(ModuleNotFoundError: No module named 'no')",
+        '  trainer.plugins[1]: saw "broken_plugin"; expected a plug-in that can be imported '
+        "(ValueError: not today)",
+        '  trainer.task: saw "parity:parity"; expected "causal_lm" or "image_classification" or a task of '
+        "trainer.plugins",
+    ]
+
+
+def test_a_source_yields_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(PACKAGE)
+    file = tmp_path / "a.words"
+    file.write_text("one,two\nthree\n")
+    section = {"plugins": ["parity"], "data": {"path": str(tmp_path), "format": "parity:words"}}
+    data = load({"train_batch_size": 8, "trainer": section}).trainer.data
+    where = locate(data.path, data.format)
+    assert [row.columns["text"] for row in rows_of(where, data, ["text"])] == ["one two", "three"]
+    file.write_bytes(b"\xff")
+    with pytest.raises(DataError, match="a.words: UnicodeDecodeError: .*; expected rows, from the"):
+        list(rows_of(where, data, ["text"]))
+
+
+def test_an_optimizer_is_checked_and_kept_from_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(PACKAGE)
+    config = job(Path("runs"))
+    config["zero_optimization"]["stage"] = 3  # which each version of DeepSpeed runs
+    config["optimizer"]["params"]["lr"] = "much"
+    with pytest.raises(ConfigError, match="^optimizer.params.lr: saw "):
+        load(config)
+    config["optimizer"]["params"]["lr"], config["trainer"]["engine"] = 1e-3, "deepspeed"
+    composed = compose(load(config), RuntimeFacts(2, None, None, False, "cpu"))
+    with pytest.raises(
+        ConfigError, match="^engine deepspeed: the optimizer parity:SignSGD.* its own, and"
+    ):
+        composed.engine()
+    assert composed.engine("auto")[0] == "accelerate"
+
+
+def test_an_entry_point_is_a_name_of_a_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    information = tmp_path / "meshloom_parity-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: meshloom-parity\nVersion: 1.0\n"
+    )
+    (information / "entry_points.txt").write_text("[meshloom.plugins]\nodd-bits = parity\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(PACKAGE)
+    plugins.NAMED["task"].clear()
+    monkeypatch.delitem(sys.modules, "parity", raising=False)
+    assert plugins.load("odd-bits") == "odd-bits" and "parity:parity" in plugins.NAMED["task"]

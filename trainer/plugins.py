@@ -1,0 +1,80 @@
+"""Names that plug-ins, the modules of `trainer.plugins`, add to the built-in ones of a config."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import AfterValidator, WithJsonSchema
+
+from trainer.errors import named_line
+
+Kind = Literal["task", "optimizer", "source", "tracker"]
+Made = TypeVar("Made", bound=Callable[..., Any])
+NAMED: dict[str, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}
+
+
+def register(kind: Kind, name: str) -> Callable[[Made], Made]:
+    """Decorate what a config then calls `name`, which has a colon, as no built-in name has.
+
+    A task, as `task(section)`, returns the arguments of `trainer.train` for what is trained:
+    `model`, `data`, `loss`, and maybe `evaluation_data`, `blocks` and `metrics`.
+    An optimizer, as `optimizer(groups, **params)`, returns a `torch.optim.Optimizer`.
+    A source, as `source(path)`, yields the rows of a file, dictionaries. What is prepared of them
+    is kept: an edited source needs another name.
+    A tracker, as `tracker(folder)`, has the methods of `trainer.trackers.Tracker`.
+    """
+
+    def registered(made: Made) -> Made:
+        if ":" not in name:
+            raise ValueError(f'"{name}" without a colon, as in "package:{name}"')
+        NAMED[kind][name] = made
+        return made
+
+    return registered
+
+
+def load(name: str) -> str:
+    """Import a module, or an entry point of the group `meshloom.plugins`; return its name.
+
+    Raises ValueError with what is expected.
+    """
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # a module beside the config, as `python -m` would find it
+    try:
+        found = [point.load() for point in entry_points(group="meshloom.plugins", name=name)]
+        return name if found or import_module(name) else ""
+    except Exception as error:  # whatever the module's own code raises
+        raise ValueError(f"a plug-in that can be imported ({named_line(error)})") from None
+
+
+def _known(kind: Kind) -> AfterValidator:
+    def checked(name: str) -> str:
+        if name not in NAMED[kind]:
+            raise ValueError(f"a {kind} of trainer.plugins")
+        return name
+
+    return AfterValidator(checked)
+
+
+_COLON = WithJsonSchema({"type": "string", "pattern": ":"})
+TaskName = Literal["causal_lm", "image_classification"] | Annotated[str, _known("task"), _COLON]
+Service = Literal[
+    "tensorboard", "mlflow", "wandb", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"
+]
+TrackerName = Service | Annotated[str, _known("tracker"), _COLON]
+Format = Literal["auto", "jsonl", "parquet", "arrow", "text", "csv", "hub"]
+SourceName = Format | Annotated[str, _known("source"), _COLON]
+
+
+def as_override(build: Callable[[list[dict[str, Any]]], Any] | None) -> list[str]:
+    """Register a script's optimizer, if it has one; return the override that names it."""
+    if build is None:
+        return []
+    register("optimizer", "script:optimizer")(wraps(build)(lambda groups, **_: build(groups)))
+    return ["optimizer.type=script:optimizer"]
