@@ -112,6 +112,12 @@ SMALL: dict[str, tuple[str, ...]] = {
     "meshloom plan --config zero3 --nodes 8 --gpus 8 --device h100-80gb": (
         "meshloom plan --config zero3 --nodes 8 --gpus 8 --device h100-80gb {tiny}",
     ),
+    'meshloom generate runs/NAME --prompt "def main("': (
+        'meshloom generate {run} --prompt "def main(" --tokens 2',
+    ),
+    "meshloom --print-completion bash > ~/.local/share/bash-completion/completions/meshloom": (
+        "meshloom --print-completion bash",
+    ),
     "meshloom report runs/NAME": ("meshloom report {run} --output {out}/page.html",),
     f"deepspeed {TRAIN} ds_configs/zero3.json trainer.model.name_or_path=my-llama "
     "trainer.data.path=chats.jsonl "
@@ -257,11 +263,14 @@ SMALL: dict[str, tuple[str, ...]] = {
     **{
         f"meshloom {name}": (f"meshloom {name} --help",)
         for name in ("plan", "verify", "status", "report", "checkpoint", "import", "train")
+        + ("generate", "chat", "evaluate")
     },
 }
 """Command -> its smallest form, or forms."""
 
 SAME: dict[str, str] = {
+    'meshloom generate runs/NAME --prompt "def main(" --tokens 100 --temperature 0.7 --top-p 0.9 '
+    "--seed 1": 'meshloom generate runs/NAME --prompt "def main("',
     "meshloom schema > schema.json": "meshloom schema",
     **{
         words: "python launch/verify.py --config ds_configs/zero2.json"
@@ -305,6 +314,12 @@ SAME: dict[str, str] = {
 """Command -> the one of `SMALL` that it is with other sizes."""
 
 ELSEWHERE: dict[str, str] = {
+    'meshloom chat runs/NAME --system "You answer in one sentence."': (
+        "test_use.py::test_a_chat_keeps_its_history"
+    ),
+    "meshloom evaluate runs/NAME --tasks my_task.yaml": (
+        "test_use.py::test_a_task_of_ones_own_is_scored"
+    ),
     **{
         f"sbatch {words}": f"test_slurm.py::{test}"
         for words, test in {
@@ -386,11 +401,14 @@ ELSEWHERE: dict[str, str] = {
 """Command -> the test that runs it."""
 
 NOT_HERE: dict[str, str] = {
+    "meshloom evaluate runs/NAME --tasks arc_easy,hellaswag --limit 100": (
+        "their data is on the hub; test_use.py runs a task of its own"
+    ),
     "docker build -t meshloom .": "needs a builder; test_wheel.py checks the Dockerfile's text",
     **{
         f"pip install {words}": "installing, from an index: .ci/run does, and test_wheel.py without"
         for words in (".", "-e '.[test]'", "-e '.[lora]'", "-e '.[ladder]'", "'meshloom[lora]'")
-        + ("'meshloom[digits]'", "'meshloom[report]'")
+        + ("'meshloom[digits]'", "'meshloom[report]'", "'meshloom[evaluate]'")
         + (
             "mlflow",
             "torch torchvision && pip install -e '.[test]'",

@@ -304,6 +304,17 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_verify_parameters.py": ("caught[other_alpha]",),
     "test_verify_rounding.py": ("not_rounded",),
     "test_script.py": ("anew", "advises"),
+    "test_use.py": (
+        "weights[deepspeed ZeRO-3",
+        "weights[mesh ZeRO-3",
+        "unfinished",
+        "adapter",
+        "history",
+        "one_sentence",
+        "can_be_none",
+        "lm_eval",
+        "bash",
+    ),
     "test_wheel.py": ("the_wheel_holds", "dockerfile"),
 }
 

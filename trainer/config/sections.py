@@ -331,6 +331,8 @@ class EvaluationSection(Section):
     """The number of samples of each source."""
     patience: Annotated[Count | None, HELD_OUT] = None
     """Evaluations in a row without a lower loss after which a run ends; None: it does not."""
+    tasks: Annotated[list[str], TEXT, HELD_OUT, Field(max_length=100)] = []
+    """Tasks of lm-eval, or their YAML files, on whose first `samples` questions it is scored."""
 
 
 class LogSection(Section):

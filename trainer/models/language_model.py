@@ -39,7 +39,7 @@ def language_of(model: PreTrainedModel, blocks: tuple[str, ...]) -> LanguageMode
         idle_parameters=_idle_parameters(model, text),
         # target ids must be in the table, too
         vocabulary=min((len(module.weight) for module in tables), default=0),
-        positions=_positions(model, text),
+        positions=positions_of(model, text),
         hidden_size=hidden,
         layers=getattr(text, "num_hidden_layers", 0),
         attention_width=width,
@@ -73,7 +73,7 @@ def _heads(text: Any, hidden: int) -> tuple[int, int, int]:
     return math.gcd(*heads), math.gcd(*kv_heads), width // len(layers)
 
 
-def _positions(model: nn.Module, text: Any) -> int | None:
+def positions_of(model: nn.Module, text: Any) -> int | None:
     """Return the most tokens of a row; RoBERTa's kin number them from behind the padding's."""
     reserved = [0]
     for name, module in model.named_modules():

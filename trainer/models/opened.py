@@ -6,7 +6,10 @@ import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from trainer.errors import ConfigError, Problem, first_line
@@ -15,6 +18,7 @@ from trainer.models.names import aliases_of
 from trainer.models.own.module import class_of
 from trainer.models.weights import SafetensorsFolder
 
+ADAPTER = "adapter_config.json"
 EXPECTED = "runs/NAME/final, or a checkpoint such as runs/NAME/checkpoints/step-000100"
 
 
@@ -25,16 +29,12 @@ def opened(folder: Path, build: Callable[[], nn.Module] | None) -> nn.Module:
     """
     if (inner := folder / "model").is_dir():
         folder = inner
-    place = f"open: {folder}"
-    files = (classifiers.DESCRIPTION, "adapter_config.json", "config.json")
-    kind = next((name for name in files if (folder / name).exists()), None)
-    if kind is None:
-        raise ConfigError(Problem(place, "a folder without a model", EXPECTED))
+    place, kind = f"open: {folder}", _kind(folder)
     if kind != classifiers.DESCRIPTION:
         if build is not None:
             seen = "model=, and a folder that says it"
             raise ConfigError(Problem(place, seen, "the folder alone"))
-        return _pretrained(folder, adapter=kind == "adapter_config.json")
+        return _pretrained(folder)
     content = json.loads((folder / classifiers.DESCRIPTION).read_bytes())
     name = content.get("module") or content["model"]["name"].rpartition(":")[2]
     if build is None and "model" in content:
@@ -45,14 +45,34 @@ def opened(folder: Path, build: Callable[[], nn.Module] | None) -> nn.Module:
     return _filled(build(), folder, name)
 
 
-def _pretrained(folder: Path, *, adapter: bool) -> nn.Module:
+def opened_language_model(folder: Path, *, trust: bool = False) -> Any:
+    """Load the language model of a folder, in evaluation mode, on the GPUs if there are any.
+
+    `trust`: its own code may run. Raises ConfigError if there is none.
+    """
+    if _kind(folder) == classifiers.DESCRIPTION:
+        seen = "a classifier, or a module of your own"
+        raise ConfigError(Problem(f"open: {folder}", seen, "a language model of transformers"))
+    device = "auto" if torch.cuda.is_available() else None
+    return _pretrained(folder, device_map=device, trust_remote_code=trust)
+
+
+def _kind(folder: Path) -> str:
+    """Return the name of the file that says what a folder's model is. Raises ConfigError."""
+    for name in (classifiers.DESCRIPTION, ADAPTER, "config.json"):
+        if (folder / name).exists():
+            return name
+    raise ConfigError(Problem(f"open: {folder}", "a folder without a model", EXPECTED))
+
+
+def _pretrained(folder: Path, **options: Any) -> nn.Module:
     library, name = "transformers", "AutoModelForCausalLM"
-    if adapter:
+    if _kind(folder) == ADAPTER:
         library, name = "peft", "AutoPeftModelForCausalLM"
     try:
-        model: nn.Module = getattr(import_module(library), name).from_pretrained(folder)
+        model: nn.Module = getattr(import_module(library), name).from_pretrained(folder, **options)
         return model.eval()
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError, SafetensorError) as error:
         raise ConfigError(Problem(f"open: {folder}", first_line(error), EXPECTED)) from error
 
 

@@ -13,6 +13,8 @@ import torch
 from trainer.data.loader import Batching, evaluation_batches
 from trainer.data.source import Source
 from trainer.engines.engine import Engine
+from trainer.errors import ConfigError
+from trainer.tasks.generation import continued
 from trainer.tasks.supervised import NUMBER
 from trainer.tasks.task import IGNORED, Batch, Task
 
@@ -84,14 +86,10 @@ def continuation(
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
     if not model.can_generate():
         return f"(no sample: {type(model).__name__} has no method to generate text)"
-    if isinstance(prompt, str):
-        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    else:
-        ids = torch.tensor([prompt])
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    sampling = {"max_new_tokens": tokens, "do_sample": True, "temperature": 0.8, "top_k": 50}
-    end = tokenizer.eos_token_id
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        written = model.generate(**inputs, **sampling, pad_token_id=end, eos_token_id=end)
-    return str(tokenizer.decode(written[0], skip_special_tokens=True))
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            written = continued(model, tokenizer, prompt, tokens)
+    except ConfigError as error:
+        return f"(no sample: {error})"
+    return str(tokenizer.decode(written, skip_special_tokens=True))

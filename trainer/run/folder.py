@@ -11,6 +11,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from trainer.checkpoint import published
+from trainer.checkpoint.manifest import DESCRIPTION, MANIFEST, check_sizes
+from trainer.checkpoint.slots import MODEL
 from trainer.config import Config
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, DiskError, HubError, Problem, listed, shared
@@ -18,6 +21,9 @@ from trainer.storage import disk_errors, ensure_writable
 from trainer.supervise import status_files as status
 
 LOCK = ".lock"
+WRITTEN = (MODEL, "adapter_model", DESCRIPTION)
+"""The beginnings of the paths of a trained model's files, in a checkpoint and in a final model."""
+FINAL, ENVIRONMENT = "final", "environment.json"
 HELD_SECONDS = 10.0
 """Seconds for which forks of a dead process may hold its lock."""
 PATIENCE_SECONDS = 10.0
@@ -37,6 +43,33 @@ def numbered(base: Path, number: int) -> Path:
 def has_run(folder: Path) -> bool:
     """Return False for a run that failed its checks, too: it has written no config."""
     return (folder / "config.json").exists()
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Return True without a final model, or if it is older than the last start."""
+    final, environment = folder / FINAL, folder / ENVIRONMENT
+    if not final.exists() or not environment.exists():
+        return not final.exists()
+    return final.stat().st_mtime < environment.stat().st_mtime
+
+
+def model_in(path: Path) -> Path:
+    """Find the model's folder of a run, its final model or its newest whole checkpoint, or of a
+    checkpoint; any other path is returned.
+
+    Raises ConfigError if there is no such folder, and DiskError if files of a checkpoint are gone.
+    """
+    if not path.is_dir():
+        raise ConfigError(Problem(str(path), "no such folder", "a run, a checkpoint or a model"))
+    final, saved = path / FINAL, published(path) or published(path / "checkpoints")
+    found = final if final.is_dir() else path
+    if saved and is_unfinished(path):
+        whole = (one for one in reversed(saved) if not check_sizes(one, WRITTEN))
+        found = next(whole, saved[-1])
+    if (found / MANIFEST).exists() and (problems := check_sizes(found, WRITTEN)):
+        hint = f"meshloom checkpoint verify {found} names all that is damaged"
+        raise DiskError(replace(problems[0], mend=hint))
+    return found / MODEL if (found / MODEL).is_dir() else found
 
 
 def numbers(base: Path) -> list[int]:

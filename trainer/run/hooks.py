@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from trainer.models.spec import given_tensors, stored
 from trainer.optim.lr_schedules import Update
 from trainer.run import describe
 from trainer.run.evaluate import held_out_loss, together
+from trainer.run.folder import FINAL
 from trainer.run.loop import Hooks
 from trainer.run.metrics import Meter, Skipped
 from trainer.run.prepare import Prepared
@@ -34,6 +36,8 @@ from trainer.trackers import Evaluation, Record, SampleLog, Tracker, open_tracke
 from trainer.trackers.callbacks import Callback, Callbacks
 
 MERGED = "final-merged"
+TASKS_SECONDS = 86_400.0
+"""Seconds that tasks may take without a sign of life."""
 SLOW = 0.1
 """The share of the time spent waiting for data above which the user is told."""
 SIGN_SECONDS = 600.0
@@ -134,7 +138,8 @@ class RunHooks(Hooks):
         if math.isfinite(found.loss):
             self._held_out[state.step] = found.loss
         losses = {name: one.loss for name, one in by_source.items() if name}
-        metrics, measures = found.metrics(), found.measures | subject.measures(found.loss)
+        measures = found.measures | subject.measures(found.loss)
+        metrics = found.metrics() | self._scores()
         evaluation = Evaluation(
             state.step, found.loss, found.targets, **measures, by_source=losses, metrics=metrics
         )
@@ -142,6 +147,19 @@ class RunHooks(Hooks):
             tracker.evaluation(evaluation)
         ends = self.patience.ends(state.step, found.loss)
         return self.callbacks.call("on_evaluate", evaluation) or ends
+
+    def _scores(self) -> dict[str, float]:
+        """Export the model and return its scores on the config's tasks. Collective."""
+        section, folder = self.prepared.config.trainer, self.folder / "evaluated"
+        if not section.evaluation.tasks:
+            return {}
+        ranks, subject = self.machine.ranks, self.prepared.subject
+        self.machine.watch.moves(TASKS_SECONDS)
+        export(self.prepared, self.engine, folder, ranks)
+        found = ranks.await_first(lambda: subject.scores(folder / FINAL, section))
+        ranks.on_keepers(lambda: shutil.rmtree(folder, ignore_errors=True))
+        self.machine.watch.moves()
+        return found
 
     def save(self, state: RunState) -> None:
         prepared, subject = self.prepared, self.prepared.subject
@@ -262,7 +280,7 @@ class SlowData:
 
 def export(prepared: Prepared, engine: Engine, folder: Path, ranks: Ranks) -> None:
     """Write the model to `final/`; with its adapter merged, to `final-merged/`. Collective."""
-    subject, final = prepared.subject, folder / "final"
+    subject, final = prepared.subject, folder / FINAL
     spec, form = subject.spec, replace(prepared.form, one_file=subject.spec.one_file)
     entries = stored(spec, engine.state_tensors())
     checkpoint.export(final, entries, partial(subject.save, dtype=form.dtype), ranks, form)

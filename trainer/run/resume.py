@@ -19,10 +19,12 @@ from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed, shared
 from trainer.run.folder import (
+    ENVIRONMENT,
     base_of,
     check_shared,
     has_run,
     hold,
+    is_unfinished,
     kept,
     numbered,
     numbers,
@@ -33,7 +35,6 @@ from trainer.storage import parse_json, read_file, tail
 from trainer.supervise import status_files as status
 from trainer.trackers.callbacks import Callback
 
-FINAL, ENVIRONMENT = "final", "environment.json"
 BESIDE = {
     "": (
         "steps_per_print",
@@ -180,7 +181,7 @@ def _state(folder: Path, raw: Any, request: Request) -> str:
     """Return the state of the run in a folder, by which this one goes on with it or begins."""
     if request.fresh or request.path is not None:
         return BEGINS
-    finished = not _is_unfinished(folder)
+    finished = not is_unfinished(folder)
     if request.resume == "auto":
         return GOES_ON
     if _training(_request(folder)) == _training(raw):
@@ -259,14 +260,6 @@ def without_place(request: Any) -> Any:
     if isinstance(found, dict) and isinstance(section := found.get("trainer"), dict):
         return found | {"trainer": {key: value for key, value in section.items() if key != "run"}}
     return found
-
-
-def _is_unfinished(folder: Path) -> bool:
-    """Return True without a final model, or if it is older than the last start."""
-    final, environment = folder / FINAL, folder / ENVIRONMENT
-    if not final.exists() or not environment.exists():
-        return not final.exists()
-    return final.stat().st_mtime < environment.stat().st_mtime
 
 
 def _training(request: Any) -> Any:

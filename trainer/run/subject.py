@@ -40,6 +40,7 @@ from trainer.run import images
 from trainer.run.evaluate import beginning, continuation
 from trainer.supervise.process import cache_folder, cores
 from trainer.tasks.causal_lm import CausalLM
+from trainer.tasks.harness import harness_tasks, scores
 from trainer.tasks.image_classification import ImageClassification
 from trainer.tasks.supervised import Loss, Supervised
 from trainer.tasks.task import Task
@@ -127,6 +128,10 @@ class Subject:
         """Further figures of an evaluation, by name."""
         return {}
 
+    def scores(self, folder: Path, section: TrainerSection) -> dict[str, float]:
+        """Return the scores of the model in `folder` on the config's tasks, by task and metric."""
+        return {}
+
     def losses_by_source(self, metrics: Metrics, device: torch.device) -> dict[str, float] | None:
         """Return training losses since the last call, by source, if asked for. Collective."""
         return None
@@ -176,6 +181,10 @@ class LanguageSubject(Subject):
         losses, targets = by_source.take(metrics.group, device).tolist()
         found = zip(self.data.shares, losses, targets, strict=True)
         return {share.label: loss / count for share, loss, count in found if count}
+
+    def scores(self, folder: Path, section: TrainerSection) -> dict[str, float]:
+        trust, wanted = section.model.trust_remote_code, section.evaluation
+        return scores(folder, self.tokenizer, wanted.tasks, wanted.samples, trust)
 
     def save(self, folder: Path, dtype: torch.dtype | None) -> None:
         super().save(folder, dtype)
@@ -273,6 +282,7 @@ def own_module(config: Config, given: Given, ranks: Ranks) -> Subject:
         "trainer.model.name_or_path": section.model.name_or_path,
         "trainer.model.config": section.model.config,
         "trainer.data.path": section.data.path,
+        "trainer.evaluation.tasks": section.evaluation.tasks or None,
     }
     for key, value in named.items():
         if value is not None and section.task not in NAMED["task"]:
@@ -319,6 +329,8 @@ def image_classifier(config: Config, given: Given, layout: Layout, ranks: Ranks)
 
 def language_model(config: Config, ranks: Ranks, progress: Progress) -> Subject:
     section = config.trainer
+    if tasks := section.evaluation.tasks:
+        ranks.await_first(lambda: harness_tasks(tasks) and None)  # a mistake is found at the start
     architecture = ranks.on_own(lambda: huggingface.read_config(section.model))
     tokenizer = _tokenizer(config, ranks, progress)
     data = open_data(section.data, tokenizer, cache_folder(), ranks, section.seed, progress)

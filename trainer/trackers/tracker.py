@@ -56,7 +56,7 @@ class Evaluation(Logged):
     perplexity: float | None = None
     """exp(loss), of a language model."""
     metrics: dict[str, float] = field(default_factory=dict, kw_only=True)
-    """A script's metrics, by name."""
+    """A script's metrics, and scores on tasks of lm-eval, by name."""
 
 
 class Tracker(Protocol):
