@@ -95,8 +95,7 @@ def train(options: TrainOptions) -> Result:
     `metrics`: functions like `loss`, by name; an evaluation logs the total sum / the total number.
     `optimizer(groups)`: a `torch.optim.Optimizer` in place of the config's, which sets its rate.
     `quiet`: print nothing.
-    `fresh`: begin a new run. Without it, the same call again resumes a run that was not finished,
-    and begins a new one if it was.
+    `fresh`: begin a new run. Without it, the same call resumes an unfinished one, or begins one.
     `resume`: "auto" resumes the newest run of that name, a path resumes from that checkpoint.
     `resume_anyway`: resume also if the data, the model or its code changed.
     `resume_weights_only`: resume with a new optimizer.

@@ -17,7 +17,7 @@ from trainer import checkpoint
 from trainer.config import leaves
 from trainer.data.formats import locate
 from trainer.errors import ConfigError, DataError, Problem, named_line
-from trainer.run.resume import ENVIRONMENT, FINAL, without_place
+from trainer.run.resume import ENVIRONMENT, without_place
 from trainer.storage import parse_json, read_file
 from trainer.tools.report.run_record import Row, RunRecord, read
 
@@ -35,7 +35,7 @@ def card_of(folder: Path, repository: str, certificate: str | None = None) -> di
     Raises ConfigError if it is the folder of no run, or its certificate can't be read.
     """
     record, environment = read(folder), parse_json(read_file(folder / ENVIRONMENT))
-    present = (kind for name, kind in LIBRARIES.items() if (folder / FINAL / name).exists())
+    present = (kind for name, kind in LIBRARIES.items() if (folder / "final" / name).exists())
     library, base = next(present, None), record.section.get("model", {}).get("name_or_path")
     metadata = ModelCardData(
         base_model=base if _is_hub_id(base) else None,
