@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from trainer.state import VERSION as __version__
-from trainer.trackers.callbacks import Callback, Callbacks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,8 +22,17 @@ if TYPE_CHECKING:
     from trainer.data.images.transforms import OpenedClassifier
     from trainer.run.run import Result
     from trainer.tasks.supervised import Loss
+    from trainer.trackers.callbacks import Callback
 
 __all__ = ["__version__", "Callback", "open_classifier", "train", "verify"]
+
+
+def __getattr__(name: str) -> Any:  # so that a command's help does not wait for libraries
+    if name == "Callback":
+        from trainer.trackers.callbacks import Callback
+
+        return Callback
+    raise AttributeError(f"module 'trainer' has no attribute {name!r}")
 
 
 Parameters = ParamSpec("Parameters")
@@ -95,8 +103,7 @@ def train(options: TrainOptions) -> Result:
     `metrics`: functions like `loss`, by name; an evaluation logs the total sum / the total number.
     `optimizer(groups)`: a `torch.optim.Optimizer` in place of the config's, which sets its rate.
     `quiet`: print nothing.
-    `fresh`: begin a new run. Without it, the same call again resumes a run that was not finished,
-    and begins a new one if it was.
+    `fresh`: begin a new run. Without it, the same call again resumes one that was not finished.
     `resume`: "auto" resumes the newest run of that name, a path resumes from that checkpoint.
     `resume_anyway`: resume also if the data, the model or its code changed.
     `resume_weights_only`: resume with a new optimizer.
@@ -112,6 +119,7 @@ def train(options: TrainOptions) -> Result:
     from trainer.config import load
     from trainer.plugins import as_override
     from trainer.supervise.forked import in_processes
+    from trainer.trackers.callbacks import Callbacks
 
     Callbacks.check(options.callbacks)
     compiled = load(options.config, [*options.overrides, *as_override(options.optimizer)])
