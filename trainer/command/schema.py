@@ -54,13 +54,16 @@ def schema() -> Schema:
     trainer = _lenient(TrainerSection.model_json_schema())
     sections = trainer.pop("$defs")
     made = _section(_properties(KEYS))
-    made["properties"]["$schema"] = {"type": "string", "description": "The place of this schema."}
+    made["properties"]["$schema"] = {"description": "The place of this schema."}
     made["properties"]["trainer"] = trainer
     for name, types in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
         section = made["properties"][name]
         section["properties"] |= {"type": _types(types, name), "params": {"type": "object"}}
         section["allOf"] = _parameters(types)
     made["properties"]["optimizer"]["dependentRequired"] = {"params": ["type"]}
+    typed: Schema = {"properties": {"type": {"type": "string"}}, "required": ["type"]}
+    typed = {"anyOf": [typed, {"properties": {"params": {"maxProperties": 0}}}]}
+    made["properties"]["scheduler"]["dependentSchemas"] = {"params": typed}
     top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Meshloom's config"}
     return top | made | {"$defs": sections | _shared()}
 
