@@ -65,6 +65,10 @@ def test_the_key_of_an_editor_is_no_setting():
     assert refused_by_schema({"zero_optimization": {"$schema": "x"}})
 
 
+def test_its_texts_are_in_the_words_of_json():
+    assert not re.search(r"\bNone\b|\\n", command.text())
+
+
 @pytest.mark.parametrize("value", [5, None, {"a": 1}])
 def test_the_key_of_an_editor_may_hold_anything(value):
     assert not refused_by_reader({"$schema": value})
