@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,30 @@ def test_an_old_pytorch_does_not_run_v_shaped_schedules(monkeypatch, name):
     assert ENGINES["mesh"].refusal(LAYOUT_OF["pipeline"]) is None
 
 
+def test_a_folder_of_its_name_is_no_deepspeed(monkeypatch, tmp_path):
+    (tmp_path / "deepspeed").mkdir()  # of its configs, where a command is started
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [PathFinder])
+    refusal = ENGINES["deepspeed"].refusal(LAYOUT_OF["one rank"])
+    assert refusal == "DeepSpeed is not installed: pip install 'meshloom[deepspeed]'."
+
+
+HIDDEN = """
+import importlib.metadata as metadata, os, sys
+def found(name, found=metadata.Distribution.from_name):
+    if name == "deepspeed":
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+metadata.Distribution.from_name = found
+sys.modules["deepspeed"] = None
+os.environ.pop("TORCH_EXTENSIONS_DIR", None)
+"""
+
+
 def without_deepspeed(folder: Path, command: str, *arguments: str | Path) -> Result:
-    """Run a command where DeepSpeed can't be imported."""
-    (folder / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")
+    """Run a command where DeepSpeed is not there: neither its modules nor its version."""
+    (folder / "sitecustomize.py").write_text(HIDDEN)
     words = (sys.executable, "-m", "trainer.command", command, *arguments)
     return run(*words, timeout=250, PYTHONPATH=f"{folder}:{ROOT}")
 
