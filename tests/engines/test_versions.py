@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from tests.support.layouts import LAYOUTS
 from tests.support.training import layout_of
 from trainer.engines import ENGINES
 from trainer.engines.deepspeed import engine as deepspeed
+from trainer.errors import ConfigError
+from trainer.tools.planner import simulate
 
 LAYOUT_OF = {name: layout_of(case) for name, case in LAYOUTS.items()}
 
@@ -41,6 +45,16 @@ def test_an_old_pytorch_does_not_run_v_shaped_schedules(monkeypatch, name):
     refusal = ENGINES["mesh"].refusal(layout)
     assert refusal.startswith(f"trainer.pipeline_schedule {name} needs PyTorch 2.15; this is 2.10")
     assert ENGINES["mesh"].refusal(LAYOUT_OF["pipeline"]) is None
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.15.0"])
+def test_a_plan_that_fails_names_the_pytorch_that_it_needs(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    theirs.send((None, "UnsupportedOperatorException: c10d.allreduce_.default"))
+    with pytest.raises(ConfigError) as caught:
+        simulate._received(0, SimpleNamespace(join=lambda: None), ours)
+    assert ("needs PyTorch 2.15" in str(caught.value)) == (version == "2.10.0")
 
 
 def test_a_folder_of_its_name_is_no_deepspeed(monkeypatch, tmp_path):

@@ -25,12 +25,7 @@ COMMENTS: Schema = {"^(_|//)": {}}
 """Keys that are comments, in DeepSpeed's sections."""
 NUMERIC: Schema = {"$ref": "#/$defs/number_in_quotes"}
 FLAG: Schema = {"$ref": "#/$defs/flag"}
-BOUNDS: Schema = {
-    "ge": "minimum",
-    "gt": "exclusiveMinimum",
-    "le": "maximum",
-    "lt": "exclusiveMaximum",
-}
+BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 
 
 @reporting
@@ -61,9 +56,9 @@ def schema() -> Schema:
         section["properties"] |= {"type": _types(types, name), "params": {"type": "object"}}
         section["allOf"] = _parameters(types)
     made["properties"]["optimizer"]["dependentRequired"] = {"params": ["type"]}
-    typed: Schema = {"properties": {"type": {"type": "string"}}, "required": ["type"]}
-    typed = {"anyOf": [typed, {"properties": {"params": {"maxProperties": 0}}}]}
-    made["properties"]["scheduler"]["dependentSchemas"] = {"params": typed}
+    typed = {"properties": {"type": {"type": "string"}}, "required": ["type"]}
+    either = {"anyOf": [typed, {"properties": {"params": {"maxProperties": 0}}}]}
+    made["properties"]["scheduler"]["dependentSchemas"] = {"params": either}
     top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Meshloom's config"}
     return top | made | {"$defs": sections | _shared()}
 

@@ -114,9 +114,7 @@ def _parse(text: str) -> Any:
     return json.loads(
         text,
         parse_constant=lambda name: _NoNumber(name, next(order)),
-        parse_int=lambda digits: (
-            int(digits) if len(digits) <= DIGITS else _NoNumber(digits, next(order))
-        ),
+        parse_int=lambda it: int(it) if len(it) <= DIGITS else _NoNumber(it, next(order)),
     )
 
 
@@ -138,9 +136,7 @@ def unfit(raw: Json, place: str, text: str = "") -> Iterator[Problem]:
             if depth > DEEPEST:
                 yield _too_deep(place)
                 return
-            named = (
-                value if isinstance(value, dict) else {f"[{n}]": it for n, it in enumerate(value)}
-            )
+            named = value if isinstance(value, dict) else {f"[{n}]": v for n, v in enumerate(value)}
             start = f"{path[:SHOWN]}." if path else ""
             waiting += [
                 (f"{start}{str(name)[:SHOWN]}".replace(".[", "["), it, depth + 1)
@@ -210,11 +206,10 @@ def parse_yaml(text: str, place: str) -> Any:
         if node is None:
             return None
         problems: list[Problem] = []
-        if _examine(node, "", {}, problems, place) > MOST and not problems:
+        count = _examine(node, "", {}, problems, place)
+        if problems or count > MOST:
             seen, expected = f"more than {MOST:,} values", "a config: anchors repeat what they hold"
-            problems.append(Problem(place, seen, expected))
-        if problems:
-            raise ConfigError(*problems)
+            raise ConfigError(*(problems or [Problem(place, seen, expected)]))
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         seen = ", ".join(filter(None, (error.context, error.problem)))
@@ -250,9 +245,8 @@ def _examine(node: Any, path: str, known: dict[Any, int], problems: list[Problem
             seen = f"a number of {digits:,} digits" if digits > DIGITS else node.value[:60]
             expected = "a finite number, true, false or null as in JSON, or text in quotes"
             problems.append(Problem(f"{line}: {path}", f"saw {seen or 'nothing'}", expected))
-    count = 1 + sum(_examine(part, name[:SHOWN], known, problems, at) for name, part in parts)
-    known[node] = count
-    return count
+    known[node] = 1 + sum(_examine(part, name[:SHOWN], known, problems, at) for name, part in parts)
+    return known[node]
 
 
 def _name(key: Any) -> str:
@@ -268,8 +262,7 @@ def _keys(node: yaml.MappingNode, at: str) -> list[Problem]:
         if key.tag not in (f"{_TAG}str", f"{_TAG}merge"):
             problems.append(Problem(place, f"saw the key {_name(key)}", "text, a number in quotes"))
         elif key.value in seen:
-            shown = f"saw the key {show(key.value)} twice in one section"
-            problems.append(Problem(place, shown, "once"))
+            problems.append(_double(place, key.value))
         else:
             seen.add(key.value)
     return problems

@@ -133,7 +133,10 @@ def _received(rank: int, process: Any, pipe: Connection) -> Trace:
     process.join()
     if trace is None:
         expected = "a model and a layout that run on fake tensors"
-        raise ConfigError(Problem(f"rank {rank}", problem, expected))
+        mend = (
+            "With several data ranks it needs PyTorch 2.15." if torch.__version__ < "2.15" else ""
+        )
+        raise ConfigError(Problem(f"rank {rank}", problem, expected, mend))
     return trace  # type: ignore[no-any-return]
 
 
