@@ -220,8 +220,8 @@ def parse_yaml(text: str, place: str) -> Any:
         raise _no_yaml(place, loader.line, first_line(error)) from None
 
 
-def _no_yaml(place: str, line: int, seen: str) -> ConfigError:
-    return ConfigError(Problem(f"{place}:{line + 1}", seen[:200], "YAML"))
+def _no_yaml(place: str, line: int, reason: str) -> ConfigError:
+    return ConfigError(Problem(f"{place}:{line + 1}", reason[:200], "YAML"))
 
 
 def _examine(node: Any, path: str, known: dict[Any, int], problems: list[Problem], at: str) -> int:
