@@ -10,6 +10,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +21,11 @@ REFUSED_PICKLE = (
 )
 """The text in place of PyTorch's, which advises to switch the protection off."""
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def installed(package: str) -> bool:
+    """Return True if a package is installed: a folder of its name beside a script is none."""
+    return getattr(find_spec(package), "origin", None) is not None
 
 
 def ensure_writable(folder: Path, needed_bytes: int = 0) -> None:

@@ -67,9 +67,24 @@ more: *adam
     assert raw["more"] == raw["optimizer"] and raw["more"] is not raw["optimizer"]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("+.5", 0.5), ("-.5", -0.5), ("1_000", 1000), ("0x1F", 31), ("+3", 3), ("1e٣", "1e٣")),
+        *(("!!float 1", 1.0), ("!!str 010", "010"), ("'1:30'", "1:30"), ("0o17", "0o17")),
+        *(("=", "="), ("2024-01-01", "2024-01-01"), ("off", False), ("", None), ("~", None)),
+    ],
+)
+def test_a_value(tmp_path: Path, text: str, value: Any):
+    path = tmp_path / "run.YAML"
+    path.write_text(f"a: {text}\n")
+    assert read(path) == {"a": value} and type(read(path)["a"]) is type(value)
+
+
 LAUGHS = "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9 if i else '1')}]\n" for i in range(30)
 )
+PLAIN = "; expected a finite number, true, false or null as in JSON, or text in quotes"
 
 
 @pytest.mark.parametrize(
@@ -84,10 +99,23 @@ LAUGHS = "".join(
         ("a: &x\n  b: *x\n", ":1: saw a.b in itself; expected no anchor that holds itself"),
         (LAUGHS, ": more than 100,000 values; expected a config: anchors repeat what they hold"),
         ("a: " + "[" * 2000, ": sections nested more than 40 deep"),
-        ("a: [1\n", ":2: expected ',' or ']', but got '<stream end>'; expected YAML"),
-        ("a: 1\n---\nb: 2\n", ":2: but found another document; expected YAML"),
+        ("a: [1\n", ":2: while parsing a flow sequence, expected ',' or ']', but got"),
+        ("a: 1\n---\nb: 2\n", ":2: expected a single document in the stream, but found another"),
+        ("a: &x 1\nb: &x 2\n", ":2: found duplicate anchor 'x'; first occurrence, second"),
         ("a: !!python/name:os.system\n", ":1: could not determine a constructor"),
-        ("a: !!int x\n", ": invalid literal for int()"),
+        *(
+            (f"o:\n  a: {value}\n", f":2: o.a: saw {value.split()[-1]}{PLAIN}")
+            for value in ("010", "1:30", "1:30.5", "0b11", "0x_", "!!int x", "!!int +", "!!float _")
+        ),
+        ("a: !!float ''\n", f":1: a: saw nothing{PLAIN}"),
+        ("a: !!bool maybe\n", f":1: a: saw maybe{PLAIN}"),
+        ("a: !!null 8\n", f":1: a: saw 8{PLAIN}"),
+        ("a: 1" + ":30" * 300 + ".5\n", ":1: a: saw 1:30:30"),
+        ("a: 1\nb: \x01\n", ":2: unacceptable character #x0001"),
+        ('a: 1\nb: "\\U00110000"\n', ":2: chr() arg not in range(0x110000); expected YAML"),
+        ("a: !" + "x" * 5000 + " 1\n", ":1: could not determine a constructor"),
+        (LAUGHS + "? *a29\n: 1\n", ":30: saw the key of several values; expected text"),
+        ("? " + "k" * 300_000 + "\n: [.nan" + ", 1" * 90_000 + "]\n", ":2: kkk"),
         ("", ": saw null; expected keys with values"),
         ('a: "\\0"\n', ': a: saw "\\u0000"; expected text without the character 0'),
     ],

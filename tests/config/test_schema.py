@@ -65,6 +65,24 @@ def test_the_key_of_an_editor_is_no_setting():
     assert refused_by_schema({"zero_optimization": {"$schema": "x"}})
 
 
+def test_its_texts_are_in_the_words_of_json():
+    assert not re.search(r"\bNone\b|\\n", command.text())
+
+
+@pytest.mark.parametrize("value", [5, None, {"a": 1}])
+def test_the_key_of_an_editor_may_hold_anything(value):
+    assert not refused_by_reader({"$schema": value})
+    assert not refused_by_schema({"$schema": value})
+
+
+@pytest.mark.parametrize(
+    "section", [{}, {"params": {}}, {"type": None}, {"type": None, "params": {}}]
+)
+def test_no_scheduler_is_accepted_by_both(section):
+    assert not refused_by_reader({"scheduler": section})
+    assert not refused_by_schema({"scheduler": section})
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -87,6 +105,9 @@ def test_the_key_of_an_editor_is_no_setting():
         {"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.99]}}},
         {"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}},
         {"scheduler": {"type": "WarmupDecayLR", "params": {}}},
+        {"scheduler": {"type": ""}},
+        {"scheduler": {"params": {"warmup_num_steps": 3}}},
+        {"scheduler": {"type": None, "params": {"warmup_num_steps": 3}}},
         {"scheduler": {"type": "cosine", "params": {"total_num_steps": "all"}}},
         {"trainer": {"step": 3}},
         {"trainer": {"steps": 0}},

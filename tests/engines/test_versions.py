@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +18,8 @@ from tests.support.layouts import LAYOUTS
 from tests.support.training import layout_of
 from trainer.engines import ENGINES
 from trainer.engines.deepspeed import engine as deepspeed
+from trainer.errors import ConfigError
+from trainer.tools.planner import simulate
 
 LAYOUT_OF = {name: layout_of(case) for name, case in LAYOUTS.items()}
 
@@ -42,9 +47,40 @@ def test_an_old_pytorch_does_not_run_v_shaped_schedules(monkeypatch, name):
     assert ENGINES["mesh"].refusal(LAYOUT_OF["pipeline"]) is None
 
 
+@pytest.mark.parametrize("version", ["2.10.0", "2.15.0"])
+def test_a_plan_that_fails_names_the_pytorch_that_it_needs(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    theirs.send((None, "UnsupportedOperatorException: c10d.allreduce_.default"))
+    with pytest.raises(ConfigError) as caught:
+        simulate._received(0, SimpleNamespace(join=lambda: None), ours)
+    assert ("need PyTorch 2.15" in str(caught.value)) == (version == "2.10.0")
+
+
+def test_a_folder_of_its_name_is_no_deepspeed(monkeypatch, tmp_path):
+    (tmp_path / "deepspeed").mkdir()  # of its configs, where a command is started
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [PathFinder])
+    refusal = ENGINES["deepspeed"].refusal(LAYOUT_OF["one rank"])
+    assert refusal == "DeepSpeed is not installed: pip install 'meshloom[deepspeed]'."
+
+
+HIDDEN = """
+import importlib.metadata as metadata, os, sys
+def found(name, found=metadata.Distribution.from_name):
+    if name == "deepspeed":
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+metadata.Distribution.from_name = found
+sys.modules["deepspeed"] = None
+os.environ.pop("TORCH_EXTENSIONS_DIR", None)
+"""
+
+
 def without_deepspeed(folder: Path, command: str, *arguments: str | Path) -> Result:
-    """Run a command where DeepSpeed can't be imported."""
-    (folder / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")
+    """Run a command where DeepSpeed is not there: neither its modules nor its version."""
+    (folder / "sitecustomize.py").write_text(HIDDEN)
     words = (sys.executable, "-m", "trainer.command", command, *arguments)
     return run(*words, timeout=250, PYTHONPATH=f"{folder}:{ROOT}")
 

@@ -45,6 +45,7 @@ from trainer.errors import ConfigError
 from trainer.models.finetuning.lora import adapted
 from trainer.models.finetuning.lora_weights import MadeUpWeights
 from trainer.models.materialise import materialise
+from trainer.models.opened import opened
 from trainer.models.spec import ModelFiles
 
 LORA = {"r": 4, "alpha": 16, "dropout": 0.2}
@@ -569,6 +570,13 @@ def test_without_peft_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"pip install 'meshloom\[lora\]'"):
         adapted(spec_of(LLAMA), AdapterSection())
+
+
+def test_an_adapter_is_not_opened_without_peft(tmp_path, monkeypatch):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"the package peft. pip install 'meshloom\[lora\]'"):
+        opened(tmp_path, None)
 
 
 def test_values_are_pefts_and_the_names_those_of_its_files():

@@ -355,13 +355,22 @@ def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, name: 
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     assert name in LOGGER_TYPE_TO_CLASS
-    monkeypatch.setattr(services, "find_spec", lambda wanted: None if wanted == name else sys)
+    monkeypatch.setattr(services, "installed", lambda wanted: wanted != name)
     with pytest.raises(ConfigError) as caught:
         services.require([name])
     assert str(caught.value) == (
         f'trainer.log.trackers: "{name}" without the package {name}; expected trackers that are '
         f"installed. pip install {name}"
     )
+
+
+def test_a_folder_of_its_name_is_no_tracker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """wandb leaves a folder "wandb" where a script is started from."""
+    (tmp_path / "wandb_of_nobody").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(services._PACKAGES, "wandb", ("wandb_of_nobody",))
+    with pytest.raises(ConfigError, match="without the package wandb_of_nobody"):
+        services.require(["wandb"])
 
 
 def test_weights_and_biases_without_a_login_is_said_at_once(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +32,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.plugins import NAMED
 from trainer.state import MASTER, WEIGHT
+from trainer.storage import installed
 
 IGNORED = -100
 NOT_OF_TORCH = ("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states", "fused")
@@ -415,7 +415,7 @@ def scheduler_of(optimizer: torch.optim.Optimizer, config: Config) -> Any:
     if (section := config.scheduler) is None:
         return None
     if section.type[0].isupper():  # transformers' names are in lower case
-        if find_spec("deepspeed") is None:
+        if not installed("deepspeed"):
             expected = "DeepSpeed, whose own schedule it is compared with"
             hint = "pip install 'meshloom[deepspeed]'"
             raise ConfigError(Problem("scheduler.type", section.type, expected, hint))

@@ -19,7 +19,7 @@ EPILOG = "\nexit codes: 0 written, 64 the adapter or its base is wrong, 74 the d
 def main(arguments: Sequence[str], name: str) -> int:
     """Run the command `name`; returns its exit code."""
     parser = parser_of(name, DESCRIPTION, EPILOG)
-    text = "a run's folder, runs/NAME, or a folder with PEFT's adapter_config.json"
+    text = "a run's folder, runs/NAME, a checkpoint, or a folder with adapter_config.json"
     parser.add_argument("adapter", type=Path, metavar="RUN|ADAPTER", help=text)
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, a new one")
     text = "the base's folder or hub id (default: the one that the adapter names)"
@@ -37,9 +37,9 @@ def main(arguments: Sequence[str], name: str) -> int:
     from trainer.models.huggingface import read_config as read_architecture
     from trainer.models.huggingface import spec_of
     from trainer.models.spec import given_tensors
+    from trainer.run.folder import model_in
 
-    final = options.adapter / "final"
-    folder = final if final.is_dir() else options.adapter
+    folder = model_in(options.adapter)
     base = options.base or read_config(folder / CONFIG, "adapter").get("base_model_name_or_path")
     if not base:
         raise ConfigError(Problem(str(folder / CONFIG), "no base in it", "--base"))

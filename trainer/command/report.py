@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from trainer.command import parser_of, reporting
 from trainer.errors import ConfigError, Problem, printable
+from trainer.storage import installed
 
 DESCRIPTION = "Write a run as one HTML page with its pictures, and these as PNGs beside it."
 EPILOG = """
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     text = "file for the page (default: report.html in the run's folder)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=text)
     options = parser.parse_intermixed_args(arguments)
-    if find_spec("matplotlib") is None:
+    if not installed("matplotlib"):
         hint = "pip install 'meshloom[report]'"
         raise ConfigError(Problem(name, "matplotlib is not installed", "it", hint))
     from trainer.tools.report.page import write

@@ -25,12 +25,7 @@ COMMENTS: Schema = {"^(_|//)": {}}
 """Keys that are comments, in DeepSpeed's sections."""
 NUMERIC: Schema = {"$ref": "#/$defs/number_in_quotes"}
 FLAG: Schema = {"$ref": "#/$defs/flag"}
-BOUNDS: Schema = {
-    "ge": "minimum",
-    "gt": "exclusiveMinimum",
-    "le": "maximum",
-    "lt": "exclusiveMaximum",
-}
+BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 
 
 @reporting
@@ -54,13 +49,16 @@ def schema() -> Schema:
     trainer = _lenient(TrainerSection.model_json_schema())
     sections = trainer.pop("$defs")
     made = _section(_properties(KEYS))
-    made["properties"]["$schema"] = {"type": "string", "description": "The place of this schema."}
+    made["properties"]["$schema"] = {"description": "The place of this schema."}
     made["properties"]["trainer"] = trainer
     for name, types in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
         section = made["properties"][name]
         section["properties"] |= {"type": _types(types, name), "params": {"type": "object"}}
         section["allOf"] = _parameters(types)
     made["properties"]["optimizer"]["dependentRequired"] = {"params": ["type"]}
+    typed = {"properties": {"type": {"type": "string"}}, "required": ["type"]}
+    either = {"anyOf": [typed, {"properties": {"params": {"maxProperties": 0}}}]}
+    made["properties"]["scheduler"]["dependentSchemas"] = {"params": either}
     top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Meshloom's config"}
     return top | made | {"$defs": sections | _shared()}
 
@@ -169,6 +167,8 @@ def _lenient(node: Any) -> Any:
         and not (name == "default" and isinstance(part, dict | list))
     }
     about: Schema = {}
+    if isinstance(said := shown.get("description"), str):  # a docstring, in Python's words
+        shown["description"] = " ".join(said.split()).replace("None:", "null:")
     kind = shown.get("type")
     if kind in ("integer", "number", "boolean"):
         about = {name: shown.pop(name) for name in ("default", "description") if name in shown}

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from trainer.command import add_config, parser_of, reporting, run_command
 from trainer.errors import ConfigError, Problem
+from trainer.storage import installed
 from trainer.supervise.launcher import start
 from trainer.supervise.world import drop_accelerate, environment_of, gpu_count, world_of
 
@@ -82,7 +82,7 @@ def _import_all(small: Any) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", threads)
     print("start   importing PyTorch and transformers", flush=True)
     modules = ["trainer.certify.worker", "transformers.trainer"]
-    if find_spec("deepspeed"):
+    if installed("deepspeed"):
         modules.append("deepspeed.runtime.lr_schedules")
     for module in modules:
         import_module(module)

@@ -109,7 +109,7 @@ class Upgraded:
         if not given:
             self.origins["optimizer.type"] = origin
         scheduler = self.settings.pop("scheduler", {})
-        if scheduler.get("type") or scheduler.get("params"):
+        if scheduler.get("type") is not None or scheduler.get("params"):
             self._take("scheduler", choose_scheduler(scheduler))
         for name, key in KEYS.items():
             if key.default is not None and name not in self.settings:

@@ -44,7 +44,7 @@ def read(path: Path) -> Json:
     """
     try:
         text = re.sub("\r\n?", "\n", _bytes(path).decode().removeprefix("\ufeff"))
-        if path.suffix in YAML:
+        if path.suffix.lower() in YAML:
             raw, text = parse_yaml(text, str(path)), ""
         else:
             text = _COMMENT.sub(_blank, text)
@@ -62,7 +62,7 @@ def read(path: Path) -> Json:
     if twice := [_double(f"{path}:{line}", key) for key, line in _twice(text)]:
         raise ConfigError(*twice)
     if not isinstance(raw, dict):
-        expected = "keys with values" if path.suffix in YAML else "a JSON object {...}"
+        expected = "keys with values" if path.suffix.lower() in YAML else "a JSON object {...}"
         raise ConfigError(Problem(str(path), f"saw {show(raw)}", expected))
     if problems := [*unfit(raw, str(path), text)]:
         raise ConfigError(*problems)
@@ -114,9 +114,7 @@ def _parse(text: str) -> Any:
     return json.loads(
         text,
         parse_constant=lambda name: _NoNumber(name, next(order)),
-        parse_int=lambda digits: (
-            int(digits) if len(digits) <= DIGITS else _NoNumber(digits, next(order))
-        ),
+        parse_int=lambda it: int(it) if len(it) <= DIGITS else _NoNumber(it, next(order)),
     )
 
 
@@ -138,9 +136,7 @@ def unfit(raw: Json, place: str, text: str = "") -> Iterator[Problem]:
             if depth > DEEPEST:
                 yield _too_deep(place)
                 return
-            named = (
-                value if isinstance(value, dict) else {f"[{n}]": it for n, it in enumerate(value)}
-            )
+            named = value if isinstance(value, dict) else {f"[{n}]": v for n, v in enumerate(value)}
             start = f"{path[:SHOWN]}." if path else ""
             waiting += [
                 (f"{start}{str(name)[:SHOWN]}".replace(".[", "["), it, depth + 1)
@@ -175,7 +171,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Keeps dates as text, reads 1e-3 as a number, as JSON does, and copies what anchors repeat."""
 
     yaml_implicit_resolvers = {
-        first: [pair for pair in pairs if pair[0] != f"{_TAG}timestamp"]
+        first: [pair for pair in pairs if pair[0] not in (f"{_TAG}timestamp", f"{_TAG}value")]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     yaml_constructors = {
@@ -190,8 +186,16 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return made
 
 
-_EXPONENT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-_Loader.add_implicit_resolver(f"{_TAG}float", _EXPONENT, list("-+.0123456789"))
+_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+_NEW = re.compile(rf"(?=.*[eE]|[-+]\.){_FLOAT.pattern}$", re.ASCII)
+_Loader.add_implicit_resolver(f"{_TAG}float", _NEW, list("-+.0123456789"))
+_PLAIN = {
+    f"{_TAG}int": re.compile(r"[-+]?(0|[1-9]\d*|0x[\da-fA-F]+)", re.ASCII),
+    f"{_TAG}float": _FLOAT,
+    f"{_TAG}bool": re.compile("(?i:yes|no|true|false|on|off)"),
+    f"{_TAG}null": re.compile("(?i:null)|~|"),
+}
+"""The texts of values; 010 and 1:30, numbers in YAML 1.1, are others or texts in YAML 1.2."""
 
 
 def parse_yaml(text: str, place: str) -> Any:
@@ -202,63 +206,65 @@ def parse_yaml(text: str, place: str) -> Any:
         if node is None:
             return None
         problems: list[Problem] = []
-        if _examine(loader, node, "", {}, problems, place) > MOST and not problems:
+        count = _examine(node, "", {}, problems, place)
+        if problems or count > MOST:
             seen, expected = f"more than {MOST:,} values", "a config: anchors repeat what they hold"
-            problems.append(Problem(place, seen, expected))
-        if problems:
-            raise ConfigError(*problems)
+            raise ConfigError(*(problems or [Problem(place, seen, expected)]))
         return loader.construct_document(node)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        seen = getattr(error, "problem", "") or first_line(error)
-        raise ConfigError(Problem(_line(place, mark), seen, "YAML")) from None
-    except (ValueError, OverflowError) as error:
-        raise ConfigError(Problem(place, first_line(error), "YAML")) from None
+    except yaml.MarkedYAMLError as error:
+        seen = ", ".join(filter(None, (error.context, error.problem)))
+        raise _no_yaml(place, error.problem_mark.line, seen) from None
+    except yaml.reader.ReaderError as error:
+        raise _no_yaml(place, text.count("\n", 0, error.position), first_line(error)) from None
+    except (ValueError, OverflowError) as error:  # of the number of a character in quotes
+        raise _no_yaml(place, loader.line, first_line(error)) from None
 
 
-def _line(place: str, mark: Any) -> str:
-    return f"{place}:{mark.line + 1}" if mark else place
+def _no_yaml(place: str, line: int, reason: str) -> ConfigError:
+    return ConfigError(Problem(f"{place}:{line + 1}", reason[:200], "YAML"))
 
 
-def _examine(
-    loader: _Loader, node: Any, path: str, known: dict[Any, int], problems: list[Problem], at: str
-) -> int:
+def _examine(node: Any, path: str, known: dict[Any, int], problems: list[Problem], at: str) -> int:
     """Count the values below a node, and note those that JSON does not have."""
+    line = f"{at}:{node.start_mark.line + 1}"
     if node in known:
         if known[node] == 0:
-            expected = "no anchor that holds itself"
-            problems.append(Problem(_line(at, node.start_mark), f"saw {path} in itself", expected))
+            problems.append(Problem(line, f"saw {path} in itself", "no anchor that holds itself"))
         return known[node]
     known[node] = 0
     parts: list[tuple[str, Any]] = []
     if isinstance(node, yaml.SequenceNode):
         parts = [(f"{path}[{index}]", part) for index, part in enumerate(node.value)]
     elif isinstance(node, yaml.MappingNode):
-        parts = [(f"{path}.{key.value}".lstrip("."), part) for key, part in node.value]
+        parts = [(f"{path}.{_name(key)}".lstrip("."), part) for key, part in node.value]
         problems += _keys(node, at)
-    elif node.tag in (f"{_TAG}int", f"{_TAG}float"):
-        digits, fits = len(node.value), node.tag == f"{_TAG}int"
-        if digits > DIGITS or not (fits or math.isfinite(loader.construct_yaml_float(node))):
-            seen = f"a number of {digits:,} digits" if digits > DIGITS else node.value
-            place = f"{_line(at, node.start_mark)}: {path}"
-            problems.append(Problem(place, f"saw {seen}", "a finite number"))
-    count = 1 + sum(_examine(loader, part, name, known, problems, at) for name, part in parts)
-    known[node] = count
-    return count
+    elif node.tag in _PLAIN:
+        value, digits = node.value.replace("_", ""), len(node.value)
+        fits = digits <= DIGITS and _PLAIN[node.tag].fullmatch(value)
+        if not fits or (_PLAIN[node.tag] is _FLOAT and not math.isfinite(float(value))):
+            seen = f"a number of {digits:,} digits" if digits > DIGITS else node.value[:60]
+            expected = "a finite number, true, false or null as in JSON, or text in quotes"
+            problems.append(Problem(f"{line}: {path}", f"saw {seen or 'nothing'}", expected))
+    known[node] = 1 + sum(_examine(part, name[:SHOWN], known, problems, at) for name, part in parts)
+    return known[node]
+
+
+def _name(key: Any) -> str:
+    """Show a key: of several values, which anchors may repeat without end, none."""
+    return str(key.value)[:SHOWN] if isinstance(key, yaml.ScalarNode) else "of several values"
 
 
 def _keys(node: yaml.MappingNode, at: str) -> list[Problem]:
     """List the problems of a section's keys: one that is there twice, or that is not text."""
     problems, seen = [], set()
     for key, _ in node.value:
-        place = _line(at, key.start_mark)
+        place = f"{at}:{key.start_mark.line + 1}"
         if key.tag not in (f"{_TAG}str", f"{_TAG}merge"):
-            shown = str(key.value)[:60] if isinstance(key, yaml.ScalarNode) else "of several values"
-            problems.append(Problem(place, f"saw the key {shown}", "text, a number in quotes"))
+            problems.append(Problem(place, f"saw the key {_name(key)}", "text, a number in quotes"))
         elif key.value in seen:
-            shown = f"saw the key {show(key.value)} twice in one section"
-            problems.append(Problem(place, shown, "once"))
-        seen.add(str(key.value))
+            problems.append(_double(place, key.value))
+        else:
+            seen.add(key.value)
     return problems
 
 
@@ -334,7 +340,7 @@ def _twice(text: str) -> Iterator[tuple[str, int]]:
 def _nearby(path: Path) -> str:
     """Return a hint that names the JSON and YAML files beside a path."""
     beside = islice(path.parent.iterdir(), 1000) if path.parent.is_dir() else ()
-    names = sorted(found.name for found in beside if found.suffix in (".json", *YAML))[:6]
+    names = sorted(found.name for found in beside if found.suffix.lower() in (".json", *YAML))[:6]
     return f"In {path.parent}: {', '.join(names)}" if names else ""
 
 

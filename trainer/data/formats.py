@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from trainer.errors import DataError, Problem, named_line
-from trainer.plugins import NAMED
 from trainer.storage import parse_json, read_file
 
 if TYPE_CHECKING:
@@ -372,6 +371,7 @@ FORMATS = {
 
 def _reader(name: str) -> Format:
     """Return a format, or the source of a plug-in: "parity:words" reads files in .words."""
+    from trainer.plugins import NAMED
 
     def read(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row]:
         try:

@@ -17,6 +17,7 @@ from trainer.models import classifiers
 from trainer.models.names import aliases_of
 from trainer.models.own.module import class_of
 from trainer.models.weights import SafetensorsFolder
+from trainer.storage import installed
 
 ADAPTER = "adapter_config.json"
 EXPECTED = "runs/NAME/final, or a checkpoint such as runs/NAME/checkpoints/step-000100"
@@ -68,7 +69,9 @@ def _kind(folder: Path) -> str:
 def _pretrained(folder: Path, **options: Any) -> nn.Module:
     library, name = "transformers", "AutoModelForCausalLM"
     if _kind(folder) == ADAPTER:
-        library, name = "peft", "AutoPeftModelForCausalLM"
+        library, name, mend = "peft", "AutoPeftModelForCausalLM", "pip install 'meshloom[lora]'"
+        if not installed(library):
+            raise ConfigError(Problem(f"open: {folder}", "an adapter", "the package peft", mend))
     try:
         model: nn.Module = getattr(import_module(library), name).from_pretrained(folder, **options)
         return model.eval()

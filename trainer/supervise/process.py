@@ -21,7 +21,7 @@ import torch.distributed as dist
 from trainer.config import Config
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, Problem
-from trainer.storage import private_folder
+from trainer.storage import installed, private_folder
 from trainer.supervise import meeting
 from trainer.supervise.output import Signs
 from trainer.supervise.watch import NoWatch, Watch
@@ -123,7 +123,7 @@ def place_for_operators() -> None:
     Environments that shared one would recompile each other's. If the home can't be written, the
     folder is among temporary files.
     """
-    if "TORCH_EXTENSIONS_DIR" in os.environ:
+    if "TORCH_EXTENSIONS_DIR" in os.environ or not installed("deepspeed"):
         return
     versions = [torch.__version__, version("deepspeed"), sys.version, sys.prefix]
     name = f"operators-{hashlib.sha256(repr(versions).encode()).hexdigest()[:12]}"

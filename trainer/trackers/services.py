@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError, Problem, first_line
 from trainer.plugins import NAMED
+from trainer.storage import installed
 from trainer.trackers import patches
 from trainer.trackers.tracker import Logged, Tracker, numbers
 
@@ -97,7 +97,7 @@ def require(names: Sequence[str]) -> None:
     for name in names:
         packages = () if name in NAMED["tracker"] else _PACKAGES.get(name, (name,))
         for package in packages:
-            if find_spec(package) is None:
+            if not installed(package):
                 actual = f'"{name}" without the package {package}'
                 raise _unusable(actual, "trackers that are installed", f"pip install {package}")
         if name == "wandb" and not _logged_in():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from trainer.optim.recipes import Recipe, in_deepspeed
 from trainer.parallel.apply import wrap_blocks
 from trainer.parallel.gradients import GradientNorm
 from trainer.parallel.parallel_mesh import parallel_mesh_of
+from trainer.storage import installed
 from trainer.tasks.task import Batch, ModelWithLoss
 
 OLDEST = Version("0.19")
@@ -45,7 +45,7 @@ OLDEST = Version("0.19")
 
 def refusal(layout: Layout) -> str | None:
     """Return the reason why DeepSpeed can't run a layout, or None."""
-    if find_spec("deepspeed") is None:
+    if not installed("deepspeed"):
         return "DeepSpeed is not installed: pip install 'meshloom[deepspeed]'."
     flat = layout.zero_stage in (1, 2) or layout.precision != "float32" and layout.zero_stage == 0
     split = layout.pipeline * layout.tensor > 1

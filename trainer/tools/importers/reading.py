@@ -26,7 +26,7 @@ def read_file(path: Path) -> Json:
     """Read the keys of a YAML or JSON file: text keys, and values as in JSON."""
     if path.suffix in _SCRIPTS:
         raise ConfigError(Problem(str(path), "a script or a text", "a YAML or JSON file", _ADVICE))
-    found = checked(read(path) if path.suffix == ".json" else _yaml(path), str(path))
+    found = checked(read(path) if path.suffix.lower() == ".json" else _yaml(path), str(path))
     if not isinstance(found, dict):
         advice = _ADVICE if isinstance(found, str) and _ARGUMENT.search(found) else ""
         raise ConfigError(Problem(str(path), f"saw {show(found)}", "keys with values", advice))

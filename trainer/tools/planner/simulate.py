@@ -116,9 +116,8 @@ def simulate_all(jobs: Sequence[tuple[Workload, int]], local_world_size: int) ->
 def _started(workload: Workload, rank: int, local_world_size: int) -> tuple[Connection, Any]:
     ours, theirs = multiprocessing.Pipe(duplex=False)
     arguments = theirs, workload, rank, local_world_size
-    process = multiprocessing.get_context("fork").Process(
-        target=_simulate, args=arguments, daemon=True
-    )
+    process_of = multiprocessing.get_context("fork").Process
+    process = process_of(target=_simulate, args=arguments, daemon=True)
     process.start()
     theirs.close()
     return ours, process
@@ -133,7 +132,8 @@ def _received(rank: int, process: Any, pipe: Connection) -> Trace:
     process.join()
     if trace is None:
         expected = "a model and a layout that run on fake tensors"
-        raise ConfigError(Problem(f"rank {rank}", problem, expected))
+        mend = "Several data ranks need PyTorch 2.15." if torch.__version__ < "2.15" else ""
+        raise ConfigError(Problem(f"rank {rank}", problem, expected, mend))
     return trace  # type: ignore[no-any-return]
 
 
