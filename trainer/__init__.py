@@ -88,36 +88,32 @@ class TrainOptions(VerifyOptions):
 def train(options: TrainOptions) -> Result:
     """Train your own module under any layout, as `launch/train.py` trains a language model.
 
-        `config`: a DeepSpeed JSON: a path, the name of one that ships ("zero3"), or a dictionary.
-        `overrides`: changes to it, `key.path=value`, as on the command line.
-        `model`: builds the module; it is called on the meta device, too.
-        `data`: anything with `__len__` and `__getitem__`, whose samples are pairs (input, target) that
-        `torch.utils.data.default_collate` stacks.
-        `evaluation_data`: the same, held out; without it, `trainer.data.evaluation_fraction` of `data`.
-        `loss(output, target)`: returns the sum over the targets of a micro-batch, and their number; the
-        loss of a step is the sum over the global batch / the number.
-        `blocks`: a pattern such as "layers.*" of the modules that run once each, in order; those of an
-        `nn.Sequential`, and of lists of one class, are found.
-        `processes`: how many to start, from plain Python or a notebook; leave it out under a launcher.
-        `callbacks`: objects of subclasses of `trainer.Callback`, called on every rank.
-        `metrics`: functions like `loss`, by name; an evaluation logs the total sum / the total number.
-        `optimizer(groups)`: a `torch.optim.Optimizer` in place of the config's, which sets its rate.
-        `quiet`: print nothing.
-    <<<<<<< HEAD
-        `fresh`: begin a new run. Without it, the same call resumes an unfinished one, or begins one.
-    =======
-        `fresh`: begin a new run. Without it, the same call again resumes one that was not finished.
-    >>>>>>> main
-        `resume`: "auto" resumes the newest run of that name, a path resumes from that checkpoint.
-        `resume_anyway`: resume also if the data, the model or its code changed.
-        `resume_weights_only`: resume with a new optimizer.
+    `config`: a DeepSpeed JSON: a path, the name of one that ships ("zero3"), or a dictionary.
+    `overrides`: changes to it, `key.path=value`, as on the command line.
+    `model`: builds the module; it is called on the meta device, too.
+    `data`: anything with `__len__` and `__getitem__`, whose samples are pairs (input, target) that
+    `torch.utils.data.default_collate` stacks.
+    `evaluation_data`: the same, held out; without it, `trainer.data.evaluation_fraction` of `data`.
+    `loss(output, target)`: returns the sum over the targets of a micro-batch, and their number; the
+    loss of a step is the sum over the global batch / the number.
+    `blocks`: a pattern such as "layers.*" of the modules that run once each, in order; those of an
+    `nn.Sequential`, and of lists of one class, are found.
+    `processes`: how many to start, from plain Python or a notebook; leave it out under a launcher.
+    `callbacks`: objects of subclasses of `trainer.Callback`, called on every rank.
+    `metrics`: functions like `loss`, by name; an evaluation logs the total sum / the total number.
+    `optimizer(groups)`: a `torch.optim.Optimizer` in place of the config's, which sets its rate.
+    `quiet`: print nothing.
+    `fresh`: begin a new run. Without it, the same call again resumes one that was not finished.
+    `resume`: "auto" resumes the newest run of that name, a path resumes from that checkpoint.
+    `resume_anyway`: resume also if the data, the model or its code changed.
+    `resume_weights_only`: resume with a new optimizer.
 
-        With `"task": "image_classification"` in the config, samples are pairs (image, label), images of
-        Pillow or tensors [channels, height, width]; leave out `loss`, and `model` and `data` where the
-        config names them. SIGTERM, SIGINT (a notebook's interrupt), SIGUSR1 and SIGHUP save and raise
-        `trainer.errors.Preempted`.
+    With `"task": "image_classification"` in the config, samples are pairs (image, label), images of
+    Pillow or tensors [channels, height, width]; leave out `loss`, and `model` and `data` where the
+    config names them. SIGTERM, SIGINT (a notebook's interrupt), SIGUSR1 and SIGHUP save and raise
+    `trainer.errors.Preempted`.
 
-        Returns the losses and the run's folder, on every rank. Raises the errors of `trainer.errors`.
+    Returns the losses and the run's folder, on every rank. Raises the errors of `trainer.errors`.
     """
     from trainer.config import load
     from trainer.plugins import as_override
