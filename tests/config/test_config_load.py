@@ -1486,7 +1486,13 @@ USED = {
 """Keys that do something in a config that says nothing else; a new key of the section is one of
 these, or in a note.
 """
-REFUSED = {"warmup_ratio", "evaluation.patience", "log.by_source", "data.too_long"}
+REFUSED = {
+    "warmup_ratio",
+    "evaluation.patience",
+    "evaluation.tasks",
+    "log.by_source",
+    "data.too_long",
+}
 
 
 def trainer_config(path: str, value: Any, other: dict[str, Any]) -> dict[str, Any]:

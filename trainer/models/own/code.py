@@ -131,6 +131,8 @@ def _source(thing: Any) -> str:
             tree = _lambda(thing.__code__)
         else:
             tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
+            if getattr(tree.body[0], "name", "") != thing.__name__:
+                raise LookupError  # Python 3.13 takes the lines of another file for a typed class
     except (OSError, TypeError, SyntaxError, LookupError):
         functions = vars(thing).values() if isinstance(thing, type) else [thing]
         return " ".join(_bytecode(f.__code__) for f in functions if isinstance(f, FunctionType))
