@@ -94,6 +94,20 @@ def test_an_error_on_one_rank_ends_all(tmp_path: Path) -> None:
         assert (tmp_path / f"rank-{rank}.txt").read_text().splitlines()[-1] == "step 3"
 
 
+def test_an_error_that_no_pickle_holds_says_itself(tmp_path: Path) -> None:
+    class Odd(Exception):  # of a function: its class has no name to find it by
+        pass
+
+    class Fails(trainer.Callback):
+        def on_step_end(self, step: int) -> bool:
+            if dist.get_rank() == 1:
+                raise Odd("only here")
+            return False
+
+    with pytest.raises(RuntimeError, match="rank 1 failed: Odd.'only here'"):
+        trainer.train(config(tmp_path), **OWN, callbacks=[Fails()], processes=2)
+
+
 def test_what_is_no_callback_is_refused_at_once(tmp_path: Path) -> None:
     class Misspelt(trainer.Callback):
         def on_evaluation(self) -> None: ...

@@ -51,8 +51,8 @@ class Ranks:
     @property
     def beside(self) -> list[int]:
         """The ranks that see the same run folder as this one."""
-        everyone = range(self.world_size)
-        return [rank for rank in everyone if not self.keepers or self.keepers[rank] == self.keeper]
+        keepers = self.keepers or (0,) * self.world_size
+        return [rank for rank, keeper in enumerate(keepers) if keeper == self.keeper]
 
     def barrier(self) -> None:
         self.gather(None)
@@ -127,14 +127,15 @@ class Ranks:
         return self._agree(outcome)
 
     def _agree(self, outcome: tuple[bool, Any]) -> list[Any]:
-        outcomes = self.gather(outcome)
+        mine = outcome[1]
+        # other errors than this project's need not survive being pickled
+        as_text = outcome[0] and not isinstance(mine, MeshloomError)
+        outcomes = self.gather((outcome[0], repr(mine) if as_text else mine))
         for peer, (failed, result) in enumerate(outcomes):
+            if failed and isinstance(result, MeshloomError):
+                raise shared(result)
             if failed:
-                if isinstance(result, MeshloomError):
-                    raise shared(result)
-                if peer == self.rank:
-                    raise result
-                raise RuntimeError(f"rank {peer} failed: {result!r}")
+                raise mine if peer == self.rank else RuntimeError(f"rank {peer} failed: {result}")
         return [result for _, result in outcomes]
 
 
