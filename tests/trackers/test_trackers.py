@@ -246,8 +246,9 @@ def test_sample_ids(tmp_path: Path) -> None:
 # Other people's tools
 
 
-def watched(folder: Path, *names: str) -> None:
-    opened = open_trackers(names, folder, Terminal(file=StringIO()))
+def watched(folder: Path, *names: str) -> str:
+    text = StringIO()
+    opened = open_trackers(names, folder, Terminal(file=text))
     for tracker in opened:
         tracker.record(RECORD)
         tracker.record(replace(RECORD, step=130, loss=3.0))
@@ -255,6 +256,7 @@ def watched(folder: Path, *names: str) -> None:
         tracker.close()
     assert len(opened) == 2 + len(names)
     assert len(read(folder / "metrics.jsonl")) == 3
+    return text.getvalue()
 
 
 def test_no_tracker_is_named(tmp_path: Path) -> None:
@@ -350,6 +352,42 @@ def test_a_tracker_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         watched(tmp_path / "refused", "swanlab")
 
 
+def test_a_run_goes_on_without_a_tracker_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The console and `metrics.jsonl` get all; a tracker that fails at once is one sentence."""
+
+    class Away:
+        def __init__(self, folder: Path) -> None:
+            if folder.name == "refused":
+                raise OSError("no such server")
+
+        def record(self, record: Record) -> None:
+            raise OSError("the server is away")
+
+        def evaluation(self, evaluation: Evaluation) -> None:
+            raise AssertionError("called after it has failed")
+
+        close = record
+
+    class Shut(Away):
+        record = evaluation = lambda self, item: None
+
+        def close(self) -> None:  # type: ignore[override]
+            raise OSError("not closed")
+
+    monkeypatch.setitem(plugins.NAMED["tracker"], "own:away", Away)
+    monkeypatch.setitem(plugins.NAMED["tracker"], "own:shut", Shut)
+    shown = watched(tmp_path, "own:away", "own:shut")
+    notes = [line for line in shown.splitlines() if line.startswith("note:")]
+    assert notes == [
+        "note: the run goes on without own:away: OSError: the server is away",
+        "note: the run goes on without own:shut: OSError: not closed",
+    ]
+    with pytest.raises(ConfigError, match="^own:away: no such server; expected "):
+        watched(tmp_path / "refused", "own:away")
+
+
 @pytest.mark.parametrize("name", get_args(plugins.Service))
 def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -397,8 +435,8 @@ def test_weights_and_biases_without_a_login_is_said_at_once(tmp_path: Path) -> N
     ) in said()
     assert "Error" not in said(WANDB_MODE="offline") and "Error" not in said(WANDB_API_KEY="a" * 40)
     code = (
-        "from pathlib import Path; from trainer.trackers.services import opened; "
-        "opened('wandb', Path('.'))"
+        "from pathlib import Path; from trainer.trackers.services import Opened; "
+        "Opened('wandb', Path('.'), print)"
     )
     assert "ConfigError: wandb: " in said(WANDB_API_KEY="short")
 

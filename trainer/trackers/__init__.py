@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console as Terminal
 
 from trainer.trackers.console import Console, progress_line, say
 from trainer.trackers.jsonl import JsonLines, SampleLog
-from trainer.trackers.services import opened, require
+from trainer.trackers.services import Opened, require
 from trainer.trackers.tracker import Evaluation, Record, Tracker
 
 __all__ = ["Console", "Evaluation", "JsonLines", "Record", "SampleLog"]
@@ -21,4 +22,4 @@ def open_trackers(
 ) -> list[Tracker]:
     """Open rank 0's trackers: the console, with rates in `unit`, `metrics.jsonl`, and `names`."""
     always: list[Tracker] = [Console(terminal, unit), JsonLines(run_folder / "metrics.jsonl")]
-    return always + [opened(name, run_folder) for name in names]
+    return always + [Opened(name, run_folder, partial(say, terminal)) for name in names]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError, Problem, first_line
+from trainer.errors import ConfigError, Problem, first_line, named_line
 from trainer.plugins import NAMED
 from trainer.storage import installed
 from trainer.trackers import patches
@@ -41,12 +42,7 @@ class Service:
         }
         kind = patches.without_state(LOGGER_TYPE_TO_CLASS[name])
         self._tracker = kind(**{"run_name": _PROJECT, **options.get(name, {})})
-        try:
-            self._tracker.start()
-        except Exception as error:  # a bad key, or a server that does not answer
-            expected = "a login that its server takes"
-            hint = "WANDB_MODE=offline keeps it on this disk" if name == "wandb" else ""
-            raise ConfigError(Problem(name, first_line(error), expected, hint)) from error
+        self._tracker.start()
 
     def record(self, item: Logged, /) -> None:
         self._tracker.log(numbers(item), step=item.step)
@@ -58,9 +54,9 @@ class Service:
 
 
 class MLflow:
-    """Writes a run `name` to `FOLDER/mlflow.db`, or to the server that MLflow is configured for."""
+    """Writes a run to `FOLDER/mlflow.db`, or to the server that MLflow is configured for."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path) -> None:
         import mlflow
         from mlflow import MlflowClient
         from mlflow.entities import Metric
@@ -72,7 +68,7 @@ class MLflow:
         self._client = MlflowClient(None if mlflow.is_tracking_uri_set() else local)
         found = self._client.get_experiment_by_name(_PROJECT)
         experiment = found.experiment_id if found else self._client.create_experiment(_PROJECT)
-        self._run = self._client.create_run(experiment, run_name=name).info.run_id
+        self._run = self._client.create_run(experiment, run_name=folder.name).info.run_id
 
     def record(self, item: Logged, /) -> None:
         now = round(time.time() * 1000)
@@ -85,11 +81,40 @@ class MLflow:
         self._client.set_terminated(self._run)
 
 
-def opened(name: str, folder: Path) -> Tracker:
-    """Open a tracker that `trainer.log.trackers` names. Raises ConfigError."""
-    if name in NAMED["tracker"]:
-        return NAMED["tracker"][name](folder)  # type: ignore[no-any-return]
-    return MLflow(folder, folder.name) if name == "mlflow" else Service(name, folder)
+class Opened:
+    """A tracker that `trainer.log.trackers` names. Raises ConfigError if it can't be opened.
+
+    The run goes on without one that fails later, which `say` is told.
+    """
+
+    def __init__(self, name: str, folder: Path, say: Callable[[str], None]) -> None:
+        self._name, self._say, self._works = name, say, True
+        make = NAMED["tracker"].get(name) or (
+            MLflow if name == "mlflow" else partial(Service, name)
+        )
+        try:
+            self._tracker: Tracker = make(folder)
+        except Exception as error:  # a bad key, or a server that does not answer
+            expected = "a login that its server takes"
+            hint = "WANDB_MODE=offline keeps it on this disk" if name == "wandb" else ""
+            raise ConfigError(Problem(name, first_line(error), expected, hint)) from error
+
+    def _call(self, method: str, *items: Logged) -> None:
+        try:
+            if self._works:
+                getattr(self._tracker, method)(*items)
+        except Exception as error:  # whatever its package raises
+            self._works = False
+            self._say(f"note: the run goes on without {self._name}: {named_line(error)}")
+
+    def record(self, item: Logged, /) -> None:
+        self._call("record", item)
+
+    def evaluation(self, item: Logged, /) -> None:
+        self._call("evaluation", item)
+
+    def close(self) -> None:
+        self._call("close")
 
 
 def require(names: Sequence[str]) -> None:
