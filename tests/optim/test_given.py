@@ -11,6 +11,7 @@ import torch
 
 import trainer
 from tests.command.test_script import OWN, config
+from tests.support.commands import write_job
 from trainer.errors import ConfigError, MeshloomError
 
 MOMENTUM: Any = partial(torch.optim.SGD, momentum=0.9)
@@ -80,3 +81,12 @@ def test_a_run_does_not_go_on_with_an_edited_one(tmp_path: Path) -> None:
     with pytest.raises(MeshloomError, match="optimizer's arguments"):
         trainer.train(more, **OWN, optimizer=partial(MOMENTUM, nesterov=True), resume="auto")
     assert trainer.train(more, **OWN, optimizer=MOMENTUM, resume="auto").records[-1].step == 4
+
+
+def test_nor_does_that_of_a_language_model(tmp_path: Path) -> None:
+    job, folder = write_job(tmp_path), f"trainer.run.folder={tmp_path / 'runs'}"
+    given: Any = {"quiet": True, "resume": "auto"}
+    trainer.train(job, overrides=[folder], optimizer=MOMENTUM, **given)
+    edited, more = partial(MOMENTUM, nesterov=True), [folder, "trainer.steps=9"]
+    with pytest.raises(MeshloomError, match="optimizer's arguments"):
+        trainer.train(job, overrides=more, optimizer=edited, **given)

@@ -127,8 +127,7 @@ def prepare(
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     undecayed = spared(section.weight_decay_excludes, spec)
     optimizer: Any = NAMED["optimizer"].get(config.optimizer.type)
-    whose = {"optimizer": unwrap(optimizer)}
-    own = {"loss": given.loss, "model": given.model, **whose} if given else {}
+    own = {"loss": given.loss, "model": given.model} if given else {}
     return Prepared(
         config=config,
         layout=layout,
@@ -140,5 +139,5 @@ def prepare(
         learned=learned,
         undecayed=undecayed,
         workers=subject.workers(section, machine),
-        code=code_of(model, **own),
+        code=code_of(model, optimizer=unwrap(optimizer), **own),
     )

@@ -27,8 +27,8 @@ def code_of(model: nn.Module, /, **given: Any) -> dict[str, str]:
     """Return digests of the source of the user's classes in the model, and of what they call.
 
     Functions in `given` are included, and so are plain values from closures, defaults and globals.
-    If anything is given, the model is the user's own: classes and plain attributes of all
-    submodules are included, too. Comments and docstrings do not count.
+    If `model` is given, it is the user's own: classes and plain attributes of all submodules are
+    included, too. Comments and docstrings do not count.
     """
     found, visited = dict[str, str](), set[int]()
     for name, thing in given.items():
@@ -46,7 +46,7 @@ def code_of(model: nn.Module, /, **given: Any) -> dict[str, str]:
                     _note(f"{pattern}.{key}", hook, found, visited)
             elif _is_setting(key) and (text := _text(value)) is not None:
                 values.setdefault(f"{pattern}.{key}", []).append(text)
-    if given:
+    if "model" in given:
         for key, texts in values.items():
             found[key] = _short(texts[0] if len(set(texts)) == 1 else " ".join(texts))
     return found
