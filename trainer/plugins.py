@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, WithJsonSchema
+from pydantic import AfterValidator, ValidationInfo, WithJsonSchema
 
 from trainer.errors import named_line
 
@@ -33,23 +33,26 @@ def register(kind: Kind, name: str) -> Callable[[Made], Made]:
     def registered(made: Made) -> Made:
         if ":" not in name:
             raise ValueError(f'"{name}" without a colon, as in "package:{name}"')
+        if (known := NAMED[kind].setdefault(name, made)).__module__ != made.__module__:
+            raise ValueError(f'"{name}", which {known.__module__} has registered')
         NAMED[kind][name] = made
         return made
 
     return registered
 
 
-def load(name: str) -> str:
+def load(name: str, given: ValidationInfo) -> str:
     """Import a module, or an entry point of the group `meshloom.plugins`; return its name.
 
-    Raises ValueError with what is expected.
+    The module may be beside the config, in the folder that is the validation's context. Raises
+    ValueError with what is expected.
     """
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # a module beside the config, as `python -m` would find it
+    for folder in (os.getcwd(), os.path.abspath(given.context or "")):
+        sys.path += [folder] if folder not in sys.path else []
     try:
         found = [point.load() for point in entry_points(group="meshloom.plugins", name=name)]
         return name if found or import_module(name) else ""
-    except Exception as error:  # whatever the module's own code raises
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
         raise ValueError(f"a plug-in that can be imported ({named_line(error)})") from None
 
 
@@ -76,5 +79,5 @@ def as_override(build: Callable[[list[dict[str, Any]]], Any] | None) -> list[str
     """Register a script's optimizer, if it has one; return the override that names it."""
     if build is None:
         return []
-    register("optimizer", "script:optimizer")(wraps(build)(lambda groups, **_: build(groups)))
+    NAMED["optimizer"]["script:optimizer"] = wraps(build)(lambda groups, **_: build(groups))
     return ["optimizer.type=script:optimizer"]

@@ -78,6 +78,25 @@ def test_what_can_not_be_had_is_one_sentence(tmp_path: Path) -> None:
     ]
 
 
+def test_a_module_beside_the_config_is_found_and_may_not_end_the_command(tmp_path: Path) -> None:
+    """Wherever the command runs; a name of another plug-in is not taken over in silence."""
+    jobs, register = tmp_path / "jobs", "from trainer.plugins import register\n"
+    jobs.mkdir()
+    (jobs / "beside_plugin.py").write_text(f"{register}@register('task', 'x:y')\ndef f(_): ...\n")
+    (jobs / "twice_plugin.py").write_text(f"{register}@register('task', 'x:y')\ndef f(_): ...\n")
+    (jobs / "ends_plugin.py").write_text("import sys\nsys.exit(0)\n")
+    names = ["beside_plugin", "twice_plugin", "ends_plugin"]
+    (jobs / "own.json").write_text(json.dumps({"trainer": {"plugins": names, "task": "x:y"}}))
+    expected = "expected a plug-in that can be imported"
+    with pytest.raises(ConfigError) as caught:
+        load(jobs / "own.json")
+    assert str(caught.value).splitlines() == [
+        f'trainer.plugins[1]: saw "twice_plugin"; {expected} (ValueError: "x:y", which '
+        "beside_plugin has registered)",
+        f'trainer.plugins[2]: saw "ends_plugin"; {expected} (SystemExit: 0)',
+    ]
+
+
 def test_a_source_yields_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(PACKAGE)
     file = tmp_path / "a.words"
@@ -120,4 +139,5 @@ def test_an_entry_point_is_a_name_of_a_plugin(
     monkeypatch.syspath_prepend(PACKAGE)
     plugins.NAMED["task"].clear()
     monkeypatch.delitem(sys.modules, "parity", raising=False)
-    assert plugins.load("odd-bits") == "odd-bits" and "parity:parity" in plugins.NAMED["task"]
+    load({"train_batch_size": 8, "trainer": {"plugins": ["odd-bits"]}})
+    assert "parity:parity" in plugins.NAMED["task"]

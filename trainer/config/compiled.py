@@ -74,7 +74,7 @@ def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
         raise strange
     raw, overridden, problems = override(given, overrides)
     gone, gone_notes = give_way(raw, overridden)
-    trainer, trainer_problems = validate(raw.get("trainer", {}))
+    trainer, trainer_problems = validate(raw.get("trainer", {}), str(path.parent))
     checked = check(
         {key: value for key, value in raw.items() if key != "trainer"},
         KEYS,

@@ -14,10 +14,13 @@ from trainer.config.sections import DataSection, ImagesSection, Only, Rows, Sect
 from trainer.errors import MOST_SHOWN, Problem
 
 
-def validate(raw: Any) -> tuple[TrainerSection, list[Problem]]:
-    """Return the section and its problems; if there are any, the section is the default one."""
+def validate(raw: Any, folder: str = "") -> tuple[TrainerSection, list[Problem]]:
+    """Return the section and its problems; if there are any, the section is the default one.
+
+    `folder`: that of the config's file.
+    """
     try:
-        section = TrainerSection.model_validate(raw)
+        section = TrainerSection.model_validate(raw, context=folder)
     except ValidationError as error:
         return TrainerSection(), _problems(error)
     problems = [
