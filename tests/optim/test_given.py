@@ -64,10 +64,23 @@ def test_what_is_no_optimizer_of_the_parameters_is_one_sentence(tmp_path: Path) 
     def some(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups[0]["params"][:1], lr=0.1)
 
-    with pytest.raises(
-        ConfigError, match="^optimizer script:optimizer: SGD; expected a torch.optim.Optimizer of"
-    ):
-        trainer.train(config(tmp_path), **OWN, optimizer=some)
+    class Alike:
+        def __init__(self, groups: list[dict[str, Any]]) -> None:
+            self.param_groups, self.state = groups, dict[Any, Any]()
+
+        def step(self) -> None: ...
+
+    wrong: Any = {
+        "SGD": some,
+        "Alike": Alike,
+        "AttributeError: 'NoneType' object": lambda groups: None,
+        "ValueError: Invalid momentum value: -1": partial(torch.optim.SGD, momentum=-1),
+        "TypeError: missing a required argument: 'closure'": torch.optim.LBFGS,
+    }
+    flat = config(tmp_path, weight_decay_excludes="nothing")  # LBFGS takes one group
+    for seen, optimizer in wrong.items():
+        with pytest.raises(ConfigError, match=f"^optimizer script:optimizer: {seen}.*; expected a"):
+            trainer.train(flat, **OWN, optimizer=optimizer)
     with pytest.raises(
         ConfigError, match="^engine deepspeed: the optimizer script:optimizer, .* its own, and not"
     ):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, named_line
 from trainer.models.spec import Tuning
 from trainer.optim import patches
 from trainer.optim.decay import groups_of
@@ -24,18 +25,25 @@ def optimizer_of(
 ) -> torch.optim.Optimizer:
     """Build a recipe's optimizer from `torch.optim` over the trainable parameters of `named`.
 
-    Raises ConfigError if that of a plug-in or a script has other parameters.
+    Raises ConfigError if that of a plug-in or a script is none, or has other parameters.
     """
-    kind = recipe.build or getattr(torch.optim, recipe.library.rpartition(".")[2])
     # a pipeline stage may be frozen as a whole
     groups = groups_of(named, undecayed, recipe.params["weight_decay"], tuned) or [{"params": []}]
-    wanted = {id(parameter) for group in groups for parameter in group["params"]}
-    optimizer = kind(groups, **recipe.params)
-    given = getattr(optimizer, "param_groups", [])
-    if {id(parameter) for group in given for parameter in group["params"]} != wanted:
-        seen, expected = type(optimizer).__name__, "a torch.optim.Optimizer of all that is trained"
+    if recipe.build is None:
+        return getattr(torch.optim, recipe.library.rpartition(".")[2])(groups, **recipe.params)  # type: ignore[no-any-return]
+    wanted = {parameter for group in groups for parameter in group["params"]}
+    try:
+        optimizer: torch.optim.Optimizer = recipe.build(groups, **recipe.params)
+        signature(optimizer.step).bind()  # without a closure
+        given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        fits = given == wanted and isinstance(optimizer, torch.optim.Optimizer)
+        seen = "" if fits else type(optimizer).__name__
+    except Exception as error:  # whatever a user's own code raises
+        seen = named_line(error)
+    if seen:
+        expected = "a torch.optim.Optimizer of all that is trained, whose step needs no closure"
         raise ConfigError(Problem(f"optimizer {recipe.library}", seen, expected))
-    return optimizer  # type: ignore[no-any-return]
+    return optimizer
 
 
 def set_update(groups: Iterable[dict[str, Any]], update: Update) -> None:
