@@ -67,15 +67,41 @@ def test_an_unfit_metric_is_one_sentence() -> None:
         "count": (lambda output, target: target.sum(), "metrics: count: Tensor; expected .sum"),
         "fails": (lambda output, target: output.no, "metrics: fails: AttributeError: .*; expected"),
         "loss": (margin, 'metrics: saw "loss"; expected the name of no other value'),
+        "a/number": (margin, 'metrics: saw "a/number"; expected the name of no other value'),
+        "each": (
+            lambda o, t: (o.sum(), t),
+            "metrics: each: tuple of Tensor, Tensor; expected .sum",
+        ),
+        "none": (
+            lambda o, t: (o.sum(), None),
+            "metrics: none: tuple of Tensor, NoneType; expected",
+        ),
+        1: (margin, "metrics: saw dict; expected a dictionary of functions by name"),
     }
 
     def on_meta() -> nn.Module:
         with torch.device("meta"):
             return build()
 
+    task: Any = Supervised(loss, on_meta)
+    with pytest.raises(ConfigError, match="^metrics: saw list; expected a dictionary"):
+        task.measuring([margin], HELD_OUT[:2])
     for name, (metric, sentence) in cases.items():
         with pytest.raises(ConfigError, match=f"^{sentence}"):
-            Supervised(loss, on_meta).measuring({name: metric}, HELD_OUT[:2])
+            task.measuring({name: metric}, HELD_OUT[:2])
+
+
+def test_a_stand_in_counts_for_nothing_though_its_value_is_no_number() -> None:
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return build()
+
+    def odd(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return output.sum() / (target.numel() - 1), 1
+
+    task = Supervised(loss, on_meta).measuring({"odd": odd}, HELD_OUT[:2])
+    measured = task.measured(build(), task.collate([task.blank(HELD_OUT[0])]))
+    assert measured.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_of_images_that_can_be_read() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Self
 
 import torch
@@ -94,8 +95,11 @@ class Supervised:
         They are like the loss, but their numbers may depend on the output. Raises ConfigError.
         """
         batch = self.collate(samples)
+        if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+            seen = f"saw {type(metrics).__name__}"
+            raise ConfigError(Problem("metrics", seen, "a dictionary of functions by name"))
         for name, metric in metrics.items():
-            if name in RESERVED:
+            if name in RESERVED or name.endswith(NUMBER):
                 raise ConfigError(Problem("metrics", f'saw "{name}"', "the name of no other value"))
             try:
                 found = metric(self._zeros(batch), _nested("target", batch))
@@ -151,13 +155,15 @@ class Supervised:
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         output, target = self.output(model, batch), _nested("target", batch)
         total, _ = self._loss(output, target)
-        return torch.stack([_wide(total), *self._measured_by(output, target)]) * batch["share"]
+        found = torch.stack([_wide(total), *self._measured_by(output, target)])
+        return found.where(batch["share"] > 0, 0.0)  # a stand-in's may not be finite
 
     def _measured_by(self, output: Any, target: Any) -> list[torch.Tensor]:
         """Return each metric's sum and number, in float32 or wider."""
         pairs = [metric(output, target) for metric in self._metrics.values()]
         device = next(_tensors(target)).device
-        return [_wide(torch.as_tensor(value, device=device)) for pair in pairs for value in pair]
+        values = [torch.as_tensor(value, device=device) for pair in pairs for value in pair]
+        return [_wide(value.reshape(())) for value in values]
 
     def count(self, model: nn.Module, batch: Batch) -> int:
         """Return the number of targets that the loss gives for the module's real output."""
@@ -198,10 +204,13 @@ class Supervised:
 
 
 def _checked(found: Any, place: str = "loss") -> tuple[torch.Tensor, Any]:
-    size = len(found) if isinstance(found, tuple) else None
-    if size != 2 or not torch.is_tensor(found[0]) or found[0].ndim != 0:
-        seen = type(found).__name__ + ("" if size is None else f" of {size}")
-        raise ConfigError(Problem(place, seen, PAIR))
+    total, number = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+    one = number.numel() == 1 if torch.is_tensor(number) else isinstance(number, Real)
+    if not one or not torch.is_tensor(total) or total.ndim != 0:
+        parts = ", ".join(type(part).__name__ for part in found) if isinstance(found, tuple) else ""
+        raise ConfigError(
+            Problem(place, type(found).__name__ + (f" of {parts}" if parts else ""), PAIR)
+        )
     return found  # type: ignore[no-any-return]
 
 
