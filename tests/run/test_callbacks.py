@@ -94,6 +94,15 @@ def test_an_error_on_one_rank_ends_all(tmp_path: Path) -> None:
         assert (tmp_path / f"rank-{rank}.txt").read_text().splitlines()[-1] == "step 3"
 
 
+def test_the_result_of_a_save_ends_nothing(tmp_path: Path) -> None:
+    class Copies(trainer.Callback):
+        def on_save(self, step: int) -> str:  # type: ignore[override]
+            return f"copied {step}"
+
+    job = config(tmp_path, 4, checkpoint={"every": 1}, log={"every": 1})
+    assert trainer.train(job, **OWN, callbacks=[Copies()]).records[-1].step == 4
+
+
 def test_an_error_that_no_pickle_holds_says_itself(tmp_path: Path) -> None:
     class Odd(Exception):  # of a function: its class has no name to find it by
         pass
@@ -112,6 +121,9 @@ def test_what_is_no_callback_is_refused_at_once(tmp_path: Path) -> None:
     class Misspelt(trainer.Callback):
         def on_evaluation(self) -> None: ...
 
+    for several, seen in ((Diary(tmp_path), "Diary"), (iter([]), "list_iterator")):
+        with pytest.raises(ConfigError, match=f"^callbacks: {seen}; expected a list of objects of"):
+            trainer.train(config(tmp_path), **OWN, callbacks=several)  # type: ignore[arg-type]
     for wrong, seen in ((Misspelt(), "Misspelt with on_evaluation"), (Diary, "type")):
         with pytest.raises(ConfigError, match=f"^callbacks: {seen}; expected an object of a"):
             trainer.train(config(tmp_path), **OWN, callbacks=[wrong])  # type: ignore[list-item]

@@ -42,6 +42,8 @@ class Callback:
 
 
 EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
+ENDING = ("on_step_end", "on_log", "on_evaluate")
+"""The events whose results count."""
 
 
 class Callbacks:
@@ -56,6 +58,9 @@ class Callbacks:
     @staticmethod
     def check(callbacks: Sequence[Callback]) -> None:
         """Raise ConfigError for what is no callback, and for a misspelt event."""
+        if not isinstance(callbacks, Sequence):
+            expected = "a list of objects of subclasses of trainer.Callback"
+            raise ConfigError(Problem("callbacks", type(callbacks).__name__, expected))
         for one in callbacks:
             odd = [name for name in dir(one) if name.startswith("on_") and name not in EVENTS]
             if odd or not isinstance(one, Callback):
@@ -67,5 +72,6 @@ class Callbacks:
         """Call an event of each; return `ended`. Collective. Raises on all ranks if one does."""
         if self._any:
             called = lambda: [bool(getattr(one, event)(*values)) for one in self._callbacks]  # noqa: E731
-            self.ended |= any(map(any, self._ranks.on_each(called)))
+            ends = any(map(any, self._ranks.on_each(called)))
+            self.ended |= ends and event in ENDING
         return self.ended
