@@ -151,7 +151,7 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-def named_line(error: Exception, most: int = 200) -> str:
+def named_line(error: BaseException, most: int = 200) -> str:
     """Return the first line of a library's error, after its class, shortened."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:most]
 

@@ -27,7 +27,6 @@ from trainer.trackers import (
     Evaluation,
     JsonLines,
     Record,
-    SampleLog,
     open_trackers,
     progress_line,
     services,
@@ -229,17 +228,6 @@ def test_json_lines_go_on_after_a_killed_run(tmp_path: Path, torn: str) -> None:
     assert read(path) == [
         *whole,
         {"step": 120, "evaluation_loss": 3.4567, "evaluation_targets": 12_345},
-    ]
-
-
-def test_sample_ids(tmp_path: Path) -> None:
-    log = SampleLog(tmp_path / "logs", rank=3)
-    log.write(1, range(4, 7))
-    log.write(2, [9])
-    log.close()
-    assert read(tmp_path / "logs/samples-rank-3.jsonl") == [
-        {"step": 1, "rank": 3, "ids": [4, 5, 6]},
-        {"step": 2, "rank": 3, "ids": [9]},
     ]
 
 

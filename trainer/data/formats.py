@@ -373,17 +373,18 @@ def _reader(name: str) -> Format:
     """Return a format, or the source of a plug-in: "parity:words" reads files in .words."""
     from trainer.plugins import NAMED
 
+    if (source := NAMED["source"].get(name)) is None:
+        return FORMATS[name]
+
     def read(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row]:
         try:
-            for number, row in enumerate(NAMED["source"][name](file), 1):
+            for number, row in enumerate(source(file), 1):
                 yield _object(f"{file}: row {number}", row)
         except Exception as error:  # whatever the plug-in's own code raises
             seen, expected = named_line(error), f"rows, from the source {name}"
             raise DataError(Problem(str(file), seen, expected)) from error
 
-    return (
-        Format((f".{name.rpartition(':')[2]}",), read) if name in NAMED["source"] else FORMATS[name]
-    )
+    return Format((f".{name.rpartition(':')[2]}",), read)
 
 
 _SUFFIXES = {suffix: name for name, format in FORMATS.items() for suffix in format.suffixes}

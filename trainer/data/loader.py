@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -120,12 +119,7 @@ class BatchLoader:
     def __enter__(self) -> BatchLoader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __iter__(self) -> Iterator[StepBatches]:
@@ -183,9 +177,7 @@ def collated(
         return map(made.batch, parts)
     options: dict[str, Any] = {"num_workers": workers, "worker_init_fn": _quiet}
     # a generator of its own: the default one belongs to the steps
-    return _Made(
-        DataLoader(made, None, sampler=_Parts(parts), generator=torch.Generator(), **options)
-    )
+    return _Made(DataLoader(made, None, sampler=parts, generator=torch.Generator(), **options))
 
 
 class _Made:
@@ -211,14 +203,6 @@ class _Made:
         """End the workers."""
         atexit.unregister(self.close)
         self._made._shutdown_workers()
-
-
-@dataclass(frozen=True)
-class _Parts:
-    parts: Iterable[Part]
-
-    def __iter__(self) -> Iterator[Part]:
-        return iter(self.parts)
 
 
 @dataclass(frozen=True)

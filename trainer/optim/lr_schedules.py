@@ -48,13 +48,10 @@ def warmup(
     steps = max(2, warmup_num_steps)
 
     def at(step: int) -> Update:
+        past = step - 1
         if step == 0:
             return Update(warmup_min_lr)
-        share = (
-            _warmup_share(step - 1, steps, warmup_type)
-            if step - 1 < steps
-            else after(step - 1, steps)
-        )
+        share = _warmup_share(past, steps, warmup_type) if past < steps else after(past, steps)
         return Update(warmup_min_lr + (top - warmup_min_lr) * share)
 
     return at

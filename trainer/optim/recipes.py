@@ -171,7 +171,9 @@ def in_deepspeed(
             'parameters; set trainer.weight_decay_excludes to "nothing", without '
             "trainer.parameter_groups, or use the mesh engine"
         )
-    if library == "torch.optim.Adagrad" and _has_bfloat16_optimizer(settings, layout):
+    float32 = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    bfloat16 = layout.precision == "bfloat16" and layout.zero_stage <= 1
+    if library == "torch.optim.Adagrad" and float32 and bfloat16:
         return No(
             "DeepSpeed's optimizer of bfloat16 with float32 gradients leaves out Adagrad's first "
             "state; use ZeRO-2"
@@ -183,17 +185,6 @@ def in_deepspeed(
             "AdamW that no learning-rate schedule reaches; set it to 1"
         )
     return _recipe(_adam(library, params), params)
-
-
-def _has_bfloat16_optimizer(settings: Mapping[str, Any], layout: Layout) -> bool:
-    """Return True if DeepSpeed uses its BF16_Optimizer in place of ZeRO-1's optimizer."""
-    float32 = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    return (
-        float32
-        and layout.precision == "bfloat16"
-        and layout.zero_stage <= 1
-        and layout.offload_optimizer == "none"
-    )
 
 
 def _adam(library: str, params: Mapping[str, Any]) -> str:

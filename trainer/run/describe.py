@@ -143,10 +143,6 @@ def write(folder: Path, prepared: Prepared, machine: Machine, overrides: Sequenc
             replace_file(folder / name, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def framed_sample(text: str) -> str:
-    return "sample  " + "\n        ".join(text.splitlines())
-
-
 _NO_OFFLOAD = {"offload_optimizer": "none", "offload_param": "none"}
 _ON_CPU = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 _ZERO = {stage: {"shard": 4, "zero_stage": stage} for stage in (1, 2, 3)}

@@ -32,7 +32,7 @@ from trainer.run.timeline import StepProfiler, Timeline
 from trainer.state import RunState, StateTensor
 from trainer.supervise.phase import Phase
 from trainer.supervise.signals import NoSignals, StopSignals
-from trainer.trackers import Evaluation, Record, SampleLog, Tracker, open_trackers, say
+from trainer.trackers import Evaluation, JsonLines, Record, Tracker, open_trackers, say
 from trainer.trackers.callbacks import Callback, Callbacks
 
 MERGED = "final-merged"
@@ -65,7 +65,8 @@ class RunHooks(Hooks):
         prepared, ranks = self.prepared, self.machine.ranks
         section = prepared.config.trainer
         self.patience = Patience(section.evaluation.patience)
-        self._logs = SampleLog(self.folder / "logs", ranks.rank) if section.log.sample_ids else None
+        samples = self.folder / "logs" / f"samples-rank-{ranks.rank}.jsonl"
+        self._logs = JsonLines(samples) if section.log.sample_ids else None
         self._skipped = Skipped(ranks, watching=prepared.layout.precision != "float16")
         self._slow_data = SlowData(prepared)
         self._sign_of_life = SignOfLife(self.console, prepared.steps)
@@ -197,7 +198,8 @@ class RunHooks(Hooks):
     def on_step(self, batches: StepBatches, metrics: Metrics) -> None:
         self._skipped.note(batches, metrics)
         if self._logs is not None:
-            self._logs.write(batches.step, [int(i) for part in batches.ids for i in part])
+            ids = [int(i) for part in batches.ids for i in part]
+            self._logs.write({"step": batches.step, "rank": self.machine.ranks.rank, "ids": ids})
         self.callbacks.call("on_step_end", batches.step + 1)
 
     def stop(self) -> Callable[[], bool]:
@@ -295,7 +297,7 @@ def finish(prepared: Prepared, folder: Path, console: Console) -> None:
     """Show a sample of the trained model, and say where it is."""
     subject = prepared.subject
     if (text := subject.example(folder / "final", prepared.config.trainer)) is not None:
-        say(console, describe.framed_sample(text))
+        say(console, "sample  " + "\n        ".join(text.splitlines()))
     say(console, f"done: {folder / 'final'} opens with {subject.spec.files.opens}")
     if subject.spec.files.merged is not None:
         say(console, f"merged: {folder / MERGED} opens with AutoModelForCausalLM.from_pretrained")

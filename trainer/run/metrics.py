@@ -13,7 +13,7 @@ import torch
 from trainer.data.loader import BatchLoader, StepBatches
 from trainer.distributed.ranks import Ranks
 from trainer.engines.engine import Metrics
-from trainer.errors import MeshloomError, NumericsError, Problem, shared
+from trainer.errors import NumericsError, Problem, shared
 from trainer.optim.lr_schedules import Update
 from trainer.state import RunState
 from trainer.trackers import Record
@@ -123,15 +123,10 @@ class Skipped:
             what = f"step {batches.step + 1} skipped: its gradient is not finite"
             found.append(f"{what} (samples {names})")
             if self._row == IN_A_ROW:
-                raise self._too_many(batches.step + 1, names)
+                place = f"steps {batches.step + 2 - IN_A_ROW} to {batches.step + 1}"
+                actual = f"no finite gradient {IN_A_ROW} times in a row"
+                look = f"Lower the learning rate, or look at the last samples ({names})"
+                hint = f"{look}; the last checkpoint is good"
+                raise shared(NumericsError(Problem(place, actual, "a finite gradient", hint)))
         self._recent = []
         return found
-
-    def _too_many(self, step: int, names: str) -> MeshloomError:
-        place = f"steps {step - IN_A_ROW + 1} to {step}"
-        actual = f"no finite gradient {IN_A_ROW} times in a row"
-        hint = (
-            f"Lower the learning rate, or look at the last samples ({names}); the last "
-            "checkpoint is good"
-        )
-        return shared(NumericsError(Problem(place, actual, "a finite gradient", hint)))

@@ -339,9 +339,17 @@ def language_model(config: Config, ranks: Ranks, progress: Progress) -> Subject:
         if template.text:
             tokenizer = _tokenizer(config, ranks, progress, chat_template=template.text)
     spec = amended(huggingface.spec_of(architecture, section.model), section, ranks)
-    _check_vocabulary(data.largest_token_id, spec)
-    _check_length(section.data.sequence_length, spec.language.positions)
-    notes = _say_rotary(section.data.sequence_length, architecture)
+    rows, longest = spec.language.vocabulary, spec.language.positions
+    sequence = section.data.sequence_length
+    if (largest := data.largest_token_id) >= rows:
+        expected = f"ids below {rows}, the rows of the embedding of {spec.name}"
+        own = "Use the model's own tokenizer (trainer.data.tokenizer)"
+        hint = f"{own}, or a vocab_size that holds all ids"
+        raise DataError(Problem("tokenizer", f"the data has token id {largest}", expected, hint))
+    if longest is not None and sequence > longest:
+        expected = f"at most the model's {longest} positions"
+        raise ConfigError(Problem("trainer.data.sequence_length", str(sequence), expected))
+    notes = _say_rotary(sequence, architecture)
     spec = replace(spec, notes=(*spec.notes, *notes))
     task = CausalLM.of(spec, tokenizer.pad_token_id or 0)
     return LanguageSubject(spec, task, data, tokenizer, section.data.packs, data.check)
@@ -356,23 +364,6 @@ def _tokenizer(config: Config, ranks: Ranks, progress: Progress, **options: Any)
         return load()
     options["revision"] = model.revision
     return ranks.on_own(lambda: load_tokenizer(name, model.trust_remote_code, **options))
-
-
-def _check_vocabulary(largest: int, spec: ModelSpec) -> None:
-    rows = spec.language.vocabulary
-    if largest >= rows:
-        expected = f"ids below {rows}, the rows of the embedding of {spec.name}"
-        hint = (
-            "Use the model's own tokenizer (trainer.data.tokenizer), or a vocab_size that holds "
-            "all ids"
-        )
-        raise DataError(Problem("tokenizer", f"the data has token id {largest}", expected, hint))
-
-
-def _check_length(sequence: int, longest: int | None) -> None:
-    if longest is not None and sequence > longest:
-        expected = f"at most the model's {longest} positions"
-        raise ConfigError(Problem("trainer.data.sequence_length", str(sequence), expected))
 
 
 def _say_rotary(sequence: int, architecture: Any) -> tuple[str, ...]:

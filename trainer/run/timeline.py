@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.sections import ProfileSection
@@ -57,9 +56,7 @@ class Timeline:
     def __enter__(self) -> Timeline:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.at(None, self._step)
         # the original error is reported, not this one

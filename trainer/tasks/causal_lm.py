@@ -202,9 +202,8 @@ class CausalLM:
         """
         if not self._fused_head and not self._own_loss:
             logits, targets = self.logits(model, batch), batch["targets"]
-            return torch.stack(
-                [logits_cross_entropy(logits, targets), count_correct(logits, targets)]
-            )
+            loss = logits_cross_entropy(logits, targets)
+            return torch.stack([loss, count_correct(logits, targets)])
         loss = self.loss_sum(model, batch)
         if self._fused_head:
             return torch.stack([loss, _head(model).take_correct()])

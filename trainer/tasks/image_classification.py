@@ -53,8 +53,8 @@ class ImageClassification(Supervised):
         tops = (1, TOP) if self._classes > TOP else (1,)
         right = [((better < most) & counted).sum() for most in tops]
         found = self._measured_by(logits[counted], target[counted]) if self._metrics else []
-        found = torch.stack([class_loss(logits, target)[0], *right, *found])
-        return found.where(batch["share"] > 0, 0.0)
+        counts = torch.stack([class_loss(logits, target)[0], *right, *found])
+        return counts.where(batch["share"] > 0, 0.0)
 
     def check_output(self, samples: Sequence[Any], name: str) -> None:
         """Raise ConfigError unless the model gives a score for each class."""

@@ -231,8 +231,7 @@ def _nested(name: str, batch: Batch) -> Any:
     if name in batch:
         return batch[name]
     start = f"{name}."
-    keys = [key for key in batch if key.startswith(start)]
-    return {key.removeprefix(start): batch[key] for key in keys}
+    return {key.removeprefix(start): part for key, part in batch.items() if key.startswith(start)}
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -9,12 +9,12 @@ from pathlib import Path
 from rich.console import Console as Terminal
 
 from trainer.trackers.console import Console, progress_line, say
-from trainer.trackers.jsonl import JsonLines, SampleLog
+from trainer.trackers.jsonl import JsonLines
 from trainer.trackers.services import Opened, require
 from trainer.trackers.tracker import Evaluation, Record, Tracker
 
-__all__ = ["Console", "Evaluation", "JsonLines", "Record", "SampleLog"]
-__all__ += ["Tracker", "open_trackers", "progress_line", "require", "say"]
+__all__ = ["Console", "Evaluation", "JsonLines", "Record", "Tracker"]
+__all__ += ["open_trackers", "progress_line", "require", "say"]
 
 
 def open_trackers(

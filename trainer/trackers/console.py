@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from textwrap import TextWrapper
+from typing import Any
 
 from rich.console import Console as Terminal
 
@@ -17,18 +18,11 @@ def say(console: Terminal, line: str) -> None:
     """Print a line; on a terminal, a longer one is broken between words and continues below."""
     text = printable(line)
     if console.is_terminal:
-        text = "\n".join(_broken(part, console.width) for part in text.split("\n"))
+        # a path stays whole, to be copied
+        whole: Any = dict.fromkeys(("break_long_words", "break_on_hyphens", "expand_tabs"), False)
+        lines = TextWrapper(console.width, "", HANGING, replace_whitespace=False, **whole)
+        text = "\n".join(map(lines.fill, text.split("\n")))
     console.print(text, markup=False, soft_wrap=True)
-
-
-def _broken(line: str, width: int) -> str:
-    if len(line) <= width:
-        return line
-    # a path stays whole, to be copied
-    lines = TextWrapper(
-        width, subsequent_indent=HANGING, break_long_words=False, break_on_hyphens=False
-    )
-    return lines.fill(line)
 
 
 class Console:

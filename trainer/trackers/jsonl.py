@@ -1,11 +1,11 @@
-"""Progress in files: `metrics.jsonl`, and the samples that were seen."""
+"""Progress in files of lines, such as `metrics.jsonl`."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,20 +43,6 @@ class JsonLines:
     def close(self) -> None:
         with suppress(OSError):  # a line that the disk refused was reported when it was written
             self._file.close()
-
-
-class SampleLog:
-    """The samples that this rank trained on, in `FOLDER/samples-rank-N.jsonl`."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._rank = rank
-        self._lines = JsonLines(folder / f"samples-rank-{rank}.jsonl")
-
-    def write(self, step: int, ids: Sequence[int]) -> None:
-        self._lines.write({"step": step, "rank": self._rank, "ids": list(ids)})
-
-    def close(self) -> None:
-        self._lines.close()
 
 
 def _cut_torn_line(path: Path) -> None:

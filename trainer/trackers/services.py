@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +107,9 @@ class Opened:
             self._works = False
             self._say(f"note: the run goes on without {self._name}: {named_line(error)}")
 
-    def record(self, item: Logged, /) -> None:
-        self._call("record", item)
-
-    def evaluation(self, item: Logged, /) -> None:
-        self._call("evaluation", item)
-
-    def close(self) -> None:
-        self._call("close")
+    record = partialmethod(_call, "record")
+    evaluation = partialmethod(_call, "evaluation")
+    close = partialmethod(_call, "close")
 
 
 def require(names: Sequence[str]) -> None:
