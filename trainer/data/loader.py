@@ -131,9 +131,8 @@ class BatchLoader:
                 return
             if isinstance(item, BaseException):
                 raise item
-            self.positions += sum(
-                next(iter(batch.values())).numel() for batch in item.micro_batches
-            )
+            sizes = [next(iter(batch.values())).numel() for batch in item.micro_batches]
+            self.positions += sum(sizes)
             batches = [_on_device(batch, self._device) for batch in item.micro_batches]
             yield StepBatches(item.step, item.ids, batches)
 

@@ -274,10 +274,8 @@ class SlowData:
         # the first steps wait for the start
         if record.data_wait > SLOW and self._logged > 1 and not self._noted:
             self._noted = True
-            yield (
-                f"note: {record.data_wait:.0%} of the time is spent waiting for data: the loader "
-                f"is slower than the device{self._advice}"
-            )
+            waits = f"{record.data_wait:.0%} of the time is spent waiting for data"
+            yield f"note: {waits}: the loader is slower than the device{self._advice}"
 
 
 def export(prepared: Prepared, engine: Engine, folder: Path, ranks: Ranks) -> None:

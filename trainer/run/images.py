@@ -87,10 +87,8 @@ def spec_of(
         classifier = classifier.completed(images)
         spec = classifiers.spec_of(classifier, pattern, section.seed)
         if (trained_on := classifier.normalised_by) not in (None, (images.mean, images.std)):
-            note = (
-                f"{section.model.weights} was trained on images of another mean and std: "
-                f'{trained_on} (trainer.images.normalize="imagenet")'
-            )
+            seen = f"{section.model.weights} was trained on images of another mean and std"
+            note = f'{seen}: {trained_on} (trainer.images.normalize="imagenet")'
             spec = replace(spec, notes=(*spec.notes, note))
 
     def save(folder: Any, dtype: torch.dtype | None) -> None:
@@ -112,10 +110,8 @@ def check(
     """Raise for an unsupported layout, and for images or classes that the model can't take."""
     model = spec.build()
     if layout.tensor > 1:
-        actual = (
-            f"{layout.tensor}, and nothing says how the layers of an image classifier are split "
-            "over ranks"
-        )
+        split = "how the layers of an image classifier are split over ranks"
+        actual = f"{layout.tensor}, and nothing says {split}"
         hint = "Use ZeRO-3, FSDP or pipeline.stages for a model that is too large."
         raise ConfigError(Problem(f"tensor_parallel.autotp_size: {spec.name}", actual, "1", hint))
     convolution = next((inner for inner in model.modules() if isinstance(inner, nn.Conv2d)), None)

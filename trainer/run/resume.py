@@ -327,12 +327,12 @@ def _steering(description: Mapping[str, Any]) -> dict[str, Any]:
 
 def _recoded(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """List code whose digest changed; code that came or went shows in the code that uses it."""
-    changes = []
-    for name in sorted(before.keys() & now.keys()):
-        was, is_now = str(before[name]), now[name]
-        if was != is_now:
-            changes.append(f"{name} {'was edited' if 'sha256' in was else f'{was} -> {is_now}'}")
-    return changes
+    both = {name: (str(before[name]), now[name]) for name in sorted(before.keys() & now.keys())}
+    return [
+        f"{name} {'was edited' if 'sha256' in was else f'{was} -> {is_now}'}"
+        for name, (was, is_now) in both.items()
+        if was != is_now
+    ]
 
 
 def _differences(saved: Any, here: Any) -> list[str]:

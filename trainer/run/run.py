@@ -237,17 +237,8 @@ def _built(
 ) -> tuple[Engine, RunState]:
     """Build the engine, with the state of checkpoint `source`; and its position. Collective."""
     config, ranks, subject = prepared.config, machine.ranks, prepared.subject
-    engine = prepared.engine.build(
-        Job(
-            prepared.layout,
-            subject.spec,
-            subject.task,
-            config.deepspeed,
-            config.trainer.seed,
-            machine,
-            prepared.undecayed,
-        )
-    )
+    trained = prepared.layout, subject.spec, subject.task, config.deepspeed, config.trainer.seed
+    engine = prepared.engine.build(Job(*trained, machine, prepared.undecayed))
     subject.spec.weights.release()
     for note in engine.notes:
         say(console, f"note: {note}")

@@ -375,8 +375,6 @@ def _say_rotary(sequence: int, architecture: Any) -> tuple[str, ...]:
     reached = [limit for limit in limits if limit and sequence > limit]
     if not reached:
         return ()
-    note = (
-        "its rotary embeddings (longrope) change in a micro-batch that has a row of more "
-        f"than {reached[0]} tokens: its loss depends on which samples share a micro-batch"
-    )
-    return (note,)
+    change = f"change in a micro-batch that has a row of more than {reached[0]} tokens"
+    so = "its loss depends on which samples share a micro-batch"
+    return (f"its rotary embeddings (longrope) {change}: {so}",)
