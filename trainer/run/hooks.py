@@ -139,8 +139,8 @@ class RunHooks(Hooks):
         if math.isfinite(found.loss):
             self._held_out[state.step] = found.loss
         losses = {name: one.loss for name, one in by_source.items() if name}
+        metrics = found.metrics() | self._scores()  # which takes them out of the measures
         measures = found.measures | subject.measures(found.loss)
-        metrics = found.metrics() | self._scores()
         evaluation = Evaluation(
             state.step, found.loss, found.targets, **measures, by_source=losses, metrics=metrics
         )
