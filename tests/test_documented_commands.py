@@ -107,13 +107,20 @@ SMALL: dict[str, tuple[str, ...]] = {
     ),
     f"accelerate launch {TRAIN} C.json": (f"accelerate launch {TRAIN} {{job}}",),
     f"python {TRAIN} C.json": (f"python {TRAIN} {{job}}",),
-    "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 "
-    f"{TRAIN} ds_configs/fsdp.json": (f"{HOSTS} {TRAIN} ds_configs/fsdp.json {{tiny}}",),
+    **{
+        "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 "
+        f"{TRAIN} ds_configs/{name}.json": (f"{HOSTS} {TRAIN} ds_configs/{name}.json {{tiny}}",)
+        for name in ("fsdp", "hsdp")
+    },
     "meshloom plan --config zero3 --nodes 8 --gpus 8 --device h100-80gb": (
         "meshloom plan --config zero3 --nodes 8 --gpus 8 --device h100-80gb {tiny}",
     ),
-    'meshloom generate runs/NAME --prompt "def main("': (
-        'meshloom generate {run} --prompt "def main(" --tokens 2',
+    **dict.fromkeys(
+        (
+            'meshloom generate runs/NAME --prompt "def main("',
+            'meshloom generate runs/zero2 --prompt "def main("',
+        ),
+        ('meshloom generate {run} --prompt "def main(" --tokens 2',),
     ),
     "meshloom --print-completion bash > ~/.local/share/bash-completion/completions/meshloom": (
         "meshloom --print-completion bash",
@@ -163,7 +170,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "python launch/verify.py --config ds_configs/zero2.json": (
         "python launch/verify.py --config ds_configs/zero2.json {tiny}",
     ),
-    "meshloom schema": ("meshloom schema",),
+    "meshloom schema > schema.json": ("meshloom schema",),
     # AGENTS
     f"python {TRAIN} C.json --dry-run": (f"python {TRAIN} {{job}} --dry-run",),
     f"python {TRAIN} C.json --preview 2": (f"python {TRAIN} {{job}} --preview 2",),
@@ -271,7 +278,6 @@ SMALL: dict[str, tuple[str, ...]] = {
 SAME: dict[str, str] = {
     'meshloom generate runs/NAME --prompt "def main(" --tokens 100 --temperature 0.7 --top-p 0.9 '
     "--seed 1": 'meshloom generate runs/NAME --prompt "def main("',
-    "meshloom schema > schema.json": "meshloom schema",
     **{
         words: "python launch/verify.py --config ds_configs/zero2.json"
         for words in ("python launch/verify.py", "python launch/verify.py --config C.json")
@@ -314,8 +320,9 @@ SAME: dict[str, str] = {
 """Command -> the one of `SMALL` that it is with other sizes."""
 
 ELSEWHERE: dict[str, str] = {
-    'meshloom chat runs/NAME --system "You answer in one sentence."': (
-        "test_use.py::test_a_chat_keeps_its_history"
+    **dict.fromkeys(
+        ('meshloom chat runs/NAME --system "You answer in one sentence."', "meshloom chat runs/chat"),
+        "test_use.py::test_a_chat_keeps_its_history",
     ),
     "meshloom evaluate runs/NAME --tasks my_task.yaml": (
         "test_use.py::test_a_task_of_ones_own_is_scored"
