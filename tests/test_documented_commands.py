@@ -321,7 +321,10 @@ SAME: dict[str, str] = {
 
 ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(
-        ('meshloom chat runs/NAME --system "You answer in one sentence."', "meshloom chat runs/chat"),
+        (
+            'meshloom chat runs/NAME --system "You answer in one sentence."',
+            "meshloom chat runs/chat",
+        ),
         "test_use.py::test_a_chat_keeps_its_history",
     ),
     "meshloom evaluate runs/NAME --tasks my_task.yaml": (

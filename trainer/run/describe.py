@@ -79,16 +79,21 @@ def _update_line(prepared: Prepared) -> str:
 
 
 def _rate_notes(prepared: Prepared) -> list[str]:
-    """Warn of a learning rate, such as that of `ds_configs/`, that undoes what a model has learned.
+    """Warn of a warm-up as long as the run, and of a rate that undoes what a model has learned.
 
-    Only under the optimizers named Adam, without an adapter.
+    Those of `ds_configs/` may be. Of the rate under the optimizers named Adam, without an adapter.
     """
     optimizer, spec = prepared.config.optimizer, prepared.subject.spec
+    scheduler, notes = prepared.config.scheduler, list[str]()
+    warmup = scheduler.params.get("warmup_num_steps", 0) if scheduler else 0
+    if warmup >= prepared.steps:
+        seen = f"scheduler.params.warmup_num_steps is {warmup}, and the run has {prepared.steps}"
+        notes = [f"{seen} steps: all of it is warm-up; lower it, or train for more steps"]
     begun = isinstance(spec.weights, NoWeights) or prepared.config.trainer.adapter is not None
     if begun or "adam" not in optimizer.type.lower() or optimizer.params["lr"] < 1e-3:
-        return []
+        return notes
     seen = f"optimizer.params.lr is {optimizer.params['lr']:g}, and the model's weights are loaded"
-    return [f"{seen}: fine-tuning all of them usually takes 1e-6 to 1e-4"]
+    return [*notes, f"{seen}: fine-tuning all of them usually takes 1e-6 to 1e-4"]
 
 
 def resolved(prepared: Prepared) -> dict[str, Any]:
