@@ -417,7 +417,7 @@ NOT_HERE: dict[str, str] = {
     "docker build -t meshloom .": "needs a builder; test_wheel.py checks the Dockerfile's text",
     **{
         f"pip install {words}": "installing, from an index: .ci/run does, and test_wheel.py without"
-        for words in (".", "-e '.[test]'", "-e '.[lora]'", "-e '.[ladder]'", "'meshloom[lora]'")
+        for words in (".", "-e '.[test]'", "-e '.[ladder]'", "'meshloom[lora]'")
         + ("'meshloom[digits]'", "'meshloom[report]'", "'meshloom[evaluate]'")
         + (
             "mlflow",

@@ -160,7 +160,7 @@ def test_parts_of_an_earlier_push_go_and_other_files_stay(hub: Hub, base: Path) 
         (("--repository", "they/open", "--public"), "hf_mine", 64, "403, Forbidden"),
         (("--repository", "me/open"), "hf_mine", 64, "it is public; expected a private one"),
         (("--repository", "a/b/c"), "hf_mine", 64, 'expected a repository on the Hub, "owner/name"'),
-        ((), "hf_mine", 64, "trainer.hub.repository: "),
+        ((), "hf_mine", 64, "Name it by --repository"),
         (("--repository", "me/new", "--certificate", "no.json"), "hf_mine", 64, "no.json"),
     ],
 )  # fmt: skip

@@ -50,7 +50,8 @@ def lines(folder: Path, written: Mapping[str, Any], lives: bool) -> Iterator[str
     """Yield the lines on a run, from its status as it was written."""
     code, place = written.get("ended"), written["place"]
     if written["step"] and written.get("steps"):
-        place = place.replace(",", f" of {written['steps']},", 1)
+        step, steps = written["step"], written["steps"]  # after the last, `step` is past it
+        place = place.replace(f"step {step},", f"step {min(step, steps)} of {steps},", 1)
     if code is not None:
         yield f"{'ended' if code else 'finished'}: {place}"
         yield f"exit    {code}"
