@@ -293,7 +293,7 @@ class PartWriter:
             more = np.bincount(part[counted], minlength=len(frequencies))
             more[: len(frequencies)] += frequencies
             frequencies = more
-        shares = frequencies[frequencies > 0] / max(frequencies.sum(), 1)
+        shares = frequencies[frequencies > 0] / max(int(frequencies.sum()), 1)
         filled, room = int((spans[:, 1] - spans[:, 0]).sum()), count * cut.sequence_length
         return Summary(
             self.counts,
