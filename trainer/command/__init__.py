@@ -18,8 +18,6 @@ from trainer.storage import Unfailing
 
 Main = Callable[[Sequence[str], str], int]
 """Runs a command with its arguments, under a name; returns its exit code."""
-PARSERS: dict[str, argparse.ArgumentParser] = {}
-"""The parsers that were made, by the names of their commands."""
 
 
 def parser_of(
@@ -27,9 +25,7 @@ def parser_of(
 ) -> argparse.ArgumentParser:
     """Make the parser of the command `name`; the texts of its help keep their lines."""
     raw = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(name, usage, description.strip(), epilog, formatter_class=raw)
-    PARSERS[name] = made
-    return made
+    return argparse.ArgumentParser(name, usage, description.strip(), epilog, formatter_class=raw)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

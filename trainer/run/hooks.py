@@ -32,12 +32,11 @@ from trainer.run.timeline import StepProfiler, Timeline
 from trainer.state import RunState, StateTensor
 from trainer.supervise.phase import Phase
 from trainer.supervise.signals import NoSignals, StopSignals
+from trainer.tasks.harness import scores
 from trainer.trackers import Evaluation, JsonLines, Record, Tracker, open_trackers, say
 from trainer.trackers.callbacks import Callback, Callbacks
 
 MERGED = "final-merged"
-TASKS_SECONDS = 86_400.0
-"""Seconds that tasks may take without a sign of life."""
 SLOW = 0.1
 """The share of the time spent waiting for data above which the user is told."""
 SIGN_SECONDS = 600.0
@@ -154,10 +153,10 @@ class RunHooks(Hooks):
         section, folder = self.prepared.config.trainer, self.folder / "evaluated"
         if not section.evaluation.tasks:
             return {}
-        ranks, subject = self.machine.ranks, self.prepared.subject
-        self.machine.watch.moves(TASKS_SECONDS)
+        ranks = self.machine.ranks
+        self.machine.watch.moves(86_400.0)  # tasks give no sign of life
         export(self.prepared, self.engine, folder, ranks)
-        found = ranks.await_first(lambda: subject.scores(folder / FINAL, section))
+        found = ranks.await_first(lambda: scores(folder / FINAL, section))
         ranks.on_keepers(lambda: shutil.rmtree(folder, ignore_errors=True))
         self.machine.watch.moves()
         return found

@@ -17,50 +17,35 @@ class Shown(TextStreamer):
 
     text = ""
 
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.text += text
         print(printable(text), end="\n" if stream_end else "", flush=True)
 
 
 def continued(
-    model: Any,
-    tokenizer: Any,
-    prompt: str | list[int],
-    tokens: int,
-    temperature: float = 0.8,
-    top_p: float = 1.0,
-    shown: TextStreamer | None = None,
+    model: Any, tokenizer: Any, prompt: str | list[int], tokens: int, **options: Any
 ) -> torch.Tensor:
     """Return the tokens [count] of a prompt and at most `tokens` that the model adds.
 
-    Temperature 0 takes the most likely token; else one is drawn from the 50 most likely ones, down
-    to a probability of `top_p`. Raises ConfigError for a prompt without room for more.
+    `options` are transformers'; by default one of the 50 likeliest tokens is drawn, by temperature
+    0 it is the likeliest. Raises ConfigError for a prompt without room for more.
     """
-    end, ids = tokenizer.eos_token_id, prompt
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
+    end = tokenizer.eos_token_id
+    ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
     row = torch.tensor([ids or [end]], device=model.device)
     room = (positions_of(model, text_config(model)) or math.inf) - row.shape[1]
     stated = model.generation_config.eos_token_id
     stated = stated if isinstance(stated, list) else [stated]
     # in a model from scratch it is a default, and may be the number of an ordinary token
     ends = [end, *(token for token in stated if token in tokenizer.all_special_ids)]
-    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 50}
+    how = {"do_sample": True, "temperature": 0.8, "top_k": 50} | options
+    if not how["temperature"]:
+        how |= {"do_sample": False, "temperature": None}
+    how |= {"max_new_tokens": int(min(tokens, room)), "eos_token_id": ends, "pad_token_id": end}
     try:
-        written: torch.Tensor = model.generate(
-            row,
-            attention_mask=torch.ones_like(row),
-            max_new_tokens=int(min(tokens, room)),
-            eos_token_id=ends,
-            pad_token_id=end,
-            streamer=shown,
-            **(drawn if temperature else {"do_sample": False}),
-        )
-    except ValueError as error:  # of options, and where there is no room
-        place = f"after {row.shape[1]} tokens"
+        written: torch.Tensor = model.generate(row, attention_mask=torch.ones_like(row), **how)
+    except (RuntimeError, ValueError) as error:  # of options, memory, and where there is no room
         expected = f"options in their ranges, and at most {room:g} tokens"
+        place = f"after {row.shape[1]} tokens"
         raise ConfigError(Problem(place, first_line(error), expected)) from error
     return written[0]
