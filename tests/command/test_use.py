@@ -181,6 +181,38 @@ def test_a_seed_draws_the_same_again(folder, capsys):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+def test_a_prompt_and_a_seed_of_any_kind_are_taken(folder, capsys):
+    words = ["--prompt", "w7 \udcff", "--seed", str(2**70), "--tokens", "3"]
+    assert use.main([str(folder), *words], "meshloom generate") == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_tabs_are_shown_as_they_are_and_escapes_are_not(capsys):
+    from trainer.tasks.generation import Shown
+
+    Shown(tokenizer()).on_finalized_text("if x:\n\ty\x1b[2J", stream_end=True)
+    assert capsys.readouterr().out == "if x:\n\ty\\x1b[2J\n"
+
+
+def test_a_chat_with_a_closed_or_a_broken_input_ends(folder):
+    command = f'"{sys.executable}" -m trainer.command chat "{folder}" --tokens 2'
+    for given in (f"{command} <&-", f"printf 'w5 \\377\\nw6\\n' | {command}"):
+        result = run("bash", "-c", given)
+        assert result.code == 0 and "Traceback" not in result.output, result.output
+
+
+def test_ctrl_c_while_the_model_is_loaded_is_no_traceback(folder):
+    with subprocess.Popen(
+        [sys.executable, "-m", "trainer.command", "generate", str(folder), "--prompt", "w5"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr and process.stderr.readline().startswith("model ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130 and "Traceback" not in process.stderr.read()
+
+
 def test_a_chat_keeps_its_history(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6\n\nw7\n"))
     assert use.main([str(folder), "--system", "w4", *GREEDY], "meshloom chat") == 0
@@ -231,6 +263,19 @@ def torn(folder: Path, target: Path) -> Path:
     return target
 
 
+def with_a_block_too_many(folder: Path, target: Path) -> Path:
+    config = json.loads((without(folder, target) / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    (target / "config.json").write_text(json.dumps(config | {"layer_types": None}))
+    return target
+
+
+def a_run_that_saved_nothing(folder: Path, target: Path) -> Path:
+    (target / "config.json").write_text("{}")
+    (target / "environment.json").write_text("{}")
+    return target
+
+
 def half_a_checkpoint(folder: Path, target: Path) -> Path:
     from trainer.checkpoint.manifest import write_manifest
 
@@ -265,6 +310,8 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "no tokenizer": (without, 65, "copy the tokenizer's files into the folder"),
     "no weights": (without, 64, "model.safetensors"),
     "torn weights": (torn, 64, "open: "),
+    "weights that are missing": (with_a_block_too_many, 64, "no model.layers.4."),
+    "a run that saved nothing": (a_run_that_saved_nothing, 64, "final: a folder without a model"),
     "half a checkpoint": (half_a_checkpoint, 74, "meshloom checkpoint verify"),
     "a vision model of transformers": (a_transformers_vision_model, 64, "ViTConfig"),
     "a vision model": (a_classifier, 64, "a classifier, or a module of your own"),
@@ -288,12 +335,17 @@ def test_a_path_without_a_whole_language_model_is_one_sentence(folder, tmp_path,
         (["--prompt", "w5 " * 70], 64, "at most -6 tokens"),
         (["--prompt", PROMPT, "--temperature", "-1"], 64, "strictly positive float"),
         (["--prompt", PROMPT, "--tokens", "0"], 64, "after 3 tokens: "),
+        (["--prompt", PROMPT, "--temperature", "1e-320"], 64, "probability tensor contains"),
+        (["--prompt", "more", "--tokens", "4"], 64, "index out of range"),
     ],
 )
 def test_an_option_that_does_not_fit_is_one_sentence(folder, tmp_path, capsys, words, code, error):
     config = json.loads((without(folder, tmp_path) / "config.json").read_text())
     limited = json.dumps(config | {"max_position_embeddings": 64})
     (tmp_path / "config.json").write_text(limited)
+    larger = tokenizer()
+    larger.add_tokens(["more"])  # it has no row in the model
+    larger.save_pretrained(tmp_path)
     assert use.main([str(tmp_path), *words], "meshloom generate") == code
     assert error in capsys.readouterr().err
 

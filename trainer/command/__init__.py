@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -64,7 +65,11 @@ def run_command(main: Main, arguments: Sequence[str], name: str) -> NoReturn:
         os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     output, errors = Unfailing(sys.stdout or open(1, "w")), Unfailing(sys.stderr or open(2, "w"))
     sys.stdout, sys.stderr = cast(TextIO, output), cast(TextIO, errors)
-    code = main(arguments, name)
+    sys.stdin = open(0, errors="replace", closefd=False)  # it may have been closed
+    try:
+        code = main(arguments, name)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     sys.stdout.flush()
     if output.lost is not None and output.lost.errno != errno.EPIPE and code == 0:
         line = f"disk error: standard output can't be written ({output.lost.strerror})"

@@ -85,7 +85,7 @@ def _written(prompt: str | list[int], options: Namespace, model: Any, tokenizer:
     from trainer.tasks.generation import Shown, continued
 
     if options.seed is not None:
-        torch.manual_seed(options.seed)
+        torch.manual_seed(options.seed % 2**63)
     shown = Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)
     how = {"temperature": options.temperature, "top_p": options.top_p, "streamer": shown}
     try:

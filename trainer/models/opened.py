@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from trainer.errors import ConfigError, Problem, first_line
+from trainer.errors import ConfigError, Problem, first_line, listed
 from trainer.models import classifiers
 from trainer.models.names import aliases_of
 from trainer.models.own.module import class_of
@@ -64,9 +64,15 @@ def _pretrained(folder: Path, *, adapter: bool, **options: Any) -> nn.Module:
         library, name, mend = "peft", "AutoPeftModelForCausalLM", "pip install 'meshloom[lora]'"
         if not installed(library):
             raise ConfigError(Problem(f"open: {folder}", "an adapter", "the package peft", mend))
+    else:
+        options["output_loading_info"] = True
     try:
-        model: nn.Module = getattr(import_module(library), name).from_pretrained(folder, **options)
-        return model.eval()
+        found: Any = getattr(import_module(library), name).from_pretrained(folder, **options)
+        if adapter:
+            return found.eval()  # type: ignore[no-any-return]
+        if missing := sorted(found[1]["missing_keys"]):
+            raise ValueError(f"no {listed(missing)}")  # they would be drawn anew
+        return found[0].eval()  # type: ignore[no-any-return]
     except (ImportError, OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise ConfigError(Problem(f"open: {folder}", first_line(error), EXPECTED)) from error
 

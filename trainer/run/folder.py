@@ -59,7 +59,8 @@ def model_in(path: Path) -> Path:
     """
     found = published(path) or published(path / "checkpoints")
     if not found or not is_unfinished(path):
-        found = [path / FINAL if (path / FINAL).is_dir() else path]
+        is_run = (path / FINAL).is_dir() or (path / ENVIRONMENT).exists()
+        found = [path / FINAL if is_run else path]
     for one in reversed(found):
         damage = check_sizes(one, WEIGHTS_ALONE) if (one / MANIFEST).exists() else []
         if not damage:

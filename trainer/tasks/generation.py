@@ -30,8 +30,9 @@ def continued(
     `options` are transformers'; by default one of the 50 likeliest tokens is drawn, by temperature
     0 it is the likeliest. Raises ConfigError for a prompt without room for more.
     """
-    end = tokenizer.eos_token_id
-    ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+    end, ids = tokenizer.eos_token_id, prompt
+    if isinstance(prompt, str):  # a command line may hold bytes that are no text
+        ids = tokenizer(prompt.encode(errors="replace").decode())["input_ids"]
     row = torch.tensor([ids or [end]], device=model.device)
     room = (positions_of(model, text_config(model)) or math.inf) - row.shape[1]
     stated = model.generation_config.eos_token_id
@@ -44,7 +45,7 @@ def continued(
     how |= {"max_new_tokens": int(min(tokens, room)), "eos_token_id": ends, "pad_token_id": end}
     try:
         written: torch.Tensor = model.generate(row, attention_mask=torch.ones_like(row), **how)
-    except (RuntimeError, ValueError) as error:  # of options, memory, and where there is no room
+    except (IndexError, RuntimeError, ValueError) as error:  # of options, ids, memory, room
         expected = f"options in their ranges, and at most {room:g} tokens"
         place = f"after {row.shape[1]} tokens"
         raise ConfigError(Problem(place, first_line(error), expected)) from error
