@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.command import parser_of, reporting
-from trainer.errors import DataError, Problem, first_line
 
 PATH = """
-PATH is a run's folder (its final model or, while it is unfinished, its newest whole checkpoint), a
-checkpoint, or any folder of a Hugging Face model or a LoRA adapter. GPUs are used if there are any.
-Exit codes: 0 done, 64 no language model, or an option does not fit it, 65 no tokenizer, or the chat
-template refuses the chat, 74 the checkpoint is damaged.
+PATH is a run's folder (of an unfinished one, its newest whole checkpoint is taken), a checkpoint, or
+any folder of a Hugging Face model or a LoRA adapter. GPUs are used if there are any.
+Exit codes: 0 done, 64 model or options do not fit, 65 no tokenizer, 74 a damaged checkpoint.
 """
 CHAT = "A line is a message. Ctrl-C ends an answer, Ctrl-D the chat."
 
@@ -30,18 +28,17 @@ def main(arguments: Sequence[str], name: str) -> int:
     from trainer.models.opened import opened_language_model
     from trainer.run.folder import model_in
     from trainer.supervise.process import quiet_libraries
+    from trainer.tasks.harness import table
 
     quiet_libraries()
     folder, trust = model_in(options.path), options.trust_remote_code
     print(f"model   {folder}", file=sys.stderr)
     if command == "evaluate":
-        _evaluate(folder, options)
+        asked = {"num_fewshot": options.shots, "apply_chat_template": options.chat_template}
+        print(table(folder, trust, options.tasks.split(","), limit=options.limit, **asked))
         return 0
     opened = (opened_language_model(folder, trust), load_tokenizer(str(folder), trust))
-    if command == "generate":
-        _written(options.prompt, options, *opened)
-    else:
-        _chat(options, *opened)
+    (_written if command == "generate" else _chat)(options, *opened)
     return 0
 
 
@@ -74,12 +71,14 @@ def _chat(options: Namespace, model: Any, tokenizer: Any) -> None:
         while True:
             if (line := input("> " if sys.stdin.isatty() else "")).strip():
                 turns.append({"role": "user", "content": line})
-                answer = _written(_rendered(tokenizer, turns), options, model, tokenizer)
+                answer = _written(options, model, tokenizer, turns)
                 turns.append({"role": "assistant", "content": answer})
 
 
-def _written(prompt: str | list[int], options: Namespace, model: Any, tokenizer: Any) -> str:
-    """Show what a model adds to a prompt, up to a Ctrl-C; return it. Raises ConfigError."""
+def _written(
+    options: Namespace, model: Any, tokenizer: Any, turns: Sequence[dict[str, str]] = ()
+) -> str:
+    """Show what a model adds to a prompt or a chat, up to a Ctrl-C; return it."""
     import torch
 
     from trainer.tasks.generation import Shown, continued
@@ -89,27 +88,7 @@ def _written(prompt: str | list[int], options: Namespace, model: Any, tokenizer:
     shown = Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)
     how = {"temperature": options.temperature, "top_p": options.top_p, "streamer": shown}
     try:
-        continued(model, tokenizer, prompt, options.tokens, **how)
+        continued(model, tokenizer, turns or options.prompt, options.tokens, **how)
     except KeyboardInterrupt:
         shown.end()
     return shown.text
-
-
-def _rendered(tokenizer: Any, turns: list[dict[str, str]]) -> list[int]:
-    """Return the tokens of a chat up to where the model answers. Raises DataError."""
-    try:
-        return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"])
-    except Exception as error:  # a template raises whatever it likes
-        actual = f"no chat template takes it: {first_line(error)}"
-        raise DataError(Problem("the chat", actual, "a chat that the template takes")) from error
-
-
-def _evaluate(folder: Path, options: Namespace) -> None:
-    from trainer.tasks.harness import check_tasks, results
-
-    check_tasks(names := options.tasks.split(","))
-    asked = {"num_fewshot": options.shots, "apply_chat_template": options.chat_template}
-    found = results(folder, options.trust_remote_code, names, limit=options.limit, **asked)
-    from lm_eval.utils import make_table
-
-    print(make_table(found))

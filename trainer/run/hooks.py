@@ -155,10 +155,9 @@ class RunHooks(Hooks):
             return {}
         ranks = self.machine.ranks
         self.machine.watch.moves(86_400.0)  # tasks give no sign of life
-        export(self.prepared, self.engine, folder, ranks)
+        export(self.prepared, self.engine, folder, ranks, merges=False)
         found = ranks.await_first(lambda: scores(folder / FINAL, section))
         ranks.on_keepers(lambda: shutil.rmtree(folder, ignore_errors=True))
-        self.machine.watch.moves()
         return found
 
     def save(self, state: RunState) -> None:
@@ -277,13 +276,15 @@ class SlowData:
             yield f"note: {waits}: the loader is slower than the device{self._advice}"
 
 
-def export(prepared: Prepared, engine: Engine, folder: Path, ranks: Ranks) -> None:
+def export(
+    prepared: Prepared, engine: Engine, folder: Path, ranks: Ranks, merges: bool = True
+) -> None:
     """Write the model to `final/`; with its adapter merged, to `final-merged/`. Collective."""
     subject, final = prepared.subject, folder / FINAL
     spec, form = subject.spec, replace(prepared.form, one_file=subject.spec.one_file)
     entries = stored(spec, engine.state_tensors())
     checkpoint.export(final, entries, partial(subject.save, dtype=form.dtype), ranks, form)
-    if spec.files.merged is not None:
+    if merges and spec.files.merged is not None:
         merged = spec.files.merged(final)
         files = partial(replace(subject, spec=merged).save, dtype=form.dtype)
         entries, form = given_tensors(merged, ranks), checkpoint.ModelForm(form.dtype)

@@ -45,6 +45,14 @@ def results(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> 
     return found  # type: ignore[no-any-return]
 
 
+def table(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> str:
+    """Return lm-eval's table of its results; raises as `check_tasks` and `results` do."""
+    check_tasks(names)
+    from lm_eval.utils import make_table
+
+    return str(make_table(results(folder, trust, names, **options)))
+
+
 def scores(folder: Path, section: TrainerSection) -> dict[str, float]:
     """Return the scores of a folder's model on the config's tasks, by task and metric.
 
