@@ -26,7 +26,7 @@ FLAGS = {
 def printable(text: str) -> str:
     """Return `text` with escapes such as `\\x1b` for characters that steer a terminal.
 
-    Line breaks and tabs stay; a lone surrogate, which no terminal takes, is shown as an escape, too.
+    Line breaks and tabs stay; a lone surrogate, which no terminal takes, is an escape, too.
     """
     return "".join(c if c in "\n\t" or not _steers(c) else ascii(c)[1:-1] for c in text)
 

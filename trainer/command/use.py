@@ -12,11 +12,11 @@ from typing import Any
 from trainer.command import parser_of, reporting
 
 PATH = """
-PATH is a run's folder (of an unfinished one, its newest whole checkpoint is taken), a checkpoint, or
-any folder of a Hugging Face model or a LoRA adapter. GPUs are used if there are any.
+PATH is a run's folder (of an unfinished one, its newest whole checkpoint is taken), a checkpoint,
+or any folder of a Hugging Face model or a LoRA adapter. GPUs are used if there are any.
+In a chat, a line is a message. Ctrl-C ends an answer, Ctrl-D the chat.
 Exit codes: 0 done, 64 model or options do not fit, 65 no tokenizer, 74 a damaged checkpoint.
 """
-CHAT = "A line is a message. Ctrl-C ends an answer, Ctrl-D the chat."
 
 
 @reporting
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str], name: str) -> int:
 
 
 def _parser(name: str, command: str) -> ArgumentParser:
-    parser = parser_of(name, CHAT if command == "chat" else "", PATH)
+    parser = parser_of(name, PATH)
     parser.add_argument("path", type=Path, metavar="PATH")
     parser.add_argument("--trust-remote-code", action="store_true", help="run a model's own code")
     if command == "evaluate":
@@ -64,8 +64,8 @@ def _parser(name: str, command: str) -> ArgumentParser:
 
 
 def _chat(options: Namespace, model: Any, tokenizer: Any) -> None:
-    with suppress(ImportError):
-        import readline  # noqa: F401  # arrow keys in a line
+    import readline  # noqa: F401  # arrow keys in a line
+
     turns = [{"role": "system", "content": options.system}] if options.system else []
     with suppress(EOFError, KeyboardInterrupt):
         while True:

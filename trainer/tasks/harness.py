@@ -30,19 +30,16 @@ def check_tasks(names: Sequence[str]) -> None:
 def results(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> dict[str, Any]:
     """Return lm-eval's results of a folder's model on tasks, by name or path of a YAML file.
 
-    `trust`: the model's own code may run; `options` are lm-eval's. Raises ConfigError where they do
-    not fit.
+    `trust`: the model's own code may run. Raises ConfigError where lm-eval's `options` do not fit.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    how = {"tokenizer": str(folder), "trust_remote_code": trust, "batch_size": 8}
     model = opened_language_model(folder, trust)
     with _refusals(names):
-        judged: Any = HFLM(model, **how)
-        found: Any = simple_evaluate(judged, tasks=[*names], log_samples=False, **options)
-    return found  # type: ignore[no-any-return]
+        judged = HFLM(model, tokenizer=str(folder), trust_remote_code=trust, batch_size=8)
+        return simple_evaluate(judged, tasks=[*names], log_samples=False, **options)  # type: ignore[return-value]
 
 
 def table(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> str:
