@@ -122,8 +122,8 @@ SMALL: dict[str, tuple[str, ...]] = {
         ),
         ('meshloom generate {run} --prompt "def main(" --tokens 2',),
     ),
-    "meshloom --print-completion bash > ~/.local/share/bash-completion/completions/meshloom": (
-        "meshloom --print-completion bash",
+    "meshloom --print-completion > ~/.local/share/bash-completion/completions/meshloom": (
+        "meshloom --print-completion",
     ),
     "meshloom report runs/NAME": ("meshloom report {run} --output {out}/page.html",),
     f"deepspeed {TRAIN} ds_configs/zero3.json trainer.model.name_or_path=my-llama "

@@ -26,9 +26,9 @@ FLAGS = {
 def printable(text: str) -> str:
     """Return `text` with escapes such as `\\x1b` for characters that steer a terminal.
 
-    Line breaks stay; a lone surrogate, which no terminal takes, is shown as an escape, too.
+    Line breaks and tabs stay; a lone surrogate, which no terminal takes, is an escape, too.
     """
-    return "".join(c if c == "\n" or not _steers(c) else ascii(c)[1:-1] for c in text)
+    return "".join(c if c in "\n\t" or not _steers(c) else ascii(c)[1:-1] for c in text)
 
 
 def _steers(character: str) -> bool:

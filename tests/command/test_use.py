@@ -129,7 +129,7 @@ def test_the_text_is_that_of_one_process_with_the_weights(pools, tmp_path, capsy
     missing, unknown = model.load_state_dict(weights, strict=False)
     assert not missing and not unknown
     for path in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-000001"):
-        code = use.generate([str(path), "--prompt", PROMPT, *GREEDY], "meshloom generate")
+        code = use.main([str(path), "--prompt", PROMPT, *GREEDY], "meshloom generate")
         shown = capsys.readouterr()
         assert (code, shown.out.strip()) == (0, greedy(model, PROMPT)), shown.err
     assert len({*shown.out.split()}) > 3, "a text that depends on all weights"
@@ -165,22 +165,57 @@ def test_an_adapter_is_opened_on_its_base(folder, tmp_path, capsys):
     adapted = peft.get_peft_model(base, config).eval()
     adapted.save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
-    assert use.generate([str(tmp_path), "--prompt", PROMPT, *GREEDY], "") == 0
+    assert use.main([str(tmp_path), "--prompt", PROMPT, *GREEDY], "meshloom generate") == 0
     shown = capsys.readouterr().out.strip()
     assert shown == greedy(adapted, PROMPT) != greedy(plain_model(), PROMPT)
 
 
 def test_a_seed_draws_the_same_again(folder, capsys):
     drawn = [
-        (use.generate([str(folder), "--prompt", "", "--seed", seed], ""), capsys.readouterr().out)
+        (
+            use.main([str(folder), "--prompt", "", "--seed", seed], "meshloom generate"),
+            capsys.readouterr().out,
+        )
         for seed in ("1", "1", "2")
     ]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+def test_a_prompt_and_a_seed_of_any_kind_are_taken(folder, capsys):
+    words = ["--prompt", "w7 \udcff", "--seed", str(2**70), "--tokens", "3"]
+    assert use.main([str(folder), *words], "meshloom generate") == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_tabs_are_shown_as_they_are_and_escapes_are_not(capsys):
+    from trainer.tasks.generation import Shown
+
+    Shown(tokenizer()).on_finalized_text("if x:\n\ty\x1b[2J", stream_end=True)
+    assert capsys.readouterr().out == "if x:\n\ty\\x1b[2J\n"
+
+
+def test_a_chat_with_a_closed_or_a_broken_input_ends(folder):
+    command = f'"{sys.executable}" -m trainer.command chat "{folder}" --tokens 2'
+    for given in (f"{command} <&-", f"printf 'w5 \\377\\nw6\\n' | {command}"):
+        result = run("bash", "-c", given)
+        assert result.code == 0 and "Traceback" not in result.output, result.output
+
+
+def test_ctrl_c_while_the_model_is_loaded_is_no_traceback(folder):
+    with subprocess.Popen(
+        [sys.executable, "-m", "trainer.command", "generate", str(folder), "--prompt", "w5"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr and process.stderr.readline().startswith("model ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130 and "Traceback" not in process.stderr.read()
+
+
 def test_a_chat_keeps_its_history(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6\n\nw7\n"))
-    assert use.chat([str(folder), "--system", "w4", *GREEDY], "meshloom chat") == 0
+    assert use.main([str(folder), "--system", "w4", *GREEDY], "meshloom chat") == 0
     first = greedy(plain_model(), chat := "<system> w4 <user> w5 w6 <assistant>")
     second = greedy(plain_model(), f"{chat} {first} <user> w7 <assistant>")
     assert capsys.readouterr().out.splitlines() == [first, second]
@@ -228,6 +263,19 @@ def torn(folder: Path, target: Path) -> Path:
     return target
 
 
+def with_a_block_too_many(folder: Path, target: Path) -> Path:
+    config = json.loads((without(folder, target) / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    (target / "config.json").write_text(json.dumps(config | {"layer_types": None}))
+    return target
+
+
+def a_run_that_saved_nothing(folder: Path, target: Path) -> Path:
+    (target / "config.json").write_text("{}")
+    (target / "environment.json").write_text("{}")
+    return target
+
+
 def half_a_checkpoint(folder: Path, target: Path) -> Path:
     from trainer.checkpoint.manifest import write_manifest
 
@@ -257,11 +305,13 @@ def a_transformers_vision_model(folder: Path, target: Path) -> Path:
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 BAD: dict[str, tuple[Any, int, str]] = {
-    "no folder": (lambda folder, target: target / "none", 64, "none: no such folder"),
+    "no folder": (lambda folder, target: target / "none", 64, "none: a folder without a model"),
     "an empty folder": (lambda folder, target: target, 64, "a folder without a model"),
-    "no tokenizer": (without, 65, "Copy the tokenizer's files into it"),
+    "no tokenizer": (without, 65, "copy the tokenizer's files into the folder"),
     "no weights": (without, 64, "model.safetensors"),
     "torn weights": (torn, 64, "open: "),
+    "weights that are missing": (with_a_block_too_many, 64, "no model.layers.4."),
+    "a run that saved nothing": (a_run_that_saved_nothing, 64, "final: a folder without a model"),
     "half a checkpoint": (half_a_checkpoint, 74, "meshloom checkpoint verify"),
     "a vision model of transformers": (a_transformers_vision_model, 64, "ViTConfig"),
     "a vision model": (a_classifier, 64, "a classifier, or a module of your own"),
@@ -273,7 +323,7 @@ REMOVED = {"no tokenizer": TOKENIZER, "no weights": ("model.safetensors",)}
 def test_a_path_without_a_whole_language_model_is_one_sentence(folder, tmp_path, capsys, name):
     make, code, words = BAD[name]
     path = make(folder, tmp_path, *REMOVED.get(name, ()))
-    assert use.generate([str(path), "--prompt", PROMPT], "meshloom generate") == code
+    assert use.main([str(path), "--prompt", PROMPT], "meshloom generate") == code
     shown = capsys.readouterr()
     error = shown.err[shown.err.index("error:\n") :].splitlines()
     assert not shown.out and len(error) == 2 and words in error[1], shown.err
@@ -282,34 +332,39 @@ def test_a_path_without_a_whole_language_model_is_one_sentence(folder, tmp_path,
 @pytest.mark.parametrize(
     ("words", "code", "error"),
     [
-        (["--prompt", "w5 " * 70], 64, "at most -6 tokens"),
+        (["--prompt", "w5 " * 70], 64, "but is -6."),
         (["--prompt", PROMPT, "--temperature", "-1"], 64, "strictly positive float"),
-        (["--prompt", PROMPT, "--tokens", "0"], 64, "after 3 tokens: "),
+        (["--prompt", PROMPT, "--tokens", "0"], 64, "but is 0."),
+        (["--prompt", PROMPT, "--temperature", "1e-320"], 64, "probability tensor contains"),
+        (["--prompt", "more", "--tokens", "4"], 64, "index out of range"),
     ],
 )
 def test_an_option_that_does_not_fit_is_one_sentence(folder, tmp_path, capsys, words, code, error):
     config = json.loads((without(folder, tmp_path) / "config.json").read_text())
     limited = json.dumps(config | {"max_position_embeddings": 64})
     (tmp_path / "config.json").write_text(limited)
-    assert use.generate([str(tmp_path), *words], "meshloom generate") == code
+    larger = tokenizer()
+    larger.add_tokens(["more"])  # it has no row in the model
+    larger.save_pretrained(tmp_path)
+    assert use.main([str(tmp_path), *words], "meshloom generate") == code
     assert error in capsys.readouterr().err
 
 
 def test_a_chat_says_why_there_can_be_none(folder, tmp_path, capsys, monkeypatch):
     without(folder, tmp_path, *TOKENIZER, "chat_template.jinja")
-    for template, code, words in (
-        (None, 64, "no chat template"),
-        ("{{ raise_exception('only w5') }}", 65, "the chat template refuses it: only w5"),
+    for template, words in (
+        (None, "chat_template is not set"),
+        ("{{ raise_exception('only w5') }}", "TemplateError: only w5"),
     ):
         tokenizer(chat_template=template).save_pretrained(tmp_path)
         monkeypatch.setattr(sys, "stdin", io.StringIO("w6\n"))
-        assert use.chat([str(tmp_path)], "meshloom chat") == code
+        assert use.main([str(tmp_path)], "meshloom chat") == 64
         assert words in capsys.readouterr().err
 
 
 def test_evaluating_without_lm_eval_says_how_to_install_it(folder, capsys, monkeypatch):
-    monkeypatch.setattr("trainer.tasks.harness.find_spec", lambda name: None)
-    assert use.evaluate([str(folder), "--tasks", "arc_easy"], "meshloom evaluate") == 64
+    monkeypatch.setattr("trainer.tasks.harness.installed", lambda name: False)
+    assert use.main([str(folder), "--tasks", "arc_easy"], "meshloom evaluate") == 64
     assert "pip install 'meshloom[evaluate]'" in capsys.readouterr().err
 
 
@@ -348,10 +403,10 @@ def test_a_task_of_ones_own_is_scored(folder, tmp_path, capsys):
         right += bool(logits[30] > logits[31])
         questions.append((text, options, 0))
     task = write_task(tmp_path, questions)
-    assert use.evaluate([str(folder), "--tasks", str(task)], "meshloom evaluate") == 0
+    assert use.main([str(folder), "--tasks", str(task)], "meshloom evaluate") == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("|own"))
     assert [cell.strip() for cell in row.split("|")][7] == f"{right / 10:g}"
-    assert use.evaluate([str(folder), "--tasks", "no_such_task"], "meshloom evaluate") == 64
+    assert use.main([str(folder), "--tasks", "no_such_task"], "meshloom evaluate") == 64
     assert "no_such_task" in capsys.readouterr().err
 
 
@@ -396,28 +451,24 @@ COMPLETED = {
     "meshloom ev": "evaluate",
     "meshloom checkpoint imp": "import",
     "meshloom generate --pro": "--prompt",
-    "meshloom train --config zero2_": "zero2_offload",
-    "meshloom train --config zero2 trainer.generate.pr": "trainer.generate.prompt=",
-    "meshloom plan --config zero2 zero_optimization.reduce_s": "zero_optimization.reduce_scatter=",
+    "meshloom train --config ": "",
 }
 
 
-def test_bash_completes_commands_options_and_keys(capsys):
-    from trainer.command.__main__ import completion
-
+def test_bash_completes_commands_and_options(tmp_path):
+    called = f'#!/bin/sh\nexec "{sys.executable}" -m trainer.command "$@"\n'
+    (tmp_path / "meshloom").write_text(called)
+    (tmp_path / "meshloom").chmod(0o755)
     tries = "".join(
-        f"COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_meshloom; "
-        'echo "${COMPREPLY[*]}"\n'
+        f'words="{line}" && COMP_WORDS=($words) && '
+        '[[ $words == *" " ]] && COMP_WORDS+=("")\n'
+        "COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _meshloom; printf '%s\\n' \"${COMPREPLY[0]}\"\n"
         for line in COMPLETED
     )
-    script = f"set -e\n{completion('bash')}\n{tries}complete -p meshloom\n"
-    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    script = f'eval "$(meshloom --print-completion)"\n{tries}complete -p meshloom\n'
+    places = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, env=os.environ | places
+    )
     assert found.stdout.splitlines()[:-1] == list(COMPLETED.values()), found.stderr
     assert "-o default" in found.stdout.splitlines()[-1], "files"
-    assert '"--config[' in completion("zsh") and ":_files" in completion("zsh")
-
-
-def test_the_script_is_printed_without_a_command():
-    result = run(sys.executable, "-m", "trainer.command", "--print-completion", "bash")
-    assert result.code == 0 and "complete -o bashdefault -o default" in result.output
-    assert run(sys.executable, "-m", "trainer.command", "--print-completion", "c").code == 2

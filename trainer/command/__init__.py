@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,8 +19,6 @@ from trainer.storage import Unfailing
 
 Main = Callable[[Sequence[str], str], int]
 """Runs a command with its arguments, under a name; returns its exit code."""
-PARSERS: dict[str, argparse.ArgumentParser] = {}
-"""The parsers that were made, by the names of their commands."""
 
 
 def parser_of(
@@ -27,9 +26,7 @@ def parser_of(
 ) -> argparse.ArgumentParser:
     """Make the parser of the command `name`; the texts of its help keep their lines."""
     raw = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(name, usage, description.strip(), epilog, formatter_class=raw)
-    PARSERS[name] = made
-    return made
+    return argparse.ArgumentParser(name, usage, description.strip(), epilog, formatter_class=raw)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +65,11 @@ def run_command(main: Main, arguments: Sequence[str], name: str) -> NoReturn:
         os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     output, errors = Unfailing(sys.stdout or open(1, "w")), Unfailing(sys.stderr or open(2, "w"))
     sys.stdout, sys.stderr = cast(TextIO, output), cast(TextIO, errors)
-    code = main(arguments, name)
+    sys.stdin = open(0, errors="replace", closefd=False)  # it may have been closed
+    try:
+        code = main(arguments, name)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     sys.stdout.flush()
     if output.lost is not None and output.lost.errno != errno.EPIPE and code == 0:
         line = f"disk error: standard output can't be written ({output.lost.strerror})"

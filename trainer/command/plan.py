@@ -11,8 +11,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.command import parser_of
-
 if TYPE_CHECKING:
     from trainer.tools.planner.proposals import Proposal
 
@@ -61,7 +59,7 @@ def _sign_of_life() -> Iterator[None]:
 
 
 def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
-    parser = parser_of(name, DESCRIPTION)
+    parser = argparse.ArgumentParser(prog=name, description=DESCRIPTION)
     parser.add_argument(
         "--config",
         required=True,

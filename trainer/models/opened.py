@@ -12,30 +12,33 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from trainer.errors import ConfigError, Problem, first_line
+from trainer.errors import ConfigError, Problem, first_line, listed
 from trainer.models import classifiers
 from trainer.models.names import aliases_of
 from trainer.models.own.module import class_of
 from trainer.models.weights import SafetensorsFolder
 from trainer.storage import installed
 
-ADAPTER = "adapter_config.json"
 EXPECTED = "runs/NAME/final, or a checkpoint such as runs/NAME/checkpoints/step-000100"
 
 
-def opened(folder: Path, build: Callable[[], nn.Module] | None) -> nn.Module:
+def opened(folder: Path, build: Callable[[], nn.Module] | None = None, **options: Any) -> nn.Module:
     """Load the model of `final/` or of a checkpoint, in evaluation mode.
 
-    Raises ConfigError if there is none.
+    `options`: those of a library's `from_pretrained`. Raises ConfigError if there is none.
     """
     if (inner := folder / "model").is_dir():
         folder = inner
-    place, kind = f"open: {folder}", _kind(folder)
+    place = f"open: {folder}"
+    files = (classifiers.DESCRIPTION, "adapter_config.json", "config.json")
+    kind = next((name for name in files if (folder / name).exists()), None)
+    if kind is None:
+        raise ConfigError(Problem(place, "a folder without a model", EXPECTED))
     if kind != classifiers.DESCRIPTION:
         if build is not None:
             seen = "model=, and a folder that says it"
             raise ConfigError(Problem(place, seen, "the folder alone"))
-        return _pretrained(folder)
+        return _pretrained(folder, adapter=kind == "adapter_config.json", **options)
     content = json.loads((folder / classifiers.DESCRIPTION).read_bytes())
     name = content.get("module") or content["model"]["name"].rpartition(":")[2]
     if build is None and "model" in content:
@@ -46,36 +49,31 @@ def opened(folder: Path, build: Callable[[], nn.Module] | None) -> nn.Module:
     return _filled(build(), folder, name)
 
 
-def opened_language_model(folder: Path, *, trust: bool = False) -> Any:
-    """Load the language model of a folder, in evaluation mode, on the GPUs if there are any.
-
-    `trust`: its own code may run. Raises ConfigError if there is none.
-    """
-    if _kind(folder) == classifiers.DESCRIPTION:
+def opened_language_model(folder: Path, trust: bool) -> Any:
+    """Load as `opened`, on the GPUs if there are any; `trust`: the model's own code may run."""
+    if (folder / classifiers.DESCRIPTION).exists():
         seen = "a classifier, or a module of your own"
         raise ConfigError(Problem(f"open: {folder}", seen, "a language model of transformers"))
     device = "auto" if torch.cuda.is_available() else None
-    return _pretrained(folder, device_map=device, trust_remote_code=trust)
+    return opened(folder, device_map=device, trust_remote_code=trust)
 
 
-def _kind(folder: Path) -> str:
-    """Return the name of the file that says what a folder's model is. Raises ConfigError."""
-    for name in (classifiers.DESCRIPTION, ADAPTER, "config.json"):
-        if (folder / name).exists():
-            return name
-    raise ConfigError(Problem(f"open: {folder}", "a folder without a model", EXPECTED))
-
-
-def _pretrained(folder: Path, **options: Any) -> nn.Module:
+def _pretrained(folder: Path, *, adapter: bool, **options: Any) -> nn.Module:
     library, name = "transformers", "AutoModelForCausalLM"
-    if _kind(folder) == ADAPTER:
+    if adapter:
         library, name, mend = "peft", "AutoPeftModelForCausalLM", "pip install 'meshloom[lora]'"
         if not installed(library):
             raise ConfigError(Problem(f"open: {folder}", "an adapter", "the package peft", mend))
+    else:
+        options["output_loading_info"] = True
     try:
-        model: nn.Module = getattr(import_module(library), name).from_pretrained(folder, **options)
-        return model.eval()
-    except (ImportError, OSError, ValueError, SafetensorError) as error:
+        found: Any = getattr(import_module(library), name).from_pretrained(folder, **options)
+        if adapter:
+            return found.eval()  # type: ignore[no-any-return]
+        if missing := sorted(found[1]["missing_keys"]):
+            raise ValueError(f"no {listed(missing)}")  # they would be drawn anew
+        return found[0].eval()  # type: ignore[no-any-return]
+    except (ImportError, OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise ConfigError(Problem(f"open: {folder}", first_line(error), EXPECTED)) from error
 
 

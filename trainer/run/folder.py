@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.checkpoint import published
-from trainer.checkpoint.manifest import DESCRIPTION, MANIFEST, check_sizes
+from trainer.checkpoint.manifest import MANIFEST, WEIGHTS_ALONE, check_sizes
 from trainer.checkpoint.slots import MODEL
 from trainer.config import Config
 from trainer.distributed.ranks import Ranks
@@ -21,8 +21,6 @@ from trainer.storage import disk_errors, ensure_writable
 from trainer.supervise import status_files as status
 
 LOCK = ".lock"
-WRITTEN = (MODEL, "adapter_model", DESCRIPTION)
-"""The beginnings of the paths of a trained model's files, in a checkpoint and in a final model."""
 FINAL, ENVIRONMENT = "final", "environment.json"
 HELD_SECONDS = 10.0
 """Seconds for which forks of a dead process may hold its lock."""
@@ -54,22 +52,21 @@ def is_unfinished(folder: Path) -> bool:
 
 
 def model_in(path: Path) -> Path:
-    """Find the model's folder of a run, its final model or its newest whole checkpoint, or of a
-    checkpoint; any other path is returned.
+    """Return the folder of a run's final model or newest whole checkpoint, or of a checkpoint's
+    model; any other path as it is.
 
-    Raises ConfigError if there is no such folder, and DiskError if files of a checkpoint are gone.
+    Raises DiskError if files of a checkpoint are damaged.
     """
-    if not path.is_dir():
-        raise ConfigError(Problem(str(path), "no such folder", "a run, a checkpoint or a model"))
-    final, saved = path / FINAL, published(path) or published(path / "checkpoints")
-    found = final if final.is_dir() else path
-    if saved and is_unfinished(path):
-        whole = (one for one in reversed(saved) if not check_sizes(one, WRITTEN))
-        found = next(whole, saved[-1])
-    if (found / MANIFEST).exists() and (problems := check_sizes(found, WRITTEN)):
-        hint = f"meshloom checkpoint verify {found} names all that is damaged"
-        raise DiskError(replace(problems[0], mend=hint))
-    return found / MODEL if (found / MODEL).is_dir() else found
+    found = published(path) or published(path / "checkpoints")
+    if not found or not is_unfinished(path):
+        is_run = (path / FINAL).is_dir() or (path / ENVIRONMENT).exists()
+        found = [path / FINAL if is_run else path]
+    for one in reversed(found):
+        damage = check_sizes(one, WEIGHTS_ALONE) if (one / MANIFEST).exists() else []
+        if not damage:
+            return one / MODEL if (one / MODEL).is_dir() else one
+    hint = f"meshloom checkpoint verify {one} names all that is damaged"
+    raise DiskError(replace(damage[0], mend=hint))
 
 
 def numbers(base: Path) -> list[int]:

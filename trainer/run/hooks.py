@@ -32,12 +32,11 @@ from trainer.run.timeline import StepProfiler, Timeline
 from trainer.state import RunState, StateTensor
 from trainer.supervise.phase import Phase
 from trainer.supervise.signals import NoSignals, StopSignals
+from trainer.tasks.harness import scores
 from trainer.trackers import Evaluation, JsonLines, Record, Tracker, open_trackers, say
 from trainer.trackers.callbacks import Callback, Callbacks
 
 MERGED = "final-merged"
-TASKS_SECONDS = 86_400.0
-"""Seconds that tasks may take without a sign of life."""
 SLOW = 0.1
 """The share of the time spent waiting for data above which the user is told."""
 SIGN_SECONDS = 600.0
@@ -154,12 +153,11 @@ class RunHooks(Hooks):
         section, folder = self.prepared.config.trainer, self.folder / "evaluated"
         if not section.evaluation.tasks:
             return {}
-        ranks, subject = self.machine.ranks, self.prepared.subject
-        self.machine.watch.moves(TASKS_SECONDS)
-        export(self.prepared, self.engine, folder, ranks)
-        found = ranks.await_first(lambda: subject.scores(folder / FINAL, section))
+        ranks = self.machine.ranks
+        self.machine.watch.moves(86_400.0)  # tasks give no sign of life
+        export(self.prepared, self.engine, folder, ranks, merges=False)
+        found = ranks.await_first(lambda: scores(folder / FINAL, section))
         ranks.on_keepers(lambda: shutil.rmtree(folder, ignore_errors=True))
-        self.machine.watch.moves()
         return found
 
     def save(self, state: RunState) -> None:
@@ -278,13 +276,15 @@ class SlowData:
             yield f"note: {waits}: the loader is slower than the device{self._advice}"
 
 
-def export(prepared: Prepared, engine: Engine, folder: Path, ranks: Ranks) -> None:
+def export(
+    prepared: Prepared, engine: Engine, folder: Path, ranks: Ranks, merges: bool = True
+) -> None:
     """Write the model to `final/`; with its adapter merged, to `final-merged/`. Collective."""
     subject, final = prepared.subject, folder / FINAL
     spec, form = subject.spec, replace(prepared.form, one_file=subject.spec.one_file)
     entries = stored(spec, engine.state_tensors())
     checkpoint.export(final, entries, partial(subject.save, dtype=form.dtype), ranks, form)
-    if spec.files.merged is not None:
+    if merges and spec.files.merged is not None:
         merged = spec.files.merged(final)
         files = partial(replace(subject, spec=merged).save, dtype=form.dtype)
         entries, form = given_tensors(merged, ranks), checkpoint.ModelForm(form.dtype)

@@ -40,7 +40,7 @@ from trainer.run import images
 from trainer.run.evaluate import beginning, continuation
 from trainer.supervise.process import cache_folder, cores
 from trainer.tasks.causal_lm import CausalLM
-from trainer.tasks.harness import harness_tasks, scores
+from trainer.tasks.harness import check_tasks
 from trainer.tasks.image_classification import ImageClassification
 from trainer.tasks.supervised import Loss, Supervised
 from trainer.tasks.task import Task
@@ -128,10 +128,6 @@ class Subject:
         """Further figures of an evaluation, by name."""
         return {}
 
-    def scores(self, folder: Path, section: TrainerSection) -> dict[str, float]:
-        """Return the scores of the model in `folder` on the config's tasks, by task and metric."""
-        return {}
-
     def losses_by_source(self, metrics: Metrics, device: torch.device) -> dict[str, float] | None:
         """Return training losses since the last call, by source, if asked for. Collective."""
         return None
@@ -181,10 +177,6 @@ class LanguageSubject(Subject):
         losses, targets = by_source.take(metrics.group, device).tolist()
         found = zip(self.data.shares, losses, targets, strict=True)
         return {share.label: loss / count for share, loss, count in found if count}
-
-    def scores(self, folder: Path, section: TrainerSection) -> dict[str, float]:
-        trust, wanted = section.model.trust_remote_code, section.evaluation
-        return scores(folder, self.tokenizer, wanted.tasks, wanted.samples, trust)
 
     def save(self, folder: Path, dtype: torch.dtype | None) -> None:
         super().save(folder, dtype)
@@ -329,8 +321,8 @@ def image_classifier(config: Config, given: Given, layout: Layout, ranks: Ranks)
 
 def language_model(config: Config, ranks: Ranks, progress: Progress) -> Subject:
     section = config.trainer
-    if tasks := section.evaluation.tasks:
-        ranks.await_first(lambda: harness_tasks(tasks) and None)  # a mistake is found at the start
+    if section.evaluation.tasks:
+        ranks.await_first(lambda: check_tasks(section.evaluation.tasks))
     architecture = ranks.on_own(lambda: huggingface.read_config(section.model))
     tokenizer = _tokenizer(config, ranks, progress)
     data = open_data(section.data, tokenizer, cache_folder(), ranks, section.seed, progress)

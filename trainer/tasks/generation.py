@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from trainer.errors import ConfigError, Problem, first_line, printable
+from trainer.errors import ConfigError, Problem, named_line, printable
 from trainer.models.language_model import positions_of, text_config
 
 
@@ -17,50 +17,36 @@ class Shown(TextStreamer):
 
     text = ""
 
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.text += text
         print(printable(text), end="\n" if stream_end else "", flush=True)
 
 
-def continued(
-    model: Any,
-    tokenizer: Any,
-    prompt: str | list[int],
-    tokens: int,
-    temperature: float = 0.8,
-    top_p: float = 1.0,
-    shown: TextStreamer | None = None,
-) -> torch.Tensor:
-    """Return the tokens [count] of a prompt and at most `tokens` that the model adds.
+def continued(model: Any, tokenizer: Any, prompt: Any, tokens: int, **options: Any) -> torch.Tensor:
+    """Return the tokens [count] of a prompt (text, tokens, or turns of a chat that the model is to
+    answer) and at most `tokens` that the model adds.
 
-    Temperature 0 takes the most likely token; else one is drawn from the 50 most likely ones, down
-    to a probability of `top_p`. Raises ConfigError for a prompt without room for more.
+    `options` are transformers'; by default one of the 50 likeliest tokens is drawn, by temperature
+    0 it is the likeliest. Raises ConfigError for a prompt that does not fit, or without room.
     """
-    end, ids = tokenizer.eos_token_id, prompt
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-    row = torch.tensor([ids or [end]], device=model.device)
-    room = (positions_of(model, text_config(model)) or math.inf) - row.shape[1]
+    end = tokenizer.eos_token_id
+    how = {"do_sample": True, "temperature": 0.8, "top_k": 50} | options
+    if not how["temperature"]:
+        how |= {"do_sample": False, "temperature": None}
     stated = model.generation_config.eos_token_id
     stated = stated if isinstance(stated, list) else [stated]
     # in a model from scratch it is a default, and may be the number of an ordinary token
     ends = [end, *(token for token in stated if token in tokenizer.all_special_ids)]
-    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 50}
     try:
-        written: torch.Tensor = model.generate(
-            row,
-            attention_mask=torch.ones_like(row),
-            max_new_tokens=int(min(tokens, room)),
-            eos_token_id=ends,
-            pad_token_id=end,
-            streamer=shown,
-            **(drawn if temperature else {"do_sample": False}),
-        )
-    except ValueError as error:  # of options, and where there is no room
-        place = f"after {row.shape[1]} tokens"
-        expected = f"options in their ranges, and at most {room:g} tokens"
-        raise ConfigError(Problem(place, first_line(error), expected)) from error
+        if isinstance(prompt, str):  # a command line may hold bytes that are no text
+            prompt = tokenizer(prompt.encode(errors="replace").decode())["input_ids"] or [end]
+        elif isinstance(prompt[0], dict):
+            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+        row = torch.tensor([prompt], device=model.device)
+        room = (positions_of(model, text_config(model)) or math.inf) - row.shape[1]
+        how |= {"max_new_tokens": int(min(tokens, room)), "eos_token_id": ends, "pad_token_id": end}
+        written: torch.Tensor = model.generate(row, attention_mask=torch.ones_like(row), **how)
+    except Exception as error:  # libraries and templates raise whatever they like
+        expected = "options in their ranges, and a prompt that fits the model, with room behind it"
+        raise ConfigError(Problem("the text", named_line(error), expected)) from error
     return written[0]

@@ -3,70 +3,75 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from importlib.util import find_spec
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer.config import TrainerSection
 from trainer.errors import ConfigError, Problem, named_line
 from trainer.models.opened import opened_language_model
+from trainer.storage import installed
 
 
-def harness_tasks(names: Sequence[str]) -> list[Any]:
-    """Load tasks by name or by the path of their YAML file, with their data.
-
-    Raises ConfigError without lm-eval, and for a task that can't be loaded.
-    """
-    place = f"tasks {', '.join(names)}"
-    if find_spec("lm_eval") is None:
+def check_tasks(names: Sequence[str]) -> None:
+    """Raise ConfigError without lm-eval, and for a task that can't be loaded with its data."""
+    if not installed("lm_eval"):
         hint = "pip install 'meshloom[evaluate]'"
-        raise ConfigError(Problem(place, "lm-eval is not installed", "it", hint))
+        raise ConfigError(Problem("tasks", "lm-eval is not installed", "it", hint))
     from lm_eval.tasks import TaskManager
 
-    try:
-        found: Any = TaskManager().load([*names])
-    except Exception as error:  # tasks run code of their own, and fetch data
-        expected = "tasks of lm-eval or paths of their YAML files, with their data"
-        raise ConfigError(Problem(place, named_line(error), expected)) from error
-    inner = {child for children in found["group_map"].values() for child in children}
-    loaded = found["groups"] | found["tasks"]
-    return [task for name, task in loaded.items() if name not in inner]
+    with _refusals(names):
+        TaskManager().load([*names])
 
 
-def results(model: Any, tokenizer: Any, tasks: list[Any], **options: Any) -> dict[str, Any]:
-    """Return lm-eval's results for loaded tasks, with its options.
+def results(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> dict[str, Any]:
+    """Return lm-eval's results of a folder's model on tasks, by name or path of a YAML file.
 
-    Raises ConfigError where they do not fit the model.
+    `trust`: the model's own code may run. Raises ConfigError where lm-eval's `options` do not fit.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    options |= {"task_manager": TaskManager(include_defaults=False), "log_samples": False}
-    try:
-        judged = HFLM(model, tokenizer=tokenizer, batch_size=8)
-        return simple_evaluate(judged, tasks=tasks, **options)  # type: ignore[return-value]
-    except Exception as error:
-        raise ConfigError(Problem("lm-eval", named_line(error), "tasks for this model")) from error
+    model = opened_language_model(folder, trust)
+    with _refusals(names):
+        judged = HFLM(model, tokenizer=str(folder), trust_remote_code=trust, batch_size=8)
+        return simple_evaluate(judged, tasks=[*names], log_samples=False, **options)  # type: ignore[return-value]
 
 
-def scores(
-    folder: Path, tokenizer: Any, names: Sequence[str], limit: int, trust: bool
-) -> dict[str, float]:
-    """Return the scores of the model in `folder` by task and metric, from `limit` questions each.
+def table(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> str:
+    """Return lm-eval's table of its results; raises as `check_tasks` and `results` do."""
+    check_tasks(names)
+    from lm_eval.utils import make_table
 
-    Leaves random states as they are. `trust`: the model's own code may run.
+    return str(make_table(results(folder, trust, names, **options)))
+
+
+def scores(folder: Path, section: TrainerSection) -> dict[str, float]:
+    """Return the scores of a folder's model on the config's tasks, by task and metric.
+
+    Leaves random states as they are.
     """
-    model = opened_language_model(folder, trust=trust)
-    unseeded = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))
+    trust, wanted = section.model.trust_remote_code, section.evaluation
+    options = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))
+    options |= {"limit": wanted.samples, "bootstrap_iters": 0}  # no standard errors
     with torch.random.fork_rng():
-        found = results(model, tokenizer, harness_tasks(names), limit=limit, **unseeded)
+        found = results(folder, trust, wanted.tasks, **options)
     return {
         f"{task}/{metric.removesuffix(',none')}": value
         for task, metrics in found["results"].items()
         for metric, value in metrics.items()
-        if "," in metric and "_stderr," not in metric and isinstance(value, float | int)
+        if "," in metric and isinstance(value, float | int)
     }
+
+
+@contextmanager
+def _refusals(names: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # tasks run code of their own, and fetch data
+        place, expected = f"tasks {', '.join(names)}", "tasks with their data, for this model"
+        raise ConfigError(Problem(place, named_line(error), expected)) from error

@@ -39,7 +39,8 @@ def load_tokenizer(
         )
     except Exception as error:  # a dozen libraries raise what they like
         seen = f"no tokenizer could be loaded ({first_line(error)})"
-        expected, mend = "a folder with a tokenizer, or a hub id", "Set trainer.data.tokenizer"
+        expected = "a folder with a tokenizer, or a hub id"
+        mend = "Set trainer.data.tokenizer, or copy the tokenizer's files into the folder"
         raise DataError(Problem(name_or_path, seen, expected, mend)) from error
     end_of_text(tokenizer)
     return tokenizer
