@@ -31,8 +31,9 @@ def main(arguments: Sequence[str], name: str) -> int:
 
     from trainer import checkpoint
     from trainer.config import ModelSection
+    from trainer.config.sections import AdapterSection
     from trainer.distributed.ranks import ALONE
-    from trainer.models.finetuning.lora import merged
+    from trainer.models.finetuning.lora import adapted
     from trainer.models.finetuning.lora_folder import CONFIG, read_config
     from trainer.models.huggingface import read_config as read_architecture
     from trainer.models.huggingface import spec_of
@@ -40,12 +41,14 @@ def main(arguments: Sequence[str], name: str) -> int:
     from trainer.run.folder import model_in
 
     folder = model_in(options.adapter)
-    base = options.base or read_config(folder / CONFIG, "adapter").get("base_model_name_or_path")
+    base = options.base or read_config(folder / CONFIG).get("base_model_name_or_path")
     if not base:
         raise ConfigError(Problem(str(folder / CONFIG), "no base in it", "--base"))
     section = ModelSection(name_or_path=base)
-    spec = merged(spec_of(read_architecture(section), section), folder)
-    entries = given_tensors(spec, ALONE)
+    spec = spec_of(read_architecture(section), section)
+    merged = adapted(spec, AdapterSection(path=str(folder), merge=True)).files.merged
+    assert merged is not None
+    entries = given_tensors(merged(folder), ALONE)
 
     def save(out: Path) -> None:
         spec.files.save_config(out, entries[0].dtype)
