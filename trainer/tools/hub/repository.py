@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from trainer import checkpoint
 from trainer.config.sections import HubSection
@@ -34,17 +34,15 @@ def open_hub(section: HubSection) -> Callable[[Path], str]:
     if section.certificate is not None:
         read_certificate(Path(section.certificate))
     try:
-        api, name = HfApi(), section.repository
-        owner = api.whoami()["name"]
-        name = name if "/" in name else f"{owner}/{name}"
-        api.create_repo(name, private=section.private, exist_ok=True)
+        api = HfApi()
+        made = api.create_repo(section.repository, private=section.private, exist_ok=True)
+        name = made.repo_id
         public = not api.model_info(name).private
         # a file as small as this is not sent, but whoever may not write is refused
         api.preupload_lfs_files(name, [CommitOperationAdd(CARD, b"# A model\n")])
     except Exception as error:  # the Hub's, its client's or the network's
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
-        ours = isinstance(error, HFValidationError | LocalTokenNotFoundError)
-        if not ours and status not in (400, 401, 403, 404):
+        if not isinstance(error, HFValidationError) and status not in (400, 401, 403, 404):
             raise HubError(problem(_shown(error), expected)) from error
         hint = "`hf auth login` or the variable HF_TOKEN gives a token that may write"
         raise ConfigError(problem(_shown(error), expected, hint)) from error
@@ -60,7 +58,7 @@ def push(section: HubSection, name: str, folder: Path) -> str:
     Raises HubError if the Hub does not take it.
     """
     try:
-        files: dict[str, Path | bytes] = dict(card_of(folder, name, section.certificate))
+        files: dict[str, Path | bytes] = {CARD: card_of(folder, name, section.certificate)}
         files |= {path.name: path for path in (folder / "final").iterdir()}
         for path in checkpoint.published(folder / "checkpoints") if section.checkpoints else ():
             inner = (file for file in path.rglob("*") if file.is_file())
