@@ -30,6 +30,7 @@ from trainer.command import push
 from trainer.errors import ConfigError, HubError
 from trainer.run.resume import without_place
 from trainer.supervise import status_files
+from trainer.supervise.signals import stop_signals
 from trainer.tools.hub.card import CARD, card_of
 
 LORA = {"r": 4, "targets": ["q_proj", "down_proj"]}
@@ -294,8 +295,21 @@ def test_a_signal_ends_the_push_of_two_ranks_and_the_model_stays(hub: Hub, tmp_p
     assert status_files.read_end(folder)["code"] == 69
     assert len(hub.repositories["me/tiny"].commits) == 1
     hub.before = lambda method, path: None
-    assert pushed(folder) == 0
+    again = run(*words, cold=True, **hub.environment())
+    assert again.code == 0 and f"pushed: {hub.url}/me/tiny" in again.output, again.output
     assert "model.safetensors.index.json" in hub.repositories["me/tiny"].files
+    assert status_files.read_end(folder) is None
+    hub.requests.clear()
+    again = run(*words, cold=True, **hub.environment())
+    assert again.code == 0 and "finished: " in again.output and hub.requests == []
+
+
+def test_a_signal_while_the_model_is_saved_ends_the_push() -> None:
+    with stop_signals() as signals:
+        signals.saving()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(HubError):
+            signals.saved(HubError())
 
 
 def test_a_long_push_is_no_hang(hub: Hub, tmp_path: Path) -> None:
