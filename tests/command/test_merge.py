@@ -113,6 +113,11 @@ def another_shape(folder: Path) -> None:
     save_file(tensors, path)
 
 
+def truncated(folder: Path) -> None:
+    path = folder / "base" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
 def without(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).rename(folder / "gone")
 
@@ -128,6 +133,12 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an embedding": (changed(target_modules=["embed_tokens"]), "embed_tokens is Embedding"),
     "a trained head": (changed(modules_to_save=["lm_head"]), "lm_head.weight, which is tied"),
+    "no number": (changed(lora_alpha=None), "TypeError"),
+    "no list": (changed(target_modules=[1]), "TypeError"),
+    "an unknown bias": (changed(bias="x"), "Requested bias: x"),
+    "no path": (changed(base_model_name_or_path=5), "ValidationError"),
+    "no tokenizer": (without("base/tokenizer.json"), "its base with a tokenizer"),
+    "a truncated base": (truncated, "SafetensorError"),
     "ranks by pattern": (changed(rank_pattern={"q_proj": 2}), "rank_pattern "),
     "more than layers": (changed(lora_bias=True), "lora_bias true"),
     "no such module": (changed(target_modules=["other"]), "other"),
