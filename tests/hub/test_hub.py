@@ -115,7 +115,7 @@ def test_the_repository_is_looked_at_before_the_data(hub: Hub, tmp_path: Path, m
     assert not (tmp_path / "runs" / "job" / "config.json").exists()
 
 
-def test_a_hub_that_is_gone_at_the_end_loses_nothing(hub: Hub, tmp_path: Path) -> None:
+def test_a_hub_that_is_gone_at_the_end_loses_nothing(hub: Hub, tmp_path: Path, capsys) -> None:
     def gone(method: str, path: str) -> None:
         if "/commit/" in path:
             raise ConnectionError
@@ -129,6 +129,11 @@ def test_a_hub_that_is_gone_at_the_end_loses_nothing(hub: Hub, tmp_path: Path) -
     assert f"`meshloom push {folder}` pushes {folder / 'final'}" in str(caught.value)
     assert len(hub.repositories["me/tiny"].commits) == 1
     hub.before = lambda method, path: None
+    (folder / "certificate.json").write_text("{}")
+    assert pushed(folder) == 69
+    shown = capsys.readouterr().err
+    assert "certificate.json: KeyError" in shown and "Nothing is lost" in shown
+    (folder / "certificate.json").unlink()
     assert pushed(folder) == 0
     files = hub.repositories["me/tiny"].files
     assert metadata(files) == {"tags": ["meshloom"]}

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from trainer import checkpoint
 from trainer.config.sections import HubSection
-from trainer.errors import ConfigError, HubError, MeshloomError, Problem
+from trainer.errors import ConfigError, HubError, Problem
 from trainer.run.folder import not_pushed
 from trainer.tools.hub.card import CARD, card_of, read_certificate
 
@@ -71,7 +71,7 @@ def push(section: HubSection, name: str, folder: Path) -> str:
         return str(HfApi().create_commit(name, operations, commit_message=message).repo_url)
     except Exception as error:  # the Hub's, its client's, the network's or Xet's
         cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
-        if isinstance(cause, MeshloomError):  # a signal, or a certificate that can't be read
+        if isinstance(cause, HubError):  # a signal's
             raise cause from None
         raise not_pushed(folder, _shown(cause)) from error
 
