@@ -16,8 +16,8 @@ import huggingface_hub
 import pytest
 import torch
 import yaml
-from huggingface_hub import constants
-from huggingface_hub.utils import close_session
+from huggingface_hub import constants, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
 
 import trainer
 from tests.command import test_script
@@ -31,6 +31,7 @@ from trainer.errors import ConfigError, HubError
 from trainer.run.resume import without_place
 from trainer.supervise import status_files
 from trainer.supervise.signals import stop_signals
+from trainer.tools.hub import repository
 from trainer.tools.hub.card import CARD, card_of
 
 LORA = {"r": 4, "targets": ["q_proj", "down_proj"]}
@@ -47,7 +48,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", "hf_mine")
         yield served
-    close_session()
+    set_client_factory(default_client_factory)
 
 
 def trained(folder: Path, **section: Any) -> Path:
@@ -189,6 +190,14 @@ def test_without_a_hub_it_is_another_code(hub: Hub, base: Path, monkeypatch, cap
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert pushed(base, "--repository", "me/tiny") == 64
     assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
+
+
+def test_a_hub_that_does_not_answer_is_given_up(hub: Hub, base: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(repository, "SILENCE", 1.0)
+    hub.before = lambda method, path: time.sleep(20)
+    begun = time.monotonic()
+    assert pushed(base, "--repository", "me/tiny") == 69
+    assert time.monotonic() - begun < 15 and "Timeout" in capsys.readouterr().err
 
 
 def test_where_a_run_is_pushed_makes_no_other_run_of_it() -> None:

@@ -8,7 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_session,
+    set_client_factory,
+)
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from trainer import checkpoint
@@ -19,6 +26,8 @@ from trainer.tools.hub.card import CARD, card_of, read_certificate
 
 MODEL = r"[^/]+\.safetensors(\.index\.json)?|(adapter_|generation_)?config\.json"
 """Files of an earlier push, which would be taken for parts of another."""
+SILENCE = 300.0
+"""Seconds until a Hub that does not answer is given up."""
 
 
 def open_hub(section: HubSection) -> Callable[[Path], str]:
@@ -34,6 +43,11 @@ def open_hub(section: HubSection) -> Callable[[Path], str]:
     if section.certificate is not None:
         read_certificate(Path(section.certificate))
     try:
+        client = get_session()
+        if client.timeout.read is None:
+            hooks = client.event_hooks
+            make = partial(type(client), event_hooks=hooks, follow_redirects=True, timeout=SILENCE)
+            set_client_factory(make)
         api = HfApi()
         made = api.create_repo(section.repository, private=section.private, exist_ok=True)
         name = made.repo_id
