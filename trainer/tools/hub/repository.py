@@ -8,15 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    constants,
-    get_session,
-    set_client_factory,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import get_session, set_client_factory
 
 from trainer import checkpoint
 from trainer.config.sections import HubSection
