@@ -26,12 +26,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "dora": (UNTIED, {"use_dora": True}, "float32", "1GB"),
     "rslora, tied": (TIED, {"use_rslora": True}, "float32", "1GB"),
     "a head that is trained": (UNTIED, {"modules_to_save": ["lm_head"]}, "float32", "1GB"),
-    "patterns": (
-        UNTIED,
-        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 9}},
-        "float32",
-        "1GB",
-    ),
     "gpt2, biases": (
         {**GPT2, "vocab_size": 4096},
         {"target_modules": ["c_attn"], "bias": "lora_only", "fan_in_fan_out": True},
@@ -119,6 +113,11 @@ def another_shape(folder: Path) -> None:
     save_file(tensors, path)
 
 
+def truncated(folder: Path) -> None:
+    path = folder / "base" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
 def without(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).rename(folder / "gone")
 
@@ -128,9 +127,19 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no base": (without("base"), "no such folder"),
     "another kind": (changed(peft_type="IA3"), "no adapter of the type LORA"),
     "another start": (changed(init_lora_weights="pissa_niter_4"), 'init_lora_weights "pissa'),
-    "a tied head": (changed(target_modules=["lm_head"]), "lm_head.weight is tied to model.embed"),
-    "an embedding": (changed(target_modules=["embed_tokens"]), "is of the type Embedding"),
-    "a trained head": (changed(modules_to_save=["lm_head"]), "lm_head.weight is tied to"),
+    "a tied head": (
+        changed(target_modules=["lm_head"]),
+        "names no linear layer of a block (lm_head is Linear)",
+    ),
+    "an embedding": (changed(target_modules=["embed_tokens"]), "embed_tokens is Embedding"),
+    "a trained head": (changed(modules_to_save=["lm_head"]), "lm_head.weight, which is tied"),
+    "no number": (changed(lora_alpha=None), "TypeError"),
+    "no list": (changed(target_modules=[1]), "TypeError"),
+    "an unknown bias": (changed(bias="x"), "Requested bias: x"),
+    "no path": (changed(base_model_name_or_path=5), "ValidationError"),
+    "no tokenizer": (without("base/tokenizer.json"), "its base with a tokenizer"),
+    "a truncated base": (truncated, "SafetensorError"),
+    "ranks by pattern": (changed(rank_pattern={"q_proj": 2}), "rank_pattern "),
     "more than layers": (changed(lora_bias=True), "lora_bias true"),
     "no such module": (changed(target_modules=["other"]), "other"),
     "other shapes": (another_shape, "an adapter of this base"),

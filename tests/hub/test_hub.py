@@ -16,8 +16,8 @@ import huggingface_hub
 import pytest
 import torch
 import yaml
-from huggingface_hub import constants
-from huggingface_hub.utils import close_session
+from huggingface_hub import constants, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
 
 import trainer
 from tests.command import test_script
@@ -30,6 +30,8 @@ from trainer.command import push
 from trainer.errors import ConfigError, HubError
 from trainer.run.resume import without_place
 from trainer.supervise import status_files
+from trainer.supervise.signals import stop_signals
+from trainer.tools.hub import repository
 from trainer.tools.hub.card import CARD, card_of
 
 LORA = {"r": 4, "targets": ["q_proj", "down_proj"]}
@@ -46,7 +48,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", "hf_mine")
         yield served
-    close_session()
+    set_client_factory(default_client_factory)
 
 
 def trained(folder: Path, **section: Any) -> Path:
@@ -88,10 +90,11 @@ def test_an_adapter_is_pushed_at_the_end_of_its_run_and_opens_from_the_hub(
     }
     assert {"adapter_model.safetensors", "checkpoints/step-000003/trainer.json"} <= local.keys()
     assert {name: found.files[name] for name in local} == local
-    assert found.files.keys() - local.keys() == {".gitattributes", CARD, "loss.png"}
+    assert found.files.keys() - local.keys() == {".gitattributes", CARD}
     digest = json.loads(local["checkpoints/step-000003/trainer.json"])["data"]["fingerprint"]
     assert digest in section_of(found.files, "Data")
     assert metadata(found.files)["library_name"] == "peft"
+    assert "names its base by a path on the machine that trained it" in found.files[CARD].decode()
     downloaded = huggingface_hub.snapshot_download("me/tiny", cache_dir=tmp_path / "cache")
     from peft import AutoPeftModelForCausalLM
 
@@ -105,7 +108,7 @@ def test_an_adapter_is_pushed_at_the_end_of_its_run_and_opens_from_the_hub(
 
 def test_the_repository_is_looked_at_before_the_data(hub: Hub, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(ConfigError, match="Invalid user token") as caught:
+    with pytest.raises(ConfigError, match="401") as caught:
         trained(
             tmp_path, hub={"repository": "me/tiny"}, data={"path": str(tmp_path / "none.jsonl")}
         )
@@ -113,7 +116,7 @@ def test_the_repository_is_looked_at_before_the_data(hub: Hub, tmp_path: Path, m
     assert not (tmp_path / "runs" / "job" / "config.json").exists()
 
 
-def test_a_hub_that_is_gone_at_the_end_loses_nothing(hub: Hub, tmp_path: Path) -> None:
+def test_a_hub_that_is_gone_at_the_end_loses_nothing(hub: Hub, tmp_path: Path, capsys) -> None:
     def gone(method: str, path: str) -> None:
         if "/commit/" in path:
             raise ConnectionError
@@ -127,6 +130,11 @@ def test_a_hub_that_is_gone_at_the_end_loses_nothing(hub: Hub, tmp_path: Path) -
     assert f"`meshloom push {folder}` pushes {folder / 'final'}" in str(caught.value)
     assert len(hub.repositories["me/tiny"].commits) == 1
     hub.before = lambda method, path: None
+    (folder / "certificate.json").write_text("{}")
+    assert pushed(folder) == 69
+    shown = capsys.readouterr().err
+    assert "certificate.json: KeyError" in shown and "Nothing is lost" in shown
+    (folder / "certificate.json").unlink()
     assert pushed(folder) == 0
     files = hub.repositories["me/tiny"].files
     assert metadata(files) == {"tags": ["meshloom"]}
@@ -155,11 +163,11 @@ def test_parts_of_an_earlier_push_go_and_other_files_stay(hub: Hub, base: Path) 
 @pytest.mark.parametrize(
     ("arguments", "token", "code", "text"),
     [
-        (("--repository", "me/new"), "hf_wrong", 64, "Invalid user token"),
+        (("--repository", "me/new"), "hf_wrong", 64, "401"),
         (("--repository", "they/new"), "hf_mine", 64, "403, You don't have the rights"),
         (("--repository", "they/open", "--public"), "hf_mine", 64, "403, Forbidden"),
         (("--repository", "me/open"), "hf_mine", 64, "it is public; expected a private one"),
-        (("--repository", "a/b/c"), "hf_mine", 64, 'expected a repository on the Hub, "owner/name"'),
+        (("--repository", "a/b/c"), "hf_mine", 64, "HFValidationError"),
         ((), "hf_mine", 64, "Name it by --repository"),
         (("--repository", "me/new", "--certificate", "no.json"), "hf_mine", 64, "no.json"),
     ],
@@ -184,6 +192,14 @@ def test_without_a_hub_it_is_another_code(hub: Hub, base: Path, monkeypatch, cap
     assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
 
 
+def test_a_hub_that_does_not_answer_is_given_up(hub: Hub, base: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(repository, "SILENCE", 1.0)
+    hub.before = lambda method, path: time.sleep(20)
+    begun = time.monotonic()
+    assert pushed(base, "--repository", "me/tiny") == 69
+    assert time.monotonic() - begun < 15 and "Timeout" in capsys.readouterr().err
+
+
 def test_where_a_run_is_pushed_makes_no_other_run_of_it() -> None:
     section = {"steps": 3, "hub": {"repository": "me/tiny"}}
     assert without_place({"trainer": section}) == {"trainer": {"steps": 3}}
@@ -204,19 +220,19 @@ def test_the_card_says_for_which_config_its_certificate_was_made(
 
     def certified(certificate: Certificate, config: Any) -> str:
         write(certificate, Path(path), config)
-        return section_of(card_of(base, "me/tiny", path), "Certificate")
+        return section_of({CARD: card_of(base, "me/tiny", path)}, "Certificate")
 
     placed = request | {"trainer": request["trainer"] | {"run": {}, "log": {}}}
     text = certified(PASSED, placed)
     assert "**PASS**" in text and "shard 2" in text and "It was made for this config." in text
     assert "| loss | 1.0e-08 | 1e-05 |" in text
     other = {**request, "gradient_clipping": 0.25}
-    differs = "It was made for another config, which differs in gradient_clipping."
+    differs = "what was trained differs in gradient_clipping 0.25 -> "
     assert differs in certified(PASSED, other)
     assert "does not name the config" in certified(PASSED, None)
     failed = replace(PASSED, first_failure=Finding("loss", 0, float("nan"), 1e-5))
     assert "**FAIL**" in certified(failed, request)
-    assert "None: `meshloom verify`" in section_of(card_of(base, "me/tiny"), "Certificate")
+    assert "None: `meshloom verify`" in section_of({CARD: card_of(base, "me/tiny")}, "Certificate")
     Path(path).write_text("[]")
     with pytest.raises(ConfigError, match=re.escape(path)):
         card_of(base, "me/tiny", path)
@@ -229,10 +245,9 @@ def test_the_card_names_what_is_on_the_hub_alone(base: Path, tmp_path: Path) -> 
     sources = [{"path": "HuggingFaceFW/fineweb"}, {"path": str(tmp_path / "own.jsonl")}]
     section = {"model": {"name_or_path": "meta/llama"}, "data": {"sources": sources}}
     (tmp_path / "config.json").write_text(json.dumps({"trainer": section}))
-    files = card_of(tmp_path, "me/tiny")
+    files = {CARD: card_of(tmp_path, "me/tiny")}
     tags = {"tags": ["meshloom"], "base_model": "meta/llama", "datasets": ["HuggingFaceFW/fineweb"]}
     assert metadata(files) == tags
-    assert files["loss.png"].startswith(b"\x89PNG")
     assert "| 3 | " in section_of(files, "Loss") and "from `meta/llama`" in files[CARD].decode()
     assert "No checkpoint is left" in section_of(files, "Data")
 
@@ -294,8 +309,21 @@ def test_a_signal_ends_the_push_of_two_ranks_and_the_model_stays(hub: Hub, tmp_p
     assert status_files.read_end(folder)["code"] == 69
     assert len(hub.repositories["me/tiny"].commits) == 1
     hub.before = lambda method, path: None
-    assert pushed(folder) == 0
+    again = run(*words, cold=True, **hub.environment())
+    assert again.code == 0 and f"pushed: {hub.url}/me/tiny" in again.output, again.output
     assert "model.safetensors.index.json" in hub.repositories["me/tiny"].files
+    assert status_files.read_end(folder) is None
+    hub.requests.clear()
+    again = run(*words, cold=True, **hub.environment())
+    assert again.code == 0 and "finished: " in again.output and hub.requests == []
+
+
+def test_a_signal_while_the_model_is_saved_ends_the_push() -> None:
+    with stop_signals() as signals:
+        signals.saving()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(HubError):
+            signals.saved(HubError())
 
 
 def test_a_long_push_is_no_hang(hub: Hub, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.command import parser_of, reporting
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, named_line
 
 DESCRIPTION = """
 Merge a LoRA adapter into its base, and write a model that transformers opens by itself, in the
@@ -27,12 +27,14 @@ def main(arguments: Sequence[str], name: str) -> int:
     options = parser.parse_intermixed_args(arguments)
     if options.out.exists():
         raise ConfigError(Problem(str(options.out), "it is there already", "a new folder"))
+    from safetensors import SafetensorError
     from transformers import AutoTokenizer
 
     from trainer import checkpoint
     from trainer.config import ModelSection
+    from trainer.config.sections import AdapterSection
     from trainer.distributed.ranks import ALONE
-    from trainer.models.finetuning.lora import merged
+    from trainer.models.finetuning.lora import adapted
     from trainer.models.finetuning.lora_folder import CONFIG, read_config
     from trainer.models.huggingface import read_config as read_architecture
     from trainer.models.huggingface import spec_of
@@ -40,17 +42,24 @@ def main(arguments: Sequence[str], name: str) -> int:
     from trainer.run.folder import model_in
 
     folder = model_in(options.adapter)
-    base = options.base or read_config(folder / CONFIG, "adapter").get("base_model_name_or_path")
+    base = options.base or read_config(folder / CONFIG).get("base_model_name_or_path")
     if not base:
         raise ConfigError(Problem(str(folder / CONFIG), "no base in it", "--base"))
-    section = ModelSection(name_or_path=base)
-    spec = merged(spec_of(read_architecture(section), section), folder)
-    entries = given_tensors(spec, ALONE)
+    try:
+        section = ModelSection(name_or_path=base)
+        spec = spec_of(read_architecture(section), section)
+        merged = adapted(spec, AdapterSection(path=str(folder), merge=True)).files.merged
+        assert merged is not None
+        entries = given_tensors(merged(folder), ALONE)
+        source = folder if (folder / "tokenizer_config.json").exists() else base
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, TypeError, NotImplementedError, SafetensorError) as error:
+        expected = "an adapter that PEFT opens, and its base with a tokenizer"
+        raise ConfigError(Problem(f"{folder}, {base}", named_line(error), expected)) from error
 
     def save(out: Path) -> None:
         spec.files.save_config(out, entries[0].dtype)
-        source = folder if (folder / "tokenizer_config.json").exists() else base
-        AutoTokenizer.from_pretrained(source).save_pretrained(out)
+        tokenizer.save_pretrained(out)
 
     checkpoint.export(options.out, entries, save, ALONE)
     print(f"merged: {options.out} opens with AutoModelForCausalLM.from_pretrained")

@@ -91,12 +91,6 @@ def _pattern(value: str) -> str:
     return value
 
 
-def _repository(value: str) -> str:
-    if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", value, re.ASCII) or len(value) > 96:
-        raise ValueError('a repository on the Hub, "owner/name"')
-    return value
-
-
 def _pair(value: list[int]) -> list[int]:
     if len(value) != 2:
         raise ValueError("a height and a width")
@@ -366,7 +360,7 @@ class GenerateSection(Section):
 class HubSection(Section):
     """The repository on the Hugging Face Hub that gets `final/` at the end, with a model card."""
 
-    repository: Annotated[str, AfterValidator(_repository)]
+    repository: str
     """Its name, "owner/name"; without an owner, it is yours."""
     private: bool = True
     """False to make a new repository public; a repository that is public is refused otherwise."""

@@ -71,7 +71,7 @@ def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
     if path is None:
         return Location()
     names = [path] if isinstance(path, str) else list(path)
-    if format == "hub" or (format == "auto" and len(names) == 1 and _may_be_hub_id(names[0])):
+    if format == "hub" or (format == "auto" and len(names) == 1 and may_be_hub_id(names[0])):
         return Location(hub=names[0])
     files = tuple(dict.fromkeys(file for name in names for file in _matching(name, format)))
     if not files:
@@ -125,7 +125,8 @@ def rows_of(
 # Finding files
 
 
-def _may_be_hub_id(name: str) -> bool:
+def may_be_hub_id(name: str) -> bool:
+    """Return True if a name is that of no file here, and may be one on the Hub."""
     if name.startswith((".", "/", "~", os.sep)) or _GLOB & set(name) or name.count("/") > 1:
         return False
     return not Path(name).exists() and _suffix(name) not in _SUFFIXES

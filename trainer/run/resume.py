@@ -233,7 +233,7 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
         "Undo the change, start a run of its own with --fresh, or go on in spite of it with "
         "--resume-anyway"
     )
-    if data := _differences(saved.get("data", description["data"]), description["data"]):
+    if data := differences(saved.get("data", description["data"]), description["data"]):
         expected = "what the checkpoint was made with"
         raise DataError(Problem(f"data or tokenizer: {source}", listed(data), expected, hint))
     before, now = saved.get("model") or description["model"], description["model"]
@@ -242,15 +242,15 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
         expected = f"the base of the adapter, {before['base'][:12]}..."
         place = f"trainer.model.name_or_path: {source}"
         raise ConfigError(Problem(place, actual, expected, hint))
-    if model := _differences(before, now):
+    if model := differences(before, now):
         expected = "the model of the checkpoint"
         raise ConfigError(Problem(f"model: {source}", listed(model), expected, hint))
     if code := _recoded(saved.get("code") or {}, description.get("code") or {}):
         raise ConfigError(Problem(f"code: {source}", listed(code), "that of the checkpoint", hint))
-    changed = _differences(_steering(saved), _steering(description)) if "config" in saved else []
+    changed = differences(_steering(saved), _steering(description)) if "config" in saved else []
     known = saved.get("versions") or {}  # DeepSpeed's alone, of an imported one
     versions = description.get("versions") or known
-    changed += _differences(known, {name: versions.get(name) for name in known})
+    changed += differences(known, {name: versions.get(name) for name in known})
     return [f"changed since the checkpoint: {line}" for line in changed]
 
 
@@ -335,7 +335,8 @@ def _recoded(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _differences(saved: Any, here: Any) -> list[str]:
+def differences(saved: Any, here: Any) -> list[str]:
+    """List what differs of two configs or descriptions: key, old and new value."""
     before, now = dict(leaves(saved)), dict(leaves(here))
     keys = sorted(key for key in {**before, **now} if before.get(key) != now.get(key))
     return [f"{key} {json.dumps(before.get(key))} -> {json.dumps(now.get(key))}" for key in keys]

@@ -33,6 +33,7 @@ from trainer.run.resume import Request, Start
 from trainer.run.subject import Given
 from trainer.state import RunState
 from trainer.storage import Unfailing
+from trainer.supervise import status_files
 from trainer.supervise.ending import Ending, watched_in_script
 from trainer.supervise.notes import notes_of
 from trainer.supervise.output import Output, Signs
@@ -140,12 +141,20 @@ def execute(
             again = "--fresh starts a new run, and more trainer.steps continue it"
             place = f"{start.folder / 'final'} is there already"
             say(console, f"finished: {place}; {again} with --resume auto")
-            return None
+            ended = start.ranks.on_first(
+                lambda: (status_files.read(start.folder) or {}).get("ended")
+            )
+            if config.trainer.hub is None or ended == 0:
+                return None
+            start.ranks.on_keepers(lambda: status_files.begin(start.folder))
         log_to(start.folder)
         machine = replace(machine, ranks=start.ranks)
         if (hub := config.trainer.hub) is not None:
             machine.signs.at("looking at the repository on the Hub")
             push = start.ranks.on_own(lambda: request.open_hub(hub) if start.ranks.first else str)
+        if start.finished:  # its push has failed
+            _push(push, start.folder, machine, console, signals)
+            return None
     given = Given.by_task(config.trainer, given)
     prepared = prepare(config, machine, given, console, builds=start is not None)
     machine.signs.hide()
@@ -160,11 +169,7 @@ def execute(
     history = History()
     _train(prepared, request, machine, start, console, signals, [history] if request.script else [])
     if hub is not None:
-        if machine.ranks.first:
-            signals.saved(shared(not_pushed(start.folder, "a signal ended the push")))
-        say(console, f"pushing {start.folder / 'final'} to {hub.repository}")
-        machine.watch.moves(prepared.saved_bytes / SLOW_NETWORK)
-        say(console, f"pushed: {machine.ranks.await_first(partial(push, start.folder))}")
+        _push(push, start.folder, machine, console, signals)
     if not request.script:  # a command's result is its folder
         return None
     return Result(start.folder, tuple(history.records), tuple(history.evaluations))
@@ -214,6 +219,24 @@ def _train(
     if ranks.first:
         finish(prepared, folder, console)
     hooks.callbacks.call("on_train_end", folder)
+
+
+def _push(
+    push: Callable[[Path], str],
+    folder: Path,
+    machine: Machine,
+    console: Console,
+    signals: StopSignals | NoSignals,
+) -> None:
+    """Push the final model to the Hub. Collective; raises HubError."""
+    ranks = machine.ranks
+    machine.watch.at(Phase.FINISHING)
+    if ranks.first:
+        signals.saved(shared(not_pushed(folder, "a signal ended the push")))
+    say(console, f"pushing {folder / 'final'} to the Hub")
+    sizes = (path.stat().st_size for path in folder.glob("*/**/*") if path.is_file())
+    machine.watch.moves(ranks.on_first(lambda: sum(sizes)) / SLOW_NETWORK)
+    say(console, f"pushed: {ranks.await_first(partial(push, folder))}")
 
 
 def _write_down(

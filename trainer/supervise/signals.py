@@ -62,6 +62,8 @@ class StopSignals:
     def saved(self, error: MeshloomError) -> None:
         """Raise `error` at a signal from now on: all is saved, and the rest can be done later."""
         self.error, self._saving = error, False
+        if self.received:  # while it was saved
+            raise error
 
     def explain_failure(self, others: bool) -> bool:
         """Return True if a request to stop caused a failure of this rank, with nothing to save.

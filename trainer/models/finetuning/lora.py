@@ -19,17 +19,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from trainer.errors import ConfigError, Problem, listed, named_line
-from trainer.models.finetuning.lora_folder import (
-    BY_LAYER,
-    CONFIG,
-    STEM,
-    Started,
-    completed,
-    foreign_keys,
-    read_config,
-)
-from trainer.models.finetuning.lora_targets import LINEAR, check_saved, chosen_targets, left_out
+from trainer.errors import ConfigError, Problem, named_line
+from trainer.models.finetuning.lora_folder import STEM, Started, completed
+from trainer.models.finetuning.lora_targets import check_saved, chosen_targets, left_out
 from trainer.models.finetuning.lora_weights import (
     ADAPTER,
     BaseWeights,
@@ -91,47 +83,15 @@ def _started(described: ModelSpec, base: ModelSpec, options: Any) -> ModelSpec:
 
     Raises ConfigError if its modules differ.
     """
+    parameters = described.build().named_parameters(remove_duplicate=False)
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
     published = described.files.published
-    started = Started(Path(options.path), _shapes(described.build(), published))
+    started = Started(
+        Path(options.path), {theirs: shapes[ours] for ours, theirs in published.items()}
+    )
     weights = BaseWeights(base.weights, lasting=options.merge, started=started, published=published)
     note = f"the adapter starts as that of {Path(options.path)} (trainer.adapter.path)"
     return replace(described, weights=weights, notes=(*described.notes, note))
-
-
-def merged(base: ModelSpec, folder: Path) -> ModelSpec:
-    """Return the spec of `base` with PEFT's LoRA adapter in `folder` merged into its weights.
-
-    Raises ConfigError for an adapter of another kind or of another base.
-    """
-    _require_peft()
-    from peft import LoraConfig
-
-    place, expected = f"adapter: {folder / CONFIG}", "LoRA of layers of this base, each by itself"
-    problems = foreign_keys(read_config(folder / CONFIG, "adapter"), BY_LAYER)
-    try:
-        model = _injected(base.build(), LoraConfig.from_pretrained(str(folder)))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(Problem(place, named_line(error), expected)) from error
-    published, own = _published(model), dict(base.build().named_parameters())
-    changed = {base_name(name) for name in published if not is_adapters(name)}
-    for name, layer in model.named_modules():
-        if hasattr(layer, "lora_A"):
-            changed.add(f"{name}.weight")
-            if type(layer.base_layer) not in LINEAR:
-                problems.append(f"{name} is of the type {type(layer.base_layer).__name__}")
-    problems += [
-        f"{name} is tied to {base.tied.get(name)}" for name in sorted(changed - own.keys())
-    ]
-    if problems:
-        raise ConfigError(Problem(place, listed(problems), expected))
-    Started(folder, _shapes(model, published))
-    return replace(base, weights=MergedWeights(base.weights, model, folder, published))
-
-
-def _shapes(model: nn.Module, published: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of an adapter, by their names in its file."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {theirs: tuple(parameters[ours].shape) for ours, theirs in published.items()}
 
 
 def _with_adapters(spec: ModelSpec, options: Any, targets: Sequence[str]) -> ModelSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,14 @@ _SAME = {
     "dora": "use_dora",
 }
 """Our keys that define an adapter -> PEFT's keys."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+"""PEFT's beginnings of an adapter that leave another base than the one it names."""
 _HARMLESS = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "lora_dropout", "fan_in_fan_out", "init_lora_weights"),
     *("qalora_group_size", "megatron_core"),
 }
 """PEFT's keys that do not define an adapter, or that follow from the base."""
-BY_LAYER = [
-    "rank_pattern",
-    "alpha_pattern",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-]
-"""PEFT's keys that choose layers, or a rank and an alpha for some."""
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-"""PEFT's beginnings of an adapter that leave another base than the one it names."""
 
 
 def completed(options: AdapterSection) -> AdapterSection:
@@ -56,12 +48,18 @@ def completed(options: AdapterSection) -> AdapterSection:
 
     file = Path(options.path) / CONFIG
     given, default = read_config(file), LoraConfig().to_dict()
-    unsupported = foreign_keys(given)
+    known = {*_HARMLESS, *_SAME.values()}
+    unsupported = [
+        f"{key} {show(value)}"
+        for key, value in given.items()
+        if key not in known and (value or None) != (default.get(key) or None)
+    ]
+    if str(begun := given.get("init_lora_weights")).startswith(_CHANGES_BASE):
+        unsupported.append(f"init_lora_weights {show(begun)}")
     if not isinstance(given.get("target_modules"), list):
         unsupported.append(f"target_modules {show(given.get('target_modules'))}")
     if unsupported:
-        expected = "LoRA with the keys of trainer.adapter"
-        mend = "`meshloom merge` merges it into its base."
+        expected, mend = "LoRA with the keys of trainer.adapter", "Merge it into its base."
         raise ConfigError(Problem(f"{PLACE}: {file}", listed(unsupported), expected, mend))
     found = {ours: given.get(theirs, default[theirs]) for ours, theirs in _SAME.items()}
     found |= {"modules_to_save": found["modules_to_save"] or [], "alpha": float(found["alpha"])}
@@ -75,19 +73,6 @@ def completed(options: AdapterSection) -> AdapterSection:
     if problems:
         raise ConfigError(*problems)
     return options.model_copy(update=found)
-
-
-def foreign_keys(given: Mapping[str, Any], more: Collection[str] = ()) -> list[str]:
-    """List the keys of PEFT's config, with their values, that are none of ours, nor `more`."""
-    from peft import LoraConfig
-
-    known, default = {*_HARMLESS, *_SAME.values(), *more}, LoraConfig().to_dict()
-    return [
-        f"{key} {show(value)}"
-        for key, value in given.items()
-        if (key not in known and (value or None) != (default.get(key) or None))
-        or (key == "init_lora_weights" and str(value).startswith(CHANGES_BASE))
-    ]
 
 
 class Started:
@@ -107,8 +92,8 @@ class Started:
                 differences.append(f"{name} is {list(found[name])} and not {list(shapes[name])}")
                 break
         if differences:
-            seen, expected = "; ".join(differences), "an adapter of this base"
-            raise ConfigError(Problem(f"adapter: {self._file}", seen, expected))
+            expected = "an adapter of this base: trainer.model.name_or_path"
+            raise ConfigError(Problem(f"{PLACE}: {self._file}", "; ".join(differences), expected))
 
     def read(self, name: str) -> torch.Tensor:
         with safe_open(self._file, "pt") as file:
@@ -121,18 +106,18 @@ class Started:
                 return {name: tuple(file.get_slice(name).get_shape()) for name in names}
         except (OSError, SafetensorError) as error:
             seen, expected = first_line(error), "the adapter's safetensors"
-            raise ConfigError(Problem(f"adapter: {self._file}", seen, expected)) from error
+            raise ConfigError(Problem(f"{PLACE}: {self._file}", seen, expected)) from error
 
 
-def read_config(file: Path, place: str = PLACE) -> dict[str, Any]:
+def read_config(file: Path) -> dict[str, Any]:
     """Return PEFT's config of a LoRA adapter. Raises ConfigError for any other file."""
     expected = "the folder of a LoRA adapter, as PEFT writes it: final/ of a run"
     try:
         given = parse_json(read_file(file))
     except (OSError, ValueError) as error:
-        raise ConfigError(Problem(f"{place}: {file}", first_line(error), expected)) from error
+        raise ConfigError(Problem(f"{PLACE}: {file}", first_line(error), expected)) from error
     if not isinstance(given, dict) or given.pop("peft_type", None) != "LORA":
-        raise ConfigError(Problem(f"{place}: {file}", "no adapter of the type LORA", expected))
+        raise ConfigError(Problem(f"{PLACE}: {file}", "no adapter of the type LORA", expected))
     return given
 
 

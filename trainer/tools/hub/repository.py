@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import get_session, set_client_factory
 
 from trainer import checkpoint
 from trainer.config.sections import HubSection
-from trainer.errors import ConfigError, HubError, MeshloomError, Problem
+from trainer.errors import ConfigError, HubError, Problem
 from trainer.run.folder import not_pushed
 from trainer.tools.hub.card import CARD, card_of, read_certificate
 
 MODEL = r"[^/]+\.safetensors(\.index\.json)?|(adapter_|generation_)?config\.json"
 """Files of an earlier push, which would be taken for parts of another."""
+SILENCE = 300.0
+"""Seconds until a Hub that does not answer is given up."""
 
 
 def open_hub(section: HubSection) -> Callable[[Path], str]:
@@ -34,17 +37,20 @@ def open_hub(section: HubSection) -> Callable[[Path], str]:
     if section.certificate is not None:
         read_certificate(Path(section.certificate))
     try:
-        api, name = HfApi(), section.repository
-        owner = api.whoami()["name"]
-        name = name if "/" in name else f"{owner}/{name}"
-        api.create_repo(name, private=section.private, exist_ok=True)
+        client = get_session()
+        if client.timeout.read is None:
+            hooks = client.event_hooks
+            make = partial(type(client), event_hooks=hooks, follow_redirects=True, timeout=SILENCE)
+            set_client_factory(make)
+        api = HfApi()
+        made = api.create_repo(section.repository, private=section.private, exist_ok=True)
+        name = made.repo_id
         public = not api.model_info(name).private
         # a file as small as this is not sent, but whoever may not write is refused
         api.preupload_lfs_files(name, [CommitOperationAdd(CARD, b"# A model\n")])
     except Exception as error:  # the Hub's, its client's or the network's
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
-        ours = isinstance(error, HFValidationError | LocalTokenNotFoundError)
-        if not ours and status not in (400, 401, 403, 404):
+        if not isinstance(error, HFValidationError) and status not in (400, 401, 403, 404):
             raise HubError(problem(_shown(error), expected)) from error
         hint = "`hf auth login` or the variable HF_TOKEN gives a token that may write"
         raise ConfigError(problem(_shown(error), expected, hint)) from error
@@ -60,7 +66,7 @@ def push(section: HubSection, name: str, folder: Path) -> str:
     Raises HubError if the Hub does not take it.
     """
     try:
-        files: dict[str, Path | bytes] = dict(card_of(folder, name, section.certificate))
+        files: dict[str, Path | bytes] = {CARD: card_of(folder, name, section.certificate)}
         files |= {path.name: path for path in (folder / "final").iterdir()}
         for path in checkpoint.published(folder / "checkpoints") if section.checkpoints else ():
             inner = (file for file in path.rglob("*") if file.is_file())
@@ -73,7 +79,7 @@ def push(section: HubSection, name: str, folder: Path) -> str:
         return str(HfApi().create_commit(name, operations, commit_message=message).repo_url)
     except Exception as error:  # the Hub's, its client's, the network's or Xet's
         cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
-        if isinstance(cause, MeshloomError):  # a signal, or a certificate that can't be read
+        if isinstance(cause, HubError):  # a signal's
             raise cause from None
         raise not_pushed(folder, _shown(cause)) from error
 
