@@ -84,7 +84,7 @@ def test_the_shipped_configs_are_short_and_complete() -> None:
     for path in SHIPPED:
         config = load(path)
         assert len(path.read_text().splitlines()) < 40 and not config.notes
-        assert (config.trainer.steps, config.trainer.generate.prompt) == (1900, "auto")
+        assert (config.trainer.steps, config.trainer.generate.prompt) == (1650, "auto")
 
 
 def test_what_deepspeed_swallows_is_rejected_all_at_once(tmp_path: Path) -> None:
@@ -1106,7 +1106,7 @@ def test_a_shipped_config_takes_epochs_from_the_command_line(path: Path) -> None
     config = load(path, ["trainer.epochs=1"])
     assert (config.trainer.steps, config.trainer.epochs) == (None, 1)
     assert config.notes == (
-        "trainer.steps 1900 in the file gives way to trainer.epochs on the command line",
+        "trainer.steps 1650 in the file gives way to trainer.epochs on the command line",
     )
 
 
