@@ -429,6 +429,7 @@ def test_a_run_of_two_ranks_is_scored_as_it_trains_and_trains_the_same(tmp_path,
     assert "own/acc" in result.output and not (folders[1] / "evaluated").exists()
 
 
+@with_lm_eval
 def test_a_task_that_cannot_be_loaded_is_found_before_training(tmp_path):
     job = write_job(tmp_path, evaluation={"tasks": ["no_such_task"]})
     result = run(sys.executable, "launch/train.py", "--config", job)
