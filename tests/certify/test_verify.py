@@ -1130,5 +1130,5 @@ def test_the_example_of_a_planted_bug_names_it(tmp_path: Path) -> None:
     output = str(tmp_path / "certificate.json")
     result = run(sys.executable, "examples/planted_bug.py", "--output", output)
     assert result.code == 76, result.output
-    first = r"FAIL: first apart at step 0, on rank \d: gradient transformer\.wte\.weight"
+    first = r"FAIL: first differs at step 0, on rank \d: gradient transformer\.wte\.weight"
     assert re.search(first, result.output), result.output
