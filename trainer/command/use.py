@@ -28,12 +28,13 @@ def main(arguments: Sequence[str], name: str) -> int:
     from trainer.models.opened import opened_language_model
     from trainer.run.folder import model_in
     from trainer.supervise.process import quiet_libraries
-    from trainer.tasks.harness import table
 
     quiet_libraries()
     folder, trust = model_in(options.path), options.trust_remote_code
     print(f"model   {folder}", file=sys.stderr)
     if command == "evaluate":
+        from trainer.tasks.harness import table
+
         asked = {"num_fewshot": options.shots, "apply_chat_template": options.chat_template}
         print(table(folder, trust, options.tasks.split(","), limit=options.limit, **asked))
         return 0

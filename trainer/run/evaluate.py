@@ -31,10 +31,11 @@ class HeldOut(NamedTuple):
     measures: dict[str, float]
     """The task's other measures, as shares of the targets."""
 
-    def metrics(self) -> dict[str, float]:
-        """Take a script's metrics out of the measures: the sums over their numbers."""
-        take, names = self.measures.pop, [n for n in self.measures if n + NUMBER in self.measures]
-        return {name: take(name) / (take(name + NUMBER) or math.nan) for name in names}
+    def split(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the task's own measures, and a script's metrics: the sums over their numbers."""
+        own = dict(self.measures)
+        names = [name for name in own if name + NUMBER in own]
+        return own, {name: own.pop(name) / (own.pop(name + NUMBER) or math.nan) for name in names}
 
 
 def held_out_loss(

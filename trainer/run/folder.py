@@ -110,7 +110,7 @@ def take_over(folder: Path) -> None:
 
 def not_pushed(folder: Path, reason: str) -> HubError:
     """Build the error of a push to the Hub that failed, with which nothing is lost."""
-    hint = f"Nothing is lost: `meshloom push {folder}` pushes {folder / 'final'}"
+    hint = f"Nothing is lost: `meshloom push {folder}` pushes {folder / FINAL}"
     return HubError(Problem("trainer.hub", reason, "a model that is on the Hub", hint))
 
 

@@ -138,11 +138,10 @@ class RunHooks(Hooks):
         if math.isfinite(found.loss):
             self._held_out[state.step] = found.loss
         losses = {name: one.loss for name, one in by_source.items() if name}
-        metrics = found.metrics() | self._scores()  # which takes them out of the measures
-        measures = found.measures | subject.measures(found.loss)
-        evaluation = Evaluation(
-            state.step, found.loss, found.targets, **measures, by_source=losses, metrics=metrics
-        )
+        own, metrics = found.split()
+        named: dict[str, Any] = {**own, **subject.measures(found.loss), "by_source": losses}
+        metrics |= self._scores()
+        evaluation = Evaluation(state.step, found.loss, found.targets, **named, metrics=metrics)
         for tracker in self._trackers:
             tracker.evaluation(evaluation)
         ends = self.patience.ends(state.step, found.loss)
