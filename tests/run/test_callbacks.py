@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,9 @@ def test_the_result_of_a_save_ends_nothing(tmp_path: Path) -> None:
 
 def test_an_error_that_no_pickle_holds_says_itself(tmp_path: Path) -> None:
     class Odd(Exception):  # of a function: its class has no name to find it by
-        pass
+        def __str__(self) -> str:
+            time.sleep(5)  # holds up the report of its own rank: the other's is the first heard
+            return "only here"
 
     class Fails(trainer.Callback):
         def on_step_end(self, step: int) -> bool:
