@@ -145,7 +145,7 @@ def test_a_copy_that_lacks_what_its_loss_needs_is_not_the_last_that_is_tried():
     """The first layers of this one have no router, and the model's own code fails on an empty list
     of their logits.
     """
-    from trainer.config.sections import ModelSection
+    from trainer.config.sections.model_and_data import ModelSection
     from trainer.models import huggingface
     from trainer.tasks.causal_lm import CausalLM
     from trainer.trial.language import check_model

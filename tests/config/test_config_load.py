@@ -22,7 +22,8 @@ from trainer.config.grammar import unknown, useless
 from trainer.config.keys import KEYS, OPTIMIZERS, SCHEDULERS, UNBUILT
 from trainer.config.read import leaves, override, read
 from trainer.config.rules import FIELDS, marked, unmet
-from trainer.config.sections import Excludes, Needs, TrainerSection
+from trainer.config.sections.section import Excludes, Needs
+from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import ConfigError
 from trainer.layout import layout_of
 from trainer.optim.recipes import ROWS, No
@@ -1520,7 +1521,7 @@ def test_a_key_of_the_trainer_without_effect_is_noted(
 
 def test_every_key_of_the_trainer_is_used_noted_or_refused() -> None:
     from trainer.config.rules import FIELDS, marked
-    from trainer.config.sections import IMAGES, Only
+    from trainer.config.sections.section import IMAGES, Only
 
     keys = {key.removeprefix("trainer.") for key in FIELDS}
     ends = {

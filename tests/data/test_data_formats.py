@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.config.sections import DataSection
+from trainer.config.sections.model_and_data import DataSection
 from trainer.data.formats import Location, locate
 from trainer.data.text.chat import Template
 from trainer.data.text.encode import Chunk, Tokenising

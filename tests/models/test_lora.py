@@ -40,7 +40,7 @@ from tests.support.training import (
     train_by_engine,
     train_plainly,
 )
-from trainer.config.sections import AdapterSection
+from trainer.config.sections.model_and_data import AdapterSection
 from trainer.errors import ConfigError
 from trainer.models.finetuning.lora import adapted
 from trainer.models.finetuning.lora_weights import MadeUpWeights

@@ -20,7 +20,7 @@ from tests.support.training import (
     train_by_engine,
     train_plainly,
 )
-from trainer.config.sections import ParameterGroup
+from trainer.config.sections.model_and_data import ParameterGroup
 from trainer.config.validate import validate
 from trainer.errors import ConfigError
 from trainer.models.finetuning.tuned import tuned

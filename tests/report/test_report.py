@@ -27,7 +27,7 @@ from PIL import Image
 from tests.support.commands import ROOT
 from trainer.command.report import main
 from trainer.config import load
-from trainer.config.sections import ProfileSection
+from trainer.config.sections.trainer import ProfileSection
 from trainer.errors import ConfigError
 from trainer.run.resume import _last_logged
 from trainer.run.timeline import StepProfiler, Timeline

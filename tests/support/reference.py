@@ -16,8 +16,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from tests.support.commands import ROOT
-from trainer.config import keys, sections
+from trainer.config import keys
 from trainer.config.grammar import Key, parse
+from trainer.config.sections.section import Excludes, Needs, Only
+from trainer.config.sections.trainer import TrainerSection
 
 REFERENCE, LLMS = ROOT / "docs" / "reference.md", ROOT / "llms.txt"
 HEAD = "| key | type | default | meaning |\n| --- | --- | --- | --- |"
@@ -71,17 +73,17 @@ def default_of(field: FieldInfo) -> str:
 
 def marks_of(field: FieldInfo) -> Iterator[str]:
     for mark in field.metadata:
-        if isinstance(mark, sections.Only):
+        if isinstance(mark, Only):
             yield f"For {', '.join(f'`{task}`' for task in mark.tasks)}."
-        elif isinstance(mark, sections.Needs):
+        elif isinstance(mark, Needs):
             yield f"Needs {mark.condition}."
-        elif isinstance(mark, sections.Excludes):
+        elif isinstance(mark, Excludes):
             yield f"Not with `{mark.other}`."
 
 
 def own_sections() -> Iterator[tuple[str, type[BaseModel]]]:
     """Yield the sections of `trainer`, and those in them, by their dotted path."""
-    found: list[tuple[str, type[BaseModel]]] = [("trainer", sections.TrainerSection)]
+    found: list[tuple[str, type[BaseModel]]] = [("trainer", TrainerSection)]
     for path, model in found:
         yield path, model
         for name, field in model.model_fields.items():

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str], name: str) -> int:
 
     from trainer import checkpoint
     from trainer.config import ModelSection
-    from trainer.config.sections import AdapterSection
+    from trainer.config.sections.model_and_data import AdapterSection
     from trainer.distributed.ranks import ALONE
     from trainer.models.finetuning.lora import adapted
     from trainer.models.finetuning.lora_folder import CONFIG, read_config

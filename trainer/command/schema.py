@@ -10,7 +10,7 @@ from typing import Any
 from trainer.command import parser_of, reporting
 from trainer.config.grammar import DTYPES, FLAGS, Key
 from trainer.config.keys import KEYS, OPTIMIZERS, SCHEDULERS
-from trainer.config.sections import TrainerSection
+from trainer.config.sections.trainer import TrainerSection
 
 EPILOG = """
 for an editor, in a JSON config and in a YAML one:

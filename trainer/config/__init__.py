@@ -7,16 +7,18 @@ from trainer.config.axes import MeshSizes, mesh_sizes
 from trainer.config.compiled import Choice, Config, load
 from trainer.config.read import leaves, shipped
 from trainer.config.resolve import RuntimeFacts, origin_table, resolve
-from trainer.config.sections import (
+from trainer.config.sections.model_and_data import (
     AugmentSection,
-    CheckpointSection,
     DataSection,
+    ImagesSection,
+    ModelSection,
+)
+from trainer.config.sections.trainer import (
+    CheckpointSection,
     EvaluationSection,
     GenerateSection,
-    ImagesSection,
     LogSection,
     MeshSection,
-    ModelSection,
     RunSection,
     TrainerSection,
 )

@@ -14,7 +14,7 @@ from trainer.config.keys import KEYS
 from trainer.config.legacy_keys import upgrade
 from trainer.config.read import Json, leaves, other_config, override, read, shipped, unfit
 from trainer.config.rules import FIELDS, conflicts, contradictions, give_way, notes_of
-from trainer.config.sections import TrainerSection
+from trainer.config.sections.trainer import TrainerSection
 from trainer.config.validate import validate
 from trainer.errors import ConfigError
 

@@ -12,7 +12,7 @@ from trainer.config.grammar import AUTO
 from trainer.config.keys import DIFFERS, KEYS, RECOMPUTES, RENAMED
 from trainer.config.read import Json
 from trainer.config.rules import unswitched
-from trainer.config.sections import TrainerSection
+from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import Problem
 
 

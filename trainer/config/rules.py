@@ -12,7 +12,8 @@ from trainer.config.check import UNSAID
 from trainer.config.grammar import AUTO, show
 from trainer.config.keys import KEYS
 from trainer.config.read import Json, at
-from trainer.config.sections import Excludes, Needs, Only, Section, TrainerSection
+from trainer.config.sections.section import Excludes, Needs, Only, Section
+from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import Problem
 
 SAME = {

@@ -10,7 +10,9 @@ from pydantic import ValidationError
 
 from trainer.config.grammar import show, unknown
 from trainer.config.rules import FIELDS, marked
-from trainer.config.sections import DataSection, ImagesSection, Only, Rows, Section, TrainerSection
+from trainer.config.sections.model_and_data import DataSection, ImagesSection, Rows
+from trainer.config.sections.section import Only, Section
+from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import MOST_SHOWN, Problem
 
 

@@ -22,7 +22,7 @@ from trainer.errors import DataError, Problem, named_line
 from trainer.storage import parse_json, read_file
 
 if TYPE_CHECKING:
-    from trainer.config.sections import TrainerSection
+    from trainer.config.sections.trainer import TrainerSection
 
 _GLOB = frozenset("*?[")
 _OFTEN = 1024

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from trainer import checkpoint
 from trainer.config import Config, leaves
-from trainer.config.sections import HubSection
+from trainer.config.sections.trainer import HubSection
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed, shared

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trainer.config import Config
-from trainer.config.sections import TrainerSection
+from trainer.config.sections.trainer import TrainerSection
 from trainer.data.cache import NOTHING, Check
 from trainer.data.dataset import pairs_of
 from trainer.data.images.image_samples import open_images

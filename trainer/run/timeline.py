@@ -7,7 +7,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.sections import ProfileSection
+from trainer.config.sections.trainer import ProfileSection
 from trainer.errors import DiskError
 from trainer.storage import disk_errors
 from trainer.supervise.phase import Phase

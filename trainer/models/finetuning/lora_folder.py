@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainer.config.grammar import show
-from trainer.config.sections import AdapterSection
+from trainer.config.sections.model_and_data import AdapterSection
 from trainer.errors import ConfigError, Problem, first_line, listed
 from trainer.storage import parse_json, read_file
 

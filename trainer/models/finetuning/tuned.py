@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from trainer.config.sections import ParameterGroup
+from trainer.config.sections.model_and_data import ParameterGroup
 from trainer.errors import ConfigError, Problem, listed
 from trainer.models.finetuning.frozen import tiny_with, unmatched
 from trainer.models.names import aliases_of

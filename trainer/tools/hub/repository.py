@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import get_session, set_client_factory
 
 from trainer import checkpoint
-from trainer.config.sections import HubSection
+from trainer.config.sections.trainer import HubSection
 from trainer.errors import ConfigError, HubError, Problem
 from trainer.run.folder import not_pushed
 from trainer.tools.hub.card import CARD, card_of, read_certificate

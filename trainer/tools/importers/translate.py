@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from trainer.config.compiled import load
 from trainer.config.read import Json
-from trainer.config.sections import TrainerSection
+from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import ConfigError, Problem
 from trainer.tools.importers import arguments, axolotl, llamafactory
 from trainer.tools.importers.draft import Draft

@@ -1,78 +1,27 @@
-"""The `trainer` section: keys that DeepSpeed does not have, and never sees."""
+"""The sections of what is trained: the model, its adapter, and the data."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, Field
 
-from trainer.plugins import SourceName, TaskName, TrackerName, load
-
-
-@dataclass(frozen=True)
-class Only:
-    """Marks a key as one of some tasks; the others refuse it."""
-
-    tasks: tuple[str, ...]
-    accepts: Callable[[Any], bool] = lambda value: False
-    """Returns True for a value that every task takes."""
-    accepted: str = ""
-    """Those values, in words."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Marks a key that has no effect without a condition, which `rules.unmet` names."""
-
-    condition: str
-
-
-@dataclass(frozen=True)
-class Excludes:
-    """Marks a key that can't be given together with another, but for some tasks."""
-
-    other: str
-    hint: str = ""
-    but_for: tuple[str, ...] = ()
-
-
-TEXT, IMAGES = Only(("causal_lm",)), Only(("image_classification",))
-ROWS, HELD_OUT = Needs("rows"), Needs("data to evaluate on")
-
-
-def _no_flag(value: Any) -> Any:
-    if isinstance(value, bool):  # pydantic reads true as 1
-        raise ValueError("a number")
-    return value
-
-
-def _file_name(value: str) -> str:
-    if "/" in value or value in ("", ".", "..") or not value.isprintable() or len(value) > 100:
-        raise ValueError("a name of at most 100 letters, without a slash")
-    return value
-
-
-def _recompute(value: str) -> str:
-    if not re.fullmatch(r"none|full|selective|every:[1-9]\d{0,5}", value):
-        raise ValueError('"none", "full", "selective" or "every:N" with N of at least 1')
-    return value
-
-
-def _axis(value: int) -> int:
-    if not (1 <= value <= 1_000_000 or value == -1):
-        raise ValueError("a whole number of at least 1, or -1 for what is left")
-    return value
-
-
-def _interval(value: Any) -> Any:
-    if type(value) in (int, float) and (
-        0 < value < 1 or (1 <= value <= 1e9 and value == int(value))
-    ):
-        return value if value < 1 else int(value)
-    raise ValueError("a whole number of at least 1, or a share of all steps below 1")
+from trainer.config.sections.section import (
+    IMAGES,
+    ROWS,
+    TEXT,
+    Count,
+    Excludes,
+    FileName,
+    Needs,
+    Number,
+    Only,
+    Section,
+    Share,
+    Whole,
+)
+from trainer.plugins import SourceName
 
 
 def _range(value: list[float]) -> list[float]:
@@ -97,28 +46,7 @@ def _pair(value: list[int]) -> list[int]:
     return value
 
 
-Whole = Annotated[int, BeforeValidator(_no_flag)]
-Count = Annotated[Whole, Field(ge=1, le=1_000_000_000)]
-Number = Annotated[float, BeforeValidator(_no_flag)]
-Share = Annotated[Number, Field(ge=0, le=1)]
-_STEPS = {"type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000_000}
-Every = Annotated[Any, AfterValidator(_interval), WithJsonSchema(_STEPS)]
-"""A number of steps; or a share of all of them, which is a number in a resolved config."""
-Axis = Annotated[Whole, AfterValidator(_axis)]
-PipelineSchedule = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-]
 Paths = str | Annotated[list[str], Field(min_length=1, max_length=100_000)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        protected_namespaces=(),
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
 
 
 class ModelSection(Section):
@@ -198,7 +126,7 @@ class SourceSection(Rows):
 
     path: Paths
     """Files, globs, folders or a hub id."""
-    label: Annotated[str, AfterValidator(_file_name)] | None = None
+    label: FileName | None = None
     """Its name in the log; None: its path."""
     weight: Annotated[Number, Field(gt=0, le=1e9)] | None = None
     """Its share of the samples, relative to the other sources' weights."""
@@ -297,79 +225,6 @@ class ImagesSection(Section):
     """The handling of an image that can't be read; a skipped one counts for nothing."""
 
 
-class RunSection(Section):
-    name: Annotated[str, AfterValidator(_file_name)] | None = None
-    """The run's name; None: the config's file name."""
-    folder: str = "runs"
-    """The folder in which the run gets a folder of its name."""
-    node_local: bool = False
-    """True if `folder` is each machine's own, and each keeps everything needed to resume."""
-
-
-class CheckpointSection(Section):
-    every: Every | None = None
-    """Steps between checkpoints, or the share of all steps; None: only at the end."""
-    keep_last: Count = 2
-    keep_best: Annotated[bool, HELD_OUT] = False
-    """True to keep the checkpoint with the lowest held-out loss, too."""
-    asynchronous: bool = False
-    """True to write in the background, from a copy of the state in the hosts' memory."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The dtype of the model's files; None: that of the weights."""
-
-
-class EvaluationSection(Section):
-    every: Annotated[Every | None, HELD_OUT] = None
-    """Steps between evaluations, or the share of all steps; None: only at the end."""
-    samples: Annotated[Count, HELD_OUT] = 64
-    """The number of samples of each source."""
-    patience: Annotated[Count | None, HELD_OUT] = None
-    """Evaluations in a row without a lower loss after which a run ends; None: it does not."""
-    tasks: Annotated[list[str], TEXT, HELD_OUT, Field(max_length=100)] = []
-    """Tasks of lm-eval, or their YAML files, on whose first `samples` questions it is scored."""
-
-
-class LogSection(Section):
-    every: Count = 10
-    """Steps between log lines."""
-    trackers: Annotated[list[TrackerName], Field(max_length=10)] = []
-    """Trackers beside the terminal and `metrics.jsonl`."""
-    sample_ids: bool = False
-    """True to write the numbers of each step's samples to `logs/`."""
-    by_source: bool = False
-    """True to log the training loss of each of several sources, too."""
-
-
-class ProfileSection(Section):
-    """The steps that PyTorch's profiler records on the first rank, into the run's folder."""
-
-    start: Count = 5
-    """The first step, from 1; the first few are slower than the others."""
-    steps: Annotated[Whole, Field(ge=1, le=100)] = 3
-
-
-class GenerateSection(Section):
-    prompt: Annotated[str | None, TEXT] = None
-    """The beginning of the sample at the end; None: no sample.
-
-    "auto": the beginning of a document, or a chat up to the first answer.
-    """
-    tokens: Annotated[Count, Needs("a prompt")] = 48
-
-
-class HubSection(Section):
-    """The repository on the Hugging Face Hub that gets `final/` at the end, with a model card."""
-
-    repository: str
-    """Its name, "owner/name"; without an owner, it is yours."""
-    private: bool = True
-    """False to make a new repository public; a repository that is public is refused otherwise."""
-    checkpoints: bool = False
-    """True to push the checkpoints that the run keeps, too."""
-    certificate: str | None = None
-    """The file that `meshloom verify` wrote, for the card; None: certificate.json of the run."""
-
-
 class AdapterSection(Section):
     """A PEFT adapter on a frozen model; the keys are those of its `LoraConfig`."""
 
@@ -408,91 +263,3 @@ class ParameterGroup(Section):
     @property
     def patterns(self) -> list[str]:
         return [self.names] if isinstance(self.names, str) else self.names
-
-
-class MeshSection(Section):
-    """Sizes of the data-parallel axes; -1: the rest; None: by the ZeRO stage; "node": a node's."""
-
-    replicate: Axis | None = None
-    shard: Axis | Literal["node"] | None = None
-
-
-class _Subject(Section):
-    """Keys of what is trained."""
-
-    plugins: list[Annotated[str, AfterValidator(load)]] = []
-    """Modules, or entry points of `meshloom.plugins`, which are imported first of all."""
-    task: TaskName = "causal_lm"
-    model: ModelSection = ModelSection()
-    data: DataSection = DataSection()
-    images: Annotated[ImagesSection, IMAGES] = ImagesSection()
-    adapter: Annotated[AdapterSection | None, TEXT] = None
-    freeze: Annotated[list[str], Field(max_length=10_000)] = []
-    """Patterns of names of parameters that are not trained: "model.embed_tokens.*"."""
-
-
-class _Training(Section):
-    """Keys of the steps, and of the numbers that they compute."""
-
-    steps: Annotated[Count | None, Excludes("trainer.epochs")] = None
-    """The number of optimizer updates."""
-    epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = None
-    """The number of passes over the data; with neither steps nor epochs: one."""
-    warmup_ratio: Annotated[
-        Annotated[Number, Field(ge=0, lt=1)] | None,
-        Excludes("scheduler.params.warmup_num_steps", 'Set that key to "auto".'),
-    ] = None
-    """The share of all steps for `scheduler.params.warmup_num_steps` "auto"; None: no warm-up."""
-    parameter_groups: Annotated[list[ParameterGroup], Field(max_length=1000)] = []
-    """The parameter groups; the first that matches a parameter counts."""
-    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
-    """The seed of the order of the data, of dropout and of initial values."""
-    label_smoothing: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    """The share of each target that is spread evenly over all classes or tokens, in training."""
-    neftune_alpha: Annotated[Number, Field(ge=0, le=1e6)] = 0.0
-    """The alpha of noise on input embeddings, in training.
-
-    The noise is at most alpha / sqrt(tokens x width) (arXiv 2310.05914).
-    """
-    sync_batch_norm: bool = False
-    """True to normalise by the statistics of all data ranks' micro-batches together."""
-    weight_decay_excludes: Annotated[
-        Literal["norms_and_biases", "nothing"], Needs("weight decay")
-    ] = "norms_and_biases"
-    """The parameters without weight decay; by default as in Hugging Face's Trainer."""
-
-
-class _Records(Section):
-    """Keys of what a run leaves."""
-
-    run: RunSection = RunSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    evaluation: EvaluationSection = EvaluationSection()
-    log: LogSection = LogSection()
-    profile: ProfileSection | None = None
-    generate: GenerateSection = GenerateSection()
-    hub: HubSection | None = None
-
-
-class _Execution(Section):
-    """Keys of how the devices are used."""
-
-    engine: Literal["auto", "deepspeed", "accelerate", "mesh"] = "auto"
-    """The engine; "auto": the first that runs the layout."""
-    mesh: MeshSection = MeshSection()
-    pipeline_schedule: Annotated[PipelineSchedule, Needs("a pipeline")] = "1F1B"
-    """The order in which pipeline stages run their micro-batches, by PyTorch's names."""
-    activation_checkpointing: Annotated[str, AfterValidator(_recompute)] = "none"
-    """Blocks recomputed in the backward pass: "none", "full", "selective" or "every:N"."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    plan: Literal["refuse", "warn", "off"] = "refuse"
-    """The reaction to a predicted lack of device memory; "off" predicts nothing.
-
-    On GPUs; on a CPU if the key is given.
-    """
-    patience: Annotated[Number, Field(gt=0, le=86_400)] | None = None
-    """Seconds without progress that end a run; None: ten median steps, at least two minutes."""
-
-
-class TrainerSection(_Execution, _Records, _Training, _Subject):
-    """The whole `trainer` section."""
