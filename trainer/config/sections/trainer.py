@@ -128,7 +128,7 @@ class HubSection(Section):
     checkpoints: bool = False
     """True to push the checkpoints that the run keeps, too."""
     certificate: str | None = None
-    """The file that `meshloom verify` wrote, for the card; None: certificate.json of the run."""
+    """The file of `meshloom verify`, for the card; None: certificate.json of the run, or of here."""
 
 
 class MeshSection(Section):
