@@ -138,12 +138,12 @@ class Plan:
 
 def offloaded(workload: Workload) -> tuple[str, ...]:
     """Return the kinds of memory on the host: FSDP2's whole shard, DeepSpeed's by the layout."""
-    layout = workload.layout
+    layout, kept = workload.layout, 0  # of the kinds of state, so many on the device
     if not layout.offloads:
-        return ()
-    if workload.engine_name != "deepspeed" or layout.offload_param != "none":
-        return STATE
-    return STATE[1:] if layout.zero_stage == 3 else STATE[2:]
+        kept = len(STATE)
+    elif workload.engine_name == "deepspeed" and layout.offload_param == "none":
+        kept = 1 if layout.zero_stage == 3 else 2
+    return (*STATE[kept:], "block inputs")
 
 
 def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Plan:

@@ -148,6 +148,7 @@ def proposal_lines(
 
 
 RECOMPUTES = {"none": "nothing", "full": "all blocks", "selective": "selectively"}
+RECOMPUTES["offload"] = "all blocks, with their inputs on the host"
 
 
 def words(old: Layout, new: Layout) -> str:
