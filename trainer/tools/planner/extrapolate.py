@@ -22,9 +22,8 @@ from trainer.tools.planner.ledger import Peak
 from trainer.tools.planner.messages import Message
 from trainer.tools.planner.simulate import Trace, Workload, simulate_all
 
-STEADY = "step 2"
-"""The phase that stands for all later steps."""
-STATE = "weights", "gradients", "optimizer"
+STEADY, STATE = "step 2", ("weights", "gradients", "optimizer")
+"""The phase that stands for all later steps, and the kinds of memory that last."""
 LONG = 4
 """The most pipeline ranks of which all are simulated, and with all their micro-batches."""
 
