@@ -92,8 +92,10 @@ def build(job: Job) -> TorchEngine:
         )
         raise ConfigError(Problem(key, seen, "a gradient of each", hint))
 
+    ends = job.machine.ranks.on_first(lambda: shard.ends_of(job.spec, layout))
+
     def finish(module: ModelWithLoss, spec: ModelSpec) -> None:
-        shard_and_materialise(module, spec, mesh, job.seed_of_values, device)
+        shard_and_materialise(module, spec, ends, mesh, job.seed_of_values, device)
 
     forward_backward: ForwardBackward
     if layout.pipeline > 1:
@@ -110,7 +112,7 @@ def build(job: Job) -> TorchEngine:
         replicas = layout.replicate > 1 and layout.zero_stage == 0
         by_ddp = replicas and layout.tensor == 1 and not job.sparse
         wrapped = _replicated(module, device) if by_ddp else module
-        forward_backward = GradientAccumulation(wrapped, dropout)
+        forward_backward = GradientAccumulation(wrapped, dropout, layout)
     used = Used(forward_backward.modules, mesh) if job.sparse else None
     return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), notes, used)
 
