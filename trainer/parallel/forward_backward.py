@@ -74,6 +74,8 @@ class GradientAccumulation:
         self._dropout = dropout
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         self._frees = layout.zero_stage == 3
+        # FSDP adds up what it has not yet reduced between replicas as it reduces it
+        self._low = layout.communication not in (None, "float32")
 
     def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
         self._module.train()
@@ -82,7 +84,7 @@ class GradientAccumulation:
             self._dropout.start(seed, index)
             last = index + 1 == len(micro_batches)
             for unit in self._units if last or index == 0 else ():
-                unit.set_requires_all_reduce(last, recurse=False)
+                unit.set_requires_all_reduce(last or self._low, recurse=False)
                 unit.set_reshard_after_backward(last or self._frees, recurse=False)
             with nullcontext() if last else self._without_sync():
                 loss = self._module(batch)

@@ -43,12 +43,11 @@ class Ends(NamedTuple):
 
 
 def policy_of(layout: Layout) -> MixedPrecisionPolicy:
-    """Return FSDP's policy: compute in the layout's precision, reduce in float32."""
+    """Return FSDP's policy: compute in the layout's precision, reduce in float32 by default."""
+    reduced = getattr(torch, layout.communication or "float32")
     if layout.precision == "float32":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(
-        param_dtype=getattr(torch, layout.precision), reduce_dtype=torch.float32
-    )
+        return MixedPrecisionPolicy(reduce_dtype=None if reduced == torch.float32 else reduced)
+    return MixedPrecisionPolicy(param_dtype=getattr(torch, layout.precision), reduce_dtype=reduced)
 
 
 def offload_of(layout: Layout, device: str) -> OffloadPolicy:

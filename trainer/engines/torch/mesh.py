@@ -45,7 +45,7 @@ def refusal(layout: Layout) -> str | None:
             "parameters between the two halves of the backward pass. Use ZeRO-2, or the schedule "
             "1F1B."
         )
-    if layout.precision == "float16":
+    if "float16" in (layout.precision, layout.communication):
         return (
             "float16 needs a loss scale, which FSDP2 does not bring; the deepspeed engine has one."
         )
@@ -53,6 +53,11 @@ def refusal(layout: Layout) -> str | None:
         return (
             "DDP in bfloat16 would keep no float32 weights; set a ZeRO stage, or use the "
             "deepspeed engine."
+        )
+    if layout.communication == "bfloat16" and (layout.zero_stage == 0 or layout.pipeline > 1):
+        return (
+            "With communication_data_type bf16, DDP and pipelines would add gradients up in bfloat16, "
+            "too; ZeRO without stages adds up in float32."
         )
     if "nvme" in (layout.offload_optimizer, layout.offload_param):
         return "FSDP2 offloads to the CPU only."
