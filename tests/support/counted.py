@@ -3,7 +3,7 @@
     step = counted(workload(zero_stage=3, shard=8, accumulation=4, model=LLAMA))
     step.reads                    # {"trainer/optim/optimizer.py:73 step_if_finite": 1}: host reads
     step.collectives()            # {("all-gather", ("shard",), "bfloat16"): (count, bytes)}
-    step.operators("recompute")   # {"aten.mul": 12, ...}; also "forward", "backward", "update"
+    step.operators("recompute")   # {"aten.mul": 12, ...}; also "forward", "backward", "no_grad"
     step.events                   # all of them, in the order in which they were launched
 
 It counts the second step: the first creates the optimizer's state. Bytes are those of the whole
@@ -42,6 +42,9 @@ LENGTH = 32
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 """The operators by which the host waits for a value of the device."""
 
+NO_WORK = ("prim.", "profiler.")
+"""Beginnings of the names of operators that compute nothing."""
+
 Kind = tuple[str, tuple[str, ...], str]
 """The name of a collective, the axes along which its ranks differ, and its dtype."""
 
@@ -53,7 +56,7 @@ class Event:
     name: str
     """`aten.mm` for an operator; the field's name for a message."""
     during: str
-    """The pass: forward, backward, recompute (a forward inside a backward pass) or update."""
+    """The pass: forward, backward, recompute (a forward inside a backward pass) or no_grad."""
     block: int | None
     """The block of the model in whose forward or backward pass it was; None outside of blocks."""
     place: str = ""
@@ -290,14 +293,15 @@ class _Recorder(Messages):
         else:
             name = func._schema.name.replace("::", ".")
             event = Event(name, during, self._block, where)
-        self.events.append(event)
+        if not event.name.startswith(NO_WORK):
+            self.events.append(event)
         return output
 
 
 def _pass() -> str:
     if torch._C._current_autograd_node() is not None:
         return "recompute" if torch.is_grad_enabled() else "backward"
-    return "forward" if torch.is_grad_enabled() else "update"
+    return "forward" if torch.is_grad_enabled() else "no_grad"
 
 
 def _with_gradient(value: Any) -> Iterator[torch.Tensor]:
