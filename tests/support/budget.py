@@ -38,8 +38,8 @@ class Sizes:
     """The last norm, and the head unless it is tied to the embedding."""
     norms: int
     """The tensors of one dimension, which are not decayed: DeepSpeed has them in another group."""
-    tensors: int
-    """The parameters of a block."""
+    modules: int
+    """The modules of a block with parameters of their own, a layer of experts being one."""
     columns: int
     """The matrices of a block that are split by columns, and those that are split by rows."""
     rows: int
@@ -69,12 +69,18 @@ def sizes_of(spec: ModelSpec) -> Sizes:
         embedding=embedding,
         head=_count(model) - embedding - len(blocks) * block,
         norms=sum(p.numel() for p in model.parameters() if p.ndim == 1),
-        tensors=len(list(blocks[0].parameters())),
+        modules=_modules(blocks[0]),
         columns=sum(own[name].startswith("colwise") for name in split),
         rows=sum(own[name].startswith("rowwise") for name in split),
         hidden=spec.language.hidden_size or 0,
         tied=bool(spec.tied),
     )
+
+
+def _modules(block: nn.Module) -> int:
+    own = [name for name, module in block.named_modules() if module._parameters]
+    layers = {name.rpartition(".")[0] for name in own if name.endswith("experts")}
+    return len([name for name in own if not name.startswith(tuple(layers))]) + len(layers)
 
 
 def _count(module: nn.Module) -> int:
@@ -90,9 +96,13 @@ class Levers(NamedTuple):
     """ZeRO-2 gathers once a step, and HSDP adds its replicas up once."""
     split_once: bool = True
     """The gradient of what several split matrices read is added up once."""
+    prefetch: bool = True
+    """A block is gathered before the products of the block before it, in the forward pass too."""
 
 
-BEFORE, AFTER = Levers(False, False, False), Levers()
+BEFORE, AFTER = Levers(False, False, False, False), Levers()
+TODAY = Levers(units=True, accumulation=True, split_once=False, prefetch=False)
+"""Which are there. The tests of what is missing fail, and are marked so."""
 
 
 class Unit(NamedTuple):
@@ -163,9 +173,7 @@ def _activations(
     hidden = layout.micro_batch * length * sizes.hidden * width
     backward = 2 if levers.split_once else sizes.columns
     count = m * sizes.blocks * (sizes.rows + backward)
-    found.add(
-        "all-reduce", _axes(layout, "tensor"), layout.precision, count, count * hidden
-    )
+    found.add("all-reduce", _axes(layout, "tensor"), layout.precision, count, count * hidden)
     ends = (stage > 0) + (stage + 1 < layout.pipeline)  # one receives, the other sends, and back
     for name in ("send", "receive") if layout.pipeline > 1 else ():
         found.add(name, ("pipeline",), layout.precision, m * ends, m * ends * hidden)
@@ -231,28 +239,34 @@ def _deepspeed(found: Tally, layout: Layout, sizes: Sizes, stage: int) -> None:
     ZeRO-1 and 2 add gradients up by one all-reduce for all ranks' parts of a bucket
     (`use_multi_rank_bucket_allreduce`), at the end or for each micro-batch, and gather the updated
     weights, in a group with weight decay and one without; they ask in a byte whether a gradient is
-    infinite, and take the norm of each group. ZeRO-3 gathers each parameter for each pass, unless
-    it is prefetched with others; it reduces each micro-batch's gradients.
+    infinite, and take the norm of each group. ZeRO-3 gathers each module for each pass, unless it
+    is prefetched with others; it reduces each micro-batch's gradients.
     """
     m, z, width = layout.accumulation, layout.zero_stage, WIDTH[layout.precision]
     axes = _axes(layout, "replicate", "shard")
     units = list(_units(layout, sizes, stage, BEFORE))
     everything = sum(unit.size for unit in units)
     if z == 3:
-        count = 2 * m * (sizes.blocks * sizes.tensors + 3)
+        count = 2 * m * (sizes.blocks * sizes.modules + 3)
         read = everything + (sizes.embedding if sizes.tied else 0)  # a tied table is read twice
         found.add("all-gather", axes, layout.precision, count, 2 * m * width * read)
         found.add("reduce-scatter", axes, layout.precision, m, m * width * everything)
         found.add("all-reduce", axes, "float64", 2, 16)
         return
     times = m if z == 2 else 1
+    groups = 2 if z > 0 else 1
     found.add("all-reduce", axes, layout.precision, times, times * width * everything)
     if z > 0:
-        found.add("all-gather", axes, layout.precision, 2, width * everything)
-        found.add("all-reduce", axes, "uint8", 1, 1)
-        found.add("all-reduce", axes, "float32", 2, 8)
-    found.add("all-reduce", _axes(layout, "pipeline", "tensor"), "float32", 1, 4)
-    found.add("broadcast", _axes(layout, "pipeline"), "float32", 1, 8)
+        found.add("all-gather", axes, layout.precision, groups, width * everything)
+        found.add("all-reduce", axes, "float32", groups, 4 * groups)
+    for parts in axes, _axes(layout, "pipeline", "tensor"):
+        found.add("all-reduce", parts, "uint8", int(z > 0), 1)
+    found.add("all-reduce", _axes(layout, "pipeline", "tensor"), "float32", groups, 4 * groups)
+    found.add("broadcast", _axes(layout, "pipeline"), "float32", 1, 8)  # the mean loss, and a flag
+    if layout.pipeline > 1 and sizes.tied:  # the gradients of both ends, and the updated table
+        size = width * sizes.embedding
+        found.add("all-reduce", ("pipeline",), layout.precision, 1, size)
+        found.add("broadcast", ("pipeline",), layout.precision, 1, size)
 
 
 if __name__ == "__main__":
