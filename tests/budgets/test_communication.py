@@ -122,7 +122,9 @@ class Jobs:
         ranks = [job.pop("rank", 0) for job in given]
         self.workloads = dict(zip(names, [workload(**job) for job in given], strict=True))
         works = list(self.workloads.values())
-        pairs = [(work, rank % work.layout.world_size) for work, rank in zip(works, ranks)]
+        pairs = [
+            (work, rank % work.layout.world_size) for work, rank in zip(works, ranks, strict=True)
+        ]
         self.steps: dict[str, Step] = dict(zip(names, count(pairs), strict=True))
 
 

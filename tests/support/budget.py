@@ -150,7 +150,7 @@ def expected(
     if engine == "deepspeed":
         _deepspeed(found, layout, sizes, stage)
     else:
-        _torch(found, layout, sizes, stage, levers)
+        _torch(found, layout, sizes, stage, levers, engine)
     return found
 
 
@@ -179,7 +179,9 @@ def _activations(
         found.add(name, ("pipeline",), layout.precision, m * ends, m * ends * hidden)
 
 
-def _units(layout: Layout, sizes: Sizes, stage: int, levers: Levers) -> Iterator[Unit]:
+def _units(
+    layout: Layout, sizes: Sizes, stage: int, levers: Levers, engine: str = "mesh"
+) -> Iterator[Unit]:
     """Yield FSDP's units on a stage.
 
     The embedding is read in the forward pass alone, and the backward pass begins with the head,
@@ -191,13 +193,16 @@ def _units(layout: Layout, sizes: Sizes, stage: int, levers: Levers) -> Iterator
     ends = [embedding if first else 0, sizes.head + (0 if first else embedding) if last else 0]
     if sizes.tied or not levers.units:
         ends = [sum(ends)]
-    yield from [Unit(size, both=not levers.units) for size in ends if size]
+    again = not levers.units and engine == "mesh"
+    yield from [Unit(size, both=again) for size in ends if size]
 
 
-def _torch(found: Tally, layout: Layout, sizes: Sizes, stage: int, levers: Levers) -> None:
+def _torch(
+    found: Tally, layout: Layout, sizes: Sizes, stage: int, levers: Levers, engine: str
+) -> None:
     """Add what `mesh` and `accelerate` send: DDP's buckets, or FSDP2's units."""
     m, stages = layout.accumulation, layout.pipeline > 1
-    units = list(_units(layout, sizes, stage, levers))
+    units = list(_units(layout, sizes, stage, levers, engine))
     everything = sum(unit.size for unit in units)
     if layout.zero_stage == 0:  # DDP: all gradients once, in buckets of 25 MB, of which here is one
         found.add("all-reduce", _axes(layout, "replicate"), "float32", 1, 4 * everything)
