@@ -13,7 +13,7 @@ from trainer.errors import ConfigError, Problem
 Device = Literal["none", "cpu", "nvme"]
 Partition = Literal["best", "parameters", "uniform"]
 Precision = Literal["float32", "bfloat16", "float16"]
-RecomputeMode = Literal["none", "full", "every", "selective"]
+RecomputeMode = Literal["none", "full", "every", "selective", "offload"]
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
 """The axes of the mesh, outermost first; ranks are numbered in row-major order."""
@@ -25,7 +25,10 @@ class Recompute:
 
     mode: RecomputeMode = "none"
     every: int = 1
-    """The N of mode `every`: each Nth block is recomputed."""
+    """The N of mode `every`, each Nth block; of `selective`, each Nth matrix product."""
+
+    def __str__(self) -> str:
+        return f"{self.mode}:{self.every}" if self.mode == "every" or self.every > 1 else self.mode
 
 
 @dataclass(frozen=True)
@@ -194,8 +197,7 @@ class Layout:
         if self.pipeline > 1:
             words.append(self.schedule.name)
         if self.recompute.mode != "none":
-            every = f" {self.recompute.every}" if self.recompute.mode == "every" else ""
-            words.append(f"recompute {self.recompute.mode}{every}")
+            words.append(f"recompute {self.recompute}")
         return ", ".join(words)
 
 

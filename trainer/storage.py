@@ -10,11 +10,12 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.errors import DiskError, Problem
+from trainer.errors import ConfigError, DiskError, Problem, named_line
 
 REFUSED_PICKLE = (
     "damaged, or a pickle that does more than hold tensors and plain values: it was not opened"
@@ -26,6 +27,19 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 def installed(package: str) -> bool:
     """Return True if a package is installed: a folder of its name beside a script is none."""
     return getattr(find_spec(package), "origin", None) is not None
+
+
+def imported(module: str, place: str) -> Any:
+    """Import a module of an installed package. Raises ConfigError with its reason if it fails."""
+    try:
+        return import_module(module)
+    except Exception as error:  # whatever a package built for another version raises
+        package = module.partition(".")[0]
+        seen = f"{package} is installed, but its import fails: {named_line(error)}"
+        hint = f"Install one that fits your PyTorch, or uninstall it (pip uninstall {package})"
+        raise ConfigError(
+            Problem(place, seen, f"a {package} that can be imported", hint)
+        ) from error
 
 
 def ensure_writable(folder: Path, needed_bytes: int = 0) -> None:

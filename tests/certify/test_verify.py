@@ -168,7 +168,7 @@ def untied_embedding(engine: str) -> Any:
 
 
 def dropout_not_replayed(engine: str) -> Any:
-    from trainer.parallel import activation_checkpointing
+    from trainer.parallel.recompute import activation_checkpointing
 
     real = activation_checkpointing.checkpoint
 

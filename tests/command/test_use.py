@@ -10,6 +10,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -201,13 +204,27 @@ def test_a_chat_with_a_closed_or_a_broken_input_ends(folder):
         assert result.code == 0 and "Traceback" not in result.output, result.output
 
 
+@contextmanager
+def at_most(seconds: float, process: subprocess.Popen[Any]) -> Iterator[None]:
+    """Kill a process that a test would otherwise wait for without end."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def test_ctrl_c_while_the_model_is_loaded_is_no_traceback(folder):
-    with subprocess.Popen(
-        [sys.executable, "-m", "trainer.command", "generate", str(folder), "--prompt", "w5"],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-m", "trainer.command", "generate", str(folder), "--prompt", "w5"],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+        at_most(120, process),
+    ):
         assert process.stderr and process.stderr.readline().startswith("model ")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130 and "Traceback" not in process.stderr.read()
@@ -231,14 +248,17 @@ def test_ctrl_c_ends_the_answer_and_the_end_of_the_input_the_chat(folder, tmp_pa
     endless = {"suppress_tokens": [0, 1, 2, 3]}
     (tmp_path / "generation_config.json").write_text(json.dumps(endless))
     command = [sys.executable, "-m", "trainer.command", "chat", tmp_path, "--tokens", "1000000"]
-    with subprocess.Popen(
-        [*map(str, command), "--seed", "1"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    ) as process:
+    with (
+        subprocess.Popen(
+            [*map(str, command), "--seed", "1"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        ) as process,
+        at_most(120, process),
+    ):
         assert process.stdin and process.stdout
         for message in (b"w5\n", b"w6 w7\n"):
             process.stdin.write(message)

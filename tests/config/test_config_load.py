@@ -432,7 +432,8 @@ CONFLICTS = [
     (
         {"trainer": {"activation_checkpointing": "every:0"}},
         'trainer.activation_checkpointing: saw "every:0"; '
-        'expected "none", "full", "selective" or "every:N" with N of at least 1',
+        'expected "none", "full", "selective", "selective:2", "offload" or "every:N" with N of '
+        "at least 1",
     ),
     *(
         (
@@ -1223,7 +1224,8 @@ def test_a_checkpointing_section_that_is_all_off_recomputes_nothing(
     assert (config.trainer.activation_checkpointing, config.notes) == ("none", ())
     for name in OFF:
         config = compile_(tmp_path, {"activation_checkpointing": section | {name: True}})
-        assert config.trainer.activation_checkpointing == "full"
+        mode = "offload" if name == "cpu_checkpointing" else "full"
+        assert config.trainer.activation_checkpointing == mode
 
 
 def test_parameters_are_offloaded_under_zero_3_alone(tmp_path: Path) -> None:

@@ -97,6 +97,17 @@ def test_without_deepspeed_a_job_trains_on_another_engine(tmp_path):
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("command", ["train", "verify", "plan"])
+def test_a_deepspeed_that_can_not_be_imported_is_one_sentence(tmp_path, command):
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("raise ImportError('no name log')")
+    words = (sys.executable, "-m", "trainer.command", command, "--config", "zero2")
+    result = run(*words, timeout=250, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert result.code == 64 and "Traceback" not in result.output, result.output
+    assert "its import fails: ImportError: no name log" in result.output
+
+
+@pytest.mark.more
 @pytest.mark.parametrize(("command", "ranks"), [("verify", "--world-size"), ("plan", "--gpus")])
 def test_without_deepspeed_a_layout_is_verified_and_planned(tmp_path, command, ranks):
     if command == "plan" and torch.__version__ < "2.15":

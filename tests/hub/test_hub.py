@@ -213,7 +213,7 @@ def test_the_run_has_to_have_ended(hub: Hub, base: Path, tmp_path: Path, capsys)
 
 
 def test_the_card_says_for_which_config_its_certificate_was_made(
-    base: Path, tmp_path: Path
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(tmp_path / "certificate.json")
     request = json.loads((base / "environment.json").read_text())["request"]
@@ -233,6 +233,10 @@ def test_the_card_says_for_which_config_its_certificate_was_made(
     failed = replace(PASSED, first_failure=Finding("loss", 0, float("nan"), 1e-5))
     assert "**FAIL**" in certified(failed, request)
     assert "None: `meshloom verify`" in section_of({CARD: card_of(base, "me/tiny")}, "Certificate")
+    monkeypatch.chdir(tmp_path)  # where verify writes it, unless it is told another place
+    for config, shown in ((placed, "It was made for this config."), (other, "None: `meshloom")):
+        write(PASSED, Path(path), config)
+        assert shown in section_of({CARD: card_of(base.resolve(), "me/tiny")}, "Certificate")
     Path(path).write_text("[]")
     with pytest.raises(ConfigError, match=re.escape(path)):
         card_of(base, "me/tiny", path)

@@ -544,6 +544,26 @@ def test_a_folder_without_an_adapter_is_no_start(tmp_path):
         adapted(spec_of(LLAMA), AdapterSection(path=str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("r", "eight"),
+        ("r", 0),
+        ("lora_alpha", None),
+        ("target_modules", [3, "q_proj"]),
+        ("bias", "some"),
+        ("modules_to_save", {"head": 1}),
+        ("use_dora", "maybe"),
+    ],
+)
+def test_a_damaged_config_of_an_adapter_is_one_sentence(tmp_path, key, value):
+    saved_by_peft(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ConfigError, match="adapter_config.json: trainer.adapter"):
+        adapted(spec_of(UNTIED), AdapterSection(path=str(tmp_path)))
+
+
 def test_what_is_refused_under_tensor_parallelism():
     from tests.support.training import layout_of
     from trainer.engines import ENGINES

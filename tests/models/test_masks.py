@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.training import GPT2, VOCABULARY, spec_of, task_of
 from trainer.layout import Recompute
 from trainer.models.materialise import materialise
-from trainer.parallel import activation_checkpointing as recompute
+from trainer.parallel.recompute import activation_checkpointing as recompute
 from trainer.tasks.masks import Masks
 
 WINDOW = 8

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.layouts import LAYOUTS
-from tests.support.planned import assert_as_planned
+from tests.support.planned import assert_as_planned, planned
 
 CASES = [
     (
@@ -28,6 +28,7 @@ CASES = [
     ("deepspeed", "zero3"),
     ("mesh", "pipeline, ZBVZeroBubble"),
     ("mesh", "pipeline, selective"),
+    ("mesh", "zero2, gpt2, offload"),
     ("mesh", "tensor"),
     ("deepspeed", "tensor"),
     ("mesh", "hsdp, zero3"),
@@ -50,3 +51,11 @@ KNOWN = LAYOUTS | {
 )
 def test_a_rank_takes_what_was_planned(pools, engine, name):
     assert_as_planned(pools, replace(KNOWN[name], engine=engine))
+
+
+def test_what_blocks_are_given_is_planned_on_the_host():
+    """Beside full recomputation, which keeps as much on the device."""
+    case, kind = replace(LAYOUTS["zero2, gpt2, offload"], engine="mesh"), "block inputs"
+    offload, full = (planned(one, 0)[0].peaks for one in (case, replace(case, recompute="full")))
+    away = max(peak.by_kind.get(kind, 0) for peak in offload.values())
+    assert away and not any(kind in peak.by_kind for peak in full.values())

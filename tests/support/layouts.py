@@ -63,11 +63,15 @@ LAYOUTS = {
     "zero2": replace(DATA, zero_stage=2),
     "zero2, gpt2, every 2": replace(DATA, zero_stage=2, model=GPT2, recompute="every", every=2),
     "zero2, optimizer on the host": replace(DATA, zero_stage=2, offload_optimizer="cpu"),
+    "zero2, gpt2, offload": replace(DATA, zero_stage=2, model=GPT2, recompute="offload"),
     "zero3": replace(DATA, zero_stage=3),
     "zero3, micro-batch of one": replace(DATA, zero_stage=3, micro_batch=1),
     "zero3, untied": replace(DATA, zero_stage=3, model={**LLAMA, "tie_word_embeddings": False}),
     "zero3, gpt2, full": replace(DATA, zero_stage=3, model=GPT2, recompute="full"),
     "zero3, gpt2, selective": replace(DATA, zero_stage=3, model=GPT2, recompute="selective"),
+    "zero3, gpt2, selective of 2": replace(
+        DATA, zero_stage=3, model=GPT2, recompute="selective", every=2
+    ),
     "zero3, biases, selective": replace(DATA, zero_stage=3, model=BIASED, recompute="selective"),
     "zero3, all on the host": replace(DATA, zero_stage=3, **HOST),
     "pipeline": STAGES,

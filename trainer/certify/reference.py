@@ -32,7 +32,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.plugins import NAMED
 from trainer.state import MASTER, WEIGHT
-from trainer.storage import installed
+from trainer.storage import imported, installed
 
 IGNORED = -100
 NOT_OF_TORCH = ("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states", "fused")
@@ -419,8 +419,7 @@ def scheduler_of(optimizer: torch.optim.Optimizer, config: Config) -> Any:
             expected = "DeepSpeed, whose own schedule it is compared with"
             hint = "pip install 'meshloom[deepspeed]'"
             raise ConfigError(Problem("scheduler.type", section.type, expected, hint))
-        from deepspeed.runtime import lr_schedules
-
+        lr_schedules = imported("deepspeed.runtime.lr_schedules", "scheduler.type")
         return getattr(lr_schedules, section.type)(optimizer, **section.params)
     steps = (section.params.get(f"{which}_num_steps", 0) for which in ("warmup", "total"))
     least = {"min_lr_rate": rate} if (rate := section.params.get("cos_min_ratio")) else None

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     parser.add_argument("--public", dest="private", action="store_false", default=None, help=text)
     text = "push the checkpoints that the run keeps, too"
     parser.add_argument("--checkpoints", action="store_true", default=None, help=text)
-    text = "the certificate for the card (default: certificate.json in the run's folder)"
+    text = "the certificate for the card (default: certificate.json in the run's folder, or here)"
     parser.add_argument("--certificate", metavar="FILE", help=text)
     options = vars(parser.parse_intermixed_args(arguments))
     from trainer.config.validate import validate

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.command import add_config, parser_of, reporting, run_command
 from trainer.errors import ConfigError, Problem
-from trainer.storage import installed
+from trainer.storage import imported, installed
 from trainer.supervise.launcher import start
 from trainer.supervise.world import drop_accelerate, environment_of, gpu_count, world_of
 
@@ -81,11 +81,10 @@ def _import_all(small: Any) -> None:
     threads = environment_of(0, small.layout.world_size, 0)["OMP_NUM_THREADS"]
     os.environ.setdefault("OMP_NUM_THREADS", threads)
     print("start   importing PyTorch and transformers", flush=True)
-    modules = ["trainer.certify.worker", "transformers.trainer"]
-    if installed("deepspeed"):
-        modules.append("deepspeed.runtime.lr_schedules")
-    for module in modules:
+    for module in ("trainer.certify.worker", "transformers.trainer"):
         import_module(module)
+    if installed("deepspeed"):
+        imported("deepspeed.runtime.lr_schedules", "meshloom verify")
     from trainer.certify.recording import engine_of
 
     if engine_of(small, "cpu") == "deepspeed":  # it imports torch.compile's compiler

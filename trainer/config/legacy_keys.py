@@ -94,7 +94,8 @@ class Upgraded:
         else:
             return
         if "activation_checkpointing" not in self.trainer.model_fields_set:
-            self.trainer = self.trainer.model_copy(update={"activation_checkpointing": "full"})
+            mode = "offload" if f"{RECOMPUTES}cpu_checkpointing" in checked.idle else "full"
+            self.trainer = self.trainer.model_copy(update={"activation_checkpointing": mode})
             self.origins["trainer.activation_checkpointing"] = f"auto: from {origin}"
 
     def fill(self) -> None:

@@ -95,6 +95,8 @@ class Training:
     """Parameters with a learning rate or a weight decay of their own, by name."""
     sparse: tuple[str, ...] = ()
     """Name patterns (`*` for a number) of parameters that only some rows give a gradient."""
+    draws: bool = True
+    """False if a training forward pass draws no random numbers, as its trial has shown."""
     fresh: frozenset[str] = frozenset()
     """Parameters that pretrained weights need not have: they get initial values."""
     unsaved: frozenset[str] = frozenset()

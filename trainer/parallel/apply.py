@@ -32,10 +32,11 @@ from trainer.layout import Layout
 from trainer.models.cut import check_cut, cut
 from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
-from trainer.parallel import activation_checkpointing, partition, shard, tensor
+from trainer.parallel import partition, shard, tensor
 from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.pipeline import Stage
+from trainer.parallel.recompute import activation_checkpointing
 from trainer.tasks.task import ModelWithLoss, Task
 
 

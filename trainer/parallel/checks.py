@@ -13,8 +13,8 @@ from trainer.layout import Layout
 from trainer.models.cut import check_cut, cut, of_tokens
 from trainer.models.own.module import running_norms
 from trainer.models.spec import ModelSpec
-from trainer.parallel import activation_checkpointing
 from trainer.parallel.forward_backward import Dropout
+from trainer.parallel.recompute import activation_checkpointing
 from trainer.trial.findings import Findings, applied
 from trainer.trial.isolation import check_isolation, packed_batch
 from trainer.trial.language import check_model

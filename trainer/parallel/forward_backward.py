@@ -23,7 +23,7 @@ class Dropout:
 
     def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
         self._base = 0
-        for index, name in enumerate(spec.blocks):
+        for index, name in enumerate(spec.blocks if spec.training.draws else ()):
             model.get_submodule(name).register_forward_pre_hook(self._seed_block(index))
 
     def start(self, step_seed: int, micro_batch: int) -> None:

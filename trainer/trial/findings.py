@@ -36,7 +36,9 @@ def applied(spec: ModelSpec, findings: Findings) -> ModelSpec:
     if findings.unused:
         spec = spec.held(_matching(spec, findings.unused).keys())
     blocks = spec.blocks if findings.blocks else ()
-    return replace(spec, blocks=blocks, training=replace(spec.training, sparse=findings.sparse))
+    draws = findings.draws.any or bool(findings.unproven)
+    training = replace(spec.training, sparse=findings.sparse, draws=draws)
+    return replace(spec, blocks=blocks, training=training)
 
 
 def _matching(spec: ModelSpec, patterns: Sequence[str]) -> dict[str, nn.Parameter]:

@@ -30,8 +30,9 @@ from trainer.plugins import TaskName, TrackerName, load
 
 
 def _recompute(value: str) -> str:
-    if not re.fullmatch(r"none|full|selective|every:[1-9]\d{0,5}", value):
-        raise ValueError('"none", "full", "selective" or "every:N" with N of at least 1')
+    if not re.fullmatch(r"none|full|selective(:2)?|offload|every:[1-9]\d{0,5}", value):
+        modes = '"none", "full", "selective", "selective:2", "offload"'
+        raise ValueError(f'{modes} or "every:N" with N of at least 1')
     return value
 
 
@@ -128,7 +129,7 @@ class HubSection(Section):
     checkpoints: bool = False
     """True to push the checkpoints that the run keeps, too."""
     certificate: str | None = None
-    """The file that `meshloom verify` wrote, for the card; None: certificate.json of the run."""
+    """The file of `meshloom verify` for the card; None: certificate.json of the run, or here."""
 
 
 class MeshSection(Section):
@@ -204,7 +205,11 @@ class _Execution(Section):
     pipeline_schedule: Annotated[PipelineSchedule, Needs("a pipeline")] = "1F1B"
     """The order in which pipeline stages run their micro-batches, by PyTorch's names."""
     activation_checkpointing: Annotated[str, AfterValidator(_recompute)] = "none"
-    """Blocks recomputed in the backward pass: "none", "full", "selective" or "every:N"."""
+    """Blocks recomputed in the backward pass: "none", "full" or "every:N".
+
+    "selective" keeps matrix products and attention, "selective:2" half of the products;
+    "offload" is "full" with the inputs of blocks on the host.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     plan: Literal["refuse", "warn", "off"] = "refuse"
     """The reaction to a predicted lack of device memory; "off" predicts nothing.

@@ -13,6 +13,7 @@ from trainer.engines.engine import Job, Machine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.optim.recipes import Recipe
+from trainer.storage import imported
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,8 +34,7 @@ STAGE_0_NOTE = (
 
 def check_precision(layout: Layout) -> None:
     """Raise ConfigError if this machine can't compute in the layout's precision."""
-    from deepspeed.accelerator import get_accelerator
-
+    get_accelerator = imported("deepspeed.accelerator", "engine deepspeed").get_accelerator
     if layout.precision == "float16" and not get_accelerator().is_fp16_supported():
         seen = "true on a processor without float16 arithmetic"
         expected = "a GPU, or a processor with AVX512-FP16 or AMX"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.config.grammar import show
 from trainer.config.sections.model_and_data import AdapterSection
+from trainer.config.validate import validate
 from trainer.errors import ConfigError, Problem, first_line, listed
 from trainer.storage import parse_json, read_file
 
@@ -62,8 +64,12 @@ def completed(options: AdapterSection) -> AdapterSection:
         expected, mend = "LoRA with the keys of trainer.adapter", "Merge it into its base."
         raise ConfigError(Problem(f"{PLACE}: {file}", listed(unsupported), expected, mend))
     found = {ours: given.get(theirs, default[theirs]) for ours, theirs in _SAME.items()}
-    found |= {"modules_to_save": found["modules_to_save"] or [], "alpha": float(found["alpha"])}
-    plain, problems = AdapterSection(), []
+    found["modules_to_save"] = found["modules_to_save"] or []
+    _, problems = validate({"model": {"name_or_path": "any base"}, "adapter": found})
+    if problems:
+        raise ConfigError(*(replace(one, place=f"{file}: {one.place}") for one in problems))
+    found["alpha"] = float(found["alpha"])
+    plain = AdapterSection()
     for key, value in found.items():
         own = getattr(options, key)
         if not _alike(own, value) and not _alike(own, getattr(plain, key)):

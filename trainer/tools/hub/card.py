@@ -41,11 +41,6 @@ def card_of(folder: Path, repository: str, certificate: str | None = None) -> by
         pipeline_tag="text-generation" if library else None,
         tags=["meshloom", *(["lora"] if library == "peft" else [])],
     )
-    proof, path = None, Path(certificate or folder / CERTIFICATE)
-    if certificate or path.exists():
-        proof = read_certificate(path)
-        given = (without_place(one or {}) for one in (proof.get("config"), environment["request"]))
-        proof["differences"] = differences(*given)
     script, *arguments = environment["command"]
     checkpoints = checkpoint.published(folder / "checkpoints")
     return ModelCard.from_template(  # type: ignore[no-any-return]
@@ -59,13 +54,25 @@ def card_of(folder: Path, repository: str, certificate: str | None = None) -> by
         data=checkpoint.read_description(checkpoints[-1])["data"] if checkpoints else None,
         steps=record.steps[:: -max(1, len(record.steps) // ROWS)][::-1],
         held_out={row.get("step"): row.get("evaluation_loss") for row in record.evaluations},
-        certificate=proof,
+        certificate=_certificate(folder, certificate, environment["request"]),
     ).content.encode()
 
 
 def _is_hub_id(name: Any) -> bool:
     named = isinstance(name, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)
     return bool(named) and may_be_hub_id(name)
+
+
+def _certificate(folder: Path, named: str | None, request: Any) -> Row | None:
+    """Return the certificate of `named`, or the run's folder; else of here, if for its config."""
+    beside, here = folder / CERTIFICATE, Path(CERTIFICATE)
+    path = Path(named) if named else beside if beside.exists() else here
+    if not named and not path.exists():
+        return None
+    proof = read_certificate(path)
+    given = (without_place(one or {}) for one in (proof.get("config"), request))
+    proof["differences"] = differences(*given)
+    return None if path == here and not named and proof["differences"] else proof
 
 
 def read_certificate(path: Path) -> Row:

@@ -113,8 +113,7 @@ def changes_to(raw: Json, old: Layout, new: Layout) -> dict[str, Any]:
     if old.zero_stage != new.zero_stage:
         changes["zero_optimization.stage"] = new.zero_stage
     if old.recompute != new.recompute:
-        every = f":{new.recompute.every}" if new.recompute.mode == "every" else ""
-        changes["trainer.activation_checkpointing"] = f"{new.recompute.mode}{every}"
+        changes["trainer.activation_checkpointing"] = str(new.recompute)
     zero = raw.get("zero_optimization") or {}
     for key in ("offload_optimizer", "offload_param"):
         if (device := getattr(new, key)) != getattr(old, key):

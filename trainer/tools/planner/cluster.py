@@ -161,4 +161,5 @@ def time_of(
 
 def recomputed(layout: Layout) -> float:
     """Return the share of FLOPs that recomputation adds: a forward pass is a third of a step."""
-    return 1 / (3 * layout.recompute.every) if layout.recompute.mode in ("full", "every") else 0.0
+    mode, every = layout.recompute.mode, layout.recompute.every
+    return {"none": 0.0, "selective": 1 - 1 / every}.get(mode, 1 / every) / 3

@@ -22,9 +22,8 @@ from trainer.tools.planner.ledger import Peak
 from trainer.tools.planner.messages import Message
 from trainer.tools.planner.simulate import Trace, Workload, simulate_all
 
-STEADY = "step 2"
-"""The phase that stands for all later steps."""
-STATE = "weights", "gradients", "optimizer"
+STEADY, STATE = "step 2", ("weights", "gradients", "optimizer")
+"""The phase that stands for all later steps, and the kinds of memory that last."""
 LONG = 4
 """The most pipeline ranks of which all are simulated, and with all their micro-batches."""
 
@@ -138,12 +137,12 @@ class Plan:
 
 def offloaded(workload: Workload) -> tuple[str, ...]:
     """Return the kinds of memory on the host: FSDP2's whole shard, DeepSpeed's by the layout."""
-    layout = workload.layout
+    layout, kept = workload.layout, 0  # of the kinds of state, so many on the device
     if not layout.offloads:
-        return ()
-    if workload.engine_name != "deepspeed" or layout.offload_param != "none":
-        return STATE
-    return STATE[1:] if layout.zero_stage == 3 else STATE[2:]
+        kept = len(STATE)
+    elif workload.engine_name == "deepspeed" and layout.offload_param == "none":
+        kept = 1 if layout.zero_stage == 3 else 2
+    return (*STATE[kept:], "block inputs")
 
 
 def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Plan:

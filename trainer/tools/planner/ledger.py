@@ -37,14 +37,16 @@ COMMUNICATING = {
         *("stage_1_and_2.py", "stage3.py"),
     ),
     "planner": ("replicas_by_buckets.py", "patches.py"),
+    "recompute": ("offload.py",),
 }
 """Files, by folder, whose functions make tensors to communicate: gathered weights too."""
 KEPT = {
+    ("offload.py", "empty_like"): "block inputs",
     ("stage_1_and_2.py", "zeros"): "optimizer",
     ("stage_1_and_2.py", "full"): "optimizer",
     ("stage3.py", "zeros"): "gradients",
 }
-"""Kinds of what DeepSpeed's ZeRO keeps on the optimizer's device, by file and operator."""
+"""Kinds of what is kept, by file and operator: on the host, and DeepSpeed's on its device."""
 FRAMES = 12
 """The callers that are searched for such a file."""
 

@@ -108,7 +108,7 @@ class ClosedForm:
         mode, every = layout.recompute.mode, layout.recompute.every
         if mode in ("none", "selective"):
             return block * held * (SELECTIVE if mode == "selective" else 1)
-        return block + held * (2 * values + (1 - 1 / every) * block)
+        return block + held * ((mode != "offload") * 2 * values + (1 - 1 / every) * block)
 
     def seconds(self, layout: Layout) -> float:
         """Estimate the seconds of a step, midway between all messages hidden and none."""

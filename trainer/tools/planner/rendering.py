@@ -147,22 +147,18 @@ def proposal_lines(
     yield from (f"          + {path}: {json.dumps(value)}" for path, value in changes.items())
 
 
-RECOMPUTES = {"none": "nothing", "full": "all blocks", "selective": "selectively"}
-
-
 def words(old: Layout, new: Layout) -> str:
     """List the changes between two layouts as part of a sentence."""
     away = "the optimizer's state" if new.offloads else "nothing"
     if new.offload_param != "none":
         away = "weights and optimizer state"
-    blocks = RECOMPUTES.get(new.recompute.mode, f"every {new.recompute.every}. block")
     texts = {
         "pipeline": f"{new.pipeline} pipeline stages instead of {old.pipeline}",
         "tensor": f"tensor parallel over {new.tensor} instead of {old.tensor}",
         "shard": f"shard over {new.shard} instead of {old.shard}",
         "stage": f"ZeRO-{new.zero_stage} instead of ZeRO-{old.zero_stage}",
         "micro-batch": f"a micro-batch of {new.micro_batch} instead of {old.micro_batch}",
-        "recompute": f"recompute {blocks}",
+        "recompute": f"activation checkpointing {new.recompute} instead of {old.recompute}",
         "offload": f"{away} on the host",
     }
     changed = differences(old, new)

@@ -24,6 +24,7 @@ from trainer.models.spec import ModelSpec
 from trainer.optim.lr_schedules import LRSchedule
 from trainer.parallel.partition import block_ranges
 from trainer.state import StateTensor
+from trainer.storage import imported
 from trainer.tasks.task import Batch, Task, bare_name
 from trainer.tools.planner.ledger import BUILD, SAVE, Ledger, Peak
 from trainer.tools.planner.messages import Message, Messages
@@ -95,7 +96,7 @@ def simulate_all(jobs: Sequence[tuple[Workload, int]], local_world_size: int) ->
     Raises ConfigError with the reason if the engine's own code fails on fake tensors.
     """
     if any(workload.engine_name == "deepspeed" for workload, _ in jobs):
-        import deepspeed  # noqa: F401 - seconds, once and not in each process
+        imported("deepspeed", "engine deepspeed")  # seconds, once and not in each process
     traces: dict[int, Trace] = {}
     running: dict[Connection, tuple[int, Any]] = {}
     work = [len(job.spec.blocks) * job.layout.accumulation for job, _ in jobs]

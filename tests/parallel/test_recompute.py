@@ -1,0 +1,124 @@
+"""What each way of activation checkpointing computes again, keeps, and keeps on the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.training import LLAMA, spec_of
+from trainer.layout import Recompute
+from trainer.models.materialise import materialise
+from trainer.parallel.forward_backward import Dropout
+from trainer.parallel.recompute import activation_checkpointing, offload
+from trainer.tasks.causal_lm import CausalLM
+from trainer.trial.findings import Findings, applied
+
+MOE = {
+    **{"model_type": "qwen3_moe", "hidden_size": 32, "intermediate_size": 48, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2},
+    **{"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    **{"vocab_size": 64, "mlp_only_layers": [], "experts_implementation": "grouped_mm"},
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64}
+FAMILIES = {  # dropout in attention would take its plain kernel
+    "llama": LLAMA | {"attention_dropout": 0.0, "num_hidden_layers": 2},
+    "qwen3_moe": MOE,
+    "gpt2": GPT2 | {"attn_pdrop": 0.0},
+}
+
+
+class Counted(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step(family: str, recompute: Recompute, draws: bool = True) -> tuple[Any, Counter[str]]:
+    """Return the gradients of one step, and the operators of its backward pass."""
+    spec = spec_of(FAMILIES[family])
+    spec = replace(spec, training=replace(spec.training, draws=draws))
+    task = CausalLM.of(spec)
+    model = task.prepare(spec.build()).train()
+    activation_checkpointing.apply(model, spec, recompute)
+    dropout = Dropout(model, spec)
+    materialise(model, spec, seed=1)
+    dropout.start(1, 0)
+    ids = torch.arange(24).reshape(2, 12) % 50
+    loss = task.loss_sum(model, {"input_ids": ids, "targets": ids})
+    with Counted() as counted:
+        loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}, counted.found
+
+
+def again(family: str, mode: str, every: int = 1) -> Counter[str]:
+    """Count what is computed again beyond a backward pass of kept activations."""
+    gradients, plain = step(family, Recompute())
+    others, found = step(family, Recompute(mode, every))  # type: ignore[arg-type]
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, others[name]), name
+    return found - plain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_mode_computes_again_what_it_says(family):
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    product = "addmm" if family == "gpt2" else "mm"
+    full, kept = again(family, "full"), again(family, "selective")
+    assert full[attention] == 2 and full[product] >= 4
+    assert not {attention, product, "_grouped_mm", "topk"} & kept.keys(), kept
+    assert kept["mul"] and kept["mul"] == full["mul"]
+    half = again(family, "selective", 2)
+    assert attention not in half and half[product] == pytest.approx(full[product] / 2, abs=2)
+    assert again(family, "offload")[attention] == 2
+    if family == "qwen3_moe":
+        assert full["_grouped_mm"] == 4 and full["topk"] == 2
+        assert 0 < half["_grouped_mm"] < 4
+
+
+def test_the_input_of_each_block_is_on_the_host_until_the_backward_pass(monkeypatch):
+    kept: list[tuple[int, ...]] = []
+    plain = offload.host_like
+
+    def watched(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(tensor.shape))
+        return plain(tensor)
+
+    monkeypatch.setattr(offload, "host_like", watched)
+    step("llama", Recompute("offload"))
+    assert kept == [(2, 12, LLAMA["hidden_size"])] * 2
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_generators_are_saved_only_if_numbers_are_drawn(draws, monkeypatch):
+    saved: list[bool] = []
+    plain = activation_checkpointing.checkpoint
+
+    def watched(*args: Any, preserve_rng_state: bool, **kwargs: Any) -> Any:
+        saved.append(preserve_rng_state)
+        return plain(*args, preserve_rng_state=preserve_rng_state, **kwargs)
+
+    monkeypatch.setattr(activation_checkpointing, "checkpoint", watched)
+    seeded: list[int] = []
+    monkeypatch.setattr(
+        "trainer.parallel.forward_backward.seed_generators", lambda seed: seeded.append(seed)
+    )
+    step("llama", Recompute("full"), draws)
+    assert saved == [draws] * 2
+    assert len(seeded) == (3 if draws else 1)  # each micro-batch, and each block in it
+
+
+def test_a_trial_says_if_numbers_are_drawn():
+    spec = spec_of(LLAMA)
+    assert spec.training.draws and not applied(spec, Findings()).training.draws
+    assert applied(spec, Findings(unproven="it does not run")).training.draws

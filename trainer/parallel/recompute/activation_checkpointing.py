@@ -1,0 +1,90 @@
+"""Activation checkpointing: activations that are recomputed in the backward pass, not kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from trainer.layout import Recompute
+from trainer.models.spec import ModelSpec
+from trainer.parallel import patches
+from trainer.parallel.recompute.offload import OnHost
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm")
+"""Matrix products by their names in `aten`, besides all that end in `grouped_mm`."""
+
+
+def apply(model: nn.Module, spec: ModelSpec, recompute: Recompute) -> None:
+    """Wrap the forward of each chosen block, in place.
+
+    Random numbers are replayed: a recomputed block drops the same activations as before.
+    """
+    if recompute.mode == "none":
+        return
+    for index, name in enumerate(spec.blocks):
+        if recompute.mode != "every" or index % recompute.every == 0:
+            block = model.get_submodule(name)
+            wrapped = partial(_recomputed, block.forward, recompute, spec.training.draws)
+            patches.replace_forward(block, wrapped)
+
+
+def _recomputed(
+    forward: Callable[..., Any], recompute: Recompute, draws: bool, *args: Any, **kwargs: Any
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    contexts: dict[str, Any] = {}
+    if recompute.mode == "selective":
+        contexts["context_fn"] = partial(_selective, recompute.every)
+    with OnHost() if recompute.mode == "offload" else nullcontext():
+        return checkpoint(
+            forward, *args, **contexts, **kwargs, use_reentrant=False, preserve_rng_state=draws
+        )
+
+
+def _selective(every: int) -> Any:
+    """Return the contexts of one block's forward pass and of its recomputation.
+
+    They keep what is costly or must not change; of matrix products, with `every` 2, only the first
+    of each two, as torchtitan does.
+    """
+    products: Counter[bool] = Counter()
+
+    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        kept = is_kept(operator)
+        if kept and every > 1 and is_product(operator):
+            products[context.is_recompute] += 1
+            kept = products[context.is_recompute] % every == 1
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def is_product(operator: Any) -> bool:
+    """Return True for a matrix product, also that of all experts at once."""
+    name = operator._opname
+    return operator.namespace == "aten" and (name in PRODUCTS or name.endswith("grouped_mm"))
+
+
+def is_kept(operator: Any) -> bool:
+    """Return True for what `selective` keeps; it recomputes all else.
+
+    These are matrix products, attention of any library by its name, what other ranks sent, and the
+    choice of experts, which must be the same in the backward pass. Collectives in place are not
+    kept: by them DeepSpeed gathers the parameters, again for each pass.
+    """
+    name = operator._opname
+    attention = "attention" in name or "attn" in name
+    sent = operator.namespace == "_c10d_functional"
+    return is_product(operator) or attention or sent or name == "topk"
