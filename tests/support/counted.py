@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.support.training import LLAMA, Case, spec_of, task_of
 from trainer.engines import ENGINES, Job, Machine
+from trainer.errors import ConfigError, Problem
 from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.models.spec import ModelSpec, NoWeights
 from trainer.optim.decay import spared
@@ -118,7 +119,10 @@ def workload(
     optimizer: Mapping[str, Any] | None = None,
     more: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Workload:
-    """Describe a small run: a model config, a layout, and more sections of the JSON."""
+    """Describe a small run: a model config, a layout, and more sections of the JSON.
+
+    Raises ConfigError if the engine does not run the layout.
+    """
     layout = Layout(
         pipeline=pipeline,
         replicate=replicate,
@@ -133,8 +137,8 @@ def workload(
         recompute=Recompute(recompute),  # type: ignore[arg-type]
         schedule=PIPELINE_SCHEDULES[schedule],
     )
-    refusal = ENGINES[engine].refusal(layout)
-    assert refusal is None, refusal
+    if refusal := ENGINES[engine].refusal(layout):
+        raise ConfigError(Problem(f"engine {engine}", refusal))
     sizes = {
         "train_batch_size": layout.train_batch,
         "train_micro_batch_size_per_gpu": micro_batch,
