@@ -138,7 +138,7 @@ def workload(
         schedule=PIPELINE_SCHEDULES[schedule],
     )
     if refusal := ENGINES[engine].refusal(layout):
-        raise ConfigError(Problem(f"engine {engine}", refusal))
+        raise ConfigError(Problem(f"engine {engine}", refusal, "a layout that it runs"))
     sizes = {
         "train_batch_size": layout.train_batch,
         "train_micro_batch_size_per_gpu": micro_batch,
