@@ -12,17 +12,19 @@ size is a multiple of the ranks (FSDP2 pads what is none).
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from tests.support.counted import LENGTH, Kind
-from trainer.layout import Layout
+from tests.support.counted import LENGTH, Kind, workload
+from trainer.layout import AXES, Layout
 from trainer.models.spec import ModelSpec
 from trainer.parallel.tensor import STYLES
+from trainer.tools.planner.simulate import Workload
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ class Unit(NamedTuple):
     size: int
     both: bool
     """True if ZeRO-3 gathers it for the forward and for the backward pass."""
+    kept: bool = False
+    """True if it stays gathered from the forward pass to the backward pass."""
 
 
 class Tally(dict[Kind, tuple[int, int]]):
@@ -189,12 +193,14 @@ def _units(
     """
     first, last = stage == 0, stage + 1 == layout.pipeline
     yield from [Unit(sizes.block, both=True)] * sizes.blocks
-    embedding = sizes.embedding if first or sizes.tied else 0
-    ends = [embedding if first else 0, sizes.head + (0 if first else embedding) if last else 0]
+    table = sizes.embedding if first or last and sizes.tied else 0
+    head = sizes.head if last else 0
     if sizes.tied or not levers.units:
-        ends = [sum(ends)]
-    again = not levers.units and engine == "mesh"
-    yield from [Unit(size, both=again) for size in ends if size]
+        again = not levers.units and engine == "mesh"
+        ends = [Unit(table + head, both=again, kept=not again)]
+    else:
+        ends = [Unit(table, both=False), Unit(head, both=False, kept=True)]
+    yield from [unit for unit in ends if unit.size]
 
 
 def _torch(
@@ -228,13 +234,14 @@ def _gathers(layout: Layout, unit: Unit, levers: Levers) -> int:
 
     A pipeline frees a unit after each forward pass, and after the last backward pass: of m forward
     and m backward passes in 1F1B's order, a forward pass that follows a backward one finds it
-    gathered, and so does a backward one that follows another: m + 1 are left.
+    gathered, and so does a backward one that follows another: m + 1 are left. What is kept from
+    pass to pass is gathered once.
     """
     m = layout.accumulation
     if layout.zero_stage < 3:
         return 1 if layout.pipeline > 1 or levers.accumulation else m
     if layout.pipeline > 1:
-        return m + 1 if unit.both else m
+        return 1 if unit.kept else m + unit.both
     return 2 * m if unit.both else m
 
 
@@ -267,12 +274,139 @@ def _deepspeed(found: Tally, layout: Layout, sizes: Sizes, stage: int) -> None:
     for parts in axes, _axes(layout, "pipeline", "tensor"):
         found.add("all-reduce", parts, "uint8", int(z > 0), 1)
     found.add("all-reduce", _axes(layout, "pipeline", "tensor"), "float32", groups, 4 * groups)
-    found.add("broadcast", _axes(layout, "pipeline"), "float32", 1, 8)  # the mean loss, and a flag
+    if layout.pipeline > 1 and stage + 1 == layout.pipeline:
+        found.add("all-reduce", axes, "float32", 1, 4)  # the loss
+    found.add("broadcast", _axes(layout, "pipeline"), "float32", 1, 8)  # the loss, twice
     if layout.pipeline > 1 and sizes.tied:  # the gradients of both ends, and the updated table
         size = width * sizes.embedding
         found.add("all-reduce", ("pipeline",), layout.precision, 1, size)
         found.add("broadcast", ("pipeline",), layout.precision, 1, size)
 
 
+# The table of docs/parallelism.md
+
+PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
+BEGIN, END = (f"<!-- {word}: python -m tests.support.budget -->" for word in ("begin", "end"))
+TOKENS, MICRO_BATCHES = 8192, 4
+SHAPES: dict[str, dict[str, Any]] = {
+    "8B": dict(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+    "70B": dict(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
+}
+"""Llama 3.1 (arXiv 2407.21783, table 3), with a vocabulary of 128,256."""
+ROWS: dict[int, list[dict[str, int]]] = {
+    8: [
+        dict(zero_stage=2, shard=8),
+        dict(zero_stage=3, shard=8),
+        dict(zero_stage=1, tensor=8),
+    ],
+    64: [
+        dict(zero_stage=2, shard=64),
+        dict(zero_stage=3, shard=64),
+        dict(zero_stage=2, replicate=8, shard=8),
+        dict(zero_stage=3, replicate=8, shard=8),
+        dict(zero_stage=3, tensor=8, shard=8),
+    ],
+    1024: [
+        dict(zero_stage=3, replicate=128, shard=8),
+        dict(zero_stage=3, replicate=16, shard=64),
+        dict(zero_stage=3, tensor=8, shard=128),
+        dict(zero_stage=2, pipeline=4, tensor=8, shard=32),
+    ],
+}
+
+
+def shaped(shape: str, blocks: int | None = None, **layout: int) -> Workload:
+    """Describe a model of the table, or of its shape with fewer blocks, and a layout of it."""
+    model = {"model_type": "llama", "vocab_size": 128_256, "tie_word_embeddings": False}
+    model |= SHAPES[shape] | ({"num_hidden_layers": blocks} if blocks else {})
+    precision = "bfloat16" if layout.get("zero_stage") else "float32"
+    return workload(
+        model=model, accumulation=MICRO_BATCHES, precision=precision, length=TOKENS, **layout
+    )
+
+
+def sent(layout: Layout, tally: Tally) -> dict[str, tuple[int, float]]:
+    """Return the count, and the bytes that a rank sends by rings, of each kind of message.
+
+    Those of less than a kilobyte are left out: the targets, the norm.
+    """
+    found: dict[str, tuple[int, float]] = {}
+    for (name, axes, _), (count, size) in tally.items():
+        ranks = math.prod(getattr(layout, axis) for axis in axes)
+        share = 1.0 if name == "send" else (ranks - 1) / ranks
+        if name != "receive" and size > 1024:
+            before = found.get(name, (0, 0.0))
+            twice = 2 if name == "all-reduce" else 1
+            found[name] = before[0] + count, before[1] + twice * share * size
+    return found
+
+
+COLUMNS = ("all-gather", "reduce-scatter", "all-reduce", "send")
+
+
+def table() -> str:
+    """Return the table, in Markdown: the first rank's messages."""
+    lines = [
+        BEGIN,
+        f"| model | ranks | layout | {' | '.join(COLUMNS)} |",
+        f"| --- | --- | --- |{' --- |' * len(COLUMNS)}",
+    ]
+    for shape in SHAPES:
+        for ranks, layouts in ROWS.items():
+            for axes in layouts:
+                work = shaped(shape, **axes)
+                sizes, layout = sizes_of(work.spec), work.layout
+                before, after = (
+                    sent(layout, expected(layout, sizes, length=TOKENS, levers=levers))
+                    for levers in (BEFORE, TODAY)
+                )
+                cells = [_cell(before.get(kind), after.get(kind)) for kind in COLUMNS]
+                line = [shape, f"{ranks:,}", _described(layout), *cells]
+                lines.append(f"| {' | '.join(line)} |")
+    return "\n".join([*lines, END])
+
+
+def _cell(before: tuple[int, float] | None, after: tuple[int, float] | None) -> str:
+    """Return a number and gigabytes, each with what it was before if that was another."""
+    if before is None or after is None:
+        return ""
+    pairs = zip(
+        (f"{before[0]:,}", _gigabytes(before[1])),
+        (f"{after[0]:,}", _gigabytes(after[1])),
+        strict=True,
+    )
+    number, size = (new if old == new else f"{old} → {new}" for old, new in pairs)
+    return f"{number}: {size} GB"
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f}" if size < 1e9 else f"{size / 1e9:.1f}"
+
+
+def _described(layout: Layout) -> str:
+    axes = [f"{name} {getattr(layout, name)}" for name in AXES if getattr(layout, name) > 1]
+    zero = f", ZeRO-{layout.zero_stage}" if layout.zero_stage else ""
+    return " x ".join(axes) + zero
+
+
+def page() -> str:
+    """Return the page with the table of today's formulas."""
+    text = PAGE.read_text()
+    start, stop = text.index(BEGIN), text.index(END) + len(END)
+    return text[:start] + table() + text[stop:]
+
+
 if __name__ == "__main__":
-    sys.exit("the table is not there yet")
+    PAGE.write_text(page())

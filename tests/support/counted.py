@@ -116,6 +116,7 @@ def workload(
     recompute: str = "none",
     schedule: str = "1F1B",
     micro_batch: int = 1,
+    length: int = LENGTH,
     optimizer: Mapping[str, Any] | None = None,
     more: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Workload:
@@ -156,7 +157,7 @@ def workload(
     spec = replace(spec_of(dict(model)), weights=NoWeights())
 
     def batch(count: int) -> dict[str, torch.Tensor]:
-        ids = torch.zeros(count, LENGTH, dtype=torch.int64)
+        ids = torch.zeros(count, length, dtype=torch.int64)
         return {"input_ids": ids, "targets": torch.ones_like(ids)}
 
     return Workload(
