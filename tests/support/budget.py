@@ -327,7 +327,7 @@ ROWS: dict[int, list[dict[str, int]]] = {
 }
 
 
-def shaped(shape: str, blocks: int | None = None, **layout: int) -> Workload:
+def shaped(shape: str, blocks: int | None = None, **layout: Any) -> Workload:
     """Describe a model of the table, or of its shape with fewer blocks, and a layout of it."""
     model = {"model_type": "llama", "vocab_size": 128_256, "tie_word_embeddings": False}
     model |= SHAPES[shape] | ({"num_hidden_layers": blocks} if blocks else {})
@@ -373,7 +373,7 @@ def table() -> str:
                     for levers in (BEFORE, TODAY)
                 )
                 cells = [_cell(before.get(kind), after.get(kind)) for kind in COLUMNS]
-                line = [shape, f"{ranks:,}", _described(layout), *cells]
+                line = [shape, f"{ranks:,}", described(layout), *cells]
                 lines.append(f"| {' | '.join(line)} |")
     return "\n".join([*lines, END])
 
@@ -395,7 +395,8 @@ def _gigabytes(size: float) -> str:
     return f"{size / 1e9:.2f}" if size < 1e9 else f"{size / 1e9:.1f}"
 
 
-def _described(layout: Layout) -> str:
+def described(layout: Layout) -> str:
+    """Describe a layout of the table."""
     axes = [f"{name} {getattr(layout, name)}" for name in AXES if getattr(layout, name) > 1]
     zero = f", ZeRO-{layout.zero_stage}" if layout.zero_stage else ""
     return " x ".join(axes) + zero
