@@ -331,9 +331,8 @@ def shaped(shape: str, blocks: int | None = None, **layout: Any) -> Workload:
     """Describe a model of the table, or of its shape with fewer blocks, and a layout of it."""
     model = {"model_type": "llama", "vocab_size": 128_256, "tie_word_embeddings": False}
     model |= SHAPES[shape] | ({"num_hidden_layers": blocks} if blocks else {})
-    precision = "bfloat16" if layout.get("zero_stage") else "float32"
     return workload(
-        model=model, accumulation=MICRO_BATCHES, precision=precision, length=TOKENS, **layout
+        model=model, accumulation=MICRO_BATCHES, precision="bfloat16", length=TOKENS, **layout
     )
 
 
