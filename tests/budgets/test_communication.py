@@ -26,7 +26,7 @@ from tests.support.budget import (
     shaped,
     sizes_of,
 )
-from tests.support.counted import LENGTH, Step, count, workload
+from tests.support.counted import LENGTH, Step, count, layout_of, workload
 from tests.support.warm import PRELOADED
 from trainer.engines import ENGINES
 from trainer.errors import ConfigError
@@ -106,8 +106,9 @@ def offered() -> dict[str, dict[str, Any]]:
             job = {"model": LLAMA, **case, "engine": engine}
             if engine == "deepspeed" and case.get("zero_stage") == 3:
                 job["more"] = ONE_BY_ONE
+            axes = {key: value for key, value in case.items() if key != "model"}
             try:
-                workload(**job, accumulation=4)
+                layout_of(engine, accumulation=4, **axes)
             except ConfigError:
                 continue
             # of a pipeline, the first and the last stage
@@ -121,7 +122,7 @@ def offered() -> dict[str, dict[str, Any]]:
 def rows() -> dict[str, dict[str, Any]]:
     """Every row of the docs' table, with few blocks: the formulas are linear in them."""
     return {
-        f"{shape}, {described(shaped(shape, **axes).layout)}": {
+        f"{shape}, {described(layout_of(accumulation=4, **axes))}": {
             "shape": shape,
             "blocks": 2 * axes.get("pipeline", 1),
             "engine": "mesh",
@@ -184,11 +185,9 @@ def formula(name: str, work: Workload, levers: Levers) -> Tally:
 
 def marks(name: str) -> list[Any]:
     """Mark a layout whose messages are not yet what they should be."""
-    work = made(name)
-    if formula(name, work, TODAY) == formula(name, work, AFTER):
-        return []
-    reason = "lever 6 of issue 23"
-    return [pytest.mark.xfail(reason=reason, strict=True, raises=AssertionError)]
+    reason = "lever 6 of issue 23: the gradients of each split matrix are added up on their own"
+    split = JOBS[name].get("tensor", 1) > 1 and JOBS[name]["engine"] == "mesh"
+    return [pytest.mark.xfail(reason=reason, strict=True, raises=AssertionError)] if split else []
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in SENT])

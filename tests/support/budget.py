@@ -12,6 +12,7 @@ size is a multiple of the ranks (FSDP2 pads what is none).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tests.support.counted import LENGTH, Kind, workload
+from tests.support.counted import LENGTH, Kind, layout_of, spec_with, workload
 from trainer.layout import AXES, Layout
 from trainer.models.spec import ModelSpec
 from trainer.parallel.tensor import STYLES
@@ -327,13 +328,15 @@ ROWS: dict[int, list[dict[str, int]]] = {
 }
 
 
-def shaped(shape: str, blocks: int | None = None, **layout: Any) -> Workload:
-    """Describe a model of the table, or of its shape with fewer blocks, and a layout of it."""
+def shaped(shape: str, blocks: int, **layout: Any) -> Workload:
+    """Describe a run of a model of the table with so many blocks."""
+    options = dict(accumulation=MICRO_BATCHES, precision="bfloat16", length=TOKENS)
+    return workload(model=_model(shape, blocks), **options, **layout)
+
+
+def _model(shape: str, blocks: int) -> dict[str, Any]:
     model = {"model_type": "llama", "vocab_size": 128_256, "tie_word_embeddings": False}
-    model |= SHAPES[shape] | ({"num_hidden_layers": blocks} if blocks else {})
-    return workload(
-        model=model, accumulation=MICRO_BATCHES, precision="bfloat16", length=TOKENS, **layout
-    )
+    return model | SHAPES[shape] | {"num_hidden_layers": blocks}
 
 
 def sent(layout: Layout, tally: Tally) -> dict[str, tuple[int, float]]:
@@ -362,11 +365,13 @@ def table() -> str:
         f"| model | ranks | layout | {' | '.join(COLUMNS)} |",
         f"| --- | --- | --- |{' --- |' * len(COLUMNS)}",
     ]
-    for shape in SHAPES:
+    for shape, config in SHAPES.items():
+        few = sizes_of(spec_with(json.dumps(_model(shape, 1))))
+        sizes = replace(few, blocks=config["num_hidden_layers"])
         for ranks, layouts in ROWS.items():
             for axes in layouts:
-                work = shaped(shape, **axes)
-                sizes, layout = sizes_of(work.spec), work.layout
+                options = dict(accumulation=MICRO_BATCHES, precision="bfloat16")
+                layout = layout_of(**options, **axes)
                 before, after = (
                     sent(layout, expected(layout, sizes, length=TOKENS, levers=levers))
                     for levers in (BEFORE, TODAY)
