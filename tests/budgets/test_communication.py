@@ -154,12 +154,10 @@ class Jobs:
     def __init__(self, names: list[str]) -> None:
         for module in PRELOADED:  # once, and not in each process
             import_module(module)
-        given = [dict(JOBS[name]) for name in names]
-        ranks = [job.pop("rank", 0) for job in given]
-        self.workloads = dict(zip(names, [workload(**job) for job in given], strict=True))
-        works = list(self.workloads.values())
+        self.workloads = {name: made(name) for name in names}
         pairs = [
-            (work, rank % work.layout.world_size) for work, rank in zip(works, ranks, strict=True)
+            (work, JOBS[name].get("rank", 0) % work.layout.world_size)
+            for name, work in self.workloads.items()
         ]
         self.steps: dict[str, Step] = dict(zip(names, count(pairs), strict=True))
 
