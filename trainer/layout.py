@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
 from trainer.config import Config, mesh_sizes
@@ -33,7 +33,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The order in which a pipeline runs its micro-batches, by PyTorch's name for it."""
+    """How blocks are divided into pipeline stages, and micro-batches ordered, by PyTorch's name."""
 
     name: str
     stages_per_rank: int = 1
@@ -41,6 +41,8 @@ class PipelineSchedule:
     """True if rank r of p holds the stages r and 2p - 1 - r; otherwise it holds r, r + p, ..."""
     splits_backward: bool = False
     """True if gradients of weights are computed apart from those of activations."""
+    partition: Partition = "best"
+    """The rule by which blocks are assigned to the stages."""
 
     def problem(self, micro_batches: int, ranks: int) -> tuple[str, str] | None:
         """Return (actual, expected) if so many micro-batches can't run on `ranks` ranks."""
@@ -90,8 +92,6 @@ class Layout:
     recompute: Recompute
     schedule: PipelineSchedule = PIPELINE_SCHEDULES["1F1B"]
     """Has no effect if `pipeline` is 1."""
-    partition: Partition = "best"
-    """The rule by which blocks are assigned to pipeline stages."""
     sync_batch_norm: bool = False
     """True if batch norm computes the statistics of a micro-batch over all data ranks together."""
 
@@ -217,8 +217,10 @@ def layout_of(config: Config, world_size: int) -> Layout:
         offload_param=(zero.get("offload_param") or {}).get("device", "none"),
         precision=_precision(config),
         recompute=_recompute(config.trainer.activation_checkpointing),
-        schedule=PIPELINE_SCHEDULES[config.trainer.pipeline_schedule],
-        partition=settings.get("pipeline", {}).get("partition", "best"),
+        schedule=replace(
+            PIPELINE_SCHEDULES[config.trainer.pipeline_schedule],
+            partition=settings.get("pipeline", {}).get("partition", "best"),
+        ),
         sync_batch_norm=config.trainer.sync_batch_norm,
     )
     layout.check(world_size, settings["train_batch_size"])

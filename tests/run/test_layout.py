@@ -106,7 +106,7 @@ def test_a_full_config(tmp_path: Path) -> None:
     assert found.describe() == (
         "pipeline 2 x replicate 2 x shard 2 x tensor 2, ZeRO-3, optimizer on cpu, parameters on "
         "cpu, bfloat16, "
-        "batch 24 = 3 x 2 x 4, 1F1B, recompute every 2"
+        "batch 24 = 3 x 2 x 4, 1F1B, recompute every:2"
     )
 
 

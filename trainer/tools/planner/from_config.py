@@ -62,7 +62,7 @@ class ModelOnCluster:
         full, spec, layout = self.workload, self.workload.spec, self.workload.layout
         if blocks is not None:
             spec = _of_shapes(self.of_blocks(blocks * layout.stages))
-            layout = replace(layout, partition="uniform")
+            layout = replace(layout, schedule=replace(layout.schedule, partition="uniform"))
         rounds = accumulation or layout.accumulation
         samples = layout.micro_batch * rounds * layout.data_ranks
         batches = {"train_batch_size": samples, "gradient_accumulation_steps": rounds}
