@@ -14,6 +14,7 @@ from tests.support.training import GPT2, LLAMA, Case
 
 HOST = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 LLAMA_4, GPT2_4 = LLAMA | {"num_hidden_layers": 4}, GPT2 | {"n_layer": 4}
+UNTIED, UNTIED_4 = ({**model, "tie_word_embeddings": False} for model in (LLAMA, LLAMA_4))
 BIASED = LLAMA | {"attention_bias": True, "mlp_bias": True}
 BERT = {
     key: value for key, value in LLAMA_4.items() if "dropout" not in key and "key_value" not in key
@@ -66,7 +67,11 @@ LAYOUTS = {
     "zero2, gpt2, offload": replace(DATA, zero_stage=2, model=GPT2, recompute="offload"),
     "zero3": replace(DATA, zero_stage=3),
     "zero3, micro-batch of one": replace(DATA, zero_stage=3, micro_batch=1),
-    "zero3, untied": replace(DATA, zero_stage=3, model={**LLAMA, "tie_word_embeddings": False}),
+    "zero3, untied": replace(DATA, zero_stage=3, model=UNTIED),
+    "zero2, untied, micro-batch of one": replace(DATA, zero_stage=2, micro_batch=1, model=UNTIED),
+    "zero3, two tables, untied": replace(
+        DATA, zero_stage=3, micro_batch=1, model=GPT2 | {"tie_word_embeddings": False}
+    ),
     "zero3, gpt2, full": replace(DATA, zero_stage=3, model=GPT2, recompute="full"),
     "zero3, gpt2, selective": replace(DATA, zero_stage=3, model=GPT2, recompute="selective"),
     "zero3, gpt2, selective of 2": replace(
@@ -98,6 +103,11 @@ LAYOUTS = {
     "tensor, zero2 of one shard": replace(SPLIT, zero_stage=2),
     "hsdp, zero2": replace(HSDP, zero_stage=2),
     "hsdp, zero3": replace(HSDP, zero_stage=3),
+    "hsdp, zero2, untied": replace(HSDP, zero_stage=2, model=UNTIED),
+    "hsdp, zero3, untied": replace(HSDP, zero_stage=3, model=UNTIED),
+    "hsdp of one shard, zero2, untied": replace(
+        DATA, replicate=2, zero_stage=2, micro_batch=1, model=UNTIED
+    ),
     "hsdp, zero3, gpt2, selective": replace(HSDP, zero_stage=3, model=GPT2, recompute="selective"),
     "hsdp, zero3, all on the host": replace(HSDP, zero_stage=3, **HOST),
     "pipeline x ddp": STAGES_4,
@@ -112,12 +122,18 @@ LAYOUTS = {
     "pipeline x zero2, InterleavedZeroBubble": replace(
         STAGES_4, zero_stage=2, schedule="InterleavedZeroBubble"
     ),
+    "pipeline x zero2, InterleavedZeroBubble, untied": replace(
+        STAGES_4, zero_stage=2, schedule="InterleavedZeroBubble", model=UNTIED_4
+    ),
     "pipeline x zero2, ZBVZeroBubble": replace(STAGES_4, zero_stage=2, schedule="ZBVZeroBubble"),
     "pipeline x zero2, ZBVZeroBubble, full": replace(
         STAGES_4, zero_stage=2, schedule="ZBVZeroBubble", recompute="full"
     ),
     "pipeline x zero2, DualPipeV": replace(STAGES_4, zero_stage=2, schedule="DualPipeV"),
     "pipeline x zero3": replace(STAGES_4, zero_stage=3),
+    "pipeline x zero3, GPipe, untied": replace(
+        STAGES_4, zero_stage=3, schedule="GPipe", model=UNTIED_4
+    ),
     "pipeline x zero3, GPipe, gpt2, full": replace(
         STAGES_4, zero_stage=3, schedule="GPipe", recompute="full", model=GPT2_4
     ),

@@ -266,14 +266,19 @@ class _CannotCut(Exception):
     pass
 
 
-def _survey(model: nn.Module, spec: ModelSpec, trial: Trial) -> tuple[StageBoundary, torch.Tensor]:
-    """Run the whole model; return where modules outside the blocks are called, and the output."""
+def runs_outside(
+    model: nn.Module, spec: ModelSpec, trial: Trial
+) -> tuple[dict[str, list[str]], int, torch.Tensor]:
+    """Run the whole model; return where each module outside the blocks is called, in order.
+
+    Also returns the number of values of a block (`StageBoundary.tuples`), and the output.
+    """
     blocks = {model.get_submodule(name): index for index, name in enumerate(spec.blocks)}
-    called: dict[str, set[str]] = {}
+    called: dict[str, list[str]] = {}
     place, tuples = "before", 0
 
     def enter(name: str) -> Any:
-        return lambda module, inputs: called.setdefault(name, set()).add(place)
+        return lambda module, inputs: called.setdefault(name, []).append(place)
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         nonlocal place, tuples
@@ -282,11 +287,18 @@ def _survey(model: nn.Module, spec: ModelSpec, trial: Trial) -> tuple[StageBound
 
     for block in blocks:
         block.register_forward_hook(leave)
-    outside = _modules_outside(model, spec.blocks)
-    for name, module in outside.items():
+    for name, module in _modules_outside(model, spec.blocks).items():
         module.register_forward_pre_hook(enter(name))
     output = trial.output(model)
-    owners = [name for name, module in outside.items() if _owns_parameters(module)]
+    return called, tuples, output
+
+
+def _survey(model: nn.Module, spec: ModelSpec, trial: Trial) -> tuple[StageBoundary, torch.Tensor]:
+    """Run the whole model; return where modules outside the blocks are called, and the output."""
+    outside = _modules_outside(model, spec.blocks)
+    runs, tuples, output = runs_outside(model, spec, trial)
+    called = {name: set(places) for name, places in runs.items()}
+    owners = [name for name, module in outside.items() if owns_parameters(module)]
     for name in owners:
         if any(block.startswith(f"{name}.") for block in spec.blocks) or not name:
             raise _CannotCut(f"{name or spec.name} has parameters beside its blocks")
@@ -316,11 +328,11 @@ def _modules_outside(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Mo
         name: module
         for name, module in model.named_modules()
         if not f"{name}.".startswith(inside)
-        and (_owns_parameters(module) or not any(module.children()))
+        and (owns_parameters(module) or not any(module.children()))
     }
 
 
-def _owns_parameters(module: nn.Module) -> bool:
+def owns_parameters(module: nn.Module) -> bool:
     return any(parameter is not None for parameter in module._parameters.values())
 
 

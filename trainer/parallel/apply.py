@@ -11,8 +11,8 @@
 5. dropout's hooks seed each block by its place in the model: outside the recomputed forward, which
    restores the generators;
 6. the cut keeps a pipeline stage's own blocks, with all that was done to them;
-7. FSDP shards block by block, then the rest: on the meta device, so that no rank ever holds the
-   whole model;
+7. FSDP shards block by block, then embedding and head, then the rest: on the meta device, so that
+   no rank ever holds the whole model;
 8. values: each rank makes or reads its shard alone.
 
 DDP comes last, since it sends real values. DeepSpeed replaces 2, 7 and 8: its AutoTP splits real
@@ -89,14 +89,17 @@ def stages_of_rank(
 
 
 def shard_and_materialise(
-    module: ModelWithLoss, spec: ModelSpec, mesh: ParallelMesh, seed: int, device: torch.device
+    module: ModelWithLoss,
+    spec: ModelSpec,
+    ends: shard.Ends,
+    mesh: ParallelMesh,
+    seed: int,
+    device: torch.device,
 ) -> None:
     """Run steps 7 and 8, with FSDP2 from ZeRO-1 on; `spec` has the blocks of `module`."""
     if mesh.layout.zero_stage > 0:
-        for name in spec.blocks:
-            shard.apply(module.model.get_submodule(name), mesh)
-        shard.apply(module, mesh)
-        shard.check_units(module, spec)
+        options = shard.options_of(mesh.layout, mesh.fsdp, mesh.device_mesh.device_type)
+        shard.apply(module, spec, ends, options)
     give_values(module.model, spec, mesh.layout, seed, device)
 
 

@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainer.distributed.seeding import derive, seed_generators
+from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.tasks.task import Batch
 
@@ -59,20 +61,32 @@ class ForwardBackward(Runner, Protocol):
 
 
 class GradientAccumulation:
-    """Runs each micro-batch forward and backward through the whole model before the next."""
+    """Runs each micro-batch forward and backward through the whole model before the next.
 
-    def __init__(self, module: nn.Module, dropout: Dropout) -> None:
+    DDP, and HSDP between replicas, reduce gradients in the last micro-batch alone. Units of ZeRO-1
+    and 2 stay gathered until then. FSDP adds the gradients of each micro-batch to a rank's shard.
+    """
+
+    def __init__(self, module: nn.Module, dropout: Dropout, layout: Layout) -> None:
         # the module inside DDP
         self.modules: list[nn.Module] = [getattr(module, "module", module)]
         self._module = module
         self._dropout = dropout
+        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        self._frees = layout.zero_stage == 3
+        # FSDP adds up what it has not yet reduced between replicas as it reduces it
+        self._low = layout.communication not in (None, "float32")
 
     def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
         self._module.train()
         losses = []
         for index, batch in enumerate(micro_batches):
             self._dropout.start(seed, index)
-            with self._without_sync() if index + 1 < len(micro_batches) else nullcontext():
+            last = index + 1 == len(micro_batches)
+            for unit in self._units if last or index == 0 else ():
+                unit.set_requires_all_reduce(last or self._low, recurse=False)
+                unit.set_reshard_after_backward(last or self._frees, recurse=False)
+            with nullcontext() if last else self._without_sync():
                 loss = self._module(batch)
                 losses.append(loss.detach())
                 (loss * scale).backward()
@@ -84,6 +98,6 @@ class GradientAccumulation:
             return torch.stack([self._module(batch) for batch in micro_batches]).sum(0)
 
     def _without_sync(self) -> Any:
-        """Keep DDP from reducing before the last micro-batch; FSDP has to reduce each."""
+        """Keep DDP from reducing before the last micro-batch."""
         no_sync = getattr(self._module, "no_sync", None)
         return no_sync() if no_sync is not None else nullcontext()

@@ -1,12 +1,18 @@
-"""FSDP2 over `shard`, or `replicate` x `shard` (HSDP): a unit per block, and the root."""
+"""FSDP2 over `shard`, or `replicate` x `shard` (HSDP): units are gathered and reduced at once.
+
+Each block is a unit; so are the tables of embeddings, and the last norm with the head. The root has
+what is left, with tables that are tied to the head.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -18,18 +24,30 @@ from torch.nn.parameter import UninitializedParameter
 
 from trainer.errors import ConfigError, NumericsError, Problem
 from trainer.layout import Layout
+from trainer.models.cut import of_tokens, owns_parameters, runs_outside
 from trainer.models.materialise import on_host
+from trainer.models.names import outermost
 from trainer.models.spec import ModelSpec, Trial
-from trainer.parallel.parallel_mesh import ParallelMesh
+
+KEPT = {"reshard_after_forward": False}
+"""The option of a unit with which the backward pass begins: it stays gathered until then."""
+
+
+class Ends(NamedTuple):
+    """The modules before and after the blocks that are units, by name, in the order of calls."""
+
+    tables: tuple[str, ...] = ()
+    """Tables of embeddings."""
+    head: tuple[str, ...] = ()
+    """All that the last block's output goes through: a norm, and the head."""
 
 
 def policy_of(layout: Layout) -> MixedPrecisionPolicy:
-    """Return FSDP's policy: compute in the layout's precision, reduce in float32."""
+    """Return FSDP's policy: compute in the layout's precision, reduce in float32 by default."""
+    reduced = getattr(torch, layout.communication or "float32")
     if layout.precision == "float32":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(
-        param_dtype=getattr(torch, layout.precision), reduce_dtype=torch.float32
-    )
+        return MixedPrecisionPolicy(reduce_dtype=None if reduced == torch.float32 else reduced)
+    return MixedPrecisionPolicy(param_dtype=getattr(torch, layout.precision), reduce_dtype=reduced)
 
 
 def offload_of(layout: Layout, device: str) -> OffloadPolicy:
@@ -39,18 +57,93 @@ def offload_of(layout: Layout, device: str) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=device != "cpu")
 
 
-def apply(module: nn.Module, mesh: ParallelMesh) -> None:
-    """Make `module` a unit, whose parameters are gathered around its forward and backward pass.
+def options_of(layout: Layout, mesh: DeviceMesh | None, device: str) -> dict[str, Any]:
+    """Return FSDP's options for a unit, gathered around its forward and its backward pass.
 
-    ZeRO-2 keeps them gathered in between, ZeRO-3 does not (arXiv 2304.11277, section 3.3.1).
+    ZeRO-2 keeps it gathered in between, ZeRO-3 does not (arXiv 2304.11277, section 3.3.1).
     """
-    fully_shard(
-        module,
-        mesh=mesh.fsdp,
-        reshard_after_forward=mesh.layout.zero_stage == 3,
-        mp_policy=policy_of(mesh.layout),
-        offload_policy=offload_of(mesh.layout, mesh.device_mesh.device_type),
+    return {
+        "mesh": mesh,
+        "reshard_after_forward": layout.zero_stage == 3,
+        "mp_policy": policy_of(layout),
+        "offload_policy": offload_of(layout, device),
+    }
+
+
+def apply(module: nn.Module, spec: ModelSpec, ends: Ends, options: dict[str, Any]) -> None:
+    """Make units of a model with its loss. Raises NumericsError if a block is none."""
+    model: Any = module.model
+    for name in spec.blocks:
+        fully_shard(model.get_submodule(name), **options)
+    apply_to_ends(model, ends, options)
+    fully_shard(module, **{**options, **KEPT})
+    check_units(module, spec)
+
+
+def apply_to_ends(model: nn.Module, ends: Ends, options: dict[str, Any]) -> None:
+    """Make units of the tables, and of the last norm with the head, where this stage has them.
+
+    The backward pass needs no table, and begins with the head: neither is gathered for it.
+    """
+    for names, more in (ends.tables, {}), (ends.head, KEPT):
+        unit = [model.get_submodule(name) for name in names]
+        unit = [module for module in unit if any(True for _ in module.parameters())]
+        if not unit:
+            continue
+        first: Any = unit[0]
+        fully_shard(unit if len(unit) > 1 else first, **{**options, **more})
+        if all(module.forward.__func__ is nn.Embedding.forward for module in unit):  # type: ignore[attr-defined]
+            first.set_unshard_in_backward(False)
+
+
+def ends_of(spec: ModelSpec, layout: Layout) -> Ends:
+    """Find the ends of a model on its tiny copy.
+
+    There are none if the two share a parameter, or if the model uses their weights elsewhere.
+    """
+    if layout.zero_stage == 0 or spec.tiny.copy is None:
+        return Ends()
+    try:
+        small = spec.tiny.copy()
+        trial, model = small.tiny.input or of_tokens(small), on_host(small).eval()
+        called, _, output = runs_outside(model, small, trial)
+        own = {name: model.get_submodule(name) for name in called}
+        own = {name: module for name, module in own.items() if owns_parameters(module)}
+        ends = Ends(
+            tuple(n for n in own if called[n] == ["before"] and isinstance(own[n], nn.Embedding)),
+            tuple(outermost([name for name in own if called[name] == ["after"]])),
+        )
+        ties = [(_end(ends, alias), _end(ends, name)) for alias, name in spec.tied.items()]
+        if all(one == other for one, other in ties) and _are_units(small, trial, ends, output):
+            return ends
+    except Exception:  # whatever a module's own code raises
+        pass
+    return Ends()
+
+
+def _end(ends: Ends, name: str) -> int | None:
+    """Return the index of the end that has a parameter, or None."""
+    return next(
+        (i for i, end in enumerate(ends) if name.startswith(tuple(f"{m}." for m in end))), None
     )
+
+
+def _are_units(spec: ModelSpec, trial: Trial, ends: Ends, expected: torch.Tensor) -> bool:
+    """Return True if the ends' weights are needed only while each runs, and the head sees all.
+
+    Outside, a weight has another dtype, as that of a shard is. FSDP reduces the unit of the head
+    when the gradient of its input is there: so nothing may pass by its first module.
+    """
+    model = on_host(spec).eval()
+    rest = [p for name, p in model.named_parameters() if _end(ends, name) != 1]
+    _have_weights_while_running(model, (*ends.tables, *ends.head), dtype=torch.float64)
+    if ends.head:
+        first = model.get_submodule(ends.head[0])
+        first.register_forward_hook(lambda module, inputs, found: found.detach().requires_grad_())
+    output = trial.output(model)
+    if ends.head:
+        output.sum().backward()
+    return torch.equal(output, expected) and not any(p.grad is not None for p in rest)
 
 
 def check_shardable(spec: ModelSpec, layout: Layout) -> None:
@@ -84,11 +177,25 @@ def check_shardable(spec: ModelSpec, layout: Layout) -> None:
 def _uses_weights_outside(spec: ModelSpec, trial: Trial) -> bool:
     """Return True if a forward pass fails when each block has its parameters only while it runs."""
     model = on_host(spec)
-    for name in spec.blocks:
-        block = model.get_submodule(name)
-        own = [(inner, dict(inner._parameters)) for inner in block.modules()]
+    _have_weights_while_running(model, spec.blocks)
+    try:
+        with torch.no_grad():
+            trial.output(model.eval())
+    except Exception:  # whatever a module's own code raises
+        return True
+    return False
+
+
+def _have_weights_while_running(model: nn.Module, names: Iterable[str], **kind: Any) -> None:
+    """Take the parameters of these modules away but while each runs; what stands there is of this `kind`."""
+    for name in names:
+        unit = model.get_submodule(name)
+        own = [(inner, dict(inner._parameters)) for inner in unit.modules()]
         empty = [
-            (inner, {k: None if p is None else UninitializedParameter() for k, p in of.items()})
+            (
+                inner,
+                {k: None if p is None else UninitializedParameter(**kind) for k, p in of.items()},
+            )
             for inner, of in own
         ]
 
@@ -97,14 +204,8 @@ def _uses_weights_outside(spec: ModelSpec, trial: Trial) -> bool:
                 inner._parameters.update(parameters)
 
         put(parts=empty)
-        block.register_forward_pre_hook(partial(put, parts=own))
-        block.register_forward_hook(partial(put, parts=empty))
-    try:
-        with torch.no_grad():
-            trial.output(model.eval())
-    except Exception:  # whatever a module's own code raises
-        return True
-    return False
+        unit.register_forward_pre_hook(partial(put, parts=own))
+        unit.register_forward_hook(partial(put, parts=empty))
 
 
 def check_units(module: nn.Module, spec: ModelSpec) -> None:

@@ -46,16 +46,22 @@ def build(job: Job) -> TorchEngine:
     module: nn.Module = ModelWithLoss(model, job.task)
     accelerator = _accelerator(job)
     if layout.zero_stage > 0:
+        # Accelerate's units go by class; it leaves modules alone that are units
+        ends = job.machine.ranks.on_first(lambda: shard.ends_of(spec, layout))
+        axes, whole = accelerator.parallelism_config, accelerator.torch_device_mesh
+        shared = whole and whole[tuple(axes.fsdp_dim_names)]
+        shard.apply_to_ends(model, ends, shard.options_of(layout, shared, device.type))
         # `prepare` calls this, but maps an optimizer by addresses, which meta tensors lack
         module = fsdp2_prepare_model(accelerator, module)
         shard.check_units(module, spec)
+        module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
     give_values(model, spec, layout, job.seed_of_values, device)
     if layout.zero_stage == 0:
         module = accelerator.prepare(module)
     mesh = parallel_mesh_of(layout, device)
     check_replicas([module], mesh, job.machine.ranks)
     used = Used([module], mesh) if job.sparse and layout.zero_stage > 0 else None
-    forward_backward = GradientAccumulation(module, dropout)
+    forward_backward = GradientAccumulation(module, dropout, layout)
     return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), notes_of(layout), used)
 
 
