@@ -3,7 +3,7 @@
     step = counted(workload(zero_stage=3, shard=8, accumulation=4, model=LLAMA))
     step.reads                    # {"trainer/optim/optimizer.py:73 step_if_finite": 1}: host reads
     step.collectives()            # {("all-gather", ("shard",), "bfloat16"): (count, bytes)}
-    step.operators("recompute")   # {"aten.mul": 12, ...}; also "forward", "backward", "update"
+    step.operators("recompute")   # {"aten.mul": 12, ...}; also "forward", "backward", "no_grad"
     step.events                   # all of them, in the order in which they were launched
 
 It counts the second step: the first creates the optimizer's state. Bytes are those of the whole
@@ -14,13 +14,14 @@ in a process of its own, as many at a time as there are cores (`count`).
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.support.training import LLAMA, Case, spec_of, task_of
 from trainer.engines import ENGINES, Job, Machine
+from trainer.errors import ConfigError, Problem
 from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.models.spec import ModelSpec, NoWeights
 from trainer.optim.decay import spared
@@ -42,6 +44,9 @@ LENGTH = 32
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 """The operators by which the host waits for a value of the device."""
 
+NO_WORK = ("prim.", "profiler.")
+"""Beginnings of the names of operators that compute nothing."""
+
 Kind = tuple[str, tuple[str, ...], str]
 """The name of a collective, the axes along which its ranks differ, and its dtype."""
 
@@ -53,7 +58,7 @@ class Event:
     name: str
     """`aten.mm` for an operator; the field's name for a message."""
     during: str
-    """The pass: forward, backward, recompute (a forward inside a backward pass) or update."""
+    """The pass: forward, backward, recompute (a forward inside a backward pass) or no_grad."""
     block: int | None
     """The block of the model in whose forward or backward pass it was; None outside of blocks."""
     place: str = ""
@@ -98,58 +103,56 @@ class Step:
         )
 
 
+def layout_of(
+    engine: str = "mesh", recompute: str = "none", schedule: str = "1F1B", **sizes: Any
+) -> Layout:
+    """Describe a layout; what is not given is 1. Raises ConfigError if the engine does not run it."""
+    axes = dict.fromkeys(("pipeline", "replicate", "shard", "tensor"), 1)
+    batches = {"micro_batch": 1, "accumulation": 1, "zero_stage": 0, "precision": "float32"}
+    layout = Layout(
+        **{**axes, **batches, **sizes},
+        offload_optimizer="none",
+        offload_param="none",
+        recompute=Recompute(recompute),  # type: ignore[arg-type]
+        schedule=PIPELINE_SCHEDULES[schedule],
+    )
+    if refusal := ENGINES[engine].refusal(layout):
+        raise ConfigError(Problem(f"engine {engine}", refusal, "a layout that it runs"))
+    return layout
+
+
 def workload(
     *,
     engine: str = "mesh",
     model: Mapping[str, Any] = LLAMA,
-    zero_stage: int = 0,
-    pipeline: int = 1,
-    replicate: int = 1,
-    shard: int = 1,
-    tensor: int = 1,
-    accumulation: int = 1,
-    precision: str = "float32",
-    recompute: str = "none",
-    schedule: str = "1F1B",
-    micro_batch: int = 1,
+    length: int = LENGTH,
     optimizer: Mapping[str, Any] | None = None,
     more: Mapping[str, Mapping[str, Any]] | None = None,
+    **sizes: Any,
 ) -> Workload:
-    """Describe a small run: a model config, a layout, and more sections of the JSON."""
-    layout = Layout(
-        pipeline=pipeline,
-        replicate=replicate,
-        shard=shard,
-        tensor=tensor,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        zero_stage=zero_stage,
-        offload_optimizer="none",
-        offload_param="none",
-        precision=precision,  # type: ignore[arg-type]
-        recompute=Recompute(recompute),  # type: ignore[arg-type]
-        schedule=PIPELINE_SCHEDULES[schedule],
-    )
-    refusal = ENGINES[engine].refusal(layout)
-    assert refusal is None, refusal
-    sizes = {
+    """Describe a small run: a model config, a layout (`layout_of`), and more of the JSON.
+
+    Raises ConfigError if the engine does not run the layout.
+    """
+    layout = layout_of(engine, **sizes)
+    whole = {
         "train_batch_size": layout.train_batch,
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": accumulation,
+        "train_micro_batch_size_per_gpu": layout.micro_batch,
+        "gradient_accumulation_steps": layout.accumulation,
     }
     case = Case(
         engine=engine,
-        world_size=tensor,
-        tensor=tensor,
-        zero_stage=zero_stage,
-        precision=precision,
+        world_size=layout.tensor,
+        tensor=layout.tensor,
+        zero_stage=layout.zero_stage,
+        precision=layout.precision,
         more={key: dict(value) for key, value in (more or {}).items()},
-        top=sizes | ({"optimizer": dict(optimizer)} if optimizer else {}),
+        top=whole | ({"optimizer": dict(optimizer)} if optimizer else {}),
     )
-    spec = replace(spec_of(dict(model)), weights=NoWeights())
+    spec = spec_with(json.dumps(model))
 
     def batch(count: int) -> dict[str, torch.Tensor]:
-        ids = torch.zeros(count, LENGTH, dtype=torch.int64)
+        ids = torch.zeros(count, length, dtype=torch.int64)
         return {"input_ids": ids, "targets": torch.ones_like(ids)}
 
     return Workload(
@@ -164,6 +167,12 @@ def workload(
         sample=SampleCost("sample", 1, "", 0.0, 0),
         batch=batch,
     )
+
+
+@cache
+def spec_with(model: str) -> ModelSpec:
+    """Return the spec of a model config, given as JSON, without weights."""
+    return replace(spec_of(json.loads(model)), weights=NoWeights())
 
 
 def counted(job: Workload, rank: int = 0) -> Step:
@@ -226,8 +235,10 @@ def _events(job: Workload, rank: int) -> list[Event]:
         engine = job.engine.build(
             Job(layout, job.spec, job.task, job.deepspeed, 0, machine, job.undecayed)
         )
-        for number in range(2):
-            batches = [job.batch(layout.micro_batch) for _ in range(layout.accumulation)]
+        # only a schedule of stages, and DeepSpeed, need the first step's micro-batches
+        whole = job.engine_name == "deepspeed" or layout.pipeline > 1
+        for number, rounds in enumerate((layout.accumulation if whole else 1, layout.accumulation)):
+            batches = [job.batch(layout.micro_batch) for _ in range(rounds)]
             recorder = _Recorder(rank)
             recorder.watch(engine.modules, job.spec)
             with recorder:
@@ -290,14 +301,15 @@ class _Recorder(Messages):
         else:
             name = func._schema.name.replace("::", ".")
             event = Event(name, during, self._block, where)
-        self.events.append(event)
+        if not event.name.startswith(NO_WORK):
+            self.events.append(event)
         return output
 
 
 def _pass() -> str:
     if torch._C._current_autograd_node() is not None:
         return "recompute" if torch.is_grad_enabled() else "backward"
-    return "forward" if torch.is_grad_enabled() else "update"
+    return "forward" if torch.is_grad_enabled() else "no_grad"
 
 
 def _with_gradient(value: Any) -> Iterator[torch.Tensor]:

@@ -1,0 +1,308 @@
+"""What a step sends and when, and where the host waits for a value: counted on fake ranks.
+
+The formulas are in `tests/support/budget.py`, and what counts in `tests/support/counted.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from tests.support.budget import (
+    AFTER,
+    PAGE,
+    ROWS,
+    SHAPES,
+    TODAY,
+    TOKENS,
+    Levers,
+    Tally,
+    described,
+    expected,
+    page,
+    shaped,
+    sizes_of,
+)
+from tests.support.counted import LENGTH, Step, count, layout_of, workload
+from tests.support.warm import PRELOADED
+from trainer.engines import ENGINES
+from trainer.errors import ConfigError
+from trainer.tools.planner.simulate import Workload
+
+# a shard is a part of every dimension: FSDP2 pads what does not divide
+TINY: dict[str, Any] = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=8,
+    tie_word_embeddings=False,
+)
+LLAMA = {"model_type": "llama", **TINY}
+TIED = LLAMA | {"tie_word_embeddings": True}
+MOE = TINY | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+SLIDING = {"model_type": "mistral", "sliding_window": 8, **TINY}
+
+HALF = {"precision": "bfloat16"}
+HSDP = {**HALF, "replicate": 2, "shard": 4}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": dict(replicate=8),
+    "ddp, moe": dict(replicate=8, model=MOE),
+    "ddp, sliding": dict(replicate=8, model=SLIDING),
+    "zero1": dict(zero_stage=1, shard=8, **HALF),
+    "zero2": dict(zero_stage=2, shard=8, **HALF),
+    "zero2, moe": dict(zero_stage=2, shard=8, model=MOE, **HALF),
+    "zero3": dict(zero_stage=3, shard=8, **HALF),
+    "zero3, tied": dict(zero_stage=3, shard=8, model=TIED, **HALF),
+    "zero3, moe": dict(zero_stage=3, shard=8, model=MOE, **HALF),
+    "zero3, sliding": dict(zero_stage=3, shard=8, model=SLIDING, **HALF),
+    "hsdp, zero2": dict(zero_stage=2, **HSDP),
+    "hsdp, zero3": dict(zero_stage=3, **HSDP),
+    "pipeline": dict(pipeline=2),
+    "pipeline, tied": dict(pipeline=2, model=TIED),
+    "pipeline x ddp": dict(pipeline=2, replicate=2),
+    "pipeline x zero1": dict(pipeline=2, zero_stage=1, shard=2),
+    "pipeline x zero2": dict(pipeline=2, zero_stage=2, shard=2, **HALF),
+    "pipeline x zero3": dict(pipeline=2, zero_stage=3, shard=2, **HALF),
+    "pipeline x hsdp": dict(pipeline=2, zero_stage=3, **HSDP),
+    "tensor": dict(tensor=4),
+    "tensor x ddp": dict(tensor=2, replicate=2),
+    "tensor x zero1": dict(tensor=2, zero_stage=1, shard=2, **HALF),
+    "tensor x zero2": dict(tensor=2, zero_stage=2, shard=2, **HALF),
+    "tensor x zero3": dict(tensor=2, zero_stage=3, shard=2, **HALF),
+    "tensor x hsdp": dict(tensor=2, zero_stage=3, **HSDP),
+    "pipeline x tensor": dict(pipeline=2, tensor=2),
+    "pipeline x tensor x zero3": dict(pipeline=2, tensor=2, zero_stage=3, shard=2, **HALF),
+}
+# gathered module by module: by default it joins modules, as they fit its buckets
+ONE_BY_ONE = {
+    "zero_optimization": {
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_param_persistence_threshold": 0,
+    }
+}
+SGD = {"type": "SGD", "params": {"lr": 1e-2, "weight_decay": 0.0}}
+SELECTIVE = dict(recompute="selective", precision="bfloat16", zero_stage=3, shard=8)
+
+
+def offered() -> dict[str, dict[str, Any]]:
+    """Every layout with one and with four micro-batches, under each engine that offers it."""
+    found = {}
+    for name, case in LAYOUTS.items():
+        for engine in ENGINES:
+            job = {"model": LLAMA, **case, "engine": engine}
+            if engine == "deepspeed" and case.get("zero_stage") == 3:
+                job["more"] = ONE_BY_ONE
+            axes = {key: value for key, value in case.items() if key != "model"}
+            try:
+                layout_of(engine, accumulation=4, **axes)
+            except ConfigError:
+                continue
+            # of a pipeline, the first and the last stage
+            for rank in (0, -1) if "pipeline" in case else (0,):
+                end = ", last" if rank else ""
+                for m in (4,) if "pipeline" in case else (1, 4):
+                    found[f"{engine} {name}, {m}{end}"] = {**job, "accumulation": m, "rank": rank}
+    return found
+
+
+def rows() -> dict[str, dict[str, Any]]:
+    """Every row of the docs' table, with few blocks: the formulas are linear in them."""
+    return {
+        f"{shape}, {described(layout_of(accumulation=4, **axes))}": {
+            "shape": shape,
+            "blocks": 2 * axes.get("pipeline", 1),
+            "engine": "mesh",
+            **axes,
+        }
+        for shape in SHAPES
+        for layouts in ROWS.values()
+        for axes in layouts
+    }
+
+
+def made(name: str) -> Workload:
+    job = {key: value for key, value in JOBS[name].items() if key != "rank"}
+    return shaped(**job) if "shape" in job else workload(**job)
+
+
+SENT = offered() | rows()
+JOBS = SENT | {
+    "sgd": dict(model=LLAMA, optimizer=SGD),
+    "selective": dict(model=LLAMA, **SELECTIVE),
+    "selective, sliding": dict(model=SLIDING, **SELECTIVE),
+    "selective, moe": dict(model=MOE, **SELECTIVE),
+}
+
+
+class Jobs:
+    """The steps of the tests that run, counted together: as many at a time as there are cores."""
+
+    def __init__(self, names: list[str]) -> None:
+        for module in PRELOADED:  # once, and not in each process
+            import_module(module)
+        self.workloads = {name: made(name) for name in names}
+        pairs = [
+            (work, JOBS[name].get("rank", 0) % work.layout.world_size)
+            for name, work in self.workloads.items()
+        ]
+        self.steps: dict[str, Step] = dict(zip(names, count(pairs), strict=True))
+
+
+@pytest.fixture(scope="module")
+def jobs(request: pytest.FixtureRequest) -> Jobs:
+    items = [item for item in request.session.items if item.path == request.path]
+    names = [item.callspec.params["name"] for item in items if hasattr(item, "callspec")]
+    return Jobs(list(dict.fromkeys(names)))
+
+
+def formula(name: str, work: Workload, levers: Levers) -> Tally:
+    job = JOBS[name]
+    return expected(
+        work.layout,
+        sizes_of(work.spec),
+        work.engine_name,
+        stage=job["pipeline"] - 1 if job.get("rank") else 0,
+        length=TOKENS if "shape" in job else LENGTH,
+        levers=levers,
+    )
+
+
+def marks(name: str) -> list[Any]:
+    """Mark a layout whose messages are not yet what they should be."""
+    reason = "lever 6 of issue 23: the gradients of each split matrix are added up on their own"
+    split = JOBS[name].get("tensor", 1) > 1 and JOBS[name]["engine"] == "mesh"
+    return [pytest.mark.xfail(reason=reason, strict=True, raises=AssertionError)] if split else []
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in SENT])
+def test_a_step_sends_what_the_formulas_say(jobs, name):
+    assert jobs.steps[name].collectives() == formula(name, jobs.workloads[name], AFTER)
+
+
+def test_the_docs_have_the_table():
+    assert PAGE.read_text() == page()
+
+
+def reads_of(step: Step) -> Counter[str]:
+    """Return host reads by file and function."""
+    found: Counter[str] = Counter()
+    for place, number in step.reads.items():
+        file, _, where = place.partition(":")
+        found[f"{file} {where.partition(' ')[2]}"] += number
+    return found
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_host_waits_for_no_value(jobs, name):
+    """SGD decides on the host whether to step; DeepSpeed's ZeRO-1 and 2 ask for infinities."""
+    work = jobs.workloads[name]
+    wanted: dict[str, int] = {}
+    if name == "sgd":
+        wanted = {"trainer/optim/optimizer.py step_if_finite": 1}
+    elif work.engine_name == "deepspeed" and work.layout.zero_stage in (1, 2):
+        file, function = "forward_backward.py", "train"
+        if work.layout.pipeline > 1:
+            file, function = "patches.py", "surrounded"
+        wanted = {f"trainer/engines/deepspeed/{file} {function}": 1}
+    assert reads_of(jobs.steps[name]) == wanted
+
+
+def first(step: Step, what: str, during: str, block: int) -> int:
+    """Return the place in the step of the first operator or message of a block's pass."""
+    return next(
+        place
+        for place, event in enumerate(step.events)
+        if (event.name, event.during, event.block) == (what, during, block)
+    )
+
+
+def places(step: Step, kind: str, size: int) -> list[int]:
+    """Return the places in the step of messages of one kind and number of bytes."""
+    return [
+        place
+        for place, event in enumerate(step.events)
+        if event.message is not None and (event.name, event.message.size) == (kind, size)
+    ]
+
+
+@pytest.mark.parametrize("name", ["mesh zero2, 1", "mesh zero3, 1", "accelerate zero3, 1"])
+@pytest.mark.xfail(
+    not TODAY.units, reason="lever 2 of issue 23", strict=True, raises=(AssertionError, ValueError)
+)
+def test_the_head_is_reduced_before_the_last_block(jobs, name):
+    step, sizes = jobs.steps[name], sizes_of(jobs.workloads[name].spec)
+    [head] = places(step, "reduce-scatter", 4 * sizes.head)
+    blocks = places(step, "reduce-scatter", 4 * sizes.block)
+    [embedding] = places(step, "reduce-scatter", 4 * sizes.embedding)
+    assert [head, *blocks, embedding] == sorted([head, *blocks, embedding])
+    assert len(blocks) == sizes.blocks
+    assert head < first(step, "aten.mm", "backward", sizes.blocks - 1)
+
+
+@pytest.mark.parametrize("name", ["mesh zero3, 1", "accelerate zero3, 1"])
+def test_a_block_is_gathered_before_the_backward_products_of_the_one_after_it(jobs, name):
+    step, sizes = jobs.steps[name], sizes_of(jobs.workloads[name].spec)
+    gathers = places(step, "all-gather", 2 * sizes.block)
+    assert len(gathers) == 2 * sizes.blocks
+    backward = gathers[sizes.blocks :]  # of the last block, ..., of the first
+    for number, gathered in enumerate(backward[1:]):
+        assert gathered < first(step, "aten.mm", "backward", sizes.blocks - 1 - number)
+
+
+@pytest.mark.parametrize("name", ["mesh zero2, 1", "mesh zero3, 1", "accelerate zero3, 1"])
+@pytest.mark.xfail(
+    not TODAY.prefetch, reason="lever 2 of issue 23", strict=True, raises=AssertionError
+)
+def test_a_block_is_gathered_before_the_products_of_the_one_before_it(jobs, name):
+    step, sizes = jobs.steps[name], sizes_of(jobs.workloads[name].spec)
+    gathers = places(step, "all-gather", 2 * sizes.block)
+    for block in range(1, sizes.blocks):
+        assert gathers[block] < first(step, "aten.mm", "forward", block - 1)
+
+
+KEPT = {
+    "selective": {"aten.mm": 7},
+    "selective, sliding": {"aten.mm": 7},
+    "selective, moe": {"aten.mm": 5, "aten._grouped_mm": 2, "aten.topk": 1},
+}
+"""By family, for each block: queries, keys, values, output, and gate, up and down of a MLP; in a
+layer of experts the router's product, and two grouped ones, of gate and up together and down."""
+COSTLY = ("mm", "topk", "attention", "all_", "reduce_scatter")
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_selective_keeps_products_attention_and_the_choice_of_experts(jobs, name):
+    step, sizes = jobs.steps[name], sizes_of(jobs.workloads[name].spec)
+    for block in range(sizes.blocks):
+        forward, again = (
+            Counter(
+                event.name
+                for event in step.events
+                if event.block == block and event.during == during
+            )
+            for during in ("forward", "recompute")
+        )
+        costly = {
+            operator: number
+            for operator, number in forward.items()
+            if any(word in operator for word in COSTLY)
+        }
+        attention = {operator: 1 for operator in costly if "attention" in operator}
+        assert len(attention) == 1
+        assert costly == KEPT[name] | attention
+        assert not costly.keys() & again.keys()
+        assert again["aten.silu"] == 1 and again["aten.rsqrt"] >= 2  # cheap ones are computed again

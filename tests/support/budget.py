@@ -1,0 +1,417 @@
+"""What a step of training sends, by formulas: for each engine and layout, from a model's sizes.
+
+    python -m tests.support.budget    # writes the table of docs/parallelism.md
+
+Written by hand, from the papers in docs/parallelism.md and FSDP2's units, and not recorded:
+`tests/budgets/` compares each with what a rank of the engine does (`tests/support/counted.py`).
+
+Sizes are numbers of values: e of the embedding, b of a block, h of the last norm and the head, with
+P = e + L b + h; m micro-batches; shards of S ranks, R replicas, t tensor ranks, p stages. A shard's
+size is a multiple of the ranks (FSDP2 pads what is none).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from tests.support.counted import LENGTH, Kind, layout_of, spec_with, workload
+from trainer.layout import AXES, Layout
+from trainer.models.spec import ModelSpec
+from trainer.parallel.tensor import STYLES
+from trainer.tools.planner.simulate import Workload
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of values in a model's parts, and the shape of what goes from block to block."""
+
+    blocks: int
+    block: int
+    split: int
+    """The values of a block that tensor parallelism divides."""
+    embedding: int
+    head: int
+    """The last norm, and the head unless it is tied to the embedding."""
+    norms: int
+    """The tensors of one dimension, which are not decayed: DeepSpeed has them in another group."""
+    modules: int
+    """The modules of a block with parameters of their own, a layer of experts being one."""
+    columns: int
+    """The matrices of a block that are split by columns, and those that are split by rows."""
+    rows: int
+    hidden: int
+    tied: bool
+
+    @property
+    def all(self) -> int:
+        return self.embedding + self.blocks * self.block + self.head
+
+
+def sizes_of(spec: ModelSpec) -> Sizes:
+    """Measure a model on the meta device. All its blocks have one size."""
+    model = spec.build()
+    plan = spec.language.tensor_plan
+    blocks = [model.get_submodule(name) for name in spec.blocks]
+    [block] = {_count(block) for block in blocks}
+    first = spec.blocks[0]
+    own = {name: style for name, style in plan.items() if name.startswith(f"{first}.")}
+    modules = dict(model.named_modules())
+    split = [name for name, style in own.items() if name in modules and style in STYLES]
+    embedding = _count(model.get_input_embeddings())  # type: ignore[operator]
+    return Sizes(
+        blocks=len(blocks),
+        block=block,
+        split=sum(_count(modules[name]) for name in split),
+        embedding=embedding,
+        head=_count(model) - embedding - len(blocks) * block,
+        norms=sum(p.numel() for p in model.parameters() if p.ndim == 1),
+        modules=_modules(blocks[0]),
+        columns=sum(own[name].startswith("colwise") for name in split),
+        rows=sum(own[name].startswith("rowwise") for name in split),
+        hidden=spec.language.hidden_size or 0,
+        tied=bool(spec.tied),
+    )
+
+
+def _modules(block: nn.Module) -> int:
+    own = [name for name, module in block.named_modules() if module._parameters]
+    layers = {name.rpartition(".")[0] for name in own if name.endswith("experts")}
+    return len([name for name in own if not name.startswith(tuple(layers))]) + len(layers)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class Levers(NamedTuple):
+    """What issue 23 changes: as it was before, or as it is right."""
+
+    units: bool = True
+    """Embedding and head are units of their own, and gathered for one pass of the two."""
+    accumulation: bool = True
+    """ZeRO-2 gathers once a step, and HSDP adds its replicas up once."""
+    split_once: bool = True
+    """The gradient of what several split matrices read is added up once."""
+    prefetch: bool = True
+    """A block is gathered before the products of the block before it, in the forward pass too."""
+
+
+BEFORE, AFTER = Levers(False, False, False, False), Levers()
+TODAY = Levers(units=True, accumulation=True, split_once=False, prefetch=False)
+"""Which are there. The tests of what is missing fail, and are marked so."""
+
+
+class Unit(NamedTuple):
+    """Parameters that FSDP gathers and reduces together."""
+
+    size: int
+    both: bool
+    """True if ZeRO-3 gathers it for the forward and for the backward pass."""
+    kept: bool = False
+    """True if it stays gathered from the forward pass to the backward pass."""
+
+
+class Tally(dict[Kind, tuple[int, int]]):
+    """Counts and bytes of messages by kind."""
+
+    def add(self, name: str, axes: tuple[str, ...], dtype: str, count: int, size: int) -> None:
+        """Add messages of so many bytes together; none among ranks that are one."""
+        if axes and count:
+            before = self.get((name, axes, dtype), (0, 0))
+            self[name, axes, dtype] = before[0] + count, before[1] + size
+
+
+WIDTH = {"float32": 4, "bfloat16": 2}
+
+
+def expected(
+    layout: Layout,
+    sizes: Sizes,
+    engine: str = "mesh",
+    *,
+    stage: int = 0,
+    length: int = LENGTH,
+    levers: Levers = AFTER,
+) -> Tally:
+    """Return what a rank of a pipeline stage sends in a step: count and bytes of each kind."""
+    found = Tally()
+    if layout.pipeline > 1 and layout.schedule.name != "1F1B":
+        raise NotImplementedError("the formulas are those of 1F1B")
+    sizes = replace(
+        sizes,
+        blocks=sizes.blocks // layout.pipeline,
+        block=sizes.block - sizes.split + sizes.split // layout.tensor,
+        split=sizes.split // layout.tensor,
+    )
+    found.add("all-reduce", _axes(layout, "pipeline", "replicate", "shard"), "int64", 1, 8)
+    _activations(found, layout, sizes, stage, length, levers if engine != "deepspeed" else BEFORE)
+    if engine == "deepspeed":
+        _deepspeed(found, layout, sizes, stage)
+    else:
+        _torch(found, layout, sizes, stage, levers, engine)
+    return found
+
+
+def _axes(layout: Layout, *names: str) -> tuple[str, ...]:
+    """Return those of the axes that have more than one rank."""
+    return tuple(name for name in names if getattr(layout, name) > 1)
+
+
+def _activations(
+    found: Tally, layout: Layout, sizes: Sizes, stage: int, length: int, levers: Levers
+) -> None:
+    """Add hidden states, of micro-batch x length x hidden size: over tensor ranks and stages.
+
+    A block has two regions, attention and MLP. In each the output of the row-split matrix is added
+    up in the forward pass, and the gradient of the input, which all column-split ones read, in the
+    backward pass (Megatron-LM, arXiv 1909.08053, section 3: 2 + 2 all-reduces a block). Before, the
+    gradient of each of these matrices was added up on its own.
+    """
+    m, width = layout.accumulation, WIDTH[layout.precision]
+    hidden = layout.micro_batch * length * sizes.hidden * width
+    backward = 2 if levers.split_once else sizes.columns
+    count = m * sizes.blocks * (sizes.rows + backward)
+    found.add("all-reduce", _axes(layout, "tensor"), layout.precision, count, count * hidden)
+    ends = (stage > 0) + (stage + 1 < layout.pipeline)  # one receives, the other sends, and back
+    for name in ("send", "receive") if layout.pipeline > 1 else ():
+        found.add(name, ("pipeline",), layout.precision, m * ends, m * ends * hidden)
+
+
+def _units(
+    layout: Layout, sizes: Sizes, stage: int, levers: Levers, engine: str = "mesh"
+) -> Iterator[Unit]:
+    """Yield FSDP's units on a stage.
+
+    The embedding is read in the forward pass alone, and the backward pass begins with the head,
+    where the forward one ends: neither is gathered again. A tied table is embedding and head.
+    """
+    first, last = stage == 0, stage + 1 == layout.pipeline
+    yield from [Unit(sizes.block, both=True)] * sizes.blocks
+    table = sizes.embedding if first or last and sizes.tied else 0
+    head = sizes.head if last else 0
+    if sizes.tied or not levers.units:
+        again = not levers.units and engine == "mesh"
+        ends = [Unit(table + head, both=again, kept=not again)]
+    else:
+        ends = [Unit(table, both=False), Unit(head, both=False, kept=True)]
+    yield from [unit for unit in ends if unit.size]
+
+
+def _torch(
+    found: Tally, layout: Layout, sizes: Sizes, stage: int, levers: Levers, engine: str
+) -> None:
+    """Add what `mesh` and `accelerate` send: DDP's buckets, or FSDP2's units."""
+    m, stages = layout.accumulation, layout.pipeline > 1
+    units = list(_units(layout, sizes, stage, levers, engine))
+    everything = sum(unit.size for unit in units)
+    if layout.zero_stage == 0:  # DDP: all gradients once, in buckets of 25 MB, of which here is one
+        found.add("all-reduce", _axes(layout, "replicate"), "float32", 1, 4 * everything)
+    else:
+        shard, width = _axes(layout, "shard"), WIDTH[layout.precision]
+        for unit in units:
+            gathers = _gathers(layout, unit, levers)
+            # a pipeline keeps gradients whole until the last micro-batch
+            reduced = 1 if stages else m
+            once = 1 if stages or levers.accumulation else m
+            found.add("all-gather", shard, layout.precision, gathers, gathers * width * unit.size)
+            found.add("reduce-scatter", shard, "float32", reduced, reduced * 4 * unit.size)
+            own = 4 * unit.size // layout.shard
+            found.add("all-reduce", _axes(layout, "replicate"), "float32", once, once * own)
+    ends = stage in (0, layout.pipeline - 1)
+    if stages and ends and sizes.tied:  # both ends' gradients of the table
+        found.add("all-reduce", ("pipeline",), "float32", 1, 4 * sizes.embedding // layout.shard)
+    found.add("all-reduce", _axes(layout, "pipeline", "shard", "tensor"), "float32", 1, 4)
+
+
+def _gathers(layout: Layout, unit: Unit, levers: Levers) -> int:
+    """Return how often a unit is gathered in a step.
+
+    A pipeline frees a unit after each forward pass, and after the last backward pass: of m forward
+    and m backward passes in 1F1B's order, a forward pass that follows a backward one finds it
+    gathered, and so does a backward one that follows another: m + 1 are left. What is kept from
+    pass to pass is gathered once.
+    """
+    m = layout.accumulation
+    if layout.zero_stage < 3:
+        return 1 if layout.pipeline > 1 or levers.accumulation else m
+    if layout.pipeline > 1:
+        return 1 if unit.kept else m + unit.both
+    return 2 * m if unit.both else m
+
+
+def _deepspeed(found: Tally, layout: Layout, sizes: Sizes, stage: int) -> None:
+    """Add what DeepSpeed sends; a model is smaller than its buckets (5e8 values).
+
+    ZeRO-1 and 2 add gradients up by one all-reduce for all ranks' parts of a bucket
+    (`use_multi_rank_bucket_allreduce`), at the end or for each micro-batch, and gather the updated
+    weights, in a group with weight decay and one without; they ask in a byte whether a gradient is
+    infinite, and take the norm of each group. ZeRO-3 gathers each module for each pass, unless it
+    is prefetched with others; it reduces each micro-batch's gradients.
+    """
+    m, z, width = layout.accumulation, layout.zero_stage, WIDTH[layout.precision]
+    axes = _axes(layout, "replicate", "shard")
+    units = list(_units(layout, sizes, stage, BEFORE))
+    everything = sum(unit.size for unit in units)
+    if z == 3:
+        count = 2 * m * (sizes.blocks * sizes.modules + 3)
+        read = everything + (sizes.embedding if sizes.tied else 0)  # a tied table is read twice
+        found.add("all-gather", axes, layout.precision, count, 2 * m * width * read)
+        found.add("reduce-scatter", axes, layout.precision, m, m * width * everything)
+        found.add("all-reduce", axes, "float64", 2, 16)
+        return
+    times = m if z == 2 else 1
+    groups = 2 if z > 0 else 1
+    found.add("all-reduce", axes, layout.precision, times, times * width * everything)
+    if z > 0:
+        found.add("all-gather", axes, layout.precision, groups, width * everything)
+        found.add("all-reduce", axes, "float32", groups, 4 * groups)
+    for parts in axes, _axes(layout, "pipeline", "tensor"):
+        found.add("all-reduce", parts, "uint8", int(z > 0), 1)
+    found.add("all-reduce", _axes(layout, "pipeline", "tensor"), "float32", groups, 4 * groups)
+    if layout.pipeline > 1 and stage + 1 == layout.pipeline:
+        found.add("all-reduce", axes, "float32", 1, 4)  # the loss
+    found.add("broadcast", _axes(layout, "pipeline"), "float32", 1, 8)  # the loss, twice
+    if layout.pipeline > 1 and sizes.tied:  # the gradients of both ends, and the updated table
+        size = width * sizes.embedding
+        found.add("all-reduce", ("pipeline",), layout.precision, 1, size)
+        found.add("broadcast", ("pipeline",), layout.precision, 1, size)
+
+
+# The table of docs/parallelism.md
+
+PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
+BEGIN, END = (f"<!-- {word}: python -m tests.support.budget -->" for word in ("begin", "end"))
+TOKENS, MICRO_BATCHES = 8192, 4
+SHAPES: dict[str, dict[str, Any]] = {
+    "8B": dict(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+    "70B": dict(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
+}
+"""Llama 3.1 (arXiv 2407.21783, table 3), with a vocabulary of 128,256."""
+ROWS: dict[int, list[dict[str, int]]] = {
+    8: [
+        dict(zero_stage=2, shard=8),
+        dict(zero_stage=3, shard=8),
+        dict(zero_stage=1, tensor=8),
+    ],
+    64: [
+        dict(zero_stage=2, shard=64),
+        dict(zero_stage=3, shard=64),
+        dict(zero_stage=2, replicate=8, shard=8),
+        dict(zero_stage=3, replicate=8, shard=8),
+        dict(zero_stage=3, tensor=8, shard=8),
+    ],
+    1024: [
+        dict(zero_stage=3, replicate=128, shard=8),
+        dict(zero_stage=3, replicate=16, shard=64),
+        dict(zero_stage=3, tensor=8, shard=128),
+        dict(zero_stage=2, pipeline=4, tensor=8, shard=32),
+    ],
+}
+
+
+def shaped(shape: str, blocks: int, **layout: Any) -> Workload:
+    """Describe a run of a model of the table with so many blocks."""
+    options = dict(accumulation=MICRO_BATCHES, precision="bfloat16", length=TOKENS)
+    return workload(model=_model(shape, blocks), **options, **layout)
+
+
+def _model(shape: str, blocks: int) -> dict[str, Any]:
+    model = {"model_type": "llama", "vocab_size": 128_256, "tie_word_embeddings": False}
+    return model | SHAPES[shape] | {"num_hidden_layers": blocks}
+
+
+def sent(layout: Layout, tally: Tally) -> dict[str, tuple[int, float]]:
+    """Return the count, and the bytes that a rank sends by rings, of each kind of message.
+
+    Those of less than a kilobyte are left out: the targets, the norm.
+    """
+    found: dict[str, tuple[int, float]] = {}
+    for (name, axes, _), (count, size) in tally.items():
+        ranks = math.prod(getattr(layout, axis) for axis in axes)
+        share = 1.0 if name == "send" else (ranks - 1) / ranks
+        if name != "receive" and size > 1024:
+            before = found.get(name, (0, 0.0))
+            twice = 2 if name == "all-reduce" else 1
+            found[name] = before[0] + count, before[1] + twice * share * size
+    return found
+
+
+COLUMNS = ("all-gather", "reduce-scatter", "all-reduce", "send")
+
+
+def table() -> str:
+    """Return the table, in Markdown: the first rank's messages."""
+    lines = [
+        BEGIN,
+        f"| model | ranks | layout | {' | '.join(COLUMNS)} |",
+        f"| --- | --- | --- |{' --- |' * len(COLUMNS)}",
+    ]
+    for shape, config in SHAPES.items():
+        few = sizes_of(spec_with(json.dumps(_model(shape, 1))))
+        sizes = replace(few, blocks=config["num_hidden_layers"])
+        for ranks, layouts in ROWS.items():
+            for axes in layouts:
+                options = dict(accumulation=MICRO_BATCHES, precision="bfloat16")
+                layout = layout_of(**options, **axes)
+                before, after = (
+                    sent(layout, expected(layout, sizes, length=TOKENS, levers=levers))
+                    for levers in (BEFORE, TODAY)
+                )
+                cells = [_cell(before.get(kind), after.get(kind)) for kind in COLUMNS]
+                line = [shape, f"{ranks:,}", described(layout), *cells]
+                lines.append(f"| {' | '.join(line)} |")
+    return "\n".join([*lines, END])
+
+
+def _cell(before: tuple[int, float] | None, after: tuple[int, float] | None) -> str:
+    """Return a number and gigabytes, each with what it was before if that was another."""
+    if before is None or after is None:
+        return ""
+    pairs = zip(
+        (f"{before[0]:,}", _gigabytes(before[1])),
+        (f"{after[0]:,}", _gigabytes(after[1])),
+        strict=True,
+    )
+    number, size = (new if old == new else f"{old} → {new}" for old, new in pairs)
+    return f"{number}: {size} GB"
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f}" if size < 1e9 else f"{size / 1e9:.1f}"
+
+
+def described(layout: Layout) -> str:
+    """Describe a layout of the table."""
+    axes = [f"{name} {getattr(layout, name)}" for name in AXES if getattr(layout, name) > 1]
+    zero = f", ZeRO-{layout.zero_stage}" if layout.zero_stage else ""
+    return " x ".join(axes) + zero
+
+
+def page() -> str:
+    """Return the page with the table of today's formulas."""
+    text = PAGE.read_text()
+    start, stop = text.index(BEGIN), text.index(END) + len(END)
+    return text[:start] + table() + text[stop:]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
