@@ -70,6 +70,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3, sliding": dict(zero_stage=3, shard=8, model=SLIDING, **HALF),
     "hsdp, zero2": dict(zero_stage=2, **HSDP),
     "hsdp, zero3": dict(zero_stage=3, **HSDP),
+    "hsdp, zero3, gradients in bfloat16": dict(zero_stage=3, communication="bfloat16", **HSDP),
     "pipeline": dict(pipeline=2),
     "pipeline, tied": dict(pipeline=2, model=TIED),
     "pipeline x ddp": dict(pipeline=2, replicate=2),

@@ -67,7 +67,6 @@ def test_what_is_only_deepspeeds_own_is_noted_where_the_user_wrote_it(tmp_path: 
 @pytest.mark.parametrize(
     "section",
     [
-        {"communication_data_type": "bf16"},
         {"data_types": {"grad_accum_dtype": "bf16"}},
         {"data_types": {"buffer_dtype": "bf16"}},
         {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},

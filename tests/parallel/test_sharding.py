@@ -6,9 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.layouts import HSDP
-from tests.support.training import LLAMA, VOCABULARY, Case, spec_of
+from tests.support.counted import count, workload
+from tests.support.layouts import HSDP, UNTIED
+from tests.support.training import (
+    GPT2,
+    LLAMA,
+    VOCABULARY,
+    Case,
+    layout_of,
+    spec_of,
+    train_by_engine,
+    train_plainly,
+)
 
 MESH = Case(engine="mesh")
 
@@ -37,9 +48,9 @@ def test_parameters_are_really_sharded(pools):
         replace(hsdp, engine="mesh"),
         replace(hsdp, engine="accelerate"),
     ):
-        for kept, count in pools[case.world_size].run(sharded_share, case=case):
+        for kept, units in pools[case.world_size].run(sharded_share, case=case):
             assert kept == pytest.approx(0.5, abs=0.02)
-            assert count == 4  # three blocks and the root
+            assert units == 4  # three blocks and the root
 
 
 def trained_on_lengths(case: Case, lengths: list[tuple[int, ...]]) -> list[float]:
@@ -153,3 +164,109 @@ def test_a_class_of_blocks_that_stands_elsewhere_too_is_refused_where_units_go_b
     ):
         ENGINES["accelerate"].check(spec, sharded)
     ENGINES["mesh"].check(spec, sharded)
+
+
+FOUR = {"shard": 2, "accumulation": 4, "precision": "bfloat16", "model": UNTIED}
+
+
+@pytest.mark.parametrize(("engine", "replicate"), [("mesh", 2), ("mesh", 1), ("accelerate", 2)])
+def test_each_unit_is_gathered_and_reduced_no_more_often_than_it_has_to_be(engine, replicate):
+    """Four micro-batches of three blocks, an embedding, and a head with the last norm."""
+    jobs = [workload(engine=engine, zero_stage=z, replicate=replicate, **FOUR) for z in (2, 3)]
+    size = sum(p.numel() for p in spec_of(UNTIED).build().parameters())
+    outside = sum(p.numel() for p in outside_blocks(UNTIED))
+    # ZeRO-3 gathers blocks for the backward pass, too
+    gathers = {2: (5, size), 3: (4 * (3 + 3 + 2), 4 * (2 * size - outside))}
+    for (stage, (gathered, values)), step in zip(
+        gathers.items(), count((job, 0) for job in jobs), strict=True
+    ):
+        found = step.collectives()
+        assert found["all-gather", ("shard",), "bfloat16"] == pytest.approx(
+            (gathered, 2 * values), rel=0.01
+        ), stage  # odd sizes are padded
+        assert found["reduce-scatter", ("shard",), "float32"] == pytest.approx(
+            (4 * 5, 4 * 4 * size), rel=0.01
+        )
+        between = found.get(("all-reduce", ("replicate",), "float32"), (0, 0))
+        assert between == pytest.approx((5, 4 * size / 2) if replicate > 1 else (0, 0), rel=0.01)
+
+
+def outside_blocks(model: dict[str, Any]) -> list[torch.nn.Parameter]:
+    named = spec_of(model).build().named_parameters()
+    return [p for name, p in named if ".layers." not in name]
+
+
+def reading(spec: Any, change: Any) -> Any:
+    """Return the spec whose tiny copy is built with a change."""
+    small = spec.tiny.copy()
+
+    def build() -> torch.nn.Module:
+        model = small.build()
+        change(model)
+        return model
+
+    return replace(spec, tiny=replace(spec.tiny, copy=lambda: replace(small, build=build)))
+
+
+def head_for_dtype(model: Any) -> None:
+    layer = model.model.layers[0]
+    layer.register_forward_hook(lambda module, inputs, out: out.to(model.lm_head.weight.dtype))
+
+
+def past_the_norm(model: Any) -> None:
+    hidden: list[torch.Tensor] = []
+    model.model.norm.register_forward_hook(lambda module, inputs, out: hidden.append(inputs[0]))
+    model.lm_head.register_forward_hook(
+        lambda module, inputs, out: out + hidden.pop().mean(-1, keepdim=True)
+    )
+
+
+def head_twice(model: Any) -> None:
+    model.model.norm.register_forward_hook(
+        lambda module, inputs, out: out + 0 * model.lm_head(out).mean()
+    )
+
+
+def test_embedding_and_head_are_units_where_the_model_needs_their_weights_nowhere_else():
+    from trainer.parallel.shard import Ends, ends_of
+
+    layout, spec = layout_of(replace(MESH, zero_stage=3)), spec_of(UNTIED)
+    assert ends_of(spec, layout) == Ends(("model.embed_tokens",), ("model.norm", "lm_head"))
+    assert ends_of(reading(spec, lambda model: None), layout) == ends_of(spec, layout)
+    tables, head = ends_of(spec_of(GPT2 | {"tie_word_embeddings": False}), layout)
+    assert tables == ("transformer.wte", "transformer.wpe")
+    assert head == ("transformer.ln_f", "lm_head")
+    assert ends_of(spec_of(LLAMA), layout) == Ends()  # tied: the root has both
+    for change in (head_for_dtype, past_the_norm, head_twice):
+        assert ends_of(reading(spec, change), layout) == Ends(), change.__name__
+
+
+LOW = {"communication_data_type": "bf16"}
+
+
+@pytest.mark.parametrize(("engine", "stage"), [("mesh", 2), ("mesh", 3), ("accelerate", 3)])
+def test_gradients_are_reduced_in_the_precision_that_is_asked_for(pools, engine, stage):
+    case = replace(MESH, engine=engine, zero_stage=stage, micro_batch=4, top=LOW)
+    reference = train_plainly(case)
+    for outcome in pools[2].run(train_by_engine, case=case):
+        found, exact = outcome.gradients[0], reference.gradients[0]
+        for name, gradient in found.items():
+            assert torch.equal(gradient, gradient.bfloat16().float()), name
+            assert (gradient - exact[name]).abs().max() <= 0.01 * exact[name].abs().max(), name
+        assert any(not torch.equal(found[name], exact[name]) for name in found)
+
+
+def test_where_a_low_precision_would_be_that_of_sums_it_is_refused_and_replicas_reduce_each():
+    from trainer.engines import ENGINES
+
+    layout = layout_of(replace(HSDP, engine="mesh", zero_stage=2, top=LOW))
+    assert ENGINES["mesh"].refusal(layout) is None
+    for other in (
+        replace(layout, zero_stage=0, replicate=4, shard=1),
+        replace(layout, pipeline=2, replicate=1),
+    ):
+        assert "would add gradients up in bfloat16" in str(ENGINES["mesh"].refusal(other))
+    job = workload(zero_stage=2, replicate=2, **FOUR)
+    low = replace(job, layout=replace(job.layout, communication="bfloat16"))
+    [step] = count([(low, 0)])
+    assert step.collectives()["all-reduce", ("replicate",), "bfloat16"][0] == 4 * 5

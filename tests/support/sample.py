@@ -315,6 +315,9 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "flat_unit",
         "no_units",
         "pipeline[1F1B-2]",
+        "has_to_be[mesh-2]",
+        "nowhere_else",
+        "asked_for[mesh-2]",
     ),
     "test_sparse_gradients.py": ("process[mesh DDP]", "refuses", "loaded[mesh ZeRO-3]"),
     "test_stall.py": (

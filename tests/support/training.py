@@ -235,6 +235,7 @@ def layout_of(case: Case) -> Any:
         precision=case.precision,
         recompute=Recompute(case.recompute, case.every),
         schedule=PIPELINE_SCHEDULES[case.schedule],
+        communication={"bf16": "bfloat16"}.get(case.top.get("communication_data_type")),
     )
     layout.check(case.world_size, TRAIN_BATCH)
     return layout
