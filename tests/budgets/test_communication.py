@@ -16,7 +16,6 @@ from tests.support.budget import (
     PAGE,
     ROWS,
     SHAPES,
-    TODAY,
     TOKENS,
     Levers,
     Tally,
@@ -241,9 +240,6 @@ def places(step: Step, kind: str, size: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["mesh zero2, 1", "mesh zero3, 1", "accelerate zero3, 1"])
-@pytest.mark.xfail(
-    not TODAY.units, reason="lever 2 of issue 23", strict=True, raises=(AssertionError, ValueError)
-)
 def test_the_head_is_reduced_before_the_last_block(jobs, name):
     step, sizes = jobs.steps[name], sizes_of(jobs.workloads[name].spec)
     [head] = places(step, "reduce-scatter", 4 * sizes.head)
@@ -265,9 +261,6 @@ def test_a_block_is_gathered_before_the_backward_products_of_the_one_after_it(jo
 
 
 @pytest.mark.parametrize("name", ["mesh zero2, 1", "mesh zero3, 1", "accelerate zero3, 1"])
-@pytest.mark.xfail(
-    not TODAY.prefetch, reason="lever 2 of issue 23", strict=True, raises=AssertionError
-)
 def test_a_block_is_gathered_before_the_products_of_the_one_before_it(jobs, name):
     step, sizes = jobs.steps[name], sizes_of(jobs.workloads[name].spec)
     gathers = places(step, "all-gather", 2 * sizes.block)

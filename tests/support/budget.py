@@ -99,12 +99,10 @@ class Levers(NamedTuple):
     """ZeRO-2 gathers once a step, and HSDP adds its replicas up once."""
     split_once: bool = True
     """The gradient of what several split matrices read is added up once."""
-    prefetch: bool = True
-    """A block is gathered before the products of the block before it, in the forward pass too."""
 
 
-BEFORE, AFTER = Levers(False, False, False, False), Levers()
-TODAY = Levers(units=True, accumulation=True, split_once=False, prefetch=False)
+BEFORE, AFTER = Levers(False, False, False), Levers()
+TODAY = AFTER._replace(split_once=False)
 """Which are there. The tests of what is missing fail, and are marked so."""
 
 
