@@ -99,12 +99,10 @@ class Levers(NamedTuple):
     """ZeRO-2 gathers once a step, and HSDP adds its replicas up once."""
     split_once: bool = True
     """The gradient of what several split matrices read is added up once."""
-    prefetch: bool = True
-    """A block is gathered before the products of the block before it, in the forward pass too."""
 
 
-BEFORE, AFTER = Levers(False, False, False, False), Levers()
-TODAY = Levers(units=True, accumulation=True, split_once=False, prefetch=False)
+BEFORE, AFTER = Levers(False, False, False), Levers()
+TODAY = AFTER._replace(split_once=False)
 """Which are there. The tests of what is missing fail, and are marked so."""
 
 
@@ -215,15 +213,17 @@ def _torch(
         found.add("all-reduce", _axes(layout, "replicate"), "float32", 1, 4 * everything)
     else:
         shard, width = _axes(layout, "shard"), WIDTH[layout.precision]
+        low = layout.communication or "float32"
         for unit in units:
             gathers = _gathers(layout, unit, levers)
             # a pipeline keeps gradients whole until the last micro-batch
             reduced = 1 if stages else m
-            once = 1 if stages or levers.accumulation else m
+            # what is added up in float32 is not yet reduced between replicas
+            once = 1 if stages or levers.accumulation and low == "float32" else m
             found.add("all-gather", shard, layout.precision, gathers, gathers * width * unit.size)
-            found.add("reduce-scatter", shard, "float32", reduced, reduced * 4 * unit.size)
-            own = 4 * unit.size // layout.shard
-            found.add("all-reduce", _axes(layout, "replicate"), "float32", once, once * own)
+            found.add("reduce-scatter", shard, low, reduced, reduced * WIDTH[low] * unit.size)
+            own = WIDTH[low] * unit.size // layout.shard
+            found.add("all-reduce", _axes(layout, "replicate"), low, once, once * own)
     ends = stage in (0, layout.pipeline - 1)
     if stages and ends and sizes.tied:  # both ends' gradients of the table
         found.add("all-reduce", ("pipeline",), "float32", 1, 4 * sizes.embedding // layout.shard)

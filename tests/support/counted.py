@@ -8,7 +8,9 @@
 
 It counts the second step: the first creates the optimizer's state. Bytes are those of the whole
 tensor that is reduced or gathered, the larger of input and output (`Message.size`). Each rank runs
-in a process of its own, as many at a time as there are cores (`count`).
+in a process of its own, as many at a time as there are cores (`count`). Fake tensors are on the
+CPU: a read of a value is seen, and one of an operator whose output's shape depends on values is an
+error; `tensor.cpu()`, which copies nothing here, is not seen.
 """
 
 from __future__ import annotations

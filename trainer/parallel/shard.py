@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +79,7 @@ def apply(module: nn.Module, spec: ModelSpec, ends: Ends, options: dict[str, Any
     apply_to_ends(model, ends, options)
     fully_shard(module, **{**options, **KEPT})
     check_units(module, spec)
+    prefetch(module, spec, ends)
 
 
 def apply_to_ends(model: nn.Module, ends: Ends, options: dict[str, Any]) -> None:
@@ -94,6 +96,20 @@ def apply_to_ends(model: nn.Module, ends: Ends, options: dict[str, Any]) -> None
         fully_shard(unit if len(unit) > 1 else first, **{**options, **more})
         if all(module.forward.__func__ is nn.Embedding.forward for module in unit):  # type: ignore[attr-defined]
             first.set_unshard_in_backward(False)
+
+
+def prefetch(module: nn.Module, spec: ModelSpec, ends: Ends) -> None:
+    """Launch the all-gather of each unit before the products of the unit before it.
+
+    FSDP2 does so in the backward pass; in the forward pass it does after them, which hides the
+    gather only while the host is ahead of the device.
+    """
+    model: Any = module.model
+    order = [
+        model.get_submodule(name) for name in (*ends.tables[-1:], *spec.blocks, *ends.head[:1])
+    ]
+    for unit, following in pairwise(unit for unit in order if isinstance(unit, FSDPModule)):
+        unit.set_modules_to_forward_prefetch([following])
 
 
 def ends_of(spec: ModelSpec, layout: Layout) -> Ends:

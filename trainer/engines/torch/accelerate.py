@@ -55,6 +55,7 @@ def build(job: Job) -> TorchEngine:
         module = fsdp2_prepare_model(accelerator, module)
         shard.check_units(module, spec)
         module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
+        shard.prefetch(module, spec, ends)
     give_values(model, spec, layout, job.seed_of_values, device)
     if layout.zero_stage == 0:
         module = accelerator.prepare(module)
