@@ -1,0 +1,163 @@
+"""Blocks and the loss by `torch.compile`: one graph for all blocks that are alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.distributed.ranks import Ranks
+from trainer.errors import ConfigError, Problem, named_line
+from trainer.layout import Layout, Recompute
+from trainer.models.cut import of_tokens
+from trainer.models.spec import ModelSpec
+from trainer.parallel import patches
+from trainer.parallel.recompute import activation_checkpointing
+from trainer.supervise.process import Machine
+from trainer.tasks.cross_entropy import LossHead
+from trainer.trial.setup import TOLERANCE, differing_gradient, own_randomness, tiny
+
+BACKEND, TRIED = "inductor", "aot_eager"
+"""The compiler of a run; and that of a trial, which does all but make kernels."""
+COLD_SECONDS = 600.0
+"""The seconds that compiling one graph may take, and be no hang."""
+
+
+def apply(model: nn.Module, spec: ModelSpec, backend: str = "", whole: bool = False) -> None:
+    """Compile the forward of each block as it stands, and the loss of a chunk of logits, in place.
+
+    Parameters are inputs of a graph, so that equal blocks share it. `whole` raises an error where a
+    graph would break.
+    """
+    patches.prepare_compiler()
+
+    def compiled(forward: Any) -> Any:
+        return torch.compile(forward, fullgraph=whole, backend=backend or BACKEND)
+
+    for name in spec.blocks:
+        block = model.get_submodule(name)
+        patches.replace_forward(block, compiled(block.forward))
+    for module in model.modules():
+        if isinstance(module, LossHead):
+            module.compute_chunks_by(compiled)
+
+
+def decided(
+    layout: Layout, spec: ModelSpec, machine: Machine, refused: str | None = None
+) -> tuple[Layout, tuple[str, ...]]:
+    """Return the layout with its `compile` decided, and notes. Collective.
+
+    `refused`: why the engine can't, if it can't. A model whose tiny copy does not compile without a
+    break runs uncompiled.
+    """
+    plain, automatic = replace(layout, compile="none"), layout.compile == "auto"
+    if layout.compile == "none" or (automatic and machine.device.type == "cpu"):
+        return plain, ()
+    # seconds of imports, which an uncompiled run goes without
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    reason = refused or (None if spec.blocks else "it has no blocks")
+    if automatic and reason is None:
+        reason = _on_any(machine.ranks, lacking(machine.device))
+    reason = reason or machine.ranks.on_first(lambda: broken(spec, layout.recompute))
+    if reason:
+        return plain, (f"the blocks run uncompiled (trainer.compile): {reason}",)
+    folder = f"kept in {cache_dir()} (TORCHINDUCTOR_CACHE_DIR)"
+    note = f"blocks and loss are compiled, which the first steps wait for; {folder}"
+    return replace(layout, compile="blocks"), (note,)
+
+
+def check_compiler(layout: Layout, device: torch.device) -> None:
+    """Raise ConfigError if blocks are to be compiled, and this machine can't compile."""
+    if layout.compile == "blocks" and (seen := lacking(device)):
+        expected = "a machine on which torch.compile works"
+        hint = 'Install a C++ compiler such as g++, or set trainer.compile to "none".'
+        raise ConfigError(Problem("trainer.compile", seen, expected, hint))
+
+
+def lacking(device: torch.device) -> str | None:
+    """Return the reason why `torch.compile` fails on a device, found by trying; None if it works."""
+    try:
+        torch.compile(lambda x: x.sin() + 1, backend=BACKEND)(torch.ones(8, device=device))
+    except Exception as error:  # whatever the compiler lacks
+        return f"torch.compile fails on this machine: {_reason(error)}"
+    return None
+
+
+def _on_any(ranks: Ranks, reason: str | None) -> str | None:
+    return next((found for found in ranks.gather(reason) if found), None)
+
+
+def broken(spec: ModelSpec, recompute: Recompute) -> str | None:
+    """Return where a tiny copy's blocks break the graph, or which gradient is another; or None."""
+    models: list[nn.Module] = []
+    try:
+        with own_randomness():
+            for backend in ("", TRIED):
+                small, model = tiny(spec)
+                activation_checkpointing.apply(model.train(), small, recompute)
+                if backend:
+                    apply(model, small, backend, whole=True)
+                trial = small.tiny.input or of_tokens(small)
+                torch.manual_seed(1)
+                trial.output(model).float().square().mean().backward()
+                models.append(model)
+    except Exception as error:  # what the compiler can't trace, or a model's own code raises
+        return f"on a tiny copy of {spec.name}: {_reason(error)}"
+    finally:
+        torch.compiler.reset()  # else the sizes of the copy count as ones that change
+    if found := differing_gradient(models[1], models[0], TOLERANCE):
+        return f"compiled, the gradient of {found[0]} of a tiny copy is another, by {found[1]:.1e}"
+    return None
+
+
+def _reason(error: Exception) -> str:
+    """Return the compiler's error on one line, with the place in the model's code."""
+    stack: Sequence[Any] = getattr(error, "real_stack", None) or ()
+    place = f" ({stack[-1].filename}:{stack[-1].lineno})" if stack else ""
+    return named_line(error) + place
+
+
+class Reports(logging.Handler):
+    """Tells the watchdog and the user that a graph is compiled, or what runs uncompiled after all.
+
+    A recompilation too many, an operator without a kernel: the compiler itself would go on without
+    a word on the terminal.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        from torch._dynamo.callback import callback_handler
+
+        super().__init__(logging.WARNING)
+        self._machine, self._callbacks = machine, callback_handler
+        self._noted: set[str] = set()
+        self._logger = logging.getLogger("torch._dynamo.convert_frame")
+        self._logger.addHandler(self)
+        self._callbacks.register_start_callback(self._start)
+        self._callbacks.register_end_callback(self._end)
+
+    def _start(self, _: Any) -> None:
+        self._machine.watch.moves(COLD_SECONDS)
+        self._machine.signs.at("compiling")
+
+    def _end(self, _: Any) -> None:
+        self._machine.watch.moves()
+        self._machine.signs.hide()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        lines = [line.strip() for line in record.getMessage().splitlines()[:3]]
+        text = "; ".join(line for line in lines if line)[:300]
+        if text not in self._noted:
+            self._noted.add(text)
+            self._machine.signs.note(f"this part runs uncompiled: {text}")
+
+    def close(self) -> None:
+        if self in self._logger.handlers:
+            self._logger.removeHandler(self)
+            self._callbacks.remove_start_callback(self._start)
+            self._callbacks.remove_end_callback(self._end)
+        super().close()
