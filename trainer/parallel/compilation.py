@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, Problem, named_line
 from trainer.layout import Layout, Recompute
 from trainer.models.cut import of_tokens
@@ -46,13 +45,20 @@ def apply(model: nn.Module, spec: ModelSpec, backend: str = "", whole: bool = Fa
             module.compute_chunks_by(compiled)
 
 
-def decided(
-    layout: Layout, spec: ModelSpec, machine: Machine, refused: str | None = None
-) -> tuple[Layout, tuple[str, ...]]:
-    """Return the layout with its `compile` decided, and notes. Collective.
+def refusal(layout: Layout) -> str | None:
+    """Return the reason why the blocks of a layout can't be compiled, or None."""
+    if layout.recompute.mode == "offload":
+        return (
+            "Compiled blocks can't be combined with trainer.activation_checkpointing offload, which "
+            "moves tensors while they are traced. Use full or selective."
+        )
+    return None
 
-    `refused`: why the engine can't, if it can't. A model whose tiny copy does not compile without a
-    break runs uncompiled.
+
+def decided(layout: Layout, spec: ModelSpec, machine: Machine) -> tuple[Layout, tuple[str, ...]]:
+    """Return the layout with its `compile` decided, and a note on it. Collective.
+
+    A model whose tiny copy does not compile as a whole runs uncompiled.
     """
     plain, automatic = replace(layout, compile="none"), layout.compile == "auto"
     if layout.compile == "none" or (automatic and machine.device.type == "cpu"):
@@ -60,12 +66,12 @@ def decided(
     # seconds of imports, which an uncompiled run goes without
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    reason = refused or (None if spec.blocks else "it has no blocks")
+    reason = refusal(layout) or (None if spec.blocks else "the model has no blocks")
     if automatic and reason is None:
-        reason = _on_any(machine.ranks, lacking(machine.device))
+        reason = next(filter(None, machine.ranks.gather(lacking(machine.device))), None)
     reason = reason or machine.ranks.on_first(lambda: broken(spec, layout.recompute))
     if reason:
-        return plain, (f"the blocks run uncompiled (trainer.compile): {reason}",)
+        return plain, (f"trainer.compile: the blocks run uncompiled: {reason}",)
     folder = f"kept in {cache_dir()} (TORCHINDUCTOR_CACHE_DIR)"
     note = f"blocks and loss are compiled, which the first steps wait for; {folder}"
     return replace(layout, compile="blocks"), (note,)
@@ -86,10 +92,6 @@ def lacking(device: torch.device) -> str | None:
     except Exception as error:  # whatever the compiler lacks
         return f"torch.compile fails on this machine: {_reason(error)}"
     return None
-
-
-def _on_any(ranks: Ranks, reason: str | None) -> str | None:
-    return next((found for found in ranks.gather(reason) if found), None)
 
 
 def broken(spec: ModelSpec, recompute: Recompute) -> str | None:

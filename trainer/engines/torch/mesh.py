@@ -38,6 +38,8 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 def refusal(layout: Layout) -> str | None:
     """Return the reason why this engine can't run a layout, or None."""
     schedule = layout.schedule.name
+    if layout.compile == "blocks" and (reason := compilation.refusal(layout)):
+        return reason
     if layout.pipeline > 1 and schedule in V_SHAPED and torch.__version__ < "2.15":
         return (
             f"trainer.pipeline_schedule {schedule} needs PyTorch 2.15; this is "
