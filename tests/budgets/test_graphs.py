@@ -40,7 +40,7 @@ def steps(model: dict[str, Any], recompute: Recompute, compiled: bool) -> list[A
     built = task.prepare(spec.build()).train()
     activation_checkpointing.apply(built, spec, recompute)
     if compiled:
-        compilation.apply(built, spec, "aot_eager", whole=True)
+        compilation.apply(built, spec, trial=True)
     dropout = Dropout(built, spec)
     materialise(built, spec, seed=5)
     found = []

@@ -52,7 +52,7 @@ def wrap_blocks(
         tensor.apply(model, spec, mesh)
     activation_checkpointing.apply(model, spec, layout.recompute)
     if layout.compile == "blocks":
-        compilation.apply(model, spec)
+        compilation.apply(model, spec, tensor=layout.tensor > 1)
     return model, Dropout(model, spec)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from trainer.distributed.seeding import seed_generators
 from trainer.errors import ConfigError, Problem, named_line
 from trainer.layout import Layout, Recompute
 from trainer.models.cut import of_tokens
@@ -22,20 +23,27 @@ from trainer.trial.setup import TOLERANCE, differing_gradient, own_randomness, t
 
 BACKEND, TRIED = "inductor", "aot_eager"
 """The compiler of a run; and that of a trial, which does all but make kernels."""
+LOG = logging.getLogger(__name__)
 COLD_SECONDS = 600.0
 """The seconds that compiling one graph may take, and be no hang."""
 
 
-def apply(model: nn.Module, spec: ModelSpec, backend: str = "", whole: bool = False) -> None:
+def apply(model: nn.Module, spec: ModelSpec, *, tensor: bool = False, trial: bool = False) -> None:
     """Compile the forward of each block as it stands, and the loss of a chunk of logits, in place.
 
-    Parameters are inputs of a graph, so that equal blocks share it. `whole` raises an error where a
-    graph would break.
+    Parameters are inputs of a graph, so that equal blocks share it. `tensor`: matrices are split,
+    which PyTorch 2.15 compiles for fixed lengths alone. In a `trial` the compiler's errors raise.
     """
     patches.prepare_compiler()
 
-    def compiled(forward: Any) -> Any:
-        return torch.compile(forward, fullgraph=whole, backend=backend or BACKEND)
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        graph = torch.compile(
+            function,
+            fullgraph=True,
+            dynamic=False if tensor else None,
+            backend=TRIED if trial else BACKEND,
+        )
+        return graph if trial else _Compiled(function, graph)
 
     for name in spec.blocks:
         block = model.get_submodule(name)
@@ -45,12 +53,39 @@ def apply(model: nn.Module, spec: ModelSpec, backend: str = "", whole: bool = Fa
             module.compute_chunks_by(compiled)
 
 
+class _Compiled:
+    """A compiled function, which runs uncompiled from an error of the compiler on, with a note.
+
+    A graph is whole or not made: nothing has been computed when the compiler fails.
+    """
+
+    def __init__(self, function: Callable[..., Any], graph: Callable[..., Any]) -> None:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        self._function, self._run = function, graph
+        self._errors = FailOnRecompileLimitHit, TorchDynamoException
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is not self._function:
+            try:
+                return self._run(*args, **kwargs)
+            except self._errors as error:
+                LOG.warning("a compiled part runs uncompiled from here on: %s", _reason(error))
+                self._run = self._function
+        return self._function(*args, **kwargs)
+
+
 def refusal(layout: Layout) -> str | None:
     """Return the reason why the blocks of a layout can't be compiled, or None."""
     if layout.recompute.mode == "offload":
         return (
             "Compiled blocks can't be combined with trainer.activation_checkpointing offload, which "
             "moves tensors while they are traced. Use full or selective."
+        )
+    if layout.pipeline > 1 and layout.schedule.splits_backward:
+        return (
+            f"{layout.schedule.name} computes gradients of weights apart, and a compiled block "
+            "computes all of its gradients at once. Use the schedule 1F1B or Interleaved1F1B."
         )
     return None
 
@@ -99,13 +134,13 @@ def broken(spec: ModelSpec, recompute: Recompute) -> str | None:
     models: list[nn.Module] = []
     try:
         with own_randomness():
-            for backend in ("", TRIED):
+            for compiled in (False, True):
                 small, model = tiny(spec)
                 activation_checkpointing.apply(model.train(), small, recompute)
-                if backend:
-                    apply(model, small, backend, whole=True)
+                if compiled:
+                    apply(model, small, trial=True)
                 trial = small.tiny.input or of_tokens(small)
-                torch.manual_seed(1)
+                seed_generators(1)
                 trial.output(model).float().square().mean().backward()
                 models.append(model)
     except Exception as error:  # what the compiler can't trace, or a model's own code raises
@@ -121,24 +156,19 @@ def _reason(error: Exception) -> str:
     """Return the compiler's error on one line, with the place in the model's code."""
     stack: Sequence[Any] = getattr(error, "real_stack", None) or ()
     place = f" ({stack[-1].filename}:{stack[-1].lineno})" if stack else ""
-    return named_line(error) + place
+    return named_line(getattr(error, "inner_exception", error)) + place
 
 
 class Reports(logging.Handler):
-    """Tells the watchdog and the user that a graph is compiled, or what runs uncompiled after all.
-
-    A recompilation too many, an operator without a kernel: the compiler itself would go on without
-    a word on the terminal.
-    """
+    """Tells the watchdog that a graph is being compiled, and the user what runs uncompiled."""
 
     def __init__(self, machine: Machine) -> None:
         from torch._dynamo.callback import callback_handler
 
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._machine, self._callbacks = machine, callback_handler
         self._noted: set[str] = set()
-        self._logger = logging.getLogger("torch._dynamo.convert_frame")
-        self._logger.addHandler(self)
+        LOG.addHandler(self)
         self._callbacks.register_start_callback(self._start)
         self._callbacks.register_end_callback(self._end)
 
@@ -151,15 +181,13 @@ class Reports(logging.Handler):
         self._machine.signs.hide()
 
     def emit(self, record: logging.LogRecord) -> None:
-        lines = [line.strip() for line in record.getMessage().splitlines()[:3]]
-        text = "; ".join(line for line in lines if line)[:300]
-        if text not in self._noted:
+        if (text := record.getMessage()) not in self._noted:
             self._noted.add(text)
-            self._machine.signs.note(f"this part runs uncompiled: {text}")
+            self._machine.signs.note(text)
 
     def close(self) -> None:
-        if self in self._logger.handlers:
-            self._logger.removeHandler(self)
+        if self in LOG.handlers:
+            LOG.removeHandler(self)
             self._callbacks.remove_start_callback(self._start)
             self._callbacks.remove_end_callback(self._end)
         super().close()

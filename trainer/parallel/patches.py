@@ -26,9 +26,8 @@ def prepare_compiler() -> None:
     """Set `torch.compile` up for blocks that are compiled one by one; for the whole process.
 
     PyTorch 2.15: random numbers are others than uncompiled ones; DDP splits each graph, and can't
-    where a block is recomputed; a number of a layer makes a graph for each; 8 variants of a block
-    (kinds, shapes, modes) are the most; and an error of the compiler ends the run. Can go when
-    `torch.compile` takes these as arguments.
+    where a block is recomputed; a number of a layer makes a graph for each; and 8 variants of a
+    block (kinds, shapes, modes) are the most. Can go when `torch.compile` takes these as arguments.
     """
     import torch._dynamo.config
     import torch._inductor.config
@@ -38,7 +37,6 @@ def prepare_compiler() -> None:
     dynamo.optimize_ddp = False
     dynamo.allow_unspec_int_on_nn_module = True
     dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
-    dynamo.suppress_errors = True
 
 
 def keep_last_statistics(module: _NormBase) -> None:
