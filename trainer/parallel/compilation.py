@@ -70,7 +70,9 @@ class _Compiled:
             try:
                 return self._run(*args, **kwargs)
             except self._errors as error:
-                LOG.warning("a compiled part runs uncompiled from here on: %s", _reason(error))
+                limit = isinstance(error, self._errors[0])
+                reason = "more variants (shapes, modes) than it keeps" if limit else _reason(error)
+                LOG.warning("torch.compile: a part runs uncompiled from here on: %s", reason)
                 self._run = self._function
         return self._function(*args, **kwargs)
 
