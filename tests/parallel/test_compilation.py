@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -188,26 +186,36 @@ def test_a_compiler_that_is_missing_is_a_sentence(monkeypatch):
 
 
 def test_a_run_without_a_compiler_ends_with_the_sentence(tmp_path):
-    config = write_job(tmp_path)
-    words = "-m", "trainer.command", "train", config, "trainer.compile=blocks"
-    result = run(sys.executable, *words, CXX="/no/compiler", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    words = "--config", write_job(tmp_path), "trainer.compile=blocks"
+    kept = str(tmp_path / "graphs")
+    result = run("meshloom", "train", *words, CXX="/no/compiler", TORCHINDUCTOR_CACHE_DIR=kept)
     assert result.code == 64, result.output
     assert "trainer.compile" in result.output and "Traceback" not in result.output
 
 
+def test_a_run_compiles_its_blocks_and_says_where_graphs_are_kept(tmp_path):
+    words = "--config", write_job(tmp_path), "trainer.compile=blocks"
+    kept = tmp_path / "graphs"
+    result = run("meshloom", "train", *words, TORCHINDUCTOR_CACHE_DIR=str(kept))
+    assert result.code == 0, result.output
+    assert f"kept in {kept} (TORCHINDUCTOR_CACHE_DIR)" in result.output
+    assert "uncompiled" not in result.output and "compiled blocks" in result.output
+    assert [*kept.rglob("*.so")]
+
+
 def test_a_run_is_certified_with_compiled_blocks(tmp_path):
-    config = json.loads(write_job(tmp_path).read_text())
-    (tmp_path / "small.json").write_text(json.dumps(config))
-    result = run(
-        "meshloom",
-        "verify",
-        "--config",
-        tmp_path / "small.json",
-        "--compile",
-        "trainer.engine=mesh",
-    )
+    config = write_job(tmp_path)
+    result = run("meshloom", "verify", "--config", config, "--compile", "trainer.engine=mesh")
     assert result.code == 0, result.output
     assert "compiled blocks (engine mesh)" in result.output
+
+
+@pytest.mark.parametrize("value", ["blocks", "auto"])
+def test_a_plan_compiles_nothing(tmp_path, value):
+    words = "--config", write_job(tmp_path), "--gpus", "2", f"trainer.compile={value}"
+    result = run("meshloom", "plan", *words, "trainer.engine=mesh", "--no-proposals")
+    assert result.code == 0, result.output
+    assert ("with uncompiled blocks" in result.output) == (value == "blocks")
 
 
 def test_offload_is_the_mode_that_the_compiler_can_not_trace():

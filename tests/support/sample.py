@@ -56,6 +56,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "mesh that does not fit",
         "rank_that_dies",
     ),
+    "test_compilation.py": ("auto", "refused", "watchdog", "too_many", "missing"),
     "test_config_support.py": ("noted", "section0", "read[mesh]"),
     "test_conformance.py": (
         "offered",
@@ -116,6 +117,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "wants",
     ),
     "test_gpu_benchmark.py": (),
+    "test_graphs.py": ("[llama-selective]",),
     "test_hub.py": (
         "opens_from_the_hub",
         "before_the_data",

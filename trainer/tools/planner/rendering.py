@@ -28,6 +28,8 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"model   {spec.name}: {words} parameters, on {sample.kind}"
     yield f"layout  {layout.describe()} (engine {plan.workload.engine_name}) on {cluster}"
     yield f"memory  {verdict(plan)}"
+    if layout.compile == "blocks":
+        yield "  with uncompiled blocks: what compiled ones keep for the backward pass may differ"
     for role in plan.roles:
         yield f"  {role.name + ':':<16}{gib(role.peak.size)}, fullest in {role.peak.phase}"
     yield f"the fullest, {plan.fullest.name} (rank {plan.fullest.rank}), by kind:"
