@@ -213,7 +213,7 @@ def test_a_run_is_certified_with_compiled_blocks(tmp_path):
 @pytest.mark.parametrize("value", ["blocks", "auto"])
 def test_a_plan_compiles_nothing(tmp_path, value):
     words = "--config", write_job(tmp_path), "--gpus", "2", f"trainer.compile={value}"
-    result = run("meshloom", "plan", *words, "trainer.engine=mesh", "--no-proposals")
+    result = run("meshloom", "plan", *words, "trainer.engine=mesh")
     assert result.code == 0, result.output
     assert ("with uncompiled blocks" in result.output) == (value == "blocks")
 
