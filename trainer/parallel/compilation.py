@@ -18,7 +18,6 @@ from trainer.models.spec import ModelSpec
 from trainer.parallel import patches
 from trainer.parallel.recompute import activation_checkpointing
 from trainer.supervise.process import Machine
-from trainer.tasks.cross_entropy import LossHead
 from trainer.trial.setup import TOLERANCE, differing_gradient, own_randomness, tiny
 
 BACKEND, TRIED = "inductor", "aot_eager"
@@ -49,8 +48,8 @@ def apply(model: nn.Module, spec: ModelSpec, *, tensor: bool = False, trial: boo
         block = model.get_submodule(name)
         patches.replace_forward(block, compiled(block.forward))
     for module in model.modules():
-        if isinstance(module, LossHead):
-            module.compute_chunks_by(compiled)
+        if (compute_chunks_by := getattr(module, "compute_chunks_by", None)) is not None:
+            compute_chunks_by(compiled)
 
 
 class _Compiled:
@@ -81,8 +80,8 @@ def refusal(layout: Layout) -> str | None:
     """Return the reason why the blocks of a layout can't be compiled, or None."""
     if layout.recompute.mode == "offload":
         return (
-            "Compiled blocks can't be combined with trainer.activation_checkpointing offload, which "
-            "moves tensors while they are traced. Use full or selective."
+            "Blocks whose activations are moved to the host (trainer.activation_checkpointing "
+            "offload) can't be compiled. Use full or selective."
         )
     if layout.pipeline > 1 and layout.schedule.splits_backward:
         return (
@@ -123,7 +122,7 @@ def check_compiler(layout: Layout, device: torch.device) -> None:
 
 
 def lacking(device: torch.device) -> str | None:
-    """Return the reason why `torch.compile` fails on a device, found by trying; None if it works."""
+    """Return the reason why `torch.compile` fails on a device, or None; found by trying."""
     try:
         torch.compile(lambda x: x.sin() + 1, backend=BACKEND)(torch.ones(8, device=device))
     except Exception as error:  # whatever the compiler lacks
