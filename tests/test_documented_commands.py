@@ -365,6 +365,12 @@ ELSEWHERE: dict[str, str] = {
     "python -m tests.conformance.test_any_to_any": (
         "test_any_to_any.py::test_any_layout_goes_on_in_any_other"
     ),
+    "meshloom train --config job.json trainer.compile=blocks": (
+        "test_compilation.py::test_a_run_compiles_its_blocks_and_says_where_graphs_are_kept"
+    ),
+    "meshloom verify --config job.json --compile": (
+        "test_compilation.py::test_a_run_is_certified_with_compiled_blocks"
+    ),
     "meshloom train --config parity.json": "test_hooks_page.py::test_the_plugin_trains",
     "python -m tests.support.reference": "test_site.py::test_the_reference_is_that_of_the_code",
     f"python {TRAIN} examples/digits.json": "test_images.py::test_digits_are_learned",

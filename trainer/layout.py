@@ -13,6 +13,7 @@ from trainer.errors import ConfigError, Problem
 Device = Literal["none", "cpu", "nvme"]
 Partition = Literal["best", "parameters", "uniform"]
 Precision = Literal["float32", "bfloat16", "float16"]
+Compile = Literal["auto", "none", "blocks"]
 RecomputeMode = Literal["none", "full", "every", "selective", "offload"]
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
@@ -96,6 +97,8 @@ class Layout:
     """True if batch norm computes the statistics of a micro-batch over all data ranks together."""
     communication: Precision | None = None
     """The precision in which gradients are reduced; None: the engine's own."""
+    compile: Compile = "none"
+    """The parts that `torch.compile` compiles; "auto": blocks, on a GPU."""
 
     def __post_init__(self) -> None:
         self.check(self.world_size, self.train_batch)
@@ -200,6 +203,8 @@ class Layout:
             words.append(self.schedule.name)
         if self.recompute.mode != "none":
             words.append(f"recompute {self.recompute}")
+        if self.compile == "blocks":
+            words.append("compiled blocks")
         return ", ".join(words)
 
 
@@ -225,6 +230,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         ),
         sync_batch_norm=config.trainer.sync_batch_norm,
         communication=_REDUCED.get(settings.get("communication_data_type")),
+        compile=config.trainer.compile,
     )
     layout.check(world_size, settings["train_batch_size"])
     return layout

@@ -89,6 +89,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "[8B, replicate 128 x shard 8",
         "[8B, pipeline 4",
     ),
+    "test_compilation.py": ("auto", "refused", "watchdog", "too_many", "missing"),
     "test_config_support.py": ("noted", "section0", "read[mesh]"),
     "test_conformance.py": (
         "offered",
@@ -149,6 +150,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "wants",
     ),
     "test_gpu_benchmark.py": (),
+    "test_graphs.py": ("[llama-selective]",),
     "test_hub.py": (
         "opens_from_the_hub",
         "before_the_data",

@@ -69,6 +69,9 @@ class Case:
     schedule: str = "1F1B"
     recompute: str = "none"
     every: int = 1
+    compile: str = "none"
+    compiler: str = "aot_eager"
+    """The backend of `torch.compile`: this one does all but make kernels, and is quicker."""
     offload_optimizer: str = "none"
     offload_param: str = "none"
     more: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -236,6 +239,7 @@ def layout_of(case: Case) -> Any:
         recompute=Recompute(case.recompute, case.every),
         schedule=PIPELINE_SCHEDULES[case.schedule],
         communication={"bf16": "bfloat16"}.get(case.top.get("communication_data_type")),
+        compile=case.compile,
     )
     layout.check(case.world_size, TRAIN_BATCH)
     return layout
@@ -253,10 +257,14 @@ def build(
     from trainer.distributed.ranks import Ranks
     from trainer.engines import ENGINES, Job, Machine
     from trainer.optim.decay import spared
+    from trainer.parallel import compilation
 
     spec, layout = change(spec_in(case, path)), layout_of(case)
     kind = ENGINES[case.engine]
     assert kind.refusal(layout) is None
+    if case.compile != "none":
+        torch.compiler.reset()
+        compilation.BACKEND = case.compiler
     machine = Machine(device or device_here(), Ranks(rank, case.world_size))
     undecayed = spared(case.weight_decay_excludes, spec)
     return kind.build(

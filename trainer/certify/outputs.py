@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,19 @@ LEAST = 1e-2
 
 
 class Listener:
-    """Keeps the outputs of modules with parameters, but not those of recomputed activations."""
+    """Keeps the outputs of modules with parameters, but not those of recomputed activations.
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
+    Nor of modules in the blocks `compiled`: no hook can be compiled with them.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], compiled: Sequence[str] = ()) -> None:
+        inside = tuple(f"{block}." for block in compiled)
         self._parts: list[tuple[tuple[int, int], Any]] = []
         self._calls, self._found = Counter[str](), Outputs()
         for name, module in (pair for model in models for pair in model.named_modules()):
-            if name and is_whole(module) and any(True for _ in module.parameters()):
+            if not name or name.startswith(inside):
+                continue
+            if is_whole(module) and any(True for _ in module.parameters()):
                 module.register_forward_hook(self._hook(name))
 
     def begin(self, parts: dict[tuple[int, int], Any]) -> None:

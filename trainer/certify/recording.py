@@ -92,7 +92,8 @@ class Recorder:
         self._engine, self._task, self._recording = engine, task, recording
         self._observes = observes
         modules = [module.get_submodule("model") for module in engine.modules if observes]
-        self._listener = Listener(modules)
+        compiled = engine.job.spec.blocks if engine.job.layout.compile == "blocks" else ()
+        self._listener = Listener(modules, compiled)
         recording.states.append(state_of(engine))
 
     def __getattr__(self, name: str) -> Any:

@@ -40,6 +40,8 @@ def main(arguments: Sequence[str], name: str) -> int:
     else:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     world_size = world.world_size if world else options.world_size
+    if options.compile:
+        options.overrides.append("trainer.compile=blocks")
     small = tiny_run(options.config, options.overrides, world_size, options.precision)
     needed = world.local_world_size if world else small.layout.world_size
     if not on_cpu and gpu_count() < needed:
@@ -69,6 +71,8 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
     text = "config: the config's own, compared with float32 within the rounding of one process"
     precisions = ("float32", "config")
     parser.add_argument("--precision", choices=precisions, default="float32", help=text)
+    text = "certify blocks compiled by torch.compile, as trainer.compile=blocks"
+    parser.add_argument("--compile", action="store_true", help=text)
     text = "cuda: one process per GPU"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=text)
     return parser.parse_intermixed_args(arguments)

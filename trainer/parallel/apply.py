@@ -6,8 +6,8 @@
    block runs its collectives again;
 3. activation checkpointing wraps the forward of blocks: outside the split matrices, inside the
    hooks of dropout and FSDP, so that recomputing gathers and seeds nothing twice;
-4. compile would come here: after checkpointing, which it has to trace, and before FSDP, which it
-   must not trace;
+4. `torch.compile` takes the forward of each block: after checkpointing, which it has to trace, and
+   inside the hooks of dropout and FSDP, which it must not trace;
 5. dropout's hooks seed each block by its place in the model: outside the recomputed forward, which
    restores the generators;
 6. the cut keeps a pipeline stage's own blocks, with all that was done to them;
@@ -32,7 +32,7 @@ from trainer.layout import Layout
 from trainer.models.cut import check_cut, cut
 from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
-from trainer.parallel import partition, shard, tensor
+from trainer.parallel import compilation, partition, shard, tensor
 from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.pipeline import Stage
@@ -51,6 +51,8 @@ def wrap_blocks(
     if mesh is not None and layout.tensor > 1:
         tensor.apply(model, spec, mesh)
     activation_checkpointing.apply(model, spec, layout.recompute)
+    if layout.compile == "blocks":
+        compilation.apply(model, spec, tensor=layout.tensor > 1)
     return model, Dropout(model, spec)
 
 

@@ -109,6 +109,7 @@ def check_blocks(spec: ModelSpec, layout: Layout) -> None:
         and "ZeRO-3 gathers parameters block by block",
         "trainer.activation_checkpointing": layout.recompute.mode != "none"
         and "it recomputes block by block",
+        "trainer.compile": layout.compile == "blocks" and "it compiles block by block",
         "tensor_parallel.autotp_size": layout.tensor > 1 and "tensor parallelism splits blocks",
     }
     for key, need in needs.items():

@@ -22,6 +22,23 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = forward  # type: ignore[method-assign,assignment]
 
 
+def prepare_compiler() -> None:
+    """Set `torch.compile` up for blocks that are compiled one by one; for the whole process.
+
+    PyTorch 2.15: random numbers are others than uncompiled ones; DDP splits each graph, and can't
+    where a block is recomputed; a number of a layer makes a graph for each; and 8 variants of a
+    block (kinds, shapes, modes) are the most. Can go when `torch.compile` takes these as arguments.
+    """
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    torch._inductor.config.fallback_random = True
+    dynamo: Any = torch._dynamo.config
+    dynamo.optimize_ddp = False
+    dynamo.allow_unspec_int_on_nn_module = True
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+
+
 def keep_last_statistics(module: _NormBase) -> None:
     """Make the running statistics of a norm those of its last forward pass alone.
 

@@ -74,6 +74,10 @@ class Signs:
             )
             self._live.start()
 
+    def note(self, text: str) -> None:
+        """Print a line for the user, whatever the phase."""
+        self._terminal.print(Text(f"note: {text}"), soft_wrap=True)
+
     def hide(self) -> None:
         if self._live is not None:
             live, self._live = self._live, None

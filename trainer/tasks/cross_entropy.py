@@ -21,6 +21,8 @@ from trainer.tasks.task import IGNORED
 
 LossObserver = Callable[[slice, torch.Tensor], None]
 """Called with a range of tokens and their losses."""
+ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""`_chunk_loss`, or the same compiled."""
 CHUNK_BYTES = 64 << 20
 """The least bytes of a chunk of float32 logits: enough for full speed, small beside any model."""
 
@@ -32,6 +34,8 @@ class _Options:
     smoothing: float
     observe: LossObserver | None
     with_gradients: bool
+    chunk_loss: ChunkLoss | None = None
+    """None: as it stands, uncompiled."""
 
     def report(self, rows: slice, losses: torch.Tensor) -> None:
         if self.observe is not None:
@@ -45,6 +49,7 @@ def linear_cross_entropy(
     targets: torch.Tensor,
     smoothing: float = 0.0,
     observe: LossObserver | None = None,
+    chunk_loss: ChunkLoss | None = None,
 ) -> torch.Tensor:
     """Return the sum over the tokens of -log softmax(hidden @ weight.T + bias)[target], in nats,
     float32 or wider.
@@ -54,7 +59,7 @@ def linear_cross_entropy(
     7). `observe` is called with each token's loss.
     """
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    options = _Options(smoothing, observe, torch.is_grad_enabled())
+    options = _Options(smoothing, observe, torch.is_grad_enabled(), chunk_loss)
     return _LinearCrossEntropy.apply(flat, weight, bias, flat_targets, options)  # type: ignore[no-any-return]
 
 
@@ -114,7 +119,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for rows in _chunks(hidden.shape[0], weight.shape[0], wide, at_least=hidden.shape[1] // 2):
             part = hidden[rows]
             logits = F.linear(part, weight, bias).to(wide)
-            losses, grad = _chunk_loss(logits, targets[rows], options.smoothing)
+            loss_of = options.chunk_loss or _chunk_loss
+            losses, grad = loss_of(logits, targets[rows], options.smoothing)
             total += losses.sum()
             options.report(rows, losses)
             low = grad.to(hidden.dtype)
@@ -206,6 +212,11 @@ class LossHead(nn.Linear):
         self._in_training = smoothing, observe
         self._targets: torch.Tensor | None = None
         self._correct: torch.Tensor | None = None
+        self._chunk_loss: ChunkLoss | None = None
+
+    def compute_chunks_by(self, compiled: Callable[[ChunkLoss], ChunkLoss]) -> None:
+        """Have the loss and the gradient of each chunk of logits computed by compiled code."""
+        self._chunk_loss = compiled(_chunk_loss)
 
     @contextmanager
     def given(self, targets: torch.Tensor) -> Iterator[None]:
@@ -227,7 +238,8 @@ class LossHead(nn.Linear):
         if targets is None:
             return super().forward(hidden)
         if self.training or torch.is_grad_enabled():
-            more = self._in_training if self.training else ()
-            return linear_cross_entropy(hidden, self.weight, self.bias, targets, *more)
+            more = self._in_training if self.training else (0.0, None)
+            tensors = hidden, self.weight, self.bias, targets
+            return linear_cross_entropy(*tensors, *more, self._chunk_loss)
         loss, self._correct = linear_measured(hidden, self.weight, self.bias, targets)
         return loss

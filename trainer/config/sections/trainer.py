@@ -210,6 +210,8 @@ class _Execution(Section):
     "selective" keeps matrix products and attention, "selective:2" half of the products;
     "offload" is "full" with the inputs of blocks on the host.
     """
+    compile: Literal["auto", "none", "blocks"] = "auto"
+    """The parts that `torch.compile` compiles; auto: blocks, on GPUs where the engine can."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     plan: Literal["refuse", "warn", "off"] = "refuse"
     """The reaction to a predicted lack of device memory; "off" predicts nothing.

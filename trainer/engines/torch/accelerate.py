@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer.engines.engine import EngineKind, Job, recipe_of
 from trainer.engines.torch.engine import TorchEngine
-from trainer.engines.torch.mesh import notes_of
+from trainer.engines.torch.mesh import compiling, ready
 from trainer.engines.torch.mesh import refusal as mesh_refusal
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
@@ -41,6 +41,7 @@ def build(job: Job) -> TorchEngine:
     """Have Accelerate wrap the model: with values for replicas, on the meta device for shards."""
     from accelerate.utils import fsdp2_prepare_model
 
+    job, notes = compiling(job)
     layout, spec, device = job.layout, job.spec, job.machine.device
     model, dropout = wrap_blocks(spec, job.task, layout)
     module: nn.Module = ModelWithLoss(model, job.task)
@@ -63,7 +64,7 @@ def build(job: Job) -> TorchEngine:
     check_replicas([module], mesh, job.machine.ranks)
     used = Used([module], mesh) if job.sparse and layout.zero_stage > 0 else None
     forward_backward = GradientAccumulation(module, dropout, layout)
-    return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), notes_of(layout), used)
+    return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), notes, used)
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
@@ -83,7 +84,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         raise ConfigError(Problem(place, seen, expected, hint))
 
 
-KIND = EngineKind(refusal, in_torch, build, check)
+KIND = EngineKind(refusal, in_torch, build, check, ready)
 
 
 def _accelerator(job: Job) -> Any:

@@ -11,6 +11,7 @@ from trainer.engines.normalise import NormalisedEngine
 from trainer.engines.torch.state import TorchState
 from trainer.optim.optimizer import optimizer_of, step_if_finite
 from trainer.optim.recipes import Recipe
+from trainer.parallel import compilation
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.gradients import GradientNorm, GradientSync
 from trainer.parallel.parallel_mesh import ParallelMesh
@@ -37,6 +38,8 @@ class TorchEngine(NormalisedEngine):
         super().__init__(job, mesh, forward_backward, optimizer, state, (*notes, *recipe.notes))
         self._forward_backward = forward_backward
         self._used = used
+        compiles = job.layout.compile == "blocks"
+        self._reports = compilation.Reports(job.machine) if compiles else None
         self._sync = GradientSync(modules, job.spec, mesh, averages=used is not None)
         self._norm = GradientNorm(
             self._sync.parameters, self._sync.counted, mesh, job.machine.device
@@ -63,4 +66,6 @@ class TorchEngine(NormalisedEngine):
         return norm, False
 
     def close(self) -> None:
+        if self._reports is not None:
+            self._reports.close()
         self._optimizer.zero_grad()

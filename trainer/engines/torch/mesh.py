@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +17,7 @@ from trainer.layout import Layout
 from trainer.models.cut import check_cut
 from trainer.models.spec import ModelSpec
 from trainer.optim.recipes import in_torch
-from trainer.parallel import shard, tensor
+from trainer.parallel import compilation, shard, tensor
 from trainer.parallel.apply import shard_and_materialise, stages_of_rank, wrap_blocks
 from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulation
 from trainer.parallel.parallel_mesh import check_replicas, parallel_mesh_of
@@ -34,6 +38,8 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 def refusal(layout: Layout) -> str | None:
     """Return the reason why this engine can't run a layout, or None."""
     schedule = layout.schedule.name
+    if layout.compile == "blocks" and (reason := compilation.refusal(layout)):
+        return reason
     if layout.pipeline > 1 and schedule in V_SHAPED and torch.__version__ < "2.15":
         return (
             f"trainer.pipeline_schedule {schedule} needs PyTorch 2.15; this is "
@@ -75,6 +81,17 @@ def notes_of(layout: Layout) -> tuple[str, ...]:
     return ((ZERO_1_NOTE,) if layout.zero_stage == 1 else ()) + ((OFFLOAD_NOTE,) if one else ())
 
 
+def compiling(job: Job) -> tuple[Job, tuple[str, ...]]:
+    """Return the job with its `compile` decided, and all notes on its layout. Collective."""
+    layout, notes = compilation.decided(job.layout, job.spec, job.machine)
+    return replace(job, layout=layout), (*notes_of(layout), *notes)
+
+
+def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError if this machine lacks the compiler that is asked for."""
+    compilation.check_compiler(layout, device)
+
+
 def check(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError for a model that can't be cut or split as the layout requires."""
     shard.check_shardable(spec, layout)
@@ -86,8 +103,9 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 
 def build(job: Job) -> TorchEngine:
     """Build and wrap the whole model, or this rank's pipeline stages."""
+    job, notes = compiling(job)
     layout, device = job.layout, job.machine.device
-    mesh, notes = parallel_mesh_of(layout, device), notes_of(layout)
+    mesh = parallel_mesh_of(layout, device)
     splits_backward = layout.pipeline > 1 and layout.schedule.splits_backward
     if job.sparse and splits_backward and layout.zero_stage > 0:
         # such a schedule accumulates gradients itself, unseen by `Used`
@@ -130,4 +148,4 @@ def _replicated(module: ModelWithLoss, device: torch.device) -> nn.Module:
     )
 
 
-KIND = EngineKind(refusal, in_torch, build, check)
+KIND = EngineKind(refusal, in_torch, build, check, ready)

@@ -27,7 +27,8 @@ def lines(plan: Plan) -> Iterator[str]:
     words = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
     yield f"model   {spec.name}: {words} parameters, on {sample.kind}"
     yield f"layout  {layout.describe()} (engine {plan.workload.engine_name}) on {cluster}"
-    yield f"memory  {verdict(plan)}"
+    compiled = "; with uncompiled blocks" if layout.compile == "blocks" else ""
+    yield f"memory  {verdict(plan)}{compiled}"
     for role in plan.roles:
         yield f"  {role.name + ':':<16}{gib(role.peak.size)}, fullest in {role.peak.phase}"
     yield f"the fullest, {plan.fullest.name} (rank {plan.fullest.rank}), by kind:"

@@ -8,7 +8,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -166,7 +166,7 @@ def recorded(
 
     Returns the ledger, and the bytes that a background save copies.
     """
-    layout = workload.layout
+    layout = replace(workload.layout, compile="none")  # fake tensors are not compiled
     ledger = Ledger(vocabulary=workload.spec.language.vocabulary // layout.tensor)
 
     def begin(phase: str) -> None:

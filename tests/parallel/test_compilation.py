@@ -1,0 +1,222 @@
+"""`trainer.compile`: the same training as one process, and a sentence where it can't be."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.commands import run, write_job
+from tests.support.layouts import LAYOUTS, by_engine
+from tests.support.training import (
+    LLAMA,
+    Case,
+    assert_same,
+    layout_of,
+    spec_of,
+    train_by_engine,
+    train_plainly,
+)
+from trainer.distributed.ranks import Ranks
+from trainer.engines import ENGINES, Machine
+from trainer.errors import ConfigError
+from trainer.layout import Recompute
+from trainer.parallel import compilation
+
+CPU = torch.device("cpu")
+LORA = Case(zero_stage=3, adapter={"r": 4, "dropout": 0.1})
+LAID_OUT = {
+    name: LAYOUTS[name]
+    for name in (
+        *("ddp", "ddp, gpt2, full", "zero2", "zero2, gpt2, every 2", "zero3"),
+        *("zero3, gpt2, full", "zero3, gpt2, selective", "hsdp, zero3, gpt2, selective"),
+        *("zero3, all on the host", "pipeline", "pipeline, gpt2, full", "pipeline, selective"),
+        *("pipeline, Interleaved1F1B", "pipeline x zero3", "tensor", "tensor, qwen3"),
+        *("tensor x zero2, gpt_neox, selective", "tensor x zero3, qwen3, full"),
+        "pipeline x tensor",
+    )
+}
+LAID_OUT["zero3, lora"] = LORA
+CASES = {
+    name: replace(case, compile="blocks")
+    for name, case in by_engine(LAID_OUT).items()
+    if case.engine != "deepspeed"
+}
+KERNELS = {
+    f"mesh-{name}, kernels": replace(
+        LAYOUTS[name], engine="mesh", compile="blocks", compiler="inductor"
+    )
+    for name in ("zero3, gpt2, full", "zero3, gpt2, selective", "tensor")
+}
+
+
+@pytest.mark.parametrize("name", CASES | KERNELS)
+def test_compiled_blocks_train_as_one_process_does(pools, name):
+    case = (CASES | KERNELS)[name]
+    reference = train_plainly(case)
+    for outcome in pools[case.world_size].run(train_by_engine, case=case):
+        assert_same(outcome, reference, 2e-6)
+
+
+class Sleeps(nn.Module):
+    """A block that does what no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        time.sleep(0)
+        return self.inner(hidden)
+
+
+class Watched:
+    """A watchdog and a display that keep what they are told."""
+
+    def __init__(self) -> None:
+        self.moved: list[float] = []
+        self.lines: list[str] = []
+
+    def moves(self, seconds: float = 0.0) -> None:
+        self.moved.append(seconds)
+
+    def at(self, phase: str) -> None:
+        self.lines.append(phase)
+
+    def hide(self) -> None: ...
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def machine_of(watched: Watched) -> Machine:
+    return Machine(CPU, Ranks(), watch=watched, signs=watched)  # type: ignore[arg-type]
+
+
+def own(block: type[nn.Module]) -> Any:
+    from trainer.models.own import module
+    from trainer.tasks.supervised import Supervised
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return (output - target).square().sum(), target.numel()
+
+    spec = module.spec_of(lambda: nn.Sequential(*(block() for _ in range(3))), "*", 0)
+    task = Supervised(loss, spec.build, spec.blocks)
+    return spec.tried_on(task.trial([(torch.ones(4), torch.ones(4))] * 2))
+
+
+def test_a_model_that_breaks_the_graph_runs_uncompiled_and_the_note_names_the_line():
+    layout = replace(layout_of(Case(world_size=1)), compile="blocks")
+    found, [note] = compilation.decided(layout, own(Sleeps), machine_of(Watched()))
+    assert found.compile == "none"
+    assert "run uncompiled: on a tiny copy" in note and "test_compilation.py:" in note
+    found, [note] = compilation.decided(layout, own(Linear), machine_of(Watched()))
+    assert found.compile == "blocks" and "TORCHINDUCTOR_CACHE_DIR" in note
+
+
+class Linear(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+
+def test_auto_compiles_nothing_on_a_cpu():
+    layout = replace(layout_of(Case(world_size=1)), compile="auto")
+    found = compilation.decided(layout, spec_of(LLAMA), machine_of(Watched()))
+    assert found == (replace(layout, compile="none"), ())
+
+
+@pytest.mark.parametrize(
+    ("engine", "case", "words"),
+    [
+        ("deepspeed", Case(compile="blocks"), "hooks inside blocks"),
+        ("mesh", Case(compile="blocks", recompute="offload"), "offload"),
+        ("accelerate", Case(compile="blocks", recompute="offload"), "offload"),
+        (
+            "mesh",
+            replace(LAYOUTS["pipeline, InterleavedZeroBubble"], compile="blocks"),
+            "gradients of weights apart",
+        ),
+    ],
+)
+def test_what_is_not_compiled_is_refused_in_a_sentence(engine, case, words):
+    layout = layout_of(case)
+    assert words in (ENGINES[engine].refusal(layout) or "")
+    assert ENGINES[engine].refusal(replace(layout, compile="auto")) is None
+
+
+def test_the_watchdog_gives_a_graph_ten_minutes():
+    watched = Watched()
+    reports = compilation.Reports(machine_of(watched))
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    reports.close()
+    assert watched.moved == [600.0, 0.0]
+    torch.compile(lambda x: x + 2, backend="eager")(torch.ones(2))
+    assert len(watched.moved) == 2
+
+
+def test_a_recompilation_too_many_is_said_once(monkeypatch):
+    watched = Watched()
+    reports = compilation.Reports(machine_of(watched))
+    monkeypatch.setattr(compilation, "BACKEND", "eager")
+    torch.compiler.reset()
+    spec = own(Linear)
+    model = spec.build().to_empty(device="cpu")
+    compilation.apply(model, spec)
+    with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False):
+        for rows in range(2, 8):
+            assert model(torch.ones(rows, 4)).shape == (rows, 4)
+    reports.close()
+    [line] = [line for line in watched.lines if "uncompiled" in line]
+    assert "more variants" in line
+
+
+def test_a_compiler_that_is_missing_is_a_sentence(monkeypatch):
+    def no_compiler(*_: Any) -> None:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(compilation, "BACKEND", no_compiler)
+    layout = layout_of(Case(compile="blocks"))
+    with pytest.raises(ConfigError, match=r"No working C\+\+ compiler found"):
+        compilation.check_compiler(layout, CPU)
+    compilation.check_compiler(replace(layout, compile="auto"), CPU)
+
+
+def test_a_run_without_a_compiler_ends_with_the_sentence(tmp_path):
+    words = "--config", write_job(tmp_path), "trainer.compile=blocks"
+    kept = str(tmp_path / "graphs")
+    result = run("meshloom", "train", *words, CXX="/no/compiler", TORCHINDUCTOR_CACHE_DIR=kept)
+    assert result.code == 64, result.output
+    assert "trainer.compile" in result.output and "Traceback" not in result.output
+
+
+def test_a_run_compiles_its_blocks_and_says_where_graphs_are_kept(tmp_path):
+    words = "--config", write_job(tmp_path), "trainer.compile=blocks"
+    kept = tmp_path / "graphs"
+    result = run("meshloom", "train", *words, TORCHINDUCTOR_CACHE_DIR=str(kept))
+    assert result.code == 0, result.output
+    assert f"kept in {kept} (TORCHINDUCTOR_CACHE_DIR)" in result.output
+    assert "uncompiled" not in result.output and "compiled blocks" in result.output
+    assert [*kept.rglob("*.so")]
+
+
+def test_a_run_is_certified_with_compiled_blocks(tmp_path):
+    config = write_job(tmp_path)
+    result = run("meshloom", "verify", "--config", config, "--compile", "trainer.engine=mesh")
+    assert result.code == 0, result.output
+    assert "compiled blocks (engine mesh)" in result.output
+
+
+@pytest.mark.parametrize("value", ["blocks", "auto"])
+def test_a_plan_compiles_nothing(tmp_path, value):
+    words = "--config", write_job(tmp_path), "--gpus", "2", f"trainer.compile={value}"
+    result = run("meshloom", "plan", *words, "trainer.engine=mesh")
+    assert result.code == 0, result.output
+    assert ("with uncompiled blocks" in result.output) == (value == "blocks")
+
+
+def test_offload_is_the_mode_that_the_compiler_can_not_trace():
+    assert "offload.py" in (compilation.broken(spec_of(LLAMA), Recompute("offload")) or "")

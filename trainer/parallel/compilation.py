@@ -1,0 +1,194 @@
+"""Blocks and the loss by `torch.compile`: one graph for all blocks that are alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.distributed.seeding import seed_generators
+from trainer.errors import ConfigError, Problem, named_line
+from trainer.layout import Layout, Recompute
+from trainer.models.cut import of_tokens
+from trainer.models.spec import ModelSpec
+from trainer.parallel import patches
+from trainer.parallel.recompute import activation_checkpointing
+from trainer.supervise.process import Machine
+from trainer.trial.setup import TOLERANCE, differing_gradient, own_randomness, tiny
+
+BACKEND, TRIED = "inductor", "aot_eager"
+"""The compiler of a run; and that of a trial, which does all but make kernels."""
+LOG = logging.getLogger(__name__)
+COLD_SECONDS = 600.0
+"""The seconds that compiling one graph may take, and be no hang."""
+
+
+def apply(model: nn.Module, spec: ModelSpec, *, tensor: bool = False, trial: bool = False) -> None:
+    """Compile the forward of each block as it stands, and the loss of a chunk of logits, in place.
+
+    Parameters are inputs of a graph, so that equal blocks share it. `tensor`: matrices are split,
+    which PyTorch 2.15 compiles for fixed lengths alone. In a `trial` the compiler's errors raise.
+    """
+    patches.prepare_compiler()
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        graph = torch.compile(
+            function,
+            fullgraph=True,
+            dynamic=False if tensor else None,
+            backend=TRIED if trial else BACKEND,
+        )
+        return graph if trial else _Compiled(function, graph)
+
+    for name in spec.blocks:
+        block = model.get_submodule(name)
+        patches.replace_forward(block, compiled(block.forward))
+    for module in model.modules():
+        if (compute_chunks_by := getattr(module, "compute_chunks_by", None)) is not None:
+            compute_chunks_by(compiled)
+
+
+class _Compiled:
+    """A compiled function, which runs uncompiled from an error of the compiler on, with a note.
+
+    A graph is whole or not made: nothing has been computed when the compiler fails.
+    """
+
+    def __init__(self, function: Callable[..., Any], graph: Callable[..., Any]) -> None:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        self._function, self._run = function, graph
+        self._errors = FailOnRecompileLimitHit, TorchDynamoException
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is not self._function:
+            try:
+                return self._run(*args, **kwargs)
+            except self._errors as error:
+                limit = isinstance(error, self._errors[0])
+                reason = "more variants (shapes, modes) than it keeps" if limit else _reason(error)
+                LOG.warning("torch.compile: a part runs uncompiled from here on: %s", reason)
+                self._run = self._function
+        return self._function(*args, **kwargs)
+
+
+def refusal(layout: Layout) -> str | None:
+    """Return the reason why the blocks of a layout can't be compiled, or None."""
+    if layout.recompute.mode == "offload":
+        return (
+            "Blocks whose activations are moved to the host (trainer.activation_checkpointing "
+            "offload) can't be compiled. Use full or selective."
+        )
+    if layout.pipeline > 1 and layout.schedule.splits_backward:
+        return (
+            f"{layout.schedule.name} computes gradients of weights apart, and a compiled block "
+            "computes all of its gradients at once. Use the schedule 1F1B or Interleaved1F1B."
+        )
+    return None
+
+
+def decided(layout: Layout, spec: ModelSpec, machine: Machine) -> tuple[Layout, tuple[str, ...]]:
+    """Return the layout with its `compile` decided, and a note on it. Collective.
+
+    A model whose tiny copy does not compile as a whole runs uncompiled.
+    """
+    plain, automatic = replace(layout, compile="none"), layout.compile == "auto"
+    if layout.compile == "none" or (automatic and machine.device.type == "cpu"):
+        return plain, ()
+    # seconds of imports, which an uncompiled run goes without
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    reason = refusal(layout) or (None if spec.blocks else "the model has no blocks")
+    if automatic and reason is None:
+        reason = next(filter(None, machine.ranks.gather(lacking(machine.device))), None)
+    reason = reason or machine.ranks.on_first(lambda: broken(spec, layout.recompute))
+    if reason:
+        return plain, (f"trainer.compile: the blocks run uncompiled: {reason}",)
+    folder = f"kept in {cache_dir()} (TORCHINDUCTOR_CACHE_DIR)"
+    note = f"blocks and loss are compiled, which the first steps wait for; {folder}"
+    return replace(layout, compile="blocks"), (note,)
+
+
+def check_compiler(layout: Layout, device: torch.device) -> None:
+    """Raise ConfigError if blocks are to be compiled, and this machine can't compile."""
+    if layout.compile == "blocks" and (seen := lacking(device)):
+        expected = "a machine on which torch.compile works"
+        hint = 'Install a C++ compiler such as g++, or set trainer.compile to "none".'
+        raise ConfigError(Problem("trainer.compile", seen, expected, hint))
+
+
+def lacking(device: torch.device) -> str | None:
+    """Return the reason why `torch.compile` fails on a device, or None; found by trying."""
+    try:
+        torch.compile(lambda x: x.sin() + 1, backend=BACKEND)(torch.ones(8, device=device))
+    except Exception as error:  # whatever the compiler lacks
+        return f"torch.compile fails on this machine: {_reason(error)}"
+    return None
+
+
+def broken(spec: ModelSpec, recompute: Recompute) -> str | None:
+    """Return where a tiny copy's blocks break the graph, or which gradient is another; or None."""
+    models: list[nn.Module] = []
+    try:
+        with own_randomness():
+            for compiled in (False, True):
+                small, model = tiny(spec)
+                activation_checkpointing.apply(model.train(), small, recompute)
+                if compiled:
+                    apply(model, small, trial=True)
+                trial = small.tiny.input or of_tokens(small)
+                seed_generators(1)
+                trial.output(model).float().square().mean().backward()
+                models.append(model)
+    except Exception as error:  # what the compiler can't trace, or a model's own code raises
+        return f"on a tiny copy of {spec.name}: {_reason(error)}"
+    finally:
+        torch.compiler.reset()  # else the sizes of the copy count as ones that change
+    if found := differing_gradient(models[1], models[0], TOLERANCE):
+        return f"compiled, the gradient of {found[0]} of a tiny copy is another, by {found[1]:.1e}"
+    return None
+
+
+def _reason(error: Exception) -> str:
+    """Return the compiler's error on one line, with the place in the model's code."""
+    stack: Sequence[Any] = getattr(error, "real_stack", None) or ()
+    place = f" ({stack[-1].filename}:{stack[-1].lineno})" if stack else ""
+    return named_line(getattr(error, "inner_exception", error)) + place
+
+
+class Reports(logging.Handler):
+    """Tells the watchdog that a graph is being compiled, and the user what runs uncompiled."""
+
+    def __init__(self, machine: Machine) -> None:
+        from torch._dynamo.callback import callback_handler
+
+        super().__init__()
+        self._machine, self._callbacks = machine, callback_handler
+        self._noted: set[str] = set()
+        LOG.addHandler(self)
+        self._callbacks.register_start_callback(self._start)
+        self._callbacks.register_end_callback(self._end)
+
+    def _start(self, _: Any) -> None:
+        self._machine.watch.moves(COLD_SECONDS)
+        self._machine.signs.at("compiling")
+
+    def _end(self, _: Any) -> None:
+        self._machine.watch.moves()
+        self._machine.signs.hide()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (text := record.getMessage()) not in self._noted:
+            self._noted.add(text)
+            self._machine.signs.note(text)
+
+    def close(self) -> None:
+        if self in LOG.handlers:
+            LOG.removeHandler(self)
+            self._callbacks.remove_start_callback(self._start)
+            self._callbacks.remove_end_callback(self._end)
+        super().close()
