@@ -3,28 +3,42 @@
 In every forward pass transformers checks on the host if position ids restart within a row (packed
 documents); not every family passes them on to its masks. It also makes a mask for a window that no
 row exceeds, which disables the flash kernel, and makes masks anew each time. The model's own code
-requests its masks; the functions here answer.
+requests its masks; the functions here answer, for SDPA with what adds to scores (SDPA would make
+that of a mask of truth values in each layer, and keep it for the backward pass), or with borders or
+blocks, which have no entry for each pair of tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import masking_utils
 
 from trainer.errors import ConfigError, Problem
+from trainer.tasks.attention import Borders
 from trainer.tasks.documents import PackedDocuments
 from trainer.tasks.patches import masks_made_by
 
 
 class Masks:
-    """The replacement of transformers' mask functions; keeps the last mask of each kind."""
+    """The replacement of transformers' mask functions; keeps the last mask of each kind.
 
-    def __init__(self) -> None:
-        self._made: dict[Any, tuple[dict[str, Any], torch.Tensor, int]] = {}
+    `choose(pattern, device, dtype)` is one of KERNELS; `seal(pattern, mask)` replaces a mask.
+    """
+
+    def __init__(
+        self,
+        choose: Callable[..., str] = lambda *_: "mask",
+        seal: Callable[..., Any] = lambda pattern, mask: mask,
+    ) -> None:
+        self._choose, self._seal = choose, seal
+        self._made: dict[Any, tuple[dict[str, Any], Any, int]] = {}
 
     @contextmanager
     def of(self, documents: PackedDocuments | None) -> Iterator[None]:
@@ -40,30 +54,72 @@ class Masks:
 
     def _once(
         self, make: Callable[..., torch.Tensor | None], documents: PackedDocuments | None
-    ) -> Callable[..., torch.Tensor | None]:
-        def made(*, mask_function: Any, config: Any = None, **wanted: Any) -> torch.Tensor | None:
-            if documents:
-                apart = _apart(mask_function, documents)
-                return make(
-                    mask_function=apart, config=config, **{**wanted, "allow_is_causal_skip": False}
-                )
+    ) -> Callable[..., Any]:
+        def made(*, mask_function: Any, config: Any = None, **wanted: Any) -> Any:
             window, length = wanted.get("local_size"), wanted["kv_length"]
-            if wanted.get("allow_is_causal_skip") and window is not None and length <= window:
+            if documents:
+                wanted["allow_is_causal_skip"] = False
+            elif wanted.get("allow_is_causal_skip") and window is not None and length <= window:
                 wanted["local_size"] = None  # a window as long as the row hides nothing
-            kind = None if wanted.get("attention_mask") is not None else _kind(mask_function)
+            padded = documents or wanted.get("attention_mask") is not None
+            kind = None if padded else _kind(mask_function)
             found = self._made.get((make, kind))
-            if found and found[0] == wanted and found[1]._version == found[2]:  # unchanged since
+            if (
+                found and found[0] == wanted and getattr(found[1], "_version", 0) == found[2]
+            ):  # unchanged since
                 return found[1]
-            mask = make(mask_function=mask_function, config=config, **wanted)
-            if kind is not None and type(mask) is torch.Tensor:
-                self._made[make, kind] = wanted, mask, mask._version
+            if make is masking_utils.sdpa_mask:
+                mask = self._for_sdpa(mask_function, documents, {**wanted, "config": config})
+            else:
+                mask = make(mask_function=_apart(mask_function, documents), config=config, **wanted)
+            if kind is not None and mask is not None:
+                self._made[make, kind] = wanted, mask, getattr(mask, "_version", 0)
             return mask
 
         return made
 
+    def _for_sdpa(
+        self, function: Any, documents: PackedDocuments | None, wanted: dict[str, Any]
+    ) -> Any:
+        """Return what SDPA's layers get as a mask; None where rows are causal and whole."""
+        rows, length, window = wanted["batch_size"], wanted["kv_length"], wanted.get("local_size")
+        place = wanted.get("device") or wanted["cache_position"].device  # transformers before 5.4
+        is_cast = torch.is_autocast_enabled(place.type)
+        dtype = torch.get_autocast_dtype(place.type) if is_cast else wanted["dtype"]
+        pattern, apart = _pattern(function, window), _apart(function, documents)
+        whole = wanted.get("allow_is_causal_skip") and window is None
+        given = wanted.get("attention_mask") is not None
+        chosen = "mask" if whole or given else self._choose(pattern, place, dtype)
+        if chosen == "borders":
+            ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=place)
+            return Borders(documents.borders if documents else ends, length, window)
+        if chosen == "blocks":  # compiled, as the making else writes the mask
+            make = torch.compile(create_block_mask) if place.type == "cuda" else create_block_mask
+            return make(apart, rows, None, length, length, device=place)
+        mask = masking_utils.sdpa_mask(mask_function=apart, **wanted)
+        return None if mask is None else self._seal(pattern, _added(mask, dtype))
 
-def _apart(mask_function: Any, documents: PackedDocuments) -> Any:
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a mask adds to scores: 0 where it is true, minus infinity elsewhere."""
+    written = mask[:1] if mask.stride(0) == 0 else mask  # once, if it is that of every row
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(written, zero, -math.inf).expand_as(mask)
+
+
+def _pattern(function: Any, window: int | None) -> str:
+    """Name a mask function's kind: causal, window (of `window` tokens), or other."""
+    patterns = {"causal": masking_utils.causal_mask_function}
+    if window is not None:
+        patterns["window"] = masking_utils.sliding_window_causal_mask_function(window)
+    kind = _kind(function)
+    return next((name for name, own in patterns.items() if _kind(own) == kind), "other")
+
+
+def _apart(mask_function: Any, documents: PackedDocuments | None) -> Any:
     """Restrict a mask function to each document, as if it were alone."""
+    if documents is None:
+        return mask_function
     at, of = documents.positions, documents.numbers
     return lambda row, head, q, k: (
         mask_function(row, head, at[row, q], at[row, k]) & (of[row, q] == of[row, k])
