@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from trainer.optim.on_shards import OnShards
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Those of `torch.optim.Muon` and of DeepSpeed's."""
 EPS = 1e-7
+LOW = torch.bfloat16
+"""The precision in which the iteration runs, and in which its matrices are sent."""
 
 
 def hidden_matrices(spec: ModelSpec) -> set[str]:
@@ -65,34 +67,39 @@ class Shared:
         return sorted(nearest.values())
 
 
+@dataclass(frozen=True)
+class Iteration:
+    """The parameters of `torch.optim.Muon` that AdamW lacks."""
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    adjust_lr_fn: str = "original"
+
+
 class Muon(OnShards, torch.optim.AdamW):
     """AdamW, and Muon in the groups whose `muon` is True. Collective over `shared`."""
 
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
-        lr: float,
         shared: Shared,
-        *,
+        lr: float,
         muon_lr: float | None = None,
         adam_lr: float | None = None,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        adjust_lr_fn: str = "original",
-        **adamw: Any,
+        **others: Any,
     ) -> None:
-        """Take AdamW's arguments besides; `muon_lr` and `adam_lr` scale with the schedule of `lr`.
+        """Take AdamW's arguments besides, and those of an `Iteration`.
 
-        The others are those of `torch.optim.Muon`.
+        `muon_lr` and `adam_lr` are rates at which the schedule's is `lr`.
         """
         groups = list(params)
         for group in groups:
             own = muon_lr if group.get("muon") else adam_lr
             group["lr_multiplier"] *= 1.0 if own is None or lr == 0 else own / lr
-        super().__init__(groups, lr=lr, **adamw)
-        self._momentum, self._nesterov = momentum, nesterov
-        self._ns_steps, self._adjustment = ns_steps, adjust_lr_fn
+        names = [field.name for field in fields(Iteration) if field.name in others]
+        self._iteration = Iteration(**{name: others.pop(name) for name in names})
+        super().__init__(groups, lr=lr, **others)
         self._shared = shared
         self._matrices = {p for group in groups if group.get("muon") for p in group["params"]}
 
@@ -128,15 +135,16 @@ class Muon(OnShards, torch.optim.AdamW):
         buffer = local(state["momentum_buffer"])
         if found_inf is not None:
             gradient = torch.where(found_inf > 0, buffer, gradient)  # leaves the buffer as it is
-        buffer.lerp_(gradient, 1 - self._momentum)
-        return gradient.lerp(buffer, self._momentum) if self._nesterov else buffer
+        momentum = self._iteration.momentum
+        buffer.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(buffer, momentum) if self._iteration.nesterov else buffer
 
     def _updates(
         self, parameters: Sequence[torch.Tensor], directions: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Return this rank's part of each update; the owner of the nth matrix is rank n."""
         shared, rank = self._shared, self._shared.rank
-        low = [direction.to(shared.device, torch.bfloat16, copy=True) for direction in directions]
+        low = [direction.to(shared.device, LOW, copy=True) for direction in directions]
         if shared.group is None:
             return [self._orthogonal(direction) for direction in low]
         every = range(len(shared.places))
@@ -147,7 +155,7 @@ class Muon(OnShards, torch.optim.AdamW):
         whole, updated = list[torch.Tensor](), list[torch.Tensor]()
         if rank < len(parameters):
             own = parameters[rank]
-            matrix = torch.empty(own.shape, dtype=torch.bfloat16, device=shared.device)
+            matrix = torch.empty(own.shape, dtype=LOW, device=shared.device)
             senders = shared.senders(rank, _axes(own, divided=True))
             whole = [self._part(matrix, own, r) if r in senders else matrix[:0] for r in every]
         for target, part in zip(whole, self._exchange(sent, whole), strict=False):
@@ -167,7 +175,7 @@ class Muon(OnShards, torch.optim.AdamW):
             [tensor.numel() for tensor in of] + [0] * (len(shared.places) - len(of))
             for of in (parts, like)
         ]
-        none = torch.empty(0, dtype=torch.bfloat16, device=shared.device)
+        none = torch.empty(0, dtype=LOW, device=shared.device)
         given = torch.cat([none, *(part.flatten() for part in parts)])
         received = given.new_empty(sum(sizes[1]))
         dist.all_to_all_single(received, given, sizes[1], sizes[0], group=shared.group)
@@ -186,7 +194,7 @@ class Muon(OnShards, torch.optim.AdamW):
 
         if direction.ndim == 3:
             return torch.stack([self._orthogonal(matrix) for matrix in direction])
-        return _zeropower_via_newtonschulz(direction, COEFFICIENTS, self._ns_steps, EPS)
+        return _zeropower_via_newtonschulz(direction, COEFFICIENTS, self._iteration.ns_steps, EPS)
 
     def _apply(
         self,
@@ -206,7 +214,7 @@ class Muon(OnShards, torch.optim.AdamW):
             "original": math.sqrt(max(1.0, rows / columns)),
             "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns)),
             "spectral_unclamped": math.sqrt(rows / columns),
-        }[self._adjustment]
+        }[self._iteration.adjust_lr_fn]
         values.mul_(1 - decay).add_(update, alpha=-rate * scale)
 
 
