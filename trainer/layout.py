@@ -13,6 +13,7 @@ from trainer.errors import ConfigError, Problem
 Device = Literal["none", "cpu", "nvme"]
 Partition = Literal["best", "parameters", "uniform"]
 Precision = Literal["float32", "bfloat16", "float16"]
+Float8 = Literal["none", "tensorwise", "rowwise"]
 RecomputeMode = Literal["none", "full", "every", "selective", "offload"]
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
@@ -94,6 +95,8 @@ class Layout:
     """Has no effect if `pipeline` is 1."""
     sync_batch_norm: bool = False
     """True if batch norm computes the statistics of a micro-batch over all data ranks together."""
+    float8: Float8 = "none"
+    """How the factors of float8 products are scaled, in large linear layers of blocks."""
 
     def __post_init__(self) -> None:
         self.check(self.world_size, self.train_batch)
@@ -198,6 +201,8 @@ class Layout:
             words.append(self.schedule.name)
         if self.recompute.mode != "none":
             words.append(f"recompute {self.recompute}")
+        if self.float8 != "none":
+            words.append(f"float8 {self.float8}")
         return ", ".join(words)
 
 
@@ -222,6 +227,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
             partition=settings.get("pipeline", {}).get("partition", "best"),
         ),
         sync_batch_norm=config.trainer.sync_batch_norm,
+        float8=config.trainer.float8,
     )
     layout.check(world_size, settings["train_batch_size"])
     return layout

@@ -68,6 +68,7 @@ class Case:
     micro_batch: int = 2
     precision: str = "float32"
     schedule: str = "1F1B"
+    float8: str = "none"
     recompute: str = "none"
     every: int = 1
     offload_optimizer: str = "none"
@@ -236,6 +237,7 @@ def layout_of(case: Case) -> Any:
         precision=case.precision,
         recompute=Recompute(case.recompute, case.every),
         schedule=PIPELINE_SCHEDULES[case.schedule],
+        float8=case.float8,
     )
     layout.check(case.world_size, TRAIN_BATCH)
     return layout

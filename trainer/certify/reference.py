@@ -409,7 +409,6 @@ class MuonOfTorch(torch.optim.AdamW):
         self.param_groups = [group for group in everything if not group["muon"]]
         super().step()
         self.param_groups = everything
-        chosen: Any = {k: v for k, v in self._muon.items() if k not in ("lr", "weight_decay")}
         for group in everything:
             [parameter] = group["params"]
             if group["muon"] and parameter.grad is not None:
@@ -417,9 +416,9 @@ class MuonOfTorch(torch.optim.AdamW):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 tensors = parameter.detach(), parameter.grad, state["momentum_buffer"]
-                lists = [list(t) if t.ndim == 3 else [t] for t in tensors]
-                rates = {key: group[key] for key in ("lr", "weight_decay")}
-                muon(*lists, **chosen, **rates, has_complex=False)
+                weights, gradients, buffers = ([*t] if t.ndim == 3 else [t] for t in tensors)
+                chosen: Any = self._muon | {key: group[key] for key in ("lr", "weight_decay")}
+                muon(weights, gradients, buffers, **chosen, has_complex=False)
 
 
 def optimizer_of(

@@ -210,6 +210,10 @@ class _Execution(Section):
     "selective" keeps matrix products and attention, "selective:2" half of the products;
     "offload" is "full" with the inputs of blocks on the host.
     """
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Large linear layers of blocks multiply in float8 by torchao, with a scale a matrix or a row.
+
+    On GPUs that have it; a CPU emulates it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     plan: Literal["refuse", "warn", "off"] = "refuse"
     """The reaction to a predicted lack of device memory; "off" predicts nothing.

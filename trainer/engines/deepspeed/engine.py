@@ -47,6 +47,8 @@ def refusal(layout: Layout) -> str | None:
     """Return the reason why DeepSpeed can't run a layout, or None."""
     if not installed("deepspeed"):
         return "DeepSpeed is not installed: pip install 'meshloom[deepspeed]'."
+    if layout.float8 != "none":
+        return "DeepSpeed makes no products in float8; the mesh engine does."
     flat = layout.zero_stage in (1, 2) or layout.precision != "float32" and layout.zero_stage == 0
     split = layout.pipeline * layout.tensor > 1
     if (split or (flat and layout.data_ranks > 1)) and Version(version("deepspeed")) < OLDEST:

@@ -14,6 +14,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.optim.muon import Shared, hidden_matrices
 from trainer.optim.optimizer import optimizer_of, step_if_finite
 from trainer.optim.recipes import MUON, Recipe
+from trainer.parallel import float8
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.gradients import GradientNorm, GradientSync
 from trainer.parallel.parallel_mesh import ParallelMesh, holders_of
@@ -63,6 +64,7 @@ class TorchEngine(NormalisedEngine):
             self._state.gradients(observe)
         norm = self._norm.clip(self._clip)
         step_if_finite(self._optimizer, norm)
+        float8.scale(self._forward_backward.modules, self.job.layout)
         self._optimizer.zero_grad()
         return norm, False
 
