@@ -14,6 +14,7 @@ Device = Literal["none", "cpu", "nvme"]
 Partition = Literal["best", "parameters", "uniform"]
 Precision = Literal["float32", "bfloat16", "float16"]
 Compile = Literal["auto", "none", "blocks"]
+Float8 = Literal["none", "tensorwise", "rowwise"]
 RecomputeMode = Literal["none", "full", "every", "selective", "offload"]
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
@@ -95,6 +96,8 @@ class Layout(MeshSizes):
     """The precision in which gradients are reduced; None: the engine's own."""
     compile: Compile = "none"
     """The parts that `torch.compile` compiles; "auto": blocks, on a GPU."""
+    float8: Float8 = "none"
+    """How the factors of float8 products are scaled, in large linear layers of blocks."""
 
     def __post_init__(self) -> None:
         self.check(self.world_size, self.train_batch)
@@ -196,6 +199,8 @@ class Layout(MeshSizes):
             words.append(f"recompute {self.recompute}")
         if self.compile == "blocks":
             words.append("compiled blocks")
+        if self.float8 != "none":
+            words.append(f"float8 {self.float8}")
         return ", ".join(words)
 
 
@@ -219,6 +224,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         sync_batch_norm=config.trainer.sync_batch_norm,
         communication=_REDUCED.get(settings.get("communication_data_type")),
         compile=config.trainer.compile,
+        float8=config.trainer.float8,
     )
     layout.check(world_size, settings["train_batch_size"])
     return layout

@@ -191,7 +191,7 @@ def layout_of(offload: str = "none") -> Any:
 
 @contextlib.contextmanager
 def operators_in(built: Path) -> Iterator[None]:
-    compatible = {"deepspeed_shm_comm": True, "async_io": True}
+    compatible = {"deepspeed_shm_comm": True, "async_io": True, "pin_memory": True}
     folder = patch(
         "torch.utils.cpp_extension._get_build_directory", lambda name, verbose: str(built / name)
     )
@@ -236,7 +236,8 @@ def test_an_operator_that_is_not_compiled_yet_is_announced(tmp_path: Path) -> No
     (tmp_path / "deepspeed_shm_comm").mkdir()
     (tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").write_text("")
     assert announced(tmp_path) == []
-    assert announced(tmp_path, "nvme") == [line.format("async_io")]
+    both = line.replace("operator ", "operators ").format("pin_memory and async_io")
+    assert announced(tmp_path, "nvme") == [both]
     for (
         library,
         operator,

@@ -38,6 +38,7 @@ DEEPSPEED_ONLY = (
     "fp32_optimizer_states",
     "bias_correction",
     "set_grad_none",
+    "ns_method",
 )
 """Optimizer parameters that PyTorch's classes lack."""
 GPT2: dict[str, Any] = dict(
@@ -67,6 +68,7 @@ class Case:
     micro_batch: int = 2
     precision: str = "float32"
     schedule: str = "1F1B"
+    float8: str = "none"
     recompute: str = "none"
     every: int = 1
     compile: str = "none"
@@ -240,6 +242,7 @@ def layout_of(case: Case) -> Any:
         schedule=PIPELINE_SCHEDULES[case.schedule],
         communication={"bf16": "bfloat16"}.get(case.top.get("communication_data_type")),
         compile=case.compile,
+        float8=case.float8,
     )
     layout.check(case.world_size, TRAIN_BATCH)
     return layout
@@ -390,13 +393,14 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
     """Train with Hugging Face's forward, PyTorch's loss and AdamW, and our order of seeds."""
     from trainer.distributed.seeding import step_seed
     from trainer.models.materialise import materialise
+    from trainer.optim.muon import hidden_matrices
     from trainer.parallel.forward_backward import Dropout
 
     spec = spec_in(case, path)
     model = spec.build()
     materialise(model, spec, seed=seed)
     dropout = Dropout(model, spec)
-    optimizer = plain_optimizer(case, model)
+    optimizer = plain_optimizer(case, model, hidden_matrices(spec))
     outcome = Outcome([], [], [], {})
     task = task_of(spec)
     lengths: list[int] = []
@@ -470,8 +474,13 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
     return outcome
 
 
-def plain_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Build PyTorch's optimizer, which decays what Hugging Face's Trainer decays, or all."""
+def plain_optimizer(
+    case: Case, model: torch.nn.Module, matrices: Any = ()
+) -> torch.optim.Optimizer:
+    """Build PyTorch's optimizer, which decays what Hugging Face's Trainer decays, or all.
+
+    Muon updates `matrices`.
+    """
     from transformers import Trainer
 
     params = {
@@ -488,6 +497,8 @@ def plain_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer
         from deepspeed.ops.adam import DeepSpeedCPUAdam as kind
 
         params["bias_correction"] = False
+    elif case.optimizer["type"] == "Muon":
+        kind = None
     else:
         kind = torch.optim.AdamW if decoupled else getattr(torch.optim, case.optimizer["type"])
     decayed = Trainer.get_decay_parameter_names(None, model)
@@ -506,6 +517,15 @@ def plain_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer
         decay = own.get("weight_decay", None if name in decayed else 0.0)
         groups.append({"params": [parameter], "lr": params["lr"] * own.get("lr_multiplier", 1)})
         groups[-1] |= {} if decay is None else {"weight_decay": decay}
+        if kind is None:
+            groups[-1] |= {"muon": name in matrices, "lr_multiplier": 1}
+    if kind is None:
+        from trainer.certify.reference import MuonOfTorch
+
+        made = MuonOfTorch(groups, **params)
+        for group in made.param_groups:
+            group["lr"] *= group["lr_multiplier"]
+        return made
     return kind(groups, **params)
 
 

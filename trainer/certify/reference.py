@@ -15,13 +15,14 @@ import copy
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim._muon import muon
 
 from trainer.certify.outputs import Listener, Outputs, apart
 from trainer.certify.parameters import Learner
@@ -30,12 +31,20 @@ from trainer.certify.tiny_run import PROBE_RATE, Tiny
 from trainer.config import Config
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
+from trainer.optim.muon import hidden_matrices
 from trainer.plugins import NAMED
 from trainer.state import MASTER, WEIGHT
 from trainer.storage import imported, installed
 
 IGNORED = -100
-NOT_OF_TORCH = ("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states", "fused")
+NOT_OF_TORCH = (
+    "adam_w_mode",
+    "torch_adam",
+    "bias_correction",
+    "fp32_optimizer_states",
+    "fused",
+    "ns_method",
+)
 
 
 class MicroBatch(NamedTuple):
@@ -123,7 +132,7 @@ class Reference(ABC):
         for index, name in enumerate(spec.blocks):
             self.model.get_submodule(name).register_forward_pre_hook(self._seeding(index))
         self._listener, self._outputs = Listener([self.model]), Outputs()
-        self._optimizer = optimizer_of(self.model, small, own.groups)
+        self._optimizer = optimizer_of(self.model, small, own.groups, hidden_matrices(spec))
         self._scheduler = scheduler_of(self._optimizer, small.config)
 
     @abstractmethod
@@ -379,12 +388,48 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "little") // 2
 
 
+class MuonOfTorch(torch.optim.AdamW):
+    """`torch.optim.Muon`'s update in groups that have `muon`, of each expert; else AdamW.
+
+    Each parameter is a group by itself.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **params: Any) -> None:
+        halves = {True: params.pop("muon_lr", None), False: params.pop("adam_lr", None)}
+        for group in groups:
+            if (rate := halves[group["muon"]]) is not None:
+                group["lr_multiplier"] *= rate / params["lr"]
+        ours = "momentum", "nesterov", "ns_steps", "adjust_lr_fn"
+        wanted = {name: params.pop(name) for name in ours if name in params}
+        self._muon = torch.optim.Muon([torch.zeros(2, 2)], **wanted).defaults
+        super().__init__(groups, **params)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        everything = self.param_groups
+        self.param_groups = [group for group in everything if not group["muon"]]
+        super().step()
+        self.param_groups = everything
+        for group in everything:
+            [parameter] = group["params"]
+            if group["muon"] and parameter.grad is not None:
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                tensors = parameter.detach(), parameter.grad, state["momentum_buffer"]
+                weights, gradients, buffers = ([*t] if t.ndim == 3 else [t] for t in tensors)
+                chosen: Any = self._muon | {key: group[key] for key in ("lr", "weight_decay")}
+                muon(weights, gradients, buffers, **chosen, has_complex=False)
+
+
 def optimizer_of(
-    model: nn.Module, small: Tiny, own: Mapping[str, tuple[float, float | None]]
+    model: nn.Module,
+    small: Tiny,
+    own: Mapping[str, tuple[float, float | None]],
+    matrices: Collection[str] = (),
 ) -> torch.optim.Optimizer:
     """Build PyTorch's optimizer, tensor by tensor, with the config's parameters, DeepSpeed's
     defaults and Trainer's groups.
-    Each parameter is a group by itself."""
+    Each parameter is a group by itself. Muon updates `matrices`."""
     from transformers import Trainer
 
     wanted, section = small.config.optimizer, small.config.trainer
@@ -404,6 +449,11 @@ def optimizer_of(
         groups.append({**group, "weight_decay": decay})
     if build := NAMED["optimizer"].get(wanted.type):
         return build(groups, **wanted.params)  # type: ignore[no-any-return]
+    if wanted.type == "Muon":
+        halves = [
+            {**group, "muon": key in matrices} for key, group in zip(named, groups, strict=True)
+        ]
+        return MuonOfTorch(halves, **params)
     name = "AdamW" if decoupled else wanted.type
     return getattr(torch.optim, name)(groups, **params)  # type: ignore[no-any-return]
 

@@ -124,6 +124,9 @@ def tiny_run(
         notes += lines
     if config.settings.get("zero_optimization", {}).get("stage") == 3:
         small += RELEASED
+    if config.trainer.float8 != "none":
+        small.append("trainer.float8=none")
+        notes.append("products in the run's precision in place of float8")
     facts = RuntimeFacts(world_size, HIDDEN, steps, False, "cpu")
     composed = compose(load(path, small), facts)
     config, layout = composed.config, composed.layout

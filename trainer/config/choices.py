@@ -38,7 +38,7 @@ def choose_optimizer(section: Json) -> Chosen:
         return _of_plugin(section, {"lr": 5e-5, "weight_decay": 0.0, **params})
     chosen = _choose("optimizer", section, OPTIMIZERS, leave_out=("max_grad_norm",))
     checked = chosen.section["params"]
-    chosen.problems.extend(_misuse(checked))
+    chosen.problems.extend(_misuse(checked, str(chosen.section.get("type"))))
     if "max_grad_norm" in params:
         seen = f"saw {show(params['max_grad_norm'])}"
         mend = 'Use the top-level "gradient_clipping".'
@@ -50,6 +50,8 @@ def choose_optimizer(section: Json) -> Chosen:
         is_adamw = chosen.section["type"] == "AdamW" or checked.get("adam_w_mode", True)
         if checked.get("torch_adam") and is_adamw:
             defaults["weight_decay"] = 0.01  # of torch.optim.AdamW, which DeepSpeed then builds
+        if chosen.section["type"] == "Muon" and "lr" not in checked:
+            defaults["adam_lr"] = 3e-4  # DeepSpeed's, as 0.02 is for the matrices
         checked.update({name: it for name, it in defaults.items() if name not in checked})
     return chosen
 
@@ -61,12 +63,16 @@ def _of_plugin(section: Json, params: Json) -> Chosen:
     return Chosen(section | {"params": params | checked.values}, checked.problems)
 
 
-def _misuse(params: Json) -> Iterator[Problem]:
+def _misuse(params: Json, kind: str) -> Iterator[Problem]:
     """Yield the problems of values of the right type that the optimizers' own checks reject."""
     place, betas = "optimizer.params", params.get("betas", AUTO)
     if betas != AUTO and not _are_betas(betas):
         yield Problem(f"{place}.betas", f"saw {show(betas)}", "two numbers from 0 to below 1")
-    if params.get("nesterov") and not (params.get("momentum") and not params.get("dampening")):
+    if (
+        kind != "Muon"
+        and params.get("nesterov")
+        and not (params.get("momentum") and not params.get("dampening"))
+    ):
         expected = "a momentum above 0 and no dampening with it"
         yield Problem(f"{place}.nesterov", "saw true", expected)
     if params.get("fused") and params.get("foreach"):

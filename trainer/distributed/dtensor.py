@@ -17,7 +17,8 @@ BUFFER_BYTES = 64 << 20
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's shard of a DTensor, or the whole of any other tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(part, "_tensor", part)  # within torchao's, which is gathered in float8
 
 
 def own_shard(value: torch.Tensor, like: DTensor) -> torch.Tensor:
@@ -85,7 +86,7 @@ def gather_by_device(like: DTensor, owner: int, rank: int) -> torch.Tensor | Non
     Uses the devices' own groups, which gather on all their ranks, a buffer at a time: only the host
     holds the whole.
     """
-    mesh, part = like.device_mesh, like.to_local().detach()
+    mesh, part = like.device_mesh, local(like).detach()
     coordinates = {int(mesh.mesh[at]): at for at in product(*map(range, mesh.mesh.shape))}
     if owner not in coordinates:
         return None

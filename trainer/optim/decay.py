@@ -48,11 +48,12 @@ def groups_of(
     undecayed: Collection[str],
     weight_decay: float,
     tuned: Mapping[str, Tuning],
+    matrices: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Group a `ModelWithLoss`'s trainable parameters by mesh, learning rate and weight decay.
 
-    One call of a fused kernel takes tensors of one mesh. The schedule's rate is multiplied by a
-    group's `lr_multiplier`.
+    One call of DTensor's kernels takes tensors of one mesh. The schedule's rate is multiplied by a
+    group's `lr_multiplier`. The groups of `matrices` have `muon`.
     """
     groups: dict[Any, dict[str, Any]] = {}
     for name, parameter in named:
@@ -60,8 +61,10 @@ def groups_of(
             multiplier, decay = tuned.get(bare_name(name), Tuning())
             if decay is None and weight_decay > 0 and bare_name(name) in undecayed:
                 decay = 0.0
-            key = (getattr(parameter, "device_mesh", None), multiplier, decay)
+            muon = bare_name(name) in matrices
+            key = (getattr(parameter, "device_mesh", None), multiplier, decay, muon)
             own = {
+                **({"muon": True} if muon else {}),
                 "lr_multiplier": multiplier,
                 "weight_decay": weight_decay if decay is None else decay,
             }

@@ -14,6 +14,8 @@ from trainer.models.spec import Tuning
 from trainer.optim import patches
 from trainer.optim.decay import groups_of
 from trainer.optim.lr_schedules import Update
+from trainer.optim.muon import Muon, Shared
+from trainer.optim.on_shards import OnShards, on_shards
 from trainer.optim.recipes import Recipe
 
 
@@ -22,15 +24,19 @@ def optimizer_of(
     named: Iterable[tuple[str, nn.Parameter]],
     undecayed: Mapping[str, int],
     tuned: Mapping[str, Tuning],
+    shared: Shared | None = None,
 ) -> torch.optim.Optimizer:
-    """Build a recipe's optimizer from `torch.optim` over the trainable parameters of `named`.
+    """Build a recipe's optimizer over the trainable parameters of `named`; Muon's is `shared`.
 
     Raises ConfigError if that of a plug-in or a script is none, or has other parameters.
     """
     # a pipeline stage may be frozen as a whole
-    groups = groups_of(named, undecayed, recipe.params["weight_decay"], tuned) or [{"params": []}]
+    decay, matrices = recipe.params["weight_decay"], shared.matrices if shared else ()
+    groups = groups_of(named, undecayed, decay, tuned, matrices) or [{"params": []}]
+    if shared is not None:
+        return Muon(groups, shared=shared, **recipe.params)
     if recipe.build is None:
-        return getattr(torch.optim, recipe.library.rpartition(".")[2])(groups, **recipe.params)  # type: ignore[no-any-return]
+        return on_shards(recipe.library, recipe.params)(groups, **recipe.params)
     wanted = {parameter for group in groups for parameter in group["params"]}
     try:
         optimizer: torch.optim.Optimizer = recipe.build(groups, **recipe.params)
@@ -59,14 +65,15 @@ def step_if_finite(
 ) -> None:
     """Take a step if the gradient norm is finite; otherwise change neither weights nor state.
 
-    Fused kernels of Adam and AdamW decide that on the device; for others the host waits for the
-    norm (SGD's fused kernel leaves momentum buffers uninitialised in a step that it skips). `step`
-    is called in place of `optimizer.step`.
+    Fused kernels decide that on the device; for others the host waits for the norm (PyTorch's own
+    fused SGD leaves momentum uninitialised in a step that it skips). `step` is called in place of
+    `optimizer.step`.
     """
     step = step or optimizer.step
     if not optimizer.param_groups[0]["params"]:
         return
-    if optimizer.defaults.get("fused") and "betas" in optimizer.defaults:
+    skips = isinstance(optimizer, OnShards) or "betas" in optimizer.defaults
+    if optimizer.defaults.get("fused") and skips:
         # moved before the kernel reads it: if on the host, it does not wait for the device
         device = optimizer.param_groups[0]["params"][0].device
         patches.set_found_inf(optimizer, (~norm.isfinite()).float().to(device))

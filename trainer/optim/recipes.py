@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from trainer.layout import Layout
 from trainer.plugins import NAMED
 
@@ -53,7 +55,6 @@ class Classes:
     """The class in `deepspeed` if `offload_optimizer` keeps the state on the host."""
 
 
-_PER_MATRIX = "Muon orthogonalises whole matrices, and a rank has a shard of each"
 _CLIPS_MUON = (
     "under ZeRO DeepSpeed clips Muon's orthogonalised update in place of the gradient, and one "
     "learning-rate schedule is set for both of its halves"
@@ -70,6 +71,7 @@ _LION = No(
     "PyTorch has no Lion; the deepspeed engine runs DeepSpeed's on GPUs, and on a CPU with "
     "offload_optimizer"
 )
+MUON = "trainer.optim.muon.Muon"
 _CPU_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
 _PASSED = ("SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
 """Optimizers of PyTorch that DeepSpeed passes through."""
@@ -83,7 +85,7 @@ ROWS: dict[str, Classes] = {
     **{name: Classes(*[f"torch.optim.{name}"] * 3) for name in _PASSED},
     "Lion": Classes(_LION, "deepspeed.ops.lion.FusedLion", "deepspeed.ops.lion.DeepSpeedCPULion"),
     "Lamb": Classes(*[No(_LAMB)] * 3),
-    "Muon": Classes(No(_PER_MATRIX), No(_CLIPS_MUON), No(_CLIPS_MUON)),
+    "Muon": Classes(MUON, No(_CLIPS_MUON), No(_CLIPS_MUON)),
     **{name: Classes(*[No(_MUP)] * 3) for name in ("MuAdam", "MuAdamW", "MuSGD")},
 }
 
@@ -108,9 +110,21 @@ LACKS: dict[str, dict[str, Lack]] = {
     },
     _CPU_ADAM: {"amsgrad": _AMSGRAD, "foreach": _KERNEL},
     "torch.optim.SGD": {
-        "fused": Lack("shards have no fused SGD, and the update is the same", False, refused=False)
+        "fused": Lack(
+            "the engine may skip a step, and a fused first step with dampening, or DeepSpeed's, "
+            "would leave the momentum undefined",
+            False,
+            refused=False,
+        )
     },
     "torch.optim.Adagrad": {"fp32_optimizer_states": _FLOAT32},
+    MUON: {
+        **_TORCH_ADAM,
+        "adam_w_mode": Lack("Muon and its AdamW both decay weights apart from gradients", True),
+        "ns_method": Lack(
+            "PyTorch's iteration is the standard one, equal but for rounding", refused=False
+        ),
+    },
     "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad": {
         "foreach": _KERNEL,
         "maximize": Lack(f"DeepSpeedCPUAdagrad only minimises{_OTHER}", False),
@@ -130,7 +144,11 @@ def in_torch(
     if build := NAMED["optimizer"].get(kind):
         return Recipe(kind, params, build=build)
     library = ROWS[kind].torch
-    return library if isinstance(library, No) else _recipe(_adam(library, params), params)
+    if isinstance(library, No):
+        return library
+    kernel = library == "torch.optim.SGD" and not params.get("dampening")
+    kernel |= library == "torch.optim.Adagrad" and (device == "cpu" or torch.__version__ >= "2.15")
+    return _recipe(_adam(library, params), params, kernel)
 
 
 def in_deepspeed(
@@ -193,21 +211,29 @@ def _adam(library: str, params: Mapping[str, Any]) -> str:
     return "torch.optim.AdamW" if decoupled else library
 
 
-def _recipe(library: str, params: Mapping[str, Any]) -> Recipe | No:
-    """Build a recipe from those of `params` that `library` takes and that don't choose it."""
+def _recipe(library: str, params: Mapping[str, Any], kernel: bool = False) -> Recipe | No:
+    """Build a recipe from those of `params` that `library` takes and that don't choose it.
+
+    `kernel`: True if there is a fused kernel besides Adam's.
+    """
     choices = ("adam_w_mode", "torch_adam")
     taken = {name: value for name, value in params.items() if name not in choices}
     notes = []
     for name, lack in LACKS.get(library, {}).items():
-        value = taken.pop(name, None)
+        value = params.get(name)
+        if name == "fused" and kernel:
+            continue
+        taken.pop(name, None)
         if value is None or value == lack.harmless:
             continue
         if lack.refused:
             return No(f"optimizer.params.{name}: {lack.why}")
         notes.append(f"optimizer.params.{name} has no effect here: {lack.why}")
-    if library in ("torch.optim.AdamW", "torch.optim.Adam"):
+    if library in ("torch.optim.AdamW", "torch.optim.Adam", MUON):
+        kernel = True
         if params.get("torch_adam") is False:
             reason = "PyTorch's kernel makes the same update"
             notes.append(f"optimizer.params.torch_adam has no effect here: {reason}")
-        taken = {"fused": not taken.get("foreach"), **taken}
+    if kernel and taken.get("fused") is None:
+        taken["fused"] = not taken.get("foreach")
     return Recipe(library, taken, tuple(notes))

@@ -11,8 +11,9 @@
 5. dropout's hooks seed each block by its place in the model: outside the recomputed forward, which
    restores the generators;
 6. the cut keeps a pipeline stage's own blocks, with all that was done to them;
-7. FSDP shards block by block, then embedding and head, then the rest: on the meta device, so that
-   no rank ever holds the whole model;
+7. large linear layers become float8 ones, whose weights FSDP gathers in float8; FSDP shards block
+   by block, then embedding and head, then the rest: on the meta device, so that no rank ever holds
+   the whole model;
 8. values: each rank makes or reads its shard alone.
 
 DDP comes last, since it sends real values. DeepSpeed replaces 2, 7 and 8: its AutoTP splits real
@@ -32,7 +33,7 @@ from trainer.layout import Layout
 from trainer.models.cut import check_cut, cut
 from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
-from trainer.parallel import compilation, partition, shard, tensor
+from trainer.parallel import compilation, float8, partition, shard, tensor
 from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.pipeline import Stage
@@ -100,6 +101,7 @@ def shard_and_materialise(
 ) -> None:
     """Run steps 7 and 8, with FSDP2 from ZeRO-1 on; `spec` has the blocks of `module`."""
     if mesh.layout.zero_stage > 0:
+        float8.apply(module.model, spec, mesh.layout, device)
         options = shard.options_of(mesh.layout, mesh.fsdp, mesh.device_mesh.device_type)
         shard.apply(module, spec, ends, options)
     give_values(module.model, spec, mesh.layout, seed, device)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -83,6 +84,18 @@ class ParallelMesh:
         if self.layout.replicate > 1:
             return self.device_mesh["replicate", "shard"]
         return self.device_mesh["shard"]
+
+
+def holders_of(mesh: ParallelMesh) -> tuple[dist.ProcessGroup | None, list[dict[str, int]]]:
+    """Make the group of the ranks that hold the same blocks, whole or in parts. Collective.
+
+    Returns None for a rank alone, and the coordinates of each rank of the group by axis.
+    """
+    sizes = [getattr(mesh.layout, axis) for axis in AXES]
+    group = _group(mesh.device_mesh, tuple(a for a in AXES[1:] if getattr(mesh.layout, a) > 1))
+    ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    places = [map(int, np.unravel_index(rank, sizes)) for rank in ranks]
+    return group, [dict(zip(AXES, place, strict=True)) for place in places]
 
 
 def parallel_mesh_of(layout: Layout, device: torch.device) -> ParallelMesh:

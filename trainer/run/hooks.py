@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import shutil
 import time
@@ -99,6 +100,7 @@ class RunHooks(Hooks):
             self._meter = Meter(
                 prepared.steps, device, sharers, flops, peak_of(device), self.loader, self.position
             )
+            self._garbage = stack.enter_context(Garbage())
             self._open = stack.pop_all()
         return self
 
@@ -213,6 +215,32 @@ class RunHooks(Hooks):
             self._timeline.at(Phase.PROFILING, step)
             self._profiler.at(phase, step)
         self._timeline.at(phase, step)
+        self._garbage.at(phase, step)
+
+
+class Garbage:
+    """Collects Python's garbage between steps, at the same ones on each rank, and not when
+    allocations happen to reach a threshold: the pause of any rank is one of all."""
+
+    EVERY = 50
+
+    def __enter__(self) -> Garbage:
+        self._was_enabled = gc.isenabled()
+        gc.collect()
+        gc.freeze()  # the model, the libraries: they stay, and are not looked through again
+        gc.disable()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()
+
+    def at(self, phase: Phase, step: int) -> None:
+        """Collect before an evaluation or a save, and before every 50th step."""
+        every = phase is Phase.WAITING and step % self.EVERY == 0
+        if every or phase in (Phase.EVALUATING, Phase.SAVING):
+            gc.collect()
 
 
 class Patience:

@@ -53,6 +53,7 @@ def join(config: Config, world: World, say: meeting.Say = lambda line: None) -> 
     device = _device(config.trainer.device, world)
     cuda = device.type == "cuda"
     if cuda:
+        grow_segments()
         torch.cuda.set_device(device)
     # tokenizers warn in forks after their use, unless it is set
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -115,6 +116,15 @@ def _store(world: World, say: meeting.Say) -> Any:
     else:
         store = meeting.reach(host, int(port), world.rank, TIMEOUT, say)
     return meeting.session(store, world.rank, world.world_size, meeting.MEET_SECONDS, say)
+
+
+def grow_segments() -> None:
+    """Have CUDA's allocator extend segments, so that changing sizes leave fewer gaps.
+
+    Settings in the environment stand as they are. Before the first allocation.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def place_for_operators() -> None:

@@ -212,6 +212,10 @@ class _Execution(Section):
     """
     compile: Literal["auto", "none", "blocks"] = "auto"
     """The parts that `torch.compile` compiles; auto: blocks, on GPUs where the engine can."""
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Large linear layers of blocks multiply in float8 by torchao, with a scale a matrix or a row.
+
+    On GPUs that have it; a CPU emulates it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     plan: Literal["refuse", "warn", "off"] = "refuse"
     """The reaction to a predicted lack of device memory; "off" predicts nothing.

@@ -100,16 +100,20 @@ def announce(layout: Layout, machine: Machine, optimizer: str = "") -> None:
 
 
 def _missing(layout: Layout, device: torch.device, optimizer: str) -> Iterator[str]:
+    from deepspeed.git_version_info import accelerator_name, installed_ops
     from deepspeed.ops import __compatible_ops__ as compatible
     from torch.utils.cpp_extension import _get_build_directory
 
+    nvme = "nvme" in (layout.offload_optimizer, layout.offload_param)
     used = {
         "deepspeed_shm_comm": device.type == "cpu",  # DeepSpeed does without it if it must
-        "async_io": "nvme" in (layout.offload_optimizer, layout.offload_param),
+        "pin_memory": nvme,  # which async_io loads first
+        "async_io": nvme,
     }
     names = [name for name, is_used in used.items() if is_used and compatible.get(name)]
     if optimizer in OF_OPTIMIZERS:
         names.append(OF_OPTIMIZERS[optimizer])
     for name in names:
-        if not Path(_get_build_directory(name, False), f"{name}.so").exists():
+        built = installed_ops.get(name) and accelerator_name == device.type  # by DS_BUILD_OPS
+        if not built and not Path(_get_build_directory(name, False), f"{name}.so").exists():
             yield name

@@ -14,7 +14,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.optim.recipes import in_torch
-from trainer.parallel import shard
+from trainer.parallel import float8, shard
 from trainer.parallel.apply import give_values, wrap_blocks
 from trainer.parallel.forward_backward import GradientAccumulation
 from trainer.parallel.parallel_mesh import check_replicas, parallel_mesh_of
@@ -44,6 +44,7 @@ def build(job: Job) -> TorchEngine:
     job, notes = compiling(job)
     layout, spec, device = job.layout, job.spec, job.machine.device
     model, dropout = wrap_blocks(spec, job.task, layout)
+    float8.apply(model, spec, layout, device)
     module: nn.Module = ModelWithLoss(model, job.task)
     accelerator = _accelerator(job)
     if layout.zero_stage > 0:
@@ -70,6 +71,7 @@ def build(job: Job) -> TorchEngine:
 def check(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError if another module has the class of a block: Accelerate shards by class."""
     shard.check_shardable(spec, layout)
+    float8.check(spec, layout)
     if layout.zero_stage == 0:
         return
     model = spec.build()

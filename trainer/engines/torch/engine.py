@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from trainer.engines.engine import Job, Observer
 from trainer.engines.normalise import NormalisedEngine
 from trainer.engines.torch.state import TorchState
+from trainer.errors import ConfigError, Problem
+from trainer.optim.muon import Shared, hidden_matrices
 from trainer.optim.optimizer import optimizer_of, step_if_finite
-from trainer.optim.recipes import Recipe
-from trainer.parallel import compilation
+from trainer.optim.recipes import MUON, Recipe
+from trainer.parallel import compilation, float8
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.gradients import GradientNorm, GradientSync
-from trainer.parallel.parallel_mesh import ParallelMesh
+from trainer.parallel.parallel_mesh import ParallelMesh, holders_of
 from trainer.parallel.sparse import Used
 from trainer.tasks.task import Batch
 
@@ -33,7 +36,8 @@ class TorchEngine(NormalisedEngine):
     ) -> None:
         modules, tuned = forward_backward.modules, job.spec.training.tuned
         named = [pair for module in modules for pair in module.named_parameters()]
-        optimizer = optimizer_of(recipe, named, job.undecayed, tuned)
+        shared = _shared(job, mesh) if recipe.library == MUON else None
+        optimizer = optimizer_of(recipe, named, job.undecayed, tuned, shared)
         state = TorchState(modules, optimizer, job.machine.ranks, mesh)
         super().__init__(job, mesh, forward_backward, optimizer, state, (*notes, *recipe.notes))
         self._forward_backward = forward_backward
@@ -62,6 +66,7 @@ class TorchEngine(NormalisedEngine):
             self._state.gradients(observe)
         norm = self._norm.clip(self._clip)
         step_if_finite(self._optimizer, norm)
+        float8.scale(self._forward_backward.modules, self.job.layout)
         self._optimizer.zero_grad()
         return norm, False
 
@@ -69,3 +74,15 @@ class TorchEngine(NormalisedEngine):
         if self._reports is not None:
             self._reports.close()
         self._optimizer.zero_grad()
+
+
+def _shared(job: Job, mesh: ParallelMesh) -> Shared:
+    """Return what Muon needs of the model and the mesh, or raise ConfigError. Collective."""
+    matrices = hidden_matrices(job.spec)
+    if not matrices:
+        expected, hint = "matrices in repeated blocks, which Muon updates", 'Take "AdamW".'
+        seen = f"{job.spec.name}, which has none"
+        raise ConfigError(Problem("optimizer.type: Muon", seen, expected, hint))
+    group, places = holders_of(mesh)
+    rank = dist.get_rank(group) if group is not None else 0
+    return Shared(matrices, job.machine.device, group, rank, places)

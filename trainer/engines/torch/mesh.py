@@ -17,7 +17,7 @@ from trainer.layout import Layout
 from trainer.models.cut import check_cut
 from trainer.models.spec import ModelSpec
 from trainer.optim.recipes import in_torch
-from trainer.parallel import compilation, shard, tensor
+from trainer.parallel import compilation, float8, shard, tensor
 from trainer.parallel.apply import shard_and_materialise, stages_of_rank, wrap_blocks
 from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulation
 from trainer.parallel.parallel_mesh import check_replicas, parallel_mesh_of
@@ -39,6 +39,8 @@ def refusal(layout: Layout) -> str | None:
     """Return the reason why this engine can't run a layout, or None."""
     schedule = layout.schedule.name
     if layout.compile == "blocks" and (reason := compilation.refusal(layout)):
+        return reason
+    if reason := float8.refusal(layout):
         return reason
     if layout.pipeline > 1 and schedule in V_SHAPED and torch.__version__ < "2.15":
         return (
@@ -95,6 +97,7 @@ def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> 
 def check(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError for a model that can't be cut or split as the layout requires."""
     shard.check_shardable(spec, layout)
+    float8.check(spec, layout)
     if layout.tensor > 1:
         tensor.check(spec, layout)
     if layout.pipeline > 1:

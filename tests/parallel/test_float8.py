@@ -1,0 +1,100 @@
+"""float8 products, emulated on the CPU: against torchao in one process, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.support.training import (
+    LLAMA,
+    Case,
+    assert_same,
+    layout_of,
+    resume_by_engine,
+    spec_of,
+    train_by_engine,
+    train_plainly,
+)
+from trainer.engines.deepspeed.engine import KIND as DEEPSPEED
+from trainer.engines.torch.mesh import refusal
+from trainer.errors import ConfigError
+from trainer.parallel import float8
+from trainer.storage import installed
+
+needs_torchao = pytest.mark.skipif(not installed("torchao"), reason="torchao is not installed")
+CASE = Case("mesh", zero_stage=3, float8="tensorwise")
+
+
+def small(run: Callable[..., Any], **arguments: Any) -> Any:
+    """Run with layers of any multiple of 16 in float8. Runs on each rank of a pool."""
+    with patch.object(float8, "LEAST", 16):
+        return run(**arguments)
+
+
+def plainly(case: Case) -> Any:
+    """Train in one process with the blocks' layers as torchao converts them."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    from trainer.models import materialise
+
+    given = materialise.materialise
+    config = Float8LinearConfig.from_recipe_name(case.float8)
+
+    def converted(model: Any, *more: Any, **named: Any) -> None:
+        given(model, *more, **named)
+        convert_to_float8_training(
+            model,
+            config=replace(config, emulate=True),
+            module_filter_fn=lambda module, name: ".layers." in name,
+        )
+
+    with patch.object(materialise, "materialise", converted):
+        return train_plainly(case)
+
+
+@needs_torchao
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("name", ["mesh", "accelerate"])
+def test_trains_as_torchao_does_in_one_process(pools, name, kind):
+    """Within 2 in a thousand: a last bit of float32 may decide how a factor is rounded."""
+    case = replace(CASE, engine=name, float8=kind)
+    reference = plainly(case)
+    exact = train_plainly(case)
+    assert max(abs(a - b) for a, b in zip(reference.losses, exact.losses, strict=True)) > 1e-4
+    for outcome in pools[2].run(small, run=train_by_engine, case=case):
+        assert_same(outcome, reference, 2e-3)
+
+
+@needs_torchao
+def test_a_checkpoint_goes_on_bit_for_bit(pools, tmp_path: Path) -> None:
+    cases = {"before": CASE, "after": CASE}
+    for losses, weights in pools[2].run(small, run=resume_by_engine, **cases, folder=tmp_path):
+        assert losses[0] == losses[1]
+        assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
+
+
+def test_what_cannot_have_it_is_refused() -> None:
+    assert refusal(layout_of(replace(CASE, float8="none"))) is None
+    with patch.object(float8, "installed", lambda package: False):
+        assert "pip install torchao" in str(refusal(layout_of(CASE)))
+    with patch.object(float8, "installed", lambda package: True):
+        assert refusal(layout_of(CASE)) is None
+        for case in (replace(CASE, zero_stage=0), replace(CASE, offload_optimizer="cpu")):
+            assert "that ZeRO shards" in str(refusal(layout_of(case)))
+    assert "the mesh engine does" in str(DEEPSPEED.refusal(layout_of(CASE)))
+
+
+def test_a_model_without_large_layers_is_refused_and_small_ones_stay() -> None:
+    spec = spec_of({**LLAMA, "num_hidden_layers": 1})
+    with pytest.raises(ConfigError, match="which has none; expected linear layers in blocks"):
+        float8.check(spec, layout_of(CASE))
+    with patch.object(float8, "LEAST", 32):
+        found = float8.layers(spec.build(), spec)
+    names = {name.rpartition(".")[2] for name in found}
+    assert names == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
