@@ -94,6 +94,8 @@ class Layout:
     """Has no effect if `pipeline` is 1."""
     sync_batch_norm: bool = False
     """True if batch norm computes the statistics of a micro-batch over all data ranks together."""
+    split_vocabulary: bool | None = None
+    """True if tensor ranks must share table, head and loss, False if not, None where they can."""
 
     def __post_init__(self) -> None:
         self.check(self.world_size, self.train_batch)
@@ -222,9 +224,15 @@ def layout_of(config: Config, world_size: int) -> Layout:
             partition=settings.get("pipeline", {}).get("partition", "best"),
         ),
         sync_batch_norm=config.trainer.sync_batch_norm,
+        split_vocabulary=_flag(settings.get("tensor_parallel", {}).get("vocab_parallel_lm_head")),
     )
     layout.check(world_size, settings["train_batch_size"])
     return layout
+
+
+def _flag(value: bool | str | None) -> bool | None:
+    """Return a flag of the JSON; None for "auto"."""
+    return value if isinstance(value, bool) else None
 
 
 def _precision(config: Config) -> Precision:

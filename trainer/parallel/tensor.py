@@ -1,7 +1,7 @@
 """Tensor parallelism (Megatron, arXiv 1909.08053): each block's matrices split over `tensor`.
 
-The model's own plan says which are split and how; PyTorch's DTensor styles do it. Embedding, norms
-and head are whole on every tensor rank, and have the same values there.
+The model's own plan says which are split and how; PyTorch's DTensor styles do it. Table and head
+are split over the vocabulary (`vocabulary.py`). Norms are whole on every tensor rank.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.names import layer_of, pattern_of
 from trainer.models.spec import WHOLE, ModelSpec
+from trainer.parallel import vocabulary
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.trial.draws import DrawWatch
 from trainer.trial.setup import tiny
@@ -47,6 +48,8 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
             parallelize_module(
                 modules[name], mesh.device_mesh["tensor"], STYLES[style](), src_data_rank=None
             )
+    if vocabulary.whole_because(model, spec, mesh.layout) is None:
+        vocabulary.apply(model, mesh.device_mesh["tensor"])
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
