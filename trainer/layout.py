@@ -74,13 +74,19 @@ PIPELINE_SCHEDULES = {
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Mesh axes, batch sizes and the sharding of state. Raises ConfigError for bad sizes."""
+class _Axes:
+    """The sizes of the mesh's axes."""
 
     pipeline: int
     replicate: int
     shard: int
     tensor: int
+
+
+@dataclass(frozen=True)
+class Layout(_Axes):
+    """Mesh axes, batch sizes and the sharding of state. Raises ConfigError for bad sizes."""
+
     micro_batch: int
     """Samples in one forward pass of one data rank."""
     accumulation: int
@@ -94,8 +100,8 @@ class Layout:
     """Has no effect if `pipeline` is 1."""
     sync_batch_norm: bool = False
     """True if batch norm computes the statistics of a micro-batch over all data ranks together."""
-    split_vocabulary: bool | None = None
-    """True if tensor ranks must share table, head and loss, False if not, None where they can."""
+    sequence_parallel: bool = False
+    """True if between the split matrices each tensor rank has a part of each row's tokens."""
 
     def __post_init__(self) -> None:
         self.check(self.world_size, self.train_batch)
@@ -224,15 +230,10 @@ def layout_of(config: Config, world_size: int) -> Layout:
             partition=settings.get("pipeline", {}).get("partition", "best"),
         ),
         sync_batch_norm=config.trainer.sync_batch_norm,
-        split_vocabulary=_flag(settings.get("tensor_parallel", {}).get("vocab_parallel_lm_head")),
+        sequence_parallel=settings.get("tensor_parallel", {}).get("sequence_parallel", False),
     )
     layout.check(world_size, settings["train_batch_size"])
     return layout
-
-
-def _flag(value: bool | str | None) -> bool | None:
-    """Return a flag of the JSON; None for "auto"."""
-    return value if isinstance(value, bool) else None
 
 
 def _precision(config: Config) -> Precision:

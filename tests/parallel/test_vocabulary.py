@@ -27,11 +27,10 @@ from tests.support.training import (
     train_by_engine,
     train_plainly,
 )
-from trainer.errors import ConfigError
 from trainer.models.spec import counted_flops
 from trainer.parallel.apply import wrap_blocks
 from trainer.parallel.parallel_mesh import parallel_mesh_of
-from trainer.parallel.vocabulary import note_of
+from trainer.parallel.splits.vocabulary import note_of
 
 MESH = replace(SPLIT, engine="mesh")
 CAPPED = family("gemma2", tie_word_embeddings=True, head_dim=8)
@@ -105,10 +104,11 @@ def test_a_tie_goes_to_the_first_of_equal_words(pools):
 
 
 def tied_words() -> list[int]:
-    from trainer.tasks.vocabulary import Words
+    from trainer.distributed.exchange import Exchange
+    from trainer.tasks.words import Words
 
     start = 3 * dist.get_rank()
-    words = Words(6, start, start + 3, 3, dist.group.WORLD)
+    words = Words(6, start, start + 3, 3, Exchange(dist.group.WORLD))
     rows = [[1.0, 1, 1, 1, 1, 1], [0, 1, 0, 2, 2, 2], [1, 1, 1, 0, 3, 3]]
     return [int(word) for word in words.likeliest(torch.tensor(rows)[:, start : start + 3])]
 
@@ -135,21 +135,13 @@ def eight_ranks() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("model", "more", "reason"),
+    ("model", "ranks", "reason"),
     [
-        (TIED, {}, "table, head and loss are split over the vocabulary, on 2 tensor ranks"),
-        (TIED, {"split_vocabulary": False}, "vocab_parallel_lm_head is false"),
-        (TIED | {"vocab_size": 5}, {"tensor": 4}, "5 words leave one of 4 ranks without any"),
-        (family("mixtral", output_router_logits=True), {}, "the model adds a loss of its own"),
+        (TIED, 2, "table, head and loss are split over the vocabulary, on 2 tensor ranks"),
+        (TIED | {"vocab_size": 5}, 4, "5 words leave one of 4 ranks without any"),
+        (family("mixtral", output_router_logits=True), 2, "the model adds a loss of its own"),
     ],
-    ids=["split", "whole by the config", "too few words", "own loss"],
+    ids=["split", "too few words", "own loss"],
 )
-def test_what_each_rank_has_is_said(model, more, reason):
-    spec, two = spec_of(model), replace(layout(1, 1, 1, more.pop("tensor", 2), 1, 1), **more)
-    assert reason in note_of(spec, two)
-
-
-def test_a_vocabulary_that_must_be_split_and_can_not_be_is_refused():
-    must = replace(layout(1, 1, 1, 4, 1, 1), split_vocabulary=True)
-    with pytest.raises(ConfigError, match="vocab_parallel_lm_head: 5 words leave one of 4 ranks"):
-        note_of(spec_of(TIED | {"vocab_size": 5}), must)
+def test_what_each_rank_has_is_said(model, ranks, reason):
+    assert reason in note_of(spec_of(model), ranks)

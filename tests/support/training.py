@@ -235,6 +235,7 @@ def layout_of(case: Case) -> Any:
         precision=case.precision,
         recompute=Recompute(case.recompute, case.every),
         schedule=PIPELINE_SCHEDULES[case.schedule],
+        sequence_parallel=case.more.get("tensor_parallel", {}).get("sequence_parallel", False),
     )
     layout.check(case.world_size, TRAIN_BATCH)
     return layout

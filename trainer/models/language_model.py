@@ -196,7 +196,11 @@ def _is_word_by_word(model: PreTrainedModel) -> bool:
 
     Runs both on the CPU with small matrices, whole and in parts, in the place of the model's.
     """
-    head, table, body = model.get_output_embeddings(), model.get_input_embeddings(), model.base_model
+    head, table, body = (
+        model.get_output_embeddings(),
+        model.get_input_embeddings(),
+        model.base_model,
+    )
     if type(head) is not nn.Linear or not isinstance(table, nn.Embedding) or body is model:
         return False
     name, width = next(n for n, m in model.named_modules() if m is head), head.in_features
@@ -209,9 +213,9 @@ def _is_word_by_word(model: PreTrainedModel) -> bool:
         ids = torch.zeros(1, 3, dtype=torch.long, device=given.device)
         return model(input_ids=ids).logits  # type: ignore[no-any-return]
 
-    def small(rows: torch.Tensor) -> nn.Module:
+    def head_of(rows: torch.Tensor) -> nn.Module:
         made = nn.Linear(width, len(rows), bias=False, device="meta")
-        made.weight = nn.Parameter(rows)
+        made.register_parameter("weight", nn.Parameter(rows))
         return made
 
     def vectors(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -224,8 +228,8 @@ def _is_word_by_word(model: PreTrainedModel) -> bool:
     try:
         if logits(head, hidden.to("meta", head.weight.dtype)).shape[-1] != head.out_features:
             return False
-        split = torch.cat([logits(small(part), hidden) for part in parts], -1)
-        alike = torch.allclose(split, logits(small(matrix), hidden), rtol=1e-4, atol=1e-5)
+        split = torch.cat([logits(head_of(part), hidden) for part in parts], -1)
+        alike = torch.allclose(split, logits(head_of(matrix), hidden), rtol=1e-4, atol=1e-5)
         return alike and torch.equal(vectors(parts[1], ids - 5), vectors(matrix, ids))
     except Exception:  # whatever a model's own code raises
         return False

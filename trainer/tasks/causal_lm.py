@@ -20,7 +20,7 @@ from trainer.tasks.masks import Masks
 from trainer.tasks.noise import EmbeddingNoise, has_table
 from trainer.tasks.patches import replace_loss
 from trainer.tasks.task import IGNORED, Batch, changed
-from trainer.tasks.vocabulary import words_of_head
+from trainer.tasks.words import words_of_head
 
 
 class CausalLM:
@@ -164,9 +164,9 @@ class CausalLM:
             return self._own_mean(model, batch) * self.targets(batch)
         if self._fused_head:
             return _head(model)(self.hidden(model, batch), batch["targets"])  # type: ignore[no-any-return]
-        more = (self._smoothing, self._observe) if model.training else ()
+        smoothing, observe = (self._smoothing, self._observe) if model.training else (0.0, None)
         logits, words = self.logits(model, batch), words_of_head(_head(model))
-        return logits_cross_entropy(logits, batch["targets"], *more, words=words)
+        return logits_cross_entropy(logits, batch["targets"], smoothing, observe, words)
 
     def _own_mean(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the loss of the model's own `forward(labels=...)`."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from trainer.distributed.dtensor import local
 from trainer.tasks.task import IGNORED
-from trainer.tasks.vocabulary import Words, words_of
+from trainer.tasks.words import Words, words_of
 
 LossObserver = Callable[[slice, torch.Tensor], None]
 """Called with a range of tokens and their losses."""
@@ -60,7 +60,7 @@ def linear_cross_entropy(
     """
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     words = words_of(weight)
-    flat = flat if words is None else words.shared(flat)
+    flat = flat if words is None else words.ranks.enter(flat)
     own = local(weight), None if bias is None else local(bias)
     options = _Options(smoothing, observe, torch.is_grad_enabled(), words)
     return _LinearCrossEntropy.apply(flat, *own, flat_targets, options)  # type: ignore[no-any-return]

@@ -13,12 +13,13 @@ from trainer.layout import Layout
 from trainer.models.cut import check_cut
 from trainer.models.spec import ModelSpec
 from trainer.optim.recipes import in_torch
-from trainer.parallel import shard, tensor, vocabulary
+from trainer.parallel import shard, tensor
 from trainer.parallel.apply import shard_and_materialise, stages_of_rank, wrap_blocks
 from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulation
 from trainer.parallel.parallel_mesh import check_replicas, parallel_mesh_of
 from trainer.parallel.pipeline import PipelineRun
 from trainer.parallel.sparse import Used
+from trainer.parallel.splits import vocabulary
 from trainer.tasks.task import ModelWithLoss
 
 OFFLOAD_NOTE = "FSDP2 offloads a rank's share of weights, gradients and optimizer state together"
@@ -75,7 +76,6 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     shard.check_shardable(spec, layout)
     if layout.tensor > 1:
         tensor.check(spec, layout)
-        vocabulary.note_of(spec, layout)
     if layout.pipeline > 1:
         check_cut(spec, layout.stages)
 
@@ -85,7 +85,7 @@ def build(job: Job) -> TorchEngine:
     layout, device = job.layout, job.machine.device
     mesh, notes = parallel_mesh_of(layout, device), notes_of(layout)
     if layout.tensor > 1:
-        notes = (vocabulary.note_of(job.spec, layout), *notes)
+        notes = (vocabulary.note_of(job.spec, layout.tensor), *notes)
     splits_backward = layout.pipeline > 1 and layout.schedule.splits_backward
     if job.sparse and splits_backward and layout.zero_stage > 0:
         # such a schedule accumulates gradients itself, unseen by `Used`

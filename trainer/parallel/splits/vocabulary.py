@@ -2,7 +2,7 @@
 1909.08053, section 3).
 
 Each rank has the same number of words, the last fewer if they do not divide. Only this rank's rows
-are looked up, and the ranks' vectors summed; `trainer/tasks/vocabulary.py` has the loss.
+are looked up, and the ranks' vectors summed; `trainer/tasks/words.py` has the loss.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainer.distributed.dtensor import local
-from trainer.errors import ConfigError, Problem
-from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.parallel.patches import has_rows, replace_forward
-from trainer.tasks.cross_entropy import LossHead
-from trainer.tasks.vocabulary import words_of
+from trainer.tasks.words import words_of
 
 
 def apply(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -36,14 +33,12 @@ def apply(model: nn.Module, mesh: DeviceMesh) -> None:
             module.register_parameter(name, split[parameter])
         if isinstance(module, nn.Embedding):
             replace_forward(module, partial(_looked_up, module, module.forward))
-        elif not isinstance(module, LossHead):
+        elif type(module) is nn.Linear:  # a head that gives the loss knows its words
             replace_forward(module, partial(_logits, module))
 
 
-def whole_because(model: nn.Module, spec: ModelSpec, layout: Layout) -> str | None:
+def whole_because(model: nn.Module, spec: ModelSpec, ranks: int) -> str | None:
     """Return the reason why each tensor rank has the whole vocabulary of `model`, or None."""
-    if layout.split_vocabulary is False:
-        return "tensor_parallel.vocab_parallel_lm_head is false"
     if spec.language.own_loss:
         return "the model adds a loss of its own to that of the tokens"
     if not spec.language.word_by_word:
@@ -54,19 +49,16 @@ def whole_because(model: nn.Module, spec: ModelSpec, layout: Layout) -> str | No
     if len(holders) != len(ends):
         return "another module shares its table or head"
     for size in {len(parameter) for module in ends for parameter in module.parameters()}:
-        if -(-size // layout.tensor) * (layout.tensor - 1) >= size:
-            return f"{size} words leave one of {layout.tensor} ranks without any"
+        if -(-size // ranks) * (ranks - 1) >= size:
+            return f"{size} words leave one of {ranks} ranks without any"
     return None
 
 
-def note_of(spec: ModelSpec, layout: Layout) -> str:
-    """Say who has the vocabulary. Raises ConfigError if it must be split and can't be."""
-    reason = whole_because(spec.build(), spec, layout)
+def note_of(spec: ModelSpec, ranks: int) -> str:
+    """Say who has the vocabulary."""
+    reason = whole_because(spec.build(), spec, ranks)
     if reason is None:
-        return f"table, head and loss are split over the vocabulary, on {layout.tensor} tensor ranks"
-    if layout.split_vocabulary:
-        key, hint = "tensor_parallel.vocab_parallel_lm_head", "Set it to null."
-        raise ConfigError(Problem(key, reason, "a vocabulary that can be split", hint))
+        return f"table, head and loss are split over the vocabulary, on {ranks} tensor ranks"
     return f"each tensor rank has the whole table and head, and computes the whole loss: {reason}"
 
 
@@ -81,7 +73,9 @@ def _logits(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     """Return the logits of this rank's words."""
     words, bias = words_of(head.weight), head.bias
     assert words is not None
-    return F.linear(words.shared(hidden), local(head.weight), None if bias is None else local(bias))
+    return F.linear(
+        words.ranks.enter(hidden), local(head.weight), None if bias is None else local(bias)
+    )
 
 
 def _looked_up(
@@ -92,7 +86,8 @@ def _looked_up(
     assert words is not None
     index, own = words.find(ids)
     padding = table.padding_idx
-    inside = padding is not None and words.start <= padding < words.stop
-    with has_rows(table, local(table.weight), padding - words.start if inside else None):
+    if padding is not None:
+        padding = padding - words.start if words.start <= padding < words.stop else None
+    with has_rows(table, local(table.weight), padding):
         vectors = look_up(index)
-    return words.summed(vectors.where(own.unsqueeze(-1), 0))
+    return words.ranks.leave(vectors.where(own.unsqueeze(-1), 0))
