@@ -126,10 +126,11 @@ def test_one_of_eight_ranks_of_8b_computes_an_eighth():
 
 
 @contextmanager
-def eight_ranks() -> Iterator[Any]:
+def eight_ranks(sequence: bool = False) -> Iterator[Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
-        yield parallel_mesh_of(layout(1, 1, 1, 8, 1, 1), torch.device("cpu"))
+        eight = replace(layout(1, 1, 1, 8, 1, 1), sequence_parallel=sequence)
+        yield parallel_mesh_of(eight, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
 
