@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,3 +45,23 @@ def has_rows(table: nn.Embedding, rows: torch.Tensor, padding: int | None) -> It
         yield
     finally:
         table._parameters["weight"], vars(table)["padding_idx"] = whole
+
+
+@contextmanager
+def has_experts(
+    experts: nn.Module, parameters: Mapping[str, torch.Tensor], count: int
+) -> Iterator[None]:
+    """Let a module of experts have these parameters, of `count` experts of which it is one part.
+
+    transformers 5.24: its own expert parallelism sets the same attributes, and loads a model
+    whole on each rank. Can go when it splits a model on the meta device.
+    """
+    whole = dict(experts._parameters)
+    other = {name: vars(experts).get(name) for name in ("num_experts", "_is_expert_parallel")}
+    vars(experts).update(num_experts=count, _is_expert_parallel=True)
+    experts._parameters.update(parameters)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        vars(experts).update(other)
+        experts._parameters.update(whole)

@@ -26,7 +26,7 @@ from trainer.models.names import layer_of, outermost, pattern_of
 from trainer.models.spec import WHOLE, ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.patches import replace_forward
-from trainer.parallel.splits import trials, vocabulary
+from trainer.parallel.splits import experts, trials, vocabulary
 from trainer.parallel.splits.sequence import TokenParts
 from trainer.trial.draws import DrawWatch
 from trainer.trial.setup import tiny
@@ -70,6 +70,8 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, stage: range) -
             around = next((entries[at] for at in entries if f"{name}.".startswith(f"{at}.")), None)
             inner = around is not None and ".lora_B." in name
             _split(modules[name], STYLES[style]._replace(inner=inner), along, around)
+        elif style == experts.STYLE:
+            experts.apply(modules[name], along, sequence is not None)
     if sequence is not None:
         sequence.apply(model, [spec.blocks[index] for index in stage])
     if vocabulary.whole_because(model, spec, mesh.layout.tensor) is None:
@@ -176,7 +178,9 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     if not problems and layout.sequence_parallel:
         place = f"tensor_parallel.sequence_parallel: {spec.name}"
         hint = "Set it to false: each rank then works on whole rows between the split matrices."
-        found = trials.undivided(spec, entered_by)
+        found = list(trials.undivided(spec, entered_by))
+        if spec.language.own_loss:
+            found.append("the model adds a loss over all tokens of its own")
         problems = {
             Problem(place, seen, "work on each token by itself", hint): None for seen in found
         }
@@ -191,7 +195,7 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
         yield "its family has no tensor plan in transformers", "a model with `base_model_tp_plan`"
     for name, style in plan.items():
         module = modules.get(name)
-        if style == WHOLE:
+        if style in (WHOLE, experts.STYLE) or plan.get(name.rpartition(".")[0]) == experts.STYLE:
             continue
         if style != SUMMED and (style not in STYLES or type(module) is not nn.Linear):
             yield (
@@ -204,6 +208,7 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
             if width % size:
                 seen = f"{name}.{what} = {width} = {width // size} x {size} + {width % size}"
                 yield seen, f"a multiple of {size}"
+    yield from experts.problems(spec, size)
     regions = dict.fromkeys(_region(name) for name, style in plan.items() if style == "colwise")
     if any("att" in region for region in regions):
         counts = {
