@@ -92,7 +92,7 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, forward: Move, backward: Move) -> torch.Tensor:  # type: ignore[override]
         ctx.move = backward
-        return forward(tensor)
+        return forward(tensor).contiguous()  # models' code makes views of it
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
