@@ -98,6 +98,8 @@ class Layout(MeshSizes):
     """The parts that `torch.compile` compiles; "auto": blocks, on a GPU."""
     float8: Float8 = "none"
     """How the factors of float8 products are scaled, in large linear layers of blocks."""
+    sequence_parallel: bool = False
+    """True if between the split matrices each tensor rank has a part of each row's tokens."""
 
     def __post_init__(self) -> None:
         self.check(self.world_size, self.train_batch)
@@ -225,6 +227,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         communication=_REDUCED.get(settings.get("communication_data_type")),
         compile=config.trainer.compile,
         float8=config.trainer.float8,
+        sequence_parallel=settings.get("tensor_parallel", {}).get("sequence_parallel", False),
     )
     layout.check(world_size, settings["train_batch_size"])
     return layout

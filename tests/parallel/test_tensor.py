@@ -104,9 +104,9 @@ PLACE = "tensor_parallel.autotp_size: "
             "model.layers.*.self_attn draws random numbers (dropout) inside what is split",
         ),
         (
-            family("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
-            2,
-            "is to be split as",
+            family("qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16),
+            4,
+            "6 experts = 1 x 4 + 2; expected a multiple of 4",
         ),
     ],
     ids=["no plan", "key-value heads", "heads", "width", "dropout", "experts"],

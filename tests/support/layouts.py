@@ -54,6 +54,11 @@ STAGES = Case(pipeline=2, zero_stage=0, model=LLAMA_4)
 STAGES_4 = replace(STAGES, world_size=4, micro_batch=1)
 SPLIT = Case(tensor=2, zero_stage=0, micro_batch=4, model=TIED)
 SPLIT_4 = replace(SPLIT, world_size=4, micro_batch=2)
+EXPERTS = family(
+    "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=16
+)
+PARTS = {"tensor_parallel": {"sequence_parallel": True}}
+BIASED_4 = FAMILIES["llama, biases"] | {"num_key_value_heads": 4}
 
 LAYOUTS = {
     "one rank": replace(DATA, world_size=1),
@@ -163,6 +168,26 @@ LAYOUTS = {
     "tensor x zero3, qwen3, full": replace(
         SPLIT_4, zero_stage=3, model=FAMILIES["qwen3"], recompute="full"
     ),
+    "tensor, sequence": replace(SPLIT, more=PARTS),
+    "tensor, sequence, gpt_neox": replace(SPLIT, more=PARTS, model=FAMILIES["gpt_neox"]),
+    "tensor, sequence, olmo2": replace(SPLIT, more=PARTS, model=FAMILIES["olmo2"]),
+    "tensor x zero3, sequence, phi3, full": replace(
+        SPLIT_4, zero_stage=3, recompute="full", more=PARTS, model=FAMILIES["phi3"]
+    ),
+    "tensor x zero2, sequence, qwen3, selective": replace(
+        SPLIT_4, zero_stage=2, recompute="selective", more=PARTS, model=FAMILIES["qwen3"]
+    ),
+    "tensor, experts": replace(SPLIT, model=EXPERTS),
+    "tensor, experts, router's loss": replace(
+        SPLIT, model=EXPERTS | {"output_router_logits": True}
+    ),
+    "tensor x zero3, experts, sequence": replace(SPLIT_4, zero_stage=3, more=PARTS, model=EXPERTS),
+    "four tensor ranks, zero2, sequence, biases": replace(
+        SPLIT_4, tensor=4, zero_stage=2, more=PARTS, model=BIASED_4
+    ),
+    "pipeline x tensor, sequence": replace(
+        SPLIT_4, pipeline=2, more=PARTS, model=TIED | {"num_hidden_layers": 4}
+    ),
     "four tensor ranks, zero2": replace(
         SPLIT_4, tensor=4, zero_stage=2, model=TIED | {"num_key_value_heads": 4}
     ),
@@ -234,4 +259,5 @@ def by_engine(cases: dict[str, Case]) -> dict[str, Case]:
 
 def _known(engine: str, case: Case) -> bool:
     words = [FAMILIES[name] for name in WITHOUT_WORDS]
-    return engine != "deepspeed" or case.tensor == 1 or case.model not in words
+    wordless = case.model in words or "num_experts" in case.model
+    return engine != "deepspeed" or case.tensor == 1 or not wordless

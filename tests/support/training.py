@@ -243,6 +243,7 @@ def layout_of(case: Case) -> Any:
         communication={"bf16": "bfloat16"}.get(case.top.get("communication_data_type")),
         compile=case.compile,
         float8=case.float8,
+        sequence_parallel=case.more.get("tensor_parallel", {}).get("sequence_parallel", False),
     )
     layout.check(case.world_size, TRAIN_BATCH)
     return layout

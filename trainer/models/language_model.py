@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,7 @@ def language_of(model: PreTrainedModel, blocks: tuple[str, ...]) -> LanguageMode
         kv_heads=kv_heads,
         tensor_plan=_tensor_plan(model, blocks),
         plain_head=_has_plain_head(model),
+        word_by_word=_is_word_by_word(model),
         own_loss=bool(getattr(text, "output_router_logits", False)),
     )
 
@@ -187,6 +189,53 @@ def _has_plain_head(model: PreTrainedModel) -> bool:
         return False
     same = passed[0].untyped_storage()._cdata == hidden.untyped_storage()._cdata
     return same and logits is passed[1]
+
+
+def _is_word_by_word(model: PreTrainedModel) -> bool:
+    """Return True if each word's vector and logits come from its own row of table and head.
+
+    Runs both on the CPU with small matrices, whole and in parts, in the place of the model's.
+    """
+    head, table, body = (
+        model.get_output_embeddings(),
+        model.get_input_embeddings(),
+        model.base_model,
+    )
+    if type(head) is not nn.Linear or not isinstance(table, nn.Embedding) or body is model:
+        return False
+    name, width = next(n for n, m in model.named_modules() if m is head), head.in_features
+    hidden = torch.arange(1.0, 1 + 3 * width).sin().reshape(1, 3, width)
+    matrix = torch.arange(1.0, 1 + 12 * width).cos().reshape(12, width)
+
+    def logits(of: nn.Module, given: torch.Tensor) -> torch.Tensor:
+        model.set_submodule(name, of)
+        model.set_submodule(model.base_model_prefix, _Body(body, given))
+        ids = torch.zeros(1, 3, dtype=torch.long, device=given.device)
+        return model(input_ids=ids).logits  # type: ignore[no-any-return]
+
+    def head_of(rows: torch.Tensor) -> nn.Module:
+        made = nn.Linear(width, len(rows), bias=False, device="meta")
+        made.register_parameter("weight", nn.Parameter(rows))
+        return made
+
+    def vectors(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        part = copy(table)
+        scales = {key: torch.ones_like(b, device="cpu") for key, b in table.named_buffers()}
+        vars(part).update(_parameters={"weight": rows}, _buffers=scales, padding_idx=None)
+        return part(ids)  # type: ignore[no-any-return]
+
+    ids, parts = torch.arange(5, 12), (matrix[:5], matrix[5:])
+    try:
+        if logits(head, hidden.to("meta", head.weight.dtype)).shape[-1] != head.out_features:
+            return False
+        split = torch.cat([logits(head_of(part), hidden) for part in parts], -1)
+        alike = torch.allclose(split, logits(head_of(matrix), hidden), rtol=1e-4, atol=1e-5)
+        return alike and torch.equal(vectors(parts[1], ids - 5), vectors(matrix, ids))
+    except Exception:  # whatever a model's own code raises
+        return False
+    finally:
+        model.set_submodule(model.base_model_prefix, body)
+        model.set_submodule(name, head)
 
 
 # The blocks

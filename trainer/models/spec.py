@@ -81,6 +81,8 @@ class LanguageModel:
     """Modules and parameters of blocks that tensor parallelism splits -> the style, as a word."""
     plain_head: bool = False
     """True if the logits are the head's product with the last hidden state and nothing else."""
+    word_by_word: bool = False
+    """True if a word's vector and its logits come from its own row of table and head alone."""
     own_loss: bool = False
     """True if `forward(labels=...)` adds a router's loss (`output_router_logits`)."""
 

@@ -42,15 +42,19 @@ from trainer.tasks.task import ModelWithLoss, Task
 
 
 def wrap_blocks(
-    spec: ModelSpec, task: Task, layout: Layout, mesh: ParallelMesh | None = None
+    spec: ModelSpec,
+    task: Task,
+    layout: Layout,
+    mesh: ParallelMesh | None = None,
+    stage: range | None = None,
 ) -> tuple[nn.Module, Dropout]:
     """Return the model on the meta device after steps 1 to 5, and its dropout.
 
-    Tensor parallelism, step 2, needs `mesh`.
+    Tensor parallelism, step 2, needs `mesh`, and the blocks of this `stage`, if they are not all.
     """
     model = task.prepare(spec.build())
     if mesh is not None and layout.tensor > 1:
-        tensor.apply(model, spec, mesh)
+        tensor.apply(model, spec, mesh, stage or range(len(spec.blocks)))
     activation_checkpointing.apply(model, spec, layout.recompute)
     if layout.compile == "blocks":
         compilation.apply(model, spec, tensor=layout.tensor > 1)
@@ -73,7 +77,7 @@ def stages_of_rank(
     ranges = partition.block_ranges(spec.build(), spec, layout.schedule.partition, layout.stages)
     stages = []
     for index in mesh.stages:
-        model, dropout = wrap_blocks(spec, task, layout, mesh)
+        model, dropout = wrap_blocks(spec, task, layout, mesh, ranges[index])
         stage_input = cut(model, spec, boundary, ranges[index])
         stage = Stage(
             model, task, stage_input, dropout, ranges[index], last=index + 1 == layout.stages

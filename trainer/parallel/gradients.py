@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from trainer.distributed.dtensor import local
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
-from trainer.parallel.tensor import SUMMED
+from trainer.parallel.tensor import has_partial_gradient
+from trainer.tasks.task import bare_name
 
 BUCKET_BYTES = 64 << 20
 
@@ -41,9 +42,8 @@ class GradientSync:
         named = [(name, p) for name, p in pairs if p.requires_grad]
         replicas = layout.zero_stage == 0 and layout.replicate > 1
         self._averaged = replicas and (averages or layout.pipeline * layout.tensor > 1)
-        plan = spec.language.tensor_plan if layout.tensor > 1 else {}
-        whole = [f"model.{name}" for name, style in plan.items() if style == SUMMED]
-        self._partial = [p for name, p in named if name.rpartition(".")[0] in whole]
+        is_partial = has_partial_gradient(spec, layout)
+        self._partial = [p for name, p in named if is_partial(bare_name(name))]
         self._mesh = mesh
         self.parameters = [p for _, p in named]
         tied = {f"model.{name}" for name in spec.tied.values()} if layout.pipeline > 1 else set()

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -45,3 +47,38 @@ def keep_last_statistics(module: _NormBase) -> None:
     PyTorch 2.15: a norm returns its batch's statistics in no other way. Can go when it does.
     """
     module.momentum = 1.0
+
+
+@contextmanager
+def has_rows(table: nn.Embedding, rows: torch.Tensor, padding: int | None) -> Iterator[None]:
+    """Let a table look up among these rows of it, of which `padding` gets no gradient.
+
+    PyTorch 2.15: DTensor looks up a part of a table with the whole table's `padding_idx`, and a
+    family's own table can't scale what it gives. Can go when both can.
+    """
+    whole = table._parameters["weight"], table.padding_idx
+    vars(table)["padding_idx"], table._parameters["weight"] = padding, rows  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        table._parameters["weight"], vars(table)["padding_idx"] = whole
+
+
+@contextmanager
+def has_experts(
+    experts: nn.Module, parameters: Mapping[str, torch.Tensor], count: int
+) -> Iterator[None]:
+    """Let a module of experts have these parameters, of `count` experts of which it is one part.
+
+    transformers 5.24: its own expert parallelism sets the same attributes, and loads a model
+    whole on each rank. Can go when it splits a model on the meta device.
+    """
+    whole = dict(experts._parameters)
+    other = {name: vars(experts).get(name) for name in ("num_experts", "_is_expert_parallel")}
+    vars(experts).update(num_experts=count, _is_expert_parallel=True)
+    experts._parameters.update(parameters)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        vars(experts).update(other)
+        experts._parameters.update(whole)

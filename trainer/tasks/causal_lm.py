@@ -22,6 +22,7 @@ from trainer.tasks.masks import Masks
 from trainer.tasks.noise import EmbeddingNoise, has_table
 from trainer.tasks.patches import replace_loss
 from trainer.tasks.task import IGNORED, Batch, changed
+from trainer.tasks.words import words_of_head
 
 
 class CausalLM:
@@ -153,7 +154,7 @@ class CausalLM:
         return self._run(model, model.base_model, batch)[0]  # type: ignore[arg-type,no-any-return]
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the logits, [batch, sequence, vocabulary]."""
+        """Return the logits of this rank's words, [batch, sequence, words]."""
         return self._run(model, model, batch).logits  # type: ignore[no-any-return]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -168,8 +169,9 @@ class CausalLM:
             return self._own_mean(model, batch) * self.targets(batch)
         if self._fused_head:
             return _head(model)(self.hidden(model, batch), batch["targets"])  # type: ignore[no-any-return]
-        more = (self._smoothing, self._observe) if model.training else ()
-        return logits_cross_entropy(self.logits(model, batch), batch["targets"], *more)
+        smoothing, observe = (self._smoothing, self._observe) if model.training else (0.0, None)
+        logits, words = self.logits(model, batch), words_of_head(_head(model))
+        return logits_cross_entropy(logits, batch["targets"], smoothing, observe, words)
 
     def _own_mean(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the loss of the model's own `forward(labels=...)`."""
@@ -214,8 +216,9 @@ class CausalLM:
         """
         if not self._fused_head and not self._own_loss:
             logits, targets = self.logits(model, batch), batch["targets"]
-            loss = logits_cross_entropy(logits, targets)
-            return torch.stack([loss, count_correct(logits, targets)])
+            words = words_of_head(_head(model))
+            loss = logits_cross_entropy(logits, targets, words=words)
+            return torch.stack([loss, count_correct(logits, targets, words)])
         loss = self.loss_sum(model, batch)
         if self._fused_head:
             return torch.stack([loss, _head(model).take_correct()])

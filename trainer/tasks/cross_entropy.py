@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.distributed.dtensor import local
 from trainer.tasks.task import IGNORED
+from trainer.tasks.words import Words, words_of
 
 LossObserver = Callable[[slice, torch.Tensor], None]
 """Called with a range of tokens and their losses."""
@@ -34,6 +36,8 @@ class _Options:
     smoothing: float
     observe: LossObserver | None
     with_gradients: bool
+    words: Words | None
+    """This rank's words; None: all."""
     chunk_loss: ChunkLoss | None = None
     """None: as it stands, uncompiled."""
 
@@ -56,11 +60,15 @@ def linear_cross_entropy(
 
     hidden [..., h], weight [v, h], bias [v], targets [...]. `smoothing` is the share of each target
     that is spread evenly over all v, as by PyTorch's `label_smoothing` (arXiv 1512.00567, section
-    7). `observe` is called with each token's loss.
+    7). `observe` is called with each token's loss. Of a weight that is split over tensor ranks,
+    each computes its own logits.
     """
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    options = _Options(smoothing, observe, torch.is_grad_enabled(), chunk_loss)
-    return _LinearCrossEntropy.apply(flat, weight, bias, flat_targets, options)  # type: ignore[no-any-return]
+    words = words_of(weight)
+    flat = flat if words is None else words.ranks.enter(flat)
+    own = local(weight), None if bias is None else local(bias)
+    options = _Options(smoothing, observe, torch.is_grad_enabled(), words, chunk_loss)
+    return _LinearCrossEntropy.apply(flat, *own, flat_targets, options)  # type: ignore[no-any-return]
 
 
 def linear_measured(
@@ -71,16 +79,21 @@ def linear_measured(
     wide = torch.promote_types(hidden.dtype, torch.float32)
     total = torch.zeros((), dtype=wide, device=hidden.device)
     found = torch.zeros((), dtype=torch.int64, device=hidden.device)
-    for rows in _chunks(flat.shape[0], weight.shape[0], wide, at_least=flat.shape[1] // 2):
+    words, weight, bias = words_of(weight), local(weight), None if bias is None else local(bias)
+    most = weight.shape[0] if words is None else words.most
+    for rows in _chunks(flat.shape[0], most, wide, at_least=flat.shape[1] // 2):
         logits = F.linear(flat[rows], weight, bias).to(wide)
-        found += count_correct(logits, flat_targets[rows])
-        total += _chunk_loss(logits, flat_targets[rows])[0].sum()
+        found += count_correct(logits, flat_targets[rows], words)
+        total += _chunk_loss(logits, flat_targets[rows], words=words)[0].sum()
     return total, found
 
 
-def count_correct(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def count_correct(
+    logits: torch.Tensor, targets: torch.Tensor, words: Words | None = None
+) -> torch.Tensor:
     """Count the targets [...] with the highest of the logits [..., v]: the first of equal ones."""
-    return ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum()
+    best = logits.argmax(-1) if words is None else words.likeliest(logits)
+    return ((best == targets) & (targets != IGNORED)).sum()
 
 
 def logits_cross_entropy(
@@ -88,10 +101,14 @@ def logits_cross_entropy(
     targets: torch.Tensor,
     smoothing: float = 0.0,
     observe: LossObserver | None = None,
+    words: Words | None = None,
 ) -> torch.Tensor:
-    """Return the same sum from logits [..., v], of which only a chunk at a time becomes float32."""
+    """Return the same sum from logits [..., v], of which only a chunk at a time becomes float32.
+
+    They are those of this rank's `words`, if it has not all.
+    """
     flat, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    options = _Options(smoothing, observe, torch.is_grad_enabled())
+    options = _Options(smoothing, observe, torch.is_grad_enabled(), words)
     return _LogitsCrossEntropy.apply(flat, flat_targets, options)  # type: ignore[no-any-return]
 
 
@@ -116,11 +133,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias_grad = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
         # each chunk passes over the whole weight gradient: with h / 2 rows its product costs more
         # than that
-        for rows in _chunks(hidden.shape[0], weight.shape[0], wide, at_least=hidden.shape[1] // 2):
+        most = weight.shape[0] if options.words is None else options.words.most
+        for rows in _chunks(hidden.shape[0], most, wide, at_least=hidden.shape[1] // 2):
             part = hidden[rows]
             logits = F.linear(part, weight, bias).to(wide)
-            loss_of = options.chunk_loss or _chunk_loss
-            losses, grad = loss_of(logits, targets[rows], options.smoothing)
+            loss_of = (options.words is None and options.chunk_loss) or _chunk_loss
+            losses, grad = loss_of(logits, targets[rows], options.smoothing, options.words)
             total += losses.sum()
             options.report(rows, losses)
             low = grad.to(hidden.dtype)
@@ -155,9 +173,10 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=logits.device)
         wants_gradient = options.with_gradients and ctx.needs_input_grad[0]
         gradient = torch.empty_like(logits) if wants_gradient else None
-        for rows in _chunks(logits.shape[0], logits.shape[1], wide):
+        most = logits.shape[1] if options.words is None else options.words.most
+        for rows in _chunks(logits.shape[0], most, wide):
             chunk = logits[rows].to(wide, copy=True)
-            losses, grad = _chunk_loss(chunk, targets[rows], options.smoothing)
+            losses, grad = _chunk_loss(chunk, targets[rows], options.smoothing, options.words)
             total += losses.sum()
             options.report(rows, losses)
             if gradient is not None:
@@ -182,20 +201,32 @@ def _chunks(tokens: int, vocabulary: int, dtype: torch.dtype, at_least: int = 1)
 
 
 def _chunk_loss(
-    logits: torch.Tensor, targets: torch.Tensor, smoothing: float = 0.0
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    smoothing: float = 0.0,
+    words: Words | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a chunk's losses [n], and the gradient of their sum in the logits' memory [n, v]."""
     counted = targets != IGNORED
-    index = targets.clamp_min(0).unsqueeze(1)
-    log_total = torch.logsumexp(logits, dim=1, keepdim=True)
-    wanted = logits.gather(1, index)
+    index, own = targets.clamp_min(0), None
+    total = logits.shape[1] if words is None else words.total
+    if words is not None:
+        index, own = words.find(index)
+    wanted = logits.gather(1, index.unsqueeze(1)).squeeze(1)
+    wanted = wanted if own is None else wanted.where(own, 0)
     if smoothing:
-        wanted = (1 - smoothing) * wanted + smoothing * logits.mean(1, keepdim=True)
-    losses = torch.where(counted, (log_total - wanted).squeeze(1), 0)
-    grad = logits.sub_(log_total).exp_()
+        wanted = (1 - smoothing) * wanted + smoothing / total * logits.sum(1)
+    log_total = torch.logsumexp(logits, dim=1)
+    if words is not None:
+        log_totals, parts = words.gathered(log_total, wanted)
+        log_total, wanted = torch.logsumexp(log_totals, 0), parts.sum(0)
+    losses = torch.where(counted, log_total - wanted, 0)
+    grad = logits.sub_(log_total.unsqueeze(1)).exp_()
     if smoothing:
-        grad.sub_(smoothing / grad.shape[1])
-    grad.scatter_add_(1, index, torch.full_like(index, smoothing - 1, dtype=grad.dtype))
+        grad.sub_(smoothing / total)
+    target = torch.full_like(index, smoothing - 1, dtype=grad.dtype)
+    target = target if own is None else target * own
+    grad.scatter_add_(1, index.unsqueeze(1), target.unsqueeze(1))
     return losses, grad.mul_(counted.unsqueeze(1))
 
 

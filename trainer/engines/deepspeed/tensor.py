@@ -38,6 +38,8 @@ def refusal(layout: Layout) -> str | None:
             "kept it: computed again, it is added up twice. Set activation_checkpointing to "
             '"full", or use the mesh engine.'
         )
+    if layout.sequence_parallel:
+        return "AutoTP has no sequence parallelism; the mesh engine has."
     return None
 
 

@@ -23,6 +23,7 @@ from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulat
 from trainer.parallel.parallel_mesh import check_replicas, parallel_mesh_of
 from trainer.parallel.pipeline import PipelineRun
 from trainer.parallel.sparse import Used
+from trainer.parallel.splits import vocabulary
 from trainer.tasks.task import ModelWithLoss
 
 OFFLOAD_NOTE = "FSDP2 offloads a rank's share of weights, gradients and optimizer state together"
@@ -109,6 +110,8 @@ def build(job: Job) -> TorchEngine:
     job, notes = compiling(job)
     layout, device = job.layout, job.machine.device
     mesh = parallel_mesh_of(layout, device)
+    if layout.tensor > 1:
+        notes = (vocabulary.note_of(job.spec, layout.tensor), *notes)
     splits_backward = layout.pipeline > 1 and layout.schedule.splits_backward
     if job.sparse and splits_backward and layout.zero_stage > 0:
         # such a schedule accumulates gradients itself, unseen by `Used`

@@ -1,0 +1,99 @@
+"""Exchanges between the ranks of a group, each with its gradient (Megatron-LM, arXiv 1909.08053,
+and for parts of a sequence 2205.05198, section 4.2.2).
+
+A part along a dimension has the same size on each rank: what is missing at the end is zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+Move = Callable[[torch.Tensor], torch.Tensor]
+_ops = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The exchanges of one group of ranks. Each is a collective, but for those of no numbers."""
+
+    group: dist.ProcessGroup
+
+    def enter(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return what all ranks have and each uses for a part: its gradient is their sum."""
+        return _exchanged(whole, _same, self._sum)
+
+    def leave(self, term: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' terms, which each uses for the same."""
+        return _exchanged(term, self._sum, _same)
+
+    def join(self, part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        """Return the whole of the ranks' parts, which each uses for the same."""
+        return _exchanged(part, self._gathered(dim, length), lambda whole: self._part(whole, dim))
+
+    def divide(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's part of what all ranks have."""
+        joined = self._gathered(dim, whole.shape[dim])
+        return _exchanged(whole, lambda whole: self._part(whole, dim), joined)
+
+    def join_entering(self, part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        """Return the whole of the ranks' parts, which each uses for a part: `join`, `enter`."""
+        return _exchanged(part, self._gathered(dim, length), self._scattered(dim))
+
+    def divide_leaving(self, term: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's part of the sum of the ranks' terms: `leave`, `divide`."""
+        return _exchanged(term, self._scattered(dim), self._gathered(dim, term.shape[dim]))
+
+    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        total = _ops.all_reduce(tensor.contiguous(), "sum", self.group.group_name)
+        return _ops.wait_tensor(total)  # type: ignore[no-any-return]
+
+    def _gathered(self, dim: int, length: int) -> Move:
+        def gathered(part: torch.Tensor) -> torch.Tensor:
+            first = part.movedim(dim, 0).contiguous()
+            name, size = self.group.group_name, self.group.size()
+            whole = _ops.wait_tensor(_ops.all_gather_into_tensor(first, size, name))
+            return whole.narrow(0, 0, length).movedim(0, dim)  # type: ignore[no-any-return]
+
+        return gathered
+
+    def _scattered(self, dim: int) -> Move:
+        def scattered(term: torch.Tensor) -> torch.Tensor:
+            first, size = self._padded(term.movedim(dim, 0)).contiguous(), self.group.size()
+            part = _ops.reduce_scatter_tensor(first, "sum", size, self.group.group_name)
+            return _ops.wait_tensor(part).movedim(0, dim)  # type: ignore[no-any-return]
+
+        return scattered
+
+    def _part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        parts = self._padded(whole.movedim(dim, 0)).chunk(self.group.size())
+        return parts[self.group.rank()].movedim(0, dim)
+
+    def _padded(self, first: torch.Tensor) -> torch.Tensor:
+        """Append zeros in the first dimension, up to a multiple of the ranks."""
+        missing = -len(first) % self.group.size()
+        return F.pad(first, (*[0] * (2 * first.ndim - 1), missing)) if missing else first
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def _exchanged(tensor: torch.Tensor, forward: Move, backward: Move) -> torch.Tensor:
+    return _Exchanged.apply(tensor, forward, backward)  # type: ignore[no-any-return]
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, forward: Move, backward: Move) -> torch.Tensor:  # type: ignore[override]
+        ctx.move = backward
+        return forward(tensor).contiguous()  # models' code makes views of it
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.move(gradient), None, None

@@ -1,0 +1,60 @@
+"""TokenParts parallelism between the split matrices (Megatron-LM, arXiv 2205.05198, section 4.2.2).
+
+From the first block to the last each tensor rank has a part of each row's tokens: what norms and
+dropout compute and keep there is divided, too. A row that does not divide gets zeros at its end,
+which no token sees.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.distributed.exchange import Exchange
+from trainer.parallel.patches import replace_forward
+
+
+class TokenParts:
+    """The parts of a micro-batch's rows: hidden states [batch, part, width]."""
+
+    def __init__(self, ranks: Exchange) -> None:
+        self._ranks = ranks
+        self._length = 0
+        """The number of tokens of the rows in the forward pass that runs."""
+
+    def apply(self, model: nn.Module, blocks: list[str]) -> None:
+        """Divide hidden states where they enter the first block, and join what the last gives.
+
+        In between dropout draws for whole rows, of which this rank's part counts.
+        """
+        model.get_submodule(blocks[0]).register_forward_pre_hook(self._divided, with_kwargs=True)
+        model.get_submodule(blocks[-1]).register_forward_hook(self._joined)
+        for module in [m for name in blocks for m in model.get_submodule(name).modules()]:
+            if isinstance(module, nn.Dropout):
+                replace_forward(module, partial(self._dropped, module))
+
+    def join(self, part: torch.Tensor) -> torch.Tensor:
+        """Return whole rows, of which each rank uses all for a part of the products."""
+        return self._ranks.join_entering(part, 1, self._length)
+
+    def _divided(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        self._length = hidden.shape[1]
+        part = self._ranks.divide(hidden, 1)
+        return ((part, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): part})
+
+    def _joined(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        part, *rest = output if isinstance(output, tuple) else (output,)
+        whole = self._ranks.join(part, 1, self._length)
+        return (whole, *rest) if isinstance(output, tuple) else whole
+
+    def _dropped(self, dropout: nn.Dropout, given: torch.Tensor) -> torch.Tensor:
+        parts = -(-self._length // self._ranks.group.size())
+        if not dropout.training or not dropout.p or given.shape[1] != parts:
+            return F.dropout(given, dropout.p, dropout.training)
+        ones = given.new_ones(len(given), self._length, *given.shape[2:])
+        return given * self._ranks.divide(F.dropout(ones, dropout.p), 1)
