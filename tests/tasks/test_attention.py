@@ -20,7 +20,7 @@ from tests.data.test_packing import loss_alone, packed_samples
 from tests.models.test_masks import FAMILIES, SMALL, WINDOW, Waits, batch, tiny
 from tests.support import varlen
 from trainer.layout import Recompute
-from trainer.parallel import activation_checkpointing as recompute
+from trainer.parallel.recompute import activation_checkpointing as recompute
 from trainer.tasks import attention
 from trainer.tasks.attention import Attention, Borders, kernel_of
 from trainer.tasks.documents import documents_of
