@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
-from trainer.config import Config, mesh_sizes
+from trainer.config import Config, MeshSizes, mesh_sizes
 from trainer.errors import ConfigError, Problem
 
 Device = Literal["none", "cpu", "nvme"]
@@ -74,13 +74,9 @@ PIPELINE_SCHEDULES = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(MeshSizes):
     """Mesh axes, batch sizes and the sharding of state. Raises ConfigError for bad sizes."""
 
-    pipeline: int
-    replicate: int
-    shard: int
-    tensor: int
     micro_batch: int
     """Samples in one forward pass of one data rank."""
     accumulation: int
@@ -144,11 +140,6 @@ class Layout:
     def stages_per_rank(self) -> int:
         return self.stages // self.pipeline
 
-    @property
-    def data_ranks(self) -> int:
-        """The number of groups of processes that see different samples."""
-        return self.replicate * self.shard
-
     def data_rank(self, rank: int) -> int:
         """Return the index of the share of the samples that process `rank` trains on."""
         return rank // self.tensor % self.data_ranks
@@ -205,13 +196,10 @@ class Layout:
 
 def layout_of(config: Config, world_size: int) -> Layout:
     """Build the layout of a resolved config for `world_size` processes, or raise ConfigError."""
-    sizes, settings = mesh_sizes(config, world_size), config.settings
+    settings = config.settings
     zero = settings.get("zero_optimization", {})
     layout = Layout(
-        pipeline=sizes.pipeline,
-        replicate=sizes.replicate,
-        shard=sizes.shard,
-        tensor=sizes.tensor,
+        **vars(mesh_sizes(config, world_size)),
         micro_batch=settings["train_micro_batch_size_per_gpu"],
         accumulation=settings["gradient_accumulation_steps"],
         zero_stage=zero.get("stage", 0),
